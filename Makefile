@@ -1,0 +1,46 @@
+# PYTHONSAFEPATH keeps the repository root off sys.path: the folder kernels/ must not shadow an installed package.
+export PYTHONSAFEPATH := 1
+BASE_PYTHON ?= python3
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check lint format types test-gpu test-all bench bench-smoke wheel clean
+
+$(STAMP): pyproject.toml setup.py constraints.txt
+	$(BASE_PYTHON) -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $(STAMP)
+
+demo: $(STAMP) ## train a small GPT on two workers under a plan, and show every step
+	$(VENV)/bin/qsync-opt demo
+
+test: $(STAMP) ## the CPU tests
+	$(PYTHON) -m pytest -q -m "not gpu and not slow"
+
+test-all: $(STAMP) ## the CPU tests, slow ones too
+	$(PYTHON) -m pytest -q -m "not gpu"
+
+test-gpu: $(STAMP)
+	$(PYTHON) -m pytest -q -m gpu
+
+check: lint types test ## the one command before a commit
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/codespell
+
+format: $(STAMP)
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+types: $(STAMP)
+	$(VENV)/bin/mypy
+
+wheel: $(STAMP)
+	$(PYTHON) tests/packaging/check_wheel.py
+
+clean:
+	rm -rf build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis

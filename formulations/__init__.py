@@ -1,0 +1,1 @@
+"""Which precision each operator gets: formulations over a Problem. Never loads torch."""

@@ -1,0 +1,1 @@
+"""One file per solver package; each is imported only when it is asked for."""

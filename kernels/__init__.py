@@ -1,0 +1,1 @@
+"""How fast an operator runs: low-precision operators as torch functions."""

@@ -1,0 +1,1 @@
+"""PyTorch: capture, statistics, profile and application of plans under DistributedDataParallel."""
