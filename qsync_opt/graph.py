@@ -133,9 +133,7 @@ class OpGraph:
 
     def __post_init__(self) -> None:
         if not self.operators:
-            raise ModelError(
-                f"graph {self.name!r} has no operators: a model with at least one operation is needed"
-            )
+            raise ModelError(f"graph {self.name!r} has no operators: a model with at least one operation is needed")
         index: dict[str, int] = {}
         consumers: dict[str, list[str]] = {}
         known_parameters = {p.name for p in self.parameters}

@@ -56,9 +56,7 @@ def number_format(name: str) -> NumberFormat:
     try:
         return FORMATS[name]
     except KeyError:
-        raise UnsupportedError(
-            f"unknown precision {name!r}: allowed are {', '.join(FORMATS)} (upper case)"
-        ) from None
+        raise UnsupportedError(f"unknown precision {name!r}: allowed are {', '.join(FORMATS)} (upper case)") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,7 +140,7 @@ class Interception:
         self._handler = handler
         self._path: list[str] = []
         self._counts: dict[tuple[str, str], int] = {}
-        self._modes: list[_Mode] = []
+        self._modes: list[contextlib.ExitStack] = []
         self._handles: list[Any] = []
         self.seen: list[str] = []
         for path, module in model.named_modules():
@@ -152,9 +152,9 @@ class Interception:
             if not self._path:
                 self._counts.clear()
                 self.seen.clear()
-                mode = _Mode(self)
-                mode.__enter__()
-                self._modes.append(mode)
+                stack = contextlib.ExitStack()
+                stack.enter_context(_Mode(self))
+                self._modes.append(stack)
             self._path.append(path)
 
         return hook
@@ -164,7 +164,7 @@ class Interception:
             return
         self._path.pop()
         if not self._path:
-            self._modes.pop().__exit__(None, None, None)
+            self._modes.pop().close()
 
     def call(self, op_type: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Name one call and hand it to the handler."""
@@ -175,9 +175,7 @@ class Interception:
         name = operator_name(module, op_type, occurrence)
         self.seen.append(name)
         return self._handler(
-            OperatorCall(
-                name=name, op_type=op_type, module=module, function=function, args=args, kwargs=kwargs
-            )
+            OperatorCall(name=name, op_type=op_type, module=module, function=function, args=args, kwargs=kwargs)
         )
 
     def remove(self) -> None:
