@@ -217,6 +217,9 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return key in self._data
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data)
+
     def take(self, key: str) -> Any:
         """Return the value of a key that must be there, whatever its kind."""
         self._taken.add(key)
