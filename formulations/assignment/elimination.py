@@ -241,8 +241,6 @@ class Elimination:
             for factor in batch.factors[1:]:
                 table = table + buffer[factor.index]
             if keep_tables:
-                shape = (len(batch.nodes_B), table.shape[1], *batch.target.shape[1:])
-                table = np.ascontiguousarray(np.broadcast_to(table, shape))
                 tables.append(table)
                 message = table.min(axis=1)
             else:

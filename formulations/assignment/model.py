@@ -118,14 +118,24 @@ class AssignmentModel:
         entry = self.chosen(labels_N)
         return float(self.objective_Z[entry].sum()) if self.allowed_Z[entry].all() else float("inf")
 
-    def priced(self, prices_R: Floats, objective_weight: float = 1.0) -> Floats:
+    def priced(self, prices_R: Floats, allowed_Z: Bools, objective_weight: float = 1.0) -> Floats:
         """Tables with the limits' prices added: ``objective + sum_r price_r * row_r``, forbidden entries infinite."""
         price_S = prices_R @ self.rows_RS
         cost_Z = self.objective_Z * objective_weight
         for entry, load, value in self._layers:
             cost_Z[entry] += value * price_S[load]
-        cost_Z[~self.allowed_Z] = np.inf
+        cost_Z[~allowed_Z] = np.inf
         return cost_Z
+
+    def row_values(self, entry_X: Ints) -> Ints:
+        """What table entries add to each limit row, shape (X, R)."""
+        start, count = self.pointer_Z1[entry_X], self.pointer_Z1[entry_X + 1] - self.pointer_Z1[entry_X]
+        owner = np.repeat(np.arange(len(entry_X)), count)
+        term = np.arange(len(owner)) + np.repeat(start - (np.cumsum(count) - count), count)
+        loads_XS = np.zeros((len(entry_X), self.rows_RS.shape[1]), dtype=np.int64)
+        loads_XS[owner, self.load_T[term]] = self.value_T[term]
+        values: Ints = loads_XS @ self.rows_RS.T
+        return values
 
     def complete(self, labels_N: Ints) -> Ints:
         """Set every derived node to what its parents say; a new array."""
