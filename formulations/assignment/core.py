@@ -16,12 +16,13 @@ from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floa
 
 @dataclass(slots=True)
 class CoreNode:
-    """A core node: its labels left, base first, and what each adds to objective and rows."""
+    """A core node: its labels left, base first, and what each adds to objective, rows and priced cost."""
 
     node: int
     labels_A: Ints
     objective_A: Floats
     rows_AR: Ints
+    priced_A: Floats
 
 
 @dataclass(slots=True)
@@ -32,14 +33,19 @@ class CoreEdge:
     second: int
     objective_AB: Floats
     rows_ABR: Ints
+    priced_AB: Floats
 
 
 @dataclass(slots=True)
 class Core:
-    """The undecided part of a model around a base labelling."""
+    """The undecided part of a model around a base labelling; rows that cannot bind any more are left out.
+
+    ``priced`` is the base's objective plus the priced excess over all rows: a lower bound if the base minimises it.
+    """
 
     base_N: Ints
     objective: float
+    priced: float
     excess_R: Ints
     nodes: list[CoreNode]
     edges: list[CoreEdge]
@@ -52,13 +58,14 @@ class Core:
         return labels_N
 
 
-def extract(model: AssignmentModel, base_N: Ints, allowed_Z: Bools) -> Core:
+def extract(model: AssignmentModel, base_N: Ints, allowed_Z: Bools, prices_R: Floats) -> Core:
     """Tables of the core.
 
     Args:
         model: The problem.
         base_N: A labelling whose entries are all allowed.
         allowed_Z: Entries that may be chosen.
+        prices_R: Prices of the limits.
 
     Returns:
         The core; nodes in order of their numbers.
@@ -98,10 +105,44 @@ def extract(model: AssignmentModel, base_N: Ints, allowed_Z: Bools) -> Core:
             rows = rows - rows[:, :1] - rows[:1]
             objective = objective - objective[:, :1] - objective[:1]
             if rows.any() or objective.any() or not allowed.all():
-                edges.append(CoreEdge(at, bt, np.where(allowed, objective, np.inf), rows))
+                edges.append(CoreEdge(at, bt, np.where(allowed, objective, np.inf), rows, rows @ prices_R))
         elif not allowed.all():
             (nodes[at] if at >= 0 else nodes[bt]).objective_A[~allowed.ravel()] = np.inf
-    return Core(base_N, model.objective(base_N), model.excess(base_N), nodes, edges)
+    for node in nodes:
+        node.priced_A = node.objective_A + node.rows_AR @ prices_R
+    for item in edges:
+        item.priced_AB += item.objective_AB
+    objective, excess = model.objective(base_N), model.excess(base_N)
+    core = Core(base_N, objective, objective + float(excess @ prices_R), excess, nodes, edges)
+    _drop_rows(core)
+    return core
+
+
+def _drop_rows(core: Core) -> None:
+    """Leave out rows that no labelling of the core can break, or that another row implies."""
+    excess = core.excess_R
+    blocks = [node.rows_AR for node in core.nodes]
+    blocks += [edge.rows_ABR.reshape(-1, len(excess)) for edge in core.edges]
+    if not blocks:
+        return
+    starts = np.cumsum([0, *(len(block) for block in blocks)])[:-1]
+    stacked = np.concatenate(blocks)
+    most = np.maximum.reduceat(stacked, starts).sum(axis=0)
+    left = np.flatnonzero(excess + most > 0)
+    for row in left.tolist():
+        others = left[left != row]
+        # Row o is implied by ``row`` if it cannot rise above it: the excess never gets larger.
+        above = np.maximum.reduceat(stacked[:, others] - stacked[:, [row]], starts).sum(axis=0)
+        implied = others[(excess[others] - excess[row] + above <= 0)]
+        if row in left:
+            left = left[~np.isin(left, implied)]
+    if len(left) == len(excess):
+        return
+    core.excess_R = excess[left]
+    for node in core.nodes:
+        node.rows_AR = node.rows_AR[:, left]
+    for edge in core.edges:
+        edge.rows_ABR = edge.rows_ABR[:, :, left]
 
 
 def _core_nodes(model: AssignmentModel, core_N: Ints, labels: list[Ints]) -> list[CoreNode]:
@@ -111,8 +152,8 @@ def _core_nodes(model: AssignmentModel, core_N: Ints, labels: list[Ints]) -> lis
         return []
     flat = np.repeat(model.offset_N[core_N], counts) + np.concatenate(labels)
     rows_XR, objective_X = model.row_values(flat), model.objective_Z[flat]
-    ends = np.cumsum(counts)
+    ends, no_price = np.cumsum(counts), np.zeros(0)
     return [
-        CoreNode(int(node), own, objective_X[e - c : e] - objective_X[e - c], rows_XR[e - c : e] - rows_XR[e - c])
+        CoreNode(int(node), own, objective_X[e - c : e] - objective_X[e - c], rows_XR[e - c : e] - rows_XR[e - c], no_price)
         for node, own, e, c in zip(core_N, labels, ends, counts, strict=True)
     ]

@@ -90,7 +90,7 @@ def maximise(
         prices_R: Prices to begin with.
         plans: Plans that respect ``allowed_Z``, to begin with; the list grows.
         upper: Stop as soon as the bound reaches this: nothing better can be below.
-        tolerance: Stop when the bound is proved within this of the dual's maximum.
+        tolerance: Stop when the bound is proved within this share of the dual's maximum.
         max_steps: Most minimisations.
         weight: Factor on the objective; 0 asks for feasibility alone.
         stop_at_feasible: Stop at the first feasible plan.
@@ -124,9 +124,10 @@ def maximise(
         for known in plans[master.num_columns :]:
             master.add(known.objective * weight, known.excess_R / scale_R)
         value, scaled, weights = master.solve()
-        if value - best <= tolerance:
+        if value - best <= tolerance * abs(value):
             break
         target = scaled / scale_R
         # Half-way steps damp the jumps; a full step now and then tells whether the maximum is reached.
-        query = target if step % 6 == 5 else (best_prices + target) / 2
+        near = value - best <= 30 * tolerance * abs(value)
+        query = target if near or step % 6 == 5 else (best_prices + target) / 2
     return DualResult(best, best_prices, plans, np.append(weights, np.zeros(len(plans) - len(weights))))

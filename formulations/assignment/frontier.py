@@ -8,6 +8,7 @@ is at least as good in everything. If none goes for lack of room, the best compl
 Axes: K states, A labels of the node being taken, R limit rows, D open nodes.
 """
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,16 @@ class FrontierResult:
     steps: int
 
 
+@dataclass(slots=True, kw_only=True)
+class _States:
+    """Partial labellings, as differences to the base."""
+
+    objective: Floats
+    priced: Floats
+    rows: Ints
+    open_KD: Ints
+
+
 @dataclass(slots=True)
 class _Step:
     """Taking one node: edges to open nodes, which open nodes stay, and the least priced completion afterwards."""
@@ -42,7 +53,7 @@ class _Step:
     completion: Floats  # over the labels of the kept slots
 
 
-def _order(core: Core, prices_R: Floats) -> list[list[int]]:
+def _order(core: Core) -> list[list[int]]:
     """Connected parts of the core, each in node order; parts with dear deviations first, fine ones last."""
     near: list[list[int]] = [[] for _ in core.nodes]
     for edge in core.edges:
@@ -64,14 +75,14 @@ def _order(core: Core, prices_R: Floats) -> list[list[int]]:
             parts.append(sorted(part))
 
     def fineness(part: list[int]) -> tuple[float, int]:
-        moves = [np.abs(core.nodes[c].rows_AR[1:] @ prices_R).max(initial=0.0) for c in part]
+        moves = [np.ptp(core.nodes[c].objective_A[np.isfinite(core.nodes[c].objective_A)]) for c in part]
         return -max(moves), part[0]
 
     return sorted(parts, key=fineness)
 
 
-def _steps(core: Core, prices_R: Floats, order: list[int]) -> tuple[list[_Step], float]:
-    """Plan the order and compute least priced completions backwards; the least priced deviation of all comes last."""
+def _steps(core: Core, order: list[int]) -> list[_Step]:
+    """Plan the order and compute least priced completions backwards."""
     place = {c: i for i, c in enumerate(order)}
     touching: list[list[CoreEdge]] = [[] for _ in core.nodes]
     last = list(range(len(order)))
@@ -100,24 +111,19 @@ def _steps(core: Core, prices_R: Floats, order: list[int]) -> tuple[list[_Step],
         node = core.nodes[c]
         shape = (*sizes, len(node.labels_A))
         if int(np.prod(shape, dtype=np.int64)) > _MAX_COMPLETION_ENTRIES:
-            least = sum(float(_priced(edge, prices_R).min()) for _, edge, _ in edges)
-            value = completion.min() + (node.objective_A + node.rows_AR @ prices_R).min() + least
+            least = sum(float(edge.priced_AB.min()) for _, edge, _ in edges)
+            value = completion.min() + node.priced_A.min() + least
             completion = np.full((1,) * len(sizes), value)
             continue
         absent = tuple(axis for axis in range(len(shape)) if axis not in kept)
-        table = np.expand_dims(completion, absent) + (node.objective_A + node.rows_AR @ prices_R)
+        table = np.expand_dims(completion, absent) + node.priced_A
         for slot, edge, is_first in edges:
-            own = _priced(edge, prices_R)
+            own = edge.priced_AB
             view = [1] * len(shape)
             view[slot], view[-1] = sizes[slot], len(node.labels_A)
             table = table + (own.T if is_first else own).reshape(view)
         completion = table.min(axis=-1)
-    return steps[::-1], float(completion.min())
-
-
-def _priced(edge: CoreEdge, prices_R: Floats) -> Floats:
-    cost: Floats = edge.objective_AB + edge.rows_ABR @ prices_R
-    return cost
+    return steps[::-1]
 
 
 def _future_rows(core: Core, order: list[int]) -> Ints:
@@ -132,67 +138,82 @@ def _future_rows(core: Core, order: list[int]) -> Ints:
     return result
 
 
-def search(core: Core, prices_R: Floats, upper: float, width: int, *, spread: bool) -> FrontierResult:
+def search(core: Core, upper: float, width: int, *, spread: bool, deadline: float = np.inf) -> FrontierResult:
     """Best labelling of the core within the limits, with at most ``width`` states at a time.
 
     Args:
         core: The undecided part.
-        prices_R: Prices of the limits, to bound and to rank states.
         upper: Only labellings below this count.
         width: Most states kept after a step.
         spread: Keep states that differ in their rows rather than only those of least priced cost.
+        deadline: ``time.perf_counter()`` value at which to give up.
 
     Returns:
         The best labelling found below ``upper``, and a lower bound.
 
     Source: bounded dynamic programming over a path decomposition (as for knapsack cores, Pisinger 1997); ours.
     """
-    order = [c for part in _order(core, prices_R) for c in part]
-    steps, _ = _steps(core, prices_R, order)
+    order = [c for part in _order(core) for c in part]
+    steps = _steps(core, order)
     future = _future_rows(core, order)
-    base_priced = core.objective + float(core.excess_R @ prices_R)
-    objective, rows = np.zeros(1), np.zeros((1, len(core.excess_R)), dtype=np.int64)
-    open_KD = np.zeros((1, 0), dtype=np.int64)
+    states = _States(
+        objective=np.zeros(1), priced=np.zeros(1), rows=np.zeros((1, len(core.excess_R)), dtype=np.int64),
+        open_KD=np.zeros((1, 0), dtype=np.int64),
+    )  # fmt: skip
     trail: list[tuple[Ints, Ints]] = []
     lost = np.inf
     for number, step in enumerate(steps):
-        node = core.nodes[step.position]
-        objective_KA = objective[:, None] + node.objective_A
-        rows_KAR = rows[:, None] + node.rows_AR
-        for slot, edge, is_first in step.edges:
-            own, own_rows = edge.objective_AB, edge.rows_ABR
-            if is_first:
-                own, own_rows = own.T, own_rows.transpose(1, 0, 2)
-            objective_KA = objective_KA + own[open_KD[:, slot]]
-            rows_KAR = rows_KAR + own_rows[open_KD[:, slot]]
-        completion, after_KAD = _after(step, open_KD, len(node.labels_A))
-        rank_KA = base_priced + objective_KA + rows_KAR @ prices_R + completion
-        alive = (rank_KA < upper) & (core.excess_R + rows_KAR + future[number + 1] <= 0).all(axis=2)
-        parent, label = np.nonzero(alive)
+        if number % 64 == 0 and time.perf_counter() > deadline:
+            return FrontierResult(None, upper, core.priced, number)
+        slack_R = -core.excess_R - future[number + 1]
+        states, parent, label, gone = _take(core, step, states, slack_R, upper, width, spread=spread)
+        lost = min(lost, gone)
         if not len(parent):
             return FrontierResult(None, upper, min(lost, upper), number)
-        objective, rows, rank = objective_KA[parent, label], rows_KAR[parent, label], rank_KA[parent, label]
-        open_KD = after_KAD[parent, label]
-        code = _code(open_KD)
-        kept = undominated(code, objective, rows)
-        if len(kept) > width:
-            chosen = _select(rank[kept], rows[kept], code[kept], prices_R, width, spread=spread)
-            gone = np.ones(len(kept), dtype=np.bool_)
-            gone[chosen] = False
-            lost = min(lost, float(rank[kept[gone]].min()))
-            kept = kept[chosen]
-        objective, rows, open_KD = objective[kept], rows[kept], open_KD[kept]
-        trail.append((parent[kept], label[kept]))
-    best = int(objective.argmin())
-    value = core.objective + float(objective[best])
+        trail.append((parent, label))
+    state = int(states.objective.argmin())
+    value = core.objective + float(states.objective[state])
     if value >= upper:
         return FrontierResult(None, upper, min(lost, upper), len(steps))
     choice_C = np.zeros(len(core.nodes), dtype=np.int64)
-    state = best
     for step, (parent, label) in zip(reversed(steps), reversed(trail), strict=True):
         choice_C[step.position] = label[state]
-        state = parent[state]
+        state = int(parent[state])
     return FrontierResult(core.labels(choice_C), value, min(lost, value), len(steps))
+
+
+def _take(
+    core: Core, step: _Step, states: _States, slack_R: Ints, upper: float, width: int, *, spread: bool
+) -> tuple[_States, Ints, Ints, float]:
+    """Extend every state by every label of one node; returns the states kept, whence they came, and what was lost."""
+    node, open_KD = core.nodes[step.position], states.open_KD
+    objective_KA = states.objective[:, None] + node.objective_A
+    priced_KA = states.priced[:, None] + node.priced_A
+    rows_KAR = states.rows[:, None] + node.rows_AR
+    for slot, edge, is_first in step.edges:
+        at = (slice(None), open_KD[:, slot]) if is_first else (open_KD[:, slot],)
+        own, priced, rows = edge.objective_AB[at], edge.priced_AB[at], edge.rows_ABR[at]
+        objective_KA = objective_KA + (own.T if is_first else own)
+        priced_KA = priced_KA + (priced.T if is_first else priced)
+        rows_KAR = rows_KAR + (rows.transpose(1, 0, 2) if is_first else rows)
+    completion, after_KAD = _after(step, open_KD, len(node.labels_A))
+    rank_KA = core.priced + priced_KA + completion
+    alive = (rank_KA < upper) & (rows_KAR <= slack_R).all(axis=2)
+    parent, label = np.nonzero(alive)
+    objective, rows, rank = objective_KA[parent, label], rows_KAR[parent, label], rank_KA[parent, label]
+    after = after_KAD[parent, label]
+    code = _code(after)
+    kept = undominated(code, objective, rows)
+    lost = np.inf
+    if len(kept) > width:
+        chosen = _select(rank[kept], rows[kept], code[kept], width, spread=spread)
+        gone = np.ones(len(kept), dtype=np.bool_)
+        gone[chosen] = False
+        lost = float(rank[kept[gone]].min())
+        kept = kept[chosen]
+    parent, label = parent[kept], label[kept]
+    taken = _States(objective=objective[kept], priced=priced_KA[parent, label], rows=rows[kept], open_KD=after[kept])
+    return taken, parent, label, lost
 
 
 def _after(step: _Step, open_KD: Ints, num_labels: int) -> tuple[Floats, Ints]:
@@ -255,17 +276,18 @@ def _falling(code_K: Ints, objective_K: Floats) -> Bools:
     return keep
 
 
-def _select(rank_K: Floats, rows_KR: Ints, code_K: Ints, prices_R: Floats, width: int, *, spread: bool) -> Ints:
-    """Which states stay: the best ranked, or the best ranked of each cell of a grid over code and priced rows."""
+def _select(rank_K: Floats, rows_KR: Ints, code_K: Ints, width: int, *, spread: bool) -> Ints:
+    """Which states stay: the best ranked, or also the best ranked of each cell of a grid over open labels and rows."""
     by_rank = np.argsort(rank_K, kind="stable")
     if not spread:
         return by_rank[:width]
+    span_R = np.ptp(rows_KR, axis=0)
+    wide = np.flatnonzero(span_R > 0)
+    cells = width / max(1, len(np.unique(code_K)))
+    side = max(2, round(cells ** (1 / max(1, len(wide)))))
     cell = code_K
-    weighted = rows_KR * prices_R
-    side = max(2, int(round((width / max(1, len(np.unique(code_K)))) ** (1 / max(1, int((prices_R > 0).sum()))))))
-    for row in np.flatnonzero(prices_R > 0).tolist():
-        low, high = weighted[:, row].min(), weighted[:, row].max()
-        step = (weighted[:, row] - low) * ((side - 1e-9) / (high - low)) if high > low else np.zeros(len(cell))
+    for row in wide[:8].tolist():
+        step = (rows_KR[:, row] - rows_KR[:, row].min()) * ((side - 1e-9) / float(span_R[row]))
         cell = cell * side + step.astype(np.int64)
     _, leaders = np.unique(cell[by_rank], return_index=True)
     leaders = by_rank[np.sort(leaders)][: width // 2]

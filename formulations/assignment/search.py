@@ -1,0 +1,264 @@
+"""Which labelling is best, and how good is it known to be? Bound and fix: dual, core search, branching on joins.
+
+At a node of the search tree the dual gives prices and a bound; min-marginals at these prices rule out every entry that
+cannot beat the incumbent; the core search closes what is left, or improves the incumbent. Where the plans that share
+the dual's optimum disagree about joins, the relaxation mixes far-apart plans: the node is then split at the middle one.
+
+Axes: N nodes, Z table entries, R limit rows.
+
+Source: ours; each part is standard (cutting planes, reduced-cost fixing, bounded dynamic programming).
+"""
+
+import heapq
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from qsync_opt.formulations.assignment.core import extract
+from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
+from qsync_opt.formulations.assignment.elimination import Elimination
+from qsync_opt.formulations.assignment.frontier import search
+from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
+
+PROOF = 1e-9
+"""Improvements below this share of the objective are not looked for."""
+_MAX_PLANS = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How hard to search.
+
+    Attributes:
+        gap: Relative gap at which to stop.
+        widths: Core search widths to try at a node, ascending.
+        leaf_widths: Further widths at a node that is not worth splitting.
+        max_nodes: Most nodes of the tree.
+    """
+
+    gap: float = 0.0
+    widths: tuple[int, ...] = (64, 256)
+    leaf_widths: tuple[int, ...] = (2048, 16384)
+    max_nodes: int = 100_000
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a search knows: the best labelling, a bound, and whether it was cut short."""
+
+    labels_N: Ints | None
+    objective: float
+    bound: float
+    prices_R: Floats
+    nodes: int = 0
+    out_of_time: bool = False
+    proved_infeasible: bool = False
+
+
+@dataclass(order=True, slots=True)
+class _Node:
+    bound: float
+    number: int
+    allowed_Z: Bools = field(compare=False)
+    prices_R: Floats = field(compare=False)
+    plans: list[Priced] = field(compare=False)
+
+
+class BoundAndFix:
+    """Solves one assignment problem; keeps what it learnt, so that a second solve after new limits is quick."""
+
+    def __init__(self, model: AssignmentModel, elimination: Elimination | None = None) -> None:
+        """Plan the elimination.
+
+        Args:
+            model: The problem.
+            elimination: An elimination of a model with the same graph.
+        """
+        self.model = model
+        self.elimination = elimination or Elimination(model)
+        self.pricer = Pricer(model, self.elimination)
+        self.best: Priced | None = None
+        self.trace: list[tuple[object, ...]] = []
+        self._deadline = np.inf
+
+    def offer(self, plan: Priced) -> bool:
+        """Keep a plan if it is feasible and better than the incumbent."""
+        if plan.feasible and plan.objective < self.upper:
+            self.best = plan
+            return True
+        return False
+
+    @property
+    def upper(self) -> float:
+        """Objective of the incumbent, infinite without one."""
+        return np.inf if self.best is None else self.best.objective
+
+    def solve(self, effort: Effort, *, start: Ints | None = None, deadline: float = np.inf) -> Outcome:
+        """Search until the gap, the effort or the deadline is reached, or Ctrl-C is pressed.
+
+        Args:
+            effort: How hard to search.
+            start: A labelling to start from.
+            deadline: ``time.perf_counter()`` value at which to stop.
+
+        Returns:
+            The best labelling and bound.
+        """
+        self._deadline = deadline
+        if start is not None:
+            self.offer(Priced(start, self.model.objective(start), self.model.excess(start)))
+        zero = np.zeros(len(self.model.limits_R))
+        outcome = Outcome(None, np.inf, 0.0, zero)
+        open_nodes: list[_Node] = []
+        closed = np.inf
+        try:
+            plans, infeasible = self._feasible_start()
+            if infeasible:
+                return Outcome(None, np.inf, np.inf, zero, proved_infeasible=True)
+            open_nodes = [_Node(0.0, 0, self.model.allowed_Z, zero, plans)]
+            count = 1
+            while open_nodes and outcome.nodes < effort.max_nodes:
+                node = heapq.heappop(open_nodes)
+                if self._closed(node.bound, effort):
+                    closed = min(closed, node.bound)
+                    continue
+                if time.perf_counter() > self._deadline:
+                    open_nodes.append(node)
+                    outcome.out_of_time = True
+                    break
+                outcome.nodes += 1
+                open_nodes.append(node)  # stays known while it is worked on, in case of Ctrl-C
+                bound, prices, children = self._process(node, effort)
+                open_nodes.remove(node)
+                heapq.heapify(open_nodes)
+                if outcome.nodes == 1:
+                    outcome.prices_R = prices
+                if not children:
+                    closed = min(closed, bound)
+                for allowed, kept in children:
+                    heapq.heappush(open_nodes, _Node(bound, count, allowed, prices, kept))
+                    count += 1
+        except KeyboardInterrupt:
+            outcome.out_of_time = True
+        outcome.bound = min([closed, self.upper, *(node.bound for node in open_nodes)])
+        if self.best is not None:
+            outcome.labels_N, outcome.objective = self.best.labels_N, self.best.objective
+        elif outcome.bound == np.inf and not outcome.out_of_time:
+            outcome.proved_infeasible = True
+        return outcome
+
+    def _closed(self, bound: float, effort: Effort) -> bool:
+        return bound >= self.upper * (1 - max(effort.gap, PROOF))
+
+    def _feasible_start(self) -> tuple[list[Priced], bool]:
+        """Plans that come near the limits, and whether it is proved that none meets them."""
+        limits = np.maximum(np.abs(self.model.limits_R), 1).astype(np.float64)
+        plans: list[Priced] = []
+        result = maximise(
+            self.pricer, self.model.allowed_Z, prices_R=1 / limits, plans=plans, upper=np.inf, tolerance=1e-12,
+            max_steps=100, weight=0.0, stop_at_feasible=True,
+        )  # fmt: skip
+        for plan in plans:
+            self.offer(plan)
+        # The slack covers the rounding of prices times loads; excesses are whole numbers.
+        certain = result.bound > 1e-9 * float(result.prices_R @ limits)
+        return plans, bool(result.proved_infeasible or (certain and self.best is None))
+
+    def _process(self, node: _Node, effort: Effort) -> tuple[float, Floats, list[tuple[Bools, list[Priced]]]]:
+        """Bound a node and close or split it; a closed node has no children."""
+        allowed = self._affordable(node.allowed_Z)
+        dual = self._dual(allowed, node, effort)
+        bound = max(node.bound, dual.bound)
+        if dual.proved_infeasible or self._closed(bound, effort):
+            return bound, dual.prices_R, []
+        split = self._fractional_join(dual)
+        widths = effort.widths if split is not None else (*effort.widths, *effort.leaf_widths)
+        for width in widths:
+            for spread in (True, False):
+                before = self.upper
+                found, allowed = self._search_core(allowed, dual, width, effort, spread=spread)
+                bound = max(bound, found)
+                self.trace.append((width, spread, self.upper, bound, time.perf_counter()))
+                if self._closed(bound, effort):
+                    return bound, dual.prices_R, []
+                if time.perf_counter() > self._deadline:
+                    break
+        if split is None:
+            split = self._widest_choice(dual, allowed)
+        if split is None:
+            return bound, dual.prices_R, []
+        children = []
+        for side in split:
+            child = allowed.copy()
+            child[side] = False
+            kept = [plan for plan in dual.plans if child[self.model.chosen(plan.labels_N)].all()]
+            children.append((child, kept[-_MAX_PLANS:]))
+        return bound, dual.prices_R, children
+
+    def _affordable(self, allowed_Z: Bools) -> Bools:
+        """Without entries that alone cost as much as the incumbent: nothing costs less than zero."""
+        return allowed_Z & (self.model.objective_Z <= self.upper) if self.best is not None else allowed_Z
+
+    def _dual(self, allowed_Z: Bools, node: _Node, effort: Effort) -> DualResult:
+        known = [plan for plan in node.plans if allowed_Z[self.model.chosen(plan.labels_N)].all()]
+        result = maximise(
+            self.pricer, allowed_Z, prices_R=node.prices_R, plans=known,
+            upper=self.upper * (1 - max(effort.gap, PROOF)),
+            tolerance=max(effort.gap / 50, 1e-5), max_steps=150 + 4 * len(node.prices_R),
+        )  # fmt: skip
+        for plan in result.plans:
+            self.offer(plan)
+        return result
+
+    def _search_core(
+        self, allowed_Z: Bools, dual: DualResult, width: int, effort: Effort, *, spread: bool
+    ) -> tuple[float, Bools]:
+        """Fix by min-marginals, search the rest; returns a bound and the entries left."""
+        upper = self.upper * (1 - PROOF)
+        cost_Z = self.model.priced(dual.prices_R, allowed_Z)
+        _, least_Z = self.elimination.min_marginals(cost_Z)
+        _, base_N = self.elimination.minimise(cost_Z)
+        offset = float(dual.prices_R @ self.model.limits_R)
+        if self.best is not None:
+            allowed_Z = allowed_Z & (least_Z - offset < self.upper)
+        core = extract(self.model, base_N, allowed_Z, dual.prices_R)
+        result = search(core, upper, width, spread=spread, deadline=self._deadline)
+        self.trace.append(("core", len(core.nodes), len(core.excess_R), width, spread))
+        if result.labels_N is not None:
+            labels = result.labels_N
+            self.offer(Priced(labels, self.model.objective(labels), self.model.excess(labels)))
+        return result.bound, allowed_Z
+
+    def _fractional_join(self, dual: DualResult) -> tuple[Ints, Ints] | None:
+        """Entries to forbid on either side of a split at the middle join that the dual's plans disagree about."""
+        used = [(w, p) for w, p in zip(dual.weights_I, dual.plans, strict=True) if w > 1e-3]
+        split = []
+        for item in self.model.derived:
+            share: dict[int, float] = {}
+            for weight, plan in used:
+                group = item.group_L[plan.labels_N[item.node]]
+                share[group] = share.get(group, 0.0) + float(weight)
+            if len(share) > 1:
+                split.append((item, max(share)))
+        if not split:
+            return None
+        item, group = split[len(split) // 2]
+        inside = np.array(item.group_L) == group
+        offset = self.model.offset_N[item.node]
+        return offset + np.flatnonzero(inside), offset + np.flatnonzero(~inside)
+
+    def _widest_choice(self, dual: DualResult, allowed_Z: Bools) -> tuple[Ints, Ints] | None:
+        """Entries to forbid on either side of a split at the undecided node with the largest swing in objective."""
+        best: tuple[float, Ints] | None = None
+        for node in range(self.model.num_nodes):
+            entry = np.arange(self.model.sizes_N[node]) + self.model.offset_N[node]
+            left = entry[allowed_Z[entry]]
+            if len(left) > 1:
+                swing = float(np.ptp(self.model.objective_Z[left]))
+                if best is None or swing > best[0]:
+                    best = swing, left
+        if best is None:
+            return None
+        cheap = best[1][self.model.objective_Z[best[1]].argmin()]
+        return np.array([cheap]), best[1][best[1] != cheap]
