@@ -17,6 +17,7 @@ from qsync_opt.formulations.assignment.core import Core, CoreEdge
 from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
 
 _MAX_COMPLETION_ENTRIES = 4096
+_MAX_CODE = 1 << 40
 
 
 @dataclass(slots=True)
@@ -122,7 +123,7 @@ def _steps(core: Core, order: list[int]) -> list[_Step]:
             view = [1] * len(shape)
             view[slot], view[-1] = sizes[slot], len(node.labels_A)
             table = table + (own.T if is_first else own).reshape(view)
-        completion = table.min(axis=-1)
+        completion = np.broadcast_to(table, shape).min(axis=-1)
     return steps[::-1]
 
 
@@ -200,6 +201,8 @@ def _take(
     rank_KA = core.priced + priced_KA + completion
     alive = (rank_KA < upper) & (rows_KAR <= slack_R).all(axis=2)
     parent, label = np.nonzero(alive)
+    if not len(parent):
+        return states, parent, label, np.inf
     objective, rows, rank = objective_KA[parent, label], rows_KAR[parent, label], rank_KA[parent, label]
     after = after_KAD[parent, label]
     code = _code(after)
@@ -231,11 +234,11 @@ def _after(step: _Step, open_KD: Ints, num_labels: int) -> tuple[Floats, Ints]:
 def _code(open_KD: Ints) -> Ints:
     """One number per combination of open labels."""
     code = np.zeros(len(open_KD), dtype=np.int64)
-    if open_KD.shape[1]:
-        for column in open_KD.T:
-            code = code * (int(column.max()) + 1) + column
-        if open_KD.shape[1] > 12:
-            code = np.unique(open_KD, axis=0, return_inverse=True)[1].reshape(-1)
+    for column in open_KD.T:
+        count = int(column.max()) + 1
+        if int(code.max()) >= _MAX_CODE // count:
+            code = np.unique(code, return_inverse=True)[1].reshape(-1)
+        code = code * count + column
     return code
 
 

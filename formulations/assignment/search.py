@@ -24,6 +24,25 @@ from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floa
 PROOF = 1e-9
 """Improvements below this share of the objective are not looked for."""
 _MAX_PLANS = 60
+_SHARE = 1e-3
+"""Plans with a smaller weight in the dual do not count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One core search: at most this many nodes (None: all that are undecided), states, and how states are kept."""
+
+    nodes: int | None
+    width: int
+    spread: bool
+
+
+PASSES = (
+    Pass(60, 64, True),
+    Pass(150, 64, True),
+    *(Pass(None, width, spread) for width in (64, 256, 2048, 16384) for spread in (True, False)),
+)
+"""Core searches from the quickest to the most thorough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +51,16 @@ class Effort:
 
     Attributes:
         gap: Relative gap at which to stop.
-        widths: Core search widths to try at a node, ascending.
-        leaf_widths: Further widths at a node that is not worth splitting.
+        passes: Core searches to try at a node, in this order.
+        dive_passes: How many of them to try with the joins held.
+        dives: Plans of the dual whose joins are held to look for a better incumbent.
         max_nodes: Most nodes of the tree.
     """
 
     gap: float = 0.0
-    widths: tuple[int, ...] = (64, 256)
-    leaf_widths: tuple[int, ...] = (2048, 16384)
+    passes: tuple[Pass, ...] = PASSES
+    dive_passes: int = 2
+    dives: int = 2
     max_nodes: int = 100_000
 
 
@@ -81,6 +102,10 @@ class BoundAndFix:
         self.best: Priced | None = None
         self.trace: list[tuple[object, ...]] = []
         self._deadline = np.inf
+        num_labels = max(2, int(model.sizes_N.max(initial=1)))
+        self._exists_NA = np.arange(num_labels)[None, :] < model.sizes_N[:, None]
+        self._entry_NA = np.where(self._exists_NA, model.offset_N[:, None] + np.arange(num_labels), 0)
+        self._dived: set[bytes] = set()
 
     def offer(self, plan: Priced) -> bool:
         """Keep a plan if it is feasible and better than the incumbent."""
@@ -168,24 +193,23 @@ class BoundAndFix:
     def _process(self, node: _Node, effort: Effort) -> tuple[float, Floats, list[tuple[Bools, list[Priced]]]]:
         """Bound a node and close or split it; a closed node has no children."""
         allowed = self._affordable(node.allowed_Z)
-        dual = self._dual(allowed, node, effort)
+        dual = self._dual(allowed, node.prices_R, node.plans, effort)
         bound = max(node.bound, dual.bound)
         if dual.proved_infeasible or self._closed(bound, effort):
             return bound, dual.prices_R, []
         split = self._fractional_join(dual)
-        widths = effort.widths if split is not None else (*effort.widths, *effort.leaf_widths)
-        for width in widths:
-            for spread in (True, False):
-                before = self.upper
-                found, allowed = self._search_core(allowed, dual, width, effort, spread=spread)
-                bound = max(bound, found)
-                self.trace.append((width, spread, self.upper, bound, time.perf_counter()))
-                if self._closed(bound, effort):
-                    return bound, dual.prices_R, []
-                if time.perf_counter() > self._deadline:
-                    break
+        if split is not None:
+            self._dive(allowed, dual, effort)
+        passes = effort.passes if split is None else effort.passes[:3]
+        for each in passes:
+            if self._closed(bound, effort) or time.perf_counter() > self._deadline:
+                break
+            found, allowed = self._search_core(allowed, dual, each)
+            bound = max(bound, found)
+        if self._closed(bound, effort):
+            return bound, dual.prices_R, []
         if split is None:
-            split = self._widest_choice(dual, allowed)
+            split = self._widest_choice(allowed)
         if split is None:
             return bound, dual.prices_R, []
         children = []
@@ -196,43 +220,81 @@ class BoundAndFix:
             children.append((child, kept[-_MAX_PLANS:]))
         return bound, dual.prices_R, children
 
+    def _dive(self, allowed_Z: Bools, dual: DualResult, effort: Effort) -> None:
+        """Improve the incumbent: hold the joins as a plan of the dual has them, and search what is left."""
+        by_weight = np.argsort(-dual.weights_I, kind="stable")[: effort.dives].tolist()
+        for index in by_weight:
+            plan = dual.plans[index]
+            groups = bytes(item.group_L[plan.labels_N[item.node]] for item in self.model.derived)
+            if dual.weights_I[index] < _SHARE or groups in self._dived:
+                continue
+            self._dived.add(groups)
+            held = allowed_Z.copy()
+            for item, group in zip(self.model.derived, groups, strict=True):
+                offset = self.model.offset_N[item.node]
+                held[offset : offset + len(item.group_L)] &= np.array(item.group_L) == group
+            inner = self._dual(held, dual.prices_R, dual.plans, effort)
+            bound = inner.bound
+            for each in effort.passes[: effort.dive_passes]:
+                if inner.proved_infeasible or self._closed(bound, effort) or time.perf_counter() > self._deadline:
+                    break
+                found, held = self._search_core(held, inner, each)
+                bound = max(bound, found)
+
     def _affordable(self, allowed_Z: Bools) -> Bools:
         """Without entries that alone cost as much as the incumbent: nothing costs less than zero."""
         return allowed_Z & (self.model.objective_Z <= self.upper) if self.best is not None else allowed_Z
 
-    def _dual(self, allowed_Z: Bools, node: _Node, effort: Effort) -> DualResult:
-        known = [plan for plan in node.plans if allowed_Z[self.model.chosen(plan.labels_N)].all()]
+    def _dual(self, allowed_Z: Bools, prices_R: Floats, plans: list[Priced], effort: Effort) -> DualResult:
+        known = [plan for plan in plans if allowed_Z[self.model.chosen(plan.labels_N)].all()]
         result = maximise(
-            self.pricer, allowed_Z, prices_R=node.prices_R, plans=known,
+            self.pricer, allowed_Z, prices_R=prices_R, plans=known,
             upper=self.upper * (1 - max(effort.gap, PROOF)),
-            tolerance=max(effort.gap / 50, 1e-5), max_steps=150 + 4 * len(node.prices_R),
+            tolerance=max(effort.gap / 50, 1e-5), max_steps=150 + 4 * len(prices_R),
         )  # fmt: skip
         for plan in result.plans:
             self.offer(plan)
         return result
 
-    def _search_core(
-        self, allowed_Z: Bools, dual: DualResult, width: int, effort: Effort, *, spread: bool
-    ) -> tuple[float, Bools]:
+    def _search_core(self, allowed_Z: Bools, dual: DualResult, effort_pass: Pass) -> tuple[float, Bools]:
         """Fix by min-marginals, search the rest; returns a bound and the entries left."""
-        upper = self.upper * (1 - PROOF)
         cost_Z = self.model.priced(dual.prices_R, allowed_Z)
         _, least_Z = self.elimination.min_marginals(cost_Z)
         _, base_N = self.elimination.minimise(cost_Z)
         offset = float(dual.prices_R @ self.model.limits_R)
+        least_Z -= offset
         if self.best is not None:
-            allowed_Z = allowed_Z & (least_Z - offset < self.upper)
-        core = extract(self.model, base_N, allowed_Z, dual.prices_R)
-        result = search(core, upper, width, spread=spread, deadline=self._deadline)
-        self.trace.append(("core", len(core.nodes), len(core.excess_R), width, spread))
+            allowed_Z = allowed_Z & (least_Z < self.upper)
+        tried_Z, ceiling = self._nearest(allowed_Z, least_Z, effort_pass.nodes)
+        tried_Z[self.model.chosen(base_N)] = True
+        core = extract(self.model, base_N, tried_Z, dual.prices_R)
+        upper = self.upper * (1 - PROOF)
+        result = search(core, upper, effort_pass.width, spread=effort_pass.spread, deadline=self._deadline)
+        self.trace.append(
+            (len(core.nodes), len(core.excess_R), effort_pass, self.upper, result.bound, round(time.perf_counter(), 3))
+        )
         if result.labels_N is not None:
             labels = result.labels_N
             self.offer(Priced(labels, self.model.objective(labels), self.model.excess(labels)))
-        return result.bound, allowed_Z
+        return min(result.bound, ceiling), allowed_Z
+
+    def _nearest(self, allowed_Z: Bools, least_Z: Floats, most_nodes: int | None) -> tuple[Bools, float]:
+        """Leave a choice only to the nodes whose second label is least dear; what is ruled out costs the float or more."""
+        tried_Z = allowed_Z.copy()
+        if most_nodes is None or self.model.num_nodes <= most_nodes:
+            return tried_Z, np.inf
+        least_NA = np.where(self._exists_NA & allowed_Z[self._entry_NA], least_Z[self._entry_NA], np.inf)
+        second_N = np.partition(least_NA, 1, axis=1)[:, 1]
+        order = np.argsort(second_N, kind="stable")
+        ceiling = float(second_N[order[most_nodes]])
+        out_NA = self._exists_NA & (least_NA > ceiling)
+        out_NA[order[most_nodes:]] = self._exists_NA[order[most_nodes:]]
+        tried_Z[self._entry_NA[out_NA]] = False
+        return tried_Z, ceiling
 
     def _fractional_join(self, dual: DualResult) -> tuple[Ints, Ints] | None:
         """Entries to forbid on either side of a split at the middle join that the dual's plans disagree about."""
-        used = [(w, p) for w, p in zip(dual.weights_I, dual.plans, strict=True) if w > 1e-3]
+        used = [(w, p) for w, p in zip(dual.weights_I, dual.plans, strict=True) if w > _SHARE]
         split = []
         for item in self.model.derived:
             share: dict[int, float] = {}
@@ -248,7 +310,7 @@ class BoundAndFix:
         offset = self.model.offset_N[item.node]
         return offset + np.flatnonzero(inside), offset + np.flatnonzero(~inside)
 
-    def _widest_choice(self, dual: DualResult, allowed_Z: Bools) -> tuple[Ints, Ints] | None:
+    def _widest_choice(self, allowed_Z: Bools) -> tuple[Ints, Ints] | None:
         """Entries to forbid on either side of a split at the undecided node with the largest swing in objective."""
         best: tuple[float, Ints] | None = None
         for node in range(self.model.num_nodes):
