@@ -7,7 +7,7 @@ import math
 import time
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.evaluate import evaluate_device, iteration_time
+from qsync_opt.evaluation import evaluate_device, iteration_time
 from qsync_opt.problem import Problem, ProblemDevice
 from qsync_opt.propagation import propagate
 from qsync_opt.solution import Answer, SolveOptions, TerminationStatus

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from qsync_opt.errors import SolverError
-from qsync_opt.evaluate import Evaluation, evaluate
+from qsync_opt.evaluation import Evaluation, evaluate
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem
 from qsync_opt.registry import Feature, Kind, create, default_solver, features, require
