@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qsync_opt.evaluate import evaluate
+from qsync_opt.evaluation import evaluate
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem
 from qsync_opt.problem_file import problem_from_json

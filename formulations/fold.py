@@ -152,7 +152,9 @@ def _follow(folding: Folding, recipe: _Recipe, parents: list[int]) -> int:
     return node
 
 
-def _make_recipe(folding: Folding, signature: tuple[object, ...], ladder: tuple[int, ...], output: list[int]) -> _Recipe:
+def _make_recipe(
+    folding: Folding, signature: tuple[object, ...], ladder: tuple[int, ...], output: list[int]
+) -> _Recipe:
     """How a dependent operator follows its inputs; ``signature`` lists (local carrier, map) pairs after the set."""
 
     def step(precision: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qsync_opt.evaluate import BYTES_PER_KIB
+from qsync_opt.evaluation import BYTES_PER_KIB
 from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
 from qsync_opt.graph import Role
 from qsync_opt.problem import MI_ELEMENTS, Problem, ProblemDevice

@@ -95,12 +95,12 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
         Kind.FORMULATION: (
             Entry(
                 name="greedy",
-                target="qsync_opt.formulations.greedy:GreedyFormulation",
+                target="qsync_opt.formulations.paper_greedy:GreedyFormulation",
                 features=frozenset({Feature.SOLVER, Feature.TIME_LIMIT}),
             ),
             Entry(
                 name="qsync",
-                target="qsync_opt.formulations.greedy:QsyncFormulation",
+                target="qsync_opt.formulations.paper_greedy:QsyncFormulation",
                 features=frozenset({Feature.SOLVER, Feature.TIME_LIMIT}),
             ),
             Entry(

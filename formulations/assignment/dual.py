@@ -5,6 +5,7 @@ For prices p >= 0, ``min_x objective(x) + p . (rows(x) - limits)`` is a lower bo
 Axes: N nodes, Z table entries, R limit rows, I plans seen.
 """
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,8 @@ from qsync_opt.formulations.assignment.master import Master
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
 
 _BOX = 1e9
+_FEW_ROWS = 12
+"""Up to this many rows are all in the master from the start."""
 _FLOAT_SLACK = 1e-13
 """Relative rounding error granted to a bound: bounds are lowered by it."""
 
@@ -81,6 +84,7 @@ def maximise(
     max_steps: int,
     weight: float = 1.0,
     stop_at_feasible: bool = False,
+    deadline: float = np.inf,
 ) -> DualResult:
     """Maximise the Lagrangian bound.
 
@@ -94,6 +98,7 @@ def maximise(
         max_steps: Most minimisations.
         weight: Factor on the objective; 0 asks for feasibility alone.
         stop_at_feasible: Stop at the first feasible plan.
+        deadline: ``time.monotonic()`` value at which to stop.
 
     Returns:
         The best bound and its prices. ``proved_infeasible`` is set if no entry is left to choose.
@@ -102,10 +107,8 @@ def maximise(
     """
     num_rows = len(pricer.model.limits_R)
     best, best_prices = -np.inf, np.zeros(num_rows) if prices_R is None else prices_R
-    scale_R: Floats | None = None
-    master: Master | None = None
-    query = best_prices
-    weights = np.zeros(0)
+    query, weights = best_prices, np.zeros(0)
+    master: _LazyMaster | None = None
     for step in range(max_steps):
         bound, plan = pricer.lagrangian(query, allowed_Z, weight)
         if bound == np.inf:
@@ -113,21 +116,54 @@ def maximise(
         if bound > best:
             best, best_prices = bound, query
         plans.append(plan)
-        if best >= upper or (stop_at_feasible and plan.feasible) or not num_rows:
+        if best >= upper or (stop_at_feasible and plan.feasible) or not num_rows or time.monotonic() > deadline:
             break
-        if scale_R is None:
-            excess = np.abs(np.stack([p.excess_R for p in plans])).max(axis=0)
-            scale_R = np.maximum(excess.astype(np.float64), 1.0)
         if master is None:
-            size = max(abs(plan.objective * weight), max(p.objective for p in plans) * weight, 1e-300)
-            master = Master(num_rows, _BOX * size if weight else 1.0)
-        for known in plans[master.num_columns :]:
-            master.add(known.objective * weight, known.excess_R / scale_R)
-        value, scaled, weights = master.solve()
-        if value - best <= tolerance * abs(value):
+            master = _LazyMaster(plans, weight)
+        value, target, weights = master.solve(plans)
+        if value - best <= tolerance * abs(value) and not master.add_violated(weights):
             break
-        target = scaled / scale_R
-        # Half-way steps damp the jumps; a full step now and then tells whether the maximum is reached.
         near = value - best <= 30 * tolerance * abs(value)
+        # Half-way steps damp the jumps; a full step now and then tells whether the maximum is reached.
         query = target if near or step % 6 == 5 else (best_prices + target) / 2
     return DualResult(best, best_prices, plans, np.append(weights, np.zeros(len(plans) - len(weights))))
+
+
+class _LazyMaster:
+    """The master program over the rows that matter so far; rows join when the mix of plans breaks them."""
+
+    def __init__(self, plans: list[Priced], weight: float) -> None:
+        excess_IR = np.stack([plan.excess_R for plan in plans]).astype(np.float64)
+        self._scale_R = np.maximum(np.abs(excess_IR).max(axis=0), 1.0)
+        self._weight, self._box = (
+            weight,
+            _BOX * max(max(p.objective for p in plans) * weight, 1e-300) if weight else 1.0,
+        )
+        num_rows = len(self._scale_R)
+        self._scaled_IR = np.zeros((0, num_rows))
+        worst = np.argsort(-(excess_IR / self._scale_R).max(axis=0), kind="stable")
+        self._active: Ints = np.arange(num_rows) if num_rows <= _FEW_ROWS else np.sort(worst[: _FEW_ROWS // 2])
+        self._master = Master(len(self._active), self._box)
+
+    def solve(self, plans: list[Priced]) -> tuple[float, Floats, Floats]:
+        """Add new plans and solve; returns the optimum, prices of all rows and the plans' weights."""
+        fresh = [plan.excess_R / self._scale_R for plan in plans[len(self._scaled_IR) :]]
+        self._scaled_IR = np.concatenate([self._scaled_IR, np.stack(fresh)]) if fresh else self._scaled_IR
+        for number in range(self._master.num_columns, len(plans)):
+            self._master.add(plans[number].objective * self._weight, self._scaled_IR[number, self._active])
+        value, scaled, weights = self._master.solve()
+        prices_R = np.zeros(len(self._scale_R))
+        prices_R[self._active] = scaled / self._scale_R[self._active]
+        return value, prices_R, weights
+
+    def add_violated(self, weights_I: Floats) -> bool:
+        """Let rows join that the mix of plans breaks; tells whether any did."""
+        mix_R = weights_I @ self._scaled_IR
+        mix_R[self._active] = 0.0
+        worst = np.argsort(-mix_R, kind="stable")[: _FEW_ROWS // 2]
+        worst = worst[mix_R[worst] > 1e-9]
+        if not len(worst):
+            return False
+        self._active = np.union1d(self._active, worst)
+        self._master = Master(len(self._active), self._box)
+        return True

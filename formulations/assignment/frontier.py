@@ -147,7 +147,7 @@ def search(core: Core, upper: float, width: int, *, spread: bool, deadline: floa
         upper: Only labellings below this count.
         width: Most states kept after a step.
         spread: Keep states that differ in their rows rather than only those of least priced cost.
-        deadline: ``time.perf_counter()`` value at which to give up.
+        deadline: ``time.monotonic()`` value at which to give up.
 
     Returns:
         The best labelling found below ``upper``, and a lower bound.
@@ -164,7 +164,7 @@ def search(core: Core, upper: float, width: int, *, spread: bool, deadline: floa
     trail: list[tuple[Ints, Ints]] = []
     lost = np.inf
     for number, step in enumerate(steps):
-        if number % 64 == 0 and time.perf_counter() > deadline:
+        if number % 64 == 0 and time.monotonic() > deadline:
             return FrontierResult(None, upper, core.priced, number)
         slack_R = -core.excess_R - future[number + 1]
         states, parent, label, gone = _take(core, step, states, slack_R, upper, width, spread=spread)

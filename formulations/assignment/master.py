@@ -84,7 +84,9 @@ class Master:
             if not positive.any():
                 break
             ties = np.flatnonzero(ratio <= ratio.min() * (1 + 1e-12))
-            leaving = int(ties[np.argmin(self._basis[ties])] if pivot > _BLAND_AFTER else ties[direction[ties].argmax()])
+            leaving = int(
+                ties[np.argmin(self._basis[ties])] if pivot > _BLAND_AFTER else ties[direction[ties].argmax()]
+            )
             self._basis[leaving] = entering
         weights = np.zeros(len(cost))
         weights[self._basis] = inverse[:, 0]

@@ -127,15 +127,16 @@ class AssignmentModel:
         cost_Z[~allowed_Z] = np.inf
         return cost_Z
 
-    def row_values(self, entry_X: Ints) -> Ints:
-        """What table entries add to each limit row, shape (X, R)."""
+    def amounts(self, entry_X: Ints, rows: Ints, prices_R: Floats) -> tuple[Ints, Floats]:
+        """What table entries add to some limit rows, shape (X, rows), and their priced loads over all rows."""
         start, count = self.pointer_Z1[entry_X], self.pointer_Z1[entry_X + 1] - self.pointer_Z1[entry_X]
         owner = np.repeat(np.arange(len(entry_X)), count)
         term = np.arange(len(owner)) + np.repeat(start - (np.cumsum(count) - count), count)
-        loads_XS = np.zeros((len(entry_X), self.rows_RS.shape[1]), dtype=np.int64)
-        loads_XS[owner, self.load_T[term]] = self.value_T[term]
-        values: Ints = loads_XS @ self.rows_RS.T
-        return values
+        load, value = self.load_T[term], self.value_T[term]
+        amounts = np.zeros((len(entry_X), len(rows)), dtype=np.int64)
+        np.add.at(amounts, owner, value[:, None] * self.rows_RS[rows].T[load])
+        priced = np.bincount(owner, weights=value * (prices_R @ self.rows_RS)[load], minlength=len(entry_X))
+        return amounts, priced
 
     def complete(self, labels_N: Ints) -> Ints:
         """Set every derived node to what its parents say; a new array."""

@@ -125,7 +125,7 @@ class BoundAndFix:
         Args:
             effort: How hard to search.
             start: A labelling to start from.
-            deadline: ``time.perf_counter()`` value at which to stop.
+            deadline: ``time.monotonic()`` value at which to stop.
 
         Returns:
             The best labelling and bound.
@@ -134,21 +134,21 @@ class BoundAndFix:
         if start is not None:
             self.offer(Priced(start, self.model.objective(start), self.model.excess(start)))
         zero = np.zeros(len(self.model.limits_R))
-        outcome = Outcome(None, np.inf, 0.0, zero)
+        outcome = Outcome(None, np.inf, -np.inf, zero)
         open_nodes: list[_Node] = []
         closed = np.inf
         try:
             plans, infeasible = self._feasible_start()
             if infeasible:
                 return Outcome(None, np.inf, np.inf, zero, proved_infeasible=True)
-            open_nodes = [_Node(0.0, 0, self.model.allowed_Z, zero, plans)]
+            open_nodes = [_Node(-np.inf, 0, self.model.allowed_Z, zero, plans)]
             count = 1
             while open_nodes and outcome.nodes < effort.max_nodes:
                 node = heapq.heappop(open_nodes)
                 if self._closed(node.bound, effort):
                     closed = min(closed, node.bound)
                     continue
-                if time.perf_counter() > self._deadline:
+                if time.monotonic() > self._deadline:
                     open_nodes.append(node)
                     outcome.out_of_time = True
                     break
@@ -202,7 +202,7 @@ class BoundAndFix:
             self._dive(allowed, dual, effort)
         passes = effort.passes if split is None else effort.passes[:3]
         for each in passes:
-            if self._closed(bound, effort) or time.perf_counter() > self._deadline:
+            if self._closed(bound, effort) or time.monotonic() > self._deadline:
                 break
             found, allowed = self._search_core(allowed, dual, each)
             bound = max(bound, found)
@@ -236,21 +236,25 @@ class BoundAndFix:
             inner = self._dual(held, dual.prices_R, dual.plans, effort)
             bound = inner.bound
             for each in effort.passes[: effort.dive_passes]:
-                if inner.proved_infeasible or self._closed(bound, effort) or time.perf_counter() > self._deadline:
+                if inner.proved_infeasible or self._closed(bound, effort) or time.monotonic() > self._deadline:
                     break
                 found, held = self._search_core(held, inner, each)
                 bound = max(bound, found)
 
     def _affordable(self, allowed_Z: Bools) -> Bools:
-        """Without entries that alone cost as much as the incumbent: nothing costs less than zero."""
-        return allowed_Z & (self.model.objective_Z <= self.upper) if self.best is not None else allowed_Z
+        """Without entries that no labelling better than the incumbent has, limits set aside."""
+        if self.best is None:
+            return allowed_Z
+        no_price = np.zeros(len(self.model.limits_R))
+        _, least_Z = self.elimination.min_marginals(self.model.priced(no_price, allowed_Z))
+        return allowed_Z & (least_Z <= self.upper)
 
     def _dual(self, allowed_Z: Bools, prices_R: Floats, plans: list[Priced], effort: Effort) -> DualResult:
         known = [plan for plan in plans if allowed_Z[self.model.chosen(plan.labels_N)].all()]
         result = maximise(
             self.pricer, allowed_Z, prices_R=prices_R, plans=known,
             upper=self.upper * (1 - max(effort.gap, PROOF)),
-            tolerance=max(effort.gap / 50, 1e-5), max_steps=150 + 4 * len(prices_R),
+            tolerance=max(effort.gap / 50, 1e-5), max_steps=400, deadline=self._deadline,
         )  # fmt: skip
         for plan in result.plans:
             self.offer(plan)
@@ -271,7 +275,7 @@ class BoundAndFix:
         upper = self.upper * (1 - PROOF)
         result = search(core, upper, effort_pass.width, spread=effort_pass.spread, deadline=self._deadline)
         self.trace.append(
-            (len(core.nodes), len(core.excess_R), effort_pass, self.upper, result.bound, round(time.perf_counter(), 3))
+            (len(core.nodes), len(core.excess_R), effort_pass, self.upper, result.bound, round(time.monotonic(), 3))
         )
         if result.labels_N is not None:
             labels = result.labels_N

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from qsync_opt.errors import NotInstalledError, SolverError
-from qsync_opt.formulations.assignment import Assignment, Choice
+from qsync_opt.formulations.linear_assignment import Assignment, Choice
 from qsync_opt.formulations.device_model import build_assignment, read_back
-from qsync_opt.formulations.greedy import fast_start, keeps_limits, recover
+from qsync_opt.formulations.paper_greedy import fast_start, keeps_limits, recover
 from qsync_opt.formulations.least import explain_infeasible
 from qsync_opt.formulations.linear_solver import LinearOptions, LinearSolver, LinearStatus
 from qsync_opt.formulations.run import Run, run
@@ -38,7 +38,7 @@ class _DeviceAnswer:
     solve_seconds: float = 0.0
 
 
-class ExactFormulation:
+class IlpFormulation:
     """The integer linear program, solved to a proved optimum or to the gap or time that is asked for.
 
     Source: `ilp`; the reductions around an incumbent are ours.
