@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync_opt.errors import ProblemError
+from qsync_opt.evaluation import evaluate_device, iteration_time
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Ints, assemble
 from qsync_opt.formulations.fold import CONSTANT, Folding, fold
 from qsync_opt.formulations.shared_casts import SharedCasts, share_casts
@@ -72,6 +73,12 @@ class Collapsed:
             for operator, precision in zip(self.problem.operators, precisions, strict=True)
             if operator.role is Role.ADJUSTABLE
         }
+
+    def iteration_ns(self, labels_N: Ints) -> int:
+        """Exact iteration time that this device type alone would have under a labelling."""
+        formats = tuple(self.problem.formats)
+        precisions = {n: formats[p] for n, p in zip(self.graph.names, self.precisions(labels_N).tolist(), strict=True)}
+        return iteration_time(self.problem, (evaluate_device(self.problem, self.device, precisions),))[1]
 
     def labels(self, choices: Mapping[str, str]) -> Ints:
         """The labelling of a plan for this device type."""

@@ -233,12 +233,3 @@ class QsyncFormulation:
             termination = TerminationStatus.ERROR
         reason = "no plan was found in the time allowed" if verdict is None else verdict.reason
         return Answer(termination=termination, solve_seconds=seconds, reason=reason)
-
-
-class GreedyFormulation(QsyncFormulation):
-    """The default: passes of recovery until none helps; never worse than `QsyncFormulation`.
-
-    Source: QSync (IPDPS 2024); the repeated passes are ours.
-    """
-
-    passes = None

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from qsync_opt.errors import NotInstalledError, SolverError
-from qsync_opt.formulations.linear_assignment import Assignment, Choice
 from qsync_opt.formulations.device_model import build_assignment, read_back
-from qsync_opt.formulations.paper_greedy import fast_start, keeps_limits, recover
 from qsync_opt.formulations.least import explain_infeasible
+from qsync_opt.formulations.linear_assignment import Assignment, Choice
 from qsync_opt.formulations.linear_solver import LinearOptions, LinearSolver, LinearStatus
+from qsync_opt.formulations.paper_greedy import fast_start, keeps_limits, recover
 from qsync_opt.formulations.run import Run, run
 from qsync_opt.formulations.segments import peers_ns
 from qsync_opt.problem import Problem, ProblemDevice

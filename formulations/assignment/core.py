@@ -13,7 +13,6 @@ import numpy as np
 
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
 
-
 _FEW_ROWS = 16
 """With more rows, those that cannot bind are sought before any table of rows is made."""
 _MAX_PAIRED_ROWS = 200

@@ -137,7 +137,7 @@ class _LazyMaster:
         self._scale_R = np.maximum(np.abs(excess_IR).max(axis=0), 1.0)
         self._weight, self._box = (
             weight,
-            _BOX * max(max(p.objective for p in plans) * weight, 1e-300) if weight else 1.0,
+            _BOX * max(max(abs(p.objective) for p in plans) * weight, 1e-300) if weight else 1.0,
         )
         num_rows = len(self._scale_R)
         self._scaled_IR = np.zeros((0, num_rows))

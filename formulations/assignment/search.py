@@ -55,6 +55,7 @@ class Effort:
         dive_passes: How many of them to try with the joins held.
         dives: Plans of the dual whose joins are held to look for a better incumbent.
         max_nodes: Most nodes of the tree.
+        offset: Constant that is part of the objective when gaps are measured.
     """
 
     gap: float = 0.0
@@ -62,6 +63,7 @@ class Effort:
     dive_passes: int = 2
     dives: int = 2
     max_nodes: int = 100_000
+    offset: float = 0.0
 
 
 @dataclass(slots=True)
@@ -74,6 +76,7 @@ class Outcome:
     prices_R: Floats
     nodes: int = 0
     out_of_time: bool = False
+    interrupted: bool = False
     proved_infeasible: bool = False
 
 
@@ -105,6 +108,7 @@ class BoundAndFix:
         num_labels = max(2, int(model.sizes_N.max(initial=1)))
         self._exists_NA = np.arange(num_labels)[None, :] < model.sizes_N[:, None]
         self._entry_NA = np.where(self._exists_NA, model.offset_N[:, None] + np.arange(num_labels), 0)
+        self._effort = Effort()
         self._dived: set[bytes] = set()
 
     def offer(self, plan: Priced) -> bool:
@@ -130,7 +134,7 @@ class BoundAndFix:
         Returns:
             The best labelling and bound.
         """
-        self._deadline = deadline
+        self._deadline, self._effort = deadline, effort
         if start is not None:
             self.offer(Priced(start, self.model.objective(start), self.model.excess(start)))
         zero = np.zeros(len(self.model.limits_R))
@@ -165,7 +169,7 @@ class BoundAndFix:
                     heapq.heappush(open_nodes, _Node(bound, count, allowed, prices, kept))
                     count += 1
         except KeyboardInterrupt:
-            outcome.out_of_time = True
+            outcome.out_of_time = outcome.interrupted = True
         outcome.bound = min([closed, self.upper, *(node.bound for node in open_nodes)])
         if self.best is not None:
             outcome.labels_N, outcome.objective = self.best.labels_N, self.best.objective
@@ -174,7 +178,11 @@ class BoundAndFix:
         return outcome
 
     def _closed(self, bound: float, effort: Effort) -> bool:
-        return bound >= self.upper * (1 - max(effort.gap, PROOF))
+        return bound >= self._target(effort.gap)
+
+    def _target(self, gap: float) -> float:
+        """Value that a labelling must stay below to be worth finding."""
+        return np.inf if self.best is None else self.upper - max(gap, PROOF) * abs(self.upper + self._effort.offset)
 
     def _feasible_start(self) -> tuple[list[Priced], bool]:
         """Plans that come near the limits, and whether it is proved that none meets them."""
@@ -253,7 +261,7 @@ class BoundAndFix:
         known = [plan for plan in plans if allowed_Z[self.model.chosen(plan.labels_N)].all()]
         result = maximise(
             self.pricer, allowed_Z, prices_R=prices_R, plans=known,
-            upper=self.upper * (1 - max(effort.gap, PROOF)),
+            upper=self._target(effort.gap),
             tolerance=max(effort.gap / 50, 1e-5), max_steps=400, deadline=self._deadline,
         )  # fmt: skip
         for plan in result.plans:
@@ -272,8 +280,7 @@ class BoundAndFix:
         tried_Z, ceiling = self._nearest(allowed_Z, least_Z, effort_pass.nodes)
         tried_Z[self.model.chosen(base_N)] = True
         core = extract(self.model, base_N, tried_Z, dual.prices_R)
-        upper = self.upper * (1 - PROOF)
-        result = search(core, upper, effort_pass.width, spread=effort_pass.spread, deadline=self._deadline)
+        result = search(core, self._target(0.0), effort_pass.width, spread=effort_pass.spread, deadline=self._deadline)
         self.trace.append(
             (len(core.nodes), len(core.excess_R), effort_pass, self.upper, result.bound, round(time.monotonic(), 3))
         )

@@ -1,0 +1,48 @@
+"""The default: precision by priced gains, with repair, fill and exchange, and a certificate of how good it is.
+
+Prices of latency and memory come from the Lagrangian dual. At these prices the gain of every operator and cast is
+known, so the plan takes what is worth its price, and the few choices near the prices are searched together: taking
+them back where a limit breaks (repair), adding where there is room (fill), and trading one for another (exchange) are
+all moves of that search. The dual's value is the bound.
+"""
+
+from __future__ import annotations
+
+from qsync_opt.formulations.assignment.search import Effort, Pass
+from qsync_opt.formulations.certified import plan_certified
+from qsync_opt.problem import Problem
+from qsync_opt.solution import Answer, SolveOptions
+
+_GAP = 1e-3
+"""The default stops here; `exact` goes on."""
+EFFORT_PASSES = (
+    Pass(60, 64, True),
+    Pass(150, 64, True),
+    Pass(600, 64, True),
+    Pass(600, 64, False),
+    Pass(300, 512, True),
+)
+_MAX_NODES = 12
+
+
+def greedy_effort(gap: float) -> Effort:
+    """How hard the default searches for a relative gap."""
+    return Effort(gap=gap or _GAP, passes=EFFORT_PASSES, max_nodes=_MAX_NODES)
+
+
+class GreedyFormulation:
+    """Priced allocation with a certificate; see the module.
+
+    Source: in the spirit of QSync's allocator (IPDPS 2024), which takes the largest sensitivity first whatever it
+        costs; prices, search and certificate are ours.
+    """
+
+    def solve(self, problem: Problem, options: SolveOptions) -> Answer:
+        """Plan every device type; see `Formulation.solve`."""
+        return plan_certified(
+            problem,
+            greedy_effort(options.gap),
+            time_limit_s=options.time_limit_s,
+            start=options.start,
+            tied=options.tied,
+        )
