@@ -14,7 +14,7 @@ import numpy as np
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.evaluation import evaluate_device, iteration_time
-from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Ints, assemble
+from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints, assemble
 from qsync_opt.formulations.fold import CONSTANT, Folding, fold
 from qsync_opt.formulations.shared_casts import SharedCasts, share_casts
 from qsync_opt.formulations.tables import (
@@ -257,7 +257,7 @@ def _work_range(graph: GraphTables, tables: DeviceTables, rows: LatencyRows) -> 
     return low, high
 
 
-def _operator_terms(terms: _Terms, tables: DeviceTables, folding: Folding, carrier: Ints, map_OL: Ints) -> Ints:
+def _operator_terms(terms: _Terms, tables: DeviceTables, folding: Folding, carrier: Ints, map_OL: Ints) -> Floats:
     """Add what operators themselves take; returns the sensitivity per node and label, flat."""
     sizes = np.array(folding.sizes, dtype=np.int64)
     free = np.flatnonzero(carrier != CONSTANT)
@@ -271,7 +271,9 @@ def _operator_terms(terms: _Terms, tables: DeviceTables, folding: Folding, carri
     operator, label = np.nonzero(exists)
     position = offset[carrier[free[operator]]] + label
     weight = tables.sensitivity_OP[free[operator], map_OL[free[operator], label]]
-    return np.bincount(position, weights=weight, minlength=int(sizes.sum()))
+    objective = np.zeros(int(sizes.sum()))
+    np.add.at(objective, position, weight)
+    return objective
 
 
 def _cast_terms(

@@ -15,9 +15,9 @@ from qsync_opt.problem import Problem
 _LOOSE_NS = 2**60
 _SHOWN = 3
 """Operators named as those that force a limit."""
-_PRECISE = 1e-4
-"""Least values are sought to this relative precision."""
-_STEPS = 60
+_NODES = 50
+"""Most nodes of each search for a least value."""
+_STEPS = 80
 
 
 def explain(problem: Problem, collapsed: Collapsed | None, deadline: float) -> str:
@@ -106,14 +106,14 @@ def _least_memory(collapsed: Collapsed, limit_ns: int, deadline: float) -> tuple
     memory = model.load_T == model.rows_RS.shape[1] - 1
     np.add.at(cost, entry_T[memory], model.value_T[memory].astype(np.float64))
     outcome = BoundAndFix(with_objective(model, cost, model.rows_RS[:-1], model.limits_R[:-1])).solve(
-        Effort(gap=_PRECISE, offset=float(constant)), deadline=deadline
+        Effort(max_nodes=_NODES, offset=float(constant)), deadline=deadline
     )
     if outcome.proved_infeasible:
         return math.inf, math.inf, None
     if outcome.labels_N is None:
         return max(0.0, outcome.bound + constant), math.inf, None
     value = round(outcome.objective) + constant
-    bound = math.ceil(outcome.bound + constant - 1e-6 * max(1, abs(value)))
+    bound = math.ceil(outcome.bound + constant - 1e-2 - 1e-9 * abs(value))  # amounts are whole
     return min(bound, value), value, outcome.labels_N
 
 
@@ -143,7 +143,7 @@ def least_latency(collapsed: Collapsed, deadline: float) -> tuple[float, float, 
         else:
             best = labels
             high = min(high, collapsed.iteration_ns(labels))
-        if high - low <= _PRECISE * high or time.monotonic() > deadline:
+        if low >= high or time.monotonic() > deadline:
             break
         limit = (low + high) // 2
     return low, high, best
@@ -156,7 +156,7 @@ def _plan_within(collapsed: Collapsed, limit_ns: int, deadline: float) -> tuple[
     )
     model = other.model
     outcome = BoundAndFix(with_objective(model, np.zeros(len(model.objective_Z)), model.rows_RS, model.limits_R)).solve(
-        Effort(max_nodes=20), deadline=deadline
+        Effort(max_nodes=_NODES), deadline=deadline
     )
     if outcome.labels_N is not None:
         return True, outcome.labels_N

@@ -36,8 +36,8 @@ def solve(
 
     Args:
         problem: The problem.
-        method: Name of a formulation (``"greedy"``, ``"qsync"``, ``"exact"``, ``"ilp"``, ``"exhaustive"``, or one that another
-            package registered), or an instance of one.
+        method: Name of a formulation (``"greedy"``, ``"qsync"``, ``"exact"``, ``"ilp"``, ``"exhaustive"``, or one
+            that another package registered), or an instance of one.
         solver: Name of a solver (``"ortools"``, ``"pulp"``, ``"scip"``, ``"cp-sat"``, ...) or an instance; the first
             that is installed by default. Methods that solve a program use it.
         time_limit_s: Seconds for the whole solve; without it a method ends by itself.

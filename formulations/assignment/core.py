@@ -101,7 +101,7 @@ def extract(model: AssignmentModel, base_N: Ints, allowed_Z: Bools, prices_R: Fl
     nodes = [
         CoreNode(int(node), own, *block) for node, own, block in zip(core_N, labels, blocks[: len(core_N)], strict=True)
     ]
-    edges = [_join(nodes, *pair, *block) for pair, block in zip(ends, blocks[len(core_N) :], strict=True)]
+    edges = [_join(nodes, a, b, *block) for (a, b), block in zip(ends, blocks[len(core_N) :], strict=True)]
     objective = model.objective(base_N)
     priced = objective + float(excess @ prices_R)
     core = Core(base_N, objective, priced, excess[kept], nodes, [edge for edge in edges if edge is not None])

@@ -15,6 +15,8 @@ from qsync_opt.formulations.assignment.master import Master
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
 
 _BOX = 1e9
+_NEGLIGIBLE = 1e-12
+"""Differences of the bound below this share of the largest objective seen are rounding."""
 _FEW_ROWS = 12
 """Up to this many rows are all in the master from the start."""
 _FLOAT_SLACK = 1e-13
@@ -121,9 +123,9 @@ def maximise(
         if master is None:
             master = _LazyMaster(plans, weight)
         value, target, weights = master.solve(plans)
-        if value - best <= tolerance * abs(value) and not master.add_violated(weights):
+        if value - best <= tolerance * abs(value) + master.negligible and not master.add_violated(weights):
             break
-        near = value - best <= 30 * tolerance * abs(value)
+        near = value - best <= 30 * (tolerance * abs(value) + master.negligible)
         # Half-way steps damp the jumps; a full step now and then tells whether the maximum is reached.
         query = target if near or step % 6 == 5 else (best_prices + target) / 2
     return DualResult(best, best_prices, plans, np.append(weights, np.zeros(len(plans) - len(weights))))
@@ -135,10 +137,9 @@ class _LazyMaster:
     def __init__(self, plans: list[Priced], weight: float) -> None:
         excess_IR = np.stack([plan.excess_R for plan in plans]).astype(np.float64)
         self._scale_R = np.maximum(np.abs(excess_IR).max(axis=0), 1.0)
-        self._weight, self._box = (
-            weight,
-            _BOX * max(max(abs(p.objective) for p in plans) * weight, 1e-300) if weight else 1.0,
-        )
+        size = max(abs(plan.objective) for plan in plans) * weight
+        self._weight, self._box = weight, _BOX * size if size else 1.0
+        self.negligible = _NEGLIGIBLE * (size or 1.0)
         num_rows = len(self._scale_R)
         self._scaled_IR = np.zeros((0, num_rows))
         worst = np.argsort(-(excess_IR / self._scale_R).max(axis=0), kind="stable")

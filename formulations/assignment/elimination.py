@@ -60,7 +60,7 @@ class _Graph:
             self.neighbours[first].add(second)
             self.neighbours[second].add(first)
             self.tables[first][first, second] = self.tables[second][first, second] = offset
-        self.unary = model.offset_N.tolist()
+        self.unary: list[int] = model.offset_N.tolist()
 
     def eliminate(self, node: int) -> tuple[tuple[object, ...], list[int], list[int], int]:
         """Remove a node; returns the batch signature, its neighbours, its tables' offsets and its message's."""
@@ -85,6 +85,7 @@ class _Graph:
         return signature, bag, [offset for _, offset in patterns], target
 
     def _target(self, bag: list[int]) -> int:
+        """Where the message over ``bag`` goes: to a table that is there already, or to a new one."""
         if not bag:
             self.end += 1
             return self.end - 1
@@ -246,7 +247,7 @@ class Elimination:
             else:
                 message, choice = _least(table)
                 choices.append(choice)
-            if batch.order is None:
+            if batch.order is None or batch.starts is None:
                 buffer[batch.target] += message
             else:
                 summed = np.add.reduceat(message[batch.order], batch.starts, axis=0)

@@ -245,7 +245,7 @@ def _code(open_KD: Ints) -> Ints:
 def undominated(code_K: Ints, objective_K: Floats, rows_KR: Ints) -> Ints:
     """States that no other state with the same code is at least as good as, in objective and every row.
 
-    Exact for one row; with more rows it compares each state with its predecessors in a few sorted orders, so it may keep
+    Exact for one row; with more rows it compares each state with a few predecessors in sorted order, so it may keep
     dominated states but never drops an undominated one.
     """
     if not rows_KR.shape[1]:

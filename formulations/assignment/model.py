@@ -135,7 +135,8 @@ class AssignmentModel:
         load, value = self.load_T[term], self.value_T[term]
         amounts = np.zeros((len(entry_X), len(rows)), dtype=np.int64)
         np.add.at(amounts, owner, value[:, None] * self.rows_RS[rows].T[load])
-        priced = np.bincount(owner, weights=value * (prices_R @ self.rows_RS)[load], minlength=len(entry_X))
+        priced = np.zeros(len(entry_X))
+        np.add.at(priced, owner, value * (prices_R @ self.rows_RS)[load])
         return amounts, priced
 
     def complete(self, labels_N: Ints) -> Ints:

@@ -109,6 +109,7 @@ class BoundAndFix:
         self._exists_NA = np.arange(num_labels)[None, :] < model.sizes_N[:, None]
         self._entry_NA = np.where(self._exists_NA, model.offset_N[:, None] + np.arange(num_labels), 0)
         self._effort = Effort()
+        self._towards_limits_R = np.zeros(len(model.limits_R))
         self._dived: set[bytes] = set()
 
     def offer(self, plan: Priced) -> bool:
@@ -194,6 +195,7 @@ class BoundAndFix:
         )  # fmt: skip
         for plan in plans:
             self.offer(plan)
+        self._towards_limits_R = result.prices_R
         # The slack covers the rounding of prices times loads; excesses are whole numbers.
         certain = result.bound > 1e-9 * float(result.prices_R @ limits)
         return plans, bool(result.proved_infeasible or (certain and self.best is None))
@@ -290,7 +292,7 @@ class BoundAndFix:
         return min(result.bound, ceiling), allowed_Z
 
     def _nearest(self, allowed_Z: Bools, least_Z: Floats, most_nodes: int | None) -> tuple[Bools, float]:
-        """Leave a choice only to the nodes whose second label is least dear; what is ruled out costs the float or more."""
+        """Leave a choice only to the nodes whose second label is least dear; what goes costs the float or more."""
         tried_Z = allowed_Z.copy()
         if most_nodes is None or self.model.num_nodes <= most_nodes:
             return tried_Z, np.inf
