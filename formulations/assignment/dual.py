@@ -138,13 +138,14 @@ class _LazyMaster:
         excess_IR = np.stack([plan.excess_R for plan in plans]).astype(np.float64)
         self._scale_R = np.maximum(np.abs(excess_IR).max(axis=0), 1.0)
         size = max(abs(plan.objective) for plan in plans) * weight
-        self._weight, self._box = weight, _BOX * size if size else 1.0
-        self.negligible = _NEGLIGIBLE * (size or 1.0)
+        self._weight, self._size = weight, size or 1.0
+        self._box = _BOX * size if size else 1.0
+        self.negligible = _NEGLIGIBLE * self._size
         num_rows = len(self._scale_R)
         self._scaled_IR = np.zeros((0, num_rows))
         worst = np.argsort(-(excess_IR / self._scale_R).max(axis=0), kind="stable")
         self._active: Ints = np.arange(num_rows) if num_rows <= _FEW_ROWS else np.sort(worst[: _FEW_ROWS // 2])
-        self._master = Master(len(self._active), self._box)
+        self._master = Master(len(self._active), self._box, self._size)
 
     def solve(self, plans: list[Priced]) -> tuple[float, Floats, Floats]:
         """Add new plans and solve; returns the optimum, prices of all rows and the plans' weights."""
@@ -166,5 +167,5 @@ class _LazyMaster:
         if not len(worst):
             return False
         self._active = np.union1d(self._active, worst)
-        self._master = Master(len(self._active), self._box)
+        self._master = Master(len(self._active), self._box, self._size)
         return True

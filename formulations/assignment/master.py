@@ -24,14 +24,15 @@ _MAX_PIVOTS = 2000
 class Master:
     """The master program; columns are only ever added."""
 
-    def __init__(self, num_rows: int, box: float) -> None:
+    def __init__(self, num_rows: int, box: float, scale: float = 1.0) -> None:
         """Start without columns.
 
         Args:
             num_rows: Limit rows.
             box: Upper end of every price.
+            scale: Size of the costs; reduced costs far below it are rounding.
         """
-        self._rows, self.box = num_rows, box
+        self._rows, self.box, self._scale = num_rows, box, scale
         self._cost_I, self._excess_IR = np.zeros(0), np.zeros((0, num_rows))
         # Column numbers: 0..R-1 slacks, R..2R-1 box columns, then the plans.
         self._basis: Ints = np.zeros(0, dtype=np.int64)
@@ -66,14 +67,13 @@ class Master:
             The optimum, the prices (R,), and the plans' weights (I,).
         """
         cost = np.concatenate([np.zeros(self._rows), np.full(self._rows, self.box), self._cost_I])
-        scale = max(float(np.abs(self._cost_I).max()), 1e-300)
         for pivot in range(_MAX_PIVOTS):
             inverse = np.linalg.inv(np.stack([self._column(int(b)) for b in self._basis], axis=1))
             dual = cost[self._basis] @ inverse
             prices = -dual[1:]
             reduced = np.concatenate([prices, self.box - prices, self._cost_I + self._excess_IR @ prices - dual[0]])
             reduced[self._basis] = 0.0
-            negative = np.flatnonzero(reduced < -_TOLERANCE * scale)
+            negative = np.flatnonzero(reduced < -_TOLERANCE * self._scale)
             if not len(negative):
                 break
             entering = int(negative[0] if pivot > _BLAND_AFTER else reduced.argmin())

@@ -190,7 +190,7 @@ class BoundAndFix:
         limits = np.maximum(np.abs(self.model.limits_R), 1).astype(np.float64)
         plans: list[Priced] = []
         result = maximise(
-            self.pricer, self.model.allowed_Z, prices_R=1 / limits, plans=plans, upper=np.inf, tolerance=1e-12,
+            self.pricer, self.model.allowed_Z, prices_R=1 / limits, plans=plans, upper=np.inf, tolerance=1e-6,
             max_steps=100, weight=0.0, stop_at_feasible=True,
         )  # fmt: skip
         for plan in plans:
