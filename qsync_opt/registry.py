@@ -92,6 +92,7 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
                 packages=("pulp",),
                 install=_SOLVERS,
             ),
+            _ortools("highs", "OrtoolsSolver", _LINEAR | {Feature.CONTINUOUS}),
             _ortools("scip", "scip_solver", _LINEAR | {Feature.CONTINUOUS}),
             _ortools("cp-sat", "cp_sat_solver", _LINEAR),
         ),
@@ -115,6 +116,11 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
                 name="ilp",
                 target="qsync_opt.formulations.whole_program:IlpFormulation",
                 features=frozenset({Feature.PROOF, Feature.SOLVER, Feature.GAP, Feature.TIME_LIMIT}),
+            ),
+            Entry(
+                name="textbook",
+                target="qsync_opt.formulations.textbook:TextbookFormulation",
+                features=frozenset({Feature.SOLVER, Feature.GAP, Feature.TIME_LIMIT}),
             ),
             Entry(
                 name="exhaustive",
