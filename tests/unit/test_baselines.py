@@ -3,7 +3,7 @@ import pytest
 from qsync_opt.baselines import uniform_plan
 from qsync_opt.errors import ProblemError
 from qsync_opt.evaluate import evaluate
-from qsync_opt.problem import load_problem
+from qsync_opt.problem_file import load_problem
 
 
 @pytest.fixture
