@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,6 +46,7 @@ def precisions_of(op_type: str, device: torch.device | str) -> tuple[str, ...]:
     return tuple(name for name in device_precisions(device) if _kernel_exists(op_type, name))
 
 
+@functools.cache
 def supports(op_type: str, precision: str, device: torch.device | str) -> bool:
     """Whether :func:`execute` can run an operator of this kind at a precision on a device."""
     return precision in precisions_of(op_type, device)
@@ -74,17 +76,28 @@ def cast(x: Tensor, target: str, options: KernelOptions | None = None) -> Tensor
     raise UnsupportedError(f"cannot cast to {target!r}: allowed are INT8, FP8, {', '.join(_DTYPES)}")
 
 
-def _cast_all(values: Any, dtype: torch.dtype) -> Any:
-    """Cast every floating tensor in arguments of a call; everything else stays."""
-    if isinstance(values, Tensor):
-        return values.to(dtype) if values.is_floating_point() and values.dtype is not dtype else values
-    if isinstance(values, (tuple, list)):
-        return type(values)([_cast_all(value, dtype) for value in values])
-    return values
+def _cast_all(values: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """Cast every floating tensor among the arguments of a call; everything else stays."""
+    cast_values = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dtype is not dtype and value.is_floating_point():
+                value = value.to(dtype)
+        elif type(value) in (tuple, list):
+            value = type(value)(_cast_all(tuple(value), dtype))
+        cast_values.append(value)
+    return tuple(cast_values)
+
+
+def _cast_named(values: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return dict(zip(values, _cast_all(tuple(values.values()), dtype), strict=True)) if values else {}
 
 
 def _device(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
     """Device of the first floating tensor among the arguments, None if there is none."""
+    first = args[0] if args else None
+    if isinstance(first, Tensor) and first.is_floating_point():
+        return first.device
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.is_floating_point():
             return value.device
@@ -101,7 +114,7 @@ def _run_float(
     if op_type == "embedding" and dtype is not torch.float32:
         # The rows that are looked up are cast, not the whole table: the same values for less work.
         return function(*args, **kwargs).to(dtype)
-    return function(*_cast_all(args, dtype), **{key: _cast_all(value, dtype) for key, value in kwargs.items()})
+    return function(*_cast_all(args, dtype), **_cast_named(kwargs, dtype))
 
 
 def _run_in_mode(
@@ -109,7 +122,7 @@ def _run_in_mode(
 ) -> Any:
     """A product or convolution of FP32 tensors with TF32 or true FP32 arithmetic, in both directions."""
     args = _cast_all(args, torch.float32)
-    kwargs = {key: _cast_all(value, torch.float32) for key, value in kwargs.items()}
+    kwargs = _cast_named(kwargs, torch.float32)
     if op_type in CONVOLUTIONS:
         conv = convolution_call(op_type, args, kwargs)
         return conv.restore(float_modes.convolution(conv.x, conv.weight, conv.bias, conv.geometry, mode))

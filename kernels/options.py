@@ -55,3 +55,7 @@ class KernelOptions:
     def at(self, *, seed: int, offset: int) -> KernelOptions:
         """The same options at another place of the random stream."""
         return replace(self, seed=seed, offset=offset)
+
+    def nearest(self) -> KernelOptions:
+        """The same options with rounding to nearest."""
+        return self if self.rounding == "nearest" else replace(self, rounding="nearest")

@@ -109,13 +109,13 @@ def _round_to(codes: Tensor, values: Tensor, inverse: Tensor | None, key: int | 
     flat = values if per_slice else values.view(-1)
     for start in range(0, count, max(step, 1)):
         piece = flat if per_slice else flat[start : start + step]
-        scaled = piece.to(torch.float32) if factor is None else piece.to(torch.float32) * factor
-        scaled = scaled.view(-1)
+        # Without a factor the values are a temporary of the caller, free to be overwritten.
+        scaled = (piece if factor is None else piece.to(torch.float32) * factor).view(-1)
         if key is not None:
             noise = centred_noise(key, start, scaled.numel(), codes.device)
-            scaled = scaled.add(noise.to(torch.float32), alpha=_NOISE_STEP)
+            scaled.add_(noise.to(torch.float32), alpha=_NOISE_STEP)
         # A value of 127 with the largest noise may round to 128, hence the clamp.
-        codes[start : start + scaled.numel()].copy_(scaled.round().clamp_(-INT8_MAX, INT8_MAX))
+        codes[start : start + scaled.numel()].copy_(scaled.round_().clamp_(-INT8_MAX, INT8_MAX))
 
 
 def quantize_fp8(

@@ -14,6 +14,8 @@ shifts here are arithmetic, which keeps each step a bijection and is what torch 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -42,10 +44,22 @@ def stream_key(seed: int, offset: int, stream: int) -> int:
     return _mix(_mix(_mix(seed + _GOLDEN) + offset + _GOLDEN) + stream + _GOLDEN)
 
 
+# CPU callers draw in pieces of up to this many words; the multiples of GOLDEN for one piece are kept.
+_CACHED_WORDS = 1 << 14
+
+
+@functools.cache
+def _cached_steps() -> Tensor:
+    return torch.arange(_CACHED_WORDS, dtype=torch.int64).mul_(_signed(_GOLDEN))
+
+
 def random_words(key: int, start: int, count: int, device: torch.device) -> Tensor:
     """Words ``start`` to ``start + count - 1`` of the stream ``key``: int64, shape (count,)."""
-    words = torch.arange(start, start + count, dtype=torch.int64, device=device)
-    words.mul_(_signed(_GOLDEN)).add_(_signed(key))
+    first = _signed(key + start * _GOLDEN)
+    if device.type == "cpu" and count <= _CACHED_WORDS:
+        words = _cached_steps()[:count] + first
+    else:
+        words = torch.arange(count, dtype=torch.int64, device=device).mul_(_signed(_GOLDEN)).add_(first)
     words.bitwise_xor_(words >> 30).mul_(_signed(_MULTIPLIER_1))
     words.bitwise_xor_(words >> 27).mul_(_signed(_MULTIPLIER_2))
     return words.bitwise_xor_(words >> 31)
