@@ -63,16 +63,17 @@ class DeviceIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerCost:
-    """One optimizer step over all parameters, the clearing of gradients, and the state that the optimizer keeps."""
+    """One optimizer step over all parameters, the clearing of gradients, state kept and memory used in passing."""
 
     name: str
     step_ns: int
     zero_grad_ns: int
     state_bytes: int
+    workspace_bytes: int
 
     def __post_init__(self) -> None:
         check_name(self.name, "optimizer name")
-        for name in ("step_ns", "zero_grad_ns", "state_bytes"):
+        for name in ("step_ns", "zero_grad_ns", "state_bytes", "workspace_bytes"):
             check_integer(getattr(self, name), f"optimizer {self.name!r}: {name}")
 
     @classmethod
@@ -83,6 +84,7 @@ class OptimizerCost:
             step_ns=data.integer("step_ns"),
             zero_grad_ns=data.integer("zero_grad_ns"),
             state_bytes=data.integer("state_bytes"),
+            workspace_bytes=data.integer("workspace_bytes"),
         )
         data.finish()
         return cost
