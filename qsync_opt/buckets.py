@@ -18,6 +18,23 @@ BUCKET_BYTES = 25 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BucketOptions:
+    """How DistributedDataParallel groups gradients.
+
+    ``first_bytes`` and ``cap_bytes`` are the sizes at which the first and the other buckets are closed (the latter is
+    ``bucket_cap_mb``); with ``gradient_as_view`` gradients live in the buckets instead of beside them.
+    """
+
+    first_bytes: int = FIRST_BUCKET_BYTES
+    cap_bytes: int = BUCKET_BYTES
+    gradient_as_view: bool = False
+
+    def __post_init__(self) -> None:
+        check_integer(self.first_bytes, "buckets: first_bytes", minimum=1)
+        check_integer(self.cap_bytes, "buckets: cap_bytes", minimum=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GradientBucket:
     """Gradients that are all-reduced in one go; ``operator`` is the one whose backward completes them."""
 
@@ -38,25 +55,21 @@ def gradient_users(graph: OpGraph) -> dict[str, tuple[int, int]]:
     return users
 
 
-def gradient_buckets(
-    graph: OpGraph, *, first_bucket_bytes: int = FIRST_BUCKET_BYTES, bucket_bytes: int = BUCKET_BYTES
-) -> tuple[GradientBucket, ...]:
+def gradient_buckets(graph: OpGraph, options: BucketOptions | None = None) -> tuple[GradientBucket, ...]:
     """Buckets in the order in which they become ready and are launched.
 
     Parameters that no operator reads come last and are counted as ready at the end of backward.
 
     Args:
         graph: The model.
-        first_bucket_bytes: Size at which the first bucket is closed.
-        bucket_bytes: Size at which the others are closed (``bucket_cap_mb`` of DistributedDataParallel).
+        options: Sizes at which buckets are closed.
 
     Returns:
         One bucket per group; gradients are counted in the parameters' own type. Empty for a model without parameters.
 
     Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 3.2, and the observed regrouping of torch's reducer.
     """
-    check_integer(first_bucket_bytes, "first_bucket_bytes", minimum=1)
-    check_integer(bucket_bytes, "bucket_bytes", minimum=1)
+    options = options or BucketOptions()
     users = gradient_users(graph)
     # Within one operator the later parameter (bias) is ready before the earlier one (weight).
     registration = list(reversed(graph.parameters))
@@ -67,7 +80,7 @@ def gradient_buckets(
     for i, parameter in enumerate(order):
         names.append(parameter.name)
         size += parameter.spec.num_bytes
-        if size >= (bucket_bytes if buckets else first_bucket_bytes) or i == len(order) - 1:
+        if size >= (options.cap_bytes if buckets else options.first_bytes) or i == len(order) - 1:
             position = max(0, users.get(parameter.name, (0, 0))[0])
             buckets.append(
                 GradientBucket(parameters=tuple(names), num_bytes=size, operator=graph.operators[position].name)

@@ -124,7 +124,7 @@ def model_memory(
     tables: CostTables,
     *,
     distributed: bool = True,
-    gradient_as_bucket_view: bool = False,
+    gradient_as_view: bool = False,
 ) -> MemoryModel:
     """Build the memory model of one device type.
 
@@ -133,14 +133,14 @@ def model_memory(
         profile: Formats and optimizer state of the device.
         tables: What each operator may run in there.
         distributed: Whether gradients go through all-reduce buckets (more than one worker).
-        gradient_as_bucket_view: Gradients live in the buckets instead of beside them.
+        gradient_as_view: Gradients live in the buckets instead of beside them.
 
     Source: ours (see the module's text).
     """
     activations = _activations(graph, profile, tables)
     parameter_bytes = {p.name: p.spec.num_bytes for p in graph.parameters}
     total_bytes = sum(parameter_bytes.values())
-    gradient_bytes = {name: 0 for name in parameter_bytes} if gradient_as_bucket_view else parameter_bytes
+    gradient_bytes = {name: 0 for name in parameter_bytes} if gradient_as_view else parameter_bytes
     peak, gradients, transient = _peak(graph, profile, tables, activations, gradient_bytes)
     static = StaticMemory(
         parameters_bytes=total_bytes,
