@@ -54,6 +54,12 @@ _register("cross_entropy_loss", F.cross_entropy)
 _register("nll_loss_nd", F.nll_loss)
 _register("mse_loss", F.mse_loss)
 
+
+def intercepted_kinds() -> frozenset[str]:
+    """Kinds of operators that are reported; all others run unseen."""
+    return frozenset(_FUNCTION_NAMES.values())
+
+
 # Python functions that call operators of their own; they are entered instead of being treated as one operator.
 _COMPOSITES: frozenset[Any] = frozenset({F.multi_head_attention_forward})
 
