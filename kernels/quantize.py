@@ -103,11 +103,13 @@ def quantize_int8(
 def _round_to(codes: Tensor, values: Tensor, inverse: Tensor | None, key: int | None) -> None:
     """Write ``round(values * inverse)`` to ``codes`` (flat), piece by piece on CPU."""
     count = codes.numel()
+    if count == 0:
+        return
     per_slice = inverse is not None and inverse.numel() > 1
     step = count if per_slice or values.device.type != "cpu" else _CHUNK
     factor = inverse if per_slice or inverse is None else inverse.reshape(1)
     flat = values if per_slice else values.view(-1)
-    for start in range(0, count, max(step, 1)):
+    for start in range(0, count, step):
         piece = flat if per_slice else flat[start : start + step]
         # Without a factor the values are a temporary of the caller, free to be overwritten.
         scaled = (piece if factor is None else piece.to(torch.float32) * factor).view(-1)
