@@ -1,0 +1,253 @@
+"""What a plan costs: iteration time, memory and sensitivity, by rules alone; no solver and no formulation is asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from qsync_opt.plan import Plan
+from qsync_opt.problem import Problem, ProblemDevice
+
+NS_PER_S = 10**9
+BYTES_PER_KIB = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastTime:
+    """One cast that really happens: ``producer`` and ``consumer`` are the two ends of its edge.
+
+    ``charged_to`` is the operator whose forward (or backward) it lengthens.
+    """
+
+    producer: str
+    consumer: str
+    source: str
+    target: str
+    duration_ns: int
+    charged_to: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTime:
+    """One operator on one device: its precision, its own two durations, and the casts charged to each."""
+
+    name: str
+    precision: str
+    forward_ns: int
+    backward_ns: int
+    forward_casts: tuple[CastTime, ...]
+    backward_casts: tuple[CastTime, ...]
+
+    @property
+    def forward_total_ns(self) -> int:
+        """Own forward and the casts of its inputs."""
+        return self.forward_ns + sum(cast.duration_ns for cast in self.forward_casts)
+
+    @property
+    def backward_total_ns(self) -> int:
+        """Own backward and the casts of the gradients that its users deliver."""
+        return self.backward_ns + sum(cast.duration_ns for cast in self.backward_casts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceEvaluation:
+    """One device type under a plan.
+
+    ``operators`` are in forward order; forward starts at 0 and backward runs in reverse right after it.
+    ``bucket_ready_ns`` is R_k: when the device's last gradient of bucket k is done, 0 for a bucket that waits for none
+    of its operators.
+    """
+
+    name: str
+    operators: tuple[OperatorTime, ...]
+    forward_end_ns: int
+    backward_end_ns: int
+    bucket_ready_ns: tuple[int, ...]
+    memory_kib: int
+    memory_limit_kib: int
+    sensitivity: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A whole plan: what it costs and which limits it breaks.
+
+    ``bucket_start_ns`` is S_k: when the all-reduce of bucket k starts. ``violations`` are texts, empty if feasible.
+    """
+
+    objective: float
+    iteration_ns: int
+    latency_limit_ns: int
+    devices: Mapping[str, DeviceEvaluation]
+    bucket_start_ns: tuple[int, ...]
+    violations: tuple[str, ...]
+
+    @property
+    def feasible(self) -> bool:
+        """True if every limit holds."""
+        return not self.violations
+
+    @property
+    def iteration_s(self) -> float:
+        """Iteration time in seconds."""
+        return self.iteration_ns / NS_PER_S
+
+    @property
+    def memory_kib(self) -> dict[str, int]:
+        """Memory of each device type in KiB."""
+        return {name: device.memory_kib for name, device in self.devices.items()}
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """Memory of each device type in bytes."""
+        return {name: device.memory_kib * BYTES_PER_KIB for name, device in self.devices.items()}
+
+    @property
+    def sensitivity(self) -> dict[str, float]:
+        """Sensitivity of each device type; their sum is the objective."""
+        return {name: device.sensitivity for name, device in self.devices.items()}
+
+    def to_json(self) -> dict[str, object]:
+        """The keys that ``qsync-opt evaluate --json`` prints."""
+        return {
+            "objective": self.objective,
+            "iteration_ns": self.iteration_ns,
+            "memory_kib": self.memory_kib,
+            "sensitivity": self.sensitivity,
+            "feasible": self.feasible,
+            "violations": list(self.violations),
+        }
+
+
+def evaluate(problem: Problem, plan: Plan) -> Evaluation:
+    """Time, memory, sensitivity and feasibility of a plan.
+
+    Args:
+        problem: The problem.
+        plan: A plan for it.
+
+    Returns:
+        The evaluation; times in nanoseconds, memory in KiB, both exact integers.
+
+    Raises:
+        ProblemError: The plan does not belong to the problem, or contradicts it.
+
+    Source: QSync's cost mapper and replayer (IPDPS 2024); casts are priced per edge, and the two serial streams are
+        evaluated in closed form.
+    """
+    precisions = plan.resolve(problem)
+    devices = {device.name: evaluate_device(problem, device, precisions[device.name]) for device in problem.devices}
+    starts, iteration_ns = iteration_time(problem, tuple(devices.values()))
+    violations = [
+        f"memory of {device.name!r}: {device.memory_kib} KiB, but the limit is {device.memory_limit_kib} KiB"
+        for device in devices.values()
+        if device.memory_kib > device.memory_limit_kib
+    ]
+    if iteration_ns > problem.latency_limit_ns:
+        violations.append(f"iteration time: {iteration_ns} ns, but the limit is {problem.latency_limit_ns} ns")
+    return Evaluation(
+        objective=math.fsum(time.sensitivity for time in devices.values()),
+        iteration_ns=iteration_ns,
+        latency_limit_ns=problem.latency_limit_ns,
+        devices=MappingProxyType(devices),
+        bucket_start_ns=starts,
+        violations=tuple(violations),
+    )
+
+
+def iteration_time(problem: Problem, devices: tuple[DeviceEvaluation, ...]) -> tuple[tuple[int, ...], int]:
+    """Start of each bucket's all-reduce, and the iteration time, in ns.
+
+    With one device it is the iteration time that this device and the fixed-precision peers alone would have.
+    """
+    starts: list[int] = []
+    free_ns = 0
+    communication = problem.communication
+    for k, allreduce_ns in enumerate(communication.allreduce_ns):
+        ready_ns = max((device.bucket_ready_ns[k] for device in devices), default=0)
+        start_ns = max(ready_ns, communication.peer_ready_ns[k], free_ns)
+        starts.append(start_ns)
+        free_ns = start_ns + allreduce_ns
+    computed_ns = max((device.backward_end_ns for device in devices), default=0)
+    return tuple(starts), max(free_ns, computed_ns) + problem.optimizer_ns
+
+
+def evaluate_device(problem: Problem, device: ProblemDevice, precisions: Mapping[str, str]) -> DeviceEvaluation:
+    """One device under the precisions of *all* its operators (`Plan.resolve` or `propagate` give them)."""
+    forward, backward, buffers_kib = _casts(problem, device, precisions)
+    times = []
+    for operator in problem.operators:
+        cost = device.operators[operator.name][precisions[operator.name]]
+        times.append(
+            OperatorTime(
+                name=operator.name,
+                precision=precisions[operator.name],
+                forward_ns=cost.forward_ns,
+                backward_ns=cost.backward_ns,
+                forward_casts=tuple(forward[operator.name]),
+                backward_casts=tuple(backward[operator.name]),
+            )
+        )
+    costs = [device.operators[time.name][time.precision] for time in times]
+    forward_end_ns = sum(time.forward_total_ns for time in times)
+    ready = [0] * len(problem.communication.allreduce_ns)
+    now_ns = forward_end_ns
+    for operator, time in zip(reversed(problem.operators), reversed(times), strict=True):
+        now_ns += time.backward_total_ns
+        if operator.bucket is not None:
+            ready[operator.bucket] = now_ns
+    return DeviceEvaluation(
+        name=device.name,
+        operators=tuple(times),
+        forward_end_ns=forward_end_ns,
+        backward_end_ns=now_ns,
+        bucket_ready_ns=tuple(ready),
+        memory_kib=sum(cost.memory_kib for cost in costs) + buffers_kib,
+        memory_limit_kib=device.memory_limit_kib,
+        sensitivity=math.fsum(cost.sensitivity for cost in costs),
+    )
+
+
+def _casts(
+    problem: Problem, device: ProblemDevice, precisions: Mapping[str, str]
+) -> tuple[dict[str, list[CastTime]], dict[str, list[CastTime]], int]:
+    """Casts by the operator they are charged to, forward and backward, and the KiB of all cast buffers."""
+    forward: dict[str, list[CastTime]] = {operator.name: [] for operator in problem.operators}
+    backward: dict[str, list[CastTime]] = {operator.name: [] for operator in problem.operators}
+    buffers_kib = 0
+    shared: set[tuple[str, str]] = set()
+    for consumer in problem.operators:
+        wanted = precisions[consumer.name]
+        for name in consumer.inputs:
+            producer = problem.operators[problem.index(name)]
+            given = device.precisions[precisions[name]]
+            elements = producer.output_elements
+            cast_before = problem.cast_sharing == "producer" and (name, wanted) in shared
+            if given.output != wanted and not cast_before:
+                shared.add((name, wanted))
+                buffers_kib += -(-elements * problem.formats[wanted] // BYTES_PER_KIB)
+                forward[consumer.name].append(
+                    CastTime(
+                        producer=name,
+                        consumer=consumer.name,
+                        source=given.output,
+                        target=wanted,
+                        duration_ns=device.cast_ns(given.output, wanted, elements),
+                        charged_to=consumer.name,
+                    )
+                )
+            delivered = device.precisions[wanted].gradient_output
+            if delivered != given.gradient_input:
+                backward[name].append(
+                    CastTime(
+                        producer=name,
+                        consumer=consumer.name,
+                        source=delivered,
+                        target=given.gradient_input,
+                        duration_ns=device.cast_ns(delivered, given.gradient_input, elements),
+                        charged_to=name,
+                    )
+                )
+    return forward, backward, buffers_kib
