@@ -92,9 +92,7 @@ LAYERS = (
         (1, 2, 3),
         (1, 2, 3),
     ),
-    Layer(
-        "conv1d 12->20 kernel 5", lambda x, w: F.conv1d(x, w, padding=2), (8, 12, 50), (20, 12, 5), (1, 2), (1, 2)
-    ),
+    Layer("conv1d 12->20 kernel 5", lambda x, w: F.conv1d(x, w, padding=2), (8, 12, 50), (20, 12, 5), (1, 2), (1, 2)),
 )
 
 

@@ -41,9 +41,7 @@ def graph_to_json(graph: OpGraph) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "name": graph.name,
-        "parameters": [
-            {"name": p.name, "shape": list(p.spec.shape), "dtype": p.spec.dtype} for p in graph.parameters
-        ],
+        "parameters": [{"name": p.name, "shape": list(p.spec.shape), "dtype": p.spec.dtype} for p in graph.parameters],
         "operators": [_operator_to_json(operator) for operator in graph.operators],
     }
 

@@ -130,9 +130,7 @@ def _propagated(
             continue
         norm = statistics.calls * gradient.square_sum
         effect = propagation.input_gradient_effect(operator.name, position)
-        backward += effect.variance(
-            independent=_ratio(noise.independent, norm), shared=_ratio(noise.shared, norm)
-        )
+        backward += effect.variance(independent=_ratio(noise.independent, norm), shared=_ratio(noise.shared, norm))
     norm = statistics.calls * statistics.output.square_sum
     forward = propagation.output_effect(operator.name).variance(
         independent=_ratio(found.output.independent, norm), shared=_ratio(found.output.shared, norm)
@@ -227,5 +225,8 @@ def sensitivities(
                 else _propagated(operator, measured, found, propagation)
             )
     return SensitivityTable(
-        kind=kind, operators=table, excluded={name: reasons for name, reasons in excluded.items() if reasons}, distances=far
+        kind=kind,
+        operators=table,
+        excluded={name: reasons for name, reasons in excluded.items() if reasons},
+        distances=far,
     )

@@ -32,7 +32,9 @@ from types import MappingProxyType
 from qsync_opt.graph import Operator, OpGraph, Role
 from qsync_opt.statistics import ModelStatistics, OperatorStatistics
 
-_SUMS = frozenset({"add", "add_", "sub", "sub_", "rsub", "cat", "concat", "stack", "where", "Add", "Sub", "Sum", "Concat"})
+_SUMS = frozenset(
+    {"add", "add_", "sub", "sub_", "rsub", "cat", "concat", "stack", "where", "Add", "Sub", "Sum", "Concat"}
+)
 _GATES = frozenset({"mul", "mul_", "div", "div_", "Mul", "Div"})
 _KINKS = frozenset({"relu", "relu_", "Relu"})
 _SMOOTH = frozenset({"gelu", "silu", "silu_", "mish", "tanh", "sigmoid", "softplus", "Gelu", "Tanh", "Sigmoid"})

@@ -43,7 +43,9 @@ def match_graph(model: OnnxModel, where: str) -> OpGraph:
     for node in model.nodes:
         owner = node.metadata.get(OPERATOR_KEY)
         if owner not in nodes:
-            raise ModelError(f"ONNX node {node.name!r} in {where} belongs to {owner!r}, which is no operator of its graph")
+            raise ModelError(
+                f"ONNX node {node.name!r} in {where} belongs to {owner!r}, which is no operator of its graph"
+            )
         nodes[owner].append(node)
     _check_products(graph, nodes, model, where)
     _check_dataflow(graph, model, where)
@@ -157,7 +159,9 @@ class _Builder:
         if all(node.kind == "Constant" for node in nodes):
             self._constants.update(inner)
         self._producers.update((value, name) for value in inner)
-        moved = 0 if all(node.kind in _VIEWS for node in nodes) else sum(s.num_bytes for s in input_specs + output_specs)
+        moved = (
+            0 if all(node.kind in _VIEWS for node in nodes) else sum(s.num_bytes for s in input_specs + output_specs)
+        )
         return Operator(
             name=name,
             op_type=kind,

@@ -108,7 +108,9 @@ def _einsum_flops(equation: str, shapes: list[tuple[int, ...]]) -> int:
     operands = terms.split(",")
     if "..." in equation:
         raise ModelError(f"einsum {equation!r} in the ONNX file has an ellipsis: write its dimensions out")
-    sizes = {label: n for term, shape in zip(operands, shapes, strict=True) for label, n in zip(term, shape, strict=True)}
+    sizes = {
+        label: n for term, shape in zip(operands, shapes, strict=True) for label, n in zip(term, shape, strict=True)
+    }
     if "->" not in equation:
         result = "".join(sorted(label for label in sizes if terms.count(label) == 1))
     total, left = 0, set(operands[0])

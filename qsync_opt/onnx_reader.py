@@ -169,9 +169,7 @@ def _dtype(element_type: int, name: str, where: str) -> str:
     names = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.DOUBLE: "float64"}
     dtype = names.get(element_type) or onnx.TensorProto.DataType.Name(element_type).lower()
     if dtype not in DTYPE_BYTES:
-        raise ModelError(
-            f"tensor {name!r} in {where} has element type {dtype}: allowed are {', '.join(DTYPE_BYTES)}"
-        )
+        raise ModelError(f"tensor {name!r} in {where} has element type {dtype}: allowed are {', '.join(DTYPE_BYTES)}")
     return dtype
 
 
@@ -205,7 +203,10 @@ def _attribute(attribute: onnx.AttributeProto) -> AttributeValue:
 
 
 def _parameters(
-    states: Mapping[str, Any], specs: Mapping[str, TensorSpec | None], kinds: Mapping[str, str], nodes: Iterable[OnnxNode]
+    states: Mapping[str, Any],
+    specs: Mapping[str, TensorSpec | None],
+    kinds: Mapping[str, str],
+    nodes: Iterable[OnnxNode],
 ) -> tuple[str, ...]:
     """Initializers that training changes: floating point, and not what the metadata or their use calls a buffer."""
     buffers = {name for name, kind in kinds.items() if kind and kind != "PARAMETER"}

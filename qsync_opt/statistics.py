@@ -20,7 +20,9 @@ from qsync_opt.rounding import CAST_FORMATS, Granularity, Rounding, closed_form_
 
 def _finite(value: float, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ProblemError(f"{what} is {value!r}: a finite number of at least 0 is needed; collect the statistics again")
+        raise ProblemError(
+            f"{what} is {value!r}: a finite number of at least 0 is needed; collect the statistics again"
+        )
 
 
 def _whole(value: int, what: str, least: int) -> None:

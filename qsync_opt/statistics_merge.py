@@ -43,7 +43,10 @@ def _merge_tensors(parts: Sequence[TensorStatistics], weights: Sequence[int], wh
                 f"{what} has {first.elements} elements in one part and {part.elements} in another: "
                 "collect all parts with batches of one shape"
             )
-        if part.mean_square_amax.keys() != first.mean_square_amax.keys() or part.rounding.keys() != first.rounding.keys():
+        if (
+            part.mean_square_amax.keys() != first.mean_square_amax.keys()
+            or part.rounding.keys() != first.rounding.keys()
+        ):
             raise ProblemError(f"{what} was not measured alike in all parts: collect them with one version and options")
     moments = TensorStatistics(
         elements=first.elements,

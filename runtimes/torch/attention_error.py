@@ -84,7 +84,9 @@ _ROUND: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _compute(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, g: Tensor, name: str) -> _Results:
+def _compute(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, g: Tensor, name: str
+) -> _Results:
     """Attention and its gradients for one batch element, rounded as a fused kernel of the format rounds."""
     rounded = _ROUND[name]
     delivered = _ROUND["FP32"] if name == "TF32" else rounded  # TF32 results are FP32 tensors
@@ -147,7 +149,5 @@ def attention_errors(call: AttentionCall, grad: Tensor) -> dict[str, Tensor]:
         exact = _compute(call, q, k, v, mask, g, "FP32")
         for name, total in totals.items():
             noisy = _compute(call, q, k, v, mask, g, name)
-            total += torch.stack(
-                [(a - b).square().sum(dtype=torch.float64) for a, b in zip(noisy, exact, strict=True)]
-            )
+            total += torch.stack([(a - b).square().sum(dtype=torch.float64) for a, b in zip(noisy, exact, strict=True)])
     return totals

@@ -155,7 +155,11 @@ def count_flops(name: str, call: RecordedCall) -> int:
     kwargs = {key: torch.device("meta") if key == "device" else value for key, value in kwargs.items()}
     try:
         # The kernel for fused attention is chosen by device, and not every one is known to the counter.
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=_VECTOR_PRODUCTS) as counter:
+        with (
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            FlopCounterMode(display=False, custom_mapping=_VECTOR_PRODUCTS) as counter,
+        ):
             call.target(*args, **kwargs)
     except RuntimeError as error:
         raise ModelError(f"the operations of {name!r} cannot be counted: {error}") from error

@@ -93,7 +93,9 @@ def _check_model(model: nn.Module, args: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"cannot capture a {type(model).__name__}: a torch.nn.Module is needed")
     if not isinstance(args, tuple):
-        raise ModelError(f"args is a {type(args).__name__}: a tuple of the forward pass's positional arguments is needed")
+        raise ModelError(
+            f"args is a {type(args).__name__}: a tuple of the forward pass's positional arguments is needed"
+        )
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype is not torch.float32:
             raise ModelError(
@@ -183,7 +185,9 @@ def _owners(decomposed: Any, operators: Operators) -> dict[str, str]:
         # The innermost origin is the node of the program before decomposition.
         found = [operators.by_node[name] for name in reversed(names) if name in operators.by_node]
         if not found:
-            raise ModelError(f"the ONNX exporter made call {node.name!r} ({node.target}) out of no operator of the model")
+            raise ModelError(
+                f"the ONNX exporter made call {node.name!r} ({node.target}) out of no operator of the model"
+            )
         owners[node.name] = found[0]
     return owners
 

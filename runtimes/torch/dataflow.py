@@ -95,7 +95,9 @@ class Dataflow:
     def shares_memory(self, node: fx.Node) -> bool:
         """True if a call's result is a view of its first argument."""
         schema = getattr(node.target, "_schema", None)
-        if node.target is not operator.getitem and (schema is None or all(r.alias_info is None for r in schema.returns)):
+        if node.target is not operator.getitem and (
+            schema is None or all(r.alias_info is None for r in schema.returns)
+        ):
             return False
         first = next(iter(self.reads(node)), None)
         if first is None or is_in_place(node):

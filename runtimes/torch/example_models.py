@@ -141,13 +141,21 @@ def _bert(small: bool) -> Example:
 
 def _roberta(small: bool) -> Example:
     package = _transformers()
-    config = package.RobertaConfig(**(_SMALL_ENCODER | {"vocab_size": 64} if small else {"max_position_embeddings": 514}))
+    config = package.RobertaConfig(
+        **(_SMALL_ENCODER | {"vocab_size": 64} if small else {"max_position_embeddings": 514})
+    )
     return _tokens(package.RobertaForMaskedLM(config), config.vocab_size, 2, 8 if small else 128)
 
 
 def _gpt2(small: bool) -> Example:
     package = _transformers()
-    config = package.GPT2Config(**({"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0} if small else {}))
+    config = package.GPT2Config(
+        **(
+            {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
+            if small
+            else {}
+        )
+    )
     return _tokens(package.GPT2LMHeadModel(config), config.vocab_size, 2, 8 if small else 128)
 
 

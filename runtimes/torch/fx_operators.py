@@ -188,7 +188,9 @@ def _kind(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return "getitem"
     if not isinstance(node.target, torch._ops.OpOverload):
-        raise ModelError(f"the exported program calls {node.target}, which is no tensor operation: {node.format_node()}")
+        raise ModelError(
+            f"the exported program calls {node.target}, which is no tensor operation: {node.format_node()}"
+        )
     namespace, _, name = node.target._schema.name.partition("::")
     return name if namespace == "aten" else f"{namespace}.{name}"
 

@@ -236,7 +236,9 @@ class OperatorRecord:
             self.elements.setdefault(name, size)
         self.elements.setdefault("output_gradient", self.elements["output"])
         values = self.values(batch)
-        tensors = {name: _tensor_statistics(name, size, values, name in self.scaled) for name, size in self.elements.items()}
+        tensors = {
+            name: _tensor_statistics(name, size, values, name in self.scaled) for name, size in self.elements.items()
+        }
         return OperatorStatistics(
             name=self.name,
             op_type=self.op_type,
@@ -268,7 +270,9 @@ class OperatorRecord:
                 for name in ("first", "second")
             }
             part = 1.0 if shape == "floating" else self.fraction
-            first, second = (("xw/floating",) * 2) if shape == "floating" else (f"xw/first/{shape}", f"xw/second/{shape}")
+            first, second = (
+                (("xw/floating",) * 2) if shape == "floating" else (f"xw/first/{shape}", f"xw/second/{shape}")
+            )
             found[f"first>output/{shape}"] = ratio(first, noise["first"], squares["second"], fraction=part)
             found[f"second>output/{shape}"] = ratio(second, noise["second"], squares["first"])
             found[f"first>second_gradient/{shape}"] = ratio(
@@ -290,9 +294,7 @@ def _tensor_statistics(name: str, elements: int, values: dict[str, float], scale
             continue
         ratios = {}
         for rounding in Rounding:
-            closed = closed_form_variance(
-                kind, rounding, mean_square=square_sum / elements, mean_square_amax=amaxes
-            )
+            closed = closed_form_variance(kind, rounding, mean_square=square_sum / elements, mean_square_amax=amaxes)
             ratios[str(rounding)] = values[f"{name}.{kind}.{rounding}"] / closed if closed else 0.0
         factors[kind] = RoundingFactor(**ratios)
     return TensorStatistics(

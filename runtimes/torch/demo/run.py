@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,24 @@ from qsync_opt.build import build_problem
 from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, Network
 from qsync_opt.device_profile import DeviceProfile, load_profile
 from qsync_opt.evaluation import evaluate
-from qsync_opt.graph import OpGraph
+from qsync_opt.errors import SolverError
+from qsync_opt.graph import OpGraph, Role
 from qsync_opt.indicator import sensitivities
 from qsync_opt.plan import Plan
-from qsync_opt.planner import fastest, solve
+from qsync_opt.planner import solve
 from qsync_opt.problem import Problem
 from qsync_opt.replay import replay, write_trace
-from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
+from qsync_opt.runtimes.torch.capture import CapturedModel, capture
 from qsync_opt.runtimes.torch.ddp import free_port
 from qsync_opt.runtimes.torch.demo.launch import Event, run_workers
-from qsync_opt.runtimes.torch.demo.report import DemoResult, Measured, SolvedMethod, print_plan, print_solved, write_report
+from qsync_opt.runtimes.torch.demo.report import (
+    DemoResult,
+    Measured,
+    print_plan,
+    print_solved,
+    with_trainer,
+    write_report,
+)
 from qsync_opt.runtimes.torch.demo.settings import INFERENCE, TRAINER, WORKERS, DemoOptions, WorkerSpec
 from qsync_opt.runtimes.torch.demo.text import Batches, standard_library_text
 from qsync_opt.runtimes.torch.demo.worker import make_model
@@ -66,7 +74,7 @@ def run_demo(folder: Path, options: DemoOptions, console: Console) -> DemoResult
     started = time.perf_counter()
     with _step(console, "1/6 Capture: PyTorch in training mode -> ONNX -> operator graph"):
         captured, graph = _capture(options)
-        roles = ", ".join(f"{len(graph.by_role(role))} {role}" for role in ("adjustable", "dependent", "fixed"))
+        roles = ", ".join(f"{len(graph.by_role(role))} {role}" for role in Role)
         console.print(f"  {len(graph)} operators ({roles}), {len(graph.parameters)} parameters")
     profiles = _profile(folder, options, console)
     with _step(console, "3/6 Statistics and indicator: real batches, forward and backward"):
@@ -75,12 +83,12 @@ def run_demo(folder: Path, options: DemoOptions, console: Console) -> DemoResult
         problem, whole = _problems(graph, profiles, table, options)
         problem.save(folder / "problem.json")
         _print_limits(problem, console)
-        solved = [_solve(problem, method) for method in ("greedy", "exact")]
+        solved = [solve(problem, method=method, time_limit_s=60) for method in ("greedy", "exact")]
         print_solved(console, problem, solved)
-        plan = solved[0].plan
+        plan = _plan_of(solved[0])
         plan.save(folder / "plan.json")
         print_plan(console, problem, plan)
-        write_trace(folder / "trace.json", replay(whole, _with_trainer(whole, plan)))
+        write_trace(folder / "trace.json", replay(whole, with_trainer(whole, plan)))
     measured = _train_all(folder, options, console, problem, plan)
     with _step(console, "6/6 Report"):
         result = DemoResult(
@@ -97,7 +105,7 @@ def run_demo(folder: Path, options: DemoOptions, console: Console) -> DemoResult
 
 
 @contextmanager
-def _step(console: Console, title: str) -> Any:
+def _step(console: Console, title: str) -> Iterator[None]:
     console.rule(f"[bold]{title}", align="left")
     started = time.perf_counter()
     yield
@@ -107,7 +115,7 @@ def _step(console: Console, title: str) -> Any:
 def _capture(options: DemoOptions) -> tuple[CapturedModel, OpGraph]:
     text, _ = standard_library_text()
     batch = Batches(text, batch=options.batch, context=options.model.context, seed=options.seed).next()
-    captured = capture_model(make_model(options), batch, name="demo-gpt")
+    captured = capture(make_model(options), batch, name="demo-gpt")
     return captured, captured.graph
 
 
@@ -206,7 +214,7 @@ def _problems(
 
     roomy = build(TRAINER_MEMORY_BYTES, DeviceRole.FIXED)
     needs = {
-        precision: evaluate(roomy, uniform_plan(roomy, precision)).devices[INFERENCE].memory_bytes
+        precision: evaluate(roomy, uniform_plan(roomy, precision)).memory_bytes[INFERENCE]
         for precision in ("INT8", "FP32")
     }
     budget_bytes = round(needs["INT8"] + options.memory_share * (needs["FP32"] - needs["INT8"]))
@@ -215,17 +223,12 @@ def _problems(
     return problem, whole
 
 
-def _with_trainer(whole: Problem, plan: Plan) -> Plan:
-    trainer = {operator.name: "FP32" for operator in whole.adjustable}
-    return replace(plan, devices={TRAINER: trainer, **plan.devices}, solution=None)
-
-
 def _print_limits(problem: Problem, console: Console) -> None:
     device = problem.device(INFERENCE)
     evaluation = evaluate(problem, uniform_plan(problem, "FP32"))
     console.print(
         f"  memory budget of the inference device: {device.memory_limit_kib / 1024:.1f} MiB "
-        f"(FP32 would need {evaluation.devices[INFERENCE].memory_bytes / 2**20:.1f} MiB)"
+        f"(FP32 would need {evaluation.memory_bytes[INFERENCE] / 2**20:.1f} MiB)"
     )
     console.print(
         f"  latency limit: {problem.latency_limit_ns / 1e6:.1f} ms per iteration, that of the fastest plan that fits "
@@ -233,10 +236,10 @@ def _print_limits(problem: Problem, console: Console) -> None:
     )
 
 
-def _solve(problem: Problem, method: str) -> SolvedMethod:
-    started = time.perf_counter()
-    solution: Solution = solve(problem, method=method, time_limit_s=60)
-    return SolvedMethod(method=method, solution=solution, seconds=time.perf_counter() - started)
+def _plan_of(solution: Solution) -> Plan:
+    if solution.plan is None:
+        raise SolverError(f"method {solution.method!r} found no plan: {solution.reason}")
+    return solution.plan
 
 
 def _train_all(
@@ -251,7 +254,9 @@ def _train_all(
         "uniform lowest": (uniform, folder / "plan-uniform-lowest.json"),
     }
     measured: dict[str, Measured] = {}
-    with _step(console, f"5/6 Train: {options.steps} steps on two workers (DistributedDataParallel, gloo), three times"):
+    with _step(
+        console, f"5/6 Train: {options.steps} steps on two workers (DistributedDataParallel, gloo), three times"
+    ):
         for label, (used, path) in runs.items():
             spec = WorkerSpec(phase="train", folder=folder, label=label, options=options, port=free_port(), plan=path)
             trainer, inference = _run(spec, console)
@@ -264,7 +269,3 @@ def _train_all(
                 held_out_loss=trainer["held_out_loss"],
             )
     return measured
-
-
-Solver = Callable[[Problem], Plan]
-__all__ = ["DemoResult", "fastest", "run_demo"]
