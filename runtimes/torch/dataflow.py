@@ -57,6 +57,11 @@ def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
     return tuple(item for item in values if isinstance(item, torch.Tensor))
 
 
+def is_floating(tensor: torch.Tensor) -> bool:
+    """True for tensors whose precision matters, as ``TensorSpec.is_floating``."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def is_in_place(node: fx.Node) -> bool:
     """True if the call writes into its first argument."""
     schema = getattr(node.target, "_schema", None)
@@ -95,7 +100,9 @@ class Dataflow:
     def shares_memory(self, node: fx.Node) -> bool:
         """True if a call's result is a view of its first argument."""
         schema = getattr(node.target, "_schema", None)
-        if node.target is not operator.getitem and (schema is None or all(r.alias_info is None for r in schema.returns)):
+        if node.target is not operator.getitem and (
+            schema is None or all(r.alias_info is None for r in schema.returns)
+        ):
             return False
         first = next(iter(self.reads(node)), None)
         if first is None or is_in_place(node):

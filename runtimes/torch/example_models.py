@@ -60,7 +60,8 @@ class Bottleneck(nn.Module):
         out = self.relu(self.bn2(self.conv2(out)))
         out = self.bn3(self.conv3(out))
         out += self.downsample(x)
-        return self.relu(out)
+        result: torch.Tensor = self.relu(out)
+        return result
 
 
 def resnet(blocks: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> nn.Module:
@@ -141,13 +142,21 @@ def _bert(small: bool) -> Example:
 
 def _roberta(small: bool) -> Example:
     package = _transformers()
-    config = package.RobertaConfig(**(_SMALL_ENCODER | {"vocab_size": 64} if small else {"max_position_embeddings": 514}))
+    config = package.RobertaConfig(
+        **(_SMALL_ENCODER | {"vocab_size": 64} if small else {"max_position_embeddings": 514})
+    )
     return _tokens(package.RobertaForMaskedLM(config), config.vocab_size, 2, 8 if small else 128)
 
 
 def _gpt2(small: bool) -> Example:
     package = _transformers()
-    config = package.GPT2Config(**({"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0} if small else {}))
+    config = package.GPT2Config(
+        **(
+            {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
+            if small
+            else {}
+        )
+    )
     return _tokens(package.GPT2LMHeadModel(config), config.vocab_size, 2, 8 if small else 128)
 
 
