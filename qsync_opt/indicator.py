@@ -1,0 +1,232 @@
+"""How much gradient variance does each operator add at each precision? The sensitivity that plans minimize.
+
+A sensitivity is the increase of the variance of the gradient, summed over all weights of the model, when one operator
+runs at a precision and all others in FP32; in squared gradient units, the same for all operators, so that they add up
+over a plan. FP32 is 0. Three parts:
+
+- own: noise in the operator's own weight gradient (rounded saved input, rounded gradient);
+- backward: noise in the gradient it delivers perturbs the weight gradients between it and the input;
+- forward: noise in its output perturbs the weight gradients between it and the loss.
+
+Nothing is presumed about the order of precisions: an outlier can make INT8 worse than FP8, and a gradient that FP16
+flushes to zero makes FP16 worse than BF16.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
+from qsync_opt.graph import Operator, OpGraph, Role
+from qsync_opt.noise_propagation import Distances, Propagation, distances, operand_edges
+from qsync_opt.precision import PrecisionFormats
+from qsync_opt.statistics import ModelStatistics, OperatorKind, OperatorStatistics
+from qsync_opt.variances import (
+    NoiseOptions,
+    OperatorVariances,
+    TensorRounding,
+    overflow_reason,
+    tensor_rounding,
+    variances,
+)
+
+_OPERANDS = ("first", "second", "third")
+
+
+class IndicatorKind(enum.StrEnum):
+    """How the noise of operators is weighed against each other."""
+
+    PROPAGATED = "propagated"
+    """By sweeping it through the graph with the collected norms (``qsync_opt.noise_propagation``)."""
+    DEPTH = "depth"
+    """QSync's form ``gamma * (L - d) * Var[z] + d * (Var[dw] + Var[dx])`` with true distances and these variances."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorSensitivity:
+    """One operator at one precision.
+
+    ``value`` is the sensitivity; ``own``, ``backward`` and ``forward`` are its parts and add up to it.
+    ``forward_factor`` and ``backward_factor`` are the parts per unit of the operator's variance: what the position in
+    the model makes of its noise. ``variances`` are those of its results.
+    """
+
+    own: float
+    backward: float
+    forward: float
+    variances: OperatorVariances
+
+    @property
+    def value(self) -> float:
+        """Own, backward and forward part together."""
+        return self.own + self.backward + self.forward
+
+    @property
+    def forward_factor(self) -> float:
+        """Gradient variance per unit of output variance."""
+        total = self.variances.output.total
+        return self.forward / total if total else 0.0
+
+    @property
+    def backward_factor(self) -> float:
+        """Gradient variance elsewhere per unit of variance of the gradients that the operator delivers."""
+        noises = (self.variances.first_gradient, self.variances.second_gradient, self.variances.third_gradient)
+        total = sum(noise.total for noise in noises if noise is not None)
+        return self.backward / total if total else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SensitivityTable:
+    """Sensitivities of all adjustable operators on one device type.
+
+    ``excluded`` names, per operator, the precisions that it must not get, each with the reason in words.
+    ``distances`` are the longest paths to input and loss, in adjustable operators.
+    """
+
+    kind: IndicatorKind
+    operators: Mapping[str, Mapping[str, OperatorSensitivity]]
+    excluded: Mapping[str, Mapping[str, str]]
+    distances: Distances
+
+    def __post_init__(self) -> None:
+        for name in ("operators", "excluded"):
+            nested = {key: MappingProxyType(dict(value)) for key, value in getattr(self, name).items()}
+            object.__setattr__(self, name, MappingProxyType(nested))
+
+    def values(self, operator: str) -> dict[str, float]:
+        """Precision to sensitivity of one operator, excluded precisions left out.
+
+        Raises:
+            ProblemError: The table has no such operator.
+        """
+        if operator not in self.operators:
+            raise ProblemError(f"no sensitivities for operator {operator!r}: only adjustable operators have them")
+        return {precision: entry.value for precision, entry in self.operators[operator].items()}
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator > 0 else 0.0
+
+
+def _own(operator: OperatorStatistics, found: OperatorVariances) -> float:
+    """Variance of the operator's own weight gradients."""
+    total = 0.0
+    for name, noise in (("first", found.first_gradient), ("second", found.second_gradient)):
+        if noise is not None and getattr(operator, f"{name}_parameter") is not None:
+            total += noise.total
+    return total
+
+
+def _propagated(
+    operator: Operator, statistics: OperatorStatistics, found: OperatorVariances, propagation: Propagation
+) -> OperatorSensitivity:
+    backward = 0.0
+    for position, operand in operand_edges(operator, statistics).items():
+        noise, gradient = getattr(found, f"{operand}_gradient"), getattr(statistics, f"{operand}_gradient")
+        if noise is None or getattr(statistics, f"{operand}_parameter", None) is not None:
+            continue
+        norm = statistics.calls * gradient.square_sum
+        effect = propagation.input_gradient_effect(operator.name, position)
+        backward += effect.variance(independent=_ratio(noise.independent, norm), shared=_ratio(noise.shared, norm))
+    norm = statistics.calls * statistics.output.square_sum
+    forward = propagation.output_effect(operator.name).variance(
+        independent=_ratio(found.output.independent, norm), shared=_ratio(found.output.shared, norm)
+    )
+    return OperatorSensitivity(own=_own(statistics, found), backward=backward, forward=forward, variances=found)
+
+
+def _by_depth(
+    operator: Operator, statistics: OperatorStatistics, found: OperatorVariances, far: Distances, gamma: float
+) -> OperatorSensitivity:
+    # The operator itself is the first of the d that its backward noise reaches.
+    depth = far.to_input[operator.name] + 1
+    own = _own(statistics, found)
+    noises = (found.first_gradient, found.second_gradient, found.third_gradient)
+    gradients = sum(noise.total for noise in noises if noise is not None)
+    return OperatorSensitivity(
+        own=depth * own,
+        backward=depth * (gradients - own),
+        forward=gamma * far.to_loss[operator.name] * found.output.total,
+        variances=found,
+    )
+
+
+def _check(graph: OpGraph, statistics: ModelStatistics, gamma: float) -> None:
+    if not 0 <= gamma < float("inf"):
+        raise UnsupportedError(f"gamma is {gamma!r}: a finite number of at least 0 is needed")
+    fingerprint = statistics.model_fingerprint
+    if fingerprint is not None and fingerprint != graph.fingerprint():
+        raise ModelError(
+            f"the statistics are of another model or batch shape than graph {graph.name!r}: collect them again with "
+            "this graph"
+        )
+    missing = [operator.name for operator in graph.by_role(Role.ADJUSTABLE) if operator.name not in statistics]
+    if missing:
+        raise ProblemError(
+            f"no statistics for {len(missing)} adjustable operators, the first is {missing[0]!r}: collect them again "
+            "with this graph"
+        )
+
+
+def sensitivities(
+    graph: OpGraph,
+    statistics: ModelStatistics,
+    device_formats: Mapping[str, PrecisionFormats],
+    *,
+    options: NoiseOptions | None = None,
+    kind: IndicatorKind = IndicatorKind.PROPAGATED,
+    gamma: float = 4.0,
+) -> SensitivityTable:
+    """Sensitivity of every adjustable operator at every precision of a device.
+
+    Args:
+        graph: The model.
+        statistics: Collected from it.
+        device_formats: The device's precisions with their border formats.
+        options: How the runtime rounds.
+        kind: How noise is weighed.
+        gamma: Weight of forward against backward noise, for ``kind="depth"`` only.
+
+    Returns:
+        Squared gradient units per training step of one worker. With gradients averaged over N workers, the share of
+        one worker in the variance of the averaged gradient is 1/N^2 of it.
+
+    Raises:
+        ModelError: The statistics belong to another graph.
+        ProblemError: Statistics are missing for an operator.
+        UnsupportedError: An option has a value that is not allowed.
+
+    Source:
+        Purpose and bi-directional form from QSync (IPDPS 2024); variances and propagation ours.
+    """
+    _check(graph, statistics, gamma)
+    options, kind = options or NoiseOptions(), IndicatorKind(kind)
+    far = distances(graph)
+    propagation = Propagation(graph, statistics) if kind is IndicatorKind.PROPAGATED else None
+    table: dict[str, dict[str, OperatorSensitivity]] = {}
+    excluded: dict[str, dict[str, str]] = {}
+    for operator in graph.by_role(Role.ADJUSTABLE):
+        measured = statistics[operator.name]
+        row, refused = table.setdefault(operator.name, {}), excluded.setdefault(operator.name, {})
+        for precision, formats in device_formats.items():
+            reason = overflow_reason(measured, precision, formats)
+            if measured.kind is OperatorKind.ATTENTION and precision not in ("FP32", *measured.measured):
+                reason = reason or f"no noise formula for {operator.op_type} in {precision}"
+            if reason is not None:
+                refused[precision] = reason
+                continue
+            found = variances(measured, precision, formats, options)
+            row[precision] = (
+                _by_depth(operator, measured, found, far, gamma)
+                if propagation is None
+                else _propagated(operator, measured, found, propagation)
+            )
+    return SensitivityTable(
+        kind=kind,
+        operators=table,
+        excluded={name: reasons for name, reasons in excluded.items() if reasons},
+        distances=far,
+    )
