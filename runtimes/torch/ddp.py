@@ -177,10 +177,10 @@ def measure_all_reduce(
     A repetition counts with the slowest worker's time, a size with the median of its repetitions.
 
     Raises:
-        NotReadyError: There is no process group.
+        NotReadyError: There is no process group, or it has one worker.
     """
-    if not dist.is_initialized():
-        raise NotReadyError("no process group: measure inside process_group(...)")
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        raise NotReadyError("no process group of at least two workers: measure inside process_group(...)")
     device = torch.device(device)
     measured = []
     for size in sizes_bytes:

@@ -254,11 +254,14 @@ def test_slices_of_products():
 @pytest.mark.parametrize("family", ["matmul", "conv"])
 def test_fp32_mode_is_restored_even_after_an_error(family):
     before = float_modes.current_mode(family)
+    older = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
     for mode in ("tf32", "ieee"):
         with pytest.raises(ZeroDivisionError), float_modes.fp32_mode(family, mode):
             assert float_modes.current_mode(family) == mode
             _ = 1 / 0
         assert float_modes.current_mode(family) == before
+    # The older switches refuse to be read while they contradict the newer ones.
+    assert older == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
 
 
 def test_float_modes_have_the_gradients_of_the_plain_operators():
