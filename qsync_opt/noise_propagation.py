@@ -284,7 +284,8 @@ class Propagation:
         """Add to every input of ``reader`` what noise on it does in and after ``reader``."""
         measured = self._measured(reader.name)
         operands = {} if measured is None else operand_edges(reader, measured)
-        total = sum(self._energy[u] for u in reader.inputs)
+        # What is not an operator's output (a mask, a constant) can hold most of the energy of a sum.
+        total = max(self._energy[reader.name], sum(self._energy[u] for u in reader.inputs))
         for position, source in enumerate(reader.inputs):
             after = self._output_effect[reader.name]
             if measured is not None and position in operands:

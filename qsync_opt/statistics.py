@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from qsync_opt.errors import ProblemError
@@ -151,19 +151,22 @@ class MeasuredErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """How strongly noise on one tensor of an operator moves the gradient of all parameters, to first order.
+    """How strongly noise on one tensor of an operator moves the gradient of all parameters.
 
-    The variance of the gradient, summed over all parameters, is ``gain * (sum of the variances of the elements)``.
+    Noise of variance v per element adds ``gain * v`` to the variance of the gradient, summed over all parameters.
     ``uniform`` holds for noise of equal variance on every element (fixed point), ``floating`` for noise in proportion
-    to the element's square (floating point).
+    to the element's square (floating point), with v the mean. Flips of rectifiers add ``kink * v / sqrt(r)``, where r is
+    the noise-to-signal ratio of the operator's output.
     """
 
     uniform: float
     floating: float
+    kink_uniform: float = 0.0
+    kink_floating: float = 0.0
 
     def __post_init__(self) -> None:
-        _finite(self.uniform, "gain 'uniform'")
-        _finite(self.floating, "gain 'floating'")
+        for name in ("uniform", "floating", "kink_uniform", "kink_floating"):
+            _finite(getattr(self, name), f"gain {name!r}")
 
 
 # Alignment: path > target, over the shape of the noise. "floating" noise grows with the element's square; the other
@@ -177,16 +180,9 @@ PATHS: tuple[str, ...] = (
     "gradient>first_gradient",
 )
 SHAPES: tuple[str, ...] = ("floating", *Granularity)
-TENSORS: tuple[str, ...] = (
-    "first",
-    "second",
-    "third",
-    "output",
-    "output_gradient",
-    "first_gradient",
-    "second_gradient",
-    "third_gradient",
-)
+OPERANDS: tuple[str, ...] = ("first", "second", "third")
+GRADIENTS: tuple[str, ...] = ("first_gradient", "second_gradient", "third_gradient")
+TENSORS: tuple[str, ...] = (*OPERANDS, "output", "output_gradient", *GRADIENTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,11 +295,3 @@ class ModelStatistics:
             raise ProblemError(
                 f"no statistics for operator {name!r}: collect them again with the model that the graph was captured from"
             ) from None
-
-
-def with_gains(statistics: ModelStatistics, gains: Mapping[str, Mapping[str, Gain]]) -> ModelStatistics:
-    """The same statistics with probed gains per operator and tensor."""
-    return replace(
-        statistics,
-        operators=tuple(replace(operator, gains=gains.get(operator.name, {})) for operator in statistics.operators),
-    )

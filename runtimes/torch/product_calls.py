@@ -14,6 +14,7 @@ from qsync_opt.runtimes.torch.product_forms import ConvolutionForm, MatrixForm, 
 from qsync_opt.statistics import ProductSizes
 
 BILINEAR = PRODUCTS | CONVOLUTIONS | {"einsum"}
+ADJUSTABLE = BILINEAR | {"embedding", "scaled_dot_product_attention"}
 
 # Position and keyword names of the operands in a call, first then second (attention: also third).
 _SLOTS: dict[str, tuple[tuple[int, tuple[str, ...]], ...]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,15 +16,14 @@ from qsync_opt.errors import ModelError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels.float_modes import fp32_mode
 from qsync_opt.runtimes.torch.attention_error import attention_call
+from qsync_opt.runtimes.torch.gradient_probe import probe_gains
 from qsync_opt.runtimes.torch.interception import OperatorCall, intercepted
-from qsync_opt.runtimes.torch.operator_record import GRADIENTS, OperatorRecord
-from qsync_opt.runtimes.torch.product_calls import BILINEAR, operand_slots, product_of, replace_operands
-from qsync_opt.statistics import ModelStatistics, OperatorKind, OperatorStatistics, Signal
+from qsync_opt.runtimes.torch.operator_record import OperatorRecord
+from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
+from qsync_opt.statistics import GRADIENTS, Gain, ModelStatistics, OperatorKind, OperatorStatistics, Signal
 from qsync_opt.statistics_merge import merge_operators, merge_statistics
 
 Step = Callable[[nn.Module, Any], Tensor]
-ADJUSTABLE = BILINEAR | {"embedding", "scaled_dot_product_attention"}
-
 _KINDS = {"embedding": OperatorKind.LOOKUP, "scaled_dot_product_attention": OperatorKind.ATTENTION}
 
 
@@ -120,9 +120,11 @@ def _tap(record: OperatorRecord, gradient: str, tensor: Tensor) -> Tensor:
             f"operator {record.name!r} reads {str(tensor.dtype).removeprefix('torch.')}: statistics are collected in "
             "full precision; convert the model with model.float() and do without autocast"
         )
-    if not (torch.is_grad_enabled() and tensor.requires_grad):
+    if not tensor.requires_grad:
         return tensor
     record.needs_gradient[gradient] = tensor.numel()
+    if not torch.is_grad_enabled():
+        return tensor
     alias = tensor.view_as(tensor)
     alias.register_hook(functools.partial(_on_gradient, record, gradient))
     return alias
@@ -209,11 +211,14 @@ def check_model(model: nn.Module) -> None:
         raise ModelError(f"the model is wrapped in {type(model).__name__}: pass the model inside it, model.module")
 
 
-def _finish_batch(collector: _Collector, batch: int, graph: OpGraph | None) -> ModelStatistics:
+def _finish_batch(
+    collector: _Collector, batch: int, graph: OpGraph | None, gains: Mapping[str, Mapping[str, Gain]]
+) -> ModelStatistics:
     operators: list[OperatorStatistics] = []
-    for records in collector.records.values():
+    for name, records in collector.records.items():
         calls = [record.finish(batch) for record in records]
-        operators.append(merge_operators(calls, [1] * len(calls), calls=len(calls)))
+        merged = merge_operators(calls, [1] * len(calls), calls=len(calls))
+        operators.append(dataclasses.replace(merged, gains=gains.get(name, {})))
     signals = {}
     for name, norms in collector.signals.items():
         entering, leaving = torch.stack(norms).mean(0).tolist()
@@ -245,6 +250,7 @@ def collect_statistics(
     *,
     step: Step | None = None,
     graph: OpGraph | None = None,
+    probes: int = 0,
     sample_elements: int = 1 << 18,
     progress: Callable[[int], None] | None = None,
 ) -> ModelStatistics:
@@ -258,6 +264,9 @@ def collect_statistics(
         batches: What ``step`` takes, at least one; all of one shape.
         step: Function of model and batch that returns the loss; by default the model computes it itself.
         graph: Captured from the model; its adjustable operators, and only they, are then measured.
+        probes: Random vectors per batch for the gains that ``kind="probed"`` of the indicator wants; 0 for none. Each
+            batch then also takes one or two passes that are differentiated twice, with several times the memory of a
+            training step. 2 to 8 are enough.
         sample_elements: About how many elements of an activation are looked at one by one for their rounding error;
             they are evenly spaced. Norms and largest magnitudes always take all elements.
         progress: Called after each batch with the number of batches done.
@@ -276,8 +285,10 @@ def collect_statistics(
         of weight gradients, rounding factors and alignments are ours.
     """
     check_model(model)
-    if sample_elements < 1:
-        raise ModelError(f"sample_elements is {sample_elements}: at least 1 is needed")
+    if sample_elements < 1 or probes < 0:
+        raise ModelError(
+            f"sample_elements is {sample_elements} and probes is {probes}: at least 1 and at least 0 are needed"
+        )
     run = step or default_step
     total: ModelStatistics | None = None
     silent: dict[str, None] = {}
@@ -295,7 +306,12 @@ def collect_statistics(
             silent |= {
                 name: None for name, records in collector.records.items() if all(r.lacks_gradient for r in records)
             }
-            found = _finish_batch(collector, number, graph)
+            gains: Mapping[str, Mapping[str, Gain]] = {}
+            if probes:
+                gains = probe_gains(
+                    model, functools.partial(run, model, batch), graph=graph, probes=probes, seed=number
+                )
+            found = _finish_batch(collector, number, graph, gains)
             total = found if total is None else merge_statistics([total, found])
             if progress is not None:
                 progress(number + 1)
