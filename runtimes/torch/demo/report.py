@@ -25,7 +25,7 @@ Row = Sequence[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One training run. ``plan`` is that of the inference device, None for FP32; losses are per step, in nats per byte."""
+    """One training run; losses are per step, in nats per byte. ``plan`` is the inference device's, None for FP32."""
 
     plan: Plan | None
     alone_s: Mapping[str, float]
@@ -111,7 +111,7 @@ PLAN_HEADER = ("operator", "precision", "sensitivity", "forward + backward ms")
 def plan_rows(problem: Problem, plan: Plan) -> list[Row]:
     """The plan operator by operator, with what the chosen precision costs."""
     device = problem.device(INFERENCE)
-    rows = []
+    rows: list[Row] = []
     for operator in problem.adjustable:
         precision = plan.devices[INFERENCE][operator.name]
         cost = device.operators[operator.name][precision]
@@ -186,8 +186,9 @@ def write_report(folder: Path, result: DemoResult, console: Console) -> None:
     device, model = result.problem.device(INFERENCE), result.options.model
     parts = [
         "# Demo report\n",
-        f"A GPT of {model.layers} layers, width {model.width}, trained for {result.options.steps} steps on the sources of "
-        "Python's standard library by two workers: `trainer` in FP32, `inference` under the plan, each with one thread.\n",
+        f"A GPT of {model.layers} layers and width {model.width}, trained for {result.options.steps} steps on the "
+        "sources of Python's standard library by two workers with one thread each: `trainer` in FP32, `inference` "
+        "under the plan.\n",
         f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}; "
         f"{result.seconds:.0f} s in all.\n",
         f"Memory budget of `inference`: {device.memory_limit_kib / 1024:.1f} MiB. Latency limit: "

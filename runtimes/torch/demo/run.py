@@ -16,8 +16,8 @@ from qsync_opt.baselines import uniform_plan
 from qsync_opt.build import build_problem
 from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, Network
 from qsync_opt.device_profile import DeviceProfile, load_profile
-from qsync_opt.evaluation import evaluate
 from qsync_opt.errors import SolverError
+from qsync_opt.evaluation import evaluate
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.indicator import sensitivities
 from qsync_opt.plan import Plan
