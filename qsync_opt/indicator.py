@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -80,32 +80,32 @@ class OperatorSensitivity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SensitivityTable:
-    """Sensitivities of all adjustable operators on one device type.
+class SensitivityTable(Mapping[str, Mapping[str, float]]):
+    """Sensitivities of all adjustable operators on one device type: operator to precision to value.
 
+    Excluded precisions are absent. ``details`` has the parts of every value.
     ``excluded`` names, per operator, the precisions that it must not get, each with the reason in words.
     ``distances`` are the longest paths to input and loss, in adjustable operators.
     """
 
     kind: IndicatorKind
-    operators: Mapping[str, Mapping[str, OperatorSensitivity]]
+    details: Mapping[str, Mapping[str, OperatorSensitivity]]
     excluded: Mapping[str, Mapping[str, str]]
     distances: Distances
 
     def __post_init__(self) -> None:
-        for name in ("operators", "excluded"):
+        for name in ("details", "excluded"):
             nested = {key: MappingProxyType(dict(value)) for key, value in getattr(self, name).items()}
             object.__setattr__(self, name, MappingProxyType(nested))
 
-    def values(self, operator: str) -> dict[str, float]:
-        """Precision to sensitivity of one operator, excluded precisions left out.
+    def __getitem__(self, operator: str) -> Mapping[str, float]:
+        return MappingProxyType({precision: part.value for precision, part in self.details[operator].items()})
 
-        Raises:
-            ProblemError: The table has no such operator.
-        """
-        if operator not in self.operators:
-            raise ProblemError(f"no sensitivities for operator {operator!r}: only adjustable operators have them")
-        return {precision: entry.value for precision, entry in self.operators[operator].items()}
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.details)
+
+    def __len__(self) -> int:
+        return len(self.details)
 
 
 def _ratio(numerator: float, denominator: float) -> float:
@@ -307,7 +307,7 @@ def sensitivities(
                 row[precision] = _by_depth(operator, measured, found, far, gamma)
     return SensitivityTable(
         kind=kind,
-        operators=table,
+        details=table,
         excluded={name: reasons for name, reasons in excluded.items() if reasons},
         distances=far,
     )

@@ -155,8 +155,8 @@ class Gain:
 
     Noise of variance v per element adds ``gain * v`` to the variance of the gradient, summed over all parameters.
     ``uniform`` holds for noise of equal variance on every element (fixed point), ``floating`` for noise in proportion
-    to the element's square (floating point), with v the mean. Flips of rectifiers add ``kink * v / sqrt(r)``, where r is
-    the noise-to-signal ratio of the operator's output.
+    to the element's square (floating point), with v the mean. Flips of rectifiers add ``kink * v / sqrt(r)``, where r
+    is the noise-to-signal ratio of the operator's output.
     """
 
     uniform: float
@@ -251,22 +251,30 @@ class OperatorStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
-    """Squared norms that entered and left an operator which is not adjustable; per call, mean over batches."""
+    """What was seen around an operator that is not adjustable; per call, mean over batches.
 
+    ``elements`` of its result; squared norms of its first floating input and of its result. ``curvature`` (of losses,
+    else 0): relative energy by which noise on its input changes the gradient that it hands back, per unit of
+    noise-to-signal ratio.
+    """
+
+    elements: int
     input_square_sum: float
     output_square_sum: float
+    curvature: float = 0.0
 
     def __post_init__(self) -> None:
-        _finite(self.input_square_sum, "input_square_sum")
-        _finite(self.output_square_sum, "output_square_sum")
+        _whole(self.elements, "elements", 1)
+        for name in ("input_square_sum", "output_square_sum", "curvature"):
+            _finite(getattr(self, name), name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStatistics:
     """Statistics of a whole model over ``batches`` batches.
 
-    ``model_fingerprint`` is the graph's, or None if none was given. ``signals`` holds the norms around those fixed
-    operators (normalisations, softmax, losses) that the collector met; they show how strong residual streams are.
+    ``model_fingerprint`` is the graph's, or None if none was given. ``signals`` holds what was
+    seen around other operators (normalizations, softmax, sums, losses); it shows how strong residual streams are.
     """
 
     batches: int
@@ -293,5 +301,10 @@ class ModelStatistics:
             return self.operators[self._index[name]]
         except KeyError:
             raise ProblemError(
-                f"no statistics for operator {name!r}: collect them again with the model that the graph was captured from"
+                f"no statistics for operator {name!r}: collect them again with the model that was captured"
             ) from None
+
+    def find(self, name: str) -> OperatorStatistics | None:
+        """Statistics of an operator, None if there are none."""
+        position = self._index.get(name)
+        return None if position is None else self.operators[position]

@@ -202,8 +202,11 @@ def merge_statistics(parts: Sequence[ModelStatistics]) -> ModelStatistics:
         ),
         signals={
             key: Signal(
-                input_square_sum=_mean([part.signals[key].input_square_sum for part in parts], weights),
-                output_square_sum=_mean([part.signals[key].output_square_sum for part in parts], weights),
+                elements=head.signals[key].elements,
+                **{
+                    field: _mean([getattr(part.signals[key], field) for part in parts], weights)
+                    for field in ("input_square_sum", "output_square_sum", "curvature")
+                },
             )
             for key in head.signals
         },

@@ -8,8 +8,8 @@ of scalar multiplications and mean(.) over elements,
     Var[dx] = V * (v_w * mean(g^2) + v_g * mean(w^2) + v_w * v_g) + elements(dx) * v_dx
 
 where g is the gradient of z. For a linear layer V = N K M, and the first line is the textbook
-``v_w M |x|^2 + v_x N |w|^2 + N K M v_x v_w``; convolutions, batched products, einsum and lookups differ in V alone. Means
-over elements presume that noise and signal are spread evenly; each first-order term is therefore multiplied by its
+``v_w M |x|^2 + v_x N |w|^2 + N K M v_x v_w``; convolutions, batched products, einsum and lookups differ in V alone.
+Means over elements presume that noise and signal are spread evenly; each first-order term is therefore multiplied by its
 measured *alignment*, which makes it exact.
 """
 

@@ -1,7 +1,7 @@
 """How far does noise really reach? Gains of every operator's tensors, by differentiating the gradient once more.
 
-Let u be a random vector of signs over all parameters and s = <u, gradient of the loss>. The derivative of s with respect
-to any tensor t of the forward or backward pass is J^T u, J being the Jacobian that turns noise on t into noise on the
+Let u be a random vector of signs over all parameters and s = <u, gradient of the loss>. The derivative of s for
+any tensor t of the forward or backward pass is J^T u, J being the Jacobian that turns noise on t into noise on the
 gradient; the mean over u of its square is, element by element, the variance that one unit of noise there adds to the
 whole gradient. One double backward pass per u yields it for all tensors of all operators at once: through every
 nonlinearity, residual branch, normalization, shared weight and the loss itself, exact to first order.
@@ -73,6 +73,7 @@ class _Tapper:
         self._wanted = wanted
         self._smooth = smooth
         self.rectifiers = 0
+        self.open = True
         self.taps: list[tuple[str, str, Tensor]] = []
 
     def __call__(self, call: OperatorCall) -> Any:
@@ -98,13 +99,15 @@ class _Tapper:
         return output.clone()  # what follows may write into it
 
     def _tap_gradient(self, name: str, tensor: str, node: Tensor) -> None:
-        def hook(gradient: Tensor) -> Tensor:
+        def hook(gradient: Tensor) -> Tensor | None:
+            if not self.open:  # the second differentiation passes here again
+                return None
             known = gradient.requires_grad
             tap = gradient.view_as(gradient) if known else gradient.detach().requires_grad_()
             self.taps.append((name, tensor, tap))
             return tap
 
-        node.register_hook(hook)
+        node.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _rectify(self, call: OperatorCall) -> Tensor:
         self.rectifiers += 1
@@ -138,6 +141,7 @@ def _squares(
     try:
         with _intercepted(model, tapper), sdpa_kernel(SDPBackend.MATH):
             gradients = torch.autograd.grad(loss_of(), parameters, create_graph=True, allow_unused=True)
+        tapper.open = False
         used = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
         for probe in range(probes):
             signs = [torch.randint(0, 2, g.shape, generator=generator).to(g) * 2 - 1 for g in used]
@@ -146,8 +150,8 @@ def _squares(
                 projection, [tap for *_, tap in tapper.taps], allow_unused=True, retain_graph=probe + 1 < probes
             )
             for (name, tensor, tap), derivative in zip(tapper.taps, derivatives, strict=True):
-                if derivative is None:
-                    continue
+                if derivative is None:  # typed as if it never were
+                    continue  # type: ignore[unreachable]
                 squares, weights = derivative.square(), tap.detach().square()
                 mean = weights.mean(dtype=torch.float64).clamp(min=torch.finfo(torch.float64).tiny)
                 sums = [squares.sum(dtype=torch.float64), (squares * weights).sum(dtype=torch.float64) / mean]

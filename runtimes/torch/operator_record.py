@@ -217,7 +217,7 @@ class OperatorRecord:
         for key, value in values.items():
             if not -float("inf") < value < float("inf"):
                 raise ModelError(
-                    f"operator {self.name!r}: {key.partition('.')[0].replace('_', ' ')} is not finite in batch {batch}: "
+                    f"operator {self.name!r}: {key.partition('.')[0].replace('_', ' ')} is not finite in batch {batch}; "
                     "statistics need finite values in full precision; check the batch, the loss and the weights"
                 )
         return values
