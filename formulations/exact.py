@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qsync_opt.errors import NotInstalledError, SolverError
-from qsync_opt.formulations.assignment import Assignment
+from qsync_opt.formulations.assignment import Assignment, Choice
 from qsync_opt.formulations.device_model import build_assignment, read_back
 from qsync_opt.formulations.greedy import fast_start, keeps_limits, recover
 from qsync_opt.formulations.least import explain_infeasible
@@ -114,7 +114,7 @@ def _solve_device(
 ) -> _DeviceAnswer:
     started = time.monotonic()
     assignment = build_assignment(problem, device)
-    lowest = assignment.constant_cost + sum(float(node.cost_S.min()) for _, node in assignment.choices)
+    shifted, lowest = _shift(assignment)
     answer = _DeviceAnswer(LinearStatus.LIMIT, None, None, lowest, build_seconds=time.monotonic() - started)
     started = time.monotonic()
     state = fast_start(problem, device, deadline)
@@ -128,21 +128,23 @@ def _solve_device(
         if answer.cost is not None and answer.cost <= lowest:
             answer.status, answer.bound = LinearStatus.OPTIMAL, answer.cost  # nothing can be below every minimum
             return answer
-        scale = answer.cost if answer.cost is not None else _highest(assignment)
+        scale = _highest(shifted) if answer.cost is None else answer.cost - lowest
         left_s = deadline - time.monotonic()
         found = run(
-            assignment,
+            shifted,
             solver,
             cost_unit=scale / _OBJECTIVE_SCALE,
-            allowed=_allowed(assignment, lowest, answer.cost),
+            allowed=_allowed(shifted, None if answer.cost is None else scale),
             options=LinearOptions(time_limit_s=None if math.isinf(left_s) else left_s, relative_gap=gap),
         )
-        if _take(answer, found, solver) or answer.cost is None or answer.cost * _FALL >= scale:
+        if _take(answer, found, assignment, lowest, solver):
+            return answer
+        if answer.cost is None or (answer.cost - lowest) * _FALL >= scale:
             return answer
     return answer
 
 
-def _take(answer: _DeviceAnswer, found: Run, solver: LinearSolver) -> bool:
+def _take(answer: _DeviceAnswer, found: Run, assignment: Assignment, lowest: float, solver: LinearSolver) -> bool:
     """Fold a solver's answer in; return True if nothing more is to be learnt."""
     answer.build_seconds += found.build_seconds
     answer.solve_seconds += found.solve_seconds
@@ -157,27 +159,40 @@ def _take(answer: _DeviceAnswer, found: Run, solver: LinearSolver) -> bool:
     if found.bound is not None:
         # Labels left out for costing more than the incumbent do not weaken the bound below the incumbent itself.
         ceiling = answer.cost if answer.cost is not None else math.inf
-        answer.bound = max(answer.bound, min(found.bound, ceiling))
-    if found.value is not None and (answer.cost is None or found.value < answer.cost):
-        answer.labels, answer.cost = found.labels, found.value
+        answer.bound = max(answer.bound, min(found.bound + lowest, ceiling))
+    if found.labels is not None:
+        cost = assignment.cost(assignment.states(found.labels))
+        if answer.cost is None or cost < answer.cost:
+            answer.labels, answer.cost = found.labels, cost
     if answer.cost is not None:
         answer.bound = min(answer.bound, answer.cost)
     return found.status is not LinearStatus.OPTIMAL
 
 
-def _highest(assignment: Assignment) -> float:
+def _shift(assignment: Assignment) -> tuple[Assignment, float]:
+    """The assignment with every choice's least cost taken out, and the sum of what was taken.
+
+    The scale of the objective is then set by what can be decided, not by what every plan pays.
+    """
+    nodes = tuple(
+        replace(node, cost_S=node.cost_S - node.cost_S.min()) if isinstance(node, Choice) else node
+        for node in assignment.nodes
+    )
+    least = math.fsum([assignment.constant_cost, *(float(node.cost_S.min()) for _, node in assignment.choices)])
+    return replace(assignment, nodes=nodes, constant_cost=0.0), least
+
+
+def _highest(shifted: Assignment) -> float:
     """A positive scale where there is no plan to scale by."""
-    return max([1e-300, *(float(node.cost_S.max()) for node in assignment.nodes)])
+    return max((float(node.cost_S.max()) for node in shifted.nodes), default=0.0) or 1.0
 
 
-def _allowed(assignment: Assignment, lowest: float, cost: float | None) -> dict[str, frozenset[str]] | None:
-    """Labels that a plan better than the incumbent can take: the others alone cost more than it does in all."""
-    if cost is None:
+def _allowed(shifted: Assignment, budget: float | None) -> dict[str, frozenset[str]] | None:
+    """Labels that a plan better than the incumbent can take: each other one alone costs more than ``budget``."""
+    if budget is None:
         return None
-    budget = (cost - lowest) * (1 + 1e-9)
+    most = budget * (1 + 1e-9)
     return {
-        node.name: frozenset(
-            label for label, own in zip(node.labels, node.cost_S, strict=True) if own - node.cost_S.min() <= budget
-        )
-        for _, node in assignment.choices
+        node.name: frozenset(label for label, own in zip(node.labels, node.cost_S, strict=True) if own <= most)
+        for _, node in shifted.choices
     }

@@ -79,8 +79,8 @@ class TensorSpec:
 
     @property
     def is_floating(self) -> bool:
-        """True for element types that precision plans are about."""
-        return "float" in self.dtype
+        """True for the element types that precision plans are about; complex ones are pairs of them."""
+        return "float" in self.dtype or self.dtype.startswith("complex")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

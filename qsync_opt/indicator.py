@@ -15,7 +15,8 @@ flushes to zero makes FP16 worse than BF16.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -23,17 +24,15 @@ from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
 from qsync_opt.graph import Operator, OpGraph, Role
 from qsync_opt.noise_propagation import Distances, Propagation, distances, operand_edges
 from qsync_opt.precision import PrecisionFormats
-from qsync_opt.statistics import ModelStatistics, OperatorKind, OperatorStatistics
+from qsync_opt.statistics import GRADIENTS, ModelStatistics, OperatorKind, OperatorStatistics
 from qsync_opt.variances import (
     NoiseOptions,
     OperatorVariances,
-    TensorRounding,
+    noise_parts,
     overflow_reason,
     tensor_rounding,
     variances,
 )
-
-_OPERANDS = ("first", "second", "third")
 
 
 class IndicatorKind(enum.StrEnum):
@@ -41,6 +40,8 @@ class IndicatorKind(enum.StrEnum):
 
     PROPAGATED = "propagated"
     """By sweeping it through the graph with the collected norms (``qsync_opt.noise_propagation``)."""
+    PROBED = "probed"
+    """By the gains that were measured by differentiating the gradient once more; exact to first order."""
     DEPTH = "depth"
     """QSync's form ``gamma * (L - d) * Var[z] + d * (Var[dw] + Var[dx])`` with true distances and these variances."""
 
@@ -79,32 +80,32 @@ class OperatorSensitivity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SensitivityTable:
-    """Sensitivities of all adjustable operators on one device type.
+class SensitivityTable(Mapping[str, Mapping[str, float]]):
+    """Sensitivities of all adjustable operators on one device type: operator to precision to value.
 
+    Excluded precisions are absent. ``details`` has the parts of every value.
     ``excluded`` names, per operator, the precisions that it must not get, each with the reason in words.
     ``distances`` are the longest paths to input and loss, in adjustable operators.
     """
 
     kind: IndicatorKind
-    operators: Mapping[str, Mapping[str, OperatorSensitivity]]
+    details: Mapping[str, Mapping[str, OperatorSensitivity]]
     excluded: Mapping[str, Mapping[str, str]]
     distances: Distances
 
     def __post_init__(self) -> None:
-        for name in ("operators", "excluded"):
+        for name in ("details", "excluded"):
             nested = {key: MappingProxyType(dict(value)) for key, value in getattr(self, name).items()}
             object.__setattr__(self, name, MappingProxyType(nested))
 
-    def values(self, operator: str) -> dict[str, float]:
-        """Precision to sensitivity of one operator, excluded precisions left out.
+    def __getitem__(self, operator: str) -> Mapping[str, float]:
+        return MappingProxyType({precision: part.value for precision, part in self.details[operator].items()})
 
-        Raises:
-            ProblemError: The table has no such operator.
-        """
-        if operator not in self.operators:
-            raise ProblemError(f"no sensitivities for operator {operator!r}: only adjustable operators have them")
-        return {precision: entry.value for precision, entry in self.operators[operator].items()}
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.details)
+
+    def __len__(self) -> int:
+        return len(self.details)
 
 
 def _ratio(numerator: float, denominator: float) -> float:
@@ -136,6 +137,68 @@ def _propagated(
         independent=_ratio(found.output.independent, norm), shared=_ratio(found.output.shared, norm)
     )
     return OperatorSensitivity(own=_own(statistics, found), backward=backward, forward=forward, variances=found)
+
+
+def _gained(statistics: OperatorStatistics, tensor: str, parts: Iterable[tuple[float, str]], ratio: float) -> float:
+    """Gradient variance of element noise on one tensor, flips of rectifiers included."""
+    gain = statistics.gains.get(tensor)
+    if gain is None:
+        return 0.0
+    total = 0.0
+    for variance, shape in parts:
+        smooth, kink = (gain.floating, gain.kink_floating) if shape == "floating" else (gain.uniform, gain.kink_uniform)
+        total += variance * (smooth + (kink / math.sqrt(ratio) if ratio > 0 else 0.0))
+    return total
+
+
+def _element_noise(
+    statistics: OperatorStatistics, precision: str, formats: PrecisionFormats, options: NoiseOptions
+) -> dict[str, tuple[tuple[float, str], ...]]:
+    """Variance per element, with its shape, of every tensor that an operator rounds at a precision."""
+    if statistics.kind is OperatorKind.ATTENTION:
+        errors = statistics.measured.get(precision)
+        if errors is None:
+            return {}
+        return {
+            name: ((getattr(errors, name) / tensor.elements, "uniform"),)
+            for name, tensor in statistics.tensors()
+            if name in ("output", *GRADIENTS)
+        }
+    rounding = tensor_rounding(statistics, precision, formats, options)
+    kinds = {
+        "first": rounding.first,
+        "second": rounding.second,
+        "output": rounding.output,
+        "output_gradient": rounding.gradient,
+    }
+    for operand in ("first", "second"):
+        parameter = getattr(statistics, f"{operand}_parameter") is not None
+        kinds[f"{operand}_gradient"] = rounding.weight_gradient if parameter else rounding.input_gradient
+    return {
+        name: noise_parts(statistics, name, (kinds[name],), options)
+        for name, _ in statistics.tensors()
+        if name in kinds
+    }
+
+
+def _probed(
+    statistics: OperatorStatistics,
+    found: OperatorVariances,
+    noise: Mapping[str, tuple[tuple[float, str], ...]],
+) -> OperatorSensitivity:
+    """The probed total is exact to first order; its own part is the formula's, the rest is split by direction.
+
+    The 16-bit rounding of 8-bit operands when the backward pass reads them is left out: it is below a thousandth.
+    """
+    ratio = _ratio(found.output.total, statistics.calls * statistics.output.square_sum)
+    gained = {name: _gained(statistics, name, parts, ratio) for name, parts in noise.items()}
+    total = sum(gained.values())
+    forward = sum(value for name, value in gained.items() if not name.endswith("gradient"))
+    own = min(total, _own(statistics, found))
+    share = _ratio(forward, total)
+    return OperatorSensitivity(
+        own=own, backward=(total - own) * (1.0 - share), forward=(total - own) * share, variances=found
+    )
 
 
 def _by_depth(
@@ -171,13 +234,27 @@ def _check(graph: OpGraph, statistics: ModelStatistics, gamma: float) -> None:
         )
 
 
+def _kind(kind: IndicatorKind | None, graph: OpGraph, statistics: ModelStatistics) -> IndicatorKind:
+    probed = any(operator.gains for operator in statistics.operators)
+    if kind is None:
+        return IndicatorKind.PROBED if probed else IndicatorKind.PROPAGATED
+    if kind not in list(IndicatorKind):
+        raise UnsupportedError(f"kind is {kind!r}: allowed are {', '.join(IndicatorKind)}")
+    if kind == IndicatorKind.PROBED and not probed:
+        raise ProblemError(
+            f"the statistics of graph {graph.name!r} hold no gains: collect them with probes=2 or more, or use "
+            "kind='propagated'"
+        )
+    return IndicatorKind(kind)
+
+
 def sensitivities(
     graph: OpGraph,
     statistics: ModelStatistics,
     device_formats: Mapping[str, PrecisionFormats],
     *,
     options: NoiseOptions | None = None,
-    kind: IndicatorKind = IndicatorKind.PROPAGATED,
+    kind: IndicatorKind | None = None,
     gamma: float = 4.0,
 ) -> SensitivityTable:
     """Sensitivity of every adjustable operator at every precision of a device.
@@ -187,7 +264,8 @@ def sensitivities(
         statistics: Collected from it.
         device_formats: The device's precisions with their border formats.
         options: How the runtime rounds.
-        kind: How noise is weighed.
+        kind: How noise is weighed; None takes ``probed`` if the statistics hold gains and ``propagated`` if not. The
+            table says which.
         gamma: Weight of forward against backward noise, for ``kind="depth"`` only.
 
     Returns:
@@ -203,7 +281,8 @@ def sensitivities(
         Purpose and bi-directional form from QSync (IPDPS 2024); variances and propagation ours.
     """
     _check(graph, statistics, gamma)
-    options, kind = options or NoiseOptions(), IndicatorKind(kind)
+    options = options or NoiseOptions()
+    kind = _kind(kind, graph, statistics)
     far = distances(graph)
     propagation = Propagation(graph, statistics) if kind is IndicatorKind.PROPAGATED else None
     table: dict[str, dict[str, OperatorSensitivity]] = {}
@@ -219,14 +298,16 @@ def sensitivities(
                 refused[precision] = reason
                 continue
             found = variances(measured, precision, formats, options)
-            row[precision] = (
-                _by_depth(operator, measured, found, far, gamma)
-                if propagation is None
-                else _propagated(operator, measured, found, propagation)
-            )
+            if kind is IndicatorKind.PROBED:
+                noise = _element_noise(measured, precision, formats, options)
+                row[precision] = _probed(measured, found, noise)
+            elif propagation is not None:
+                row[precision] = _propagated(operator, measured, found, propagation)
+            else:
+                row[precision] = _by_depth(operator, measured, found, far, gamma)
     return SensitivityTable(
         kind=kind,
-        operators=table,
+        details=table,
         excluded={name: reasons for name, reasons in excluded.items() if reasons},
         distances=far,
     )

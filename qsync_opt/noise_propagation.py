@@ -12,14 +12,16 @@ multiplied by a weight:
   what several consumers contribute (exact for independent branches);
 - a product turns independent noise on an operand into output noise of known energy, hence the weight
   ``sum_k |x_k|^2 |w_k|^2 / |z|^2`` from the collected norms (exact for noise shaped like the signal);
-- element-wise and normalizing operators hand it on as it is.
+- element-wise and normalizing operators hand it on as it is; noise that reaches the loss changes the loss's own gradient
+  by its measured curvature.
 
 *Independent* noise (rounding of activations and gradients) differs per row and perturbs a weight gradient by
-``sum_n |x_n|^2 |g_n|^2`` times the ratio. *Shared* noise (rounding of a weight) is the same map in every row: it adds up
-as the signal does, and perturbs a weight gradient by its own squared norm times the ratio.
+``sum_n |x_n|^2 |g_n|^2`` times the ratio. *Shared* noise (rounding of a weight) is the same map in every row: it adds
+up as the signal does, and perturbs a weight gradient by its own squared norm times the ratio.
 
-Not modelled: correlation between paths that meet again, the change of the loss function's own gradient, averaging of
-noise in pooling and reductions, and everything beyond first order except flips of rectifiers (see ``kink``).
+Not modelled: correlation between paths that meet again, averaging of noise in pooling and reductions, the backward pass
+of softmax and normalizations changing with its input, and everything beyond first order except flips of rectifiers (see
+``kink``). The probed gains of ``qsync_opt.statistics`` know all of these but the last.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from qsync_opt.graph import Operator, OpGraph, Role
-from qsync_opt.statistics import ModelStatistics, OperatorStatistics
+from qsync_opt.statistics import ModelStatistics, OperatorStatistics, Signal
 
 _SUMS = frozenset(
-    {"add", "add_", "sub", "sub_", "rsub", "cat", "concat", "stack", "where", "Add", "Sub", "Sum", "Concat"}
+    {"add", "add_", "sub", "sub_", "rsub", "cat", "concat", "stack", "where", "masked_fill", "masked_fill_"}
+    | {"Add", "Sub", "Sum", "Concat", "Where"}
 )
 _GATES = frozenset({"mul", "mul_", "div", "div_", "Mul", "Div"})
 _KINKS = frozenset({"relu", "relu_", "Relu"})
@@ -42,7 +45,7 @@ _NORMALIZATIONS = frozenset({"layer_norm", "rms_norm", "group_norm", "instance_n
 _SOFTMAX = frozenset({"softmax", "Softmax"})
 
 # Relative noise rho in a pre-activation of variance s^2 changes a smooth activation's derivative by the relative energy
-# E[f''(z)^2] / E[f'(z)^2] * rho * s^2; the ratio for GELU of standard normal z, and within a factor of 2 for the others.
+# E[f''(z)^2] / E[f'(z)^2] * rho * s^2; here for GELU of standard normal z; the others lie within a factor of 2.
 _CURVATURE = 0.5
 # A rectifier whose normal pre-activation carries relative noise rho flips with probability sqrt(rho) / pi; half of the
 # elements pass a gradient, so the flips are this share of the gradient's energy.
@@ -172,13 +175,18 @@ class Propagation:
     # -- energies ------------------------------------------------------------------------------------------------
 
     def _measured(self, name: str) -> OperatorStatistics | None:
-        return self._statistics[name] if name in self._statistics else None
+        return self._statistics.find(name)
+
+    def _signal(self, operator: Operator) -> Signal | None:
+        """What was seen around an operator, unless its size shows that the name is another's."""
+        signal = self._statistics.signals.get(operator.name)
+        return signal if signal is not None and signal.elements == operator.output_elements else None
 
     def _measure_energies(self) -> None:
         """Squared norm of every output: measured, or seen by a measured reader, or derived from its inputs."""
         for operator in self._graph:
             name = operator.name
-            measured, signal = self._measured(name), self._statistics.signals.get(name)
+            measured, signal = self._measured(name), self._signal(operator)
             if measured is not None:
                 self._energy[name] = measured.calls * measured.output.square_sum
             elif signal is not None:
@@ -190,7 +198,7 @@ class Propagation:
         for reader in self._graph.consumers(operator.name):
             if self._graph[reader].inputs != (operator.name,):
                 continue
-            signal, measured = self._statistics.signals.get(reader), self._measured(reader)
+            signal, measured = self._signal(self._graph[reader]), self._measured(reader)
             if signal is not None:
                 return signal.input_square_sum
             if measured is not None and measured.first.elements == operator.output_elements:
@@ -284,7 +292,8 @@ class Propagation:
         """Add to every input of ``reader`` what noise on it does in and after ``reader``."""
         measured = self._measured(reader.name)
         operands = {} if measured is None else operand_edges(reader, measured)
-        total = sum(self._energy[u] for u in reader.inputs)
+        # What is not an operator's output (a mask, a constant) can hold most of the energy of a sum.
+        total = max(self._energy[reader.name], sum(self._energy[u] for u in reader.inputs))
         for position, source in enumerate(reader.inputs):
             after = self._output_effect[reader.name]
             if measured is not None and position in operands:
@@ -321,6 +330,9 @@ class Propagation:
         if reader.op_type in _SOFTMAX:
             return after.weighted(mean_square)
         before = self.input_gradient_effect(reader.name, position)
+        signal = self._signal(reader)
+        if signal is not None and signal.curvature:
+            return after + before.weighted(signal.curvature)
         if reader.op_type in _SMOOTH:
             return after + before.weighted(_CURVATURE * min(1.0, mean_square))
         if reader.op_type in _KINKS:

@@ -14,7 +14,7 @@ AttributeValue = int | float | str | tuple[int, ...] | tuple[float, ...] | tuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnnxNode:
-    """One node. ``kind`` is its type, with the domain in front unless it is ONNX's own; "" stands for an absent input."""
+    """One node. ``kind`` is its type, with the domain in front unless it is ONNX's own; an absent input is ""."""
 
     name: str
     kind: str
@@ -52,8 +52,9 @@ class OnnxModel:
         try:
             return self.specs[value]
         except KeyError:
+            shape = self.unfixed.get(value, "unknown")
             raise ModelError(
-                f"tensor {value!r} of ONNX node {node.name!r} ({node.kind}) has shape {self.unfixed.get(value, 'unknown')}: "
+                f"tensor {value!r} of ONNX node {node.name!r} ({node.kind}) has shape {shape}: "
                 "export with fixed shapes, or add the shape to the file's value_info"
             ) from None
 
@@ -94,12 +95,9 @@ def node_flops(node: OnnxNode, model: OnnxModel) -> int:
     return 2 * shapes[0][0] * shapes[0][1] * (math.prod(shapes[1]) + math.prod(shapes[2]))
 
 
-_FLOP_KINDS = frozenset(
-    "MatMul MatMulInteger Gemm Conv ConvInteger DeformConv ConvTranspose Einsum Attention LSTM GRU RNN".split()
-)
-
-
 _THREE = frozenset({"Attention", "LSTM", "GRU", "RNN"})
+_TWO = frozenset({"MatMul", "MatMulInteger", "Gemm", "Conv", "ConvInteger", "DeformConv", "ConvTranspose"})
+_FLOP_KINDS = _TWO | _THREE | {"Einsum"}
 
 
 def _einsum_flops(equation: str, shapes: list[tuple[int, ...]]) -> int:
@@ -131,7 +129,6 @@ def _attention_flops(node: OnnxNode, shapes: list[tuple[int, ...]]) -> int:
         batch, heads, length, width = query
         return 2 * batch * heads * length * key[2] * (width + value[3])
     # Three dimensions: (batch, length, heads * width); V has its own number of heads.
-    heads, groups = node.attributes["q_num_heads"], node.attributes["kv_num_heads"]
-    assert isinstance(heads, int) and isinstance(groups, int)
-    batch, length, width = query
-    return 2 * batch * length * key[1] * (width + value[2] * heads // groups)
+    repeats = int(str(node.attributes["q_num_heads"])) // int(str(node.attributes["kv_num_heads"]))
+    batch, length, widths = query
+    return 2 * batch * length * key[1] * (widths + value[2] * repeats)

@@ -157,17 +157,18 @@ def _note_spec(
         return
     tensor = info.type.tensor_type
     dtype = _dtype(tensor.elem_type, info.name, where)
-    sizes = [dim.dim_value if dim.HasField("dim_value") else (dim.dim_param or "?") for dim in tensor.shape.dim]
-    if tensor.HasField("shape") and not any(isinstance(size, str) for size in sizes):
-        specs[info.name] = TensorSpec(shape=tuple(sizes), dtype=dtype)
+    dims = tensor.shape.dim
+    if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
+        specs[info.name] = TensorSpec(shape=tuple(int(dim.dim_value) for dim in dims), dtype=dtype)
     else:
-        shape = f"[{', '.join(map(str, sizes))}]" if tensor.HasField("shape") else "unknown"
+        sizes = [str(dim.dim_value) if dim.HasField("dim_value") else (dim.dim_param or "?") for dim in dims]
+        shape = f"[{', '.join(sizes)}]" if tensor.HasField("shape") else "unknown"
         unfixed[info.name] = f"{dtype} {shape}, which is not fixed"
 
 
-def _dtype(element_type: int, name: str, where: str) -> str:
-    names = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.DOUBLE: "float64"}
-    dtype = names.get(element_type) or onnx.TensorProto.DataType.Name(element_type).lower()
+def _dtype(element_type: Any, name: str, where: str) -> str:
+    text = str(onnx.TensorProto.DataType.Name(element_type)).lower()
+    dtype = {"float": "float32", "double": "float64"}.get(text, text)
     if dtype not in DTYPE_BYTES:
         raise ModelError(f"tensor {name!r} in {where} has element type {dtype}: allowed are {', '.join(DTYPE_BYTES)}")
     return dtype

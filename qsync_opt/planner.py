@@ -55,7 +55,7 @@ def solve(
     Example:
         >>> from qsync_opt.testing import chain
         >>> solve(chain().problem).objective
-        0.5
+        0.25
     """
     formulation = create(Kind.FORMULATION, method)
     name = method if isinstance(method, str) else type(formulation).__name__

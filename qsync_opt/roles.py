@@ -41,6 +41,7 @@ FIXED = """
     lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell embedding_bag prelu
     index_put index_add index_copy index_fill scatter scatter_add scatter_reduce masked_scatter
     linalg_inv linalg_solve linalg_cholesky linalg_qr linalg_svd linalg_eigh linalg_det inverse
+    view_as_complex complex polar _weight_norm _weight_norm_interface
     fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 stft istft
 
     LayerNormalization RMSNormalization GroupNormalization InstanceNormalization BatchNormalization LRN
@@ -53,14 +54,13 @@ FIXED = """
 """
 
 # Kinds that multiply matrices or convolve, so that they have FLOPs; all adjustable ones but the look-up are such.
-PRODUCTS = frozenset(
-    """
+_PRODUCTS = """
     linear matmul mm bmm addmm baddbmm einsum scaled_dot_product_attention
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
     mv dot vdot inner outer addmv addr addbmm tensordot bilinear chain_matmul linalg_multi_dot kron cdist
     lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
-    """.split()
-)
+"""
+PRODUCTS = frozenset(_PRODUCTS.split())
 
 # They keep their input's format by type promotion: element-wise, data movement, selection, pooling, sources of data.
 DEPENDENT = """
@@ -68,7 +68,7 @@ DEPENDENT = """
     sigmoid logsigmoid log_sigmoid tanh tanhshrink softshrink hardshrink softsign
     add sub rsub mul div true_divide floor_divide remainder fmod neg negative abs sign sgn positive addcmul addcdiv
     lerp clamp clamp_min clamp_max clip minimum maximum fmin fmax floor ceil round trunc frac nan_to_num
-    sqrt erf sin cos atan atan2 arctan2 polar complex view_as_complex view_as_real real imag conj resolve_conj angle
+    sqrt erf sinc sin cos atan atan2 arctan2 view_as_real real imag conj resolve_conj angle
     dropout dropout1d alpha_dropout feature_dropout feature_alpha_dropout native_dropout bernoulli
     view _unsafe_view reshape reshape_as view_as flatten unflatten squeeze unsqueeze permute transpose swapaxes
     swapdims movedim moveaxis t numpy_T mT adjoint matrix_H expand expand_as broadcast_to repeat repeat_interleave

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from qsync_opt.errors import ProblemError
@@ -151,19 +151,22 @@ class MeasuredErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """How strongly noise on one tensor of an operator moves the gradient of all parameters, to first order.
+    """How strongly noise on one tensor of an operator moves the gradient of all parameters.
 
-    The variance of the gradient, summed over all parameters, is ``gain * (sum of the variances of the elements)``.
+    Noise of variance v per element adds ``gain * v`` to the variance of the gradient, summed over all parameters.
     ``uniform`` holds for noise of equal variance on every element (fixed point), ``floating`` for noise in proportion
-    to the element's square (floating point).
+    to the element's square (floating point), with v the mean. Flips of rectifiers add ``kink * v / sqrt(r)``, where r
+    is the noise-to-signal ratio of the operator's output.
     """
 
     uniform: float
     floating: float
+    kink_uniform: float = 0.0
+    kink_floating: float = 0.0
 
     def __post_init__(self) -> None:
-        _finite(self.uniform, "gain 'uniform'")
-        _finite(self.floating, "gain 'floating'")
+        for name in ("uniform", "floating", "kink_uniform", "kink_floating"):
+            _finite(getattr(self, name), f"gain {name!r}")
 
 
 # Alignment: path > target, over the shape of the noise. "floating" noise grows with the element's square; the other
@@ -177,16 +180,9 @@ PATHS: tuple[str, ...] = (
     "gradient>first_gradient",
 )
 SHAPES: tuple[str, ...] = ("floating", *Granularity)
-TENSORS: tuple[str, ...] = (
-    "first",
-    "second",
-    "third",
-    "output",
-    "output_gradient",
-    "first_gradient",
-    "second_gradient",
-    "third_gradient",
-)
+OPERANDS: tuple[str, ...] = ("first", "second", "third")
+GRADIENTS: tuple[str, ...] = ("first_gradient", "second_gradient", "third_gradient")
+TENSORS: tuple[str, ...] = (*OPERANDS, "output", "output_gradient", *GRADIENTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,22 +251,30 @@ class OperatorStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
-    """Squared norms that entered and left an operator which is not adjustable; per call, mean over batches."""
+    """What was seen around an operator that is not adjustable; per call, mean over batches.
 
+    ``elements`` of its result; squared norms of its first floating input and of its result. ``curvature`` (of losses,
+    else 0): relative energy by which noise on its input changes the gradient that it hands back, per unit of
+    noise-to-signal ratio.
+    """
+
+    elements: int
     input_square_sum: float
     output_square_sum: float
+    curvature: float = 0.0
 
     def __post_init__(self) -> None:
-        _finite(self.input_square_sum, "input_square_sum")
-        _finite(self.output_square_sum, "output_square_sum")
+        _whole(self.elements, "elements", 1)
+        for name in ("input_square_sum", "output_square_sum", "curvature"):
+            _finite(getattr(self, name), name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStatistics:
     """Statistics of a whole model over ``batches`` batches.
 
-    ``model_fingerprint`` is the graph's, or None if none was given. ``signals`` holds the norms around those fixed
-    operators (normalisations, softmax, losses) that the collector met; they show how strong residual streams are.
+    ``model_fingerprint`` is the graph's, or None if none was given. ``signals`` holds what was
+    seen around other operators (normalizations, softmax, sums, losses); it shows how strong residual streams are.
     """
 
     batches: int
@@ -297,13 +301,10 @@ class ModelStatistics:
             return self.operators[self._index[name]]
         except KeyError:
             raise ProblemError(
-                f"no statistics for operator {name!r}: collect them again with the model that the graph was captured from"
+                f"no statistics for operator {name!r}: collect them again with the model that was captured"
             ) from None
 
-
-def with_gains(statistics: ModelStatistics, gains: Mapping[str, Mapping[str, Gain]]) -> ModelStatistics:
-    """The same statistics with probed gains per operator and tensor."""
-    return replace(
-        statistics,
-        operators=tuple(replace(operator, gains=gains.get(operator.name, {})) for operator in statistics.operators),
-    )
+    def find(self, name: str) -> OperatorStatistics | None:
+        """Statistics of an operator, None if there are none."""
+        position = self._index.get(name)
+        return None if position is None else self.operators[position]

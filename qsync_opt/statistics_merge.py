@@ -30,6 +30,8 @@ _PATH_ENDS: dict[str, tuple[str, str]] = {
     "gradient>first_gradient": ("output_gradient", "second"),
 }
 
+_NO_GAIN = Gain(uniform=0.0, floating=0.0)
+
 
 def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
     return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
@@ -113,7 +115,7 @@ def merge_operators(parts: Sequence[OperatorStatistics], weights: Sequence[int],
             raise ProblemError(f"operator {head.name!r} has gradients in some parts only: collect the parts alike")
         if part.alignment.keys() != head.alignment.keys() or part.measured.keys() != head.measured.keys():
             raise ProblemError(f"operator {head.name!r} was not measured alike in all parts: collect the parts alike")
-        if part.gains.keys() != head.gains.keys():
+        if bool(part.gains) != bool(head.gains):
             raise ProblemError(f"operator {head.name!r} was probed in some parts only: probe all parts or none")
     tensors = {
         name: _merge_tensors(
@@ -121,6 +123,7 @@ def merge_operators(parts: Sequence[OperatorStatistics], weights: Sequence[int],
         )
         for name, _ in head.tensors()
     }
+    gained = dict.fromkeys(key for part in parts for key in part.gains)  # a tensor without effect has no gain
     merged = OperatorStatistics(
         name=head.name,
         op_type=head.op_type,
@@ -140,10 +143,12 @@ def merge_operators(parts: Sequence[OperatorStatistics], weights: Sequence[int],
         },
         gains={
             key: Gain(
-                uniform=_mean([part.gains[key].uniform for part in parts], weights),
-                floating=_mean([part.gains[key].floating for part in parts], weights),
+                **{
+                    field: _mean([getattr(part.gains.get(key, _NO_GAIN), field) for part in parts], weights)
+                    for field in ("uniform", "floating", "kink_uniform", "kink_floating")
+                }
             )
-            for key in head.gains
+            for key in gained
         },
         **tensors,
     )
@@ -197,8 +202,11 @@ def merge_statistics(parts: Sequence[ModelStatistics]) -> ModelStatistics:
         ),
         signals={
             key: Signal(
-                input_square_sum=_mean([part.signals[key].input_square_sum for part in parts], weights),
-                output_square_sum=_mean([part.signals[key].output_square_sum for part in parts], weights),
+                elements=head.signals[key].elements,
+                **{
+                    field: _mean([getattr(part.signals[key], field) for part in parts], weights)
+                    for field in ("input_square_sum", "output_square_sum", "curvature")
+                },
             )
             for key in head.signals
         },

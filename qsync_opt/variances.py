@@ -8,8 +8,8 @@ of scalar multiplications and mean(.) over elements,
     Var[dx] = V * (v_w * mean(g^2) + v_g * mean(w^2) + v_w * v_g) + elements(dx) * v_dx
 
 where g is the gradient of z. For a linear layer V = N K M, and the first line is the textbook
-``v_w M |x|^2 + v_x N |w|^2 + N K M v_x v_w``; convolutions, batched products, einsum and lookups differ in V alone. Means
-over elements presume that noise and signal are spread evenly; each first-order term is therefore multiplied by its
+``v_w M |x|^2 + v_x N |w|^2 + N K M v_x v_w``; convolutions, batched products, einsum and lookups differ in V alone.
+Means over elements presume that noise and signal are spread evenly; each first-order term is therefore multiplied by its
 measured *alignment*, which makes it exact.
 """
 
@@ -23,6 +23,9 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.precision import PrecisionFormats, number_format
 from qsync_opt.rounding import CAST_FORMATS, LARGEST, SCALED_FORMATS, Granularity, Rounding, noise_kind
 from qsync_opt.statistics import OperatorKind, OperatorStatistics
+
+# Variance per element and its alignment shape, one pair for each independent rounding of a tensor.
+NoiseParts = tuple[tuple[float, str], ...]
 
 _Member = TypeVar("_Member", Rounding, Granularity)
 
@@ -79,17 +82,6 @@ class OperatorVariances:
     first_gradient: Noise | None
     second_gradient: Noise | None
     third_gradient: Noise | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Terms:
-    """Element variances of one operand: (variance, alignment shape) for each independent rounding."""
-
-    parts: tuple[tuple[float, str], ...]
-
-    @property
-    def total(self) -> float:
-        return sum(variance for variance, _ in self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +175,17 @@ def overflow_reason(operator: OperatorStatistics, precision: str, formats: Preci
     return None
 
 
-def _terms(operator: OperatorStatistics, tensor: str, kinds: Iterable[str | None], options: NoiseOptions) -> _Terms:
+def noise_parts(
+    operator: OperatorStatistics, tensor: str, kinds: Iterable[str | None], options: NoiseOptions
+) -> NoiseParts:
+    """Variance per element of one tensor of an operator, one part for each way it is rounded.
+
+    Args:
+        operator: Its statistics.
+        tensor: Name of the tensor, such as ``first``.
+        kinds: Noise kinds; None is no rounding.
+        options: Stochastic or nearest, for the kinds with scales.
+    """
     parts = []
     for kind in kinds:
         if kind is None:
@@ -192,15 +194,19 @@ def _terms(operator: OperatorStatistics, tensor: str, kinds: Iterable[str | None
         rounding = options.rounding if name in SCALED_FORMATS else Rounding.NEAREST
         shape = granularity if number_format(name).is_integer else "floating"
         parts.append((getattr(operator, tensor).variance(kind, rounding), shape))
-    return _Terms(parts=tuple(parts))
+    return tuple(parts)
 
 
-def _path(operator: OperatorStatistics, path: str, noise: _Terms, signal: str) -> float:
+def _sum(noise: NoiseParts) -> float:
+    return sum(variance for variance, _ in noise)
+
+
+def _path(operator: OperatorStatistics, path: str, noise: NoiseParts, signal: str) -> float:
     """First-order variance along one path: V * v * mean(signal^2) * alignment."""
     mean_square = getattr(operator, signal).mean_square
     return sum(
         operator.products[0].volume * variance * mean_square * operator.alignment.get(f"{path}/{shape}", 1.0)
-        for variance, shape in noise.parts
+        for variance, shape in noise
     )
 
 
@@ -227,18 +233,18 @@ def product_variances(
         Ours. QSync's indicator has the same purpose; it uses norms that are not squared, bounds the sum over the
         contraction by a product of norms, and has no term for the input's gradient.
     """
-    x = _terms(operator, "first", (rounding.first,), options)
-    w = _terms(operator, "second", (rounding.second,), options)
-    g = _terms(operator, "output_gradient", (rounding.gradient,), options)
+    x = noise_parts(operator, "first", (rounding.first,), options)
+    w = noise_parts(operator, "second", (rounding.second,), options)
+    g = noise_parts(operator, "output_gradient", (rounding.gradient,), options)
     volume, calls = operator.products[0].volume, operator.calls
 
     from_x = _path(operator, "first>output", x, "second")
     from_w = _path(operator, "second>output", w, "first")
-    both = volume * x.total * w.total + _rounded(operator, "output", rounding.output)
+    both = volume * _sum(x) * _sum(w) + _rounded(operator, "output", rounding.output)
     output = _by_origin(operator, calls, first=from_x, second=from_w, rest=both)
 
-    x = _terms(operator, "first", (rounding.first, rounding.backward), options)
-    w = _terms(operator, "second", (rounding.second, rounding.backward), options)
+    x = noise_parts(operator, "first", (rounding.first, rounding.backward), options)
+    w = noise_parts(operator, "second", (rounding.second, rounding.backward), options)
     gradients: dict[str, Noise | None] = {"first_gradient": None, "second_gradient": None}
     for name, other, noise, signal in (("second", "first", x, "first"), ("first", "second", w, "second")):
         target = f"{name}_gradient"
@@ -247,7 +253,7 @@ def product_variances(
         parameter = getattr(operator, f"{name}_parameter") is not None
         result = rounding.weight_gradient if parameter else rounding.input_gradient
         own = _path(operator, f"{other}>{target}", noise, "output_gradient")
-        rest = _path(operator, f"gradient>{target}", g, signal) + volume * noise.total * g.total
+        rest = _path(operator, f"gradient>{target}", g, signal) + volume * _sum(noise) * _sum(g)
         rest += _rounded(operator, target, result)
         gradients[target] = _by_origin(operator, calls, **{other: own}, rest=rest)
     return OperatorVariances(output=output, third_gradient=None, **gradients)

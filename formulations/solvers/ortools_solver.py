@@ -77,7 +77,8 @@ class OrtoolsSolver:
             parameters = self._parameters(options)
             result = _interruptible(lambda: mathopt.solve(native, solver_type, params=parameters))
         except Exception as failure:  # MathOpt turns native failures into many kinds, some by mishap
-            raise SolverError(f"{self.name} failed on {model.name!r}: {failure}") from failure
+            detail = failure.__context__ or failure
+            raise SolverError(f"{self.name} failed on {model.name!r}: {detail}") from failure
         reason = result.termination.reason
         values = None
         if result.has_primal_feasible_solution():

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from onnxscript import ir
-from onnxscript import opset18 as op
+from onnxscript import ir, opset18
+
+# The operators' own annotations know neither plain numbers nor constants of the intermediate representation.
+op: Any = opset18
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -146,7 +147,7 @@ def index_bound(op_type: str, tensors: tuple[torch.Tensor, ...]) -> int | None:
 def count_flops(name: str, call: RecordedCall) -> int:
     """Return the forward floating-point operations of a call's products and convolutions, a multiply-add being two.
 
-    The call runs on the meta device under torch's own counter, with matrix-vector and dot products counted besides.
+    The call runs on the meta device under torch's own counter, with the products counted besides that it leaves out.
 
     Raises:
         ModelError: The call cannot be run on tensors without data.
@@ -158,7 +159,7 @@ def count_flops(name: str, call: RecordedCall) -> int:
         with (
             torch.no_grad(),
             sdpa_kernel(SDPBackend.MATH),
-            FlopCounterMode(display=False, custom_mapping=_VECTOR_PRODUCTS) as counter,
+            FlopCounterMode(display=False, custom_mapping=_OTHER_PRODUCTS) as counter,
         ):
             call.target(*args, **kwargs)
     except RuntimeError as error:
@@ -178,8 +179,23 @@ def _vector_vector(a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
     return int(2 * a_shape[0])
 
 
-_VECTOR_PRODUCTS: dict[Any, Any] = {
+def _trilinear(
+    a_shape: Any, b_shape: Any, c_shape: Any, a_new: Any, b_new: Any, c_new: Any, sums: Any, *_: Any, **__: Any
+) -> int:
+    """Each operand gets new dimensions of size 1; then all are multiplied and summed."""
+    expanded = []
+    for shape, new in ((a_shape, a_new), (b_shape, b_new), (c_shape, c_new)):
+        sizes = list(shape)
+        for position in sorted(new):
+            sizes.insert(position, 1)
+        expanded.append(sizes)
+    return 2 * math.prod(int(max(sizes)) for sizes in zip(*expanded, strict=True))
+
+
+_OTHER_PRODUCTS: dict[Any, Any] = {
     torch.ops.aten.mv: _matrix_vector,
     torch.ops.aten.addmv: _added_matrix_vector,
     torch.ops.aten.dot: _vector_vector,
+    torch.ops.aten.vdot: _vector_vector,
+    torch.ops.aten._trilinear: _trilinear,
 }

@@ -22,16 +22,16 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import ModelError
-from qsync_opt.graph import OpGraph
+from qsync_opt.graph import OpGraph, Role
 from qsync_opt.graph_file import graph_to_json
 from qsync_opt.onnx_graph import GRAPH_KEY, OPERATOR_KEY
 from qsync_opt.onnx_reader import read_onnx
-from qsync_opt.roles import RoleTable
+from qsync_opt.roles import ROLE_TABLE, RoleTable
 from qsync_opt.runtimes.torch.calls import RecordedCall
 from qsync_opt.runtimes.torch.exporting import export_onnx, export_program, locating, save_onnx, training_mode
 from qsync_opt.runtimes.torch.flatten import flatten
 from qsync_opt.runtimes.torch.fx_operators import Operators, read_operators
-from qsync_opt.runtimes.torch.interception import intercepted, intercepted_kinds
+from qsync_opt.runtimes.torch.interception import OperatorCall, intercepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class CapturedModel:
     calls: Mapping[str, RecordedCall]
 
 
-def capture(
+def capture_model(
     model: nn.Module,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -89,6 +89,19 @@ def capture(
     return CapturedModel(graph=graph, program=program, calls=MappingProxyType(operators.calls))
 
 
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    roles: RoleTable | None = None,
+    name: str | None = None,
+    onnx_path: str | os.PathLike[str] | None = None,
+) -> OpGraph:
+    """Return the operator graph of one training forward pass; all as in ``capture_model``, without the calls."""
+    return capture_model(model, args, kwargs, roles=roles, name=name, onnx_path=onnx_path).graph
+
+
 def _check_model(model: nn.Module, args: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"cannot capture a {type(model).__name__}: a torch.nn.Module is needed")
@@ -107,16 +120,23 @@ def _check_model(model: nn.Module, args: Any) -> None:
 
 
 def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Run one forward pass and return the names of the operators that a runtime would see, in order."""
+    """Run one forward pass and return the names of the adjustable kinds of operators that run, in order."""
+    seen: list[str] = []
+
+    def note(call: OperatorCall) -> Any:
+        if ROLE_TABLE.get(call.op_type) is Role.ADJUSTABLE:
+            seen.append(call.name)
+        return call.run()
+
     with (
         torch.no_grad(),
         _unchanged_buffers(model),
         _unchanged_random_state(model),
         locating(model, "the forward pass failed"),
-        intercepted(model, lambda call: call.run()) as interception,
+        intercepted(model, note),
     ):
         model(*args, **kwargs)
-        return tuple(interception.seen)
+    return tuple(seen)
 
 
 @contextlib.contextmanager
@@ -138,9 +158,11 @@ def _unchanged_random_state(model: nn.Module) -> Iterator[None]:
 
 
 def _compare(graph: OpGraph, seen: tuple[str, ...]) -> None:
-    """Refuse a graph whose operators are not those that ran."""
-    kinds = intercepted_kinds()
-    captured = tuple(operator.name for operator in graph if operator.op_type in kinds)
+    """Refuse a graph whose adjustable kinds of operators are not those that ran.
+
+    Other kinds are left out: some torch functions run as one where the export shows the operations inside.
+    """
+    captured = tuple(operator.name for operator in graph if ROLE_TABLE.get(operator.op_type) is Role.ADJUSTABLE)
     if captured == seen:
         return
     position = next(

@@ -57,6 +57,11 @@ def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
     return tuple(item for item in values if isinstance(item, torch.Tensor))
 
 
+def is_floating(tensor: torch.Tensor) -> bool:
+    """True for tensors whose precision matters, as ``TensorSpec.is_floating``."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def is_in_place(node: fx.Node) -> bool:
     """True if the call writes into its first argument."""
     schema = getattr(node.target, "_schema", None)

@@ -60,7 +60,8 @@ class Bottleneck(nn.Module):
         out = self.relu(self.bn2(self.conv2(out)))
         out = self.bn3(self.conv3(out))
         out += self.downsample(x)
-        return self.relu(out)
+        result: torch.Tensor = self.relu(out)
+        return result
 
 
 def resnet(blocks: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> nn.Module:

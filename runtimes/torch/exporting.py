@@ -7,6 +7,7 @@ in which it stopped.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import re
 import tempfile
@@ -24,16 +25,18 @@ from qsync_opt.errors import ModelError
 from qsync_opt.runtimes.torch.attention_translation import translations
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_FAILED_NODE = re.compile(r"translating node %(\w+)(.*)", re.DOTALL)
 _NODE = re.compile(r"%(\w+)")
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the exporters' warnings and log lines from the user; both settings are restored afterwards."""
+    """Keep the exporters' warnings, log lines and prints from the user; the settings are restored afterwards."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        # On failure torch.export prints the graph so far to standard error.
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -184,10 +187,13 @@ def _module_of_failure(program: Any, error: BaseException) -> str:
     nodes = {node.name: node for node in program.graph.nodes}
     cause: BaseException | None = error
     while cause is not None:
-        for name in _NODE.findall(str(cause)):
-            # Decomposition renames nodes: "_linalg_svd_1" stems from "linalg_svd_1".
-            node = nodes.get(name) or nodes.get(name.lstrip("_"))
-            stack = node.meta.get("nn_module_stack") if node is not None else None
+        failed = _FAILED_NODE.search(str(cause))
+        if failed is not None:
+            # Decomposition renames nodes: one that the program lacks is looked for among the users of its arguments.
+            arguments = (nodes[name] for name in _NODE.findall(failed[2]) if name in nodes)
+            users = (user for argument in arguments for user in argument.users)
+            found = nodes.get(failed[1]) or nodes.get(failed[1].lstrip("_")) or next(users, None)
+            stack = found.meta.get("nn_module_stack") if found is not None else None
             if stack:
                 path, kind = list(stack.values())[-1]
                 return describe_module(path, kind)

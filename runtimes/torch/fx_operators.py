@@ -19,7 +19,7 @@ from qsync_opt.errors import ModelError
 from qsync_opt.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
 from qsync_opt.roles import PRODUCTS, ROLE_TABLE, RoleTable, base_kind, decide_role
 from qsync_opt.runtimes.torch.calls import RecordedCall, TensorArgument, count_flops, index_bound
-from qsync_opt.runtimes.torch.dataflow import Dataflow, is_in_place, tensor_spec, tensors_of
+from qsync_opt.runtimes.torch.dataflow import Dataflow, is_floating, is_in_place, tensor_spec, tensors_of
 from qsync_opt.runtimes.torch.flatten import module_path
 from qsync_opt.runtimes.torch.interception import operator_name
 
@@ -48,6 +48,8 @@ def read_operators(program: Any, model: nn.Module, roles: RoleTable, name: str) 
     reader = _Reader(program, model, roles)
     for node in program.graph.nodes:
         reader.take(node)
+    if all(operator.op_type == INPUT for operator in reader.operators):
+        raise ModelError(f"model {name!r} does nothing: its forward pass has no tensor operation to plan")
     parameters = tuple(
         ParameterSpec(name=key, spec=TensorSpec(shape=tuple(parameter.shape), dtype=_dtype_name(parameter.dtype)))
         for key, parameter in model.named_parameters()
@@ -86,9 +88,8 @@ class _Reader:
             path = self._paths.get(path, path)
             self._add(node, kind, path, self._name(path, kind))
             self._flow.advance(node)
-        elif node.op == "placeholder" and tensors and self._flow.state(node) is None:
-            if tensors[0].is_floating_point():
-                self._add(node, INPUT, "", self._name(INPUT, node.name))
+        elif node.op == "placeholder" and tensors and self._flow.state(node) is None and is_floating(tensors[0]):
+            self._add(node, INPUT, "", self._name(INPUT, node.name))
 
     def _name(self, path: str, suffix: str) -> str:
         occurrence = self._occurrences.get((path, suffix), 0)
@@ -124,6 +125,7 @@ class _Reader:
     def _call(self, node: fx.Node, kind: str) -> RecordedCall:
         if node.op == "placeholder":
             return RecordedCall(target=torch.empty_like, args=(self._flow.argument(node),), is_view=True)
+        assert callable(node.target)
         tensors = tuple(tensor for read in self._flow.reads(node) for tensor in tensors_of(read))
         upper = index_bound(base_kind(kind), tensors)
 
@@ -163,8 +165,8 @@ class _Reader:
         """Nodes of the floating-point tensors that a call reads, once per argument."""
         reads = self._flow.reads(node)
         if node.target is operator.getitem:
-            return [read for read in reads if tensors_of(read)[int(node.args[1])].is_floating_point()]  # type: ignore[arg-type]
-        return [read for read in reads if any(tensor.is_floating_point() for tensor in tensors_of(read))]
+            return [read for read in reads if is_floating(tensors_of(read)[int(node.args[1])])]  # type: ignore[arg-type]
+        return [read for read in reads if any(map(is_floating, tensors_of(read)))]
 
     def _inputs(self, node: fx.Node, role: Role) -> tuple[str, ...]:
         if node.op == "placeholder":

@@ -18,6 +18,7 @@ from qsync_opt.runtimes.torch.product_calls import Product
 from qsync_opt.runtimes.torch.product_forms import ProductForm
 from qsync_opt.runtimes.torch.rounding_error import ElementErrors, cast_errors, kind_errors
 from qsync_opt.statistics import (
+    GRADIENTS,
     SHAPES,
     MeasuredErrors,
     OperatorKind,
@@ -26,8 +27,6 @@ from qsync_opt.statistics import (
     RoundingFactor,
     TensorStatistics,
 )
-
-GRADIENTS = ("first_gradient", "second_gradient", "third_gradient")
 
 
 def _total(x: Tensor) -> Tensor:
@@ -218,7 +217,7 @@ class OperatorRecord:
         for key, value in values.items():
             if not -float("inf") < value < float("inf"):
                 raise ModelError(
-                    f"operator {self.name!r}: {key.partition('.')[0].replace('_', ' ')} is not finite in batch {batch}: "
+                    f"operator {self.name!r}: {key.partition('.')[0].replace('_', ' ')} is not finite in batch {batch}; "
                     "statistics need finite values in full precision; check the batch, the loss and the weights"
                 )
         return values

@@ -14,6 +14,7 @@ from qsync_opt.runtimes.torch.product_forms import ConvolutionForm, MatrixForm, 
 from qsync_opt.statistics import ProductSizes
 
 BILINEAR = PRODUCTS | CONVOLUTIONS | {"einsum"}
+ADJUSTABLE = BILINEAR | {"embedding", "scaled_dot_product_attention"}
 
 # Position and keyword names of the operands in a call, first then second (attention: also third).
 _SLOTS: dict[str, tuple[tuple[int, tuple[str, ...]], ...]] = {
@@ -29,10 +30,11 @@ _SLOTS: dict[str, tuple[tuple[int, tuple[str, ...]], ...]] = {
 
 
 class Slot(NamedTuple):
-    """Where an operand stands in a call: ``path`` leads into the arguments, or names a keyword."""
+    """Where an operand stands in a call: position or keyword, and position in a list that stands there."""
 
-    path: tuple[int | str, ...]
+    place: int | str
     tensor: Tensor
+    inner: int | None = None
 
 
 def operand_slots(
@@ -47,14 +49,16 @@ def operand_slots(
         return _einsum_slots(name, args)
     if op_type == "embedding":
         weight, position = (args[0], 0) if function is torch.embedding else (_argument(args, kwargs, 1, "weight"), 1)
-        return (Slot((position,) if len(args) > position else ("weight",), weight),)
+        return (Slot(position if len(args) > position else "weight", weight),)
     slots = []
     for position, names in _SLOTS[op_type]:
-        path: tuple[int | str, ...] | None = (position,) if len(args) > position else None
-        path = path or next(((key,) for key in names if key in kwargs), None)
-        if path is None:
+        key = next((key for key in names if key in kwargs), None)
+        if len(args) > position:
+            slots.append(Slot(position, args[position]))
+        elif key is not None:
+            slots.append(Slot(key, kwargs[key]))
+        else:
             raise UnsupportedError(f"operator {name!r} was called without its argument {names[0]!r}")
-        slots.append(Slot(path, args[position] if len(args) > position else kwargs[path[0]]))  # type: ignore[index]
     return tuple(reversed(slots)) if function is torch.Tensor.__rmatmul__ else tuple(slots)
 
 
@@ -70,7 +74,7 @@ def _einsum_slots(name: str, args: tuple[Any, ...]) -> tuple[Slot, ...]:
             f"operator {name!r}: einsum of {len(operands)} tensors: statistics exist for an equation with exactly two; "
             "write it as products of two, or give the operator the role 'fixed'"
         )
-    return tuple(Slot((1, i) if nested else (1 + i,), operand) for i, operand in enumerate(operands))
+    return tuple(Slot(1, operand, inner=i) if nested else Slot(1 + i, operand) for i, operand in enumerate(operands))
 
 
 def replace_operands(
@@ -79,15 +83,14 @@ def replace_operands(
     """The arguments of a call with other tensors in the operands' places."""
     new_args, new_kwargs = list(args), dict(kwargs)
     for slot, tensor in zip(slots, tensors, strict=True):
-        place = slot.path[0]
-        if isinstance(place, str):
-            new_kwargs[place] = tensor
-        elif len(slot.path) == 2:
-            inner = list(new_args[place])
-            inner[slot.path[1]] = tensor  # type: ignore[call-overload]
-            new_args[place] = inner
+        if isinstance(slot.place, str):
+            new_kwargs[slot.place] = tensor
+        elif slot.inner is not None:
+            nested = list(new_args[slot.place])
+            nested[slot.inner] = tensor
+            new_args[slot.place] = nested
         else:
-            new_args[place] = tensor
+            new_args[slot.place] = tensor
     return tuple(new_args), new_kwargs
 
 

@@ -30,11 +30,17 @@ from qsync_opt.statistics import ProductSizes
 class ProductForm(Protocol):
     """Reductions of tensors shaped like the operands and the result; see the module's text for T."""
 
-    first: Tensor
-    """First operand in its normal form."""
-    second: Tensor
-    """Second operand in its normal form."""
-    sizes: ProductSizes
+    @property
+    def first(self) -> Tensor:
+        """First operand in its normal form."""
+
+    @property
+    def second(self) -> Tensor:
+        """Second operand in its normal form."""
+
+    @property
+    def sizes(self) -> ProductSizes:
+        """Sizes of the products."""
 
     def first_by_contraction(self, a: Tensor) -> Tensor:
         """Vector A with T(a, b, 1) = <A(a), B(b)>."""

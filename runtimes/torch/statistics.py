@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,15 +16,21 @@ from qsync_opt.errors import ModelError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels.float_modes import fp32_mode
 from qsync_opt.runtimes.torch.attention_error import attention_call
-from qsync_opt.runtimes.torch.interception import OperatorCall, intercepted
-from qsync_opt.runtimes.torch.operator_record import GRADIENTS, OperatorRecord
-from qsync_opt.runtimes.torch.product_calls import BILINEAR, operand_slots, product_of, replace_operands
-from qsync_opt.statistics import ModelStatistics, OperatorKind, OperatorStatistics, Signal
+from qsync_opt.runtimes.torch.gradient_probe import probe_gains
+from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
+from qsync_opt.runtimes.torch.operator_record import OperatorRecord
+from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
+from qsync_opt.statistics import GRADIENTS, Gain, ModelStatistics, OperatorKind, OperatorStatistics, Signal
 from qsync_opt.statistics_merge import merge_operators, merge_statistics
 
 Step = Callable[[nn.Module, Any], Tensor]
-ADJUSTABLE = BILINEAR | {"embedding", "scaled_dot_product_attention"}
-
+# Element-wise operators and means whose norms tell how noise is diluted; named as the capture names them.
+_SIGNAL_KINDS = tuple(
+    """
+    add add_ sub sub_ mul mul_ div div_ masked_fill relu relu_ gelu silu silu_ tanh sigmoid mean cat
+    max_pool2d avg_pool2d adaptive_avg_pool2d
+    """.split()
+)
 _KINDS = {"embedding": OperatorKind.LOOKUP, "scaled_dot_product_attention": OperatorKind.ATTENTION}
 
 
@@ -60,7 +67,7 @@ class _Collector:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._sample = sample
         self.records: dict[str, list[OperatorRecord]] = {}
-        self.signals: dict[str, list[Tensor]] = {}
+        self.signals: dict[str, list[tuple[int, Tensor]]] = {}
 
     def __call__(self, call: OperatorCall) -> Any:
         if call.op_type not in ADJUSTABLE:
@@ -98,10 +105,30 @@ class _Collector:
     def _watch_signal(self, call: OperatorCall) -> Any:
         output = call.run()
         entering = next((x for x in (*call.args, *call.kwargs.values()) if _is_floating(x)), None)
-        if entering is not None and _is_floating(output):
-            norms = [x.detach().square().sum(dtype=torch.float64) for x in (entering, output)]
-            self.signals.setdefault(call.name, []).append(torch.stack(norms))
+        if entering is not None and _is_floating(output) and output.numel() > 0:
+            seen = [x.detach().square().sum(dtype=torch.float64) for x in (entering, output)]
+            is_loss = output.numel() == 1 and output.requires_grad and entering.numel() > 1
+            seen.append(_curvature(call, entering) if is_loss else torch.zeros_like(seen[0]))
+            self.signals.setdefault(call.name, []).append((output.numel(), torch.stack(seen)))
         return output
+
+
+def _curvature(call: OperatorCall, entering: Tensor) -> Tensor:
+    """Relative energy of the change of a loss's gradient per noise-to-signal ratio on its input: |H|^2 mean(x^2) / |g|^2.
+
+    The squared norm of the second derivative H is estimated with one vector of random signs from a generator of its own.
+    """
+    x = _full(entering).requires_grad_()
+    args = tuple(x if value is entering else value for value in call.args)
+    kwargs = {key: x if value is entering else value for key, value in call.kwargs.items()}
+    (gradient,) = torch.autograd.grad(call.function(*args, **kwargs), x, create_graph=True)
+    if not gradient.requires_grad:  # a linear loss
+        return torch.zeros((), dtype=torch.float64, device=x.device)
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1
+    (change,) = torch.autograd.grad(gradient, x, signs)
+    norms = [t.detach().square().sum(dtype=torch.float64) for t in (change, x, gradient)]
+    return norms[0] * norms[1] / (x.numel() * norms[2].clamp(min=torch.finfo(torch.float64).tiny))
 
 
 def _is_floating(x: Any) -> bool:
@@ -120,11 +147,13 @@ def _tap(record: OperatorRecord, gradient: str, tensor: Tensor) -> Tensor:
             f"operator {record.name!r} reads {str(tensor.dtype).removeprefix('torch.')}: statistics are collected in "
             "full precision; convert the model with model.float() and do without autocast"
         )
-    if not (torch.is_grad_enabled() and tensor.requires_grad):
+    if not tensor.requires_grad:
         return tensor
     record.needs_gradient[gradient] = tensor.numel()
+    if not torch.is_grad_enabled():
+        return tensor
     alias = tensor.view_as(tensor)
-    alias.register_hook(functools.partial(_on_gradient, record, gradient))
+    alias.register_hook(functools.partial(_on_gradient, record, gradient))  # type: ignore[no-untyped-call]
     return alias
 
 
@@ -169,6 +198,15 @@ def _detached(values: Any) -> Any:
 
 
 @contextlib.contextmanager
+def _watched(model: nn.Module, collector: _Collector) -> Iterator[None]:
+    interception = Interception(model, collector, kinds=_SIGNAL_KINDS)
+    try:
+        yield
+    finally:
+        interception.remove()
+
+
+@contextlib.contextmanager
 def model_unchanged(model: nn.Module) -> Iterator[None]:
     """Put buffers, gradients and the random state back as they were."""
     devices = {p.device for p in (*model.parameters(), *model.buffers()) if p.device.type == "cuda"}
@@ -209,15 +247,20 @@ def check_model(model: nn.Module) -> None:
         raise ModelError(f"the model is wrapped in {type(model).__name__}: pass the model inside it, model.module")
 
 
-def _finish_batch(collector: _Collector, batch: int, graph: OpGraph | None) -> ModelStatistics:
+def _finish_batch(
+    collector: _Collector, batch: int, graph: OpGraph | None, gains: Mapping[str, Mapping[str, Gain]]
+) -> ModelStatistics:
     operators: list[OperatorStatistics] = []
-    for records in collector.records.values():
+    for name, records in collector.records.items():
         calls = [record.finish(batch) for record in records]
-        operators.append(merge_operators(calls, [1] * len(calls), calls=len(calls)))
+        merged = merge_operators(calls, [1] * len(calls), calls=len(calls))
+        operators.append(dataclasses.replace(merged, gains=gains.get(name, {})))
     signals = {}
-    for name, norms in collector.signals.items():
-        entering, leaving = torch.stack(norms).mean(0).tolist()
-        signals[name] = Signal(input_square_sum=entering, output_square_sum=leaving)
+    for name, seen in collector.signals.items():
+        entering, leaving, curvature = torch.stack([values for _, values in seen]).mean(0).tolist()
+        signals[name] = Signal(
+            elements=seen[0][0], input_square_sum=entering, output_square_sum=leaving, curvature=curvature
+        )
     return ModelStatistics(
         batches=1,
         operators=tuple(operators),
@@ -245,6 +288,7 @@ def collect_statistics(
     *,
     step: Step | None = None,
     graph: OpGraph | None = None,
+    probes: int = 0,
     sample_elements: int = 1 << 18,
     progress: Callable[[int], None] | None = None,
 ) -> ModelStatistics:
@@ -258,6 +302,9 @@ def collect_statistics(
         batches: What ``step`` takes, at least one; all of one shape.
         step: Function of model and batch that returns the loss; by default the model computes it itself.
         graph: Captured from the model; its adjustable operators, and only they, are then measured.
+        probes: Random vectors per batch for the gains that ``kind="probed"`` of the indicator wants; 0 for none. Each
+            batch then also takes one or two passes that are differentiated twice, with several times the memory of a
+            training step. 2 to 8 are enough.
         sample_elements: About how many elements of an activation are looked at one by one for their rounding error;
             they are evenly spaced. Norms and largest magnitudes always take all elements.
         progress: Called after each batch with the number of batches done.
@@ -276,15 +323,17 @@ def collect_statistics(
         of weight gradients, rounding factors and alignments are ours.
     """
     check_model(model)
-    if sample_elements < 1:
-        raise ModelError(f"sample_elements is {sample_elements}: at least 1 is needed")
+    if sample_elements < 1 or probes < 0:
+        raise ModelError(
+            f"sample_elements is {sample_elements} and probes is {probes}: at least 1 and at least 0 are needed"
+        )
     run = step or default_step
     total: ModelStatistics | None = None
     silent: dict[str, None] = {}
     with model_unchanged(model), full_precision():
         for number, batch in enumerate(batches):
             collector = _Collector(model, graph, sample_elements)
-            with intercepted(model, collector):
+            with _watched(model, collector):
                 loss = run(model, batch)
             if not loss.requires_grad:
                 raise ModelError("the loss does not depend on any trainable parameter: nothing can be measured")
@@ -295,7 +344,12 @@ def collect_statistics(
             silent |= {
                 name: None for name, records in collector.records.items() if all(r.lacks_gradient for r in records)
             }
-            found = _finish_batch(collector, number, graph)
+            gains: Mapping[str, Mapping[str, Gain]] = {}
+            if probes:
+                gains = probe_gains(
+                    model, functools.partial(run, model, batch), graph=graph, probes=probes, seed=number
+                )
+            found = _finish_batch(collector, number, graph, gains)
             total = found if total is None else merge_statistics([total, found])
             if progress is not None:
                 progress(number + 1)
