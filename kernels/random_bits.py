@@ -8,8 +8,7 @@ number, so that streams of different operators and steps start at unrelated poin
 ``torch.Generator`` was not used: its bits differ between CPU and CUDA, on CUDA also with the launch grid, and its
 state would have to be saved for a recomputation of the forward pass to round the same way.
 
-Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (SplitMix64);
-shifts here are arithmetic, which keeps each step a bijection and is what torch has for signed integers.
+Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (SplitMix64).
 """
 
 from __future__ import annotations
@@ -39,6 +38,11 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
+def _fold(words: Tensor, bits: int) -> Tensor:
+    """``words ^ (words >> bits)`` in place; torch shifts signed integers arithmetically, so the sign is masked off."""
+    return words.bitwise_xor_((words >> bits).bitwise_and_((1 << (64 - bits)) - 1))
+
+
 def stream_key(seed: int, offset: int, stream: int) -> int:
     """Key of one random stream: a 64-bit mix of three integers."""
     return _mix(_mix(_mix(seed + _GOLDEN) + offset + _GOLDEN) + stream + _GOLDEN)
@@ -60,9 +64,9 @@ def random_words(key: int, start: int, count: int, device: torch.device) -> Tens
         words = _cached_steps()[:count] + first
     else:
         words = torch.arange(count, dtype=torch.int64, device=device).mul_(_signed(_GOLDEN)).add_(first)
-    words.bitwise_xor_(words >> 30).mul_(_signed(_MULTIPLIER_1))
-    words.bitwise_xor_(words >> 27).mul_(_signed(_MULTIPLIER_2))
-    return words.bitwise_xor_(words >> 31)
+    _fold(words, 30).mul_(_signed(_MULTIPLIER_1))
+    _fold(words, 27).mul_(_signed(_MULTIPLIER_2))
+    return _fold(words, 31)
 
 
 def centred_noise(key: int, start: int, count: int, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from qsync_opt.buckets import BucketOptions, gradient_buckets, merge_by_operator
 from qsync_opt.cluster import Cluster, DeviceRole, DeviceType
 from qsync_opt.device_profile import DeviceProfile, load_profile
 from qsync_opt.errors import ProblemError
-from qsync_opt.evaluate import BYTES_PER_KIB, evaluate, evaluate_device
+from qsync_opt.evaluation import BYTES_PER_KIB, evaluate, evaluate_device
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.jsonio import check_number
 from qsync_opt.memory import MEMORY_KEY, StaticMemory, model_memory

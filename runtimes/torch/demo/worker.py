@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from qsync_opt.plan import load_plan
 from qsync_opt.runtimes.torch.allocations import allocation_of
 from qsync_opt.runtimes.torch.apply import apply
-from qsync_opt.runtimes.torch.capture import capture_model
+from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.ddp import measure_all_reduce, process_group
 from qsync_opt.runtimes.torch.demo.launch import emit
 from qsync_opt.runtimes.torch.demo.model import Gpt
@@ -48,7 +48,7 @@ def _profile(spec: WorkerSpec, rank: int) -> dict[str, Any]:
     model = make_model(options)
     text, _ = standard_library_text()
     batch = Batches(text, batch=options.batch, context=options.model.context, seed=options.seed).next()
-    captured = capture_model(model, batch, name="demo-gpt")
+    captured = capture(model, batch, name="demo-gpt")
     network = measure_all_reduce()
     dist.barrier()
     profiled = profile(
