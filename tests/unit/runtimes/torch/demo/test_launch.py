@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ if not sys.argv[1].endswith("silent"):
 @pytest.fixture
 def worker(tmp_path, monkeypatch):
     (tmp_path / "demo_test_worker.py").write_text(WORKER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return "demo_test_worker"
 
 
