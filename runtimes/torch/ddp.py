@@ -37,7 +37,7 @@ def bucket_assignment(
 
     Args:
         parameters: In registration order, without duplicates; those that need no gradient are in no bucket.
-        first_bucket_bytes: Size at which bucket 0 closes; equal to ``cap_bytes`` where DDP was given a ``bucket_cap_mb``.
+        first_bucket_bytes: Size at which bucket 0 closes; ``cap_bytes`` where DDP was given a ``bucket_cap_mb``.
         cap_bytes: Size at which later buckets close (``bucket_cap_mb`` of DDP times 2**20).
 
     Returns:
