@@ -42,7 +42,8 @@ class Block(nn.Module):
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x_BSH = x_BSH + self.out(mixed.transpose(1, 2).reshape(batch, sequence, width))
-        return x_BSH + self.down(F.gelu(self.up(self.norm_2(x_BSH))))
+        x_BSH = x_BSH + self.down(F.gelu(self.up(self.norm_2(x_BSH))))
+        return x_BSH
 
 
 class Gpt(nn.Module):
@@ -66,4 +67,5 @@ class Gpt(nn.Module):
         for block in self.blocks:
             x_BSH = block(x_BSH)
         logits_BSV = self.head(self.norm(x_BSH))
-        return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
+        loss: torch.Tensor = F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
+        return loss
