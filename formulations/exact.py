@@ -12,21 +12,39 @@ the bound disagree about a join, the two cases are taken apart. Proof is to a re
 
 from __future__ import annotations
 
-from qsync_opt.formulations.assignment.search import Effort
+from dataclasses import replace
+
+from qsync_opt.formulations.assignment.search import PASSES, SOLVER_PASS, Effort
 from qsync_opt.formulations.certified import plan_certified
+from qsync_opt.formulations.linear_solver import LinearSolver
 from qsync_opt.problem import Problem
+from qsync_opt.registry import Kind, create, default_solver
 from qsync_opt.solution import Answer, SolveOptions
+
+QUICK_PASSES = PASSES[:4]
+"""Core searches before the core goes to a solver that was asked for by name."""
 
 
 class ExactFormulation:
     """Optimal plans with proof; see the module.
+
+    The core goes to a solver of linear programs where one is named; without one, only what the core search of the
+    widest kind leaves open does, if a solver is installed.
 
     Source: ours; cutting planes, reduced-cost fixing and bounded dynamic programming are standard.
     """
 
     def solve(self, problem: Problem, options: SolveOptions) -> Answer:
         """Plan every device type; see `Formulation.solve`."""
-        effort = Effort(gap=options.gap)
-        return plan_certified(
+        choice = options.solver or default_solver()
+        solver: LinearSolver | None = None if choice is None else create(Kind.SOLVER, choice)
+        passes = (*QUICK_PASSES, SOLVER_PASS) if options.solver else (*PASSES, SOLVER_PASS)
+        effort = Effort(gap=options.gap, passes=passes, solver=solver)
+        answer = plan_certified(
             problem, effort, time_limit_s=options.time_limit_s, start=options.start, tied=options.tied
         )
+        return answer if options.solver is None or solver is None else replace(answer, solver=_label(solver))
+
+
+def _label(solver: LinearSolver) -> str:
+    return f"{solver.name} {solver.version}"

@@ -110,7 +110,7 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             Entry(
                 name="exact",
                 target="qsync_opt.formulations.exact:ExactFormulation",
-                features=_CERTIFIED,
+                features=_CERTIFIED | {Feature.SOLVER},
             ),
             Entry(
                 name="ilp",

@@ -165,7 +165,7 @@ def search(core: Core, upper: float, width: int, *, spread: bool, deadline: floa
     lost = np.inf
     for number, step in enumerate(steps):
         if number % 64 == 0 and time.monotonic() > deadline:
-            return FrontierResult(None, upper, core.priced, number)
+            return FrontierResult(None, upper, -np.inf, number)
         slack_R = -core.excess_R - future[number + 1]
         states, parent, label, gone = _take(core, step, states, slack_R, upper, width, spread=spread)
         lost = min(lost, gone)

@@ -12,14 +12,17 @@ Source: ours; each part is standard (cutting planes, reduced-cost fixing, bounde
 import heapq
 import time
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
 from qsync_opt.formulations.assignment.core import extract
 from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
-from qsync_opt.formulations.assignment.elimination import Elimination
 from qsync_opt.formulations.assignment.frontier import search
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
+from qsync_opt.formulations.assignment.program import close
+from qsync_opt.formulations.assignment.relaxation import Relaxation, relax
+from qsync_opt.formulations.linear_solver import LinearSolver
 
 PROOF = 1e-9
 """Improvements below this share of the objective are not looked for."""
@@ -30,7 +33,10 @@ _SHARE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One core search: at most this many nodes (None: all that are undecided), states, and how states are kept."""
+    """One core search: at most this many nodes (None: all that are undecided), states, and how states are kept.
+
+    A width of 0 hands the core to the solver.
+    """
 
     nodes: int | None
     width: int
@@ -43,6 +49,8 @@ PASSES = (
     *(Pass(None, width, spread) for width in (64, 256, 2048, 16384) for spread in (True, False)),
 )
 """Core searches from the quickest to the most thorough."""
+SOLVER_PASS = Pass(None, 0, False)
+"""Hands the whole core to the solver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +64,7 @@ class Effort:
         dives: Plans of the dual whose joins are held to look for a better incumbent.
         max_nodes: Most nodes of the tree.
         offset: Constant that is part of the objective when gaps are measured.
+        solver: Solver of linear programs for passes of width 0; without one they are left out.
     """
 
     gap: float = 0.0
@@ -64,6 +73,7 @@ class Effort:
     dives: int = 2
     max_nodes: int = 100_000
     offset: float = 0.0
+    solver: LinearSolver | None = None
 
 
 @dataclass(slots=True)
@@ -92,18 +102,16 @@ class _Node:
 class BoundAndFix:
     """Solves one assignment problem; keeps what it learnt, so that a second solve after new limits is quick."""
 
-    def __init__(self, model: AssignmentModel, elimination: Elimination | None = None) -> None:
+    def __init__(self, model: AssignmentModel) -> None:
         """Plan the elimination.
 
         Args:
             model: The problem.
-            elimination: An elimination of a model with the same graph.
         """
         self.model = model
-        self.elimination = elimination or Elimination(model)
-        self.pricer = Pricer(model, self.elimination)
+        self.relaxation: Relaxation = relax(model)
+        self.pricer = Pricer(self.relaxation.model, self.relaxation.elimination)
         self.best: Priced | None = None
-        self.trace: list[tuple[object, ...]] = []
         self._deadline = np.inf
         num_labels = max(2, int(model.sizes_N.max(initial=1)))
         self._exists_NA = np.arange(num_labels)[None, :] < model.sizes_N[:, None]
@@ -112,12 +120,18 @@ class BoundAndFix:
         self._towards_limits_R = np.zeros(len(model.limits_R))
         self._dived: set[bytes] = set()
 
-    def offer(self, plan: Priced) -> bool:
-        """Keep a plan if it is feasible and better than the incumbent."""
+    def offer(self, labels_N: Ints) -> None:
+        """Keep a labelling if it is feasible and better than the incumbent."""
+        plan = Priced(labels_N, self.model.objective(labels_N), self.model.excess(labels_N))
         if plan.feasible and plan.objective < self.upper:
             self.best = plan
-            return True
-        return False
+
+    def _offer_relaxed(self, plan: Priced) -> None:
+        """Offer a plan of the relaxed model."""
+        if self.relaxation.entry_Y is not None:
+            self.offer(self.relaxation.labelling(plan.labels_N))
+        elif plan.feasible and plan.objective < self.upper:
+            self.best = plan
 
     @property
     def upper(self) -> float:
@@ -137,7 +151,7 @@ class BoundAndFix:
         """
         self._deadline, self._effort = deadline, effort
         if start is not None:
-            self.offer(Priced(start, self.model.objective(start), self.model.excess(start)))
+            self.offer(start)
         zero = np.zeros(len(self.model.limits_R))
         outcome = Outcome(None, np.inf, -np.inf, zero)
         open_nodes: list[_Node] = []
@@ -190,11 +204,11 @@ class BoundAndFix:
         limits = np.maximum(np.abs(self.model.limits_R), 1).astype(np.float64)
         plans: list[Priced] = []
         result = maximise(
-            self.pricer, self.model.allowed_Z, prices_R=1 / limits, plans=plans, upper=np.inf, tolerance=1e-6,
-            max_steps=100, weight=0.0, stop_at_feasible=True,
+            self.pricer, self.relaxation.model.allowed_Z, prices_R=1 / limits, plans=plans, upper=np.inf,
+            tolerance=1e-6, max_steps=100, weight=0.0, stop_at_feasible=True,
         )  # fmt: skip
         for plan in plans:
-            self.offer(plan)
+            self._offer_relaxed(plan)
         self._towards_limits_R = result.prices_R
         # The slack covers the rounding of prices times loads; excesses are whole numbers.
         certain = result.bound > 1e-9 * float(result.prices_R @ limits)
@@ -211,6 +225,8 @@ class BoundAndFix:
         if split is not None:
             self._dive(allowed, dual, effort)
         passes = effort.passes if split is None else effort.passes[:3]
+        if effort.solver is None:
+            passes = tuple(each for each in passes if each.width)
         for each in passes:
             if self._closed(bound, effort) or time.monotonic() > self._deadline:
                 break
@@ -226,9 +242,13 @@ class BoundAndFix:
         for side in split:
             child = allowed.copy()
             child[side] = False
-            kept = [plan for plan in dual.plans if child[self.model.chosen(plan.labels_N)].all()]
+            child_Y = self.relaxation.allowed(child)
+            kept = [plan for plan in dual.plans if self._fits(plan, child_Y)]
             children.append((child, kept[-_MAX_PLANS:]))
         return bound, dual.prices_R, children
+
+    def _fits(self, plan: Priced, allowed_Y: Bools) -> bool:
+        return bool(allowed_Y[self.relaxation.model.chosen(plan.labels_N)].all())
 
     def _dive(self, allowed_Z: Bools, dual: DualResult, effort: Effort) -> None:
         """Improve the incumbent: hold the joins as a plan of the dual has them, and search what is left."""
@@ -256,25 +276,32 @@ class BoundAndFix:
         if self.best is None:
             return allowed_Z
         no_price = np.zeros(len(self.model.limits_R))
-        _, least_Z = self.elimination.min_marginals(self.model.priced(no_price, allowed_Z))
+        relaxed = self.relaxation.model
+        _, least_Z = self.relaxation.min_marginals(relaxed.priced(no_price, self.relaxation.allowed(allowed_Z)))
         return allowed_Z & (least_Z <= self.upper)
 
     def _dual(self, allowed_Z: Bools, prices_R: Floats, plans: list[Priced], effort: Effort) -> DualResult:
-        known = [plan for plan in plans if allowed_Z[self.model.chosen(plan.labels_N)].all()]
+        allowed_Y = self.relaxation.allowed(allowed_Z)
+        known = [plan for plan in plans if self._fits(plan, allowed_Y)]
+        if not self.model.objective_Z.any():  # feasibility alone is asked for
+            bound, plan = self.pricer.lagrangian(self._towards_limits_R, allowed_Y)
+            self._offer_relaxed(plan)
+            return DualResult(bound, self._towards_limits_R, [*known, plan], np.zeros(len(known) + 1), bound == np.inf)
         result = maximise(
-            self.pricer, allowed_Z, prices_R=prices_R, plans=known,
-            upper=self._target(effort.gap),
+            self.pricer, allowed_Y, prices_R=prices_R, plans=known, upper=self._target(effort.gap),
             tolerance=max(effort.gap / 50, 1e-5), max_steps=400, deadline=self._deadline,
         )  # fmt: skip
         for plan in result.plans:
-            self.offer(plan)
+            self._offer_relaxed(plan)
         return result
 
     def _search_core(self, allowed_Z: Bools, dual: DualResult, effort_pass: Pass) -> tuple[float, Bools]:
         """Fix by min-marginals, search the rest; returns a bound and the entries left."""
-        cost_Z = self.model.priced(dual.prices_R, allowed_Z)
-        _, least_Z = self.elimination.min_marginals(cost_Z)
-        _, base_N = self.elimination.minimise(cost_Z)
+        cost_Y = self.relaxation.model.priced(dual.prices_R, self.relaxation.allowed(allowed_Z))
+        value, least_Z = self.relaxation.min_marginals(cost_Y)
+        if value == np.inf:
+            return np.inf, allowed_Z
+        base_N = self.relaxation.labelling(self.relaxation.elimination.minimise(cost_Y)[1])
         offset = float(dual.prices_R @ self.model.limits_R)
         least_Z -= offset
         if self.best is not None:
@@ -282,13 +309,16 @@ class BoundAndFix:
         tried_Z, ceiling = self._nearest(allowed_Z, least_Z, effort_pass.nodes)
         tried_Z[self.model.chosen(base_N)] = True
         core = extract(self.model, base_N, tried_Z, dual.prices_R)
-        result = search(core, self._target(0.0), effort_pass.width, spread=effort_pass.spread, deadline=self._deadline)
-        self.trace.append(
-            (len(core.nodes), len(core.excess_R), effort_pass, self.upper, result.bound, round(time.monotonic(), 3))
-        )
+        if effort_pass.width:
+            result = search(
+                core, self._target(0.0), effort_pass.width, spread=effort_pass.spread, deadline=self._deadline
+            )
+        else:
+            left_s = self._deadline - time.monotonic()
+            solver = cast("LinearSolver", self._effort.solver)
+            result = close(core, self._target(0.0), solver, max(left_s, 0.01) if left_s < np.inf else None)
         if result.labels_N is not None:
-            labels = result.labels_N
-            self.offer(Priced(labels, self.model.objective(labels), self.model.excess(labels)))
+            self.offer(result.labels_N)
         return min(result.bound, ceiling), allowed_Z
 
     def _nearest(self, allowed_Z: Bools, least_Z: Floats, most_nodes: int | None) -> tuple[Bools, float]:
