@@ -46,6 +46,7 @@ class Collapsed:
         model: The problem; its last row is the memory limit, the others are the latency rows.
         tables: The device type's costs.
         constant_objective: Sensitivity of the operators that never change.
+        memory_limit_kib: The memory limit that is in the model.
     """
 
     problem: Problem
@@ -56,6 +57,7 @@ class Collapsed:
     rows: LatencyRows
     model: AssignmentModel
     constant_objective: float
+    memory_limit_kib: int
 
     def precisions(self, labels_N: Ints) -> Ints:
         """Precision (rank) of every operator under a labelling."""
@@ -73,6 +75,10 @@ class Collapsed:
             for operator, precision in zip(self.problem.operators, precisions, strict=True)
             if operator.role is Role.ADJUSTABLE
         }
+
+    def memory_kib(self, labels_N: Ints) -> int:
+        """Exact memory of this device type under a labelling."""
+        return int(self.model.excess(labels_N)[-1]) + self.memory_limit_kib
 
     def iteration_ns(self, labels_N: Ints) -> int:
         """Exact iteration time that this device type alone would have under a labelling."""
@@ -208,7 +214,7 @@ def collapse(
     constant_objective = float(tables.sensitivity_OP[constant, maps[map_O[constant], 0]].sum())
     return Collapsed(
         problem=problem, device=device, graph=graph, tables=tables, folding=folding, rows=rows, model=model,
-        constant_objective=constant_objective,
+        constant_objective=constant_objective, memory_limit_kib=limit_kib,
     )  # fmt: skip
 
 

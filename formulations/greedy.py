@@ -22,12 +22,13 @@ EFFORT_PASSES = (
     Pass(600, 64, False),
     Pass(300, 512, True),
 )
+_TREE_GAP = 5e-3
 _MAX_NODES = 12
 
 
 def greedy_effort(gap: float) -> Effort:
     """How hard the default searches for a relative gap."""
-    return Effort(gap=gap or _GAP, passes=EFFORT_PASSES, max_nodes=_MAX_NODES)
+    return Effort(gap=gap or _GAP, passes=EFFORT_PASSES, max_nodes=_MAX_NODES, tree_gap=max(gap, 0.0) or _TREE_GAP)
 
 
 class GreedyFormulation:

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from qsync_opt.formulations.assignment.model import AssignmentModel, Ints
-from qsync_opt.formulations.assignment.search import BoundAndFix, Effort
+from qsync_opt.formulations.assignment.search import PASSES, BoundAndFix, Effort
 from qsync_opt.formulations.collapse import Collapsed, collapse
 from qsync_opt.problem import Problem
 
@@ -126,38 +126,33 @@ def with_objective(model: AssignmentModel, cost_Z: object, rows_RS: Ints, limits
     )  # fmt: skip
 
 
-def least_latency(collapsed: Collapsed, deadline: float) -> tuple[float, float, Ints | None]:
+def least_latency(collapsed: Collapsed, deadline: float, *, precision: float = 0.0) -> tuple[float, float, Ints | None]:
     """Bounds of the least iteration time of one device type within its memory limit, and a plan; by bisection.
 
     Every plan found gives its own iteration time as the next upper end, and every proof that a limit cannot be met the
-    next lower end.
+    next lower end. With a ``precision`` above 0 the search ends at that relative distance and does little per limit, so
+    that the lower end is then no proof.
     """
+    effort = Effort(passes=PASSES[:2], max_nodes=1) if precision else Effort(max_nodes=_NODES)
     low, high, best = collapsed.rows.floor_ns, math.inf, None
     limit: float = _LOOSE_NS
     for _ in range(_STEPS):
-        found, labels = _plan_within(collapsed, int(limit), deadline)
-        if found is None and labels is None:
-            break
-        if labels is None:
+        other = collapse(
+            collapsed.problem, collapsed.device, graph=collapsed.graph, tables=collapsed.tables,
+            latency_limit_ns=int(limit),
+        )  # fmt: skip
+        model = other.model
+        free = np.zeros(len(model.objective_Z))
+        engine = BoundAndFix(with_objective(model, free, model.rows_RS, model.limits_R))
+        outcome = engine.solve(effort, deadline=deadline)
+        if outcome.labels_N is not None:
+            best = outcome.labels_N
+            high = min(high, collapsed.iteration_ns(best))
+        elif outcome.proved_infeasible or (precision and high < math.inf):
             low = int(limit) + 1
         else:
-            best = labels
-            high = min(high, collapsed.iteration_ns(labels))
-        if low >= high or time.monotonic() > deadline:
+            break
+        if high - low <= precision * high or time.monotonic() > deadline or high == math.inf:
             break
         limit = (low + high) // 2
     return low, high, best
-
-
-def _plan_within(collapsed: Collapsed, limit_ns: int, deadline: float) -> tuple[bool | None, Ints | None]:
-    """Any plan within a latency limit: (True, plan), (False, None) if there is none, (None, None) if undecided."""
-    other = collapse(
-        collapsed.problem, collapsed.device, graph=collapsed.graph, tables=collapsed.tables, latency_limit_ns=limit_ns
-    )
-    model = other.model
-    outcome = BoundAndFix(with_objective(model, np.zeros(len(model.objective_Z)), model.rows_RS, model.limits_R)).solve(
-        Effort(max_nodes=_NODES), deadline=deadline
-    )
-    if outcome.labels_N is not None:
-        return True, outcome.labels_N
-    return (False, None) if outcome.proved_infeasible else (None, None)

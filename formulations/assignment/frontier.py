@@ -206,7 +206,8 @@ def _take(
     objective, rows, rank = objective_KA[parent, label], rows_KAR[parent, label], rank_KA[parent, label]
     after = after_KAD[parent, label]
     code = _code(after)
-    kept = undominated(code, objective, rows)
+    # With room to spare, comparing states costs more than carrying the dominated ones along.
+    kept = undominated(code, objective, rows) if 2 * len(parent) > width else np.arange(len(parent))
     lost = np.inf
     if len(kept) > width:
         chosen = _select(rank[kept], rows[kept], code[kept], width, spread=spread)

@@ -8,6 +8,7 @@ T stored load terms, D derived nodes.
                 every chosen entry is allowed
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -138,6 +139,12 @@ class AssignmentModel:
         priced = np.zeros(len(entry_X))
         np.add.at(priced, owner, value * (prices_R @ self.rows_RS)[load])
         return amounts, priced
+
+    def with_limits(self, limits_R: Ints) -> "AssignmentModel":
+        """The same problem under other limits; everything else is shared."""
+        other = copy.copy(self)
+        object.__setattr__(other, "limits_R", limits_R)
+        return other
 
     def complete(self, labels_N: Ints) -> Ints:
         """Set every derived node to what its parents say; a new array."""

@@ -35,6 +35,12 @@ class Relaxation:
     elimination: Elimination
     entry_Y: Ints | None
 
+    def with_limits(self, limits_R: Ints) -> "Relaxation":
+        """The same relaxation under other limits."""
+        true = self.true.with_limits(limits_R)
+        relaxed = true if self.entry_Y is None else self.model.with_limits(limits_R)
+        return Relaxation(true, relaxed, self.elimination, self.entry_Y)
+
     def allowed(self, allowed_Z: Bools) -> Bools:
         """Allowed entries of the relaxed model."""
         return allowed_Z if self.entry_Y is None else allowed_Z[self.entry_Y]

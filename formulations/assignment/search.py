@@ -16,6 +16,7 @@ from typing import cast
 
 import numpy as np
 
+from qsync_opt.formulations.assignment.blend import blend
 from qsync_opt.formulations.assignment.core import extract
 from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
 from qsync_opt.formulations.assignment.frontier import search
@@ -27,6 +28,7 @@ from qsync_opt.formulations.linear_solver import LinearSolver
 PROOF = 1e-9
 """Improvements below this share of the objective are not looked for."""
 _MAX_PLANS = 60
+_BLENDS = 4
 _SHARE = 1e-3
 """Plans with a smaller weight in the dual do not count."""
 
@@ -63,6 +65,7 @@ class Effort:
         dive_passes: How many of them to try with the joins held.
         dives: Plans of the dual whose joins are held to look for a better incumbent.
         max_nodes: Most nodes of the tree.
+        tree_gap: Relative gap from which the tree is not opened further.
         offset: Constant that is part of the objective when gaps are measured.
         solver: Solver of linear programs for passes of width 0; without one they are left out.
     """
@@ -72,6 +75,7 @@ class Effort:
     dive_passes: int = 2
     dives: int = 2
     max_nodes: int = 100_000
+    tree_gap: float = 0.0
     offset: float = 0.0
     solver: LinearSolver | None = None
 
@@ -102,14 +106,17 @@ class _Node:
 class BoundAndFix:
     """Solves one assignment problem; keeps what it learnt, so that a second solve after new limits is quick."""
 
-    def __init__(self, model: AssignmentModel) -> None:
+    def __init__(self, model: AssignmentModel, relaxation: Relaxation | None = None) -> None:
         """Plan the elimination.
 
         Args:
             model: The problem.
+            relaxation: What to bound it with; found if not given.
         """
         self.model = model
-        self.relaxation: Relaxation = relax(model)
+        self.relaxation = relaxation or relax(model)
+        self._known: list[Priced] = []
+        self._prices_R: Floats | None = None
         self.pricer = Pricer(self.relaxation.model, self.relaxation.elimination)
         self.best: Priced | None = None
         self._deadline = np.inf
@@ -132,6 +139,19 @@ class BoundAndFix:
             self.offer(self.relaxation.labelling(plan.labels_N))
         elif plan.feasible and plan.objective < self.upper:
             self.best = plan
+
+    def under(self, limits_R: Ints) -> "BoundAndFix":
+        """A search of the same problem under other limits, which starts from what this one learnt."""
+        relaxation = self.relaxation.with_limits(limits_R)
+        other = BoundAndFix(relaxation.true, relaxation)
+        change_R = self.model.limits_R - limits_R
+        other._known = [Priced(p.labels_N, p.objective, p.excess_R + change_R) for p in self._known]
+        other._prices_R = self._prices_R
+        if self.best is not None:
+            other.offer(self.best.labels_N)
+        for plan in other._known:
+            other._offer_relaxed(plan)
+        return other
 
     @property
     def upper(self) -> float:
@@ -160,11 +180,12 @@ class BoundAndFix:
             plans, infeasible = self._feasible_start()
             if infeasible:
                 return Outcome(None, np.inf, np.inf, zero, proved_infeasible=True)
-            open_nodes = [_Node(-np.inf, 0, self.model.allowed_Z, zero, plans)]
+            prices = zero if self._prices_R is None else self._prices_R
+            open_nodes = [_Node(-np.inf, 0, self.model.allowed_Z, prices, plans)]
             count = 1
             while open_nodes and outcome.nodes < effort.max_nodes:
                 node = heapq.heappop(open_nodes)
-                if self._closed(node.bound, effort):
+                if self._closed(node.bound, effort) or (outcome.nodes and node.bound >= self._target(effort.tree_gap)):
                     closed = min(closed, node.bound)
                     continue
                 if time.monotonic() > self._deadline:
@@ -177,7 +198,7 @@ class BoundAndFix:
                 open_nodes.remove(node)
                 heapq.heapify(open_nodes)
                 if outcome.nodes == 1:
-                    outcome.prices_R = prices
+                    outcome.prices_R = self._prices_R = prices
                 if not children:
                     closed = min(closed, bound)
                 for allowed, kept in children:
@@ -201,8 +222,10 @@ class BoundAndFix:
 
     def _feasible_start(self) -> tuple[list[Priced], bool]:
         """Plans that come near the limits, and whether it is proved that none meets them."""
+        if self.best is not None:
+            return list(self._known), False
         limits = np.maximum(np.abs(self.model.limits_R), 1).astype(np.float64)
-        plans: list[Priced] = []
+        plans = list(self._known)
         result = maximise(
             self.pricer, self.relaxation.model.allowed_Z, prices_R=1 / limits, plans=plans, upper=np.inf,
             tolerance=1e-6, max_steps=100, weight=0.0, stop_at_feasible=True,
@@ -220,6 +243,9 @@ class BoundAndFix:
         dual = self._dual(allowed, node.prices_R, node.plans, effort)
         bound = max(node.bound, dual.bound)
         if dual.proved_infeasible or self._closed(bound, effort):
+            return bound, dual.prices_R, []
+        self._blend(dual)
+        if self._closed(bound, effort):
             return bound, dual.prices_R, []
         split = self._fractional_join(dual)
         if split is not None:
@@ -246,6 +272,13 @@ class BoundAndFix:
             kept = [plan for plan in dual.plans if self._fits(plan, child_Y)]
             children.append((child, kept[-_MAX_PLANS:]))
         return bound, dual.prices_R, children
+
+    def _blend(self, dual: DualResult) -> None:
+        """Improve the incumbent by parts of the plans that share the dual's optimum."""
+        for index in np.argsort(-dual.weights_I, kind="stable")[:_BLENDS].tolist():
+            if self.best is not None and dual.weights_I[index] > _SHARE:
+                other_N = self.relaxation.labelling(dual.plans[index].labels_N)
+                self.offer(blend(self.model, self.best.labels_N, other_N, dual.prices_R))
 
     def _fits(self, plan: Priced, allowed_Y: Bools) -> bool:
         return bool(allowed_Y[self.relaxation.model.chosen(plan.labels_N)].all())
@@ -293,6 +326,8 @@ class BoundAndFix:
         )  # fmt: skip
         for plan in result.plans:
             self._offer_relaxed(plan)
+        if self.pricer.count <= _MAX_PLANS:
+            self._known = result.plans[-_MAX_PLANS // 2 :]
         return result
 
     def _search_core(self, allowed_Z: Bools, dual: DualResult, effort_pass: Pass) -> tuple[float, Bools]:
