@@ -48,11 +48,12 @@ def _uniform_starts(problem: Problem, device: ProblemDevice) -> Iterator[dict[st
             name: next((step for step in steps if problem.rank(step) >= level), steps[-1])
             for name, steps in ladders.items()
         }
-    tables = device.operators
-    yield {
-        name: min(steps, key=lambda step, name=name: tables[name][step].forward_ns + tables[name][step].backward_ns)
-        for name, steps in ladders.items()
-    }
+    fastest = {}
+    for name, steps in ladders.items():
+        table = device.operators[name]
+        times_ns = [table[step].forward_ns + table[step].backward_ns for step in steps]
+        fastest[name] = steps[times_ns.index(min(times_ns))]
+    yield fastest
 
 
 def _descend(state: DeviceState, positions: list[int], price_ns_per_kib: float | None, deadline: float) -> None:

@@ -1,7 +1,7 @@
 """Time, memory and sensitivity of one device, kept up to date while single operators change: for searching methods.
 
 Every change is a list of moves that can be undone exactly: all sums are integers. The independent evaluation is in
-`qsync_opt.evaluate`; tests compare the two after every kind of change.
+`qsync_opt.evaluation`; tests compare the two after every kind of change.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from qsync_opt.evaluate import BYTES_PER_KIB
+from qsync_opt.evaluation import BYTES_PER_KIB
 from qsync_opt.formulations.segments import segments
 from qsync_opt.graph import Role
 from qsync_opt.problem import Problem, ProblemDevice

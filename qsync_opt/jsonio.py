@@ -131,6 +131,13 @@ def write_text(path: str | os.PathLike[str], text: str, *, error: type[QSyncErro
             os.unlink(temporary)
 
 
+def check_writable(path: str | os.PathLike[str], *, error: type[QSyncError] = ProblemError) -> None:
+    """Refuse a path that `write_json` could not write, so that long work is not done in vain."""
+    target = Path(path)
+    if target.is_dir() or not os.access(target.parent, os.W_OK | os.X_OK):
+        raise error(f"cannot write {os.fspath(path)!r}; give a file in an existing folder that may be written")
+
+
 def split_extras(data: Any) -> tuple[Any, dict[tuple[str, ...], Any]]:
     """Return ``data`` without its extension keys (``x-*``, at any depth), and those keys by path.
 

@@ -33,7 +33,7 @@ from qsync_opt.buckets import gradient_users
 from qsync_opt.costs import MeasuredCost
 from qsync_opt.device_profile import DeviceProfile
 from qsync_opt.errors import ProblemError
-from qsync_opt.evaluate import BYTES_PER_KIB, DeviceEvaluation
+from qsync_opt.evaluation import BYTES_PER_KIB, DeviceEvaluation
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.jsonio import Fields, check_integer
 from qsync_opt.precision import number_format

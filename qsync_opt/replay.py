@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.evaluate import CastTime, DeviceEvaluation, Evaluation, OperatorTime, evaluate
+from qsync_opt.evaluation import CastTime, DeviceEvaluation, Evaluation, OperatorTime, evaluate
 from qsync_opt.jsonio import check_integer, write_json
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from qsync_opt.errors import ProblemError, SolverError
-from qsync_opt.evaluate import Evaluation
+from qsync_opt.evaluation import Evaluation
 from qsync_opt.plan import Plan
 
 TINY = 1e-12

@@ -6,6 +6,8 @@ import datetime
 import enum
 import importlib.metadata
 import math
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from qsync_opt.errors import SolverError
@@ -14,6 +16,8 @@ from qsync_opt.formulations.linear_solver import LinearOptions, LinearResult, Li
 
 _TOLERANCE = 1e-9
 """Feasibility tolerance: rows are scaled to about 1e3, so that this is far below one nanosecond or KiB."""
+
+_POLL_S = 0.2
 
 # MathOpt's own reasons, by name, to ours; a test walks the whole native enum.
 STATUSES: dict[str, LinearStatus] = {
@@ -70,9 +74,11 @@ class OrtoolsSolver:
         native.objective.offset = model.constant
         try:
             solver_type = mathopt.SolverType[self.engine.value]
-            result = mathopt.solve(native, solver_type, params=self._parameters(options))
+            parameters = self._parameters(options)
+            result = _interruptible(lambda: mathopt.solve(native, solver_type, params=parameters))
         except Exception as failure:  # MathOpt turns native failures into many kinds, some by mishap
-            raise SolverError(f"{self.name} failed on {model.name!r}: {failure}") from failure
+            detail = failure.__context__ or failure
+            raise SolverError(f"{self.name} failed on {model.name!r}: {detail}") from failure
         reason = result.termination.reason
         values = None
         if result.has_primal_feasible_solution():
@@ -109,6 +115,30 @@ class OrtoolsSolver:
             # CP-SAT clips columns at 1e7 by default; times in nanoseconds are longer.
             parameters.cp_sat.mip_max_bound = 2.0**53
         return parameters
+
+
+def _interruptible(work: Callable[[], Any]) -> Any:
+    """Return ``work()``, done in a thread: native code would hold back Ctrl-C until it ends by itself.
+
+    After an interrupt the thread is left behind, and ends with the process or its own limits: MathOpt cannot stop
+    HiGHS from outside.
+    """
+    outcome: list[Any] = []
+    failures: list[Exception] = []
+
+    def target() -> None:
+        try:
+            outcome.append(work())
+        except Exception as failure:  # raised again in the caller's thread
+            failures.append(failure)
+
+    thread = threading.Thread(target=target, name="qsync-solve", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_POLL_S)  # a join without limit cannot be interrupted on every platform
+    if failures:
+        raise failures[0]
+    return outcome[0]
 
 
 def scip_solver() -> OrtoolsSolver:

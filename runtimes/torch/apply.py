@@ -184,7 +184,7 @@ class AppliedPlan:
         self._unplanned: list[str] = []
         self._checked = False
         kinds = () if graph is None else tuple({o.op_type for o in graph.by_role(Role.FIXED)})
-        self.interception = Interception(model, self, kinds=kinds, on_pass_end=self._end_pass)
+        self.interception = Interception(model, self, kinds=kinds, on_pass_end=self._end_pass, recurrent_inputs=_lifted)
 
     def _stream_options(self, device: torch.device, rank: int) -> dict[str, KernelOptions]:
         """Kernel options of each 8-bit operator, with a seed of its own."""

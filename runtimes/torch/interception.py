@@ -80,14 +80,18 @@ class _Forward:
     def __init__(self, interception: Interception, path: str, module: nn.Module) -> None:
         self.interception = interception
         self.path = path
+        self.module = module
         self.inner: Callable[..., Any] = module.forward
         # What the instance itself had before; None when forward comes from the class.
         self.shadowed = module.__dict__.get("forward")
+        self.recurrent = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
         # Callers that inspect the signature of forward (as trainers do) see the original.
         functools.update_wrapper(self, self.inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         interception = self.interception
+        if self.recurrent and interception.recurrent_inputs is not None:
+            args = interception.recurrent_inputs(args)
         if interception.path is None:
             return interception.outermost(self, args, kwargs)
         outer = interception.path
@@ -143,6 +147,7 @@ class Interception:
         *,
         kinds: tuple[str, ...] = (),
         on_pass_end: Callable[[str], None] | None = None,
+        recurrent_inputs: Callable[[Any], Any] | None = None,
     ) -> None:
         """Begin to intercept.
 
@@ -151,6 +156,8 @@ class Interception:
             handler: Called with every named operator; what it returns is the result of the call.
             kinds: ATen names of operators to report besides the adjustable and the fixed ones.
             on_pass_end: Called after an outermost forward pass that did not raise, with the path of its module.
+            recurrent_inputs: Applied to the arguments of recurrent modules, which compare the types of inputs and
+                weights before any operator runs.
 
         Raises:
             NotReadyError: The model is being intercepted already.
@@ -158,6 +165,7 @@ class Interception:
         """
         self._handler = handler
         self._on_pass_end = on_pass_end
+        self.recurrent_inputs = recurrent_inputs
         self.function_names = function_names(kinds)
         self._mode = _Mode(self)
         self._counts: dict[tuple[str, str], int] = {}
@@ -181,7 +189,7 @@ class Interception:
     def outermost(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module of a pass."""
         self.recomputing = torch._C._current_graph_task_id() != -1
-        self.training = bool(forward.inner.__self__.training) if hasattr(forward.inner, "__self__") else True
+        self.training = forward.module.training
         if self.recomputing:
             self._recall(forward.path)
         else:

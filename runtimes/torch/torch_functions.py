@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qsync_opt.graph import Role
+from qsync_opt.roles import ROLE_TABLE
+
 # Operators that a plan may adjust, with every torch function that runs them.
 _ADJUSTABLE: dict[str, tuple[Any, ...]] = {
     "linear": (F.linear,),
@@ -29,23 +32,9 @@ _ADJUSTABLE: dict[str, tuple[Any, ...]] = {
 }
 
 # Operators that always run in FP32 although torch could run them in 16 bits, by ATen name.
-_FIXED_TEXT = """
-    layer_norm rms_norm group_norm instance_norm batch_norm local_response_norm normalize cosine_similarity
-    softmax log_softmax softmin gumbel_softmax multi_margin_loss
-    cross_entropy_loss nll_loss nll_loss_nd mse_loss l1_loss smooth_l1_loss huber_loss kl_div
-    binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss ctc_loss
-    cosine_embedding_loss hinge_embedding_loss margin_ranking_loss triplet_margin_loss soft_margin_loss
-    multilabel_margin_loss multilabel_soft_margin_loss
-    exp exp2 expm1 log log2 log10 log1p logsumexp logcumsumexp pow square reciprocal rsqrt
-    acos asin cosh sinh tan acosh asinh atanh erfc erfinv lgamma digamma softplus logit xlogy
-    sum nansum cumsum prod cumprod norm linalg_norm linalg_vector_norm linalg_matrix_norm
-    var std var_mean std_mean dist cdist pdist renorm trace
-    mv dot vdot inner outer addmv addr addbmm tensordot bilinear chain_matmul linalg_multi_dot kron
-    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell embedding_bag prelu
-    index_add index_copy scatter scatter_add scatter_reduce masked_scatter
-    linalg_inv linalg_solve linalg_cholesky linalg_qr linalg_svd linalg_eigh linalg_det inverse
-"""
-FIXED_KINDS: tuple[str, ...] = tuple(_FIXED_TEXT.split())
+FIXED_KINDS: tuple[str, ...] = tuple(
+    kind for kind, role in ROLE_TABLE.items() if role is Role.FIXED and kind.islower() and kind != "input"
+)
 
 # Functions whose ATen name is not their Python name.
 _RENAMED: dict[str, tuple[Any, ...]] = {
@@ -59,12 +48,13 @@ _COMPOSITES: frozenset[Any] = frozenset({F.multi_head_attention_forward})
 
 
 def functions_named(kind: str) -> tuple[Any, ...]:
-    """Every torch function that runs the operator called ``kind``: torch, Tensor, functional and linalg forms."""
+    """Every torch function that runs the operator called ``kind``: torch, Tensor, functional, linalg and fft forms."""
     if kind in _ADJUSTABLE:
         return _ADJUSTABLE[kind]
     found = [getattr(place, kind, None) for place in (torch, Tensor, F, torch._C._VariableFunctions)]
-    if kind.startswith("linalg_"):
-        found.append(getattr(torch.linalg, kind.removeprefix("linalg_"), None))
+    for prefix, place in (("linalg_", torch.linalg), ("fft_", torch.fft)):
+        if kind.startswith(prefix):
+            found.append(getattr(place, kind.removeprefix(prefix), None))
     return (*(function for function in found if callable(function)), *_RENAMED.get(kind, ()))
 
 

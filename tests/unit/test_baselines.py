@@ -2,7 +2,7 @@ import pytest
 
 from qsync_opt.baselines import uniform_plan
 from qsync_opt.errors import ProblemError
-from qsync_opt.evaluate import evaluate
+from qsync_opt.evaluation import evaluate
 from qsync_opt.problem_file import load_problem
 
 

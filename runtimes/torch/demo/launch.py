@@ -32,8 +32,9 @@ def emit(event: str, **fields: Any) -> None:
 
 
 def _read(rank: int, stream: IO[str], events: queue.Queue[tuple[int, Event | None]]) -> None:
-    for line in stream:
-        events.put((rank, json.loads(line)))
+    with stream:
+        for line in stream:
+            events.put((rank, json.loads(line)))
     events.put((rank, None))
 
 
@@ -61,6 +62,7 @@ def run_workers(
     """
     events: queue.Queue[tuple[int, Event | None]] = queue.Queue()
     processes: list[subprocess.Popen[str]] = []
+    readers: list[threading.Thread] = []
     logs = [log_folder / f"worker-{rank}.log" for rank in range(world_size)]
     results: dict[int, Event] = {}
     try:
@@ -81,7 +83,9 @@ def run_workers(
                 )
             processes.append(process)
             assert process.stdout is not None
-            threading.Thread(target=_read, args=(rank, process.stdout, events), daemon=True).start()
+            reader = threading.Thread(target=_read, args=(rank, process.stdout, events), daemon=True)
+            reader.start()
+            readers.append(reader)
         running = set(range(world_size))
         while running:
             rank, event = events.get()
@@ -99,6 +103,8 @@ def run_workers(
                 process.terminate()
         for process in processes:
             process.wait()
+        for reader in readers:
+            reader.join()
     return [results[rank] for rank in range(world_size)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class DemoOptions:
     learning_rate: float = 1e-3
     seed: int = 0
     memory_share: float = 0.35
-    model: GptConfig = GptConfig()
+    model: GptConfig = field(default_factory=GptConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

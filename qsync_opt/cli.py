@@ -1,0 +1,85 @@
+"""The command ``qsync-opt``: solve, evaluate and compare from a shell.
+
+With ``--json`` exactly one JSON value goes to standard output; progress and logs go to standard error. Exit status: 0 a
+feasible plan, 2 unusable arguments or file (one line says which), 3 no feasible plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import qsync_opt
+from qsync_opt.errors import QSyncError
+
+EXIT_OK, EXIT_UNUSABLE, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 2, 3, 130
+
+Runner = Callable[[argparse.Namespace], int]
+"""Does a command and returns the exit status; a QSyncError becomes one line and status 2."""
+
+# Sub-command -> "module:function"; the function gets the sub-parser, adds arguments and returns a `Runner`. A module is
+# imported only when a command line is parsed, so it must be cheap: heavy imports belong into its runner.
+COMMANDS: dict[str, str] = {
+    "solve": "qsync_opt.cli_solve:add_solve",
+    "evaluate": "qsync_opt.cli_solve:add_evaluate",
+    "compare": "qsync_opt.cli_solve:add_compare",
+    "demo": "qsync_opt.cli_demo:add_demo",
+}
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """argparse, but an error is one line."""
+
+    def error(self, message: str) -> Any:
+        self.exit(EXIT_UNUSABLE, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = _OneLineParser(prog="qsync-opt", description=qsync_opt.__doc__)
+    parser.add_argument("--version", action="version", version=f"qsync-opt {qsync_opt.__version__}")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what is done to standard error")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_OneLineParser)
+    for name, target in COMMANDS.items():
+        module, _, attribute = target.partition(":")
+        add: Callable[[argparse.ArgumentParser], Runner] = getattr(importlib.import_module(module), attribute)
+        help_text = (add.__doc__ or "").splitlines()[0].rstrip(".")
+        subparser = subparsers.add_parser(name, help=help_text, description=help_text)
+        subparser.set_defaults(run=add(subparser))
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    options = build_parser().parse_args(arguments)
+    logging.basicConfig(
+        level=logging.INFO if options.verbose else logging.WARNING,
+        stream=sys.stderr,
+        format="%(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except QSyncError as failure:
+        # A foreign text may hold line breaks; the promise is one line.
+        print(f"qsync-opt {options.command}: {' '.join(str(failure).split())}", file=sys.stderr)
+        return EXIT_UNUSABLE
+    except KeyboardInterrupt:
+        print(f"qsync-opt {options.command}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone. What is still buffered must go somewhere, or closing the stream would raise again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    return status
+
+
+def print_json(data: object) -> None:
+    """Print one JSON value to standard output."""
+    print(json.dumps(data, allow_nan=False))

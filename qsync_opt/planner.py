@@ -1,0 +1,180 @@
+"""Solve a problem by a named method, and believe nothing that comes back: every plan is evaluated independently."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from qsync_opt.errors import SolverError
+from qsync_opt.evaluation import Evaluation, evaluate
+from qsync_opt.plan import Plan
+from qsync_opt.problem import Problem
+from qsync_opt.registry import Feature, Kind, create, default_solver, features, require
+from qsync_opt.solution import Answer, Solution, SolveOptions
+
+_LOGGER = logging.getLogger(__name__)
+_AGREEMENT = 1e-6
+"""Largest relative difference between a claimed and the evaluated objective."""
+
+
+def solve(
+    problem: Problem,
+    method: Any = "greedy",
+    *,
+    solver: Any = None,
+    time_limit_s: float | None = None,
+    gap: float | None = None,
+) -> Solution:
+    """Choose a precision for every operator on every device type.
+
+    Args:
+        problem: The problem.
+        method: Name of a formulation (``"greedy"``, ``"qsync"``, ``"exact"``, ``"exhaustive"``, or one that another
+            package registered), or an instance of one.
+        solver: Name of a solver (``"ortools"``, ``"pulp"``, ``"scip"``, ``"cp-sat"``, ...) or an instance; the first
+            that is installed by default. Methods that solve a program use it.
+        time_limit_s: Seconds for the whole solve; without it a method ends by itself.
+        gap: Relative gap at which to stop; 0 by default.
+
+    Returns:
+        The solution, with its plan evaluated by `evaluate`. That there is no feasible plan, or that the time was up, is
+        a result and not an exception.
+
+    Raises:
+        ProblemError: An option is out of range.
+        UnsupportedError: No such method or solver, or it lacks what was asked for.
+        NotInstalledError: A solver's package is missing.
+        SolverError: A solver failed, or its plan breaks a limit or has another objective than was claimed.
+
+    Source: QSync (IPDPS 2024) for the problem and the default method.
+
+    Example:
+        >>> from qsync_opt.testing import chain
+        >>> solve(chain().problem).objective
+        0.25
+    """
+    formulation = create(Kind.FORMULATION, method)
+    name = method if isinstance(method, str) else type(formulation).__name__
+    if solver is not None:
+        require(Kind.FORMULATION, method, Feature.SOLVER)
+    if gap and Feature.GAP not in features(Kind.FORMULATION, method):
+        _LOGGER.warning("method %r has no bound, so the gap of %g does not stop it early", name, gap)
+    if isinstance(solver, str):
+        solver = create(Kind.SOLVER, solver)
+    options = SolveOptions(solver=solver, time_limit_s=time_limit_s, gap=gap or 0.0)
+    answer: Answer = formulation.solve(problem, options)
+    return _checked(problem, answer, name)
+
+
+def _checked(problem: Problem, answer: Answer, method: str) -> Solution:
+    """Evaluate the plan of an answer and compare it with what was claimed."""
+    plan: Plan | None = None
+    evaluation: Evaluation | None = None
+    if answer.devices is not None:
+        plan = Plan(problem=problem.name, devices=answer.devices)
+        evaluation = evaluate(problem, plan)
+        _compare(answer, evaluation, method)
+    solution = Solution(
+        termination=answer.termination,
+        plan=plan,
+        evaluation=evaluation,
+        bound=answer.bound,
+        method=method,
+        solver=answer.solver,
+        build_seconds=answer.build_seconds,
+        solve_seconds=answer.solve_seconds,
+        reason=answer.reason,
+    )
+    if plan is None:
+        return solution
+    return Solution(
+        termination=solution.termination,
+        plan=Plan(problem=plan.problem, devices=plan.devices, solution=solution.provenance()),
+        evaluation=evaluation,
+        bound=solution.bound,
+        method=method,
+        solver=solution.solver,
+        build_seconds=solution.build_seconds,
+        solve_seconds=solution.solve_seconds,
+        reason=solution.reason,
+    )
+
+
+def _compare(answer: Answer, evaluation: Evaluation, method: str) -> None:
+    source = method if answer.solver is None else f"{method} with {answer.solver}"
+    if not evaluation.feasible:
+        raise SolverError(f"{source} returned a plan that breaks limits: {'; '.join(evaluation.violations)}")
+    slack = _AGREEMENT * max(abs(evaluation.objective), 1e-300)
+    if answer.objective is not None and abs(answer.objective - evaluation.objective) > slack:
+        raise SolverError(
+            f"{source} claims the objective {answer.objective!r} for a plan whose objective is {evaluation.objective!r}"
+        )
+    if answer.bound is not None and answer.bound > evaluation.objective + slack:
+        raise SolverError(
+            f"{source} claims the lower bound {answer.bound!r} above the objective {evaluation.objective!r} of its plan"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FastestPlan:
+    """The plan of least iteration time that keeps the memory limits.
+
+    ``bound_ns`` is a time that no such plan is below; ``proved`` tells that ``iteration_ns`` is the least. Without a
+    solver or enough time the plan is the best found, ``proved`` is False and ``method`` says so.
+    """
+
+    plan: Plan
+    evaluation: Evaluation
+    bound_ns: int
+    proved: bool
+    method: str
+    solve_seconds: float
+
+    @property
+    def iteration_ns(self) -> int:
+        """Iteration time in nanoseconds."""
+        return self.evaluation.iteration_ns
+
+
+def fastest(problem: Problem, *, solver: Any = None, time_limit_s: float | None = None) -> FastestPlan | None:
+    """The plan of least iteration time that keeps every memory limit; the problem's latency limit is set aside.
+
+    Args:
+        problem: The problem.
+        solver: As in `solve`; where none is installed the fastest plan is searched for and not proved.
+        time_limit_s: Seconds for the whole search.
+
+    Returns:
+        The plan, or None if no plan keeps the memory limits (`solve` gives the reason).
+
+    Raises:
+        UnsupportedError: No such solver.
+        SolverError: The solver failed, or its plan breaks a memory limit.
+
+    Source: ours; QSync exhausts blocks of the graph for its starting plan.
+    """
+    started = time.monotonic()
+    deadline = math.inf if time_limit_s is None else started + time_limit_s
+    choice = solver if solver is not None else default_solver()
+    # Formulations are reached by name only, as everywhere in the core.
+    search = import_module("qsync_opt.formulations.fastest")
+    found = search.fastest_plan(problem, None if choice is None else create(Kind.SOLVER, choice), deadline)
+    if found is None:
+        return None
+    plan = Plan(problem=problem.name, devices=found.devices)
+    evaluation = evaluate(problem, plan)
+    over = [device.name for device in evaluation.devices.values() if device.memory_kib > device.memory_limit_kib]
+    if over:
+        raise SolverError(f"the fastest plan found breaks the memory limit of {', '.join(over)}")
+    return FastestPlan(
+        plan=plan,
+        evaluation=evaluation,
+        bound_ns=found.bound_ns,
+        proved=found.proved,
+        method=found.method,
+        solve_seconds=time.monotonic() - started,
+    )
