@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from qsync_opt.build import build_problem
 from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.device_profile import DeviceProfile, IterationCheck, IterationOverhead
-from qsync_opt.evaluate import DeviceEvaluation, evaluate_device
+from qsync_opt.evaluation import DeviceEvaluation, evaluate_device
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.jsonio import check_integer
 from qsync_opt.precision import FORMATS
