@@ -12,16 +12,16 @@ multiplied by a weight:
   what several consumers contribute (exact for independent branches);
 - a product turns independent noise on an operand into output noise of known energy, hence the weight
   ``sum_k |x_k|^2 |w_k|^2 / |z|^2`` from the collected norms (exact for noise shaped like the signal);
-- element-wise and normalizing operators hand it on as it is; noise that reaches the loss changes the loss's own gradient
-  by its measured curvature.
+- element-wise and normalizing operators hand it on as it is; noise that reaches the loss changes the loss's own
+  gradient by its measured curvature.
 
 *Independent* noise (rounding of activations and gradients) differs per row and perturbs a weight gradient by
 ``sum_n |x_n|^2 |g_n|^2`` times the ratio. *Shared* noise (rounding of a weight) is the same map in every row: it adds
 up as the signal does, and perturbs a weight gradient by its own squared norm times the ratio.
 
 Not modelled: correlation between paths that meet again, averaging of noise in pooling and reductions, the backward pass
-of softmax and normalizations changing with its input, and everything beyond first order except flips of rectifiers (see
-``kink``). The probed gains of ``qsync_opt.statistics`` know all of these but the last.
+of softmax and normalizations changing with its input, and everything beyond first order except flips of rectifiers
+(see ``kink``). The probed gains of ``qsync_opt.statistics`` know all of these but the last.
 """
 
 from __future__ import annotations

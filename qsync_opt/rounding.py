@@ -48,7 +48,7 @@ CAST_FORMATS: tuple[str, ...] = ("BF16", "FP16", "TF32")
 
 def smallest_exponent(format_name: str) -> int:
     """Exponent of the smallest normal number of a floating format; below it the step stays the same."""
-    return 2 - 2 ** (number_format(format_name).exponent_bits - 1)
+    return 2 - (1 << (number_format(format_name).exponent_bits - 1))
 
 
 def noise_kinds(*, scaled: bool) -> tuple[str, ...]:

@@ -6,14 +6,13 @@ import dataclasses
 import enum
 import json
 import os
-import tempfile
 import types
 import typing
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from qsync_opt.errors import ProblemError
+from qsync_opt.jsonio import parse_json, read_json, write_json
 from qsync_opt.statistics import ModelStatistics
 
 FORMAT = "qsync-statistics/1"
@@ -78,13 +77,16 @@ def _kind(value: Any) -> str:
     return names.get(type(value), f"{value!r}")
 
 
-def _no_constant(text: str) -> Any:
-    raise ProblemError(f"statistics hold {text}: only finite numbers are allowed; collect the statistics again")
-
-
 def statistics_to_json(statistics: ModelStatistics) -> str:
     """The statistics as JSON text."""
     return json.dumps({"format": FORMAT, **_encode(statistics)}, indent=1, allow_nan=False)
+
+
+def _from_data(data: dict[str, Any], where: str) -> ModelStatistics:
+    statistics: ModelStatistics = _decode_dataclass(
+        ModelStatistics, {key: item for key, item in data.items() if key != "format"}, where
+    )
+    return statistics
 
 
 def statistics_from_json(text: str, *, source: str = "statistics") -> ModelStatistics:
@@ -97,29 +99,16 @@ def statistics_from_json(text: str, *, source: str = "statistics") -> ModelStati
     Raises:
         ProblemError: Not JSON, another format, an unknown or missing key, a value that is not finite or negative.
     """
-    try:
-        value = json.loads(text, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        raise ProblemError(f"{source} is not JSON (line {error.lineno}: {error.msg}): is the file complete?") from None
-    if not isinstance(value, dict) or value.get("format") != FORMAT:
-        found = value.get("format") if isinstance(value, dict) else None
-        raise ProblemError(f"{source} has format {found!r}: {FORMAT!r} is needed")
-    body = {key: item for key, item in value.items() if key != "format"}
-    statistics: ModelStatistics = _decode_dataclass(ModelStatistics, body, source)
-    return statistics
+    return _from_data(parse_json(text, (FORMAT,), where=source), source)
 
 
 def save_statistics(statistics: ModelStatistics, path: str | os.PathLike[str]) -> None:
-    """Write statistics to ``path``, complete or not at all."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(statistics_to_json(statistics))
-        Path(temporary).replace(target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    """Write statistics to ``path``, complete or not at all.
+
+    Raises:
+        ProblemError: The folder cannot be written.
+    """
+    write_json(path, {"format": FORMAT, **_encode(statistics)})
 
 
 def load_statistics(path: str | os.PathLike[str]) -> ModelStatistics:
@@ -128,8 +117,4 @@ def load_statistics(path: str | os.PathLike[str]) -> ModelStatistics:
     Raises:
         ProblemError: The file is missing or holds anything but valid statistics.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProblemError(f"cannot read statistics {os.fspath(path)!r}: {error}") from None
-    return statistics_from_json(text, source=os.fspath(path))
+    return _from_data(read_json(path, (FORMAT,)), os.fspath(path))

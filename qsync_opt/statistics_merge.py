@@ -7,6 +7,7 @@ taken again: the merged statistics then predict exactly the average of the varia
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.rounding import Granularity, Rounding, closed_form_variance
@@ -117,7 +118,7 @@ def merge_operators(parts: Sequence[OperatorStatistics], weights: Sequence[int],
             raise ProblemError(f"operator {head.name!r} was not measured alike in all parts: collect the parts alike")
         if bool(part.gains) != bool(head.gains):
             raise ProblemError(f"operator {head.name!r} was probed in some parts only: probe all parts or none")
-    tensors = {
+    tensors: dict[str, Any] = {
         name: _merge_tensors(
             [getattr(part, name) for part in parts], weights, f"operator {head.name!r}: {name.replace('_', ' ')}"
         )

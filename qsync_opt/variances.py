@@ -9,8 +9,8 @@ of scalar multiplications and mean(.) over elements,
 
 where g is the gradient of z. For a linear layer V = N K M, and the first line is the textbook
 ``v_w M |x|^2 + v_x N |w|^2 + N K M v_x v_w``; convolutions, batched products, einsum and lookups differ in V alone.
-Means over elements presume that noise and signal are spread evenly; each first-order term is therefore multiplied by its
-measured *alignment*, which makes it exact.
+Means over elements presume that noise and signal are spread evenly; each first-order term is therefore multiplied by
+its measured *alignment*, which makes it exact.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _sum(noise: NoiseParts) -> float:
 
 def _path(operator: OperatorStatistics, path: str, noise: NoiseParts, signal: str) -> float:
     """First-order variance along one path: V * v * mean(signal^2) * alignment."""
-    mean_square = getattr(operator, signal).mean_square
+    mean_square = float(getattr(operator, signal).mean_square)
     return sum(
         operator.products[0].volume * variance * mean_square * operator.alignment.get(f"{path}/{shape}", 1.0)
         for variance, shape in noise

@@ -84,6 +84,11 @@ _ROUND: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def _sum_repeats(x: Tensor, repeats: int) -> Tensor:
+    """(repeats * heads, S, D) to (heads, S, D): the query heads of one key head stand together."""
+    return x.reshape(-1, repeats, *x.shape[-2:]).sum(1)
+
+
 def _compute(
     call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, g: Tensor, name: str
 ) -> _Results:
@@ -103,7 +108,7 @@ def _compute(
     query = score_gradient @ k_H * call.scale
     key, value = score_gradient.mT @ q * call.scale, kept.mT @ g
     if call.repeats > 1:
-        key, value = (x.unflatten(-3, (-1, call.repeats)).sum(-3) for x in (key, value))
+        key, value = (_sum_repeats(x, call.repeats) for x in (key, value))
     return _Results(*(delivered(x) for x in (output, query, key, value)))
 
 

@@ -7,6 +7,7 @@ host together, when the call's gradients are complete.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -216,8 +217,9 @@ class OperatorRecord:
         values = dict(zip(self.scalars, host, strict=True))
         for key, value in values.items():
             if not -float("inf") < value < float("inf"):
+                tensor = key.partition(".")[0].replace("_", " ")
                 raise ModelError(
-                    f"operator {self.name!r}: {key.partition('.')[0].replace('_', ' ')} is not finite in batch {batch}; "
+                    f"operator {self.name!r}: {tensor} is not finite in batch {batch}; "
                     "statistics need finite values in full precision; check the batch, the loss and the weights"
                 )
         return values
@@ -235,7 +237,7 @@ class OperatorRecord:
             self.elements.setdefault(name, size)
         self.elements.setdefault("output_gradient", self.elements["output"])
         values = self.values(batch)
-        tensors = {
+        tensors: dict[str, Any] = {
             name: _tensor_statistics(name, size, values, name in self.scaled) for name, size in self.elements.items()
         }
         return OperatorStatistics(

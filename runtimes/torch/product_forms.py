@@ -18,13 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from qsync_opt.rounding import Granularity
 from qsync_opt.statistics import ProductSizes
+
+
+def _split(x: Tensor, dim: int, parts: int) -> Tensor:
+    """One dimension as two: which part, and where in it."""
+    return x.reshape(*x.shape[:dim], parts, -1, *x.shape[dim + 1 :])
 
 
 class ProductForm(Protocol):
@@ -136,7 +141,7 @@ class ConvolutionForm:
     first: Tensor
     second: Tensor
     sizes: ProductSizes
-    geometry: tuple[object, ...]
+    geometry: tuple[Any, ...]
     batched: bool
 
     @property
@@ -148,22 +153,22 @@ class ConvolutionForm:
         return self.sizes.products
 
     def _convolve(self, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.convolution(x, weight, None, *self.geometry)  # type: ignore[call-overload,no-any-return]
+        return torch.convolution(x, weight, None, *self.geometry)
 
     def _merge_groups(self, x: Tensor) -> Tensor:
         """Sums over the channels of each group: (B, C, ...) to (B, groups, ...)."""
-        return x.unflatten(1, (self._groups, -1)).sum(2)
+        return _split(x, 1, self._groups).sum(2)
 
     def _by_input_channel(self, b: Tensor) -> Tensor:
         """Sums over the output channels of each group, one weight per input channel of a group and kernel position."""
         if self._transposed:
             return b.sum(1, keepdim=True)
-        return b.unflatten(0, (self._groups, -1)).sum(1)
+        return _split(b, 0, self._groups).sum(1)
 
     def _by_output_channel(self, b: Tensor) -> Tensor:
         """Sums over the input channels of each group."""
         if self._transposed:
-            return b.unflatten(0, (self._groups, -1)).sum(1)
+            return _split(b, 0, self._groups).sum(1)
         return b.sum(1, keepdim=True)
 
     def first_by_contraction(self, a: Tensor) -> Tensor:

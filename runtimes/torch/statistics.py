@@ -25,11 +25,10 @@ from qsync_opt.statistics_merge import merge_operators, merge_statistics
 
 Step = Callable[[nn.Module, Any], Tensor]
 # Element-wise operators and means whose norms tell how noise is diluted; named as the capture names them.
-_SIGNAL_KINDS = tuple(
-    """
-    add add_ sub sub_ mul mul_ div div_ masked_fill relu relu_ gelu silu silu_ tanh sigmoid mean cat
-    max_pool2d avg_pool2d adaptive_avg_pool2d
-    """.split()
+_SIGNAL_KINDS = (
+    *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "masked_fill", "cat"),
+    *("relu", "relu_", "gelu", "silu", "silu_", "tanh", "sigmoid"),
+    *("mean", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
 )
 _KINDS = {"embedding": OperatorKind.LOOKUP, "scaled_dot_product_attention": OperatorKind.ATTENTION}
 
@@ -114,9 +113,9 @@ class _Collector:
 
 
 def _curvature(call: OperatorCall, entering: Tensor) -> Tensor:
-    """Relative energy of the change of a loss's gradient per noise-to-signal ratio on its input: |H|^2 mean(x^2) / |g|^2.
+    """How noise on a loss's input changes its gradient: |H|^2 mean(x^2) / |g|^2, per unit of noise-to-signal ratio.
 
-    The squared norm of the second derivative H is estimated with one vector of random signs from a generator of its own.
+    The squared norm of the second derivative H is estimated with one vector of random signs from its own generator.
     """
     x = _full(entering).requires_grad_()
     args = tuple(x if value is entering else value for value in call.args)
