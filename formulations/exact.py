@@ -28,12 +28,17 @@ _NO_SOLVER = "method 'exact' needs a solver and none is installed; install one: 
 
 @dataclass(slots=True)
 class _DeviceAnswer:
-    """What is known of one device; ``labels`` is None without a plan, ``bound`` is always valid."""
+    """What is known of one device; ``labels`` and ``cost`` are None without a plan, ``bound`` is always valid.
+
+    ``cost`` and ``bound`` are above ``lowest``, which every plan pays: their differences are far smaller than it at
+    times, and would drown in its rounding.
+    """
 
     status: LinearStatus
-    labels: Mapping[str, str] | None
-    cost: float | None
-    bound: float
+    lowest: float
+    labels: Mapping[str, str] | None = None
+    cost: float | None = None
+    bound: float = 0.0
     build_seconds: float = 0.0
     solve_seconds: float = 0.0
 
@@ -80,9 +85,9 @@ def _infeasible(
 
 def _merge(problem: Problem, answers: list[_DeviceAnswer], label: str, gap: float) -> Answer:
     """Device types share only the latency limit, so objectives and bounds add up."""
-    bound = math.fsum(answer.bound for answer in answers)
+    bound = math.fsum(part for answer in answers for part in (answer.lowest, answer.bound))
     held = all(answer.labels is not None for answer in answers)
-    objective = math.fsum(answer.cost or 0.0 for answer in answers) if held else None
+    objective = math.fsum(part for answer in answers for part in (answer.lowest, answer.cost or 0.0)) if held else None
     reached = relative_gap(objective, bound)
     if reached is not None and reached <= PROOF_GAP:
         termination = TerminationStatus.OPTIMAL
@@ -115,36 +120,34 @@ def _solve_device(
     started = time.monotonic()
     assignment = build_assignment(problem, device)
     shifted, lowest = _shift(assignment)
-    answer = _DeviceAnswer(LinearStatus.LIMIT, None, None, lowest, build_seconds=time.monotonic() - started)
+    answer = _DeviceAnswer(LinearStatus.LIMIT, lowest, build_seconds=time.monotonic() - started)
     started = time.monotonic()
     state = fast_start(problem, device, deadline)
     if keeps_limits(state):
         recover(state, passes=None, deadline=deadline)
         chosen = state.choices()
-        answer.labels = {node.name: chosen[node.name] for _, node in assignment.choices}
-        answer.cost = assignment.cost(assignment.states(answer.labels))
+        answer.labels = {node.name: chosen[node.name] for _, node in shifted.choices}
+        answer.cost = shifted.cost(shifted.states(answer.labels))
     answer.solve_seconds = time.monotonic() - started
     while time.monotonic() < deadline:
-        if answer.cost is not None and answer.cost <= lowest:
-            answer.status, answer.bound = LinearStatus.OPTIMAL, answer.cost  # nothing can be below every minimum
+        if answer.cost == 0.0:
+            answer.status = LinearStatus.OPTIMAL  # nothing can be below every minimum
             return answer
-        scale = _highest(shifted) if answer.cost is None else answer.cost - lowest
+        scale = _highest(shifted) if answer.cost is None else answer.cost
         left_s = deadline - time.monotonic()
         found = run(
             shifted,
             solver,
             cost_unit=scale / _OBJECTIVE_SCALE,
-            allowed=_allowed(shifted, None if answer.cost is None else scale),
+            allowed=_allowed(shifted, answer.cost),
             options=LinearOptions(time_limit_s=None if math.isinf(left_s) else left_s, relative_gap=gap),
         )
-        if _take(answer, found, assignment, lowest, solver):
-            return answer
-        if answer.cost is None or (answer.cost - lowest) * _FALL >= scale:
+        if _take(answer, found, solver) or answer.cost is None or answer.cost * _FALL >= scale:
             return answer
     return answer
 
 
-def _take(answer: _DeviceAnswer, found: Run, assignment: Assignment, lowest: float, solver: LinearSolver) -> bool:
+def _take(answer: _DeviceAnswer, found: Run, solver: LinearSolver) -> bool:
     """Fold a solver's answer in; return True if nothing more is to be learnt."""
     answer.build_seconds += found.build_seconds
     answer.solve_seconds += found.solve_seconds
@@ -159,11 +162,9 @@ def _take(answer: _DeviceAnswer, found: Run, assignment: Assignment, lowest: flo
     if found.bound is not None:
         # Labels left out for costing more than the incumbent do not weaken the bound below the incumbent itself.
         ceiling = answer.cost if answer.cost is not None else math.inf
-        answer.bound = max(answer.bound, min(found.bound + lowest, ceiling))
-    if found.labels is not None:
-        cost = assignment.cost(assignment.states(found.labels))
-        if answer.cost is None or cost < answer.cost:
-            answer.labels, answer.cost = found.labels, cost
+        answer.bound = max(answer.bound, min(found.bound, ceiling))
+    if found.value is not None and (answer.cost is None or found.value < answer.cost):
+        answer.labels, answer.cost = found.labels, found.value
     if answer.cost is not None:
         answer.bound = min(answer.bound, answer.cost)
     return found.status is not LinearStatus.OPTIMAL

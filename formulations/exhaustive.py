@@ -8,6 +8,7 @@ import time
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.evaluation import evaluate_device, iteration_time
+from qsync_opt.formulations.least import Least, describe_infeasible
 from qsync_opt.problem import Problem, ProblemDevice
 from qsync_opt.propagation import propagate
 from qsync_opt.solution import Answer, SolveOptions, TerminationStatus
@@ -27,16 +28,20 @@ class ExhaustiveFormulation:
         started = time.monotonic()
         deadline = math.inf if options.time_limit_s is None else started + options.time_limit_s
         devices: dict[str, dict[str, str]] = {}
-        objective, reasons, late = 0.0, [], False
+        objective, late = 0.0, False
+        memories: dict[str, Least] = {}
+        times: dict[str, Least] = {}
         for device in problem.devices:
             search = _Search(problem, device)
             late = not search.run(deadline) or late
-            if search.best is None:
-                reasons.append(search.reason())
-            else:
+            memories[device.name] = search.least(search.least_memory_kib)
+            if search.least_memory_kib <= device.memory_limit_kib:
+                times[device.name] = search.least(search.least_time_ns)
+            if search.best is not None:
                 devices[device.name] = search.best
                 objective += search.objective
         held = len(devices) == len(problem.devices)
+        verdict = None if held else describe_infeasible(problem, memories, times)
         if late:
             termination = TerminationStatus.TIME_LIMIT
         else:
@@ -47,7 +52,7 @@ class ExhaustiveFormulation:
             objective=objective if held else None,
             bound=objective if held and not late else None,
             solve_seconds=time.monotonic() - started,
-            reason=None if held else "; ".join(reasons),
+            reason=None if verdict is None else verdict.reason,
         )
 
 
@@ -84,17 +89,8 @@ class _Search:
         self.seen_all = True
         return True
 
-    def reason(self) -> str:
-        """Which limit no plan keeps."""
-        name, limit_kib = self.device.name, self.device.memory_limit_kib
-        if not self.seen_all:
-            return f"no plan within the limits of device {name!r} was found in the time allowed, which proves nothing"
-        if self.least_memory_kib > limit_kib:
-            return (
-                f"the memory limit of device {name!r}, {limit_kib} KiB, cannot be met by any plan; "
-                f"the least value that could be met is {self.least_memory_kib} KiB"
-            )
-        return (
-            f"the latency limit of {self.problem.latency_limit_ns} ns cannot be met on device {name!r} within its "
-            f"memory limit of {limit_kib} KiB; the least value that could be met is {self.least_time_ns} ns"
-        )
+    def least(self, value: float) -> Least:
+        """A least value that was seen: proved once every plan has been looked at."""
+        known = None if math.isinf(value) else int(value)
+        bound = known if self.seen_all and known is not None else 0
+        return Least(value=known, bound=bound, choices=None, proved=self.seen_all)

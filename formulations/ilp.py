@@ -258,6 +258,7 @@ def linearize(
     else:
         reach = sum(abs(v) for load in (memory, *segments) for v in load.values())
         reach += sum(abs(limit.bound) for limit in assignment.limits)
+        reach /= units.time_ns if goal is Goal.TIME else units.memory_kib
         lowest = 0.0 if all(limit.bound <= 0 for limit in assignment.limits) else -reach
         moved = {builder.model.add_column("moved", lower=lowest, upper=reach, integer=whole, cost=1.0): 1.0}
     builder.add_time(moved if goal is Goal.TIME else {}, segments, units.time_ns)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qsync_opt.formulations.device_model import MEMORY, MEMORY_LIMIT, build_assignment, read_back
+from qsync_opt.formulations.assignment import Assignment
+from qsync_opt.formulations.device_model import MEMORY_LIMIT, build_assignment, read_back
 from qsync_opt.formulations.ilp import Goal
 from qsync_opt.formulations.linear_solver import LinearOptions, LinearSolver, LinearStatus
 from qsync_opt.formulations.run import run
@@ -20,52 +22,39 @@ from qsync_opt.registry import Kind, create
 class Least:
     """A least value (ns or KiB): reached by ``choices``, and no plan is below ``bound``.
 
-    ``value`` and ``choices`` are None where no plan was found; ``impossible`` tells that none exists.
+    ``value`` and ``choices`` are None where no plan was found.
     """
 
     value: int | None
     bound: int
     choices: dict[str, str] | None
     proved: bool
-    impossible: bool = False
 
 
-def least_time(
-    problem: Problem, device: ProblemDevice, solver: LinearSolver, deadline: float, *, within_memory: bool = True
-) -> Least:
-    """Least iteration time in ns that ``device`` alone allows, the problem's latency limit set aside.
+def least_time(problem: Problem, device: ProblemDevice, solver: LinearSolver, deadline: float) -> Least:
+    """Least iteration time in ns that ``device`` alone allows within its memory, the latency limit set aside.
 
     Args:
         problem: The problem.
         device: One of its devices.
         solver: A solver.
         deadline: When to stop, on `time.monotonic`'s clock.
-        within_memory: Keep the memory limit.
 
     Source: ours; the same program as for sensitivity, with T as the objective (see `ilp`).
     """
     assignment = build_assignment(problem, device, latency_limit_ns=0)
-    if not within_memory:
-        limits = tuple(limit for limit in assignment.limits if limit.name != MEMORY_LIMIT)
-        assignment = replace(assignment, limits=limits)
     return _least(problem, device, assignment, Goal.TIME, solver, deadline)
 
 
-def least_memory(
-    problem: Problem, device: ProblemDevice, solver: LinearSolver, deadline: float, *, within_time: bool = False
-) -> Least:
-    """Least memory in KiB, with or without the latency limit kept; see `least_time`."""
+def least_memory(problem: Problem, device: ProblemDevice, solver: LinearSolver, deadline: float) -> Least:
+    """Least memory in KiB of any plan, the latency limit set aside; see `least_time`."""
     assignment = build_assignment(problem, device)
-    limits = tuple(
-        replace(limit, bound=0) if limit.name == MEMORY_LIMIT else limit
-        for limit in assignment.limits
-        if within_time or MEMORY in limit.resources
-    )
+    limits = tuple(replace(limit, bound=0) for limit in assignment.limits if limit.name == MEMORY_LIMIT)
     return _least(problem, device, replace(assignment, limits=limits), Goal.MEMORY, solver, deadline)
 
 
 def _least(
-    problem: Problem, device: ProblemDevice, assignment: Any, goal: Goal, solver: LinearSolver, deadline: float
+    problem: Problem, device: ProblemDevice, assignment: Assignment, goal: Goal, solver: LinearSolver, deadline: float
 ) -> Least:
     remaining_s = deadline - time.monotonic()
     if remaining_s <= 0:
@@ -75,13 +64,13 @@ def _least(
     bound = 0 if found.bound is None else max(0, math.ceil(found.bound - 1e-6 * abs(found.bound)))
     if found.labels is None or found.value is None:
         nowhere = found.status in (LinearStatus.INFEASIBLE, LinearStatus.INFEASIBLE_OR_UNBOUNDED)
-        return Least(value=None, bound=bound, choices=None, proved=nowhere, impossible=nowhere)
-    value = int(found.value)
+        return Least(value=None, bound=bound, choices=None, proved=nowhere)
+    value, proved = int(found.value), found.status is LinearStatus.OPTIMAL
     return Least(
         value=value,
-        bound=min(bound, value),
+        bound=value if proved else min(bound, value),
         choices=read_back(problem, device, dict(found.labels)),
-        proved=found.status is LinearStatus.OPTIMAL,
+        proved=proved,
     )
 
 
@@ -106,57 +95,67 @@ def explain_infeasible(problem: Problem, solver: Any, deadline: float) -> Verdic
 
     Source: ours.
     """
-    limit_ns = problem.latency_limit_ns
-    least_ns = peers_ns(problem)
-    if least_ns > limit_ns:
-        reason = (
-            f"the latency limit of {limit_ns} ns cannot be met by any plan: the devices of fixed precision, the "
-            f"all-reduces and the optimizer alone take {least_ns} ns, the least value that could be met"
-        )
-        return Verdict(proved=True, reason=reason)
     if solver is None:
+        if peers_ns(problem) > problem.latency_limit_ns:
+            return describe_infeasible(problem, {}, {})
         reason = (
             "no plan within the limits was found, which proves nothing; install a solver to settle it: "
             "pip install 'qsync-opt[solvers]'"
         )
         return Verdict(proved=False, reason=reason)
     engine = create(Kind.SOLVER, solver)
-    verdicts = [_explain_device(problem, device, engine, deadline) for device in problem.devices]
-    found = [verdict for verdict in verdicts if verdict is not None]
-    if not found:
-        return None
-    # One certain reason is enough, so the uncertain ones are left out where there is one.
-    certain = [verdict for verdict in found if verdict.proved]
-    return Verdict(proved=bool(certain), reason="; ".join(verdict.reason for verdict in certain or found))
+    memories = {device.name: least_memory(problem, device, engine, deadline) for device in problem.devices}
+    times = {
+        device.name: least_time(problem, device, engine, deadline)
+        for device in problem.devices
+        if memories[device.name].bound <= device.memory_limit_kib
+    }
+    return describe_infeasible(problem, memories, times)
 
 
-def _explain_device(problem: Problem, device: ProblemDevice, solver: LinearSolver, deadline: float) -> Verdict | None:
-    name, limit_ns, limit_kib = device.name, problem.latency_limit_ns, device.memory_limit_kib
-    memory = least_memory(problem, device, solver, deadline)
-    if memory.bound > limit_kib:
-        reason = (
-            f"the memory limit of device {name!r}, {limit_kib} KiB, cannot be met by any plan; "
-            f"the least value that could be met is {_least_text(memory, 'KiB')}"
+def describe_infeasible(problem: Problem, memories: Mapping[str, Least], times: Mapping[str, Least]) -> Verdict | None:
+    """Put least values into words.
+
+    Args:
+        problem: The problem.
+        memories: Least memory in KiB, by device.
+        times: Least iteration time in ns within memory, of the devices where memory alone can be kept.
+
+    Returns:
+        The verdict, or None if these values leave room for a plan.
+    """
+    limit_ns, floor_ns = problem.latency_limit_ns, peers_ns(problem)
+    reasons = [
+        f"the memory limit of device {device.name!r}, {device.memory_limit_kib} KiB, cannot be met by any plan; "
+        f"the least value that could be met is {_least_text([memories[device.name]], 'KiB')}"
+        for device in problem.devices
+        if device.name in memories and memories[device.name].bound > device.memory_limit_kib
+    ]
+    blamed = [
+        f"on device {device.name!r} within its memory limit of {device.memory_limit_kib} KiB"
+        for device in problem.devices
+        if device.name in times and times[device.name].bound > max(limit_ns, floor_ns)
+    ]
+    if floor_ns > limit_ns:
+        blamed.append("by the devices of fixed precision, the all-reduces and the optimizer alone")
+    if blamed:
+        peers = Least(value=floor_ns, bound=floor_ns, choices=None, proved=True)
+        reasons.append(
+            f"the latency limit of {limit_ns} ns cannot be met {' nor '.join(blamed)}; "
+            f"the least value that could be met is {_least_text([peers, *times.values()], 'ns')}"
         )
-        return Verdict(proved=True, reason=reason)
-    fastest = least_time(problem, device, solver, deadline)
-    if fastest.value is not None and fastest.value <= limit_ns:
-        return None
-    if fastest.bound <= limit_ns:
-        reason = f"no plan within the limits of device {name!r} was found in the time allowed, which proves nothing"
+    if reasons:
+        return Verdict(proved=True, reason="; ".join(reasons))
+    open_devices = [name for name, least in times.items() if least.value is None or least.value > limit_ns]
+    if open_devices:
+        names = ", ".join(repr(name) for name in open_devices)
+        reason = f"no plan within the limits of device {names} was found in the time allowed, which proves nothing"
         return Verdict(proved=False, reason=reason)
-    reason = (
-        f"the latency limit of {limit_ns} ns cannot be met on device {name!r} within its memory limit of {limit_kib} "
-        f"KiB; the least value that could be met is {_least_text(fastest, 'ns')}"
-    )
-    alone = least_memory(problem, device, solver, deadline, within_time=True)
-    if alone.value is not None:
-        reason += f" (or keep it, and allow {_least_text(alone, 'KiB')} of memory)"
-    return Verdict(proved=True, reason=reason)
+    return None
 
 
-def _least_text(least: Least, unit: str) -> str:
-    if least.proved and least.value is not None:
-        return f"{least.value} {unit}"
-    best = f", the best found is {least.value} {unit}" if least.value is not None else ""
-    return f"at least {least.bound} {unit} (not settled in the time allowed{best})"
+def _least_text(parts: list[Least], unit: str) -> str:
+    """The largest of several least values: all must be met."""
+    if all(least.proved and least.value is not None for least in parts):
+        return f"{max(least.value or 0 for least in parts)} {unit}"
+    return f"at least {max(least.bound for least in parts)} {unit} (not settled in the time allowed)"

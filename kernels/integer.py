@@ -110,6 +110,11 @@ def int8_bmm(a_BNK: Tensor, b_BKM: Tensor, backend: str = "auto") -> Tensor:
     if a_BNK.device.type == "cuda" and terms <= _FP32_EXACT_TERMS and backend == "auto":
         product = torch.bmm(a_BNK.to(torch.float16), b_BKM.to(torch.float16), out_dtype=torch.float32)
         return product.to(torch.int32)
+    if a_BNK.device.type == "cpu" and has_native_product(a_BNK.device):
+        sums = torch.empty((batch, rows, columns), dtype=torch.int32)
+        for a_NK, b_KM, out_NM in zip(a_BNK, b_BKM, sums, strict=True):
+            torch._int_mm(a_NK, b_KM, out=out_NM)
+        return sums
     return torch.stack([int8_mm(a_NK, b_KM, backend) for a_NK, b_KM in zip(a_BNK, b_BKM, strict=True)])
 
 

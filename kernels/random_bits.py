@@ -1,9 +1,10 @@
 """Random bits by counter: the same bits for the same key on every device and with any number of threads.
 
-Word ``i`` of a stream is ``mix(key + i * GOLDEN)``, where ``mix`` is the finaliser of SplitMix64, a bijection of 64-bit
-integers. There is no state, so a word depends on its index and on the key alone: not on how a loop was split over
-threads, nor on how many draws came before, nor on the device. A key is itself the mix of seed, offset and stream
-number, so that streams of different operators and steps start at unrelated points of the 2**64 cycle.
+Word ``i`` of a stream is ``mix(key + i * GOLDEN)``, where ``mix`` is the finaliser of SplitMix64, except that its first
+two shifts copy the sign, as torch shifts signed integers (a word then has two counters, 2**63 apart on average). There
+is no state, so a word depends on its index and on the key alone: not on how a loop was split over threads, nor on how
+many draws came before, nor on the device. A key is itself the mix of seed, offset and stream number, so that streams of
+different operators and steps start at unrelated points of the 2**64 cycle.
 
 ``torch.Generator`` was not used: its bits differ between CPU and CUDA, on CUDA also with the launch grid, and its
 state would have to be saved for a recomputation of the forward pass to round the same way.
@@ -22,6 +23,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
+_LOW_33_BITS = (1 << 33) - 1
 # The lowest bit of each of the four 16-bit lanes of a word.
 _ODD_LANES = 0x0001_0001_0001_0001
 
@@ -36,11 +38,6 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * _MULTIPLIER_1) & _MASK
     value = ((value ^ (value >> 27)) * _MULTIPLIER_2) & _MASK
     return value ^ (value >> 31)
-
-
-def _fold(words: Tensor, bits: int) -> Tensor:
-    """``words ^ (words >> bits)`` in place; torch shifts signed integers arithmetically, so the sign is masked off."""
-    return words.bitwise_xor_((words >> bits).bitwise_and_((1 << (64 - bits)) - 1))
 
 
 def stream_key(seed: int, offset: int, stream: int) -> int:
@@ -64,9 +61,10 @@ def random_words(key: int, start: int, count: int, device: torch.device) -> Tens
         words = _cached_steps()[:count] + first
     else:
         words = torch.arange(count, dtype=torch.int64, device=device).mul_(_signed(_GOLDEN)).add_(first)
-    _fold(words, 30).mul_(_signed(_MULTIPLIER_1))
-    _fold(words, 27).mul_(_signed(_MULTIPLIER_2))
-    return _fold(words, 31)
+    words.bitwise_xor_(words >> 30).mul_(_signed(_MULTIPLIER_1))
+    words.bitwise_xor_(words >> 27).mul_(_signed(_MULTIPLIER_2))
+    # Here the copied sign must be masked off, or it would cancel the sign of every word.
+    return words.bitwise_xor_((words >> 31).bitwise_and_(_LOW_33_BITS))
 
 
 def centred_noise(key: int, start: int, count: int, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from qsync_opt import planner
 from qsync_opt.buckets import BucketOptions, gradient_buckets, merge_by_operator, operator_buckets
 from qsync_opt.cluster import Cluster, DeviceRole, DeviceType
 from qsync_opt.device_profile import DeviceProfile, load_profile
@@ -22,8 +23,12 @@ from qsync_opt.propagation import propagate
 
 Sensitivities = Mapping[str, Mapping[str, float]]
 """Operator to precision to sensitivity of one worker."""
-Fastest = Callable[[Problem], Plan]
-"""Finds the fastest plan that fits into memory, whatever the latency limit."""
+Fastest = Callable[[Problem], Plan | None]
+"""Finds the fastest plan that fits into memory, whatever the latency limit; None if no plan fits."""
+SEARCH_SECONDS = 60.0
+"""How long the planner may look for the fastest plan when nothing else was said."""
+
+_UNLIMITED_KIB = 2**50
 
 
 def build_problem(
@@ -237,14 +242,24 @@ def _without_peers(problem: Problem, cluster: Cluster) -> Problem:
 
 
 def _latency_limit_ns(problem: Problem, slack: float, fastest: Fastest | None) -> int:
-    """Iteration time of the fastest plan that fits into memory, times 1 + slack."""
-    if fastest is None:
-        from qsync_opt import planner
+    """Iteration time of the fastest plan that fits into memory, times 1 + slack.
 
-        fastest = planner.fastest
+    Where nothing fits, memory is set aside: solving will then say which memory limit is too low, not the latency.
+    """
+    search = fastest or _planner_fastest
     unlimited = replace(problem, latency_limit_ns=_slowest_ns(problem))
-    plan = fastest(unlimited)
+    plan = search(unlimited)
+    if plan is None:
+        roomy = tuple(replace(device, memory_limit_kib=_UNLIMITED_KIB) for device in problem.devices)
+        plan = search(replace(unlimited, devices=roomy))
+    if plan is None:
+        raise ProblemError(f"no fastest plan was found for {problem.name!r}; give latency_limit_ns")
     return math.floor(evaluate(unlimited, plan).iteration_ns * (1.0 + slack))
+
+
+def _planner_fastest(problem: Problem) -> Plan | None:
+    found = planner.fastest(problem, time_limit_s=SEARCH_SECONDS)
+    return None if found is None else found.plan
 
 
 def _slowest_ns(problem: Problem) -> int:

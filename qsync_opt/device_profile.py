@@ -92,11 +92,13 @@ class OptimizerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationCheck:
-    """One uniform plan: measured whole, and predicted from the parts *without* the fitted overhead."""
+    """One uniform plan: measured whole, added up from operators and casts, and predicted with the fitted overhead."""
 
     precision: str
     forward_ns: int
     backward_ns: int
+    summed_forward_ns: int
+    summed_backward_ns: int
     predicted_forward_ns: int
     predicted_backward_ns: int
 
@@ -130,11 +132,11 @@ class IterationOverhead:
         check_integer(self.forward_ns_per_operator, "overhead: forward_ns_per_operator")
         check_integer(self.backward_ns_per_operator, "overhead: backward_ns_per_operator")
 
-    def residual(self, num_operators: int) -> float:
-        """Largest relative error of a whole iteration's forward plus backward, the overhead included."""
-        fitted_ns = num_operators * (self.forward_ns_per_operator + self.backward_ns_per_operator)
+    @property
+    def residual(self) -> float:
+        """Largest relative error of a whole iteration's forward plus backward pass, the overhead included."""
         errors = (
-            abs(i.predicted_forward_ns + i.predicted_backward_ns + fitted_ns - i.forward_ns - i.backward_ns)
+            abs(i.predicted_forward_ns + i.predicted_backward_ns - i.forward_ns - i.backward_ns)
             / max(1, i.forward_ns + i.backward_ns)
             for i in self.iterations
         )

@@ -250,6 +250,9 @@ def _kind_and_module(nodes: Sequence[OnnxNode]) -> tuple[str, str]:
         return first.kind, ""
     parts = target[1].split(".")
     kind = parts[1] if parts[0] == "aten" else parts[-1] if parts[0] == "operator" else ".".join(parts[:-1])
+    if ROLE_TABLE.get(kind) is not Role.ADJUSTABLE:
+        # An optimizer may have fused a product into a call of another kind, as a convolution into its normalization.
+        kind = next((node.kind for node in nodes if ROLE_TABLE.get(node.kind) is Role.ADJUSTABLE), kind)
     try:
         scopes = ast.literal_eval(first.metadata.get(_SCOPES_KEY, "[]"))
     except (SyntaxError, ValueError):

@@ -7,15 +7,18 @@ per node).
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 from google.protobuf.message import DecodeError, EncodeError
 from onnx import inliner, shape_inference
+from onnx.reference import ReferenceEvaluator
 
 from qsync_opt.errors import ModelError
 from qsync_opt.graph import DTYPE_BYTES, OpGraph, TensorSpec
@@ -24,7 +27,13 @@ from qsync_opt.onnx_model import AttributeValue, OnnxModel, OnnxNode
 from qsync_opt.roles import RoleTable
 
 # Larger constants than this are weights: shape inference needs their sizes, not their values.
-_SMALL_BYTES = 4096
+_SMALL_ELEMENTS = 1024
+# Kinds that exporters compute shapes with.
+_SHAPE_TEXT = """
+    Constant ConstantOfShape Identity Cast CastLike Gather Concat Slice Squeeze Unsqueeze Reshape
+    Expand Where Equal Greater Less Not Add Sub Mul Div Mod Neg Abs Floor Ceil Min Max ReduceProd ReduceSum
+"""
+_SHAPE_KINDS = frozenset(_SHAPE_TEXT.split())
 _OWN_DOMAINS = ("", "ai.onnx")
 _STATE_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
@@ -89,21 +98,90 @@ def _load(path: Path) -> onnx.ModelProto:
 def _drop_weights(proto: onnx.ModelProto) -> None:
     """Empty the large initializers: their shape and type stay, and the model becomes small enough to be analysed."""
     for tensor in proto.graph.initializer:
-        if tensor.ByteSize() > _SMALL_BYTES:
+        if math.prod(tensor.dims) > _SMALL_ELEMENTS:
             for key, _ in tensor.ListFields():
                 if key.name.endswith("_data"):
                     tensor.ClearField(key.name)
 
 
 def _with_shapes(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
-    """Infer the shapes that the model does not state."""
-    stated = {info.name for info in (*proto.graph.value_info, *proto.graph.output)}
+    """Return the model with the shapes that it does not state inferred, where they can be."""
+    stated = _shapes(proto)
     if all(value in stated for node in proto.graph.node for value in node.output if value):
         return proto
+    scratch = onnx.ModelProto()
+    scratch.CopyFrom(proto)
     try:
-        return shape_inference.infer_shapes(proto, data_prop=True)
-    except (shape_inference.InferenceError, EncodeError, ValueError, RuntimeError) as error:
+        while True:
+            inferred = shape_inference.infer_shapes(scratch, data_prop=True)
+            # ONNX itself follows values through few operations; those that shapes are computed with are run here.
+            if not _fold_constants(scratch, _shapes(inferred)):
+                break
+        known = _shapes(inferred)
+        if any(value not in known for node in proto.graph.node for value in node.output if value):
+            # Only strict inference tells why; it takes no values along, because there it refuses sound models.
+            shape_inference.infer_shapes(scratch, strict_mode=True)
+    except (shape_inference.InferenceError, EncodeError, ValueError, RuntimeError, TypeError, IndexError) as error:
         raise ModelError(f"shape inference fails on {where}: {_first_line(error)}") from error
+    for field in ("value_info", "output"):
+        proto.graph.ClearField(field)
+        getattr(proto.graph, field).extend(getattr(inferred.graph, field))
+    return proto
+
+
+def _shapes(proto: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that a model states and that are fixed, by value."""
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in proto.graph.initializer}
+    for info in (*proto.graph.input, *proto.graph.value_info, *proto.graph.output):
+        tensor = info.type.tensor_type
+        if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim):
+            shapes[info.name] = tuple(dim.dim_value for dim in tensor.shape.dim)
+    return shapes
+
+
+def _fold_constants(proto: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Replace small computations on constants and on known shapes by their results; False if there were none."""
+    versions = {entry.domain: entry.version for entry in proto.opset_import}
+    values = {
+        tensor.name: onnx.numpy_helper.to_array(tensor)
+        for tensor in proto.graph.initializer
+        if _is_small(tensor.dims) and tensor.data_location != onnx.TensorProto.EXTERNAL
+    }
+    folded = False
+    for node in proto.graph.node:
+        results = _evaluate(node, values, shapes, versions)
+        if not results or not all(_is_small(result.shape) for result in results):
+            continue
+        values.update(zip(node.output, results, strict=True))
+        if node.op_type != "Constant":
+            constant = onnx.helper.make_node("Constant", [], [node.output[0]], name=node.name)
+            constant.attribute.append(onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(results[0])))
+            node.CopyFrom(constant)
+            folded = True
+    return folded
+
+
+def _is_small(sizes: Sequence[int]) -> bool:
+    """True for scalars and short lists, which is what shapes are computed with."""
+    return len(sizes) <= 1 and math.prod(sizes) <= _SMALL_ELEMENTS
+
+
+def _evaluate(
+    node: onnx.NodeProto, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], versions: Mapping[str, int]
+) -> list[Any]:
+    """Return the result of a node that has one, small and independent of the model's inputs; else nothing."""
+    if node.op_type == "Shape" and node.input[0] in shapes:
+        bounds = {attribute.name: attribute.i for attribute in node.attribute}
+        sizes = shapes[node.input[0]]
+        return [np.array(sizes[bounds.get("start", 0) : bounds.get("end", len(sizes))], dtype=np.int64)]
+    inputs = {value: values.get(value) for value in node.input if value}
+    if node.op_type not in _SHAPE_KINDS or node.domain not in _OWN_DOMAINS or any(v is None for v in inputs.values()):
+        return []
+    if node.op_type in ("ConstantOfShape", "Expand") and np.prod(values[node.input[-1]]) > _SMALL_ELEMENTS:
+        return []
+    if not all(_is_small(attribute.t.dims) for attribute in node.attribute if attribute.HasField("t")):
+        return []
+    return list(ReferenceEvaluator(node, opsets=dict(versions)).run(None, inputs))
 
 
 def _first_line(error: BaseException) -> str:

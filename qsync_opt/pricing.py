@@ -21,6 +21,8 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.graph import Operator, OpGraph, Role
 from qsync_opt.precision import number_format
 
+GETITEM = "getitem"
+"""Kind of the operators that take one result of an operator with several."""
 Times = dict[str, dict[str, tuple[int, int]]]
 """Operator to precision to (forward, backward) nanoseconds."""
 
@@ -143,7 +145,10 @@ def price_operators(graph: OpGraph, profile: DeviceProfile, tables: Mapping[str,
 
 def _gradient_sums_ns(graph: OpGraph, profile: DeviceProfile, operator: Operator, precision: str) -> int:
     """Time to add up the gradients that several users of a result deliver; the first one needs no addition."""
-    users = [name for name in graph.consumers(operator.name) if graph[name].is_floating]
+    # A getitem reads one of several results, whose gradients are put side by side and not added.
+    users = [
+        u for u in map(graph.__getitem__, graph.consumers(operator.name)) if u.is_floating and u.op_type != GETITEM
+    ]
     if len(users) < 2 or not operator.is_floating:
         return 0
     wanted = profile.formats[precision].gradient_input

@@ -89,6 +89,7 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
                 packages=("pulp",),
                 install=_SOLVERS,
             ),
+            _ortools("highs", "OrtoolsSolver", _LINEAR | {Feature.CONTINUOUS}),
             _ortools("scip", "scip_solver", _LINEAR | {Feature.CONTINUOUS}),
             _ortools("cp-sat", "cp_sat_solver", _LINEAR),
         ),
@@ -107,6 +108,11 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
                 name="exact",
                 target="qsync_opt.formulations.exact:ExactFormulation",
                 features=frozenset({Feature.PROOF, Feature.SOLVER, Feature.GAP, Feature.TIME_LIMIT}),
+            ),
+            Entry(
+                name="textbook",
+                target="qsync_opt.formulations.textbook:TextbookFormulation",
+                features=frozenset({Feature.SOLVER, Feature.GAP, Feature.TIME_LIMIT}),
             ),
             Entry(
                 name="exhaustive",

@@ -28,12 +28,13 @@ ADJUSTABLE = """
 FIXED = """
     input
     layer_norm rms_norm group_norm instance_norm batch_norm local_response_norm normalize cosine_similarity
+    native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional
     softmax log_softmax softmin gumbel_softmax multi_margin_loss
     cross_entropy_loss nll_loss nll_loss_nd nll_loss2d mse_loss l1_loss smooth_l1_loss huber_loss kl_div
     binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss ctc_loss
     cosine_embedding_loss hinge_embedding_loss margin_ranking_loss triplet_margin_loss soft_margin_loss
     multilabel_margin_loss multilabel_soft_margin_loss
-    exp exp2 expm1 log log2 log10 log1p logsumexp logcumsumexp pow square reciprocal rsqrt
+    exp exp2 expm1 log log2 log10 log1p logsumexp logcumsumexp logaddexp logaddexp2 pow square reciprocal rsqrt
     acos asin cosh sinh tan acosh asinh atanh erfc erfinv lgamma digamma softplus logit xlogy
     sum nansum cumsum prod cumprod norm linalg_norm linalg_vector_norm linalg_matrix_norm frobenius_norm
     var std var_mean std_mean dist cdist pdist renorm trace histc

@@ -32,6 +32,8 @@ _PRINTED = 1e-3
 """CBC prints three decimals, so a printed bound may be rounded up by this much."""
 _FINAL_BOUND = re.compile(r"^Lower bound:\s+(\S+)$", re.MULTILINE)
 _PASSING_BOUND = re.compile(r"best possible (-?[0-9.eE+-]+)")
+_PREPROCESSED = "Pre-processing says infeasible or unbounded"
+"""In this case CBC's solution file, and so PuLP's status, says nothing."""
 
 
 class PulpSolver:
@@ -77,6 +79,8 @@ class PulpSolver:
                 raise SolverError(f"{self.name} failed on {model.name!r}: {failure}") from failure
             text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         status = STATUSES.get(pulp.LpSolution[native.sol_status], LinearStatus.ERROR)
+        if status is LinearStatus.LIMIT and _PREPROCESSED in text:
+            status = LinearStatus.INFEASIBLE_OR_UNBOUNDED
         values = None
         if native.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             values = tuple(float(variable.value() or 0.0) for variable in variables)

@@ -80,6 +80,7 @@ class _Forward:
     def __init__(self, interception: Interception, path: str, module: nn.Module) -> None:
         self.interception = interception
         self.path = path
+        self.module = module
         self.inner: Callable[..., Any] = module.forward
         # What the instance itself had before; None when forward comes from the class.
         self.shadowed = module.__dict__.get("forward")
@@ -188,7 +189,7 @@ class Interception:
     def outermost(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module of a pass."""
         self.recomputing = torch._C._current_graph_task_id() != -1
-        self.training = bool(forward.inner.__self__.training) if hasattr(forward.inner, "__self__") else True
+        self.training = forward.module.training
         if self.recomputing:
             self._recall(forward.path)
         else:

@@ -24,7 +24,7 @@ from qsync_opt.plan import Plan
 from qsync_opt.planner import solve
 from qsync_opt.problem import Problem
 from qsync_opt.replay import replay, write_trace
-from qsync_opt.runtimes.torch.capture import CapturedModel, capture
+from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.ddp import free_port
 from qsync_opt.runtimes.torch.demo.launch import Event, run_workers
 from qsync_opt.runtimes.torch.demo.report import (
@@ -73,12 +73,12 @@ def run_demo(folder: Path, options: DemoOptions, console: Console) -> DemoResult
     folder.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     with _step(console, "1/6 Capture: PyTorch in training mode -> ONNX -> operator graph"):
-        captured, graph = _capture(options)
+        graph = _capture(options)
         roles = ", ".join(f"{len(graph.by_role(role))} {role}" for role in Role)
         console.print(f"  {len(graph)} operators ({roles}), {len(graph.parameters)} parameters")
     profiles = _profile(folder, options, console)
     with _step(console, "3/6 Statistics and indicator: real batches, forward and backward"):
-        table = _sensitivities(captured, graph, profiles.devices[INFERENCE], options, console)
+        table = _sensitivities(graph, profiles.devices[INFERENCE], options, console)
     with _step(console, "4/6 Problem and plan"):
         problem, whole = _problems(graph, profiles, table, options)
         problem.save(folder / "problem.json")
@@ -112,11 +112,10 @@ def _step(console: Console, title: str) -> Iterator[None]:
     console.print(f"  [dim]{time.perf_counter() - started:.1f} s[/dim]")
 
 
-def _capture(options: DemoOptions) -> tuple[CapturedModel, OpGraph]:
+def _capture(options: DemoOptions) -> OpGraph:
     text, _ = standard_library_text()
     batch = Batches(text, batch=options.batch, context=options.model.context, seed=options.seed).next()
-    captured = capture(make_model(options), batch, name="demo-gpt")
-    return captured, captured.graph
+    return capture(make_model(options), batch, name="demo-gpt")
 
 
 def _progress(console: Console) -> Progress:
@@ -160,7 +159,7 @@ def _profile(folder: Path, options: DemoOptions, console: Console) -> Profiles:
             source=f"measured between the workers, relative residual {results[0]['network_residual']:.2f}",
         )
         for name, device in devices.items():
-            console.print(f"  {name}: {device.describe()}")
+            console.print(f"  {name}: {_described(device)}")
         console.print(
             f"  network: {network.latency_s * 2e6:.0f} us + {network.bandwidth_bytes_per_s / 1e9:.2f} GB/s "
             f"({network.source})"
@@ -168,8 +167,16 @@ def _profile(folder: Path, options: DemoOptions, console: Console) -> Profiles:
     return Profiles(devices=devices, network=network)
 
 
+def _described(profile: DeviceProfile) -> str:
+    measured = sum(len(costs) for costs in profile.measurements.values())
+    return (
+        f"{profile.device.name}, {profile.device.threads} thread(s), {', '.join(profile.formats)}; {measured} "
+        f"measurements; whole iterations are met within {100 * profile.overhead.residual:.1f} %"
+    )
+
+
 def _sensitivities(
-    captured: CapturedModel, graph: OpGraph, profile: DeviceProfile, options: DemoOptions, console: Console
+    graph: OpGraph, profile: DeviceProfile, options: DemoOptions, console: Console
 ) -> Mapping[str, Mapping[str, float]]:
     text, _ = standard_library_text()
     batches = Batches(text, batch=options.batch, context=options.model.context, seed=options.seed + 7)

@@ -16,14 +16,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.plan import load_plan
-from qsync_opt.runtimes.torch.allocations import allocation_of
 from qsync_opt.runtimes.torch.apply import apply
-from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.capture import capture_model
 from qsync_opt.runtimes.torch.ddp import measure_all_reduce, process_group
 from qsync_opt.runtimes.torch.demo.launch import emit
 from qsync_opt.runtimes.torch.demo.model import Gpt
 from qsync_opt.runtimes.torch.demo.settings import INFERENCE, WORKERS, DemoOptions, WorkerSpec, load_spec
 from qsync_opt.runtimes.torch.demo.text import Batches, standard_library_text
+from qsync_opt.runtimes.torch.measure import TrainingExample, measure_iteration
 from qsync_opt.runtimes.torch.profiler import profile
 
 ALONE_STEPS = 12
@@ -48,7 +48,7 @@ def _profile(spec: WorkerSpec, rank: int) -> dict[str, Any]:
     model = make_model(options)
     text, _ = standard_library_text()
     batch = Batches(text, batch=options.batch, context=options.model.context, seed=options.seed).next()
-    captured = capture(model, batch, name="demo-gpt")
+    captured = capture_model(model, batch, name="demo-gpt")
     network = measure_all_reduce()
     dist.barrier()
     profiled = profile(
@@ -56,6 +56,8 @@ def _profile(spec: WorkerSpec, rank: int) -> dict[str, Any]:
         "cpu",
         precisions=None if WORKERS[rank] == INFERENCE else ("FP32",),
         optimizer=make_optimizer(model, options),
+        example=TrainingExample(model=model, args=batch),
+        cache_dir=spec.folder / "cache",
         progress=lambda done, total, label: emit("progress", done=done, total=total, label=label),
     )
     path = spec.folder / f"profile-{WORKERS[rank]}.json"
@@ -125,20 +127,14 @@ def _train(spec: WorkerSpec, rank: int) -> dict[str, Any]:
         seconds.append(time.perf_counter() - start)
         if rank == 0:
             emit("progress", done=step + 1, total=options.steps, label=f"{spec.label}, loss {losses[-1]:.3f}")
-    _, memory = allocation_of(lambda: _iterate(model, optimizer, batches.next()), torch.device("cpu"))
-    kept = sum(p.numel() * p.element_size() for p in bare.parameters())
-    state = sum(
-        value.numel() * value.element_size()
-        for entry in optimizer.state.values()
-        for value in entry.values()
-        if isinstance(value, torch.Tensor)
-    )
+    example = TrainingExample(model=model, args=batches.next())
+    memory = measure_iteration(example, optimizer, repeats=1, warm_up=0)
     result = {
         "alone_s": alone_s,
         "pair_s": statistics.median(seconds[WARM_UP_STEPS:]),
         "losses": losses,
-        # The optimizer's state and the weights lie in memory before the measured iteration starts.
-        "peak_bytes": memory.peak_bytes + kept + state,
+        "peak_bytes": memory.peak_memory_bytes,
+        "memory_source": memory.memory_source,
     }
     if rank == 0:
         result["held_out_loss"] = _held_out_loss(spec, bare, held_out)

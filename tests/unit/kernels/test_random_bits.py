@@ -8,8 +8,12 @@ CPU = torch.device("cpu")
 
 def _mix(value):
     mask = (1 << 64) - 1
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+
+    def shifted(number, bits):  # copies the sign, as torch does
+        return ((number - (1 << 64) if number >> 63 else number) >> bits) & mask
+
+    value = ((value ^ shifted(value, 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ shifted(value, 27)) * 0x94D049BB133111EB) & mask
     value ^= value >> 31
     return value - (1 << 64) if value >> 63 else value
 
@@ -44,5 +48,5 @@ def test_noise_is_odd_symmetric_and_even():
 def test_streams_differ_by_seed_offset_and_number():
     keys = {stream_key(s, o, n) for s in range(4) for o in range(4) for n in range(4)}
     assert len(keys) == 64
-    words = torch.stack([random_words(key, 0, 64, CPU) for key in keys])
+    words = torch.stack([random_words(key, 0, 4096, CPU) for key in keys])
     assert words.unique().numel() == words.numel()
