@@ -7,12 +7,13 @@ feasible plan, 2 unusable arguments or file (one line says which), 3 no feasible
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import qsync_opt
@@ -64,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         format="%(levelname)s %(name)s: %(message)s",
     )
     try:
-        status: int = options.run(options)
-        sys.stdout.flush()
+        with results_on_stdout():
+            status: int = options.run(options)
     except QSyncError as failure:
         # A foreign text may hold line breaks; the promise is one line.
         print(f"qsync-opt {options.command}: {' '.join(str(failure).split())}", file=sys.stderr)
@@ -74,10 +75,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"qsync-opt {options.command}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone. What is still buffered must go somewhere, or closing the stream would raise again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
+        return EXIT_OK  # the reader has gone; there is nobody left to tell
     return status
+
+
+@contextlib.contextmanager
+def results_on_stdout() -> Iterator[None]:
+    """Keep standard output for what Python prints; what native libraries write there goes to standard error.
+
+    Solvers print notes of their own at times, and one line too many spoils a JSON output.
+    """
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):  # a stream without a descriptor: natives cannot reach it anyway
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(descriptor)
+    os.dup2(sys.stderr.fileno(), descriptor)
+    try:
+        with (
+            open(kept, "w", encoding=sys.stdout.encoding, closefd=False) as stream,
+            contextlib.redirect_stdout(stream),
+        ):
+            yield
+    finally:
+        os.dup2(kept, descriptor)
+        os.close(kept)
 
 
 def print_json(data: object) -> None:

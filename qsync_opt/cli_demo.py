@@ -10,6 +10,8 @@ from typing import Any
 
 from qsync_opt.errors import NotInstalledError
 
+WIDTH = 120
+"""Columns where the output is not a terminal, so that tables stay whole in a log."""
 NEEDED = ("torch", "onnxscript", "ortools")
 
 
@@ -37,6 +39,8 @@ def run_demo(arguments: argparse.Namespace) -> int:
     run = import_module("qsync_opt.runtimes.torch.demo.run")
     settings = import_module("qsync_opt.runtimes.torch.demo.settings")
     console = import_module("rich.console").Console()
+    if not console.is_terminal:
+        console.width = WIDTH
     options = settings.DemoOptions(steps=arguments.steps, seed=arguments.seed)
     run.run_demo(arguments.output, options, console)
     return 0

@@ -367,10 +367,10 @@ def random_plan(source: random.Random, problem: Problem) -> Plan:
 def _with_random_limits(source: random.Random, problem: Problem) -> Problem:
     found = evaluate(problem, random_plan(source, problem))
     devices = tuple(
-        replace(device, memory_limit_kib=int(found.memory_kib[device.name] * source.uniform(0.8, 1.3)))
+        replace(device, memory_limit_kib=int(found.memory_kib[device.name] * source.uniform(0.9, 1.4)))
         for device in problem.devices
     )
-    latency_limit_ns = int(found.iteration_ns * source.uniform(0.8, 1.3))
+    latency_limit_ns = int(found.iteration_ns * source.uniform(0.9, 1.4))
     return replace(problem, devices=devices, latency_limit_ns=latency_limit_ns)
 
 

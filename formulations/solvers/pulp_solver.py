@@ -6,6 +6,7 @@ import importlib.metadata
 import math
 import re
 import tempfile
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,13 @@ _PRINTED = 1e-3
 """CBC prints three decimals, so a printed bound may be rounded up by this much."""
 _FINAL_BOUND = re.compile(r"^Lower bound:\s+(\S+)$", re.MULTILINE)
 _PASSING_BOUND = re.compile(r"best possible (-?[0-9.eE+-]+)")
-_PREPROCESSED = "Pre-processing says infeasible or unbounded"
-"""In this case CBC's solution file, and so PuLP's status, says nothing."""
+# Verdicts that CBC logs while its solution file, and so PuLP, only says that it stopped.
+_LOGGED: dict[str, LinearStatus] = {
+    "Pre-processing says infeasible or unbounded": LinearStatus.INFEASIBLE_OR_UNBOUNDED,
+    "Result - Problem proven infeasible": LinearStatus.INFEASIBLE,
+    "Result - Linear relaxation infeasible": LinearStatus.INFEASIBLE,
+    "Result - Linear relaxation unbounded": LinearStatus.UNBOUNDED,
+}
 
 
 class PulpSolver:
@@ -54,6 +60,7 @@ class PulpSolver:
         """Minimise ``model``; see `LinearSolver.solve`."""
         import pulp
 
+        started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="qsync-cbc-") as folder, warnings.catch_warnings():
             # PuLP 3.3 warns of names that change in version 4, which this package's requirement excludes.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -64,7 +71,6 @@ class PulpSolver:
                 timeLimit=options.time_limit_s,
                 gapRel=options.relative_gap,
                 gapAbs=_ABSOLUTE_GAP,
-                threads=1,
                 logPath=str(log),
                 options=[
                     f"primalTolerance {_TOLERANCE}",
@@ -79,8 +85,10 @@ class PulpSolver:
                 raise SolverError(f"{self.name} failed on {model.name!r}: {failure}") from failure
             text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         status = STATUSES.get(pulp.LpSolution[native.sol_status], LinearStatus.ERROR)
-        if status is LinearStatus.LIMIT and _PREPROCESSED in text:
-            status = LinearStatus.INFEASIBLE_OR_UNBOUNDED
+        # Near the time limit CBC also calls a relaxation infeasible that it had no time to solve.
+        in_time = options.time_limit_s is None or time.monotonic() - started < options.time_limit_s / 2
+        if status is LinearStatus.LIMIT and in_time:
+            status = next((found for words, found in _LOGGED.items() if words in text), status)
         values = None
         if native.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             values = tuple(float(variable.value() or 0.0) for variable in variables)

@@ -21,6 +21,7 @@ from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_CAP_BYTES = 25 << 20
+_MEASURING_ROUNDS = 4
 
 
 def bucket_assignment(
@@ -30,13 +31,13 @@ def bucket_assignment(
 
     Gradients become ready in about the reverse of the registration order, so buckets are filled from the last
     parameter to the first: bucket 0 closes when it holds at least ``first_bucket_bytes``, every later one when it
-    holds at least ``cap_bytes``. Parameters of different element types or devices fill separate buckets. (The buckets
-    are those of the layout after the first backward pass, when its ready order is the reverse registration order;
-    before it, DDP uses the same sizes from the other end.)
+    holds at least ``cap_bytes``. Parameters of different element types or devices fill separate buckets. This is the
+    layout that DDP settles on after its first backward pass, if gradients became ready in reverse registration order;
+    for the first pass it fills buckets from the other end.
 
     Args:
         parameters: In registration order, without duplicates; those that need no gradient are in no bucket.
-        first_bucket_bytes: Size at which bucket 0 closes.
+        first_bucket_bytes: Size at which bucket 0 closes; ``cap_bytes`` where DDP was given a ``bucket_cap_mb``.
         cap_bytes: Size at which later buckets close (``bucket_cap_mb`` of DDP times 2**20).
 
     Returns:
@@ -174,20 +175,27 @@ def measure_all_reduce(
 ) -> AllReduceModel:
     """Time FP32 all-reduces of some sizes in the default process group and fit the model; every worker must call it.
 
-    A repetition counts with the slowest worker's time, a size with the median of its repetitions.
+    A repetition counts with the slowest worker's time, a size with the median of its repetitions. On a busy host the
+    times may not grow with size; then repetitions are added, up to four times as many.
 
     Raises:
         NotReadyError: There is no process group, or it has one worker.
+        ProblemError: The times do not grow with size even so.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         raise NotReadyError("no process group of at least two workers: measure inside process_group(...)")
-    device = torch.device(device)
-    measured = []
-    for size in sizes_bytes:
-        payload = torch.zeros(max(size // 4, 1), device=device)
+    payloads = [torch.zeros(max(size // 4, 1), device=torch.device(device)) for size in sizes_bytes]
+    for payload in payloads:
         dist.all_reduce(payload)
-        measured.append(statistics.median(_timed_all_reduce(payload) for _ in range(repetitions)))
-    return fit_all_reduce(sizes_bytes, measured, dist.get_world_size())
+    times: list[list[float]] = [[] for _ in payloads]
+    # Every worker holds the same times, so that all of them stop in the same round.
+    for rounds_left in range(_MEASURING_ROUNDS - 1, -1, -1):
+        for payload, repeated in zip(payloads, times, strict=True):
+            repeated.extend(_timed_all_reduce(payload) for _ in range(repetitions))
+        medians = [statistics.median(repeated) for repeated in times]
+        if medians[-1] > medians[0] or not rounds_left:
+            break
+    return fit_all_reduce(sizes_bytes, medians, dist.get_world_size())
 
 
 def _timed_all_reduce(payload: Tensor) -> float:

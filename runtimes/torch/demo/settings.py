@@ -29,7 +29,7 @@ class DemoOptions:
     batch: int = 8
     learning_rate: float = 1e-3
     seed: int = 0
-    memory_share: float = 0.35
+    memory_share: float = 0.2
     model: GptConfig = field(default_factory=GptConfig)
 
 

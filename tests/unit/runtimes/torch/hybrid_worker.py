@@ -56,7 +56,7 @@ def train(rank, world_size, port):
         built = [int(size) for size in parallel._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")]
         if rank == 1:
             undo(parallel)
-        measured = measure_all_reduce((1 << 12, 1 << 20), repetitions=3)
+        measured = measure_all_reduce((1 << 12, 1 << 23), repetitions=3)
     sizes = {}
     for parameter, bucket in zip(model.parameters(), bucket_assignment(list(model.parameters())), strict=True):
         sizes[bucket] = sizes.get(bucket, 0) + parameter.numel() * 4

@@ -1,0 +1,136 @@
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+
+from qsync_opt.errors import SolverError, UnsupportedError
+from qsync_opt.evaluation import evaluate
+from qsync_opt.planner import fastest, solve
+from qsync_opt.problem_file import load_problem
+from qsync_opt.registry import BUILT_IN, Kind
+from qsync_opt.solution import Answer, TerminationStatus
+from qsync_opt.testing import buckets, cast_coupling, chain, late_peers, no_memory
+
+
+class _Claims:
+    """A formulation that says whatever it is told to."""
+
+    def __init__(self, **answer):
+        self.answer = answer
+
+    def solve(self, problem, options):
+        return Answer(**{"termination": TerminationStatus.FEASIBLE, **self.answer})
+
+
+GOOD = {"T4": {"a": "FP32", "b": "FP32", "c": "FP16"}}
+
+
+def test_an_honest_instance_is_believed():
+    solution = solve(chain().problem, _Claims(devices=GOOD, objective=0.25, bound=0.2))
+    assert solution.objective == 0.25
+    assert solution.method == "_Claims"
+    assert solution.gap == pytest.approx(0.2)
+    assert solution.plan.solution["objective"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("answer", "needle"),
+    [
+        ({"devices": {"T4": dict.fromkeys("abc", "FP32")}}, "breaks limits: memory of 'T4': 60 KiB"),
+        ({"devices": GOOD, "objective": 0.2}, "claims the objective 0.2 for a plan whose objective is 0.25"),
+        ({"devices": GOOD, "bound": 0.3}, "claims the lower bound 0.3 above the objective 0.25"),
+        ({"termination": TerminationStatus.OPTIMAL}, "ended optimal without a plan"),
+        ({"termination": TerminationStatus.INFEASIBLE, "devices": GOOD}, "ended infeasible with a plan"),
+    ],
+)
+def test_false_claims_raise(answer, needle):
+    with pytest.raises(SolverError, match=needle):
+        solve(chain().problem, _Claims(**answer))
+
+
+def test_a_solver_for_a_method_that_uses_none_is_refused():
+    with pytest.raises(UnsupportedError, match="'exhaustive' lacks a feature: uses a solver"):
+        solve(chain().problem, "exhaustive", solver="pulp")
+
+
+def test_a_gap_without_a_bound_is_noted(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert solve(chain().problem, "greedy", gap=0.1).objective == 0.25
+    assert "method 'greedy' has no bound" in caplog.text
+
+
+def test_exact_stops_at_a_gap_and_says_so(instance_path):
+    problem = load_problem(instance_path("bertb-native"))
+    solution = solve(problem, "exact", gap=0.5)
+    assert solution.gap <= 0.5
+    assert solution.termination in (TerminationStatus.FEASIBLE, TerminationStatus.OPTIMAL)
+    assert solution.bound <= problem.optimum.objective * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("solver", ["ortools", "pulp"])
+def test_no_time_is_a_result_with_a_valid_bound(instance_path, solver):
+    problem = load_problem(instance_path("bertl-mix"))
+    solution = solve(problem, "exact", solver=solver, time_limit_s=0.8)
+    assert solution.termination in (TerminationStatus.TIME_LIMIT, TerminationStatus.OPTIMAL)
+    assert solution.bound <= problem.optimum.objective * (1 + 1e-9)
+    if solution.objective is not None:
+        assert solution.objective >= problem.optimum.objective * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in BUILT_IN[Kind.SOLVER]])
+def test_the_fastest_plan_is_found_and_proved(name):
+    # Every plan of the coupled chain but "all FP16" casts or computes longer.
+    found = fastest(replace(cast_coupling().problem, latency_limit_ns=0), solver=name)
+    assert (found.iteration_ns, found.bound_ns, found.proved) == (9000, 9000, True)
+    assert set(found.plan.devices["T4"].values()) == {"FP16"}
+
+
+def test_the_fastest_plan_need_not_be_the_lowest():
+    problem = cast_coupling().problem
+    device = problem.devices[0]
+    # With b fixed in FP32 the casts make its neighbours faster in FP32, too.
+    tables = {**device.operators, "b": {"FP32": device.operators["b"]["FP32"]}}
+    problem = replace(problem, devices=(replace(device, operators=tables, memory_limit_kib=10**6),))
+    found = fastest(problem)
+    assert set(found.plan.devices["T4"].values()) == {"FP32"}
+    assert found.iteration_ns == 18000
+
+
+def test_the_fastest_plan_keeps_memory_and_counts_communication():
+    assert fastest(no_memory().problem) is None
+    assert fastest(buckets().problem).iteration_ns == 10000
+    assert fastest(late_peers().problem).iteration_ns == 11000
+
+
+def test_without_a_solver_the_fastest_plan_is_labelled(monkeypatch):
+    monkeypatch.setattr("qsync_opt.planner.default_solver", lambda: None)
+    found = fastest(chain().problem)
+    assert (found.iteration_ns, found.proved, found.bound_ns) == (9000, False, 0)
+    assert found.method == "search, not proved fastest"
+
+
+def test_without_a_solver_greedy_claims_no_proof(monkeypatch):
+    monkeypatch.setattr("qsync_opt.formulations.greedy.default_solver", lambda: None)
+    assert solve(chain().problem).objective == 0.25
+    solution = solve(no_memory().problem)
+    assert solution.termination is TerminationStatus.ERROR
+    assert "proves nothing; install a solver" in solution.reason
+    # That the others are late is plain without one.
+    assert solve(late_peers().problem).termination is TerminationStatus.INFEASIBLE
+
+
+@pytest.mark.parametrize("name", ["bertb-fp8", "resnet50-copy", "tiny"])
+def test_the_fastest_plan_of_recorded_problems(instance_path, name):
+    problem = load_problem(instance_path(name))
+    found = fastest(problem)
+    assert found.proved
+    assert found.bound_ns == found.iteration_ns
+    assert found.evaluation == evaluate(problem, found.plan)
+    assert found.iteration_ns <= problem.latency_limit_ns
+    # One nanosecond less is infeasible, and the reason names that least value.
+    tight = replace(problem, latency_limit_ns=found.iteration_ns - 1)
+    solution = solve(tight, "exact")
+    assert solution.termination is TerminationStatus.INFEASIBLE
+    assert f"least value that could be met is {found.iteration_ns} ns" in solution.reason
+    assert math.isfinite(solve(replace(problem, latency_limit_ns=found.iteration_ns), "greedy").objective)

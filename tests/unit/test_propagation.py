@@ -1,0 +1,50 @@
+from dataclasses import replace
+
+import pytest
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.graph import Role
+from qsync_opt.propagation import follow, ladder, missing_casts, propagate
+from qsync_opt.testing import cost, diamond
+
+
+def test_ladder_is_sorted_by_rank_not_by_the_file():
+    problem = diamond().problem
+    device = problem.devices[0]
+    tables = {**device.operators, "a": {"FP32": cost(1, 1, 1), "INT8": cost(1, 1, 1)}}
+    assert ladder(problem, replace(device, operators=tables), "a") == ("INT8", "FP32")
+
+
+@pytest.mark.parametrize(
+    ("steps", "delivered", "found"),
+    [
+        (("INT8", "FP16", "FP32"), 1, "FP16"),
+        (("INT8", "FP32"), 1, "FP32"),
+        (("INT8", "FP16"), 2, "FP16"),
+        (("FP16", "FP32"), -1, "FP16"),
+    ],
+)
+def test_follow_takes_the_lowest_step_that_is_high_enough(steps, delivered, found):
+    assert follow(diamond().problem, steps, delivered) == found
+
+
+def test_a_dependent_operator_without_inputs_runs_in_its_lowest():
+    problem = diamond().problem
+    source = replace(problem.operators[0], role=Role.DEPENDENT)
+    problem = replace(problem, operators=(source, *problem.operators[1:]))
+    assert propagate(problem, problem.devices[0], {"b": "FP32", "c": "FP16"})["a"] == "FP16"
+
+
+def test_a_missing_choice_is_an_error():
+    problem = diamond().problem
+    with pytest.raises(ProblemError, match="'c' is planned at None, but its table allows FP16, FP32"):
+        propagate(problem, problem.devices[0], {"a": "FP16", "b": "FP16"})
+
+
+def test_missing_casts_of_both_directions_are_found():
+    problem = diamond().problem
+    device = problem.devices[0]
+    bare = replace(device, casts={})
+    found = {(source, target) for source, target, _, _ in missing_casts(problem, bare)}
+    assert found == {("FP16", "FP32"), ("FP32", "FP16")}
+    assert list(missing_casts(problem, device)) == []
