@@ -34,6 +34,21 @@ def test_every_public_name_loads_and_is_listed_for_type_checkers():
         assert name in dir(qsync_opt)
 
 
+def test_a_missing_package_is_named_with_its_install_line():
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "import qsync_opt\n"
+        "try:\n"
+        "    qsync_opt.capture\n"
+        "except qsync_opt.QSyncError as error:\n"
+        "    assert \"pip install 'qsync-opt[torch]'\" in str(error), error\n"
+        "else:\n"
+        "    raise SystemExit('no error')\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
+
+
 def test_no_public_name_is_that_of_a_submodule():
     # Importing such a sub-module would replace the public name by the module.
     submodules = {module.name for module in pkgutil.iter_modules(qsync_opt.__path__)}
