@@ -1,6 +1,7 @@
 """What a model is to this package: operators in execution order and the tensors that flow between them.
 
-Knows neither ONNX nor torch. Axis letters: none; sizes are in elements or bytes as the names say.
+Knows neither ONNX nor torch. Axis letters: none; sizes are in elements or bytes as the names say. Files of
+``"format": "qsync-graph/1"`` are written and read by ``graph_file``.
 """
 
 from __future__ import annotations
@@ -32,16 +33,23 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
     {
         "bool": 1,
         "uint8": 1,
+        "uint16": 2,
+        "uint32": 4,
+        "uint64": 8,
         "int8": 1,
         "int16": 2,
         "int32": 4,
         "int64": 8,
         "float8_e4m3fn": 1,
+        "float8_e4m3fnuz": 1,
         "float8_e5m2": 1,
+        "float8_e5m2fnuz": 1,
         "bfloat16": 2,
         "float16": 2,
         "float32": 4,
         "float64": 8,
+        "complex64": 8,
+        "complex128": 16,
     }
 )
 
@@ -71,8 +79,8 @@ class TensorSpec:
 
     @property
     def is_floating(self) -> bool:
-        """True for element types that precision plans are about."""
-        return "float" in self.dtype
+        """True for the element types that precision plans are about; complex ones are pairs of them."""
+        return "float" in self.dtype or self.dtype.startswith("complex")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +96,11 @@ class Operator:
     """One torch-level operation of the forward pass (or one ONNX node of a foreign file).
 
     ``inputs`` names the operators whose *floating-point* output it reads, once per tensor argument, in argument order;
-    integer and boolean dataflow carries no precision and is not listed. ``input_specs`` and ``output_specs`` describe
-    all tensor arguments (parameters and integer tensors included) and results. ``flops`` counts forward floating-point
-    operations (a multiply-add is two); ``num_bytes`` what a forward pass reads and writes in the exported types.
+    integer and boolean dataflow carries no precision and is not listed, and neither is the 0-dim operand of a
+    dependent operator that has larger ones (type promotion ignores it). ``input_specs`` and ``output_specs`` describe
+    all tensor arguments (parameters and integer tensors included) and results. ``flops`` counts the forward
+    multiply-adds of matrix products and convolutions as two each and is 0 for every other kind, whose cost is memory
+    traffic; ``num_bytes`` is what a forward pass reads and writes in the exported types (0 where no data moves).
     ``signature`` is equal for two operators exactly when they cost the same: kind, shapes, types and attributes.
     """
 
@@ -106,6 +116,14 @@ class Operator:
     flops: int
     num_bytes: int
     signature: str
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.op_type:
+            raise ModelError(f"operator {self.name!r} of type {self.op_type!r}: name and type must not be empty")
+        if self.flops < 0 or self.num_bytes < 0:
+            raise ModelError(
+                f"operator {self.name!r} has {self.flops} FLOPs and {self.num_bytes} bytes: both must be at least 0"
+            )
 
     @property
     def output_elements(self) -> int:
@@ -186,6 +204,39 @@ class OpGraph:
     def by_role(self, role: Role) -> tuple[Operator, ...]:
         """Operators of one role, in execution order."""
         return tuple(operator for operator in self.operators if operator.role is role)
+
+    def distances_to_input(self) -> Mapping[str, int]:
+        """How many adjustable operators lie before each operator on the longest path from the model's inputs.
+
+        Returns:
+            Operator name to count, the operator itself excluded; operators that read no other stand at 0.
+
+        Source:
+            Ours: the longest path, so that a residual shortcut does not make an operator look shallow, counted over
+            operators whose precision the plan picks, because only these add quantization noise.
+        """
+        distance: dict[str, int] = {}
+        for operator in self.operators:
+            distance[operator.name] = max((self._reach(distance, source) for source in operator.inputs), default=0)
+        return MappingProxyType(distance)
+
+    def distances_to_loss(self) -> Mapping[str, int]:
+        """How many adjustable operators lie behind each operator on the longest path to the model's results.
+
+        Returns:
+            Operator name to count, the operator itself excluded; operators that no other reads stand at 0.
+
+        Source:
+            Ours, as in ``distances_to_input``.
+        """
+        distance: dict[str, int] = {}
+        for operator in reversed(self.operators):
+            users = self._consumers[operator.name]
+            distance[operator.name] = max((self._reach(distance, user) for user in users), default=0)
+        return MappingProxyType(distance)
+
+    def _reach(self, distance: Mapping[str, int], name: str) -> int:
+        return distance[name] + (self[name].role is Role.ADJUSTABLE)
 
     def fingerprint(self) -> str:
         """Hex digest of names, kinds, edges and shapes: equal on every rank that captured the same model."""

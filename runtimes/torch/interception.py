@@ -4,82 +4,27 @@ A call is named ``<module path>/<operation>``; a second call of the same operati
 pass gets the suffix ``_1``, a third ``_2`` and so on, so that a module called twice and a module that calls the same
 function twice are told apart by one rule. ``capture`` derives the same names from the exported program and checks
 that both sides agree.
+
+How it works: each module's ``forward`` is shadowed by an attribute of the instance that keeps the path of the running
+module, and a torch function mode, active only inside the outermost ``forward``, sees the calls. Shadowing was taken
+instead of hooks because it can clean up in ``finally``: an interrupt in the middle of a forward pass leaves nothing
+behind. The mode was taken instead of replacing leaf modules because functional operations need it anyway.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-# torch function -> the name of the ATen operator it becomes under torch.export. Only these are reported to a handler.
-_FUNCTION_NAMES: dict[Any, str] = {}
-
-
-def _register(name: str, *functions: Any) -> None:
-    for function in functions:
-        _FUNCTION_NAMES[function] = name
-
-
-_register("linear", F.linear)
-_register("conv1d", F.conv1d, torch.conv1d)
-_register("conv2d", F.conv2d, torch.conv2d)
-_register("conv3d", F.conv3d, torch.conv3d)
-_register("conv_transpose1d", F.conv_transpose1d, torch.conv_transpose1d)
-_register("conv_transpose2d", F.conv_transpose2d, torch.conv_transpose2d)
-_register("conv_transpose3d", F.conv_transpose3d, torch.conv_transpose3d)
-_register("matmul", torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__)
-_register("mm", torch.mm, torch.Tensor.mm)
-_register("bmm", torch.bmm, torch.Tensor.bmm)
-_register("addmm", torch.addmm, torch.Tensor.addmm)
-_register("baddbmm", torch.baddbmm, torch.Tensor.baddbmm)
-_register("einsum", torch.einsum, torch.functional.einsum)
-_register("scaled_dot_product_attention", F.scaled_dot_product_attention)
-_register("embedding", F.embedding, torch.embedding)
-_register("layer_norm", F.layer_norm, torch.layer_norm)
-_register("rms_norm", F.rms_norm, torch.rms_norm)
-_register("group_norm", F.group_norm, torch.group_norm)
-_register("instance_norm", F.instance_norm, torch.instance_norm)
-_register("batch_norm", F.batch_norm, torch.batch_norm)
-_register("softmax", F.softmax, torch.softmax, torch.Tensor.softmax)
-_register("log_softmax", F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax)
-_register("cross_entropy_loss", F.cross_entropy)
-_register("nll_loss_nd", F.nll_loss)
-_register("mse_loss", F.mse_loss)
-
-# Python functions that call operators of their own; they are entered instead of being treated as one operator.
-_COMPOSITES: frozenset[Any] = frozenset({F.multi_head_attention_forward})
-
-
-def _never_overridden(*_: Any) -> bool:
-    return False
-
-
-def _enterable(function: FunctionType) -> FunctionType:
-    """Copy a torch Python function so that it does not dispatch to the mode again, while the calls inside it do."""
-    names = {
-        name: _never_overridden
-        for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    }
-    copy = FunctionType(
-        function.__code__,
-        {**function.__globals__, **names},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-_ENTERED: dict[Any, FunctionType] = {function: _enterable(function) for function in _COMPOSITES}
+from qsync_opt.errors import NotReadyError, UnsupportedError
+from qsync_opt.runtimes.torch.torch_functions import ENTERED, function_names
 
 
 def operator_name(module: str, op_type: str, occurrence: int) -> str:
@@ -113,76 +58,236 @@ class _Mode(TorchFunctionMode):
     def __init__(self, interception: Interception) -> None:
         super().__init__()
         self._interception = interception
+        self._names = interception.function_names
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        op_type = _FUNCTION_NAMES.get(func)
+        op_type = self._names.get(func)
         if op_type is not None:
             return self._interception.call(op_type, func, args, kwargs)
-        entered = _ENTERED.get(func)
+        entered = ENTERED.get(func)
         if entered is not None:
             with self:
                 return entered(*args, **kwargs)
         return func(*args, **kwargs)
 
 
+class _Forward:
+    """Stands before one module's ``forward`` and tells the interception when the module runs."""
+
+    def __init__(self, interception: Interception, path: str, module: nn.Module) -> None:
+        self.interception = interception
+        self.path = path
+        self.module = module
+        self.inner: Callable[..., Any] = module.forward
+        # What the instance itself had before; None when forward comes from the class.
+        self.shadowed = module.__dict__.get("forward")
+        self.recurrent = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+        # Callers that inspect the signature of forward (as trainers do) see the original.
+        functools.update_wrapper(self, self.inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        interception = self.interception
+        if self.recurrent and interception.recurrent_inputs is not None:
+            args = interception.recurrent_inputs(args)
+        if interception.path is None:
+            return interception.outermost(self, args, kwargs)
+        outer = interception.path
+        interception.enter(self.path)
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            interception.path = outer
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise NotReadyError(
+            f"module {self.path or 'the root'!r} cannot be copied or pickled while its operators are intercepted: "
+            "undo the plan first, and apply it to the copy"
+        )
+
+    __deepcopy__ = _refuse
+    __copy__ = _refuse
+    __reduce_ex__ = _refuse
+
+
+@dataclass(slots=True)
+class _Entry:
+    """State of the counters when a module was entered, for a later recomputation of that very call."""
+
+    pass_index: int
+    counts: dict[tuple[str, str], int]
+    recomputed: int = 0
+
+
+_NO_COUNTS: dict[tuple[str, str], int] = {}
+
+
 class Interception:
     """Reports every named operator of a model's forward passes to a handler, until it is removed.
 
-    Hooks on the modules keep the path of the running module; a torch function mode, active only inside the model's
-    own forward pass, sees the calls. Nothing of the model changes: not its class, parameters, or ``state_dict``.
-    Shared modules report under the first path that ``named_modules`` gives them.
+    The model's class, parameters, hooks and ``state_dict`` stay as they are. Shared modules report under the first
+    path that ``named_modules`` gives them. A module that runs again during the backward pass (activation
+    checkpointing) reports under the names, and with the pass index, of the call that it repeats.
+
+    Attributes:
+        path: Path of the running module, None outside of a forward pass.
+        pass_index: Number of outermost forward passes before the present one; a recomputation has that of the pass it
+            repeats.
+        training: Whether the outermost module of the present pass is in training mode.
+        recomputing: Whether the present pass is a recomputation.
+        seen: Names met in the present or last pass.
     """
 
-    def __init__(self, model: nn.Module, handler: Handler) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        handler: Handler,
+        *,
+        kinds: tuple[str, ...] = (),
+        on_pass_end: Callable[[str], None] | None = None,
+        recurrent_inputs: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Begin to intercept.
+
+        Args:
+            model: The root of the module paths.
+            handler: Called with every named operator; what it returns is the result of the call.
+            kinds: ATen names of operators to report besides the adjustable and the fixed ones.
+            on_pass_end: Called after an outermost forward pass that did not raise, with the path of its module.
+            recurrent_inputs: Applied to the arguments of recurrent modules, which compare the types of inputs and
+                weights before any operator runs.
+
+        Raises:
+            NotReadyError: The model is being intercepted already.
+            UnsupportedError: A module whose ``forward`` cannot be shadowed (a scripted one).
+        """
         self._handler = handler
-        self._path: list[str] = []
+        self._on_pass_end = on_pass_end
+        self.recurrent_inputs = recurrent_inputs
+        self.function_names = function_names(kinds)
+        self._mode = _Mode(self)
         self._counts: dict[tuple[str, str], int] = {}
-        self._modes: list[contextlib.ExitStack] = []
-        self._handles: list[Any] = []
+        self._entries: dict[str, list[_Entry]] = {}
+        self._operator_names: dict[tuple[str, str], list[str]] = {}
+        self._passes = 0
+        self._modules: list[tuple[str, nn.Module]] = []
+        self.path: str | None = None
+        self.pass_index = 0
+        self.training = True
+        self.recomputing = False
         self.seen: list[str] = []
-        for path, module in model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+        modules = list(model.named_modules())
+        self._has_shared_modules = len(modules) < sum(1 for _ in model.named_modules(remove_duplicate=False))
+        for path, module in modules:
+            _check_free(path, module)
+        for path, module in modules:
+            module.forward = _Forward(self, path, module)
+            self._modules.append((path, module))
 
-    def _enter(self, path: str) -> Callable[[nn.Module, Any], None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            if not self._path:
-                self._counts.clear()
-                self.seen.clear()
-                stack = contextlib.ExitStack()
-                stack.enter_context(_Mode(self))
-                self._modes.append(stack)
-            self._path.append(path)
+    def outermost(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the outermost module of a pass."""
+        self.recomputing = torch._C._current_graph_task_id() != -1
+        self.training = forward.module.training
+        if self.recomputing:
+            self._recall(forward.path)
+        else:
+            self._counts = {}
+            self.seen.clear()
+            self.pass_index = self._passes
+            self._passes += 1
+            self.enter(forward.path)
+        self.path = forward.path
+        try:
+            with self._mode:
+                result = forward.inner(*args, **kwargs)
+        finally:
+            self.path = None
+        if self._on_pass_end is not None and not self.recomputing:
+            self._on_pass_end(forward.path)
+        return result
 
-        return hook
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._path:
+    def enter(self, path: str) -> None:
+        """Note that a module begins to run inside the pass."""
+        self.path = path
+        if self.recomputing:
             return
-        self._path.pop()
-        if not self._path:
-            self._modes.pop().close()
+        entries = self._entries.get(path)
+        if entries is None or entries[0].pass_index != self.pass_index:
+            counts = self._counts.copy() if self._has_shared_modules else _NO_COUNTS
+            self._entries[path] = [_Entry(self.pass_index, counts)]
+        else:
+            entries.append(_Entry(self.pass_index, self._counts.copy()))
+
+    def _recall(self, path: str) -> None:
+        """Set the counters as they were when the call that is now recomputed began.
+
+        The backward pass meets the calls of one module in reverse order.
+        """
+        entries = self._entries.get(path)
+        if entries is None:
+            self._counts = {}
+            return
+        first = entries[0]
+        entry = entries[-1 - first.recomputed % len(entries)]
+        first.recomputed += 1
+        self._counts = entry.counts.copy()
+        self.pass_index = entry.pass_index
 
     def call(self, op_type: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Name one call and hand it to the handler."""
-        module = self._path[-1] if self._path else ""
+        module = self.path or ""
         key = (module, op_type)
         occurrence = self._counts.get(key, 0)
         self._counts[key] = occurrence + 1
-        name = operator_name(module, op_type, occurrence)
+        names = self._operator_names.setdefault(key, [])
+        if occurrence == len(names):
+            names.append(operator_name(module, op_type, occurrence))
+        name = names[occurrence]
         self.seen.append(name)
-        return self._handler(
-            OperatorCall(name=name, op_type=op_type, module=module, function=function, args=args, kwargs=kwargs)
-        )
+        return self._handler(OperatorCall(name, op_type, module, function, args, kwargs))
+
+    @property
+    def handler(self) -> Handler:
+        """Whoever is told of the calls."""
+        return self._handler
 
     def remove(self) -> None:
-        """Take the hooks off again; the model is as it was."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Give every module its own ``forward`` back; the model is as it was.
+
+        Raises:
+            NotReadyError: The model is running, or someone else has replaced a ``forward`` since.
+        """
+        if self.path is not None:
+            raise NotReadyError("the model is in the middle of a forward pass: end it first")
+        for path, module in self._modules:
+            forward = module.__dict__.get("forward")
+            if not isinstance(forward, _Forward) or forward.interception is not self:
+                raise NotReadyError(
+                    f"forward of module {path or 'the root'!r} was replaced since: take that back first"
+                )
+        for _, module in self._modules:
+            shadowed = module.__dict__.pop("forward").shadowed
+            if shadowed is not None:
+                module.__dict__["forward"] = shadowed
+        self._modules.clear()
+
+
+def _check_free(path: str, module: nn.Module) -> None:
+    if isinstance(module.__dict__.get("forward"), _Forward):
+        raise NotReadyError(
+            f"the operators of module {path or 'the root'!r} are intercepted already (a plan is applied, or "
+            "statistics are being collected): undo that first"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError(f"module {path or 'the root'!r} is scripted: plans need plain Python modules")
+
+
+def interception_of(model: nn.Module) -> Interception | None:
+    """The interception that is active on a model, None if there is none."""
+    forward = model.__dict__.get("forward")
+    return forward.interception if isinstance(forward, _Forward) else None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,74 @@
+"""Which precisions a device computes in, which implementation runs there, and why."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from qsync_opt.errors import UnsupportedError
+from qsync_opt.kernels.integer import has_native_product
+from qsync_opt.kernels.onednn import has_onednn_convolution, has_onednn_linear
+
+# From this compute capability on, the card has products in the format.
+_CUDA_FROM: dict[str, tuple[int, int]] = {
+    "INT8": (7, 5),
+    "FP8": (8, 9),
+    "BF16": (8, 0),
+    "FP16": (7, 0),
+    "TF32": (8, 0),
+    "FP32": (0, 0),
+}
+
+
+def device_precisions(device: torch.device | str) -> tuple[str, ...]:
+    """Precisions in which operators can be planned on a device, from the coarsest to the finest.
+
+    ``cpu``: INT8, BF16, FP32. FP16 is left out: torch computes it there no faster than FP32 (converting around FP32
+    arithmetic), so that it would only add error. ``cuda``: by compute capability.
+
+    Raises:
+        UnsupportedError: A device that is neither ``cpu`` nor ``cuda``.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return ("INT8", "BF16", "FP32")
+    if device.type == "cuda":
+        return cuda_precisions(torch.cuda.get_device_capability(device))
+    raise UnsupportedError(f"device {str(device)!r}: plans can be made for cpu and cuda")
+
+
+@functools.cache
+def cuda_precisions(capability: tuple[int, int]) -> tuple[str, ...]:
+    """Precisions of a CUDA card of some compute capability, from the coarsest to the finest."""
+    return tuple(name for name, since in _CUDA_FROM.items() if capability >= since)
+
+
+def half_format(device: torch.device | str) -> str:
+    """The 16-bit format in which 8-bit operators of a device answer and run backward.
+
+    BF16 where the device multiplies it (its range needs no loss scaling), else FP16.
+    """
+    return "BF16" if "BF16" in device_precisions(device) else "FP16"
+
+
+def explain(device: torch.device | str) -> dict[str, str]:
+    """For each kind of 8-bit operator, which implementation ``backend="auto"`` runs on a device, and why."""
+    device = torch.device(device)
+    native = has_native_product(device)
+    product = "torch._int_mm" if native else "float products of integer values: no exact INT8 product on this device"
+    linear = convolution = product
+    if device.type == "cpu":
+        fused = "oneDNN, scales and bias fused (one activation scale per tensor); otherwise "
+        linear = (fused if has_onednn_linear() else "oneDNN operator absent or inexact, hence ") + product
+        floats = "float convolution of integer values"
+        convolution = (
+            fused + floats if has_onednn_convolution() else f"oneDNN operator absent or inexact, hence {floats}"
+        )
+    elif native:
+        convolution = "patches copied as INT8, then torch._int_mm"
+    batched = "FP16 products with FP32 sums, exact up to 1040 terms, else torch._int_mm per matrix"
+    result = {"linear": linear, "convolution": convolution, "batched": batched if device.type == "cuda" else product}
+    if "FP8" in device_precisions(device):
+        result["fp8"] = "torch._scaled_mm"
+    return result

@@ -1,0 +1,93 @@
+"""FP32 and TF32 as properties of one operator: set around its forward and its backward, then put back.
+
+Whether CUDA multiplies FP32 tensors in TF32 is global state of torch, and convolutions do it by default. A plan wants
+it per operator. The state is therefore set for the time of one call and restored, in the backward pass as well, where
+the products run long after the call: hence autograd functions with explicit backward products instead of the
+built-in ones, which would read the global state of that later time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def _setting(family: str) -> Any:
+    backends: Any = torch.backends
+    return backends.cuda.matmul if family == "matmul" else backends.cudnn.conv
+
+
+def current_mode(family: str) -> str:
+    """``"ieee"`` or ``"tf32"``: how CUDA multiplies FP32 tensors now; family is ``"matmul"`` or ``"conv"``."""
+    return "tf32" if _setting(family).fp32_precision == "tf32" else "ieee"
+
+
+@contextlib.contextmanager
+def fp32_mode(family: str, mode: str) -> Iterator[None]:
+    """Multiply FP32 tensors in ``mode`` within the block; the setting found before is restored after it."""
+    setting = _setting(family)
+    before = setting.fp32_precision
+    setting.fp32_precision = mode
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
+
+
+class _Product(torch.autograd.Function):
+    """a @ b for two matrices or two batches of them, in one mode in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, mode: str) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.mode = mode
+        with fp32_mode("matmul", mode):
+            return torch.matmul(a, b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        with fp32_mode("matmul", ctx.mode):
+            grad_a = grad @ b.mT if ctx.needs_input_grad[0] else None
+            grad_b = a.mT @ grad if ctx.needs_input_grad[1] else None
+        return grad_a, grad_b, None
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution of any dimension, transposed or not, in one mode in both directions."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...], mode: str
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.geometry, ctx.mode, ctx.bias_sizes = geometry, mode, None if bias is None else list(bias.shape)
+        with fp32_mode("conv", mode):
+            return torch.convolution(x, weight, bias, *geometry)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
+        with fp32_mode("conv", ctx.mode):
+            grads = torch.ops.aten.convolution_backward(grad, x, weight, ctx.bias_sizes, *ctx.geometry, wanted)
+        return (*grads, None, None)
+
+
+def product(a: Tensor, b: Tensor, mode: str) -> Tensor:
+    """``a @ b`` of FP32 matrices (N, K) (K, M) or batches of them, multiplied in ``mode`` forward and backward."""
+    result: Tensor = _Product.apply(a, b, mode)  # type: ignore[no-untyped-call]
+    return result
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...], mode: str) -> Tensor:
+    """A convolution of FP32 tensors in ``mode``; geometry as ``torch.convolution`` takes it after the bias."""
+    result: Tensor = _Convolution.apply(x, weight, bias, geometry, mode)  # type: ignore[no-untyped-call]
+    return result

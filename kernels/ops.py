@@ -1,0 +1,193 @@
+"""Run one operator at one precision: the single door through which runtime and profiler reach the kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsync_opt.errors import UnsupportedError
+from qsync_opt.kernels import float_modes, fp8, int8
+from qsync_opt.kernels.arguments import CONVOLUTIONS, PRODUCTS, convolution_call, product_call
+from qsync_opt.kernels.backend import device_precisions
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.kernels.quantize import Quantized, quantize_fp8, quantize_int8
+
+__all__ = ["ADJUSTABLE", "KernelOptions", "cast", "execute", "precisions_of", "supports"]
+
+_DTYPES: dict[str, torch.dtype] = {
+    "BF16": torch.bfloat16,
+    "FP16": torch.float16,
+    "TF32": torch.float32,
+    "FP32": torch.float32,
+}
+_FLOATS = frozenset({"BF16", "FP16", "FP32"})
+_INT8_OPS = PRODUCTS | {"conv1d", "conv2d", "conv3d"}
+_FP8_OPS = frozenset({"linear", "addmm", "mm"})
+# Attention and einsum bring their own backward pass, which cannot be held to TF32; a lookup multiplies nothing.
+_TF32_OPS = PRODUCTS | CONVOLUTIONS
+ADJUSTABLE: frozenset[str] = PRODUCTS | CONVOLUTIONS | {"einsum", "embedding", "scaled_dot_product_attention"}
+_DEFAULTS = KernelOptions()
+
+
+def _kernel_exists(op_type: str, precision: str) -> bool:
+    if op_type not in ADJUSTABLE:
+        return precision == "FP32"
+    if precision in _FLOATS:
+        return True
+    return op_type in {"INT8": _INT8_OPS, "FP8": _FP8_OPS, "TF32": _TF32_OPS}.get(precision, frozenset())
+
+
+def precisions_of(op_type: str, device: torch.device | str) -> tuple[str, ...]:
+    """Precisions in which an operator of this kind can run on a device, from the coarsest to the finest."""
+    return tuple(name for name in device_precisions(device) if _kernel_exists(op_type, name))
+
+
+@functools.cache
+def supports(op_type: str, precision: str, device: torch.device | str) -> bool:
+    """Whether :func:`execute` can run an operator of this kind at a precision on a device."""
+    return precision in precisions_of(op_type, device)
+
+
+def cast(x: Tensor, target: str, options: KernelOptions | None = None) -> Tensor | Quantized:
+    """What the runtime does on an edge towards an operator that computes in ``target``.
+
+    Args:
+        x: Floating tensor.
+        target: Precision of the reader.
+        options: For 8-bit targets: rounding, activation granularity and random stream.
+
+    Returns:
+        A tensor of the format's element type (TF32: FP32); for INT8 and FP8, codes and scales.
+
+    Raises:
+        UnsupportedError: Unknown precision.
+    """
+    if target in _DTYPES:
+        return x.to(_DTYPES[target])
+    options = options or _DEFAULTS
+    if target == "INT8":
+        return quantize_int8(x, (x.dim() - 1,) if options.activation_granularity == "row" else None, options)
+    if target == "FP8":
+        return quantize_fp8(x, None, options)
+    raise UnsupportedError(f"cannot cast to {target!r}: allowed are INT8, FP8, {', '.join(_DTYPES)}")
+
+
+def _cast_all(values: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """Cast every floating tensor among the arguments of a call; everything else stays."""
+    cast_values = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dtype is not dtype and value.is_floating_point():
+                value = value.to(dtype)
+        elif type(value) in (tuple, list):
+            value = type(value)(_cast_all(tuple(value), dtype))
+        cast_values.append(value)
+    return tuple(cast_values)
+
+
+def _cast_named(values: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return dict(zip(values, _cast_all(tuple(values.values()), dtype), strict=True)) if values else {}
+
+
+def _device(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
+    """Device of the first floating tensor among the arguments, None if there is none."""
+    first = args[0] if args else None
+    if isinstance(first, Tensor) and first.is_floating_point():
+        return first.device
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.device
+        if isinstance(value, (tuple, list)):
+            found = _device(tuple(value), {})
+            if found is not None:
+                return found
+    return None
+
+
+def _run_float(
+    op_type: str, dtype: torch.dtype, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    if op_type == "embedding" and dtype is not torch.float32:
+        # The rows that are looked up are cast, not the whole table: the same values for less work.
+        return function(*args, **kwargs).to(dtype)
+    return function(*_cast_all(args, dtype), **_cast_named(kwargs, dtype))
+
+
+def _run_in_mode(
+    op_type: str, mode: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """A product or convolution of FP32 tensors with TF32 or true FP32 arithmetic, in both directions."""
+    args = _cast_all(args, torch.float32)
+    kwargs = _cast_named(kwargs, torch.float32)
+    if op_type in CONVOLUTIONS:
+        conv = convolution_call(op_type, args, kwargs)
+        return conv.restore(float_modes.convolution(conv.x, conv.weight, conv.bias, conv.geometry, mode))
+    call = product_call(op_type, function, args, kwargs)
+    product = float_modes.product(call.a, call.b, mode)
+    return call.finish(product if call.bias is None else product + call.bias)
+
+
+def _run_eight_bits(
+    op_type: str,
+    precision: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: KernelOptions,
+) -> Any:
+    if op_type in CONVOLUTIONS:
+        conv = convolution_call(op_type, args, kwargs)
+        return conv.restore(int8.convolution(conv.x, conv.weight, conv.bias, conv.geometry, options))
+    call = product_call(op_type, function, args, kwargs)
+    kernel = int8.product if precision == "INT8" else fp8.product
+    return call.finish(kernel(call.a, call.b, call.bias, options))
+
+
+def execute(
+    op_type: str,
+    precision: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    options: KernelOptions | None = None,
+) -> Any:
+    """Run one operator at a precision, with gradients.
+
+    Floating arguments may arrive in any format; FP32 weights are cast or quantized here, and their gradients come
+    back in FP32.
+
+    Args:
+        op_type: ATen name of the operator ("linear", "matmul", "conv2d", ...).
+        precision: Format to compute in.
+        function: The torch function that was called.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        options: For 8-bit precisions; the default rounds stochastically from seed 0.
+
+    Returns:
+        The result: FP32 for FP32 and TF32, the 16-bit format itself for BF16 and FP16, ``options.half_format`` for INT8
+        and FP8.
+
+    Raises:
+        UnsupportedError: The kind of operator cannot run at the precision on the device of its arguments.
+    """
+    kwargs = kwargs or {}
+    device = _device(args, kwargs)
+    if device is None:
+        return function(*args, **kwargs)
+    if not supports(op_type, precision, device):
+        allowed = ", ".join(precisions_of(op_type, device))
+        raise UnsupportedError(f"{op_type} cannot run in {precision} on {device}: allowed are {allowed}")
+    if precision in ("INT8", "FP8"):
+        return _run_eight_bits(op_type, precision, function, args, kwargs, options or _DEFAULTS)
+    if precision == "TF32":
+        return _run_in_mode(op_type, "tf32", function, args, kwargs)
+    if precision == "FP32" and device.type == "cuda" and op_type in _TF32_OPS:
+        family = "conv" if op_type in CONVOLUTIONS else "matmul"
+        if float_modes.current_mode(family) != "ieee":
+            return _run_in_mode(op_type, "ieee", function, args, kwargs)
+    return _run_float(op_type, _DTYPES[precision], function, args, kwargs)

@@ -1,0 +1,61 @@
+"""How low-precision operators round and scale: the options that every kernel takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from qsync_opt.errors import UnsupportedError
+
+_ALLOWED: dict[str, tuple[str, ...]] = {
+    "rounding": ("stochastic", "nearest"),
+    "activation_granularity": ("tensor", "row"),
+    "weight_granularity": ("tensor", "channel"),
+    "half_format": ("BF16", "FP16"),
+    "backend": ("auto", "compiled", "reference"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelOptions:
+    """Rounding, scaling and random stream of the 8-bit operators.
+
+    Attributes:
+        rounding: ``"stochastic"`` (unbiased: the expectation of the rounded value is the value) or ``"nearest"``
+            (ties to even: half the squared error, but biased).
+        activation_granularity: One scale for the whole ``"tensor"``, or one per ``"row"`` (per sample for
+            convolutions).
+        weight_granularity: One scale for the whole ``"tensor"``, or one per output ``"channel"``.
+        half_format: 16-bit format of the results and of the backward pass of 8-bit operators, ``"BF16"`` or ``"FP16"``.
+        seed: Key of the random stream, any integer of 64 bits.
+        offset: Position in the stream; a caller that wants fresh noise per step raises it per step.
+        backend: ``"compiled"`` demands integer (or FP8) hardware products and refuses where there are none,
+            ``"reference"`` demands the plain PyTorch ones, ``"auto"`` takes the compiled where they exist.
+
+    Raises:
+        UnsupportedError: A field holds a value outside its list.
+    """
+
+    rounding: str = "stochastic"
+    activation_granularity: str = "tensor"
+    weight_granularity: str = "channel"
+    half_format: str = "BF16"
+    seed: int = 0
+    offset: int = 0
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, allowed in _ALLOWED.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise UnsupportedError(f"kernel option {name}={value!r}: allowed are {', '.join(allowed)}")
+        for name in ("seed", "offset"):
+            if not isinstance(getattr(self, name), int):
+                raise UnsupportedError(f"kernel option {name}={getattr(self, name)!r}: an integer is needed")
+
+    def at(self, *, seed: int, offset: int) -> KernelOptions:
+        """The same options at another place of the random stream."""
+        return replace(self, seed=seed, offset=offset)
+
+    def nearest(self) -> KernelOptions:
+        """The same options with rounding to nearest."""
+        return self if self.rounding == "nearest" else replace(self, rounding="nearest")

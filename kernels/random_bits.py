@@ -1,0 +1,78 @@
+"""Random bits by counter: the same bits for the same key on every device and with any number of threads.
+
+Word ``i`` of a stream is ``mix(key + i * GOLDEN)``, where ``mix`` is the finaliser of SplitMix64, except that its first
+two shifts copy the sign, as torch shifts signed integers (a word then has two counters, 2**63 apart on average). There
+is no state, so a word depends on its index and on the key alone: not on how a loop was split over threads, nor on how
+many draws came before, nor on the device. A key is itself the mix of seed, offset and stream number, so that streams of
+different operators and steps start at unrelated points of the 2**64 cycle.
+
+``torch.Generator`` was not used: its bits differ between CPU and CUDA, on CUDA also with the launch grid, and its
+state would have to be saved for a recomputation of the forward pass to round the same way.
+
+Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (SplitMix64).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIER_1 = 0xBF58476D1CE4E5B9
+_MULTIPLIER_2 = 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+_LOW_33_BITS = (1 << 33) - 1
+# The lowest bit of each of the four 16-bit lanes of a word.
+_ODD_LANES = 0x0001_0001_0001_0001
+
+
+def _signed(value: int) -> int:
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix(value: int) -> int:
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * _MULTIPLIER_1) & _MASK
+    value = ((value ^ (value >> 27)) * _MULTIPLIER_2) & _MASK
+    return value ^ (value >> 31)
+
+
+def stream_key(seed: int, offset: int, stream: int) -> int:
+    """Key of one random stream: a 64-bit mix of three integers."""
+    return _mix(_mix(_mix(seed + _GOLDEN) + offset + _GOLDEN) + stream + _GOLDEN)
+
+
+# CPU callers draw in pieces of up to this many words; the multiples of GOLDEN for one piece are kept.
+_CACHED_WORDS = 1 << 14
+
+
+@functools.cache
+def _cached_steps() -> Tensor:
+    return torch.arange(_CACHED_WORDS, dtype=torch.int64).mul_(_signed(_GOLDEN))
+
+
+def random_words(key: int, start: int, count: int, device: torch.device) -> Tensor:
+    """Words ``start`` to ``start + count - 1`` of the stream ``key``: int64, shape (count,)."""
+    first = _signed(key + start * _GOLDEN)
+    if device.type == "cpu" and count <= _CACHED_WORDS:
+        words = _cached_steps()[:count] + first
+    else:
+        words = torch.arange(count, dtype=torch.int64, device=device).mul_(_signed(_GOLDEN)).add_(first)
+    words.bitwise_xor_(words >> 30).mul_(_signed(_MULTIPLIER_1))
+    words.bitwise_xor_(words >> 27).mul_(_signed(_MULTIPLIER_2))
+    # Here the copied sign must be masked off, or it would cancel the sign of every word.
+    return words.bitwise_xor_((words >> 31).bitwise_and_(_LOW_33_BITS))
+
+
+def centred_noise(key: int, start: int, count: int, device: torch.device) -> Tensor:
+    """Uniform integers for elements ``start`` to ``start + count - 1``: odd, in [-32767, 32767], int16, shape (count,).
+
+    ``start`` must be a multiple of four (four elements share a word). Odd values lie symmetrically around zero, so
+    that ``round(x + noise / 65536)`` leaves integers alone and misses the expectation of any other ``x`` by at most
+    2**-16 of a step: below the resolution of FP32 at the top of the INT8 range.
+    """
+    words = random_words(key, start // 4, (count + 3) // 4, device).bitwise_or_(_ODD_LANES)
+    return words.view(torch.int16)[:count]

@@ -1,0 +1,46 @@
+"""The command ``qsync-opt demo``: the whole system on this machine, on a CPU."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from qsync_opt.errors import NotInstalledError
+
+WIDTH = 120
+"""Columns where the output is not a terminal, so that tables stay whole in a log."""
+NEEDED = ("torch", "onnxscript", "ortools")
+
+
+def add_demo(parser: argparse.ArgumentParser) -> Any:
+    """Train a small GPT on two workers, one of them under a plan, and show every step."""
+    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for the files it writes")
+    parser.add_argument("--steps", type=_positive, default=120, help="training steps of each of the three runs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
+    return run_demo
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 20:
+        raise argparse.ArgumentTypeError(f"{value}: at least 20 steps are needed to time an iteration")
+    return value
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    """Run the demo; the runtime is imported only now."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise NotInstalledError(f"the demo needs {', '.join(missing)}: pip install 'qsync-opt[all]'")
+    # Runtimes are reached by name: the core does not depend on them.
+    run = import_module("qsync_opt.runtimes.torch.demo.run")
+    settings = import_module("qsync_opt.runtimes.torch.demo.settings")
+    console = import_module("rich.console").Console()
+    if not console.is_terminal:
+        console.width = WIDTH
+    options = settings.DemoOptions(steps=arguments.steps, seed=arguments.seed)
+    run.run_demo(arguments.output, options, console)
+    return 0

@@ -1,0 +1,313 @@
+"""How much gradient variance does each operator add at each precision? The sensitivity that plans minimize.
+
+A sensitivity is the increase of the variance of the gradient, summed over all weights of the model, when one operator
+runs at a precision and all others in FP32; in squared gradient units, the same for all operators, so that they add up
+over a plan. FP32 is 0. Three parts:
+
+- own: noise in the operator's own weight gradient (rounded saved input, rounded gradient);
+- backward: noise in the gradient it delivers perturbs the weight gradients between it and the input;
+- forward: noise in its output perturbs the weight gradients between it and the loss.
+
+Nothing is presumed about the order of precisions: an outlier can make INT8 worse than FP8, and a gradient that FP16
+flushes to zero makes FP16 worse than BF16.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
+from qsync_opt.graph import Operator, OpGraph, Role
+from qsync_opt.noise_propagation import Distances, Propagation, distances, operand_edges
+from qsync_opt.precision import PrecisionFormats
+from qsync_opt.statistics import GRADIENTS, ModelStatistics, OperatorKind, OperatorStatistics
+from qsync_opt.variances import (
+    NoiseOptions,
+    OperatorVariances,
+    noise_parts,
+    overflow_reason,
+    tensor_rounding,
+    variances,
+)
+
+
+class IndicatorKind(enum.StrEnum):
+    """How the noise of operators is weighed against each other."""
+
+    PROPAGATED = "propagated"
+    """By sweeping it through the graph with the collected norms (``qsync_opt.noise_propagation``)."""
+    PROBED = "probed"
+    """By the gains that were measured by differentiating the gradient once more; exact to first order."""
+    DEPTH = "depth"
+    """QSync's form ``gamma * (L - d) * Var[z] + d * (Var[dw] + Var[dx])`` with true distances and these variances."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorSensitivity:
+    """One operator at one precision.
+
+    ``value`` is the sensitivity; ``own``, ``backward`` and ``forward`` are its parts and add up to it.
+    ``forward_factor`` and ``backward_factor`` are the parts per unit of the operator's variance: what the position in
+    the model makes of its noise. ``variances`` are those of its results.
+    """
+
+    own: float
+    backward: float
+    forward: float
+    variances: OperatorVariances
+
+    @property
+    def value(self) -> float:
+        """Own, backward and forward part together."""
+        return self.own + self.backward + self.forward
+
+    @property
+    def forward_factor(self) -> float:
+        """Gradient variance per unit of output variance."""
+        total = self.variances.output.total
+        return self.forward / total if total else 0.0
+
+    @property
+    def backward_factor(self) -> float:
+        """Gradient variance elsewhere per unit of variance of the gradients that the operator delivers."""
+        noises = (self.variances.first_gradient, self.variances.second_gradient, self.variances.third_gradient)
+        total = sum(noise.total for noise in noises if noise is not None)
+        return self.backward / total if total else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SensitivityTable(Mapping[str, Mapping[str, float]]):
+    """Sensitivities of all adjustable operators on one device type: operator to precision to value.
+
+    Excluded precisions are absent. ``details`` has the parts of every value.
+    ``excluded`` names, per operator, the precisions that it must not get, each with the reason in words.
+    ``distances`` are the longest paths to input and loss, in adjustable operators.
+    """
+
+    kind: IndicatorKind
+    details: Mapping[str, Mapping[str, OperatorSensitivity]]
+    excluded: Mapping[str, Mapping[str, str]]
+    distances: Distances
+
+    def __post_init__(self) -> None:
+        for name in ("details", "excluded"):
+            nested = {key: MappingProxyType(dict(value)) for key, value in getattr(self, name).items()}
+            object.__setattr__(self, name, MappingProxyType(nested))
+
+    def __getitem__(self, operator: str) -> Mapping[str, float]:
+        return MappingProxyType({precision: part.value for precision, part in self.details[operator].items()})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.details)
+
+    def __len__(self) -> int:
+        return len(self.details)
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator > 0 else 0.0
+
+
+def _own(operator: OperatorStatistics, found: OperatorVariances) -> float:
+    """Variance of the operator's own weight gradients."""
+    total = 0.0
+    for name, noise in (("first", found.first_gradient), ("second", found.second_gradient)):
+        if noise is not None and getattr(operator, f"{name}_parameter") is not None:
+            total += noise.total
+    return total
+
+
+def _propagated(
+    operator: Operator, statistics: OperatorStatistics, found: OperatorVariances, propagation: Propagation
+) -> OperatorSensitivity:
+    backward = 0.0
+    for position, operand in operand_edges(operator, statistics).items():
+        noise, gradient = getattr(found, f"{operand}_gradient"), getattr(statistics, f"{operand}_gradient")
+        if noise is None or getattr(statistics, f"{operand}_parameter", None) is not None:
+            continue
+        norm = statistics.calls * gradient.square_sum
+        effect = propagation.input_gradient_effect(operator.name, position)
+        backward += effect.variance(independent=_ratio(noise.independent, norm), shared=_ratio(noise.shared, norm))
+    norm = statistics.calls * statistics.output.square_sum
+    forward = propagation.output_effect(operator.name).variance(
+        independent=_ratio(found.output.independent, norm), shared=_ratio(found.output.shared, norm)
+    )
+    return OperatorSensitivity(own=_own(statistics, found), backward=backward, forward=forward, variances=found)
+
+
+def _gained(statistics: OperatorStatistics, tensor: str, parts: Iterable[tuple[float, str]], ratio: float) -> float:
+    """Gradient variance of element noise on one tensor, flips of rectifiers included."""
+    gain = statistics.gains.get(tensor)
+    if gain is None:
+        return 0.0
+    total = 0.0
+    for variance, shape in parts:
+        smooth, kink = (gain.floating, gain.kink_floating) if shape == "floating" else (gain.uniform, gain.kink_uniform)
+        total += variance * (smooth + (kink / math.sqrt(ratio) if ratio > 0 else 0.0))
+    return total
+
+
+def _element_noise(
+    statistics: OperatorStatistics, precision: str, formats: PrecisionFormats, options: NoiseOptions
+) -> dict[str, tuple[tuple[float, str], ...]]:
+    """Variance per element, with its shape, of every tensor that an operator rounds at a precision."""
+    if statistics.kind is OperatorKind.ATTENTION:
+        errors = statistics.measured.get(precision)
+        if errors is None:
+            return {}
+        return {
+            name: ((getattr(errors, name) / tensor.elements, "uniform"),)
+            for name, tensor in statistics.tensors()
+            if name in ("output", *GRADIENTS)
+        }
+    rounding = tensor_rounding(statistics, precision, formats, options)
+    kinds = {
+        "first": rounding.first,
+        "second": rounding.second,
+        "output": rounding.output,
+        "output_gradient": rounding.gradient,
+    }
+    for operand in ("first", "second"):
+        parameter = getattr(statistics, f"{operand}_parameter") is not None
+        kinds[f"{operand}_gradient"] = rounding.weight_gradient if parameter else rounding.input_gradient
+    return {
+        name: noise_parts(statistics, name, (kinds[name],), options)
+        for name, _ in statistics.tensors()
+        if name in kinds
+    }
+
+
+def _probed(
+    statistics: OperatorStatistics,
+    found: OperatorVariances,
+    noise: Mapping[str, tuple[tuple[float, str], ...]],
+) -> OperatorSensitivity:
+    """The probed total is exact to first order; its own part is the formula's, the rest is split by direction.
+
+    The 16-bit rounding of 8-bit operands when the backward pass reads them is left out: it is below a thousandth.
+    """
+    ratio = _ratio(found.output.total, statistics.calls * statistics.output.square_sum)
+    gained = {name: _gained(statistics, name, parts, ratio) for name, parts in noise.items()}
+    total = sum(gained.values())
+    forward = sum(value for name, value in gained.items() if not name.endswith("gradient"))
+    own = min(total, _own(statistics, found))
+    share = _ratio(forward, total)
+    return OperatorSensitivity(
+        own=own, backward=(total - own) * (1.0 - share), forward=(total - own) * share, variances=found
+    )
+
+
+def _by_depth(
+    operator: Operator, statistics: OperatorStatistics, found: OperatorVariances, far: Distances, gamma: float
+) -> OperatorSensitivity:
+    # The operator itself is the first of the d that its backward noise reaches.
+    depth = far.to_input[operator.name] + 1
+    own = _own(statistics, found)
+    noises = (found.first_gradient, found.second_gradient, found.third_gradient)
+    gradients = sum(noise.total for noise in noises if noise is not None)
+    return OperatorSensitivity(
+        own=depth * own,
+        backward=depth * (gradients - own),
+        forward=gamma * far.to_loss[operator.name] * found.output.total,
+        variances=found,
+    )
+
+
+def _check(graph: OpGraph, statistics: ModelStatistics, gamma: float) -> None:
+    if not 0 <= gamma < float("inf"):
+        raise UnsupportedError(f"gamma is {gamma!r}: a finite number of at least 0 is needed")
+    fingerprint = statistics.model_fingerprint
+    if fingerprint is not None and fingerprint != graph.fingerprint():
+        raise ModelError(
+            f"the statistics are of another model or batch shape than graph {graph.name!r}: collect them again with "
+            "this graph"
+        )
+    missing = [operator.name for operator in graph.by_role(Role.ADJUSTABLE) if operator.name not in statistics]
+    if missing:
+        raise ProblemError(
+            f"no statistics for {len(missing)} adjustable operators, the first is {missing[0]!r}: collect them again "
+            "with this graph"
+        )
+
+
+def _kind(kind: IndicatorKind | None, graph: OpGraph, statistics: ModelStatistics) -> IndicatorKind:
+    probed = any(operator.gains for operator in statistics.operators)
+    if kind is None:
+        return IndicatorKind.PROBED if probed else IndicatorKind.PROPAGATED
+    if kind not in list(IndicatorKind):
+        raise UnsupportedError(f"kind is {kind!r}: allowed are {', '.join(IndicatorKind)}")
+    if kind == IndicatorKind.PROBED and not probed:
+        raise ProblemError(
+            f"the statistics of graph {graph.name!r} hold no gains: collect them with probes=2 or more, or use "
+            "kind='propagated'"
+        )
+    return IndicatorKind(kind)
+
+
+def sensitivities(
+    graph: OpGraph,
+    statistics: ModelStatistics,
+    device_formats: Mapping[str, PrecisionFormats],
+    *,
+    options: NoiseOptions | None = None,
+    kind: IndicatorKind | None = None,
+    gamma: float = 4.0,
+) -> SensitivityTable:
+    """Sensitivity of every adjustable operator at every precision of a device.
+
+    Args:
+        graph: The model.
+        statistics: Collected from it.
+        device_formats: The device's precisions with their border formats.
+        options: How the runtime rounds.
+        kind: How noise is weighed; None takes ``probed`` if the statistics hold gains and ``propagated`` if not. The
+            table says which.
+        gamma: Weight of forward against backward noise, for ``kind="depth"`` only.
+
+    Returns:
+        Squared gradient units per training step of one worker. With gradients averaged over N workers, the share of
+        one worker in the variance of the averaged gradient is 1/N^2 of it.
+
+    Raises:
+        ModelError: The statistics belong to another graph.
+        ProblemError: Statistics are missing for an operator.
+        UnsupportedError: An option has a value that is not allowed.
+
+    Source:
+        Purpose and bi-directional form from QSync (IPDPS 2024); variances and propagation ours.
+    """
+    _check(graph, statistics, gamma)
+    options = options or NoiseOptions()
+    kind = _kind(kind, graph, statistics)
+    far = distances(graph)
+    propagation = Propagation(graph, statistics) if kind is IndicatorKind.PROPAGATED else None
+    table: dict[str, dict[str, OperatorSensitivity]] = {}
+    excluded: dict[str, dict[str, str]] = {}
+    for operator in graph.by_role(Role.ADJUSTABLE):
+        measured = statistics[operator.name]
+        row, refused = table.setdefault(operator.name, {}), excluded.setdefault(operator.name, {})
+        for precision, formats in device_formats.items():
+            reason = overflow_reason(measured, precision, formats)
+            if measured.kind is OperatorKind.ATTENTION and precision not in ("FP32", *measured.measured):
+                reason = reason or f"no noise formula for {operator.op_type} in {precision}"
+            if reason is not None:
+                refused[precision] = reason
+                continue
+            found = variances(measured, precision, formats, options)
+            if kind is IndicatorKind.PROBED:
+                noise = _element_noise(measured, precision, formats, options)
+                row[precision] = _probed(measured, found, noise)
+            elif propagation is not None:
+                row[precision] = _propagated(operator, measured, found, propagation)
+            else:
+                row[precision] = _by_depth(operator, measured, found, far, gamma)
+    return SensitivityTable(
+        kind=kind,
+        details=table,
+        excluded={name: reasons for name, reasons in excluded.items() if reasons},
+        distances=far,
+    )

@@ -1,0 +1,92 @@
+"""Measurements that are kept on disk, so that equal work on an equal device is measured once.
+
+Each measurement is a file of its own, named by the digests of its environment (device, versions, threads, options)
+and of its key, written whole and then renamed. So any number of processes may read and write at the same time, an
+interrupted run keeps what it had finished, and two that measure the same at once merely agree on the later one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.jsonio import Fields, read_json, write_json
+
+MEASUREMENT_FORMAT = "qsync-measurement/1"
+_LOGGER = logging.getLogger(__name__)
+
+
+class MeasurementCache:
+    """A folder of measurements of one environment.
+
+    Args:
+        folder: Where to keep them; made if missing. None keeps them for this process only.
+        environment: All that a measurement depends on besides its key, as plain JSON data.
+
+    Raises:
+        ProblemError: The folder cannot be made.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None, environment: Mapping[str, Any]) -> None:
+        self._environment = dict(environment)
+        self._known: dict[str, dict[str, Any]] = {}
+        self._folder: Path | None = None
+        if folder is not None:
+            self._folder = Path(folder) / _digest(json.dumps(self._environment, sort_keys=True))
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as failure:
+                raise ProblemError(
+                    f"cannot make the folder {str(self._folder)!r} for measurements: {failure.strerror or failure}; "
+                    "name another cache folder"
+                ) from failure
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """Return the measurement of ``key``, or None if there is none.
+
+        A file that cannot be used is named in a warning and measured again.
+        """
+        if key in self._known:
+            return self._known[key]
+        if self._folder is None or not (path := self._path(key)).exists():
+            return None
+        try:
+            reader = Fields(read_json(path, [MEASUREMENT_FORMAT]), str(path))
+            reader.take("format")
+            stored_environment, stored_key = reader.mapping("environment"), reader.text("key")
+            value = reader.mapping("measurement")
+            reader.finish()
+        except ProblemError as failure:
+            _LOGGER.warning("measuring again what the cache has no usable file for: %s", failure)
+            return None
+        if stored_environment != self._environment or stored_key != key:
+            _LOGGER.warning("measuring again: %s holds another measurement than its name says", path)
+            return None
+        self._known[key] = value
+        return value
+
+    def put(self, key: str, measurement: Mapping[str, Any]) -> None:
+        """Keep a measurement (plain JSON data)."""
+        self._known[key] = dict(measurement)
+        if self._folder is not None:
+            data = {
+                "format": MEASUREMENT_FORMAT,
+                "environment": self._environment,
+                "key": key,
+                "measurement": self._known[key],
+            }
+            write_json(self._path(key), data)
+
+    def _path(self, key: str) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{_digest(key)}.json"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,310 @@
+"""What was measured about every operator in a few full-precision training steps, and its file.
+
+Tensors of one operator are named by what they are in the product ``output = first x second``: ``first`` (activation),
+``second`` (weight, or the second activation), ``third`` (only attention's values), ``output``, ``output_gradient``
+(gradient of the loss with respect to the output) and ``first_gradient``, ``second_gradient``, ``third_gradient``
+(what *this* operator contributes to the gradients of its operands, before anything is accumulated).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.rounding import CAST_FORMATS, Granularity, Rounding, closed_form_variance, noise_kinds
+
+
+def _finite(value: float, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ProblemError(
+            f"{what} is {value!r}: a finite number of at least 0 is needed; collect the statistics again"
+        )
+
+
+def _whole(value: int, what: str, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ProblemError(f"{what} is {value!r}: a whole number of at least {least} is needed")
+
+
+class OperatorKind(enum.StrEnum):
+    """Which formula an operator's noise follows."""
+
+    PRODUCT = "product"
+    """Bilinear in two operands: linear, convolution, matrix products, einsum."""
+    LOOKUP = "lookup"
+    """Embedding: a product whose first operand is one-hot, hence exact."""
+    ATTENTION = "attention"
+    """Scaled dot-product attention: two products around a softmax; its errors are measured, not derived."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundingFactor:
+    """Measured mean squared rounding error, as a multiple of the closed form of ``qsync_opt.rounding``.
+
+    1 for elements spread evenly over many steps; below 1 for zeros and elements far smaller than one step; far above 1
+    for elements that a float format can only hold as subnormals, or flushes to zero.
+    """
+
+    stochastic: float
+    nearest: float
+
+    def __post_init__(self) -> None:
+        _finite(self.stochastic, "rounding factor 'stochastic'")
+        _finite(self.nearest, "rounding factor 'nearest'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStatistics:
+    """Moments of one tensor in one call, averaged over calls and batches (``amax``: the largest of all).
+
+    ``square_sum`` is the squared Frobenius norm. ``mean_square_amax`` maps granularity to the mean over slices of the
+    squared largest magnitude, so that the mean squared scale of INT8 is that value over 127 squared; it is empty for
+    tensors that are never quantized with a scale. ``rounding`` maps a noise kind to its measured factor.
+    """
+
+    elements: int
+    amax: float
+    square_sum: float
+    mean_square_amax: Mapping[str, float] = field(default_factory=dict)
+    rounding: Mapping[str, RoundingFactor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _whole(self.elements, "elements", 1)
+        _finite(self.amax, "amax")
+        _finite(self.square_sum, "square_sum")
+        for key, value in self.mean_square_amax.items():
+            if key not in list(Granularity):
+                raise ProblemError(f"unknown granularity {key!r}: allowed are {', '.join(Granularity)}")
+            _finite(value, f"mean_square_amax[{key!r}]")
+        for key in self.rounding:
+            if key not in noise_kinds(scaled=bool(self.mean_square_amax)):
+                allowed = ", ".join(noise_kinds(scaled=bool(self.mean_square_amax)))
+                raise ProblemError(f"unknown rounding {key!r}: allowed for this tensor are {allowed}")
+        object.__setattr__(self, "mean_square_amax", MappingProxyType(dict(self.mean_square_amax)))
+        object.__setattr__(self, "rounding", MappingProxyType(dict(self.rounding)))
+
+    @property
+    def mean_square(self) -> float:
+        """Mean square of the elements."""
+        return self.square_sum / self.elements
+
+    def variance(self, kind: str | None, rounding: Rounding) -> float:
+        """Mean squared rounding error per element: the closed form times the measured factor.
+
+        Args:
+            kind: One of ``noise_kinds``; None means not rounded at all.
+            rounding: Stochastic or nearest.
+        """
+        if kind is None:
+            return 0.0
+        closed = closed_form_variance(
+            kind, rounding, mean_square=self.mean_square, mean_square_amax=self.mean_square_amax
+        )
+        factor = self.rounding.get(kind)
+        if factor is None:
+            return closed
+        return closed * (factor.stochastic if rounding is Rounding.STOCHASTIC else factor.nearest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductSizes:
+    """``products`` independent products of an (N, K) by a (K, M) matrix.
+
+    ``rows`` is N, ``contraction`` K, ``columns`` M. A convolution is the product that im2col would make: one per
+    group, N = batch times output positions, K = input channels per group times kernel size, M = output channels per
+    group. A transposed convolution is the one whose columns col2im would add up: N = batch times *input* positions,
+    K = input channels per group, M = output channels per group times kernel size.
+    """
+
+    products: int
+    rows: int
+    contraction: int
+    columns: int
+
+    def __post_init__(self) -> None:
+        for name in ("products", "rows", "contraction", "columns"):
+            _whole(getattr(self, name), f"size {name!r}", 1)
+
+    @property
+    def volume(self) -> int:
+        """Scalar multiplications of all products together."""
+        return self.products * self.rows * self.contraction * self.columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredErrors:
+    """Squared errors of one operator that was run in a format, summed over the elements of each result."""
+
+    output: float
+    first_gradient: float
+    second_gradient: float
+    third_gradient: float
+
+    def __post_init__(self) -> None:
+        for name in ("output", "first_gradient", "second_gradient", "third_gradient"):
+            _finite(getattr(self, name), f"measured error {name!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """How strongly noise on one tensor of an operator moves the gradient of all parameters.
+
+    Noise of variance v per element adds ``gain * v`` to the variance of the gradient, summed over all parameters.
+    ``uniform`` holds for noise of equal variance on every element (fixed point), ``floating`` for noise in proportion
+    to the element's square (floating point), with v the mean. Flips of rectifiers add ``kink * v / sqrt(r)``, where r
+    is the noise-to-signal ratio of the operator's output.
+    """
+
+    uniform: float
+    floating: float
+    kink_uniform: float = 0.0
+    kink_floating: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("uniform", "floating", "kink_uniform", "kink_floating"):
+            _finite(getattr(self, name), f"gain {name!r}")
+
+
+# Alignment: path > target, over the shape of the noise. "floating" noise grows with the element's square; the other
+# shapes are those of INT8 with one scale per tensor, channel or row.
+PATHS: tuple[str, ...] = (
+    "first>output",
+    "second>output",
+    "first>second_gradient",
+    "gradient>second_gradient",
+    "second>first_gradient",
+    "gradient>first_gradient",
+)
+SHAPES: tuple[str, ...] = ("floating", *Granularity)
+OPERANDS: tuple[str, ...] = ("first", "second", "third")
+GRADIENTS: tuple[str, ...] = ("first_gradient", "second_gradient", "third_gradient")
+TENSORS: tuple[str, ...] = (*OPERANDS, "output", "output_gradient", *GRADIENTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorStatistics:
+    """Everything measured about one adjustable operator, per call.
+
+    ``calls`` counts its executions in one training step (more than 1 when the step runs the model several times).
+    ``first_parameter`` and ``second_parameter`` name the parameter that the operand is (or is a view of), else None.
+    A missing ``*_gradient`` means that operand needs none (input data, frozen parameter, integer indices).
+    ``alignment`` maps ``path/shape`` to the exact sum of noise times signal over what the mean-field formula gives;
+    a missing entry is 1. ``measured`` maps a precision to errors (attention only). ``gains`` is empty unless probed.
+    """
+
+    name: str
+    op_type: str
+    kind: OperatorKind
+    calls: int
+    products: tuple[ProductSizes, ...]
+    first_parameter: str | None
+    second_parameter: str | None
+    first: TensorStatistics
+    second: TensorStatistics
+    output: TensorStatistics
+    output_gradient: TensorStatistics
+    third: TensorStatistics | None = None
+    first_gradient: TensorStatistics | None = None
+    second_gradient: TensorStatistics | None = None
+    third_gradient: TensorStatistics | None = None
+    alignment: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, MeasuredErrors] = field(default_factory=dict)
+    gains: Mapping[str, Gain] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _whole(self.calls, f"operator {self.name!r}: calls", 1)
+        if not self.products:
+            raise ProblemError(f"operator {self.name!r} has no product sizes: at least one product is needed")
+        for key, value in self.alignment.items():
+            path, _, shape = key.partition("/")
+            if path not in PATHS or shape not in SHAPES:
+                raise ProblemError(
+                    f"operator {self.name!r}: unknown alignment {key!r}: allowed are <path>/<shape> with paths "
+                    f"{', '.join(PATHS)} and shapes {', '.join(SHAPES)}"
+                )
+            _finite(value, f"operator {self.name!r}: alignment {key!r}")
+        for key in self.measured:
+            if key not in CAST_FORMATS:
+                raise ProblemError(
+                    f"operator {self.name!r}: errors measured in unknown format {key!r}: "
+                    f"allowed are {', '.join(CAST_FORMATS)}"
+                )
+        for key in self.gains:
+            if key not in TENSORS:
+                raise ProblemError(
+                    f"operator {self.name!r}: gain of unknown tensor {key!r}: allowed are {', '.join(TENSORS)}"
+                )
+        for name in ("alignment", "measured", "gains"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    def tensors(self) -> Iterator[tuple[str, TensorStatistics]]:
+        """The tensors that were measured, with their names."""
+        for name in TENSORS:
+            statistics = getattr(self, name)
+            if statistics is not None:
+                yield name, statistics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal:
+    """What was seen around an operator that is not adjustable; per call, mean over batches.
+
+    ``elements`` of its result; squared norms of its first floating input and of its result. ``curvature`` (of losses,
+    else 0): relative energy by which noise on its input changes the gradient that it hands back, per unit of
+    noise-to-signal ratio.
+    """
+
+    elements: int
+    input_square_sum: float
+    output_square_sum: float
+    curvature: float = 0.0
+
+    def __post_init__(self) -> None:
+        _whole(self.elements, "elements", 1)
+        for name in ("input_square_sum", "output_square_sum", "curvature"):
+            _finite(getattr(self, name), name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatistics:
+    """Statistics of a whole model over ``batches`` batches.
+
+    ``model_fingerprint`` is the graph's, or None if none was given. ``signals`` holds what was
+    seen around other operators (normalizations, softmax, sums, losses); it shows how strong residual streams are.
+    """
+
+    batches: int
+    operators: tuple[OperatorStatistics, ...]
+    signals: Mapping[str, Signal] = field(default_factory=dict)
+    model_fingerprint: str | None = None
+    _index: Mapping[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _whole(self.batches, "batches", 1)
+        index = {operator.name: position for position, operator in enumerate(self.operators)}
+        if len(index) != len(self.operators):
+            names = [operator.name for operator in self.operators]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ProblemError(f"operator {twice!r} has statistics twice: names must be unique")
+        object.__setattr__(self, "signals", MappingProxyType(dict(self.signals)))
+        object.__setattr__(self, "_index", MappingProxyType(index))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._index
+
+    def __getitem__(self, name: str) -> OperatorStatistics:
+        try:
+            return self.operators[self._index[name]]
+        except KeyError:
+            raise ProblemError(
+                f"no statistics for operator {name!r}: collect them again with the model that was captured"
+            ) from None
+
+    def find(self, name: str) -> OperatorStatistics | None:
+        """Statistics of an operator, None if there are none."""
+        position = self._index.get(name)
+        return None if position is None else self.operators[position]

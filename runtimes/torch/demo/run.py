@@ -1,0 +1,278 @@
+"""The demo from end to end: capture, statistics, profile, problem, solve, train, compare, report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from qsync_opt.baselines import uniform_plan
+from qsync_opt.build import build_problem
+from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, Network
+from qsync_opt.device_profile import DeviceProfile, load_profile
+from qsync_opt.errors import SolverError
+from qsync_opt.evaluation import evaluate
+from qsync_opt.graph import OpGraph, Role
+from qsync_opt.indicator import sensitivities
+from qsync_opt.plan import Plan
+from qsync_opt.planner import solve
+from qsync_opt.problem import Problem
+from qsync_opt.replay import replay, write_trace
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.ddp import free_port
+from qsync_opt.runtimes.torch.demo.launch import Event, run_workers
+from qsync_opt.runtimes.torch.demo.report import (
+    DemoResult,
+    Measured,
+    print_plan,
+    print_solved,
+    with_trainer,
+    write_report,
+)
+from qsync_opt.runtimes.torch.demo.settings import INFERENCE, TRAINER, WORKERS, DemoOptions, WorkerSpec
+from qsync_opt.runtimes.torch.demo.text import Batches, standard_library_text
+from qsync_opt.runtimes.torch.demo.worker import make_model
+from qsync_opt.runtimes.torch.statistics import collect_statistics
+from qsync_opt.solution import Solution
+
+WORKER_MODULE = "qsync_opt.runtimes.torch.demo.worker"
+STATISTICS_BATCHES = 3
+TRAINER_MEMORY_BYTES = 64 << 30
+"""The trainer's budget is no constraint of the demo."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiles:
+    """What the workers measured: a profile per device type, and their network."""
+
+    devices: Mapping[str, DeviceProfile]
+    network: Network
+
+
+def run_demo(folder: Path, options: DemoOptions, console: Console) -> DemoResult:
+    """Run every step, print what it finds, and write the files.
+
+    Args:
+        folder: Where ``problem.json``, ``plan.json``, ``trace.json``, ``report.md`` and the profiles go.
+        options: Sizes.
+        console: Where to print.
+
+    Returns:
+        Everything that was predicted and measured.
+
+    Raises:
+        WorkerError: A worker process failed.
+        ProblemError: No plan fits (the demo's budget lies between what two known plans need, so this is a fault).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    with _step(console, "1/6 Capture: PyTorch in training mode -> ONNX -> operator graph"):
+        graph = _capture(options)
+        roles = ", ".join(f"{len(graph.by_role(role))} {role}" for role in Role)
+        console.print(f"  {len(graph)} operators ({roles}), {len(graph.parameters)} parameters")
+    profiles = _profile(folder, options, console)
+    with _step(console, "3/6 Statistics and indicator: real batches, forward and backward"):
+        table = _sensitivities(graph, profiles.devices[INFERENCE], options, console)
+    with _step(console, "4/6 Problem and plan"):
+        problem, whole = _problems(graph, profiles, table, options)
+        problem.save(folder / "problem.json")
+        _print_limits(problem, console)
+        solved = [solve(problem, method=method, time_limit_s=60) for method in ("greedy", "exact")]
+        print_solved(console, problem, solved)
+        plan = _plan_of(solved[0])
+        plan.save(folder / "plan.json")
+        print_plan(console, problem, plan)
+        write_trace(folder / "trace.json", replay(whole, with_trainer(whole, plan)))
+    measured = _train_all(folder, options, console, problem, plan)
+    with _step(console, "6/6 Report"):
+        result = DemoResult(
+            options=options,
+            problem=problem,
+            whole=whole,
+            solved=tuple(solved),
+            plan=plan,
+            measured=measured,
+            seconds=time.perf_counter() - started,
+        )
+        write_report(folder, result, console)
+    return result
+
+
+@contextmanager
+def _step(console: Console, title: str) -> Iterator[None]:
+    console.rule(f"[bold]{title}", align="left")
+    started = time.perf_counter()
+    yield
+    console.print(f"  [dim]{time.perf_counter() - started:.1f} s[/dim]")
+
+
+def _capture(options: DemoOptions) -> OpGraph:
+    text, _ = standard_library_text()
+    batch = Batches(text, batch=options.batch, context=options.model.context, seed=options.seed).next()
+    return capture(make_model(options), batch, name="demo-gpt")
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
+    )
+
+
+def _run(spec: WorkerSpec, console: Console) -> list[Event]:
+    """Start both workers on a spec and show their progress, a bar for each that reports."""
+    path = spec.folder / f"spec-{spec.label.replace(' ', '-')}.json"
+    spec.save(path)
+    with _progress(console) as bars:
+        tasks: dict[int, TaskID] = {}
+
+        def show(rank: int, event: Event) -> None:
+            if rank not in tasks:
+                tasks[rank] = bars.add_task(WORKERS[rank], total=event["total"])
+            description = f"{WORKERS[rank]:<9} {event['label'][:48]:<48}"
+            bars.update(tasks[rank], completed=event["done"], total=event["total"], description=description)
+
+        return run_workers(
+            WORKER_MODULE,
+            path,
+            world_size=len(WORKERS),
+            threads=[1] * len(WORKERS),
+            log_folder=spec.folder,
+            on_progress=show,
+        )
+
+
+def _profile(folder: Path, options: DemoOptions, console: Console) -> Profiles:
+    with _step(console, "2/6 Profile: every operator at every precision, on both workers at once"):
+        spec = WorkerSpec(phase="profile", folder=folder, label="profile", options=options, port=free_port())
+        results = _run(spec, console)
+        devices = {name: load_profile(result["profile"]) for name, result in zip(WORKERS, results, strict=True)}
+        # Two workers exchange two messages of half the size each: the fit is of the whole all-reduce.
+        network = Network(
+            latency_s=results[0]["latency_s"] / 2,
+            bandwidth_bytes_per_s=results[0]["bandwidth_bytes_per_s"],
+            source=f"measured between the workers, relative residual {results[0]['network_residual']:.2f}",
+        )
+        for name, device in devices.items():
+            console.print(f"  {name}: {_described(device)}")
+        console.print(
+            f"  network: {network.latency_s * 2e6:.0f} us + {network.bandwidth_bytes_per_s / 1e9:.2f} GB/s "
+            f"({network.source})"
+        )
+    return Profiles(devices=devices, network=network)
+
+
+def _described(profile: DeviceProfile) -> str:
+    measured = sum(len(costs) for costs in profile.measurements.values())
+    return (
+        f"{profile.device.name}, {profile.device.threads} thread(s), {', '.join(profile.formats)}; {measured} "
+        f"measurements; whole iterations are met within {100 * profile.overhead.residual:.1f} %"
+    )
+
+
+def _sensitivities(
+    graph: OpGraph, profile: DeviceProfile, options: DemoOptions, console: Console
+) -> Mapping[str, Mapping[str, float]]:
+    text, _ = standard_library_text()
+    batches = Batches(text, batch=options.batch, context=options.model.context, seed=options.seed + 7)
+    with _progress(console) as bars:
+        task = bars.add_task("batches", total=STATISTICS_BATCHES)
+
+        def counted() -> Any:
+            for _ in range(STATISTICS_BATCHES):
+                yield batches.next()
+                bars.advance(task)
+
+        statistics = collect_statistics(make_model(options), counted(), graph=graph)
+    return sensitivities(graph, statistics, profile.formats)
+
+
+def _cluster(profiles: Profiles, budget_bytes: int, trainer: DeviceRole) -> Cluster:
+    precisions = tuple(profiles.devices[INFERENCE].formats)
+    return Cluster(
+        name="demo",
+        devices=(
+            DeviceType(
+                name=TRAINER,
+                count=1,
+                memory_limit_bytes=TRAINER_MEMORY_BYTES,
+                precisions=("FP32",),
+                role=trainer,
+            ),
+            DeviceType(name=INFERENCE, count=1, memory_limit_bytes=budget_bytes, precisions=precisions),
+        ),
+        network=profiles.network,
+    )
+
+
+def _problems(
+    graph: OpGraph, profiles: Profiles, table: Mapping[str, Mapping[str, float]], options: DemoOptions
+) -> tuple[Problem, Problem]:
+    """The problem to solve, and the same with the trainer as a device of its own, for timelines and predictions."""
+
+    def build(budget_bytes: int, trainer: DeviceRole, **limits: Any) -> Problem:
+        cluster = _cluster(profiles, budget_bytes, trainer)
+        return build_problem(graph, profiles.devices, table, cluster, **limits)
+
+    roomy = build(TRAINER_MEMORY_BYTES, DeviceRole.FIXED)
+    needs = {
+        precision: evaluate(roomy, uniform_plan(roomy, precision)).memory_bytes[INFERENCE]
+        for precision in ("INT8", "FP32")
+    }
+    budget_bytes = round(needs["INT8"] + options.memory_share * (needs["FP32"] - needs["INT8"]))
+    problem = build(budget_bytes, DeviceRole.FIXED)
+    whole = build(budget_bytes, DeviceRole.PLANNED, latency_limit_ns=problem.latency_limit_ns)
+    return problem, whole
+
+
+def _print_limits(problem: Problem, console: Console) -> None:
+    device = problem.device(INFERENCE)
+    evaluation = evaluate(problem, uniform_plan(problem, "FP32"))
+    console.print(
+        f"  memory budget of the inference device: {device.memory_limit_kib / 1024:.1f} MiB "
+        f"(FP32 would need {evaluation.memory_bytes[INFERENCE] / 2**20:.1f} MiB)"
+    )
+    console.print(
+        f"  latency limit: {problem.latency_limit_ns / 1e6:.1f} ms per iteration, that of the fastest plan that fits "
+        f"(all FP32: {evaluation.iteration_ns / 1e6:.1f} ms)"
+    )
+
+
+def _plan_of(solution: Solution) -> Plan:
+    if solution.plan is None:
+        raise SolverError(f"method {solution.method!r} found no plan: {solution.reason}")
+    return solution.plan
+
+
+def _train_all(
+    folder: Path, options: DemoOptions, console: Console, problem: Problem, plan: Plan
+) -> Mapping[str, Measured]:
+    """Train in FP32, under the plan and in the uniform lowest precision, both workers each time."""
+    uniform = uniform_plan(problem)
+    uniform.save(folder / "plan-uniform-lowest.json")
+    runs: dict[str, tuple[Plan | None, Path | None]] = {
+        "FP32": (None, None),
+        "plan": (plan, folder / "plan.json"),
+        "uniform lowest": (uniform, folder / "plan-uniform-lowest.json"),
+    }
+    measured: dict[str, Measured] = {}
+    with _step(
+        console, f"5/6 Train: {options.steps} steps on two workers (DistributedDataParallel, gloo), three times"
+    ):
+        for label, (used, path) in runs.items():
+            spec = WorkerSpec(phase="train", folder=folder, label=label, options=options, port=free_port(), plan=path)
+            trainer, inference = _run(spec, console)
+            measured[label] = Measured(
+                plan=used,
+                alone_s={TRAINER: trainer["alone_s"], INFERENCE: inference["alone_s"]},
+                pair_s=max(trainer["pair_s"], inference["pair_s"]),
+                peak_bytes={TRAINER: trainer["peak_bytes"], INFERENCE: inference["peak_bytes"]},
+                losses=tuple(trainer["losses"]),
+                held_out_loss=trainer["held_out_loss"],
+            )
+    return measured

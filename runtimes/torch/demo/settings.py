@@ -1,0 +1,91 @@
+"""What the demo does, in one place, as a checked JSON file that its workers read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qsync_opt.jsonio import Fields, read_json, write_json
+from qsync_opt.runtimes.torch.demo.model import GptConfig
+
+SPEC_FORMAT = "qsync-demo-worker/1"
+TRAINER = "trainer"
+INFERENCE = "inference"
+WORKERS = (TRAINER, INFERENCE)
+"""Device type of each rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """Sizes of the demo.
+
+    ``batch`` is per worker; ``memory_share`` places the memory budget of the inference device between what its most
+    frugal plan needs (0) and what FP32 needs (1).
+    """
+
+    steps: int = 120
+    batch: int = 8
+    learning_rate: float = 1e-3
+    seed: int = 0
+    memory_share: float = 0.2
+    model: GptConfig = field(default_factory=GptConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """One run of both workers: ``phase`` is ``"profile"`` or ``"train"``; ``plan`` a plan file or None (FP32)."""
+
+    phase: str
+    folder: Path
+    label: str
+    options: DemoOptions
+    port: int
+    plan: Path | None = None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file that the workers read."""
+        data: dict[str, Any] = {
+            "format": SPEC_FORMAT,
+            "phase": self.phase,
+            "folder": str(self.folder),
+            "label": self.label,
+            "port": self.port,
+            "plan": None if self.plan is None else str(self.plan),
+            **asdict(self.options),
+        }
+        write_json(path, data)
+
+
+def load_spec(path: str | os.PathLike[str]) -> WorkerSpec:
+    """Read a worker's file.
+
+    Raises:
+        ProblemError: The file is missing or holds anything but a worker's settings.
+    """
+    fields = Fields(read_json(path, (SPEC_FORMAT,)), "demo worker")
+    fields.text("format")
+    phase, folder, label = fields.text("phase"), fields.text("folder"), fields.text("label")
+    port = fields.integer("port", minimum=1)
+    plan = fields.take_or("plan", None)
+    model = Fields(fields.mapping("model"), "demo worker: model")
+    sizes = GptConfig(**{name: model.integer(name, minimum=1) for name in GptConfig.__dataclass_fields__})
+    model.finish()
+    options = DemoOptions(
+        steps=fields.integer("steps", minimum=1),
+        batch=fields.integer("batch", minimum=1),
+        learning_rate=fields.number("learning_rate"),
+        seed=fields.integer("seed"),
+        memory_share=fields.number("memory_share"),
+        model=sizes,
+    )
+    fields.finish()
+    return WorkerSpec(
+        phase=phase,
+        folder=Path(folder),
+        label=label,
+        options=options,
+        port=port,
+        plan=None if plan is None else Path(plan),
+    )

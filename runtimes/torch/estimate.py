@@ -1,0 +1,43 @@
+"""One figure from many noisy times: medians of rounds, and as many rounds as it takes for two to agree.
+
+What disturbs a time on a shared machine only ever adds to it, and comes in bursts that can cover a whole round. So
+the rounds with the lowest medians are believed, once two of them agree.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+MAX_ROUNDS = 6
+AGREEMENT = 0.04
+"""Relative distance within which two rounds agree."""
+RESOLUTION_NS = 1000.0
+"""Distance below which they agree in any case."""
+
+
+def steady_medians(run_round: Callable[[], Sequence[Sequence[float]]]) -> tuple[float, ...]:
+    """Run rounds until, in every column, the two lowest medians agree, at most `MAX_ROUNDS` of them.
+
+    Args:
+        run_round: Runs one round; returns one row of times in nanoseconds per repetition, with equal columns.
+
+    Returns:
+        For each column the mean of the two lowest medians.
+
+    Source: ours.
+    """
+    columns: list[list[float]] = []
+    for done in range(1, MAX_ROUNDS + 1):
+        medians = [statistics.median(column) for column in zip(*run_round(), strict=True)]
+        columns = columns or [[] for _ in medians]
+        for column, value in zip(columns, medians, strict=True):
+            column.append(value)
+            column.sort()
+        if done >= 2 and all(_agree(column[0], column[1]) for column in columns):
+            break
+    return tuple((column[0] + column[1]) / 2 for column in columns)
+
+
+def _agree(low: float, high: float) -> bool:
+    return high - low <= max(RESOLUTION_NS, AGREEMENT * abs(high))

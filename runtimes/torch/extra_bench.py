@@ -1,0 +1,150 @@
+"""What do the parts of a step cost that are no operators: casts on edges, sums of gradients, the optimizer?"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qsync_opt.device_profile import OptimizerCost
+from qsync_opt.graph import OpGraph, TensorSpec
+from qsync_opt.kernels import ops
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.precision import PrecisionFormats
+from qsync_opt.runtimes.torch.allocations import allocation_of
+from qsync_opt.runtimes.torch.estimate import steady_medians
+from qsync_opt.runtimes.torch.operator_bench import DTYPES, ROUND_BYTES
+from qsync_opt.runtimes.torch.stopwatch import Stopwatch
+
+MAX_SIZES = 6
+"""Sizes that a cast is measured at: the smallest, the largest, and some between."""
+_ROTATED = 4
+
+
+def cast_pairs(formats: Mapping[str, PrecisionFormats]) -> tuple[tuple[str, str], ...]:
+    """Pairs of unlike formats that can meet on an edge, forward or backward."""
+    forward = [(borders.output, precision) for borders in formats.values() for precision in formats]
+    backward = [(v.gradient_output, u.gradient_input) for v in formats.values() for u in formats.values()]
+    return tuple(dict.fromkeys((a, b) for a, b in (*forward, *backward) if a != b))
+
+
+def edge_sizes(graph: OpGraph) -> tuple[TensorSpec, ...]:
+    """Results of the graph to measure casts on: real shapes, their sizes spread over the range that edges have."""
+    read = {source for operator in graph for source in operator.inputs}
+    by_size: dict[int, TensorSpec] = {}
+    for operator in graph:
+        if operator.name in read:
+            for spec in operator.output_specs:
+                if spec.is_floating and spec.elements:
+                    by_size.setdefault(spec.elements, spec)
+    sizes = sorted(by_size)
+    if len(sizes) > MAX_SIZES:
+        sizes = [sizes[round(i * (len(sizes) - 1) / (MAX_SIZES - 1))] for i in range(MAX_SIZES)]
+    return tuple(by_size[size] for size in sizes)
+
+
+def time_cast(
+    source: str,
+    target: str,
+    spec: TensorSpec,
+    device: torch.device,
+    options: KernelOptions,
+    stopwatch: Stopwatch,
+    repeats: int,
+) -> float:
+    """Nanoseconds of one cast as the runtime does it on an edge."""
+    inputs = [torch.randn(spec.shape, device=device).to(DTYPES[source]) for _ in range(_ROTATED)]
+    return _time(lambda x: ops.cast(x, target, options), inputs, spec, stopwatch, repeats)
+
+
+def time_gradient_sum(name: str, spec: TensorSpec, device: torch.device, stopwatch: Stopwatch, repeats: int) -> float:
+    """Nanoseconds to add up two gradients of a result that two operators read."""
+    inputs = [torch.randn(spec.shape, device=device).to(DTYPES[name]) for _ in range(_ROTATED)]
+    other = torch.randn(spec.shape, device=device).to(DTYPES[name])
+    return _time(lambda x: x + other, inputs, spec, stopwatch, repeats)
+
+
+def _time(
+    work: Callable[[Tensor], Any], inputs: Sequence[Tensor], spec: TensorSpec, stopwatch: Stopwatch, repeats: int
+) -> float:
+    """One time from rounds that keep their results alive; the first, which touches fresh memory, does not count."""
+    count = max(2, min(repeats, ROUND_BYTES // max(1, 4 * spec.elements)))
+
+    def run_round() -> list[tuple[float]]:
+        kept, rows = [], []
+        for i in range(count):
+            x = inputs[i % len(inputs)]
+            stopwatch.settle()
+            with torch.no_grad():
+                result, elapsed = stopwatch.time(functools.partial(work, x))
+            kept.append(result)
+            rows.append((max(elapsed.device_ns, elapsed.host_ns),))
+        return rows
+
+    run_round()
+    return max(1.0, steady_medians(run_round)[0])
+
+
+def like(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
+    """Return an optimizer of the same kind and settings over parameters of the same shapes, with gradients."""
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        parameters = [nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device)) for p in group["params"]]
+        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": parameters})
+    # Some optimizers note settings that their constructor does not take; those stand in the groups.
+    accepted = inspect.signature(type(optimizer)).parameters
+    settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    copy: torch.optim.Optimizer = type(optimizer)(groups, **settings)
+    return copy
+
+
+def measure_optimizer(
+    optimizer: torch.optim.Optimizer, device: torch.device, stopwatch: Stopwatch, repeats: int
+) -> OptimizerCost:
+    """Time of a step and of clearing the gradients, state kept, and memory used in passing.
+
+    Args:
+        optimizer: Any torch optimizer; a copy of it is measured, so that neither parameters nor state change.
+        device: Where.
+        stopwatch: For the device.
+        repeats: Steps per round.
+    """
+    copy = like(optimizer, device)
+    parameters = [p for group in copy.param_groups for p in group["params"]]
+
+    def run_round() -> list[tuple[float, float]]:
+        rows = []
+        for _ in range(repeats):
+            _give_gradients(parameters)
+            stopwatch.settle()
+            _, step = stopwatch.time(copy.step)
+            _, clear = stopwatch.time(copy.zero_grad)
+            rows.append((max(step.device_ns, step.host_ns), max(clear.device_ns, clear.host_ns)))
+        return rows
+
+    run_round()  # makes the state
+    step_ns, zero_grad_ns = steady_medians(run_round)
+    _give_gradients(parameters)
+    _, allocation = allocation_of(copy.step, device)
+    return OptimizerCost(
+        name=type(optimizer).__name__,
+        step_ns=round(step_ns),
+        zero_grad_ns=round(zero_grad_ns),
+        state_bytes=state_bytes(copy),
+        workspace_bytes=allocation.peak_bytes,
+    )
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all tensors that an optimizer keeps."""
+    entries: Iterable[Any] = optimizer.state.values()
+    return sum(v.numel() * v.element_size() for entry in entries for v in entry.values() if isinstance(v, Tensor))
+
+
+def _give_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1e-3)

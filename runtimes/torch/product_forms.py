@@ -1,0 +1,229 @@
+"""How noise travels through a bilinear operator: which sums of one operand meet which sums of the other.
+
+Every product, convolution, einsum and lookup is ``z = sum over k of x * w``. Independent noise of variance ``a`` on the
+elements of ``x`` gives the output a total variance ``sum of a * w**2`` over all scalar multiplications, and the same
+sum with other letters gives the gradients' variances: with T(a, b, c) the sum over all scalar multiplications of
+``a(x's element) * b(w's element) * c(z's element)``,
+
+    output:          T(noise of x, w**2, 1)       T(x**2, noise of w, 1)
+    gradient of w:   T(noise of x, 1, g**2)       T(x**2, 1, noise of g)
+    gradient of x:   T(1, noise of w, g**2)       T(1, w**2, noise of g)
+
+Each T with a 1 in it is an inner product of two small vectors, so nothing as large as an im2col matrix is ever built.
+
+Axis letters: P independent products, N rows, K contraction, M columns; for convolutions B samples, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qsync_opt.rounding import Granularity
+from qsync_opt.statistics import ProductSizes
+
+
+def _split(x: Tensor, dim: int, parts: int) -> Tensor:
+    """One dimension as two: which part, and where in it."""
+    return x.reshape(*x.shape[:dim], parts, -1, *x.shape[dim + 1 :])
+
+
+class ProductForm(Protocol):
+    """Reductions of tensors shaped like the operands and the result; see the module's text for T."""
+
+    @property
+    def first(self) -> Tensor:
+        """First operand in its normal form."""
+
+    @property
+    def second(self) -> Tensor:
+        """Second operand in its normal form."""
+
+    @property
+    def sizes(self) -> ProductSizes:
+        """Sizes of the products."""
+
+    def first_by_contraction(self, a: Tensor) -> Tensor:
+        """Vector A with T(a, b, 1) = <A(a), B(b)>."""
+
+    def second_by_contraction(self, b: Tensor) -> Tensor:
+        """Vector B with T(a, b, 1) = <A(a), B(b)>."""
+
+    def first_by_row(self, a: Tensor) -> Tensor:
+        """Vector R with T(a, 1, c) = <R(a), Q(c)>."""
+
+    def result_by_row(self, c: Tensor) -> Tensor:
+        """Vector Q with T(a, 1, c) = <R(a), Q(c)>."""
+
+    def second_by_column(self, b: Tensor) -> Tensor:
+        """Vector D with T(1, b, c) = <D(b), E(c)>."""
+
+    def result_by_column(self, c: Tensor) -> Tensor:
+        """Vector E with T(1, b, c) = <D(b), E(c)>."""
+
+    def result(self, z: Tensor) -> Tensor:
+        """A tensor shaped like the operator's result, in the layout that the reductions want."""
+
+    def sample(self, limit: int) -> tuple[Tensor, slice]:
+        """Evenly spaced rows (samples) of the first operand with about ``limit`` elements, and which rows they are."""
+
+    def sampled_rows(self, vector: Tensor, rows: slice) -> Tensor:
+        """The entries of ``result_by_row`` that belong to sampled rows."""
+
+    def slice_dims(self, operand: str, granularity: Granularity) -> tuple[int, ...]:
+        """Dimensions of ``first`` or ``second`` that share one scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixForm:
+    """``first`` (P, N, K) times ``second`` (P, K, M)."""
+
+    first: Tensor
+    second: Tensor
+    sizes: ProductSizes
+    arrange: Callable[[Tensor], Tensor]
+
+    def first_by_contraction(self, a: Tensor) -> Tensor:
+        """Sums over rows, (P, K)."""
+        return a.sum(1)
+
+    def second_by_contraction(self, b: Tensor) -> Tensor:
+        """Sums over columns, (P, K)."""
+        return b.sum(2)
+
+    def first_by_row(self, a: Tensor) -> Tensor:
+        """Sums over the contraction, (P, N)."""
+        return a.sum(2)
+
+    def result_by_row(self, c: Tensor) -> Tensor:
+        """Sums over columns, (P, N)."""
+        return c.sum(2)
+
+    def second_by_column(self, b: Tensor) -> Tensor:
+        """Sums over the contraction, (P, M)."""
+        return b.sum(1)
+
+    def result_by_column(self, c: Tensor) -> Tensor:
+        """Sums over rows, (P, M)."""
+        return c.sum(1)
+
+    def result(self, z: Tensor) -> Tensor:
+        """The result as (P, N, M)."""
+        return self.arrange(z)
+
+    def sample(self, limit: int) -> tuple[Tensor, slice]:
+        """Every s-th row of each product."""
+        step = max(1, min(self.first.shape[1], self.first.numel() // max(limit, 1)))
+        rows = slice(None, None, step)
+        return self.first[:, rows], rows
+
+    def sampled_rows(self, vector: Tensor, rows: slice) -> Tensor:
+        """Entries (P, rows)."""
+        return vector[:, rows]
+
+    def slice_dims(self, operand: str, granularity: Granularity) -> tuple[int, ...]:
+        """Rows of ``first`` run along K, its channels along N; channels of ``second`` along K, its rows along M."""
+        if granularity is Granularity.TENSOR:
+            return (0, 1, 2)
+        along_first = {Granularity.ROW: (2,), Granularity.CHANNEL: (1,)}
+        along_second = {Granularity.ROW: (2,), Granularity.CHANNEL: (1,)}
+        return (along_first if operand == "first" else along_second)[granularity]
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionForm:
+    """A convolution, transposed or not, of a batched ``first``; ``geometry`` is what torch.convolution takes last.
+
+    ``inside`` is 1 where ``first`` holds the input and 0 where it was padded beforehand, (1, groups, ...).
+    """
+
+    first: Tensor
+    second: Tensor
+    sizes: ProductSizes
+    geometry: tuple[Any, ...]
+    batched: bool
+    inside: Tensor
+
+    @property
+    def _transposed(self) -> bool:
+        return bool(self.geometry[3])
+
+    @property
+    def _groups(self) -> int:
+        return self.sizes.products
+
+    def _convolve(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.convolution(x, weight, None, *self.geometry)
+
+    def _merge_groups(self, x: Tensor) -> Tensor:
+        """Sums over the channels of each group: (B, C, ...) to (B, groups, ...)."""
+        return _split(x, 1, self._groups).sum(2)
+
+    def _by_input_channel(self, b: Tensor) -> Tensor:
+        """Sums over the output channels of each group, one weight per input channel of a group and kernel position."""
+        if self._transposed:
+            return b.sum(1, keepdim=True)
+        return _split(b, 0, self._groups).sum(1)
+
+    def _by_output_channel(self, b: Tensor) -> Tensor:
+        """Sums over the input channels of each group."""
+        if self._transposed:
+            return _split(b, 0, self._groups).sum(1)
+        return b.sum(1, keepdim=True)
+
+    def first_by_contraction(self, a: Tensor) -> Tensor:
+        """For each input channel and kernel position, the sum of the elements that this weight multiplies."""
+        with torch.enable_grad():
+            weight = torch.zeros_like(self._by_input_channel(self.second)).requires_grad_()
+            total = self._convolve(a.sum(0, keepdim=True), weight).sum()
+            (gradient,) = torch.autograd.grad(total, weight)
+        return gradient
+
+    def second_by_contraction(self, b: Tensor) -> Tensor:
+        """Sums over output channels, per input channel and kernel position."""
+        return self._by_input_channel(b)
+
+    def first_by_row(self, a: Tensor) -> Tensor:
+        """Sums over the window of each output position, per sample and group."""
+        ones = torch.ones((self._groups, 1, *self.second.shape[2:]), dtype=a.dtype, device=a.device)
+        return self._convolve(self._merge_groups(a), ones)
+
+    def result_by_row(self, c: Tensor) -> Tensor:
+        """Sums over output channels, per sample, group and position."""
+        return self._merge_groups(c)
+
+    def second_by_column(self, b: Tensor) -> Tensor:
+        """Sums over those weights that reach each output position from inside the input."""
+        return self._convolve(self.inside, self._by_output_channel(b))
+
+    def result_by_column(self, c: Tensor) -> Tensor:
+        """Sums over samples."""
+        return c.sum(0, keepdim=True)
+
+    def result(self, z: Tensor) -> Tensor:
+        """The result with its batch dimension."""
+        return z if self.batched else z.unsqueeze(0)
+
+    def sample(self, limit: int) -> tuple[Tensor, slice]:
+        """Every s-th sample."""
+        step = max(1, min(self.first.shape[0], self.first.numel() // max(limit, 1)))
+        rows = slice(None, None, step)
+        return self.first[rows], rows
+
+    def sampled_rows(self, vector: Tensor, rows: slice) -> Tensor:
+        """Entries of the sampled images."""
+        return vector[rows]
+
+    def slice_dims(self, operand: str, granularity: Granularity) -> tuple[int, ...]:
+        """Rows of ``first`` are samples; channels of ``second`` are output channels, its rows input channels."""
+        dims = tuple(range(self.first.dim()))
+        if granularity is Granularity.TENSOR:
+            return dims
+        kept = int(granularity is Granularity.CHANNEL)
+        if operand == "second" and not self._transposed:
+            kept = 1 - kept
+        return tuple(d for d in dims if d != kept)

@@ -1,0 +1,49 @@
+"""PyTorch as a runtime: the functions of this package behind the common contract."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from qsync_opt.graph import OpGraph
+from qsync_opt.precision import PrecisionFormats
+from qsync_opt.runtimes.torch import capabilities
+from qsync_opt.runtimes.torch.apply import ApplyOptions, DevicePlans, apply, undo
+from qsync_opt.runtimes.torch.capture import capture
+
+
+class TorchRuntime:
+    """Plans for PyTorch models, on ``cpu`` and ``cuda``."""
+
+    name = "torch"
+
+    def capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> OpGraph:
+        """Operators of one training forward pass; see ``capture``."""
+        return capture(model, args, kwargs)
+
+    def device_formats(self, device: torch.device | str) -> dict[str, PrecisionFormats]:
+        """Precisions of a device with their border formats; see ``capabilities.device_formats``."""
+        return capabilities.device_formats(device)
+
+    def operator_precisions(self, op_type: str, device: torch.device | str) -> tuple[str, ...]:
+        """Precisions in which a kind of operator can run; see ``capabilities.operator_precisions``."""
+        return capabilities.operator_precisions(op_type, device)
+
+    def apply(
+        self,
+        model: nn.Module,
+        plan: Mapping[str, str] | DevicePlans,
+        device_type: str | None = None,
+        *,
+        graph: OpGraph | None = None,
+        options: ApplyOptions | None = None,
+    ) -> nn.Module:
+        """Make a model run under a plan; see ``apply``."""
+        return apply(model, plan, device_type, graph=graph, options=options)
+
+    def undo(self, model: nn.Module) -> nn.Module:
+        """Take the plan off again; see ``undo``."""
+        return undo(model)

@@ -1,0 +1,365 @@
+"""A few real training steps in full precision, watched: statistics of every adjustable operator of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qsync_opt.errors import ModelError
+from qsync_opt.graph import OpGraph, Role
+from qsync_opt.kernels.float_modes import fp32_mode
+from qsync_opt.runtimes.torch.attention_error import attention_call
+from qsync_opt.runtimes.torch.gradient_probe import probe_gains
+from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
+from qsync_opt.runtimes.torch.operator_record import OperatorRecord
+from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
+from qsync_opt.statistics import GRADIENTS, Gain, ModelStatistics, OperatorKind, OperatorStatistics, Signal
+from qsync_opt.statistics_merge import merge_operators, merge_statistics
+
+Step = Callable[[nn.Module, Any], Tensor]
+# Element-wise operators and means whose norms tell how noise is diluted; named as the capture names them.
+_SIGNAL_KINDS = (
+    *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "masked_fill", "cat"),
+    *("relu", "relu_", "gelu", "silu", "silu_", "tanh", "sigmoid"),
+    *("mean", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
+)
+_KINDS = {"embedding": OperatorKind.LOOKUP, "scaled_dot_product_attention": OperatorKind.ATTENTION}
+
+
+def default_step(model: nn.Module, batch: Any) -> Tensor:
+    """Run ``model(**batch)``, ``model(*batch)`` or ``model(batch)`` and return the loss it computes itself.
+
+    Raises:
+        ModelError: The model returns no scalar: neither itself, nor as ``.loss``, nor first in a tuple or mapping.
+    """
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, list | tuple):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, list | tuple) and loss:
+        loss = loss[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ModelError(
+            f"the model returned {type(output).__name__} without a scalar loss: pass step=, a function of model and "
+            "batch that returns the loss"
+        )
+    return loss
+
+
+class _Collector:
+    """Handler of an interception: runs every operator as it is and measures the adjustable ones."""
+
+    def __init__(self, model: nn.Module, graph: OpGraph | None, sample: int) -> None:
+        self._wanted = None if graph is None else {operator.name for operator in graph.by_role(Role.ADJUSTABLE)}
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._sample = sample
+        self.records: dict[str, list[OperatorRecord]] = {}
+        self.signals: dict[str, list[tuple[int, Tensor]]] = {}
+
+    def __call__(self, call: OperatorCall) -> Any:
+        if call.op_type not in ADJUSTABLE:
+            return self._watch_signal(call)
+        if self._wanted is not None and call.name not in self._wanted:
+            return call.run()
+        slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
+        kind = _KINDS.get(call.op_type, OperatorKind.PRODUCT)
+        lead = (None,) if kind is OperatorKind.LOOKUP else ()  # a lookup's table is its second operand
+        record = OperatorRecord(
+            name=call.name,
+            op_type=call.op_type,
+            kind=kind,
+            sample=self._sample,
+            parameters=(*lead, *(self._parameter(slot.tensor) for slot in slots)),
+        )
+        gradients = GRADIENTS[len(lead) :]
+        taps = [_tap(record, name, slot.tensor) for name, slot in zip(gradients, slots, strict=False)]
+        args, kwargs = replace_operands(call.args, call.kwargs, slots, taps)
+        with torch.no_grad():
+            _measure_operands(record, call, args, kwargs, taps)
+        output = call.run(*args, **kwargs)
+        with torch.no_grad():
+            record.output(_full(output))
+        if output.requires_grad:
+            output.register_hook(functools.partial(_on_gradient, record, "output_gradient"))
+        self.records.setdefault(call.name, []).append(record)
+        return output
+
+    def _parameter(self, tensor: Tensor) -> str | None:
+        """Name of the parameter that a tensor is, or is a view of."""
+        base = tensor._base
+        return self._names.get(id(tensor)) or (None if base is None else self._names.get(id(base)))
+
+    def _watch_signal(self, call: OperatorCall) -> Any:
+        output = call.run()
+        entering = next((x for x in (*call.args, *call.kwargs.values()) if _is_floating(x)), None)
+        if entering is not None and _is_floating(output) and output.numel() > 0:
+            seen = [x.detach().square().sum(dtype=torch.float64) for x in (entering, output)]
+            is_loss = output.numel() == 1 and output.requires_grad and entering.numel() > 1
+            seen.append(_curvature(call, entering) if is_loss else torch.zeros_like(seen[0]))
+            self.signals.setdefault(call.name, []).append((output.numel(), torch.stack(seen)))
+        return output
+
+
+def _curvature(call: OperatorCall, entering: Tensor) -> Tensor:
+    """How noise on a loss's input changes its gradient: |H|^2 mean(x^2) / |g|^2, per unit of noise-to-signal ratio.
+
+    The squared norm of the second derivative H is estimated with one vector of random signs from its own generator.
+    """
+    x = _full(entering).requires_grad_()
+    args = tuple(x if value is entering else value for value in call.args)
+    kwargs = {key: x if value is entering else value for key, value in call.kwargs.items()}
+    (gradient,) = torch.autograd.grad(call.function(*args, **kwargs), x, create_graph=True)
+    if not gradient.requires_grad:  # a linear loss
+        return torch.zeros((), dtype=torch.float64, device=x.device)
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1
+    (change,) = torch.autograd.grad(gradient, x, signs)
+    norms = [t.detach().square().sum(dtype=torch.float64) for t in (change, x, gradient)]
+    return norms[0] * norms[1] / (x.numel() * norms[2].clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _full(x: Tensor) -> Tensor:
+    """Values in FP32, cut off from autograd."""
+    return x.detach().to(torch.float32)
+
+
+def _tap(record: OperatorRecord, gradient: str, tensor: Tensor) -> Tensor:
+    """An alias of an operand whose gradient is what this operator alone contributes."""
+    if tensor.dtype not in (torch.float32, torch.float64):
+        raise ModelError(
+            f"operator {record.name!r} reads {str(tensor.dtype).removeprefix('torch.')}: statistics are collected in "
+            "full precision; convert the model with model.float() and do without autocast"
+        )
+    if not tensor.requires_grad:
+        return tensor
+    record.needs_gradient[gradient] = tensor.numel()
+    if not torch.is_grad_enabled():
+        return tensor
+    alias = tensor.view_as(tensor)
+    alias.register_hook(functools.partial(_on_gradient, record, gradient))  # type: ignore[no-untyped-call]
+    return alias
+
+
+def _on_gradient(record: OperatorRecord, name: str, gradient: Tensor) -> None:
+    with torch.no_grad():
+        if name == "output_gradient":
+            record.output_gradient(_full(gradient))
+        else:
+            record.plain(name, _full(gradient))
+
+
+def _measure_operands(
+    record: OperatorRecord, call: OperatorCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: list[Tensor]
+) -> None:
+    if record.kind is OperatorKind.PRODUCT:
+        product = product_of(call.op_type, call.function, _detached(args), _detached(kwargs))
+        record.product(product)
+    elif record.kind is OperatorKind.LOOKUP:
+        swapped = call.function is torch.embedding
+        indices = args[1] if swapped else (args[0] if args else kwargs["input"])
+        padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
+        if padding is not None and padding < 0:
+            padding = None if swapped else padding + operands[0].shape[0]
+        record.lookup(_full(operands[0]), indices, padding)
+    else:
+        attention = attention_call(_detached(args), _detached(kwargs))
+        record.attention = attention
+        record.products = attention.sizes()
+        for name, operand in zip(("first", "second", "third"), operands, strict=True):
+            record.moments(name, _full(operand))
+
+
+def _detached(values: Any) -> Any:
+    """Arguments with every floating tensor in FP32 and cut off from autograd."""
+    if _is_floating(values):
+        return _full(values)
+    if isinstance(values, Mapping):
+        return {key: _detached(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(_detached(value) for value in values)
+    return values
+
+
+@contextlib.contextmanager
+def _watched(model: nn.Module, collector: _Collector) -> Iterator[None]:
+    interception = Interception(model, collector, kinds=_SIGNAL_KINDS)
+    try:
+        yield
+    finally:
+        interception.remove()
+
+
+@contextlib.contextmanager
+def model_unchanged(model: nn.Module) -> Iterator[None]:
+    """Put buffers, gradients and the random state back as they were."""
+    devices = {p.device for p in (*model.parameters(), *model.buffers()) if p.device.type == "cuda"}
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    with torch.random.fork_rng(devices=sorted(devices, key=lambda d: d.index or 0)):
+        try:
+            for parameter, _ in gradients:
+                parameter.grad = None
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """No autocast and no TF32 within the block."""
+    with contextlib.ExitStack() as stack:
+        for device_type in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        for family in ("matmul", "conv"):
+            stack.enter_context(fp32_mode(family, "ieee"))
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse models whose operators would get other names or whose gradients would leave the process.
+
+    Raises:
+        ModelError: The model is wrapped for data-parallel training.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ModelError(f"the model is wrapped in {type(model).__name__}: pass the model inside it, model.module")
+
+
+def _finish_batch(
+    collector: _Collector, batch: int, graph: OpGraph | None, gains: Mapping[str, Mapping[str, Gain]]
+) -> ModelStatistics:
+    operators: list[OperatorStatistics] = []
+    for name, records in collector.records.items():
+        calls = [record.finish(batch) for record in records]
+        merged = merge_operators(calls, [1] * len(calls), calls=len(calls))
+        operators.append(dataclasses.replace(merged, gains=gains.get(name, {})))
+    signals = {}
+    for name, seen in collector.signals.items():
+        entering, leaving, curvature = torch.stack([values for _, values in seen]).mean(0).tolist()
+        signals[name] = Signal(
+            elements=seen[0][0], input_square_sum=entering, output_square_sum=leaving, curvature=curvature
+        )
+    return ModelStatistics(
+        batches=1,
+        operators=tuple(operators),
+        signals=signals,
+        model_fingerprint=None if graph is None else graph.fingerprint(),
+    )
+
+
+def _check_seen(statistics: ModelStatistics, graph: OpGraph | None) -> None:
+    if not statistics.operators:
+        raise ModelError("no adjustable operator ran: does the step call the model that was passed?")
+    if graph is None:
+        return
+    missing = [operator.name for operator in graph.by_role(Role.ADJUSTABLE) if operator.name not in statistics]
+    if missing:
+        raise ModelError(
+            f"{len(missing)} adjustable operators of graph {graph.name!r} did not run, the first is {missing[0]!r}: "
+            "the batches must take the path through the model that was captured"
+        )
+
+
+def collect_statistics(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    step: Step | None = None,
+    graph: OpGraph | None = None,
+    probes: int = 0,
+    sample_elements: int = 1 << 18,
+    progress: Callable[[int], None] | None = None,
+) -> ModelStatistics:
+    """Statistics of every adjustable operator over some batches, forward and backward in full precision.
+
+    The model is left as it was: parameters, buffers, gradients, mode and random state. Hooks see one tensor at a time;
+    no activation is kept longer than autograd keeps it. Two calls with the same model and batches give the same result.
+
+    Args:
+        model: In the mode it is trained in, with FP32 parameters, not wrapped for data-parallel training.
+        batches: What ``step`` takes, at least one; all of one shape.
+        step: Function of model and batch that returns the loss; by default the model computes it itself.
+        graph: Captured from the model; its adjustable operators, and only they, are then measured.
+        probes: Random vectors per batch for the gains that ``kind="probed"`` of the indicator wants; 0 for none. Each
+            batch then also takes one or two passes that are differentiated twice, with several times the memory of a
+            training step. 2 to 8 are enough.
+        sample_elements: About how many elements of an activation are looked at one by one for their rounding error;
+            they are evenly spaced. Norms and largest magnitudes always take all elements.
+        progress: Called after each batch with the number of batches done.
+
+    Returns:
+        Statistics in order of first execution, to be saved, merged with those of other ranks, or turned into
+        sensitivities.
+
+    Raises:
+        ModelError: No batches; no loss; a value that is not finite; an operator of the graph that did not run;
+            operands that are not FP32; the model is wrapped.
+        ProblemError: Batches of different shapes.
+
+    Source:
+        What is collected follows QSync (IPDPS 2024), section on the indicator; squared norms, output gradients instead
+        of weight gradients, rounding factors and alignments are ours.
+    """
+    check_model(model)
+    if sample_elements < 1 or probes < 0:
+        raise ModelError(
+            f"sample_elements is {sample_elements} and probes is {probes}: at least 1 and at least 0 are needed"
+        )
+    run = step or default_step
+    total: ModelStatistics | None = None
+    silent: dict[str, None] = {}
+    with model_unchanged(model), full_precision():
+        for number, batch in enumerate(batches):
+            collector = _Collector(model, graph, sample_elements)
+            with _watched(model, collector):
+                loss = run(model, batch)
+            if not loss.requires_grad:
+                raise ModelError("the loss does not depend on any trainable parameter: nothing can be measured")
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+            for parameter in model.parameters():
+                parameter.grad = None
+            silent |= {
+                name: None for name, records in collector.records.items() if all(r.lacks_gradient for r in records)
+            }
+            gains: Mapping[str, Mapping[str, Gain]] = {}
+            if probes:
+                gains = probe_gains(
+                    model, functools.partial(run, model, batch), graph=graph, probes=probes, seed=number
+                )
+            found = _finish_batch(collector, number, graph, gains)
+            total = found if total is None else merge_statistics([total, found])
+            if progress is not None:
+                progress(number + 1)
+    if total is None:
+        raise ModelError("no batches: at least one is needed to collect statistics")
+    _check_seen(total, graph)
+    if silent:
+        names = ", ".join(repr(name) for name in silent)
+        warnings.warn(
+            f"the loss does not depend on the result of {names}: counted with a gradient of zero, so their "
+            "precision does not matter",
+            stacklevel=2,
+        )
+    return total

@@ -1,0 +1,145 @@
+"""How long does a piece of work take on a device, the host's part apart, with caches as a training step has them?
+
+In a step, most of what an operator reads was made long before: weights, what forward saved, results larger than the
+caches. So the caches are flushed before each piece of work. The interpreter and the autograd engine, however, are in
+constant use in a step; they are warmed up again after the flush.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from qsync_opt.errors import UnsupportedError
+
+T = TypeVar("T")
+CPU_FLUSH_BYTES = 16 * 2**20
+"""More than second-level caches and address translation caches hold; the shared third level keeps what a step keeps."""
+CUDA_FLUSH_BYTES = 256 * 2**20
+"""More than the second-level cache of any card."""
+_READINGS = 100
+_LARGE_BYTES = 31 * 2**20
+_LARGE_COUNT = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elapsed:
+    """Nanoseconds on the device, and on the host where that is another (0 on a cpu)."""
+
+    device_ns: float
+    host_ns: float = 0.0
+
+
+class Stopwatch(Protocol):
+    """Times pieces of work one by one."""
+
+    def settle(self, *, flush: bool = True) -> None:
+        """Bring caches into the state of a training step; without ``flush``, only the interpreter's."""
+
+    def time(self, work: Callable[[], T]) -> tuple[T, Elapsed]:
+        """Run ``work`` once."""
+
+
+def make_stopwatch(device: torch.device) -> Stopwatch:
+    """Return a stopwatch for a device.
+
+    Raises:
+        UnsupportedError: Neither cpu nor cuda.
+    """
+    if device.type == "cpu":
+        return CpuStopwatch()
+    if device.type == "cuda":
+        return CudaStopwatch(device)
+    raise UnsupportedError(f"cannot time work on {device}: allowed are cpu and cuda")
+
+
+def cpu_clock() -> Callable[[], int]:
+    """Return the clock in nanoseconds that cpu work is timed with.
+
+    A single thread is timed by its own processor time, so that other processes do not count; several by the wall clock.
+    """
+    return time.thread_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
+
+
+class CpuStopwatch:
+    """Work is timed by `cpu_clock`."""
+
+    def __init__(self) -> None:
+        self._clock = cpu_clock()
+        _keep_freed_memory()
+        self._scratch = torch.zeros(CPU_FLUSH_BYTES // 4)
+        self._warm_up = _WarmUp(torch.device("cpu"))
+        # Reading the clock takes time itself; the least of many readings is what it adds.
+        self._own_ns = 0.0
+        self._own_ns = min(self.time(lambda: None)[1].device_ns for _ in range(_READINGS))
+
+    def settle(self, *, flush: bool = True) -> None:
+        """Bring caches into the state of a training step; without ``flush``, only the interpreter's."""
+        if flush:
+            self._scratch.add_(1.0)
+        self._warm_up()
+
+    def time(self, work: Callable[[], T]) -> tuple[T, Elapsed]:
+        """Run ``work`` once."""
+        start_ns = self._clock()
+        result = work()
+        elapsed_ns = self._clock() - start_ns
+        return result, Elapsed(device_ns=max(0.0, elapsed_ns - self._own_ns))
+
+
+def _keep_freed_memory() -> None:
+    """Make the C allocator keep what is freed, as it does in a training loop that has run for a while.
+
+    A fresh process hands memory back to the system at once and then pays page faults, which a step does not pay. glibc
+    raises its thresholds to the largest mapped block that was freed, up to 32 MiB; several are asked for at once so
+    that at least one is not cut from the heap. They are never touched, so they occupy no memory.
+    """
+    blocks = [torch.empty(_LARGE_BYTES, dtype=torch.uint8) for _ in range(_LARGE_COUNT)]
+    del blocks
+
+
+class CudaStopwatch:
+    """Device time by events, in a queue kept so long that launches do not count; host time by the wall clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._scratch = torch.zeros(CUDA_FLUSH_BYTES // 4, device=device)
+        self._warm_up = _WarmUp(device)
+        self._head_start_ns = 0.0
+        self._flush_ns = 1.0
+        self._flush_ns = max(1.0, min(self.time(lambda: self._scratch.add_(1.0))[1].device_ns for _ in range(3)))
+
+    def settle(self, *, flush: bool = True) -> None:
+        """Bring caches into the state of a training step, and give the host a head start over the device."""
+        torch.cuda.synchronize(self._device)
+        self._warm_up()
+        # So many flushes that the host has launched all of the work before the device comes to it.
+        for _ in range(int(flush) + int(2 * self._head_start_ns / self._flush_ns)):
+            self._scratch.add_(1.0)
+
+    def time(self, work: Callable[[], T]) -> tuple[T, Elapsed]:
+        """Run ``work`` once."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        start_ns = time.perf_counter_ns()
+        result = work()
+        host_ns = float(time.perf_counter_ns() - start_ns)
+        end.record()
+        torch.cuda.synchronize(self._device)
+        self._head_start_ns = max(self._head_start_ns, host_ns)
+        return result, Elapsed(device_ns=float(start.elapsed_time(end)) * 1e6, host_ns=host_ns)
+
+
+class _WarmUp:
+    """The smallest forward and backward pass, which brings interpreter and engine back into the caches."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._x = torch.zeros(1, device=device, requires_grad=True)
+        self._gradient = torch.zeros(1, device=device)
+
+    def __call__(self) -> None:
+        torch.autograd.grad([self._x.view(1) * 2.0], [self._x], [self._gradient])

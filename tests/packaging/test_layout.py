@@ -1,0 +1,47 @@
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SIBLINGS = ("formulations", "runtimes", "kernels")
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_link_resolves_to_the_root_folder(name):
+    link = ROOT / "qsync_opt" / name
+    assert link.is_symlink()
+    assert link.resolve() == ROOT / name
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_root_folder_does_not_shadow_an_installed_package(name):
+    found = importlib.util.find_spec(name)
+    assert found is None or ROOT not in Path(found.origin or "").resolve().parents
+
+
+def test_importing_the_package_loads_neither_torch_nor_a_solver():
+    code = (
+        "import sys, qsync_opt\n"
+        "heavy = {'torch', 'ortools', 'pulp', 'onnx', 'onnxscript', 'highspy', 'rich'}\n"
+        "raise SystemExit(', '.join(sorted(heavy & sys.modules.keys())) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"import qsync_opt loads {done.stderr}"
+
+
+def test_no_source_loads_a_pickle():
+    forbidden = ("pickle.load", "pickle.dump", "torch.load(", "torch.save(", "yaml.load(")
+    for top in ("qsync_opt", *SIBLINGS):
+        for path in (ROOT / top).rglob("*.py"):
+            text = path.read_text()
+            assert not [word for word in forbidden if word in text], path
+
+
+def test_modules_stay_short():
+    for top in ("qsync_opt", *SIBLINGS):
+        for path in (ROOT / top).rglob("*.py"):
+            lines = path.read_text().splitlines()
+            assert len(lines) <= 400 or "Longer than 400 lines because" in path.read_text(), f"{path}: {len(lines)}"

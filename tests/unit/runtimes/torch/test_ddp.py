@@ -1,0 +1,106 @@
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
+from qsync_opt.runtimes.torch.ddp import (
+    bucket_assignment,
+    fit_all_reduce,
+    free_port,
+    measure_all_reduce,
+    process_group,
+)
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+
+
+def _torch_assignment(parameters, limits):
+    reverse = list(reversed(parameters))
+    buckets, _ = dist._compute_bucket_assignment_by_size(reverse, limits, [False] * len(reverse))
+    result = [None] * len(parameters)
+    for index, members in enumerate(buckets):
+        for member in members:
+            result[len(parameters) - 1 - member] = index
+    return result
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_buckets_are_those_of_torch(seed):
+    draw = random.Random(seed)
+    types = [torch.float32] if seed % 2 else [torch.float32, torch.float64, torch.bfloat16]
+    parameters = [
+        torch.empty(draw.choice([1, 10, 1000, 70_000, 300_000]), dtype=draw.choice(types), requires_grad=True)
+        for _ in range(draw.randint(1, 40))
+    ]
+    for limits in ((1 << 20, 25 << 20), (1000, 5000), (1 << 20, 2 << 20)):
+        assert bucket_assignment(parameters, *limits) == _torch_assignment(parameters, list(limits))
+
+
+def test_buckets_leave_frozen_parameters_out():
+    parameters = [torch.empty(10, requires_grad=True), torch.empty(10), torch.empty(10, requires_grad=True)]
+    assert bucket_assignment(parameters, 40, 40) == [1, -1, 0]
+    with pytest.raises(UnsupportedError, match="above 0"):
+        bucket_assignment(parameters, 0)
+
+
+def test_the_fit_recovers_latency_and_bandwidth():
+    sizes = [1 << 12, 1 << 16, 1 << 20, 1 << 24]
+    model = fit_all_reduce(sizes, [1e-4 + size / 2e9 for size in sizes], 2)
+    assert model.latency_s == pytest.approx(1e-4, rel=1e-6)
+    assert model.bandwidth_bytes_per_s == pytest.approx(2e9, rel=1e-6)
+    assert model.relative_residual < 1e-9
+    assert model.predict_s(1 << 20) == pytest.approx(1e-4 + (1 << 20) / 2e9)
+    noisy = fit_all_reduce(
+        sizes, [(1e-4 + size / 2e9) * f for size, f in zip(sizes, (1.1, 0.9, 1.1, 0.9), strict=True)], 2
+    )
+    assert 0.05 < noisy.relative_residual < 0.15
+    convex = fit_all_reduce([1000, 2000, 4000], [1e-6, 3e-6, 9e-6], 2)
+    assert convex.latency_s == 0
+    for bad_sizes, bad_times in (([1], [1.0]), ([1, 2], [1.0]), ([1, 2], [1.0, 0.0]), ([1, 2], [2.0, 1.0])):
+        with pytest.raises(ProblemError):
+            fit_all_reduce(bad_sizes, bad_times, 2)
+
+
+def test_groups_and_their_absence():
+    with pytest.raises(NotReadyError, match="process_group"):
+        measure_all_reduce()
+    with pytest.raises(UnsupportedError, match="'mpi'"), process_group(0, 1, free_port(), backend="mpi"):
+        pass
+    port = free_port()
+    with process_group(0, 1, port):
+        with pytest.raises(NotReadyError, match="already"), process_group(0, 1, port):
+            pass
+        with pytest.raises(NotReadyError, match="two workers"):
+            measure_all_reduce()
+    assert not dist.is_initialized()
+
+
+def test_one_worker_in_fp32_and_one_under_a_plan():
+    # Plain subprocesses: a fork would inherit torch's threads, a spawn could not import this file.
+    script, port = Path(__file__).with_name("hybrid_worker.py"), str(free_port())
+    workers = [
+        subprocess.Popen([sys.executable, script, str(rank), "2", port], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        texts = [worker.communicate(timeout=120) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    for worker, (_, errors) in zip(workers, texts, strict=True):
+        assert worker.returncode == 0, errors.decode()
+    fp32, planned = (json.loads(output) for output, _ in texts)
+    for outcome in (fp32, planned):
+        assert outcome["equal"]
+        assert outcome["losses"][-1] < 0.8 * outcome["losses"][0]
+        assert outcome["bandwidth"] > 0
+    assert fp32["losses"] != planned["losses"]
+    assert fp32["built"] == planned["built"]
+    assert fp32["built"] == fp32["predicted"]
