@@ -1,4 +1,5 @@
 import ast
+import doctest
 import inspect
 import pkgutil
 import subprocess
@@ -65,3 +66,10 @@ def test_the_documented_calls_work(instance_path, tmp_path):
     assert check.objective == exact.objective
     exact.plan.save(tmp_path / "plan.json")
     assert qsync_opt.load_plan(tmp_path / "plan.json") == exact.plan
+
+
+def test_examples_in_docstrings_hold():
+    import qsync_opt.planner
+
+    result = doctest.testmod(qsync_opt.planner)
+    assert (result.failed, result.attempted > 0) == (0, True)
