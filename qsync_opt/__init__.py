@@ -115,7 +115,8 @@ def __getattr__(name: str) -> Any:
         from qsync_opt.errors import NotInstalledError
 
         raise NotInstalledError(
-            f"qsync_opt.{name} needs {missing.name}, which is not installed: pip install 'qsync-opt[{_EXTRAS[missing.name]}]'"
+            f"qsync_opt.{name} needs {missing.name}, which is not installed: "
+            f"pip install 'qsync-opt[{_EXTRAS[missing.name]}]'"
         ) from missing
     globals()[name] = value
     return value
