@@ -562,6 +562,15 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def rounded(value: Any) -> Any:
+    """Floats to four significant digits, so that the file can be read and compared."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=24, help="draws per stochastic case")
@@ -592,7 +601,8 @@ def main() -> None:
         "networks": networks,
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(rounded(result), indent=1, allow_nan=False)
+    arguments.output.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -223,6 +223,19 @@ class DeviceProfile:
             )
         return self.measurements[key]
 
+    def describe(self) -> str:
+        """One line for people: device, what was measured, how well whole iterations are predicted."""
+        threads = (
+            f", {self.device.threads} thread{'s' * (self.device.threads > 1)}" if self.device.kind == "cpu" else ""
+        )
+        text = (
+            f"{self.device.name}{threads}: {len(self.operators)} operators ({len(self.measurements)} measured) in "
+            f"{', '.join(self.formats)}"
+        )
+        if not self.overhead.iterations:
+            return text
+        return f"{text}; whole iterations predicted within {100 * self.overhead.residual:.1f} %"
+
     def check_graph(self, graph: OpGraph) -> None:
         """Refuse a graph that this profile was not measured on.
 

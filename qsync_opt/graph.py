@@ -96,8 +96,8 @@ class Operator:
     """One torch-level operation of the forward pass (or one ONNX node of a foreign file).
 
     ``inputs`` names the operators whose *floating-point* output it reads, once per tensor argument, in argument order;
-    integer and boolean dataflow carries no precision and is not listed, and neither is the 0-dim operand of a
-    dependent operator that has larger ones (type promotion ignores it). ``input_specs`` and ``output_specs`` describe
+    integer and boolean dataflow carries no precision and is not listed, and neither is the 0-dim or empty operand of a
+    dependent operator that has larger ones (it decides no format). ``input_specs`` and ``output_specs`` describe
     all tensor arguments (parameters and integer tensors included) and results. ``flops`` counts the forward
     multiply-adds of matrix products and convolutions as two each and is 0 for every other kind, whose cost is memory
     traffic; ``num_bytes`` is what a forward pass reads and writes in the exported types (0 where no data moves).

@@ -59,11 +59,6 @@ class Distances:
     to_input: Mapping[str, int]
     to_loss: Mapping[str, int]
 
-    @property
-    def depth(self) -> int:
-        """Adjustable operators on the longest path of the model."""
-        return max(self.to_input[name] + self.to_loss[name] for name in self.to_input) + 1
-
 
 def distances(graph: OpGraph) -> Distances:
     """True distances of every operator to the model's input and to its loss.
@@ -255,6 +250,8 @@ class Propagation:
     def _share(self, reader: str, position: int) -> float:
         """Share of one reader in the energy of a tensor's gradient."""
         source = self._graph[reader].inputs[position]
+        if self._measured(reader) is None and not self._graph.consumers(reader):
+            return 1.0  # the loss
         return min(1.0, _ratio(self._edge_energy[reader, position], self._gradient_energy[source]))
 
     # -- gradients -----------------------------------------------------------------------------------------------

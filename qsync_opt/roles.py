@@ -133,7 +133,7 @@ class RoleTable:
     ``by_type`` maps a kind of operator to a role. ``by_name`` maps patterns of operator names (as in ``fnmatch``:
     ``*`` also crosses dots and slashes) to roles; the first pattern in order that fits wins, and names win over kinds.
     Only kinds that the shipped table calls adjustable can be made adjustable: nothing else can be executed in
-    several precisions.
+    several precisions. Make a dependent kind fixed as a whole (``by_type``): at run time FP32 is enforced by kind.
 
     Example:
         >>> table = RoleTable(by_type={"embedding": Role.FIXED}, by_name={"head/*": Role.FIXED})

@@ -32,7 +32,7 @@ _Member = TypeVar("_Member", Rounding, Granularity)
 
 def _member(kind: type[_Member], value: object, name: str, allowed: Iterable[str]) -> _Member:
     if value not in (texts := tuple(allowed)):
-        raise UnsupportedError(f"{name} is {value!r}: allowed are {', '.join(texts)}")
+        raise UnsupportedError(f"{name} is {str(value)!r}: allowed are {', '.join(texts)}")
     return kind(str(value))
 
 

@@ -1,7 +1,8 @@
 """How much memory does a piece of work take, at its peak and when it is over, by the allocator's own account?
 
 On cuda the caching allocator keeps the peak. On cpu there is no such counter: the allocations and releases that
-``torch.profiler`` reports are added up. Buffers that a library allocates past torch's allocator are not seen.
+``torch.profiler`` reports are added up. It reports no release of what was allocated before it started, and buffers
+that a library allocates past torch's allocator are not seen at all.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
+_PHASE = "qsync-opt phase"
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,53 +33,89 @@ class Allocation:
 
 def allocation_of(work: Callable[[], T], device: torch.device) -> tuple[T, Allocation]:
     """Run ``work`` once and account for its memory on ``device``."""
+    result, (allocation,) = allocations_of([lambda _: work()], device)
+    return result, allocation
+
+
+def allocations_of(phases: Sequence[Callable[[Any], Any]], device: torch.device) -> tuple[Any, list[Allocation]]:
+    """Run phases one after the other and account for the memory of each on ``device``.
+
+    Args:
+        phases: Each is called with the result of the one before, the first with None.
+        device: ``cpu`` or a CUDA device.
+
+    Returns:
+        The last result, and one allocation per phase; what one phase allocates may be released by a later one.
+    """
     if device.type == "cuda":
-        return _cuda_allocation(work, device)
-    return _cpu_allocation(work)
+        return _cuda_allocations(phases, device)
+    return _cpu_allocations(phases)
 
 
-def _cuda_allocation(work: Callable[[], T], device: torch.device) -> tuple[T, Allocation]:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    result = work()
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    return result, Allocation(peak_bytes=peak, kept_bytes=torch.cuda.memory_allocated(device) - before)
+def _cuda_allocations(phases: Sequence[Callable[[Any], Any]], device: torch.device) -> tuple[Any, list[Allocation]]:
+    result: Any = None
+    allocations = []
+    for phase in phases:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = phase(result)
+        torch.cuda.synchronize(device)
+        peak_bytes = torch.cuda.max_memory_allocated(device) - before
+        kept_bytes = torch.cuda.memory_allocated(device) - before
+        allocations.append(Allocation(peak_bytes=peak_bytes, kept_bytes=kept_bytes))
+    return result, allocations
 
 
-def _cpu_allocation(work: Callable[[], T]) -> tuple[T, Allocation]:
+def _cpu_allocations(phases: Sequence[Callable[[Any], Any]]) -> tuple[Any, list[Allocation]]:
+    result: Any = None
     with (
         _silent_profiler(),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
-        result = work()
-    now = peak = 0
-    for event in sorted(_memory_events(profiler), key=lambda event: float(event["ts"])):
-        now += int(event["args"]["Bytes"])
-        peak = max(peak, now)
-    return result, Allocation(peak_bytes=peak, kept_bytes=now)
+        for i, phase in enumerate(phases):
+            with torch.profiler.record_function(f"{_PHASE} {i}"):
+                result = phase(result)
+    events = _trace_events(profiler)
+    changes = [
+        (float(event["ts"]), int(event["args"]["Bytes"]))
+        for event in events
+        # Device type 0 is the cpu.
+        if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0
+    ]
+    spans = {
+        event["name"]: (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        for event in events
+        if event.get("ph") == "X" and str(event.get("name")).startswith(_PHASE)
+    }
+    return result, [_within(changes, *spans[f"{_PHASE} {i}"]) for i in range(len(phases))]
 
 
-def _memory_events(profiler: torch.profiler.profile) -> Iterator[dict[str, Any]]:
+def _within(changes: Sequence[tuple[float, int]], start: float, end: float) -> Allocation:
+    now_bytes = peak_bytes = 0
+    for time, num_bytes in sorted(changes):
+        if start <= time <= end:
+            now_bytes += num_bytes
+            peak_bytes = max(peak_bytes, now_bytes)
+    return Allocation(peak_bytes=peak_bytes, kept_bytes=now_bytes)
+
+
+def _trace_events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="qsync-opt-") as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         trace = json.loads(path.read_text(encoding="utf-8"))
-    for event in trace["traceEvents"]:
-        # Device type 0 is the cpu.
-        if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0:
-            yield event
+    events: list[dict[str, Any]] = trace["traceEvents"]
+    return events
 
 
 @contextlib.contextmanager
 def _silent_profiler() -> Iterator[None]:
     """Newer profilers write a line to standard error at each start; their log level is read from the environment."""
-    name = "KINETO_LOG_LEVEL"
-    before = os.environ.get(name)
-    os.environ.setdefault(name, "99")
+    before = os.environ.get(_LOG_LEVEL)
+    os.environ.setdefault(_LOG_LEVEL, "99")
     try:
         yield
     finally:
         if before is None:
-            del os.environ[name]
+            del os.environ[_LOG_LEVEL]

@@ -165,6 +165,16 @@ def _lifted(values: Any) -> Any:
     return values
 
 
+def _lifted_kinds(graph: OpGraph) -> tuple[str, ...]:
+    """Kinds of fixed operators whose inputs must be cast to FP32.
+
+    Not those of which only some are fixed: these read FP32 weights, so that torch delivers FP32 by itself, and the
+    others of the kind must be left alone. What yields integers (positions, masks, sizes) needs no cast at all.
+    """
+    fixed = {operator.op_type for operator in graph.by_role(Role.FIXED) if operator.is_floating}
+    return tuple(sorted(fixed - {operator.op_type for operator in graph.by_role(Role.DEPENDENT)}))
+
+
 class AppliedPlan:
     """A plan at work on a model: decides for every operator call how it runs."""
 
@@ -183,7 +193,7 @@ class AppliedPlan:
         self._kernels = self._stream_options(device, rank)
         self._unplanned: list[str] = []
         self._checked = False
-        kinds = () if graph is None else tuple({o.op_type for o in graph.by_role(Role.FIXED)})
+        kinds = () if graph is None else _lifted_kinds(graph)
         self.interception = Interception(model, self, kinds=kinds, on_pass_end=self._end_pass, recurrent_inputs=_lifted)
 
     def _stream_options(self, device: torch.device, rank: int) -> dict[str, KernelOptions]:

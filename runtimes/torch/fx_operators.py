@@ -172,9 +172,10 @@ class _Reader:
         if node.op == "placeholder":
             return ()
         reads = [read for read in self._floating_reads(node) if self._flow.state(read) is None]
-        if role is Role.DEPENDENT and any(tensors_of(read)[0].dim() > 0 for read in reads):
-            # Type promotion lets 0-dim operands follow the others.
-            reads = [read for read in reads if tensors_of(read)[0].dim() > 0]
+        if role is Role.DEPENDENT:
+            # Type promotion lets 0-dim operands follow the others; empty ones (a cache's beginning) are made to.
+            deciding = [read for read in reads if tensors_of(read)[0].dim() > 0 and tensors_of(read)[0].numel() > 0]
+            reads = deciding or reads
         return tuple(self.by_node[self._flow.source(read).name] for read in reads)
 
     def _count_flops(self, name: str, kind: str, signature: str, call: RecordedCall) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -128,6 +128,23 @@ def _intercepted(model: nn.Module, handler: _Tapper) -> Iterator[None]:
         interception.remove()
 
 
+def _refuse_dead_ends(gradients: Sequence[Tensor | None]) -> None:
+    """Raise if a gradient came through a function marked as differentiable once.
+
+    Autograd itself would raise only if the derivative had to pass there; taps before it would silently get none.
+    """
+    nodes = [gradient.grad_fn for gradient in gradients if gradient is not None]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::Error":
+            raise RuntimeError("a function is marked with once_differentiable")
+        nodes.extend(following for following, _ in node.next_functions)
+
+
 def _squares(
     loss_of: Callable[[], Tensor], model: nn.Module, tapper: _Tapper, probes: int, seed: int
 ) -> dict[tuple[str, str], Tensor]:
@@ -140,8 +157,12 @@ def _squares(
     totals: dict[tuple[str, str], Tensor] = {}
     try:
         with _intercepted(model, tapper), sdpa_kernel(SDPBackend.MATH):
-            gradients = torch.autograd.grad(loss_of(), parameters, create_graph=True, allow_unused=True)
+            loss = loss_of()
+            # What can be differentiated only once is marked as such only if what arrives at it requires a gradient.
+            start = torch.ones_like(loss, requires_grad=True)
+            gradients = torch.autograd.grad(loss, parameters, start, create_graph=True, allow_unused=True)
         tapper.open = False
+        _refuse_dead_ends(gradients)
         used = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
         for probe in range(probes):
             signs = [torch.randint(0, 2, g.shape, generator=generator).to(g) * 2 - 1 for g in used]

@@ -11,6 +11,7 @@ and reused in backward, as in a training step, and page faults are counted where
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +24,7 @@ from qsync_opt.costs import MeasuredCost
 from qsync_opt.graph import Operator, Role
 from qsync_opt.kernels import ops
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.allocations import allocation_of
+from qsync_opt.runtimes.torch.allocations import allocations_of
 from qsync_opt.runtimes.torch.calls import RecordedCall, TensorArgument
 from qsync_opt.runtimes.torch.estimate import steady_medians
 from qsync_opt.runtimes.torch.stopwatch import Elapsed, Stopwatch
@@ -40,14 +41,14 @@ _FREE_KINDS = frozenset({"input", "getitem"})
 """Kinds that only name a tensor: no work, no memory."""
 
 
-@dataclass(slots=True)
-class _Instance:
-    """Arguments of one run, and what is needed for its backward pass."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """One run, ready to be started: the work, its floating activations as passed, and where gradients are wanted."""
 
-    run: Callable[[], Any]
-    activations: list[Tensor]
-    state: list[Tensor]
-    wanted: list[Tensor]
+    work: Callable[[], Any]
+    activations: tuple[Tensor, ...]
+    state: tuple[Tensor, ...]
+    wanted: tuple[Tensor, ...]
 
 
 class OperatorBench:
@@ -76,6 +77,8 @@ class OperatorBench:
         self._options = options
         half = DTYPES[options.half_format]
         self._arrival = torch.float32 if operator.role is Role.FIXED else DTYPES.get(precision, half)
+        schema = call.target._schema if isinstance(call.target, torch._ops.OpOverload) else None
+        self._in_place = schema is not None and schema.is_mutable
         self._generator = torch.Generator(device).manual_seed(0)
 
     def measure(self, stopwatch: Stopwatch, repeats: int) -> MeasuredCost:
@@ -85,11 +88,11 @@ class OperatorBench:
         memory = self._memory()
         per_run = max(1, sum(spec.num_bytes for spec in self._operator.output_specs) + memory.saved_bytes)
         count = max(2, min(repeats, ROUND_BYTES // per_run))
-        instances = [self._instance() for _ in range(min(count, _ROTATED))]
+        rotated = [self._tensors() for _ in range(min(count, _ROTATED))]
         # The first round touches all of its memory for the first time; those page faults are no part of a step.
-        self._round(stopwatch, instances, count)
+        self._round(stopwatch, rotated, count)
         idle = _idle_backward(stopwatch, self._device)
-        times = steady_medians(lambda: self._round(stopwatch, instances, count))
+        times = steady_medians(lambda: self._round(stopwatch, rotated, count))
         forward, host_forward, backward, host_backward = times
         return replace(
             memory,
@@ -99,57 +102,53 @@ class OperatorBench:
             host_backward_ns=_whole(host_backward - idle[1]),
         )
 
-    def _instance(self) -> _Instance:
-        activations: list[Tensor] = []
-        state: list[Tensor] = []
-        wanted: list[Tensor] = []
-        in_place = isinstance(self._call.target, torch._ops.OpOverload) and self._call.target._schema.is_mutable
+    def _tensors(self) -> list[Tensor]:
+        """Make up the tensor arguments, in argument order."""
 
         def make(argument: TensorArgument) -> Tensor:
             tensor = argument.random(self._device, self._generator)
-            if argument.state is not None:
-                state.append(tensor)
-            elif argument.spec.is_floating:
-                # 0-dim operands follow the others by type promotion, whatever their own type.
-                if argument.dtype is torch.float32 and (tensor.dim() > 0 or self._operator.role is Role.ADJUSTABLE):
-                    tensor = tensor.detach().to(self._arrival).requires_grad_(argument.requires_gradient)
-                activations.append(tensor)
-            if tensor.requires_grad:
-                wanted.append(tensor)
-            # A leaf must not be written into.
-            return tensor.clone() if in_place and tensor.requires_grad else tensor
+            is_activation = argument.state is None and argument.dtype is torch.float32
+            # 0-dim operands follow the others by type promotion, whatever their own type.
+            if is_activation and (tensor.dim() > 0 or self._operator.role is Role.ADJUSTABLE):
+                return tensor.detach().to(self._arrival).requires_grad_(argument.requires_gradient)
+            return tensor
 
-        args, kwargs = self._call.build(make)
+        return [make(argument) for argument in self._call.tensors()]
+
+    def _run(self, tensors: Sequence[Tensor]) -> _Run:
+        """Put the call together; an operator that writes into an argument gets a copy of it, since leaves are safe."""
+        passed = [t.clone() if self._in_place and t.requires_grad else t for t in tensors]
+        remaining = iter(passed)
+        args, kwargs = self._call.build(lambda _: next(remaining))
         kwargs = {key: self._device if key == "device" else value for key, value in kwargs.items()}
+        work = functools.partial(self._call.target, *args, **kwargs)
         if self._operator.role is Role.ADJUSTABLE:
+            arguments = (self._operator.op_type, self._precision, self._call.target, args, kwargs, self._options)
+            work = functools.partial(ops.execute, *arguments)
+        pairs = list(zip(self._call.tensors(), passed, strict=True))
+        return _Run(
+            work=work,
+            activations=tuple(t for argument, t in pairs if argument.state is None and argument.spec.is_floating),
+            state=tuple(t for argument, t in pairs if argument.state is not None),
+            wanted=tuple(t for t in tensors if t.requires_grad),
+        )
 
-            def run() -> Any:
-                return ops.execute(
-                    self._operator.op_type, self._precision, self._call.target, args, kwargs, self._options
-                )
-        else:
-
-            def run() -> Any:
-                return self._call.target(*args, **kwargs)
-
-        return _Instance(run=run, activations=activations, state=state, wanted=wanted)
-
-    def _round(self, stopwatch: Stopwatch, instances: Sequence[_Instance], count: int) -> list[tuple[float, ...]]:
+    def _round(self, stopwatch: Stopwatch, rotated: Sequence[list[Tensor]], count: int) -> list[tuple[float, ...]]:
         """``count`` forward passes, then their backward passes in reverse; device and host time of each, per run."""
         forward: list[Elapsed] = []
         backward: list[Elapsed] = []
-        kept: list[tuple[_Instance, Any]] = []
+        kept: list[tuple[_Run, Any]] = []
         for i in range(count):
-            instance = instances[i % len(instances)]
+            run = self._run(rotated[i % len(rotated)])
             # A view moves no data: what it costs is the interpreter's and in no cache that a flush models.
             stopwatch.settle(flush=not self._call.is_view)
-            result, elapsed = stopwatch.time(instance.run)
+            result, elapsed = stopwatch.time(run.work)
             forward.append(elapsed)
-            kept.append((instance, result))
+            kept.append((run, result))
             del result
         while kept:
-            instance, result = kept.pop()
-            work = _backward(instance, result)
+            run, result = kept.pop()
+            work = _backward(run, result)
             del result
             stopwatch.settle()
             backward.append(stopwatch.time(work)[1] if work is not None else _NOTHING)
@@ -157,8 +156,11 @@ class OperatorBench:
         return [(f.device_ns, f.host_ns, b.device_ns, b.host_ns) for f, b in pairs]
 
     def _memory(self) -> MeasuredCost:
-        """Memory alone, from one run; it warms the kernels up as well."""
-        instance = self._instance()
+        """What is kept for backward and what is allocated in passing; the times are left at zero.
+
+        In passing means: the peak less what is kept (forward) or handed on (backward).
+        """
+        run = self._run(self._tensors())
         saved: list[Tensor] = []
 
         def pack(tensor: Tensor) -> Tensor:
@@ -166,55 +168,45 @@ class OperatorBench:
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            result = instance.run()
-        positions = self._positions(instance)
-        state = {_storage(tensor) for tensor in instance.state}
-        outputs = {_storage(tensor) for tensor in _tensors(result)}
-        own: dict[int, int] = {}
-        saves_inputs: set[int] = set()
-        saves_output = False
-        for tensor in saved:
-            key = _storage(tensor)
-            if key in positions:
-                saves_inputs.add(positions[key])
-            elif key in outputs:
-                saves_output = True
-            elif key not in state:
-                own[key] = tensor.untyped_storage().nbytes()
-        alias = next((positions[key] for key in outputs if key in positions), None)
-        saved.clear()
+            result = run.work()
+        cost = self._kept(run, list(_flat(result)), saved)
         del result
-        return self._workspace(
-            MeasuredCost(
-                forward_ns=0,
-                backward_ns=0,
-                saved_bytes=sum(own.values()),
-                saves_inputs=tuple(sorted(saves_inputs)),
-                saves_output=saves_output,
-                alias_input=alias,
-            )
-        )
+        run = self._run(self._tensors())
+        handed_on: list[int] = []
 
-    def _workspace(self, cost: MeasuredCost) -> MeasuredCost:
-        """Add what is allocated in passing: the peak less what is kept (forward) or handed on (backward)."""
-        instance = self._instance()
-        result, forward = allocation_of(instance.run, self._device)
-        backward_bytes = 0
-        if (work := _backward(instance, result)) is not None:
-            delivered, backward = allocation_of(work, self._device)
-            handed_on = {_storage(t): t.untyped_storage().nbytes() for t in delivered if t is not None}
-            backward_bytes = max(0, backward.peak_bytes - sum(handed_on.values()))
+        def backward(result: Any) -> None:
+            if (work := _backward(run, result)) is not None:
+                delivered = {_storage(t): t.untyped_storage().nbytes() for t in work() if t is not None}
+                handed_on.append(sum(delivered.values()))
+
+        _, (first, second) = allocations_of([lambda _: run.work(), backward], self._device)
         return replace(
             cost,
-            forward_workspace_bytes=max(0, forward.peak_bytes - forward.kept_bytes),
-            backward_workspace_bytes=backward_bytes,
+            forward_workspace_bytes=max(0, first.peak_bytes - first.kept_bytes),
+            backward_workspace_bytes=max(0, second.peak_bytes - sum(handed_on)),
         )
 
-    def _positions(self, instance: _Instance) -> dict[int, int]:
+    def _kept(self, run: _Run, results: Sequence[Tensor], saved: Sequence[Tensor]) -> MeasuredCost:
+        """Sort saved tensors by whose storage they are: parameters', inputs', the result's, or the operator's own."""
+        positions = self._positions(run)
+        state = {_storage(tensor) for tensor in run.state}
+        outputs = {_storage(tensor) for tensor in results}
+        keys = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
+        own = [size for key, size in keys.items() if key not in positions and key not in outputs and key not in state]
+        return MeasuredCost(
+            forward_ns=0,
+            backward_ns=0,
+            saved_bytes=sum(own),
+            saves_inputs=tuple(sorted({positions[key] for key in keys if key in positions})),
+            saves_output=any(key in outputs and key not in positions for key in keys),
+            alias_input=next((positions[key] for key in outputs if key in positions), None),
+        )
+
+    def _positions(self, run: _Run) -> dict[int, int]:
         """Storage of each activation that has an edge -> its position among the operator's inputs."""
-        edges = instance.activations
+        edges = run.activations
         if len(edges) > len(self._operator.inputs):
-            edges = [tensor for tensor in edges if tensor.dim() > 0]
+            edges = tuple(tensor for tensor in edges if tensor.dim() > 0)
         return {_storage(tensor): position for position, tensor in reversed(list(enumerate(edges)))}
 
 
@@ -248,18 +240,18 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _tensors(result: Any) -> Iterator[Tensor]:
+def _flat(result: Any) -> Iterator[Tensor]:
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, (tuple, list)):
         for item in result:
-            yield from _tensors(item)
+            yield from _flat(item)
 
 
-def _backward(instance: _Instance, result: Any) -> Callable[[], tuple[Tensor | None, ...]] | None:
+def _backward(run: _Run, result: Any) -> Callable[[], tuple[Tensor | None, ...]] | None:
     """Backward pass of one run with made-up gradients, ready to be started; None where no gradient flows."""
-    outputs = [tensor for tensor in _tensors(result) if tensor.requires_grad]
-    if not outputs or not instance.wanted:
+    outputs = [tensor for tensor in _flat(result) if tensor.requires_grad]
+    if not outputs or not run.wanted:
         return None
     gradients = [torch.full_like(tensor, 1e-3) for tensor in outputs]
-    return lambda: torch.autograd.grad(outputs, instance.wanted, gradients, allow_unused=True)
+    return lambda: torch.autograd.grad(outputs, run.wanted, gradients, allow_unused=True)

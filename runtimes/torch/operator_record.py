@@ -215,7 +215,7 @@ class OperatorRecord:
             return {}
         host = torch.stack(list(self.scalars.values())).tolist()
         values = dict(zip(self.scalars, host, strict=True))
-        for key, value in values.items():
+        for key, value in sorted(values.items(), key=lambda item: "/" in item[0]):  # tensors before sums over two
             if not -float("inf") < value < float("inf"):
                 tensor = key.partition(".")[0].replace("_", " ")
                 raise ModelError(

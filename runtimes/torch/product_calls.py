@@ -116,7 +116,9 @@ def product_of(op_type: str, function: Any, args: tuple[Any, ...], kwargs: Mappi
     if op_type in CONVOLUTIONS:
         call = convolution_call(op_type, args, kwargs)
         batched = call.restore(torch.empty((1, 2))).dim() == 2
-        return Product(_convolution_form(call, batched=batched), 1.0)
+        one = torch.ones((), dtype=call.x.dtype, device=call.x.device).expand(_argument(args, kwargs, 0, "input").shape)
+        inside = convolution_call(op_type, (one, *args[1:]), {k: v for k, v in kwargs.items() if k != "input"}).x
+        return Product(_convolution_form(call, batched=batched, inside=inside[:1, : call.groups]), 1.0)
     call_ = product_call(op_type, function, args, kwargs)
     a, b = (x if x.dim() == 3 else x.unsqueeze(0) for x in (call_.a, call_.b))
     sizes = ProductSizes(products=a.shape[0], rows=a.shape[1], contraction=a.shape[2], columns=b.shape[2])
@@ -124,7 +126,7 @@ def product_of(op_type: str, function: Any, args: tuple[Any, ...], kwargs: Mappi
     return Product(MatrixForm(a, b, sizes, lambda z: z.reshape(shape)), float(call_.alpha))
 
 
-def _convolution_form(call: ConvolutionCall, *, batched: bool) -> ConvolutionForm:
+def _convolution_form(call: ConvolutionCall, *, batched: bool, inside: Tensor) -> ConvolutionForm:
     kernel = call.weight.shape[2:].numel()
     if call.transposed:
         sizes = ProductSizes(
@@ -146,7 +148,7 @@ def _convolution_form(call: ConvolutionCall, *, batched: bool) -> ConvolutionFor
             contraction=call.weight.shape[1] * kernel,
             columns=call.weight.shape[0] // call.groups,
         )
-    return ConvolutionForm(call.x, call.weight, sizes, call.geometry, batched)
+    return ConvolutionForm(call.x, call.weight, sizes, call.geometry, batched, inside)
 
 
 def _letters(equation: str, first: Tensor, second: Tensor) -> tuple[str, str, str]:

@@ -136,13 +136,17 @@ class MatrixForm:
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionForm:
-    """A convolution, transposed or not, of a batched ``first``; ``geometry`` is what torch.convolution takes last."""
+    """A convolution, transposed or not, of a batched ``first``; ``geometry`` is what torch.convolution takes last.
+
+    ``inside`` is 1 where ``first`` holds the input and 0 where it was padded beforehand, (1, groups, ...).
+    """
 
     first: Tensor
     second: Tensor
     sizes: ProductSizes
     geometry: tuple[Any, ...]
     batched: bool
+    inside: Tensor
 
     @property
     def _transposed(self) -> bool:
@@ -194,8 +198,7 @@ class ConvolutionForm:
 
     def second_by_column(self, b: Tensor) -> Tensor:
         """Sums over those weights that reach each output position from inside the input."""
-        ones = torch.ones((1, self._groups, *self.first.shape[2:]), dtype=b.dtype, device=b.device)
-        return self._convolve(ones, self._by_output_channel(b))
+        return self._convolve(self.inside, self._by_output_channel(b))
 
     def result_by_column(self, c: Tensor) -> Tensor:
         """Sums over samples."""

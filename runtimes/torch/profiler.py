@@ -88,7 +88,7 @@ def profile(
         with casts apart and a fitted overhead, is ours.
     """
     device = torch.device(device)
-    formats = _formats(device, precisions)
+    formats = wanted_formats(device, precisions)
     check_integer(repeats, "repeats", minimum=1)
     options = dataclasses.replace(options or KernelOptions(), half_format=backend.half_format(device))
     identity = identify(device, name)
@@ -124,14 +124,18 @@ def profile(
     return result
 
 
-def _formats(device: torch.device, precisions: Sequence[str] | None) -> dict[str, PrecisionFormats]:
+def wanted_formats(device: torch.device, precisions: Sequence[str] | None) -> dict[str, PrecisionFormats]:
+    """Formats to profile: those asked for (None: all of the device), FP32, and what 8-bit operators answer in.
+
+    Raises:
+        UnsupportedError: The device lacks a precision.
+    """
     available = device_formats(device)
     if precisions is None:
         return available
     for precision in precisions:
         if precision not in available:
             raise UnsupportedError(f"{device} cannot run in {precision!r}: allowed are {', '.join(available)}")
-    # 8-bit operators answer in a 16-bit format, which then occurs on edges; fixed operators run in FP32.
     needed = {*precisions, "FP32"}
     needed |= {available[precision].output for precision in needed}
     return {precision: borders for precision, borders in available.items() if precision in needed}

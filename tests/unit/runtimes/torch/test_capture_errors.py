@@ -1,0 +1,124 @@
+"""Models that cannot be captured: one line with the reason and the module where it stopped."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from qsync_opt.errors import ModelError
+from qsync_opt.graph import Role
+from qsync_opt.roles import RoleTable
+from qsync_opt.runtimes.torch.capture import capture
+
+X = torch.ones(2, 4)
+
+
+class Outer(nn.Module):
+    """A linear layer, then the module under test."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(self.linear(x))
+
+
+class DataDependent(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+class Untranslatable(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.svd(x)[1]
+
+
+class Autocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.linear(x)
+
+
+class Growing(nn.Module):
+    """Does more on every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for _ in range(self.calls):
+            x = self.linear(x)
+        return x
+
+
+class Selecting(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0]
+
+
+def refusal(model: Any, *args: Any, **options: Any) -> str:
+    with pytest.raises(ModelError) as caught:
+        capture(model, args, **options)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "\x1b" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        (nn.Linear(7, 7), "the forward pass failed in module 'inner' (Linear): RuntimeError: mat1 and mat2 shapes"),
+        (DataDependent(), "torch.export stopped in module 'inner' (DataDependent): GuardOnDataDependentSymNode:"),
+        (
+            Untranslatable(),
+            "the ONNX exporter stopped in module 'inner' (Untranslatable): DispatchError: No ONNX function",
+        ),
+        (Autocast(), "module 'inner' (Autocast) enables autocast (cpu, torch.bfloat16) in its forward"),
+        (Growing(), "operator 2 is 'inner.linear/linear_1' in the export and 'nothing more' at run time"),
+        (Selecting(), "which depends on the data: only models with fixed shapes can be planned"),
+    ],
+)
+def test_the_reason_and_the_module_are_named(inner: nn.Module, message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert message in refusal(Outer(inner), X)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_unusable_models_and_arguments() -> None:
+    linear = nn.Linear(4, 4)
+    assert "cannot capture a function: a torch.nn.Module is needed" in refusal(lambda x: x, X)
+    assert "missing 1 required positional argument" in refusal(linear)
+    with pytest.raises(ModelError, match="args is a Tensor: a tuple"):
+        capture(linear, X)  # type: ignore[arg-type]
+    assert "model 'Identity' does nothing" in refusal(nn.Identity(), X)
+    assert "parameter 'weight' is bfloat16" in refusal(nn.Linear(4, 4).bfloat16(), X.bfloat16())
+    assert "parameter 'weight' is on the meta device" in refusal(nn.Linear(4, 4, device="meta"), X)
+    assert "role pattern 'head/*' fits no operator" in refusal(
+        linear, X, roles=RoleTable(by_name={"head/*": Role.FIXED})
+    )
+    assert "cannot write ONNX file" in refusal(linear, X, onnx_path=Path("/nonexistent/model.onnx"))
+
+
+def test_nothing_is_left_behind_by_a_failure(tmp_path: Path) -> None:
+    model = Outer(Untranslatable())
+    refusal(model, X, onnx_path=tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []
+    assert not any(module._forward_hooks or "forward" in module.__dict__ for module in model.modules())
+    assert logging.root.manager.disable == logging.NOTSET
+
+
+def test_the_kind_of_the_model_itself_is_named() -> None:
+    assert re.search(r"in the model itself \(Untranslatable\)", refusal(Untranslatable(), X))

@@ -1,0 +1,152 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qsync_opt.errors import ModelError
+from qsync_opt.indicator import IndicatorKind, sensitivities
+from qsync_opt.kernels import ops
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.runtimes.torch.capabilities import device_formats
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.gradient_probe import probe_gains
+from qsync_opt.runtimes.torch.interception import intercepted
+from qsync_opt.runtimes.torch.statistics import collect_statistics
+
+
+class Smooth(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.b(torch.tanh(self.a(x))), y)
+
+
+def test_gains_are_the_squared_jacobian_of_the_gradient():
+    model, x, y = Smooth(), torch.randn(5, 3), torch.randint(0, 2, (5,))
+    gains = probe_gains(model, lambda: model(x, y), probes=300, seed=1)
+    parameters = list(model.parameters())
+
+    def gradient_with(noise_z, noise_x):
+        z = F.linear(x + noise_x, model.a.weight, model.a.bias) + noise_z
+        loss = F.cross_entropy(model.b(torch.tanh(z)), y)
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters, create_graph=True)])
+
+    zeros = torch.zeros(5, 4), torch.zeros(5, 3)
+    by_z, by_x = torch.autograd.functional.jacobian(gradient_with, zeros)
+    assert gains["a/linear"]["output"].uniform == pytest.approx(float(by_z.square().sum()), rel=0.15)
+    assert gains["a/linear"]["first"].uniform == pytest.approx(float(by_x.square().sum()), rel=0.15)
+    weighted = (by_x.square() * x.square()).sum() / x.square().mean()
+    assert gains["a/linear"]["first"].floating == pytest.approx(float(weighted), rel=0.15)
+
+
+def test_noise_on_a_gradient_reaches_the_weights_before_it():
+    model, x, y = Smooth(), torch.randn(5, 3), torch.randint(0, 2, (5,))
+    gains = probe_gains(model, lambda: model(x, y), probes=300, seed=1)
+    # The gradient of a's result enters a's own weight and bias gradients only: |x_n|^2 + 1 per element.
+    wanted = 4 * float((x.square().sum(1) + 1).sum())
+    assert gains["a/linear"]["output_gradient"].uniform == pytest.approx(wanted, rel=0.15)
+    assert "first_gradient" not in gains["a/linear"]  # the input needs none
+    assert gains["b/linear"]["first_gradient"].uniform > 0
+    assert gains["b/linear"]["first_gradient"].kink_uniform == 0
+
+
+def test_flips_of_rectifiers_are_counted():
+    class Rectified(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 256), nn.Linear(256, 1)
+
+        def forward(self, x):
+            return self.b(torch.relu(self.a(x))).sum()  # linear but for the flips
+
+    model, x = Rectified(), torch.randn(512, 16)
+    gain = probe_gains(model, lambda: model(x), probes=16)["a/linear"]["output"]
+    z = model.a(x).detach()
+    parameters = list(model.parameters())
+
+    def gradient(noise):
+        hidden = torch.relu(F.linear(x, model.a.weight, model.a.bias) + noise)
+        return torch.autograd.grad(model.b(hidden).sum(), parameters)
+
+    exact = gradient(torch.zeros_like(z))
+    for ratio in (1e-4, 1e-2):
+        variance = ratio * float(z.square().mean())
+        measured = 0.0
+        for _ in range(4):
+            noisy = gradient(torch.randn_like(z) * variance**0.5)
+            measured += sum(float((a - b).square().sum()) for a, b in zip(noisy, exact, strict=True)) / 4
+        predicted = variance * (gain.uniform + gain.kink_uniform / ratio**0.5)
+        assert predicted / measured == pytest.approx(1, abs=0.3)
+
+
+def test_models_that_cannot_be_differentiated_twice_are_named():
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.square()
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, grad):
+            return 2 * grad * ctx.saved_tensors[0]
+
+    fc = nn.Linear(2, 2)
+    with pytest.raises(ModelError, match=r"cannot be differentiated twice, which probing needs .* probes=0"):
+        probe_gains(fc, lambda: Once.apply(fc(torch.ones(3, 2))).sum(), probes=1)
+
+
+class Attention(nn.Module):
+    """A transformer block and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(23, 32), nn.LayerNorm(32)
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.up, self.down, self.head = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 23)
+
+    def forward(self, tokens, targets):
+        h = self.table(tokens)
+        q, k, v = (p.view(*tokens.shape, 4, 8).transpose(1, 2) for p in self.qkv(self.norm(h)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        h = h + self.out(mixed)
+        h = h + self.down(F.gelu(self.up(h)))
+        return F.cross_entropy(self.head(h).flatten(0, 1), targets.flatten())
+
+
+def test_sensitivities_predict_what_the_kernels_do_to_the_gradient():
+    model = Attention()
+    batch = tuple(torch.randint(0, 23, (8, 12)) for _ in range(2))
+    graph = capture(model, batch)
+    statistics = collect_statistics(model, [batch], graph=graph, probes=8)
+    table = sensitivities(graph, statistics, device_formats("cpu"))
+    assert table.kind is IndicatorKind.PROBED
+
+    def gradient(name=None, precision="FP32", draw=0):
+        def handler(call):
+            if call.name != name:
+                return call.run()
+            options = KernelOptions(offset=draw)
+            return ops.execute(call.op_type, precision, call.function, call.args, call.kwargs, options).float()
+
+        with intercepted(model, handler):
+            return torch.autograd.grad(model(*batch), list(model.parameters()))
+
+    exact = gradient()
+    pairs = []
+    for name in table:
+        for precision, draws in (("INT8", 6), ("BF16", 1)):
+            if not ops.supports(graph[name].op_type, precision, "cpu"):
+                continue
+            measured = 0.0
+            for draw in range(draws):
+                noisy = gradient(name, precision, draw)
+                measured += sum(float((a - b).square().sum()) for a, b in zip(noisy, exact, strict=True)) / draws
+            pairs.append((table[name][precision], measured))
+    ratios = sorted(predicted / measured for predicted, measured in pairs)
+    assert len(ratios) == 12
+    assert 0.8 < ratios[len(ratios) // 2] < 1.25
+    assert ratios[0] > 0.5
+    assert ratios[-1] < 2

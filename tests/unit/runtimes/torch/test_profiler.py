@@ -1,0 +1,294 @@
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qsync_opt.baselines import uniform_plan
+from qsync_opt.build import build_problem
+from qsync_opt.device_profile import DeviceProfile, load_profile
+from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
+from qsync_opt.evaluation import evaluate
+from qsync_opt.graph import Role
+from qsync_opt.kernels import ops
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.runtimes.torch import profile_run
+from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
+from qsync_opt.runtimes.torch.measure import TrainingExample
+from qsync_opt.runtimes.torch.operator_bench import OperatorBench
+from qsync_opt.runtimes.torch.profiler import profile, wanted_formats
+from qsync_opt.runtimes.torch.stopwatch import Elapsed, make_stopwatch
+from qsync_opt.synthetic import make_cluster, make_sensitivities
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)).squeeze(1)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Gpt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList([Block(16) for _ in range(2)])
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def gpt() -> tuple[Gpt, tuple[Tensor, Tensor], CapturedModel]:
+    torch.manual_seed(0)
+    batch = (torch.randint(32, (2, 8)), torch.randint(32, (2, 8)))
+    model = Gpt()
+    return model, batch, capture_model(model, batch)
+
+
+@pytest.fixture(scope="module")
+def cnn() -> CapturedModel:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(288, 4))
+    return capture_model(model, (torch.randn(2, 3, 8, 8),))
+
+
+@pytest.fixture(scope="module")
+def gpt_profile(gpt: tuple[Gpt, tuple[Tensor, Tensor], CapturedModel]) -> DeviceProfile:
+    model, batch, captured = gpt
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return profile(
+        captured,
+        "cpu",
+        optimizer=optimizer,
+        example=TrainingExample(model=model, args=batch),
+        progress=False,
+        repeats=2,
+        name="test cpu",
+    )
+
+
+def test_a_gpt_is_profiled_in_all_its_precisions(gpt: Any, gpt_profile: DeviceProfile, tmp_path: Path) -> None:
+    _, _, captured = gpt
+    graph = captured.graph
+    assert list(gpt_profile.operators) == [operator.name for operator in graph]
+    assert list(gpt_profile.formats) == ["INT8", "BF16", "FP32"]
+    for operator in graph:
+        costs = gpt_profile.cost(operator.name)
+        if operator.op_type == "linear":
+            assert list(costs) == ["INT8", "BF16", "FP32"]
+            assert all(cost.backward_ns > 0 for cost in costs.values())
+        if operator.role is Role.FIXED:
+            assert list(costs) == ["FP32"]
+    # Two equal blocks are measured once.
+    assert gpt_profile.operators["blocks.0.up/linear"] == gpt_profile.operators["blocks.1.up/linear"]
+    assert {"FP32>INT8", "BF16>INT8", "FP32>BF16", "BF16>FP32"} == set(gpt_profile.casts)
+    assert set(gpt_profile.gradient_sums) == {"BF16", "FP32"}
+    gpt_profile.save(tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json") == gpt_profile
+
+
+def test_the_optimizer_is_measured_on_a_copy(gpt: Any, gpt_profile: DeviceProfile) -> None:
+    model, _, _ = gpt
+    parameters = sum(p.numel() for p in model.parameters())
+    assert gpt_profile.optimizer.name == "SGD"
+    assert gpt_profile.optimizer.state_bytes == 4 * parameters
+    assert gpt_profile.optimizer.step_ns > 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_whole_iterations_are_measured_and_kept(gpt_profile: DeviceProfile) -> None:
+    checks = {check.precision: check for check in gpt_profile.overhead.iterations}
+    assert list(checks) == ["INT8", "BF16", "FP32"]
+    for check in checks.values():
+        assert check.predicted_forward_ns >= check.summed_forward_ns
+    assert "whole iterations predicted within" in gpt_profile.describe()
+
+
+def test_memory_of_known_operators(gpt: Any, gpt_profile: DeviceProfile) -> None:
+    elements = 2 * 8 * 16
+    up = gpt_profile.cost("blocks.0.up/linear")
+    # In FP32 a linear layer keeps its input as it is; in BF16 also its weight's cast copy; in INT8 codes of both and
+    # one scale for the input, one per output channel for the weight.
+    assert (up["FP32"].saves_inputs, up["FP32"].saved_bytes) == ((0,), 0)
+    assert (up["BF16"].saves_inputs, up["BF16"].saved_bytes) == ((0,), 2 * 16 * 32)
+    assert up["INT8"].saves_inputs == ()
+    assert up["INT8"].saved_bytes == elements + 16 * 32 + 4 + 4 * 32
+    norm = gpt_profile.cost("blocks.0.norm/layer_norm")["FP32"]
+    assert (norm.saves_inputs, norm.saved_bytes) == ((0,), 2 * 4 * 16)
+    assert gpt_profile.cost("blocks.0/gelu")["BF16"].saves_inputs == (0,)
+    chunk = gpt_profile.cost("blocks.0/chunk")["FP32"]
+    assert (chunk.alias_input, chunk.saves_inputs, chunk.saved_bytes) == (0, (), 0)
+    attention = gpt_profile.cost("blocks.0/scaled_dot_product_attention")["FP32"]
+    assert attention.saves_inputs == (0, 1, 2)
+
+
+def test_a_problem_can_be_built_from_it(gpt: Any, gpt_profile: DeviceProfile) -> None:
+    _, _, captured = gpt
+    problem = build_problem(
+        captured.graph, {"slow": gpt_profile}, make_sensitivities(captured.graph), make_cluster(count=2)
+    )
+    times = [evaluate(problem, uniform_plan(problem, p)).iteration_ns for p in ("INT8", "BF16", "FP32")]
+    assert problem.latency_limit_ns <= min(times)
+
+
+def test_a_cnn_with_in_place_and_external_inputs(cnn: CapturedModel) -> None:
+    result = profile(cnn, "cpu", progress=False, repeats=2)
+    conv = next(o for o in cnn.graph if o.op_type == "conv2d")
+    assert list(result.cost(conv.name)) == ["INT8", "BF16", "FP32"]
+    relu = next(o for o in cnn.graph if o.op_type.startswith("relu"))
+    assert result.cost(relu.name)["FP32"].backward_ns > 0
+    image = cnn.graph[conv.inputs[0]]
+    assert image.op_type == "input"
+    assert result.cost(image.name)["FP32"].forward_ns == 0
+    assert result.optimizer.name == "AdamW"
+    assert result.overhead.iterations == ()
+
+
+class _Forbidden:
+    def measure(self, *_: Any) -> None:
+        raise AssertionError("measured again")
+
+
+def test_a_second_run_measures_nothing(cnn: CapturedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = profile(cnn, "cpu", progress=False, repeats=2, cache_dir=tmp_path)
+    monkeypatch.setattr(profile_run, "OperatorBench", lambda *_: _Forbidden())
+    for name in ("time_cast", "time_gradient_sum", "measure_optimizer"):
+        monkeypatch.setattr(profile_run, name, lambda *_: pytest.fail("measured again"))
+    assert profile(cnn, "cpu", progress=False, repeats=2, cache_dir=tmp_path) == first
+    with pytest.raises(AssertionError, match="measured again"):
+        profile(cnn, "cpu", progress=False, repeats=3, cache_dir=tmp_path)
+    with pytest.raises(AssertionError, match="measured again"):
+        options = KernelOptions(rounding="nearest")
+        profile(cnn, "cpu", progress=False, repeats=2, cache_dir=tmp_path, options=options)
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(cnn: CapturedModel, tmp_path: Path) -> None:
+    labels: list[str] = []
+
+    def interrupt(done: int, total: int, label: str) -> None:
+        labels.append(label)
+        if done == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        profile(cnn, "cpu", progress=interrupt, repeats=2, cache_dir=tmp_path)
+    assert len(labels) == 6
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")}
+    assert len(kept) == 5
+    reports: list[tuple[int, int]] = []
+    profile(
+        cnn, "cpu", progress=lambda done, total, label: reports.append((done, total)), repeats=2, cache_dir=tmp_path
+    )
+    assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
+    assert reports[-1][0] == reports[-1][1] == len(list(tmp_path.rglob("*.json")))
+
+
+def test_fewer_precisions(cnn: CapturedModel) -> None:
+    result = profile(cnn, "cpu", precisions=("FP32",), progress=False, repeats=2)
+    assert list(result.formats) == ["FP32"]
+    assert result.casts == {}
+    # An 8-bit operator answers in 16 bits, so that format comes with it.
+    assert list(wanted_formats(torch.device("cpu"), ("INT8",))) == ["INT8", "BF16", "FP32"]
+
+
+def test_bad_arguments_are_named(cnn: CapturedModel, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="cpu cannot run in 'FP8': allowed are INT8, BF16, FP32"):
+        profile(cnn, "cpu", precisions=("FP8",), progress=False)
+    with pytest.raises(ProblemError, match="repeats is 0"):
+        profile(cnn, "cpu", repeats=0, progress=False)
+    with pytest.raises(UnsupportedError, match="meta"):
+        profile(cnn, "meta", progress=False)
+    with pytest.raises(UnsupportedError, match="allowed are cpu and cuda"):
+        make_stopwatch(torch.device("meta"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ProblemError, match="cannot make the folder"):
+        profile(cnn, "cpu", progress=False, cache_dir=tmp_path / "file")
+
+
+def test_an_operator_that_cannot_run_is_named(cnn: CapturedModel) -> None:
+    linear = next(o.name for o in cnn.graph if o.op_type == "linear")
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("not implemented for 'Half'\nC++ trace")
+
+    calls = {**cnn.calls, linear: dataclasses.replace(cnn.calls[linear], target=fails)}
+    broken = dataclasses.replace(cnn, calls=calls)
+    with pytest.raises(ModelError, match=rf"{linear}' cannot run by itself in .*: not implemented for 'Half'; give it"):
+        profile(broken, "cpu", precisions=("FP32",), progress=False, repeats=2)
+
+
+class _CountingStopwatch:
+    """Every piece of work takes as long as the fake quantizer and product say; nothing depends on the machine."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0.0
+
+    def settle(self, *, flush: bool = True) -> None:
+        pass
+
+    def time(self, work: Any) -> tuple[Any, Elapsed]:
+        start_ns = self.now_ns
+        return work(), Elapsed(device_ns=self.now_ns - start_ns)
+
+
+def test_quantization_is_counted_once(gpt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operator and cast together are what really happens: no part is lost or counted twice."""
+    _, _, captured = gpt
+    watch = _CountingStopwatch()
+    real_execute, real_cast = ops.execute, ops.cast
+
+    def execute(op_type: str, precision: str, function: Any, args: Any, kwargs: Any, options: Any) -> Any:
+        watch.now_ns += 1_000_000
+        if precision == "INT8":
+            watch.now_ns += 300 * args[0].numel()  # the quantizer inside the operator
+        return real_execute(op_type, precision, function, args, kwargs, options)
+
+    def cast(x: Tensor, target: str, options: Any) -> Any:
+        watch.now_ns += 300 * x.numel()
+        return real_cast(x, target, options)
+
+    monkeypatch.setattr(ops, "execute", execute)
+    monkeypatch.setattr(ops, "cast", cast)
+    monkeypatch.setattr("qsync_opt.runtimes.torch.profiler.make_stopwatch", lambda device: watch)
+    result = profile(captured, "cpu", progress=False, repeats=2)
+    costs = result.cost("blocks.0.up/linear")
+    assert costs["BF16"].forward_ns == costs["FP32"].forward_ns == 1_000_000
+    assert costs["INT8"].forward_ns == pytest.approx(1_000_000, rel=0.01)
+    elements = captured.graph["blocks.0.up/linear"].input_specs[0].elements
+    assert result.casts["BF16>INT8"].ns(elements) == pytest.approx(300 * elements, rel=0.01)
+
+
+def test_operator_and_cast_add_up_to_a_whole_quantized_layer() -> None:
+    """On the real clock: INT8 layer without its cast, plus the cast, against the layer on a 16-bit input."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    captured = capture_model(model, (torch.randn(512, 256),))
+    result = profile(captured, "cpu", progress=False, repeats=4)
+    operator = captured.graph["1/linear"]
+    bench = OperatorBench(operator, captured.calls["1/linear"], "INT8", torch.device("cpu"), KernelOptions())
+    whole = bench.measure(make_stopwatch(torch.device("cpu")), 4)
+    parts_ns = result.cost("1/linear")["INT8"].forward_ns + result.casts["BF16>INT8"].ns(512 * 256)
+    assert parts_ns == pytest.approx(whole.forward_ns, rel=0.5)

@@ -1,0 +1,219 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qsync_opt.cli import main
+from qsync_opt.testing import chain, no_memory
+
+COMMAND = [sys.executable, "-c", "import sys; from qsync_opt.cli import main; sys.exit(main())"]
+
+
+def _run(capfd, *arguments):
+    """Exit status, standard output, standard error of a command run in this process."""
+    try:
+        status = main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        status = stop.code
+    out, err = capfd.readouterr()
+    return status, out, err
+
+
+@pytest.fixture
+def problem_file(tmp_path):
+    path = tmp_path / "chain.json"
+    chain().problem.save(path)
+    return path
+
+
+@pytest.mark.parametrize("method", ["greedy", "qsync", "exact", "exhaustive"])
+def test_solve_writes_one_json_object_and_a_plan_that_evaluates(capfd, problem_file, tmp_path, method):
+    plan = tmp_path / "plan.json"
+    status, out, _ = _run(capfd, "solve", problem_file, "--method", method, "--output", plan, "--json")
+    solved = json.loads(out)
+    assert status == 0
+    assert (solved["objective"], solved["method"], solved["point"]) == (0.25, method, "feasible")
+    status, out, _ = _run(capfd, "evaluate", problem_file, plan, "--json")
+    evaluated = json.loads(out)
+    assert status == 0
+    assert evaluated == {
+        "objective": 0.25,
+        "iteration_ns": 15000,
+        "memory_kib": {"T4": 50},
+        "sensitivity": {"T4": 0.25},
+        "feasible": True,
+        "violations": [],
+    }
+    assert {key: solved[key] for key in ("objective", "iteration_ns", "memory_kib", "sensitivity")} == {
+        key: evaluated[key] for key in ("objective", "iteration_ns", "memory_kib", "sensitivity")
+    }
+
+
+def test_infeasible_exits_3_prints_the_object_and_writes_no_plan(capfd, tmp_path):
+    path, plan = tmp_path / "p.json", tmp_path / "plan.json"
+    no_memory().problem.save(path)
+    status, out, _ = _run(capfd, "solve", path, "--output", plan, "--json")
+    solved = json.loads(out)
+    assert status == 3
+    assert (solved["termination"], solved["point"]) == ("infeasible", "none")
+    assert "30 KiB" in solved["reason"]
+    assert not plan.exists()
+    status, out, _ = _run(capfd, "solve", path)
+    assert status == 3
+    assert "30 KiB" in out
+
+
+def test_the_recorded_infeasible_problem(capfd, instance_path):
+    status, out, _ = _run(capfd, "solve", instance_path("resnet50-infeasible"), "--json")
+    assert status == 3
+    assert "memory limit of device 'T4#0', 2788993 KiB" in json.loads(out)["reason"]
+    assert "2850674 KiB" in json.loads(out)["reason"]
+
+
+def test_an_infeasible_plan_exits_3(capfd, problem_file, tmp_path):
+    plan = {"format": "qsync-plan/1", "problem": "chain", "devices": {"T4": dict.fromkeys("abc", "FP32")}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    status, out, _ = _run(capfd, "evaluate", problem_file, tmp_path / "plan.json", "--json")
+    assert status == 3
+    assert json.loads(out)["violations"] == [
+        "memory of 'T4': 60 KiB, but the limit is 50 KiB",
+        "iteration time: 18000 ns, but the limit is 15000 ns",
+    ]
+    status, out, _ = _run(capfd, "evaluate", problem_file, tmp_path / "plan.json")
+    assert status == 3
+    assert "violated: memory of 'T4'" in out
+
+
+def test_compare_prints_one_list_in_the_asked_order(capfd, problem_file):
+    status, out, _ = _run(capfd, "compare", problem_file, "--methods", "exact,greedy", "--time-limit", 60, "--json")
+    rows = json.loads(out)
+    assert status == 0
+    assert [row["method"] for row in rows] == ["exact", "greedy"]
+    assert [row["feasible"] for row in rows] == [True, True]
+    assert rows[0]["gap"] == 0.0
+    assert rows[1]["bound"] is None
+
+
+def test_tables_for_people(capfd, problem_file, instance_path):
+    status, out, _ = _run(capfd, "compare", problem_file)
+    assert status == 0
+    assert out.splitlines()[0].split() == ["method", "ended", "objective", "bound", "gap", "iteration", "seconds"]
+    assert "0.25" in out
+    status, out, _ = _run(capfd, "solve", problem_file, "--method", "exact")
+    assert "chain: optimal by exact with ortools" in out
+    assert "1 FP16, 2 FP32" in out
+    status, out, _ = _run(capfd, "compare", instance_path("resnet50-infeasible"), "--methods", "greedy")
+    assert status == 3
+    assert "2850674 KiB" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needle"),
+    [
+        (["solve", "none.json"], "none.json"),
+        (["solve"], "required: PROBLEM"),
+        (["slove", "P"], "invalid choice: 'slove'"),
+        ([], "required: COMMAND"),
+        (["solve", "P", "--mehtod", "exact"], "unrecognized arguments: --mehtod exact"),
+        (["solve", "P", "--method", "exacts"], "unknown formulation 'exacts'; did you mean 'exact'?"),
+        (["solve", "P", "--method", "exact", "--solver", "cbc"], "unknown solver 'cbc'"),
+        (["solve", "P", "--method", "exhaustive", "--solver", "pulp"], "lacks a feature: uses a solver"),
+        (["solve", "P", "--time-limit", "0"], "time limit is 0.0 s"),
+        (["solve", "P", "--time-limit", "soon"], "invalid float value: 'soon'"),
+        (["solve", "P", "--gap", "2"], "gap is 2.0"),
+        (["solve", "P", "--output", "no/such/folder/plan.json"], "no/such/folder/plan.json"),
+        (["evaluate", "P", "none.json"], "none.json"),
+        (["evaluate", "P", "P"], "format is 'qsync-problem/1', but allowed is 'qsync-plan/1'"),
+        (["compare", "P", "--methods", ","], "--methods is empty"),
+        (["compare", "P", "--methods", "greedy,best"], "unknown formulation 'best'"),
+    ],
+)
+def test_unusable_input_exits_2_with_one_line(capfd, problem_file, arguments, needle):
+    status, out, err = _run(capfd, *[problem_file if a == "P" else a for a in arguments])
+    assert status == 2
+    assert out == ""
+    assert needle in err
+    assert err.count("\n") == 1
+
+
+def test_a_truncated_file_exits_2(capfd, problem_file):
+    problem_file.write_text(problem_file.read_text()[:500])
+    status, out, err = _run(capfd, "solve", problem_file, "--json")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "truncated" in err
+
+
+def test_a_plan_for_another_model_exits_2_and_names_operators(capfd, instance_path, problem_file, tmp_path):
+    assert _run(capfd, "solve", problem_file, "--output", tmp_path / "plan.json")[0] == 0
+    status, _, err = _run(capfd, "evaluate", instance_path("tiny"), tmp_path / "plan.json")
+    assert status == 2
+    assert "has no device type" in err or "'a', 'b', 'c'" in err
+
+
+def test_version(capfd):
+    status, out, _ = _run(capfd, "--version")
+    assert status == 0
+    assert out.startswith("qsync-opt ")
+
+
+def test_native_chatter_stays_off_standard_output(problem_file):
+    script = (
+        "import os, sys, qsync_opt.cli, qsync_opt.planner as planner\n"
+        "real = planner.solve\n"
+        "def noisy(*arguments, **options):\n"
+        "    os.write(1, b'native note\\n')\n"
+        "    return real(*arguments, **options)\n"
+        "planner.solve = noisy\n"
+        "sys.exit(qsync_opt.cli.main())\n"
+    )
+    arguments = [sys.executable, "-c", script, "solve", str(problem_file), "--json"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["objective"] == 0.25
+    assert "native note" in done.stderr
+
+
+@pytest.mark.parametrize("solver", ["ortools", "pulp", "scip", "cp-sat"])
+def test_each_solver_as_a_process_prints_one_object(problem_file, solver):
+    arguments = ["solve", str(problem_file), "--method", "exact", "--solver", solver, "--json"]
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout)["termination"] == "optimal"
+    assert done.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("solver", ["ortools", "pulp"])
+def test_interrupt_ends_cleanly(instance_path, tmp_path, solver):
+    plan = tmp_path / "plan.json"
+    script = (
+        "import sys, qsync_opt.cli\n"
+        "from qsync_opt.formulations.exact import run\n"
+        "import qsync_opt.formulations.exact as exact\n"
+        "def loud(*arguments, **options):\n"
+        "    print('solving', file=sys.stderr, flush=True)\n"
+        "    return run(*arguments, **options)\n"
+        "exact.run = loud\n"
+        "sys.exit(qsync_opt.cli.main())\n"
+    )
+    # This takes seconds, and the interrupt is sent when the native solver is about to start.
+    arguments = ["solve", str(instance_path("bertl-mix")), "--method", "exact", "--solver", solver]
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *arguments, "--output", str(plan)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert "solving" in process.stderr.readline()
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert err.splitlines()[-1] == "qsync-opt solve: interrupted"
+    assert "Traceback" not in err
+    assert list(Path(tmp_path).iterdir()) == []

@@ -1,0 +1,229 @@
+from dataclasses import replace
+
+import pytest
+
+from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
+from qsync_opt.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
+from qsync_opt.indicator import IndicatorKind, SensitivityTable, sensitivities
+from qsync_opt.precision import PrecisionFormats
+from qsync_opt.rounding import Granularity
+from qsync_opt.statistics import (
+    Gain,
+    MeasuredErrors,
+    ModelStatistics,
+    OperatorKind,
+    OperatorStatistics,
+    ProductSizes,
+    RoundingFactor,
+    TensorStatistics,
+)
+from qsync_opt.variances import NoiseOptions
+
+
+def borders(name: str) -> PrecisionFormats:
+    return PrecisionFormats(output=name, gradient_input=name, gradient_output=name)
+
+
+CPU = {"INT8": borders("BF16"), "BF16": borders("BF16"), "FP32": borders("FP32")}
+ADA = {"INT8": borders("BF16"), "FP8": borders("BF16"), "BF16": borders("BF16"), "FP16": borders("FP16")}
+
+
+def node(name: str, op_type: str, *inputs: str) -> Operator:
+    spec = TensorSpec(shape=(8, 16), dtype="float32")
+    return Operator(
+        name=name,
+        op_type=op_type,
+        module="",
+        role=Role.DEPENDENT if op_type == "relu" else Role.ADJUSTABLE,
+        inputs=inputs,
+        input_specs=(spec,),
+        output_specs=(spec,),
+        parameters=(f"{name}.weight",) if op_type in ("linear", "conv2d") else (),
+        onnx_nodes=(),
+        flops=1,
+        num_bytes=1,
+        signature=op_type,
+    )
+
+
+def graph(*operators: Operator) -> OpGraph:
+    spec = TensorSpec(shape=(16, 16), dtype="float32")
+    names = [name for operator in operators for name in operator.parameters]
+    return OpGraph(name="net", operators=operators, parameters=tuple(ParameterSpec(name=n, spec=spec) for n in names))
+
+
+def tensor(elements: int, *, amax: float = 3.0, scaled: bool = False, mean_square: float = 1.0) -> TensorStatistics:
+    scales = {"tensor": amax**2, "channel": amax**2 / 2, "row": amax**2 / 3} if scaled else {}
+    return TensorStatistics(elements=elements, amax=amax, square_sum=elements * mean_square, mean_square_amax=scales)
+
+
+def measured(name: str, op_type: str = "linear", *, amax: float = 3.0) -> OperatorStatistics:
+    weight = op_type != "matmul"
+    return OperatorStatistics(
+        name=name,
+        op_type=op_type,
+        kind=OperatorKind.PRODUCT,
+        calls=1,
+        products=(ProductSizes(products=1, rows=8, contraction=16, columns=16),),
+        first_parameter=None,
+        second_parameter=f"{name}.weight" if weight else None,
+        first=tensor(128, amax=amax, scaled=True),
+        second=tensor(256, scaled=True),
+        output=tensor(128),
+        output_gradient=tensor(128),
+        first_gradient=tensor(128),
+        second_gradient=tensor(256),
+    )
+
+
+def statistics(*operators: OperatorStatistics) -> ModelStatistics:
+    return ModelStatistics(batches=1, operators=operators)
+
+
+NET = graph(
+    node("conv/conv2d", "conv2d"),
+    node("act/relu", "relu", "conv/conv2d"),
+    node("fc/linear", "linear", "act/relu"),
+    node("mix/matmul", "matmul", "fc/linear", "act/relu"),
+)
+MEASURED = statistics(measured("conv/conv2d", "conv2d"), measured("fc/linear"), measured("mix/matmul", "matmul"))
+
+
+@pytest.mark.parametrize("kind", [IndicatorKind.PROPAGATED, IndicatorKind.DEPTH])
+def test_every_adjustable_operator_has_a_positive_value_at_every_low_precision(kind: IndicatorKind) -> None:
+    # Convolutions and products without weights included: both were once left out or zero.
+    table = sensitivities(NET, MEASURED, CPU, kind=kind)
+    assert set(table) == {"conv/conv2d", "fc/linear", "mix/matmul"}
+    for values in table.values():
+        assert values["FP32"] == 0
+        assert values["INT8"] > 0
+        assert values["BF16"] > 0
+    assert not table.excluded
+
+
+def test_parts_add_up_and_factors_are_per_unit_of_variance() -> None:
+    table = sensitivities(NET, MEASURED, CPU)
+    part = table.details["fc/linear"]["INT8"]
+    assert table["fc/linear"]["INT8"] == pytest.approx(part.own + part.backward + part.forward)
+    assert part.forward == pytest.approx(part.forward_factor * part.variances.output.total)
+    assert part.own > 0
+    assert part.backward > 0
+    assert part.forward > 0
+    first = table.details["conv/conv2d"]["INT8"]
+    assert first.backward == 0  # nothing stands between it and the input
+
+
+def test_order_of_the_statistics_does_not_matter() -> None:
+    shuffled = statistics(*reversed(MEASURED.operators))
+    for kind in (IndicatorKind.PROPAGATED, IndicatorKind.DEPTH):
+        a, b = (sensitivities(NET, s, CPU, kind=kind) for s in (MEASURED, shuffled))
+        assert {name: dict(a[name]) for name in a} == {name: dict(b[name]) for name in b}
+
+
+def test_depth_form_uses_true_distances() -> None:
+    table = sensitivities(NET, MEASURED, CPU, kind=IndicatorKind.DEPTH, gamma=2.0)
+    part = table.details["conv/conv2d"]["INT8"]
+    assert table.distances.to_loss["conv/conv2d"] == 2
+    assert part.forward == pytest.approx(2.0 * 2 * part.variances.output.total)
+    last = table.details["mix/matmul"]["INT8"]
+    assert last.forward == 0
+    gradients = last.variances.first_gradient, last.variances.second_gradient
+    assert last.backward == pytest.approx(3 * sum(noise.total for noise in gradients if noise is not None))
+
+
+def test_an_outlier_makes_int8_worse_than_fp8() -> None:
+    # Only for INT8 does the step of all elements follow the largest of them: no order of precisions is presumed.
+    def values(amax: float) -> dict[str, float]:
+        tame = statistics(measured("fc/linear", amax=amax))
+        options = NoiseOptions(weight_granularity=Granularity.TENSOR)
+        return dict(sensitivities(graph(node("fc/linear", "linear")), tame, ADA, options=options)["fc/linear"])
+
+    assert values(3.0)["INT8"] < values(3.0)["FP8"]
+    assert values(300.0)["INT8"] > values(300.0)["FP8"]
+
+
+def test_gradients_that_fp16_flushes_make_it_worse_than_bf16() -> None:
+    flushed = replace(
+        measured("fc/linear"),
+        output_gradient=TensorStatistics(
+            elements=128,
+            amax=1e-8,
+            square_sum=128e-18,
+            rounding={"FP16": RoundingFactor(stochastic=1e7, nearest=2.9e7)},
+        ),
+        second_gradient=tensor(256, mean_square=8e-18),
+    )
+    values = sensitivities(graph(node("fc/linear", "linear")), statistics(flushed), ADA)["fc/linear"]
+    assert values["FP16"] > values["BF16"]
+
+
+def test_precisions_that_overflow_are_excluded_with_the_reason() -> None:
+    large = replace(measured("fc/linear"), output=tensor(128, amax=1e5))
+    table = sensitivities(graph(node("fc/linear", "linear")), statistics(large), ADA)
+    assert "FP16" not in table["fc/linear"]
+    assert table.excluded == {
+        "fc/linear": {"FP16": "FP16 overflows: output reaches 1e+05, the largest number of FP16 is 65504"}
+    }
+
+
+def test_attention_in_eight_bits_is_excluded_with_the_reason() -> None:
+    errors = MeasuredErrors(output=1.0, first_gradient=1.0, second_gradient=1.0, third_gradient=1.0)
+    attention = replace(
+        measured("sdpa", "matmul"),
+        kind=OperatorKind.ATTENTION,
+        op_type="scaled_dot_product_attention",
+        third=tensor(128),
+        third_gradient=tensor(128),
+        measured={"BF16": errors},
+    )
+    net = graph(node("sdpa", "scaled_dot_product_attention"))
+    table = sensitivities(net, statistics(attention), CPU)
+    assert table.excluded["sdpa"] == {"INT8": "no noise formula for scaled_dot_product_attention in INT8"}
+    assert set(table["sdpa"]) == {"BF16", "FP32"}
+
+
+def probed(table_gains: dict[str, Gain]) -> SensitivityTable:
+    operator = replace(measured("fc/linear"), gains=table_gains)
+    return sensitivities(graph(node("fc/linear", "linear")), statistics(operator), CPU)
+
+
+def test_probed_gains_multiply_the_variance_per_element() -> None:
+    gains = {"first": Gain(uniform=5.0, floating=7.0), "output": Gain(uniform=100.0, floating=11.0)}
+    table = probed(gains)
+    assert table.kind is IndicatorKind.PROBED
+    v8, v16 = (3.0 / 127) ** 2 / 6, 4.0**-7 / 28
+    assert table["fc/linear"]["INT8"] == pytest.approx(5.0 * v8 + 11.0 * v16)
+    assert table["fc/linear"]["BF16"] == pytest.approx(7.0 * v16 + 11.0 * v16)
+    assert table["fc/linear"]["FP32"] == 0
+
+
+def test_flips_grow_with_the_root_of_the_output_noise() -> None:
+    table = probed({"first": Gain(uniform=0.0, floating=0.0, kink_uniform=2.0, kink_floating=0.0)})
+    part = table.details["fc/linear"]["INT8"]
+    ratio = part.variances.output.total / 128
+    assert part.value == pytest.approx(2.0 * (3.0 / 127) ** 2 / 6 / ratio**0.5)
+
+
+def test_probed_without_gains_is_refused() -> None:
+    with pytest.raises(ProblemError, match="hold no gains: collect them with probes"):
+        sensitivities(NET, MEASURED, CPU, kind=IndicatorKind.PROBED)
+    assert sensitivities(NET, MEASURED, CPU).kind is IndicatorKind.PROPAGATED
+
+
+def test_missing_statistics_are_an_error_and_not_an_exclusion() -> None:
+    with pytest.raises(ProblemError, match="no statistics for 1 adjustable operators, the first is 'mix/matmul'"):
+        sensitivities(NET, statistics(*MEASURED.operators[:2]), CPU)
+
+
+def test_statistics_of_another_model_are_refused() -> None:
+    with pytest.raises(ModelError, match="of another model or batch shape than graph 'net'"):
+        sensitivities(NET, replace(MEASURED, model_fingerprint="other"), CPU)
+    same = replace(MEASURED, model_fingerprint=NET.fingerprint())
+    assert len(sensitivities(NET, same, CPU)) == 3
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="kind is 'best': allowed are propagated, probed, depth"):
+        sensitivities(NET, MEASURED, CPU, kind="best")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="gamma is -1"):
+        sensitivities(NET, MEASURED, CPU, gamma=-1)
