@@ -239,6 +239,12 @@ class Fields:
         self._taken.add(key)
         return self._data.get(key, default)
 
+    def version(self, allowed: str) -> None:
+        """Refuse any ``"format"`` but ``allowed``."""
+        found = self.take("format")
+        if found != allowed:
+            self.fail(f"format is {found!r}, but allowed is {allowed!r}")
+
     def text(self, key: str) -> str:
         """Return a text that is not empty."""
         value = self.take(key)

@@ -138,9 +138,7 @@ def plan_from_json(data: Any) -> Plan:
     """Build a `Plan` from the JSON data of a plan file; see `load_plan`."""
     clean, extras = split_extras(data)
     fields = Fields(clean, "plan")
-    version = fields.text("format")
-    if version != PLAN_FORMAT:
-        raise ProblemError(f"plan: format is {version!r}, but allowed is {PLAN_FORMAT!r}")
+    fields.version(PLAN_FORMAT)
     solution = fields.take_or("solution", None)
     if solution is not None and not isinstance(solution, dict):
         fields.fail("solution must be an object or null")

@@ -41,9 +41,7 @@ def problem_from_json(data: Any) -> Problem:
     """Build a `Problem` from the JSON data of a problem file; see `load_problem`."""
     clean, extras = split_extras(data)
     fields = Fields(clean, "problem")
-    version = fields.text("format")
-    if version != PROBLEM_FORMAT:
-        raise ProblemError(f"problem: format is {version!r}, but allowed is {PROBLEM_FORMAT!r}")
+    fields.version(PROBLEM_FORMAT)
     communication = Fields(fields.take("communication"), "communication")
     optimum = fields.take_or("optimum", None)
     arguments = {
