@@ -9,8 +9,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qsync_opt.baselines import uniform_plan as uniform_plan
+    from qsync_opt.build import build_problem as build_problem
+    from qsync_opt.cluster import Cluster as Cluster
+    from qsync_opt.cluster import load_cluster as load_cluster
+    from qsync_opt.device_profile import DeviceProfile as DeviceProfile
+    from qsync_opt.device_profile import load_profile as load_profile
+    from qsync_opt.errors import QSyncError as QSyncError
     from qsync_opt.evaluation import Evaluation as Evaluation
     from qsync_opt.evaluation import evaluate as evaluate
+    from qsync_opt.graph import Operator as Operator
+    from qsync_opt.graph import OpGraph as OpGraph
+    from qsync_opt.graph import Role as Role
+    from qsync_opt.graph_file import load_graph as load_graph
+    from qsync_opt.indicator import SensitivityTable as SensitivityTable
+    from qsync_opt.indicator import sensitivities as sensitivities
+    from qsync_opt.memory import memory_breakdown as memory_breakdown
+    from qsync_opt.onnx_reader import read_onnx as read_onnx
     from qsync_opt.plan import Plan as Plan
     from qsync_opt.plan import load_plan as load_plan
     from qsync_opt.planner import FastestPlan as FastestPlan
@@ -18,15 +33,49 @@ if TYPE_CHECKING:
     from qsync_opt.planner import solve as solve
     from qsync_opt.problem import Problem as Problem
     from qsync_opt.problem_file import load_problem as load_problem
+    from qsync_opt.replay import Timeline as Timeline
+    from qsync_opt.replay import write_trace as write_trace
+    from qsync_opt.roles import RoleTable as RoleTable
+    from qsync_opt.runtimes.torch.apply import ApplyOptions as ApplyOptions
+    from qsync_opt.runtimes.torch.apply import apply as apply
+    from qsync_opt.runtimes.torch.apply import undo as undo
+    from qsync_opt.runtimes.torch.capture import capture as capture
+    from qsync_opt.runtimes.torch.capture import capture_model as capture_model
+    from qsync_opt.runtimes.torch.measure import TrainingExample as TrainingExample
+    from qsync_opt.runtimes.torch.measure import measure_iteration as measure_iteration
+    from qsync_opt.runtimes.torch.profiler import profile as profile
+    from qsync_opt.runtimes.torch.statistics import collect_statistics as collect_statistics
     from qsync_opt.solution import PointStatus as PointStatus
     from qsync_opt.solution import Solution as Solution
     from qsync_opt.solution import TerminationStatus as TerminationStatus
+    from qsync_opt.statistics_file import load_statistics as load_statistics
+    from qsync_opt.statistics_file import save_statistics as save_statistics
 
 __version__ = "0.1.0"
 
 # Public name -> module that defines it; the block above repeats it for type checkers (a test compares the two).
 # No public name may be that of a sub-module: importing the sub-module would replace it.
 _PUBLIC = {
+    "QSyncError": "qsync_opt.errors",
+    "OpGraph": "qsync_opt.graph",
+    "Operator": "qsync_opt.graph",
+    "Role": "qsync_opt.graph",
+    "load_graph": "qsync_opt.graph_file",
+    "read_onnx": "qsync_opt.onnx_reader",
+    "RoleTable": "qsync_opt.roles",
+    "Cluster": "qsync_opt.cluster",
+    "load_cluster": "qsync_opt.cluster",
+    "DeviceProfile": "qsync_opt.device_profile",
+    "load_profile": "qsync_opt.device_profile",
+    "load_statistics": "qsync_opt.statistics_file",
+    "save_statistics": "qsync_opt.statistics_file",
+    "sensitivities": "qsync_opt.indicator",
+    "SensitivityTable": "qsync_opt.indicator",
+    "build_problem": "qsync_opt.build",
+    "uniform_plan": "qsync_opt.baselines",
+    "memory_breakdown": "qsync_opt.memory",
+    "write_trace": "qsync_opt.replay",
+    "Timeline": "qsync_opt.replay",
     "Evaluation": "qsync_opt.evaluation",
     "evaluate": "qsync_opt.evaluation",
     "Plan": "qsync_opt.plan",
@@ -39,7 +88,18 @@ _PUBLIC = {
     "PointStatus": "qsync_opt.solution",
     "Solution": "qsync_opt.solution",
     "TerminationStatus": "qsync_opt.solution",
+    "capture": "qsync_opt.runtimes.torch.capture",
+    "capture_model": "qsync_opt.runtimes.torch.capture",
+    "collect_statistics": "qsync_opt.runtimes.torch.statistics",
+    "profile": "qsync_opt.runtimes.torch.profiler",
+    "TrainingExample": "qsync_opt.runtimes.torch.measure",
+    "measure_iteration": "qsync_opt.runtimes.torch.measure",
+    "apply": "qsync_opt.runtimes.torch.apply",
+    "undo": "qsync_opt.runtimes.torch.apply",
+    "ApplyOptions": "qsync_opt.runtimes.torch.apply",
 }
+# Packages that only some names need, with what installs them.
+_EXTRAS = {"torch": "torch", "onnxscript": "torch"}
 
 __all__ = ["__version__", *_PUBLIC]
 
@@ -47,7 +107,17 @@ __all__ = ["__version__", *_PUBLIC]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    try:
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    except ModuleNotFoundError as missing:
+        if missing.name not in _EXTRAS:
+            raise
+        from qsync_opt.errors import NotInstalledError
+
+        raise NotInstalledError(
+            f"qsync_opt.{name} needs {missing.name}, which is not installed: "
+            f"pip install 'qsync-opt[{_EXTRAS[missing.name]}]'"
+        ) from missing
     globals()[name] = value
     return value
 

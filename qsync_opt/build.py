@@ -9,10 +9,12 @@ from dataclasses import replace
 from qsync_opt import planner
 from qsync_opt.buckets import BucketOptions, gradient_buckets, merge_by_operator, operator_buckets
 from qsync_opt.cluster import Cluster, DeviceRole, DeviceType
+from qsync_opt.costs import MeasuredCost
 from qsync_opt.device_profile import DeviceProfile, load_profile
 from qsync_opt.errors import ProblemError
 from qsync_opt.evaluation import BYTES_PER_KIB, evaluate, evaluate_device
 from qsync_opt.graph import OpGraph, Role
+from qsync_opt.indicator import SensitivityTable
 from qsync_opt.jsonio import check_number
 from qsync_opt.memory import MEMORY_KEY, StaticMemory, model_memory
 from qsync_opt.plan import Plan
@@ -23,6 +25,8 @@ from qsync_opt.propagation import propagate
 
 Sensitivities = Mapping[str, Mapping[str, float]]
 """Operator to precision to sensitivity of one worker."""
+Excluded = Mapping[str, Mapping[str, str]]
+"""Operator to precision to the reason why it must not get it."""
 Fastest = Callable[[Problem], Plan | None]
 """Finds the fastest plan that fits into memory, whatever the latency limit; None if no plan fits."""
 SEARCH_SECONDS = 60.0
@@ -42,6 +46,7 @@ def build_problem(
     buckets: BucketOptions | None = None,
     latency_limit_ns: int | None = None,
     fastest: Fastest | None = None,
+    excluded: Excluded | None = None,
 ) -> Problem:
     """Build the precision-allocation problem of a model on a cluster.
 
@@ -56,6 +61,8 @@ def build_problem(
         buckets: How DistributedDataParallel groups gradients.
         latency_limit_ns: Limit on the iteration time; None: that of the fastest plan that fits, times 1 + slack.
         fastest: Finds that plan; None: the planner's way.
+        excluded: Precisions that an operator must not get, each with the reason in words; they leave its table. None:
+            those that ``sensitivities`` names, if it is a `SensitivityTable`.
 
     Returns:
         The problem, named after the graph. Each device notes under ``x-memory`` what its static memory is made of.
@@ -68,6 +75,8 @@ def build_problem(
         `qsync_opt.memory`, launches by `qsync_opt.pricing`.
     """
     check_number(slack, "slack")
+    if excluded is None:
+        excluded = sensitivities.excluded if isinstance(sensitivities, SensitivityTable) else {}
     buckets = buckets or BucketOptions()
     used = _profiles(graph, profiles, cluster)
     distributed = cluster.num_workers > 1
@@ -89,7 +98,7 @@ def build_problem(
     for device in cluster.devices:
         shown = sensitivities if device.role is DeviceRole.PLANNED else None
         devices[device.name], static = _device(
-            graph, device, used[device.name], shown, distributed, buckets.gradient_as_view
+            graph, device, used[device.name], shown, excluded, distributed, buckets.gradient_as_view
         )
         if device.role is DeviceRole.PLANNED:
             extras["devices", device.name, MEMORY_KEY] = static.to_json()
@@ -137,11 +146,14 @@ def _device(
     device: DeviceType,
     profile: DeviceProfile,
     sensitivities: Sensitivities | None,
+    excluded: Excluded,
     distributed: bool,
     gradient_as_view: bool,
 ) -> tuple[ProblemDevice, StaticMemory]:
     """One device type as it stands in a problem; ``sensitivities`` None counts none (fixed precision)."""
     tables = device_tables(graph, profile, device)
+    if device.role is DeviceRole.PLANNED:
+        tables = {name: _allowed(name, table, excluded.get(name, {})) for name, table in tables.items()}
     times = price_operators(graph, profile, tables)
     memory = model_memory(
         graph,
@@ -177,6 +189,17 @@ def _device(
         ),
         memory.static,
     )
+
+
+def _allowed(operator: str, table: Mapping[str, MeasuredCost], excluded: Mapping[str, str]) -> dict[str, MeasuredCost]:
+    """A table without the excluded precisions."""
+    kept = {precision: cost for precision, cost in table.items() if precision not in excluded}
+    if not kept:
+        reasons = "; ".join(f"{precision}: {excluded[precision]}" for precision in table)
+        raise ProblemError(
+            f"operator {operator!r} must get none of its precisions ({reasons}); allow a finer one in the cluster"
+        )
+    return kept
 
 
 def _casts(profile: DeviceProfile, used: set[str]) -> dict[tuple[str, str], CastCost]:

@@ -87,7 +87,7 @@ def parse_json(text: str, formats: Iterable[str], *, where: str, error: type[QSy
     except ValueError as failure:  # an integer with more digits than Python converts
         raise error(f"{where}: not usable JSON ({failure})") from failure
     if not isinstance(data, dict):
-        raise error(f"{where}: the file holds a {_kind(data)}, but a JSON object is needed")
+        raise error(f"{where}: the file holds {_kind(data)}, but a JSON object is needed")
     allowed = tuple(formats)
     version = data.get("format")
     if version not in allowed:
@@ -213,7 +213,7 @@ class Fields:
         self.where = where
         self.error = error
         if not isinstance(data, dict):
-            self.fail(f"a {_kind(data)} stands where an object is needed")
+            self.fail(f"{_kind(data)} stands where an object is needed")
         self._data: dict[str, Any] = data
         self._taken: set[str] = set()
 
@@ -262,7 +262,7 @@ class Fields:
         """Return a list."""
         value = self.take(key)
         if not isinstance(value, list):
-            self.fail(f"{key} is a {_kind(value)}, but it must be a list")
+            self.fail(f"{key} is {_kind(value)}, but it must be a list")
         return value
 
     def integers(self, key: str, *, minimum: int = 0) -> tuple[int, ...]:
@@ -284,7 +284,7 @@ class Fields:
         """Return an object whose keys are names."""
         value = self.take(key)
         if not isinstance(value, dict):
-            self.fail(f"{key} is a {_kind(value)}, but it must be an object")
+            self.fail(f"{key} is {_kind(value)}, but it must be an object")
         return value
 
     def children(self, key: str) -> Iterator[tuple[str, Fields]]:
@@ -315,8 +315,8 @@ def _finite(value: float) -> bool:
         return False
 
 
-_KINDS: Mapping[type, str] = {dict: "object", list: "list", str: "text", bool: "truth value", type(None): "null"}
+_KINDS: Mapping[type, str] = {dict: "an object", list: "a list", str: "a text", bool: "a truth value"}
 
 
 def _kind(value: object) -> str:
-    return _KINDS.get(type(value), "number")
+    return "null" if value is None else _KINDS.get(type(value), "a number")

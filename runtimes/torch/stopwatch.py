@@ -7,7 +7,9 @@ constant use in a step; they are warmed up again after the flush.
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -24,6 +26,7 @@ CUDA_FLUSH_BYTES = 256 * 2**20
 _READINGS = 100
 _LARGE_BYTES = 31 * 2**20
 _LARGE_COUNT = 8
+_LONGEST_HEAD_START_NS = 20e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,16 +112,25 @@ class CudaStopwatch:
         self._device = device
         self._scratch = torch.zeros(CUDA_FLUSH_BYTES // 4, device=device)
         self._warm_up = _WarmUp(device)
-        self._head_start_ns = 0.0
-        self._flush_ns = 1.0
-        self._flush_ns = max(1.0, min(self.time(lambda: self._scratch.add_(1.0))[1].device_ns for _ in range(3)))
+        self._host_times_ns: deque[float] = deque(maxlen=3)
+        self._own_ns, self._flush_ns = 0.0, math.inf
+        for _ in range(3):
+            self._warm_up()
+            self._flush_ns = max(1.0, min(self._flush_ns, self.time(lambda: self._scratch.add_(1.0))[1].device_ns))
+        self._own_ns = min(self._time_nothing() for _ in range(_READINGS // 10))
+
+    def _time_nothing(self) -> float:
+        self.settle()
+        return self.time(lambda: None)[1].device_ns
 
     def settle(self, *, flush: bool = True) -> None:
         """Bring caches into the state of a training step, and give the host a head start over the device."""
         torch.cuda.synchronize(self._device)
         self._warm_up()
-        # So many flushes that the host has launched all of the work before the device comes to it.
-        for _ in range(int(flush) + int(2 * self._head_start_ns / self._flush_ns)):
+        # So many flushes that the host has launched all of the work before the device comes to it. Work that once took
+        # very long on the host (a library that loads itself) says nothing about the next.
+        head_start_ns = min(2 * max(self._host_times_ns, default=0.0), _LONGEST_HEAD_START_NS)
+        for _ in range(int(flush) + math.ceil(head_start_ns / self._flush_ns)):
             self._scratch.add_(1.0)
 
     def time(self, work: Callable[[], T]) -> tuple[T, Elapsed]:
@@ -130,8 +142,9 @@ class CudaStopwatch:
         host_ns = float(time.perf_counter_ns() - start_ns)
         end.record()
         torch.cuda.synchronize(self._device)
-        self._head_start_ns = max(self._head_start_ns, host_ns)
-        return result, Elapsed(device_ns=float(start.elapsed_time(end)) * 1e6, host_ns=host_ns)
+        self._host_times_ns.append(host_ns)
+        device_ns = max(0.0, float(start.elapsed_time(end)) * 1e6 - self._own_ns)
+        return result, Elapsed(device_ns=device_ns, host_ns=host_ns)
 
 
 class _WarmUp:

@@ -65,6 +65,18 @@ def test_times_roles_edges_and_sensitivities_arrive(graph: OpGraph) -> None:
     assert problem.formats == {"INT8": 1, "BF16": 2, "FP32": 4}
 
 
+def test_excluded_precisions_leave_the_table(graph: OpGraph) -> None:
+    problem = _build(graph, latency_limit_ns=5, excluded={"up": {"BF16": "overflows"}})
+    assert "BF16" not in problem.device("slow").operators["up"]
+    assert "BF16" in problem.device("slow").operators["down"]
+
+
+def test_excluding_everything_is_an_error_with_the_reasons(graph: OpGraph) -> None:
+    everything = dict.fromkeys(("INT8", "BF16", "FP32"), "too coarse")
+    with pytest.raises(ProblemError, match=r"must get none of its precisions .*BF16: too coarse"):
+        _build(graph, latency_limit_ns=5, excluded={"up": everything})
+
+
 def test_buckets_are_launched_in_order_of_readiness(graph: OpGraph) -> None:
     problem = _build(graph, buckets=SMALL_BUCKETS, latency_limit_ns=5)
     sizes = [4 * 16384, 4 * (262144 + 256), 4 * 64, 4 * 65536]

@@ -120,7 +120,7 @@ def test_tables_for_people(capfd, problem_file, instance_path):
         (["slove", "P"], "invalid choice: 'slove'"),
         ([], "required: COMMAND"),
         (["solve", "P", "--mehtod", "exact"], "unrecognized arguments: --mehtod exact"),
-        (["solve", "P", "--method", "exatc"], "unknown formulation 'exatc'; did you mean 'exact'?"),
+        (["solve", "P", "--method", "exacts"], "unknown formulation 'exacts'; did you mean 'exact'?"),
         (["solve", "P", "--method", "exact", "--solver", "cbc"], "unknown solver 'cbc'"),
         (["solve", "P", "--method", "exhaustive", "--solver", "pulp"], "lacks a feature: uses a solver"),
         (["solve", "P", "--time-limit", "0"], "time limit is 0.0 s"),

@@ -107,9 +107,9 @@ def test_extension_keys_survive_reordering_and_go_with_their_place():
 
 
 def test_fields_refuse_unknown_keys_with_the_nearest_one():
-    fields = Fields({"alpha": 1, "alhpa": 2, "x-free": 3}, "thing")
+    fields = Fields({"alpha": 1, "alpha_": 2, "x-free": 3}, "thing")
     assert fields.integer("alpha") == 1
-    with pytest.raises(ProblemError, match=r"thing: unknown key 'alhpa'; did you mean 'alpha'\?; allowed are alpha"):
+    with pytest.raises(ProblemError, match=r"thing: unknown key 'alpha_'; did you mean 'alpha'\?; allowed are alpha"):
         fields.finish()
 
 
@@ -130,7 +130,7 @@ def test_numbers_are_checked(value):
     [
         (lambda f: f.text("none"), "the key 'none' is missing"),
         (lambda f: f.text("empty"), "empty is ''"),
-        (lambda f: f.sequence("map"), "map is a object, but it must be a list"),
+        (lambda f: f.sequence("map"), "map is an object, but it must be a list"),
         (lambda f: f.mapping("list"), "list is a list, but it must be an object"),
         (lambda f: f.texts("list"), "list of texts"),
         (lambda f: f.integers("mixed"), "mixed[1] is 'b'"),

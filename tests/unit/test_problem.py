@@ -58,7 +58,7 @@ FC1 = (*T4, "operators", "fc1", "FP16")
     ("path", "value", "needle"),
     [
         (("format",), "qsync-problem/2", "format is 'qsync-problem/2'"),
-        (("nmae",), 1, "unknown key 'nmae'; did you mean 'name'?"),
+        (("names",), 1, "unknown key 'names'; did you mean 'name'?"),
         (("operators", 1, "inptus"), [], "operator 'fc1': unknown key 'inptus'; did you mean 'inputs'?"),
         ((*FC1, "forward"), 1, "unknown key 'forward'"),
         (("operators",), [], "has no operators; an empty model"),

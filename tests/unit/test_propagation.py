@@ -5,7 +5,8 @@ import pytest
 from qsync_opt.errors import ProblemError
 from qsync_opt.graph import Role
 from qsync_opt.propagation import follow, ladder, missing_casts, propagate
-from qsync_opt.testing import cost, diamond
+from qsync_opt.sample_problems import cost
+from qsync_opt.testing import diamond
 
 
 def test_ladder_is_sorted_by_rank_not_by_the_file():

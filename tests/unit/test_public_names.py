@@ -1,4 +1,5 @@
 import ast
+import doctest
 import inspect
 import pkgutil
 import subprocess
@@ -34,6 +35,21 @@ def test_every_public_name_loads_and_is_listed_for_type_checkers():
         assert name in dir(qsync_opt)
 
 
+def test_a_missing_package_is_named_with_its_install_line():
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "import qsync_opt\n"
+        "try:\n"
+        "    qsync_opt.capture\n"
+        "except qsync_opt.QSyncError as error:\n"
+        "    assert \"pip install 'qsync-opt[torch]'\" in str(error), error\n"
+        "else:\n"
+        "    raise SystemExit('no error')\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
+
+
 def test_no_public_name_is_that_of_a_submodule():
     # Importing such a sub-module would replace the public name by the module.
     submodules = {module.name for module in pkgutil.iter_modules(qsync_opt.__path__)}
@@ -50,3 +66,10 @@ def test_the_documented_calls_work(instance_path, tmp_path):
     assert check.objective == exact.objective
     exact.plan.save(tmp_path / "plan.json")
     assert qsync_opt.load_plan(tmp_path / "plan.json") == exact.plan
+
+
+def test_examples_in_docstrings_hold():
+    import qsync_opt.planner
+
+    result = doctest.testmod(qsync_opt.planner)
+    assert (result.failed, result.attempted > 0) == (0, True)

@@ -188,7 +188,7 @@ def _sensitivities(
                 yield batches.next()
                 bars.advance(task)
 
-        statistics = collect_statistics(make_model(options), counted(), graph=graph)
+        statistics = collect_statistics(make_model(options), counted(), graph=graph, probes=1)
     return sensitivities(graph, statistics, profile.formats)
 
 

@@ -1,0 +1,56 @@
+import pytest
+import torch
+from torch import nn
+
+from qsync_opt.runtimes.torch.allocations import allocations_of
+from qsync_opt.runtimes.torch.capture import capture_model
+from qsync_opt.runtimes.torch.measure import TrainingExample, measure_iteration
+from qsync_opt.runtimes.torch.profiler import profile
+from qsync_opt.runtimes.torch.stopwatch import make_stopwatch
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+def test_host_and_device_time_are_told_apart() -> None:
+    watch = make_stopwatch(CUDA)
+    x = torch.randn(8192, 8192, device=CUDA)
+    for _ in range(3):
+        watch.settle()
+        _, large = watch.time(lambda: x @ x)
+    small_x = x[:8, :8].clone()
+    for _ in range(3):
+        watch.settle()
+        _, small = watch.time(lambda: small_x + small_x)
+    assert large.device_ns > 1e6 > large.host_ns > 0
+    # The launch of a tiny kernel takes longer than the kernel, and must not be counted as device time.
+    assert small.device_ns < 20_000
+    assert small.host_ns > 0
+
+
+def test_allocations_of_phases() -> None:
+    def fill(_: None) -> list[torch.Tensor]:
+        return [torch.ones(2**22, dtype=torch.uint8, device=CUDA)]
+
+    _, (first, second) = allocations_of([fill, lambda held: held.clear()], CUDA)
+    assert first.peak_bytes == first.kept_bytes == 2**22
+    assert (second.peak_bytes, second.kept_bytes) == (0, -(2**22))
+
+
+def test_a_model_is_profiled_on_the_card() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.LayerNorm(4096), nn.Linear(4096, 1024)).to(CUDA)
+    batch = (torch.randn(4096, 1024, device=CUDA),)
+    captured = capture_model(model, batch)
+    example = TrainingExample(model=model, args=batch)
+    result = profile(captured, CUDA, example=example, progress=False, repeats=5)
+    assert result.device.kind == "cuda"
+    costs = result.cost("0/linear")
+    assert set(costs) == set(result.formats)
+    for cost in costs.values():
+        assert min(cost.forward_ns, cost.backward_ns) > 0
+        assert cost.host_backward_ns > 0
+    assert costs["BF16"].forward_ns < costs["FP32"].forward_ns
+    assert result.overhead.residual < 0.3
+    measured = measure_iteration(example, torch.optim.AdamW(model.parameters()))
+    assert "max_memory_allocated" in measured.memory_source
