@@ -183,6 +183,9 @@ def _squares(
         raise ModelError(
             f"the model cannot be differentiated twice, which probing needs ({reason}): collect with probes=0"
         ) from error
+    finally:
+        # Hooks keep the tapper alive from inside the autograd graph; without its taps it does not keep the graph.
+        tapper.taps.clear()
     return totals
 
 

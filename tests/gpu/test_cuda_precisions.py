@@ -15,7 +15,11 @@ from qsync_opt.runtimes.torch.apply import apply, operator_kind, undo
 from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.interception import intercepted
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # torch's own: the thread of the backward pass makes its CUDA context late.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
+]
 
 CUDA = torch.device("cuda")
 
@@ -48,9 +52,10 @@ def test_formats_of_this_card():
     assert all(backend.explain(CUDA).values())
 
 
-# Largest relative error of the result and of the gradients, in norm. FP32 is far below TF32, so that one cannot pass
+# Largest relative error of the result and of the gradients, in norm. FP32 is far below TF32 (the weight gradient of a
+# convolution sums tens of thousands of products), so that one cannot pass
 # for the other; TF32 must also be above FP32's bound, so that it is seen to be in force.
-BOUNDS = {"FP32": 2e-6, "TF32": 2e-3, "FP16": 2e-3, "BF16": 1e-2, "INT8": 3e-2, "FP8": 8e-2}
+BOUNDS = {"FP32": 1e-5, "TF32": 2e-3, "FP16": 2e-3, "BF16": 1e-2, "INT8": 3e-2, "FP8": 8e-2}
 
 
 @pytest.mark.parametrize("precision", BOUNDS)

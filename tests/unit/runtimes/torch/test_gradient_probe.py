@@ -7,6 +7,7 @@ from qsync_opt.errors import ModelError
 from qsync_opt.indicator import IndicatorKind, sensitivities
 from qsync_opt.kernels import ops
 from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.runtimes.torch.allocations import allocation_of
 from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.gradient_probe import probe_gains
@@ -150,3 +151,17 @@ def test_sensitivities_predict_what_the_kernels_do_to_the_gradient():
     assert 0.8 < ratios[len(ratios) // 2] < 1.25
     assert ratios[0] > 0.5
     assert ratios[-1] < 2
+
+
+@pytest.mark.parametrize("activation", [nn.GELU, nn.ReLU])
+def test_nothing_of_the_passes_stays_in_memory(activation):
+    model = nn.Sequential(nn.Linear(64, 256), activation(), nn.Linear(256, 1))
+    x = torch.randn(512, 64)
+
+    def probe():
+        probe_gains(model, lambda: model(x).square().mean(), probes=2)
+
+    probe()  # what is made once and kept, such as the backward threads' own buffers
+    _, allocation = allocation_of(probe, torch.device("cpu"))
+    assert allocation.peak_bytes > 10 * x.numel() * 4
+    assert allocation.kept_bytes < x.numel()
