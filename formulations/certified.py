@@ -10,7 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from qsync_opt.formulations.assignment.search import BoundAndFix, Effort, Outcome
+from qsync_opt.formulations.assignment.effort import Effort
+from qsync_opt.formulations.assignment.search import PROOF, BoundAndFix, Outcome
 from qsync_opt.formulations.collapse import Collapsed, collapse
 from qsync_opt.formulations.reasons import explain
 from qsync_opt.formulations.tables import DeviceTables, GraphTables, device_tables, graph_tables
@@ -105,6 +106,8 @@ def _merge(searches: list[DeviceSearch], outcomes: list[Outcome], build_s: float
     # Sensitivities are never negative, so neither is a bound.
     bound = math.fsum(max(o.bound, 0.0) + c for o, c in zip(outcomes, constants, strict=True) if o.bound < math.inf)
     objective = math.fsum(o.objective + c for o, c in zip(outcomes, constants, strict=True)) if held else None
+    if objective is not None and bound >= objective * (1 - 2 * PROOF):
+        bound = objective  # the search ends within this share of the optimum: that is its proof
     devices: Mapping[str, Mapping[str, str]] | None = None
     if held:
         devices = {

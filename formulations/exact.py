@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qsync_opt.formulations.assignment.search import PASSES, SOLVER_PASS, Effort
+from qsync_opt.formulations.assignment.effort import PASSES, SOLVER_PASS, Effort, Pass
 from qsync_opt.formulations.certified import plan_certified
 from qsync_opt.formulations.linear_solver import LinearSolver
 from qsync_opt.problem import Problem
@@ -23,6 +23,8 @@ from qsync_opt.solution import Answer, SolveOptions
 
 QUICK_PASSES = PASSES[:4]
 """Core searches before the core goes to a solver that was asked for by name."""
+THOROUGH_PASSES = (*PASSES[:6], Pass(600, 0, False), *PASSES[6:], SOLVER_PASS)
+"""Where no solver is named: one that is installed takes a small core before the widest searches, or else the last."""
 
 
 class ExactFormulation:
@@ -38,7 +40,7 @@ class ExactFormulation:
         """Plan every device type; see `Formulation.solve`."""
         choice = options.solver or default_solver()
         solver: LinearSolver | None = None if choice is None else create(Kind.SOLVER, choice)
-        passes = (*QUICK_PASSES, SOLVER_PASS) if options.solver else (*PASSES, SOLVER_PASS)
+        passes = (*QUICK_PASSES, SOLVER_PASS) if options.solver else THOROUGH_PASSES
         effort = Effort(gap=options.gap, passes=passes, solver=solver)
         answer = plan_certified(
             problem, effort, time_limit_s=options.time_limit_s, start=options.start, tied=options.tied

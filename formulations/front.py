@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.formulations.assignment.search import BoundAndFix, Effort, Outcome
+from qsync_opt.formulations.assignment.effort import Effort
+from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome
 from qsync_opt.formulations.certified import DeviceSearch
 from qsync_opt.formulations.greedy import EFFORT_PASSES
 from qsync_opt.formulations.reasons import least_latency

@@ -8,7 +8,7 @@ all moves of that search. The dual's value is the bound.
 
 from __future__ import annotations
 
-from qsync_opt.formulations.assignment.search import Effort, Pass
+from qsync_opt.formulations.assignment.effort import Effort, Pass
 from qsync_opt.formulations.certified import plan_certified
 from qsync_opt.problem import Problem
 from qsync_opt.solution import Answer, SolveOptions

@@ -7,8 +7,9 @@ import time
 
 import numpy as np
 
+from qsync_opt.formulations.assignment.effort import PASSES, Effort
 from qsync_opt.formulations.assignment.model import AssignmentModel, Ints
-from qsync_opt.formulations.assignment.search import PASSES, BoundAndFix, Effort
+from qsync_opt.formulations.assignment.search import BoundAndFix
 from qsync_opt.formulations.collapse import Collapsed, collapse
 from qsync_opt.problem import Problem
 

@@ -7,8 +7,9 @@ import pytest
 
 from qsync_opt.formulations.assignment import search as search_module
 from qsync_opt.formulations.assignment.dual import Pricer, maximise
+from qsync_opt.formulations.assignment.effort import Effort, Pass
 from qsync_opt.formulations.assignment.elimination import Elimination
-from qsync_opt.formulations.assignment.search import BoundAndFix, Effort, Pass
+from qsync_opt.formulations.assignment.search import BoundAndFix
 
 QUICK = Effort(passes=(Pass(2, 2, True), Pass(None, 3, False)), max_nodes=3)
 
