@@ -37,15 +37,23 @@ class DeviceSearch:
         self.collapsed = collapse(self.problem, self.device, graph=self.graph, tables=self.tables, tied=self.tied)
         self.engine = BoundAndFix(self.collapsed.model)
 
-    def solve(self, effort: Effort, *, start: Plan | None = None, deadline: float = math.inf) -> Outcome:
-        """Search; see `BoundAndFix.solve`."""
+    def solve(self, stages: Sequence[Effort], *, start: Plan | None = None, deadline: float = math.inf) -> Outcome:
+        """Search with more and more effort until the last one's gap is reached; see `BoundAndFix.solve`."""
         labels = None if start is None else self.collapsed.labels(start.devices[self.device.name])
-        return self.engine.solve(effort, start=labels, deadline=deadline)
+        bound = -math.inf
+        for effort in stages:
+            outcome = self.engine.solve(effort, start=labels, deadline=deadline)
+            bound = outcome.bound = max(bound, outcome.bound)
+            gap = relative_gap(outcome.objective, bound)
+            reached = outcome.labels_N is not None and gap is not None and gap <= max(stages[-1].gap, 2 * PROOF)
+            if reached or outcome.proved_infeasible or outcome.out_of_time:
+                break
+        return outcome
 
 
 def plan_certified(
     problem: Problem,
-    effort: Effort,
+    stages: Sequence[Effort],
     *,
     time_limit_s: float | None = None,
     start: Plan | None = None,
@@ -55,7 +63,7 @@ def plan_certified(
 
     Args:
         problem: The problem.
-        effort: How hard to search on each device type.
+        stages: How hard to search on each device type, ascending; the last one's gap is the aim.
         time_limit_s: Seconds for everything.
         start: A plan to start from.
         tied: Groups of adjustable operators that must share one precision.
@@ -81,7 +89,7 @@ def plan_certified(
         now = time.monotonic()
         share = now if interrupted else now + max(0.0, deadline - now) / left
         searches.append(search)
-        outcomes.append(search.solve(effort, start=start, deadline=share))
+        outcomes.append(search.solve(stages, start=start, deadline=share))
         if outcomes[-1].proved_infeasible:
             return _infeasible(problem, searches, build_s, started, deadline)
     return _merge(searches, outcomes, build_s, started)

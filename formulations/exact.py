@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from qsync_opt.formulations.assignment.effort import PASSES, SOLVER_PASS, Effort, Pass
 from qsync_opt.formulations.certified import plan_certified
+from qsync_opt.formulations.greedy import greedy_effort
 from qsync_opt.formulations.linear_solver import LinearSolver
 from qsync_opt.problem import Problem
 from qsync_opt.registry import Kind, create, default_solver
@@ -43,7 +44,11 @@ class ExactFormulation:
         passes = (*QUICK_PASSES, SOLVER_PASS) if options.solver else THOROUGH_PASSES
         effort = Effort(gap=options.gap, passes=passes, solver=solver)
         answer = plan_certified(
-            problem, effort, time_limit_s=options.time_limit_s, start=options.start, tied=options.tied
+            problem,
+            [greedy_effort(options.gap), effort],
+            time_limit_s=options.time_limit_s,
+            start=options.start,
+            tied=options.tied,
         )
         return answer if options.solver is None or solver is None else replace(answer, solver=_label(solver))
 

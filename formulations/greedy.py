@@ -42,7 +42,7 @@ class GreedyFormulation:
         """Plan every device type; see `Formulation.solve`."""
         return plan_certified(
             problem,
-            greedy_effort(options.gap),
+            [greedy_effort(options.gap)],
             time_limit_s=options.time_limit_s,
             start=options.start,
             tied=options.tied,
