@@ -321,9 +321,10 @@ class Fields:
     def finish(self) -> None:
         """Refuse the keys that were not taken (extension keys excepted)."""
         for key in self._data:
-            if key not in self._taken and not key.startswith(EXTENSION_PREFIX):
+            # A key of a YAML file may be a number.
+            if key not in self._taken and not str(key).startswith(EXTENSION_PREFIX):
                 self.fail(
-                    f"unknown key {key!r}{near_match(key, self._taken)}; allowed are "
+                    f"unknown key {key!r}{near_match(str(key), self._taken)}; allowed are "
                     f"{', '.join(sorted(self._taken))} and keys that begin with {EXTENSION_PREFIX!r}"
                 )
 
