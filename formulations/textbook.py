@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from qsync_opt.errors import NotInstalledError, SolverError
 from qsync_opt.evaluation import BYTES_PER_KIB
+from qsync_opt.formulations.least import explain_infeasible
 from qsync_opt.formulations.linear_model import LinearModel
 from qsync_opt.formulations.linear_solver import LinearOptions, LinearSolver, LinearStatus
 from qsync_opt.graph import Role
@@ -195,5 +197,12 @@ class TextbookFormulation:
             solver=f"{solver.name} {solver.version}",
             build_seconds=built - started,
             solve_seconds=time.monotonic() - built,
-            reason=None if held else f"the solver ended with {result.native!r}; method 'exact' tells which limit",
+            reason=_reason(problem, choice, options, started) if termination is TerminationStatus.INFEASIBLE else None,
         )
+
+
+def _reason(problem: Problem, solver: Any, options: SolveOptions, started: float) -> str:
+    """Which limit cannot be met: the plain program only says that there is one."""
+    deadline = math.inf if options.time_limit_s is None else started + options.time_limit_s
+    verdict = explain_infeasible(problem, solver, deadline)
+    return "the solver proved that no plan meets all limits" if verdict is None else verdict.reason

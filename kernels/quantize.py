@@ -24,7 +24,6 @@ INT8_MAX = 127
 FP8_MAX = 448.0
 _FP8_MANTISSA_BITS = 3
 _FP8_MIN_EXPONENT = -6
-_FP8_MAX_EXPONENT = 8
 _SMALLEST_NORMAL = 2.0**-126
 _NOISE_STEP = 2.0**-16
 # On CPU, work in pieces that stay in the second-level cache (FP32 values, noise and codes together under 1 MiB).
@@ -119,11 +118,6 @@ def _round_to(codes: Tensor, values: Tensor, inverse: Tensor | None, key: int | 
             scaled.add_(noise.to(torch.float32), alpha=_NOISE_STEP)
         # A value of 127 with the largest noise may round to 128, hence the clamp.
         codes[start : start + scaled.numel()].copy_(scaled.round_().clamp_(-INT8_MAX, INT8_MAX))
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """2 to an int32 power, FP32, exact on every device (the bits are written, not computed)."""
-    return ((exponent + 127) << 23).view(torch.float32)
 
 
 def quantize_fp8(

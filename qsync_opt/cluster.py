@@ -197,12 +197,18 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
         ) from failure
     except UnicodeDecodeError as failure:
         raise ProblemError(f"{where}: not UTF-8 text (byte {failure.start}); give a YAML file") from failure
+    except ValueError as failure:  # a path with a null character
+        raise ProblemError(f"cannot read {where!r}: {failure}; give the path of a cluster file") from failure
     try:
         _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), where)
         data = yaml.safe_load(text)
     except yaml.YAMLError as failure:
         reason = " ".join(str(failure).split())
         raise ProblemError(f"{where}: not valid YAML ({reason}); correct the file") from failure
+    except RecursionError as failure:
+        raise ProblemError(f"{where}: not usable YAML, it is nested too deeply or holds itself") from failure
+    except ValueError as failure:  # what looks like a date or a number, and is none
+        raise ProblemError(f"{where}: not usable YAML ({failure}); put the value in quotes") from failure
     return Cluster.from_mapping(data, where, Path(path).parent)
 
 
@@ -245,11 +251,14 @@ def _refuse_repeated_keys(node: yaml.Node | None, where: str) -> None:
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ProblemError(
+                    f"{where}: a key is no plain text (line {key.start_mark.line + 1}); keys must be names"
+                )
             if key.value in seen:
                 raise ProblemError(
                     f"{where}: the key {key.value!r} stands twice in one mapping (line {key.start_mark.line + 1}); "
                     "keep one"
                 )
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
+            seen.add(key.value)
             _refuse_repeated_keys(value, where)

@@ -21,6 +21,9 @@ from qsync_opt.errors import ProblemError, QSyncError
 EXTENSION_PREFIX = "x-"
 """Keys that begin with this are kept and never interpreted."""
 
+LARGEST_INTEGER = 2**63 - 1
+"""Integers beyond this are refused: every reader of a file must be able to hold them."""
+
 Extras = Mapping[tuple[str, ...], Any]
 """Extension keys by their path; an element of a list is addressed by its ``name`` where it has one, else by number."""
 
@@ -58,6 +61,8 @@ def read_json(path: str | os.PathLike[str], formats: Iterable[str], *, error: ty
         raise error(f"cannot read {where!r}: {failure.strerror or failure}; give the path of a JSON file") from failure
     except UnicodeDecodeError as failure:
         raise error(f"{where}: not UTF-8 text (byte {failure.start}); give a JSON file") from failure
+    except ValueError as failure:  # a path with a null character
+        raise error(f"cannot read {where!r}: {failure}; give the path of a JSON file") from failure
     return parse_json(text, formats, where=where, error=error)
 
 
@@ -106,14 +111,15 @@ def write_json(path: str | os.PathLike[str], data: Any, *, error: type[QSyncErro
     """
     try:
         text = json.dumps(data, indent=1, allow_nan=False) + "\n"
-    except (TypeError, ValueError) as failure:
+    except (TypeError, ValueError, RecursionError) as failure:
         raise error(f"cannot write {os.fspath(path)!r}: {failure}") from failure
     write_text(path, text, error=error)
 
 
 def write_text(path: str | os.PathLike[str], text: str, *, error: type[QSyncError] = ProblemError) -> None:
-    """Write ``text`` to ``path`` whole or not at all; see `write_json`."""
-    target = Path(path)
+    """Write ``text`` to ``path`` whole or not at all; see `write_json`. A link stays one: its target is replaced."""
+    check_writable(path, error=error)
+    target = Path(os.path.realpath(path))
     temporary: str | None = None
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
@@ -125,6 +131,8 @@ def write_text(path: str | os.PathLike[str], text: str, *, error: type[QSyncErro
         os.replace(temporary, target)
     except OSError as failure:
         raise error(f"cannot write {os.fspath(path)!r}: {failure.strerror or failure}") from failure
+    except UnicodeEncodeError as failure:
+        raise error(f"cannot write {os.fspath(path)!r}: the text has no form in UTF-8 ({failure.reason})") from failure
     finally:
         # Also after an interrupt: the rename either happened or the temporary file is still there.
         if temporary is not None and os.path.exists(temporary):
@@ -132,9 +140,17 @@ def write_text(path: str | os.PathLike[str], text: str, *, error: type[QSyncErro
 
 
 def check_writable(path: str | os.PathLike[str], *, error: type[QSyncError] = ProblemError) -> None:
-    """Refuse a path that `write_json` could not write, so that long work is not done in vain."""
-    target = Path(path)
-    if target.is_dir() or not os.access(target.parent, os.W_OK | os.X_OK):
+    """Refuse a path that `write_json` could not write, so that long work is not done in vain.
+
+    Devices and pipes are refused too: renaming onto one would put an ordinary file in its place.
+    """
+    try:
+        target = Path(os.path.realpath(path))
+        writable = os.access(target.parent, os.W_OK | os.X_OK) and (target.is_file() or not target.exists())
+    except (OSError, ValueError) as failure:  # a name that is too long, or has a null character
+        reason = failure.strerror if isinstance(failure, OSError) else failure
+        raise error(f"cannot write {os.fspath(path)!r}: {reason}; give another file name") from failure
+    if not writable or os.fspath(path).endswith(os.sep):
         raise error(f"cannot write {os.fspath(path)!r}; give a file in an existing folder that may be written")
 
 
@@ -181,17 +197,21 @@ def merge_extras(data: dict[str, Any], extras: Extras) -> dict[str, Any]:
 
 
 def check_name(name: object, what: str, *, error: type[QSyncError] = ProblemError) -> None:
-    """Refuse names that files cannot carry: not a text, empty, or beginning like an extension key."""
+    """Refuse names that files cannot carry: not a text, empty, not encodable, or beginning like an extension key."""
     if not isinstance(name, str) or not name:
         raise error(f"{what} is {name!r}, but a name must be a text that is not empty")
+    if any("\ud800" <= character <= "\udfff" for character in name):
+        raise error(f"{what} is {name!r}, but a name must not hold half of a surrogate pair")
     if name.startswith(EXTENSION_PREFIX):
         raise error(f"{what} is {name!r}, but names must not begin with {EXTENSION_PREFIX!r} (kept for extension keys)")
 
 
 def check_integer(value: object, what: str, *, minimum: int = 0, error: type[QSyncError] = ProblemError) -> None:
-    """Refuse anything but an integer of at least ``minimum``; ``what`` names the value with its unit."""
+    """Refuse anything but an integer of at least ``minimum`` and of 64 bits; ``what`` names the value with its unit."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise error(f"{what} is {value!r}, but it must be an integer of at least {minimum}")
+    if value > LARGEST_INTEGER:
+        raise error(f"{what} is {value!r}, but it must be at most 2**63 - 1")
 
 
 def check_number(value: object, what: str, *, minimum: float = 0.0, error: type[QSyncError] = ProblemError) -> None:
@@ -301,9 +321,10 @@ class Fields:
     def finish(self) -> None:
         """Refuse the keys that were not taken (extension keys excepted)."""
         for key in self._data:
-            if key not in self._taken and not key.startswith(EXTENSION_PREFIX):
+            # A key of a YAML file may be a number.
+            if key not in self._taken and not str(key).startswith(EXTENSION_PREFIX):
                 self.fail(
-                    f"unknown key {key!r}{near_match(key, self._taken)}; allowed are "
+                    f"unknown key {key!r}{near_match(str(key), self._taken)}; allowed are "
                     f"{', '.join(sorted(self._taken))} and keys that begin with {EXTENSION_PREFIX!r}"
                 )
 

@@ -29,9 +29,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
-from qsync_opt.graph import Operator, OpGraph, Role
+from qsync_opt.graph import Operator, OpGraph
 from qsync_opt.statistics import ModelStatistics, OperatorStatistics, Signal
 
 _SUMS = frozenset(
@@ -69,18 +68,7 @@ def distances(graph: OpGraph) -> Distances:
     Source:
         Ours; QSync uses shortest paths (breadth-first layers).
     """
-    to_input: dict[str, int] = {}
-    for operator in graph:
-        to_input[operator.name] = max((to_input[u] + _counts(graph[u]) for u in operator.inputs), default=0)
-    to_loss: dict[str, int] = {}
-    for operator in reversed(graph.operators):
-        users = graph.consumers(operator.name)
-        to_loss[operator.name] = max((to_loss[v] + _counts(graph[v]) for v in users), default=0)
-    return Distances(to_input=MappingProxyType(to_input), to_loss=MappingProxyType(to_loss))
-
-
-def _counts(operator: Operator) -> int:
-    return int(operator.role is Role.ADJUSTABLE)
+    return Distances(to_input=graph.distances_to_input(), to_loss=graph.distances_to_loss())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

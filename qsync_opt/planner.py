@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -15,7 +15,7 @@ from qsync_opt.evaluation import Evaluation, evaluate
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem
 from qsync_opt.registry import Feature, Kind, create, default_solver, features, require
-from qsync_opt.solution import Answer, Solution, SolveOptions
+from qsync_opt.solution import Answer, Solution, SolveOptions, TerminationStatus
 
 _LOGGER = logging.getLogger(__name__)
 _AGREEMENT = 1e-6
@@ -80,6 +80,9 @@ def solve(
         solver=solver, time_limit_s=time_limit_s, gap=gap or 0.0, start=start, tied=tuple(map(tuple, tied))
     )
     answer: Answer = formulation.solve(problem, options)
+    if answer.devices is None and answer.reason is None and answer.termination is TerminationStatus.TIME_LIMIT:
+        reason = f"no plan was found within the time limit of {time_limit_s} s, which proves nothing; allow more time"
+        answer = replace(answer, reason=reason)
     return _checked(problem, answer, name)
 
 

@@ -45,6 +45,6 @@ def parse_quantity(value: object, units: Mapping[str, float], what: str) -> floa
     number, unit = float(match[1]), match[2]
     if unit not in units:
         raise ProblemError(f"{what} is {value!r}, which has the unknown unit {unit!r}; {example}")
-    if not 0 < number < math.inf:
+    if not 0 < number * units[unit] < math.inf:
         raise ProblemError(f"{what} is {value!r}, but it must be above zero and finite")
     return number * units[unit]

@@ -85,6 +85,10 @@ def operator_kind(name: str) -> str | None:
 
 def _of_device_type(plan: Mapping[str, str] | DevicePlans, device_type: str | None) -> dict[str, str]:
     if not isinstance(plan, DevicePlans):
+        if not isinstance(plan, Mapping) or not all(isinstance(text, str) for entry in plan.items() for text in entry):
+            raise ModelError(
+                f"the plan is a {type(plan).__name__}: a Plan is needed, or a mapping of texts, operator to precision"
+            )
         return dict(plan)
     known = ", ".join(plan.devices)
     if device_type is None:
@@ -284,8 +288,8 @@ def apply(
 
     Raises:
         ModelError: The plan or graph is of another model (the first differing operators are named), the plan lacks
-            the device type, or parameters are not FP32. Raised also by the first forward pass, if it does not meet
-            an operator of the plan.
+            the device type, parameters are not FP32, or what is given is no model or no plan. Raised also by the first
+            forward pass, if it does not meet an operator of the plan.
         UnsupportedError: The device lacks a planned precision, or an operator cannot run at it.
         NotReadyError: A plan is applied already. Raised also by a forward pass under ``torch.autocast``, and by an
             attempt to copy or pickle the model before ``undo``.
@@ -298,6 +302,8 @@ def apply(
         >>> undo(model)(torch.zeros(3, 4)).dtype
         torch.float32
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"cannot apply a plan to a {type(model).__name__}: a torch.nn.Module is needed")
     bare = _bare(model)
     if interception_of(bare) is not None:
         raise NotReadyError("a plan is applied to this model already: undo(model) before applying another")

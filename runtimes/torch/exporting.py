@@ -7,6 +7,7 @@ in which it stopped.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import logging
 import re
@@ -138,7 +139,23 @@ class _SeparateIdentities(TorchFunctionMode):
 
 def _tensors_only(model: nn.Module, args: Any, output: Any) -> list[torch.Tensor]:
     """Forward hook: the tensors of an output, without containers that torch.export does not know (caches)."""
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    tensors = _tensors_of(output)
+    if not tensors and output is not None:
+        raise ModelError(
+            f"the model returns a {type(output).__name__} in which no tensor is found: return a tensor, or tensors in "
+            "tuples, lists, dictionaries or data classes"
+        )
+    return tensors
+
+
+def _tensors_of(output: Any) -> list[torch.Tensor]:
+    tensors = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            tensors += _tensors_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return tensors
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from qsync_opt.jsonio import (
     read_json,
     split_extras,
     write_json,
+    write_text,
 )
 
 
@@ -111,6 +112,41 @@ def test_fields_refuse_unknown_keys_with_the_nearest_one():
     assert fields.integer("alpha") == 1
     with pytest.raises(ProblemError, match=r"thing: unknown key 'alpha_'; did you mean 'alpha'\?; allowed are alpha"):
         fields.finish()
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b"])
+def test_names_that_no_file_can_have_are_refused(tmp_path, name):
+    for action in (check_writable, lambda path: write_json(path, {}), lambda path: read_json(path, ["f/1"])):
+        with pytest.raises(ProblemError, match=r"cannot (read|write)"):
+            action(tmp_path / name)
+
+
+def test_what_is_no_ordinary_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for action in (check_writable, lambda path: write_json(path, {})):
+        with pytest.raises(ProblemError, match="cannot write"):
+            action(tmp_path / "pipe")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_link_stays_a_link(tmp_path):
+    path = _write(tmp_path, "old")
+    (tmp_path / "link").symlink_to(path)
+    write_json(tmp_path / "link", {"a": 1})
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_texts_that_no_file_can_hold_are_refused(tmp_path):
+    with pytest.raises(ProblemError, match="cannot write"):
+        write_text(tmp_path / "a", "\ud800")
+    assert os.listdir(tmp_path) == []
+
+
+def test_integers_have_64_bits():
+    check_integer(2**63 - 1, "n")
+    with pytest.raises(ProblemError, match=r"n is 9223372036854775808, but it must be at most 2\*\*63 - 1"):
+        check_integer(2**63, "n")
 
 
 @pytest.mark.parametrize("value", [True, 1.0, -1, "1", None, [1]])

@@ -225,6 +225,7 @@ def test_unusable_files_are_refused(small: onnx.ModelProto, tmp_path: Path) -> N
     (tmp_path / "empty.onnx").write_bytes(b"")
     (tmp_path / "text.onnx").write_text("this is no model\n")
     assert "cannot read ONNX file" in refusal(tmp_path / "none.onnx")
+    assert "cannot read ONNX file" in refusal(tmp_path / "nu\0ll.onnx")
     assert "truncated or not ONNX" in refusal(tmp_path / "cut.onnx")
     assert "not an ONNX model" in refusal(tmp_path / "empty.onnx")
     assert "text.onnx" in refusal(tmp_path / "text.onnx")

@@ -10,7 +10,7 @@ from qsync_opt.planner import fastest, solve
 from qsync_opt.problem_file import load_problem
 from qsync_opt.registry import BUILT_IN, Kind
 from qsync_opt.solution import Answer, TerminationStatus
-from qsync_opt.testing import buckets, cast_coupling, chain, late_peers, no_memory
+from qsync_opt.testing import buckets, cast_coupling, chain, late_peers, no_memory, no_time
 
 
 class _Claims:
@@ -47,6 +47,22 @@ def test_an_honest_instance_is_believed():
 def test_false_claims_raise(answer, needle):
     with pytest.raises(SolverError, match=needle):
         solve(chain().problem, _Claims(**answer))
+
+
+@pytest.mark.parametrize("method", ["greedy", "qsync", "exact", "textbook", "exhaustive"])
+@pytest.mark.parametrize(("make", "needle"), [(no_memory, "memory limit of device"), (no_time, "the latency limit of")])
+def test_every_method_names_the_limit_and_its_least_value(method, make, needle):
+    solution = solve(make().problem, method)
+    assert solution.termination == "infeasible"
+    assert needle in solution.reason
+    assert "the least value that could be met is" in solution.reason
+
+
+@pytest.mark.parametrize("method", ["greedy", "qsync", "exact", "textbook", "exhaustive"])
+def test_no_plan_in_no_time_has_a_reason(method):
+    solution = solve(no_memory().problem, method, time_limit_s=1e-9)
+    assert solution.plan is None
+    assert "proves nothing" in solution.reason
 
 
 def test_a_solver_for_a_method_that_uses_none_is_refused():

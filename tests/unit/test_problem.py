@@ -82,6 +82,7 @@ FC1 = (*T4, "operators", "fc1", "FP16")
         (("latency_limit_ns",), True, "latency_limit_ns is True"),
         (("cast_sharing",), "none", "cast_sharing is 'none', but allowed are 'edge' or 'producer'"),
         (("optimum",), {"objective": 1}, "optimum: the key 'devices' is missing"),
+        ((*T4, "name"), "\ud800", "half of a surrogate pair"),
         ((*T4, "memory_limit_kib"), _DELETE, "device 'T4': the key 'memory_limit_kib' is missing"),
         ((*T4, "count"), 0, "count is 0"),
         (("devices", 1, "name"), "T4", "device 'T4' is named twice"),
@@ -101,6 +102,10 @@ FC1 = (*T4, "operators", "fc1", "FP16")
         ((*FC1, "memory_kib"), _DELETE, "operators 'fc1' FP16: the key 'memory_kib' is missing"),
         ((*FC1, "sensitivity"), float("inf"), "sensitivity is inf"),
         ((*FC1, "sensitivity"), -0.1, "sensitivity is -0.1"),
+        (("optimizer_ns",), 2**63, "optimizer_ns is 9223372036854775808, but it must be at most 2**63 - 1"),
+        (("optimizer_ns",), 2**63 - 1, "device 'T4': times in ns add up to 9.2e+18"),
+        (("formats", "FP32"), 2**60, "device 'T4': memory in KiB with cast buffers add up to"),
+        ((*FC1, "sensitivity"), 1.7e308, "device 'T4': the sensitivities add up to infinity"),
     ],
 )
 def test_bad_data_is_refused_with_one_line(tiny_data, path, value, needle):

@@ -421,6 +421,14 @@ def test_models_that_are_not_in_fp32():
         apply(torch.jit.script(nn.Linear(2, 2)), {"linear": "BF16"})
 
 
+def test_what_is_neither_model_nor_plan():
+    with pytest.raises(ModelError, match=r"cannot apply a plan to a str: a torch\.nn\.Module is needed"):
+        apply("model", {"up/linear": "BF16"})
+    for plan in ("BF16", [("up/linear", "BF16")], {"up/linear": None}, {3: "BF16"}, None):
+        with pytest.raises(ModelError, match=f"the plan is a {type(plan).__name__}: a Plan is needed"):
+            apply(Mlp(), plan)
+
+
 def test_autocast_is_refused():
     model, x = Mlp(), torch.randn(5, 12)
     apply(model, {"up/linear": "BF16", "down/linear": "BF16"})

@@ -2,6 +2,8 @@
 
 import logging
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,24 @@ class Growing(nn.Module):
         return x
 
 
+@dataclass
+class Result:
+    logits: Any
+    number: int = 3
+
+
+class Wrapping(nn.Module):
+    """Returns its result inside of something else."""
+
+    def __init__(self, wrap: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.wrap = wrap
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.wrap(self.linear(x))
+
+
 class Selecting(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x[x > 0]
@@ -111,6 +131,15 @@ def test_unusable_models_and_arguments() -> None:
         linear, X, roles=RoleTable(by_name={"head/*": Role.FIXED})
     )
     assert "cannot write ONNX file" in refusal(linear, X, onnx_path=Path("/nonexistent/model.onnx"))
+
+
+@pytest.mark.parametrize("wrap", [Result, lambda x: Result({"x": [x]}), lambda x: {"a": (x, 1)}, lambda x: [None, x]])
+def test_outputs_may_be_wrapped(wrap: Callable[[torch.Tensor], Any]) -> None:
+    assert [operator.name for operator in capture(Wrapping(wrap), (X,))] == ["input/x", "linear/linear"]
+
+
+def test_outputs_without_tensors_are_refused() -> None:
+    assert "the model returns a set in which no tensor is found" in refusal(Wrapping(lambda x: {x}), X)
 
 
 def test_nothing_is_left_behind_by_a_failure(tmp_path: Path) -> None:
