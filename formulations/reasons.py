@@ -16,8 +16,8 @@ from qsync_opt.problem import Problem
 _LOOSE_NS = 2**60
 _SHOWN = 3
 """Operators named as those that force a limit."""
-_NODES = 50
-"""Most nodes of each search for a least value."""
+_PASSES, _NODES = PASSES[:6], 6
+"""How hard each search for a least value tries: an explanation must not take longer than the answer."""
 _STEPS = 80
 
 
@@ -107,13 +107,15 @@ def _least_memory(collapsed: Collapsed, limit_ns: int, deadline: float) -> tuple
     memory = model.load_T == model.rows_RS.shape[1] - 1
     np.add.at(cost, entry_T[memory], model.value_T[memory].astype(np.float64))
     outcome = BoundAndFix(with_objective(model, cost, model.rows_RS[:-1], model.limits_R[:-1])).solve(
-        Effort(max_nodes=_NODES, offset=float(constant)), deadline=deadline
+        Effort(passes=_PASSES, max_nodes=_NODES, offset=float(constant)), deadline=deadline
     )
     if outcome.proved_infeasible:
         return math.inf, math.inf, None
     if outcome.labels_N is None:
         return max(0.0, outcome.bound + constant), math.inf, None
     value = round(outcome.objective) + constant
+    if outcome.bound == -math.inf:
+        return 0.0, value, outcome.labels_N
     bound = math.ceil(outcome.bound + constant - 1e-2 - 1e-9 * abs(value))  # amounts are whole
     return min(bound, value), value, outcome.labels_N
 
@@ -134,7 +136,7 @@ def least_latency(collapsed: Collapsed, deadline: float, *, precision: float = 0
     next lower end. With a ``precision`` above 0 the search ends at that relative distance and does little per limit, so
     that the lower end is then no proof.
     """
-    effort = Effort(passes=PASSES[:2], max_nodes=1) if precision else Effort(max_nodes=_NODES)
+    effort = Effort(passes=PASSES[:2], max_nodes=1) if precision else Effort(passes=_PASSES, max_nodes=_NODES)
     low, high, best = collapsed.rows.floor_ns, math.inf, None
     limit: float = _LOOSE_NS
     for _ in range(_STEPS):

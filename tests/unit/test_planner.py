@@ -58,7 +58,14 @@ def test_every_method_names_the_limit_and_its_least_value(method, make, needle):
     assert "the least value that could be met is" in solution.reason
 
 
-@pytest.mark.parametrize("method", ["greedy", "qsync", "exact", "textbook", "exhaustive"])
+@pytest.mark.parametrize("method", ["greedy", "exact"])
+def test_bounding_methods_prove_infeasibility_in_no_time(method):
+    solution = solve(no_memory().problem, method, time_limit_s=1e-9)
+    assert solution.termination is TerminationStatus.INFEASIBLE
+    assert "least value that could be met" in solution.reason
+
+
+@pytest.mark.parametrize("method", ["qsync", "textbook", "exhaustive"])
 def test_no_plan_in_no_time_has_a_reason(method):
     solution = solve(no_memory().problem, method, time_limit_s=1e-9)
     assert solution.plan is None
