@@ -1,7 +1,7 @@
 """What does precision cost in time and memory? Fronts, and the problem turned round, from one growing search.
 
 A change of the latency limit shifts the right-hand sides of all latency rows by the same amount, and of the memory
-limit one row, so every point of a front re-uses the arrays, the elimination order, the plans and the prices of the
+limit one row, so every point of a front reuses the arrays, the elimination order, the plans and the prices of the
 last one.
 """
 
