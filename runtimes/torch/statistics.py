@@ -334,6 +334,9 @@ def collect_statistics(
             collector = _Collector(model, graph, sample_elements)
             with _watched(model, collector):
                 loss = run(model, batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise ModelError(f"the step returned {kind}: it must return the loss, a tensor with one element")
             if not loss.requires_grad:
                 raise ModelError("the loss does not depend on any trainable parameter: nothing can be measured")
             loss.backward()  # type: ignore[no-untyped-call]
