@@ -62,10 +62,10 @@ def solve(
     if solver is not None:
         require(Kind.FORMULATION, method, Feature.SOLVER)
     if gap and Feature.GAP not in features(Kind.FORMULATION, method):
-        _LOGGER.warning("method %r has no bound, so the gap of %g does not stop it early", name, gap)
+        _LOGGER.warning("method %r has no bound, so the gap of %s does not stop it early", name, gap)
     if isinstance(solver, str):
         solver = create(Kind.SOLVER, solver)
-    options = SolveOptions(solver=solver, time_limit_s=time_limit_s, gap=gap or 0.0)
+    options = SolveOptions(solver=solver, time_limit_s=time_limit_s, gap=0.0 if gap is None else gap)
     answer: Answer = formulation.solve(problem, options)
     if answer.devices is None and answer.reason is None and answer.termination is TerminationStatus.TIME_LIMIT:
         reason = f"no plan was found within the time limit of {time_limit_s} s, which proves nothing; allow more time"

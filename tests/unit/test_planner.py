@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_opt.errors import SolverError, UnsupportedError
+from qsync_opt.errors import ProblemError, SolverError, UnsupportedError
 from qsync_opt.evaluation import evaluate
 from qsync_opt.planner import fastest, solve
 from qsync_opt.problem_file import load_problem
@@ -56,6 +56,21 @@ def test_every_method_names_the_limit_and_its_least_value(method, make, needle):
     assert solution.termination == "infeasible"
     assert needle in solution.reason
     assert "the least value that could be met is" in solution.reason
+
+
+@pytest.mark.parametrize(
+    ("options", "needle"),
+    [
+        ({"time_limit_s": "3"}, "time limit is '3' s, but it must be a finite number above 0"),
+        ({"time_limit_s": math.nan}, "time limit is nan s"),
+        ({"gap": "0.1"}, "gap is '0.1', but it must be at least 0 and below 1"),
+        ({"gap": math.nan}, "gap is nan"),
+    ],
+)
+def test_options_out_of_range(options, needle):
+    with pytest.raises(ProblemError) as caught:
+        solve(chain().problem, **options)
+    assert needle in str(caught.value)
 
 
 @pytest.mark.parametrize("method", ["greedy", "qsync", "exact", "textbook", "exhaustive"])
