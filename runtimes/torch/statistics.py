@@ -20,6 +20,7 @@ from qsync_opt.runtimes.torch.gradient_probe import probe_gains
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
+from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.statistics import GRADIENTS, Gain, ModelStatistics, OperatorKind, OperatorStatistics, Signal
 from qsync_opt.statistics_merge import merge_operators, merge_statistics
 
@@ -203,25 +204,6 @@ def _watched(model: nn.Module, collector: _Collector) -> Iterator[None]:
         yield
     finally:
         interception.remove()
-
-
-@contextlib.contextmanager
-def model_unchanged(model: nn.Module) -> Iterator[None]:
-    """Put buffers, gradients and the random state back as they were."""
-    devices = {p.device for p in (*model.parameters(), *model.buffers()) if p.device.type == "cuda"}
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    with torch.random.fork_rng(devices=sorted(devices, key=lambda d: d.index or 0)):
-        try:
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
 
 
 @contextlib.contextmanager
