@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync_opt.evaluation import BYTES_PER_KIB
-from qsync_opt.formulations.assignment import Assignment, Ints, Limit, Product
 from qsync_opt.formulations.drafts import Draft, freeze, freeze_shared, merge, reduce_pair
+from qsync_opt.formulations.linear_assignment import Assignment, Ints, Limit, Product
 from qsync_opt.formulations.segments import segments
 from qsync_opt.graph import Role
 from qsync_opt.problem import Problem, ProblemDevice, ProblemOperator

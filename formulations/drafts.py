@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from qsync_opt.formulations.assignment import Choice, Condition, Floats, Ints, Node, Product, Shared
+from qsync_opt.formulations.linear_assignment import Choice, Condition, Floats, Ints, Node, Product, Shared
 
 
 @dataclass(slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from qsync_opt.formulations.greedy import fast_start
 from qsync_opt.formulations.least import least_time
 from qsync_opt.formulations.linear_solver import LinearSolver
+from qsync_opt.formulations.paper_greedy import fast_start
 from qsync_opt.formulations.segments import peers_ns
 from qsync_opt.problem import Problem
 

@@ -54,8 +54,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from qsync_opt.formulations.assignment import Assignment, Choice, Product
 from qsync_opt.formulations.device_model import MEMORY
+from qsync_opt.formulations.linear_assignment import Assignment, Choice, Product
 from qsync_opt.formulations.linear_model import LinearModel
 
 _ONE = -1

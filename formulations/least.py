@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qsync_opt.formulations.assignment import Assignment
 from qsync_opt.formulations.device_model import MEMORY_LIMIT, build_assignment, read_back
 from qsync_opt.formulations.ilp import Goal
+from qsync_opt.formulations.linear_assignment import Assignment
 from qsync_opt.formulations.linear_solver import LinearOptions, LinearSolver, LinearStatus
 from qsync_opt.formulations.run import run
 from qsync_opt.formulations.segments import peers_ns

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qsync_opt.errors import SolverError
-from qsync_opt.formulations.assignment import Assignment, Limit
 from qsync_opt.formulations.device_model import MEMORY
 from qsync_opt.formulations.ilp import AssignmentProgram, Goal, Units, linearize
+from qsync_opt.formulations.linear_assignment import Assignment, Limit
 from qsync_opt.formulations.linear_solver import LinearOptions, LinearResult, LinearSolver, LinearStatus
 
 _ROW_SCALE = 1e3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -28,17 +29,22 @@ def solve(
     solver: Any = None,
     time_limit_s: float | None = None,
     gap: float | None = None,
+    start: Plan | None = None,
+    tied: Sequence[Sequence[str]] = (),
 ) -> Solution:
     """Choose a precision for every operator on every device type.
 
     Args:
         problem: The problem.
-        method: Name of a formulation (``"greedy"``, ``"qsync"``, ``"exact"``, ``"exhaustive"``, or one that another
-            package registered), or an instance of one.
+        method: Name of a formulation (``"greedy"``, ``"qsync"``, ``"exact"``, ``"ilp"``, ``"exhaustive"``, or one
+            that another package registered), or an instance of one.
         solver: Name of a solver (``"ortools"``, ``"pulp"``, ``"scip"``, ``"cp-sat"``, ...) or an instance; the first
             that is installed by default. Methods that solve a program use it.
         time_limit_s: Seconds for the whole solve; without it a method ends by itself.
-        gap: Relative gap at which to stop; 0 by default.
+        gap: Relative gap at which to stop; by default 0, or 0.001 for ``"greedy"``.
+        start: A plan to start from; it need not be feasible.
+        tied: Groups of adjustable operators, such as the same operator of identical blocks, that must each run in one
+            precision.
 
     Returns:
         The solution, with its plan evaluated by `evaluate`. That there is no feasible plan, or that the time was up, is
@@ -61,11 +67,22 @@ def solve(
     name = method if isinstance(method, str) else type(formulation).__name__
     if solver is not None:
         require(Kind.FORMULATION, method, Feature.SOLVER)
+    if start is not None:
+        require(Kind.FORMULATION, method, Feature.START)
+        start.resolve(problem)
+    if tied:
+        require(Kind.FORMULATION, method, Feature.TIED)
     if gap and Feature.GAP not in features(Kind.FORMULATION, method):
         _LOGGER.warning("method %r has no bound, so the gap of %s does not stop it early", name, gap)
     if isinstance(solver, str):
         solver = create(Kind.SOLVER, solver)
-    options = SolveOptions(solver=solver, time_limit_s=time_limit_s, gap=0.0 if gap is None else gap)
+    options = SolveOptions(
+        solver=solver,
+        time_limit_s=time_limit_s,
+        gap=0.0 if gap is None else gap,
+        start=start,
+        tied=tuple(map(tuple, tied)),
+    )
     answer: Answer = formulation.solve(problem, options)
     if answer.devices is None and answer.reason is None and answer.termination is TerminationStatus.TIME_LIMIT:
         reason = f"no plan was found within the time limit of {time_limit_s} s, which proves nothing; allow more time"

@@ -36,6 +36,8 @@ class Feature(enum.StrEnum):
     GAP = "stops at a relative gap"
     TIME_LIMIT = "keeps to a time limit"
     CONTINUOUS = "takes continuous columns"
+    START = "starts from a plan"
+    TIED = "ties operators to one precision"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,7 @@ class Entry:
 
 _SOLVERS = "pip install 'qsync-opt[solvers]'"
 _LINEAR = frozenset({Feature.PROOF, Feature.GAP, Feature.TIME_LIMIT})
+_CERTIFIED = frozenset({Feature.PROOF, Feature.GAP, Feature.TIME_LIMIT, Feature.START, Feature.TIED})
 
 
 def _ortools(name: str, factory: str, features: frozenset[Feature]) -> Entry:
@@ -97,16 +100,21 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             Entry(
                 name="greedy",
                 target="qsync_opt.formulations.greedy:GreedyFormulation",
-                features=frozenset({Feature.SOLVER, Feature.TIME_LIMIT}),
+                features=_CERTIFIED,
             ),
             Entry(
                 name="qsync",
-                target="qsync_opt.formulations.greedy:QsyncFormulation",
+                target="qsync_opt.formulations.paper_greedy:QsyncFormulation",
                 features=frozenset({Feature.SOLVER, Feature.TIME_LIMIT}),
             ),
             Entry(
                 name="exact",
                 target="qsync_opt.formulations.exact:ExactFormulation",
+                features=_CERTIFIED | {Feature.SOLVER},
+            ),
+            Entry(
+                name="ilp",
+                target="qsync_opt.formulations.whole_program:IlpFormulation",
                 features=frozenset({Feature.PROOF, Feature.SOLVER, Feature.GAP, Feature.TIME_LIMIT}),
             ),
             Entry(

@@ -53,11 +53,14 @@ class SolveOptions:
 
     ``solver`` is a solver's registered name, an instance of one, or None for the first that is installed.
     ``time_limit_s`` is for the whole solve; ``gap`` the relative gap at which to stop (0: prove the optimum).
+    ``start`` is a plan to start from; each group of ``tied`` operators gets one precision.
     """
 
     solver: Any = None
     time_limit_s: float | None = None
     gap: float = 0.0
+    start: Plan | None = None
+    tied: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         limit_s, gap = self.time_limit_s, self.gap

@@ -71,7 +71,9 @@ def _cpu_allocations(phases: Sequence[Callable[[Any], Any]]) -> tuple[Any, list[
     result: Any = None
     with (
         _silent_profiler(),
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,
+        torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profiler,
     ):
         for i, phase in enumerate(phases):
             with torch.profiler.record_function(f"{_PHASE} {i}"):

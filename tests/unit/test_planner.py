@@ -87,8 +87,8 @@ def test_a_solver_for_a_method_that_uses_none_is_refused():
 
 def test_a_gap_without_a_bound_is_noted(caplog):
     with caplog.at_level(logging.WARNING):
-        assert solve(chain().problem, "greedy", gap=0.1).objective == 0.25
-    assert "method 'greedy' has no bound" in caplog.text
+        assert solve(chain().problem, "qsync", gap=0.1).objective == 0.25
+    assert "method 'qsync' has no bound" in caplog.text
 
 
 def test_exact_stops_at_a_gap_and_says_so(instance_path):
@@ -141,14 +141,23 @@ def test_without_a_solver_the_fastest_plan_is_labelled(monkeypatch):
     assert found.method == "search, not proved fastest"
 
 
-def test_without_a_solver_greedy_claims_no_proof(monkeypatch):
-    monkeypatch.setattr("qsync_opt.formulations.greedy.default_solver", lambda: None)
-    assert solve(chain().problem).objective == 0.25
-    solution = solve(no_memory().problem)
+def test_without_a_solver_the_papers_allocator_claims_no_proof(monkeypatch):
+    monkeypatch.setattr("qsync_opt.formulations.paper_greedy.default_solver", lambda: None)
+    assert solve(chain().problem, "qsync").objective == 0.25
+    solution = solve(no_memory().problem, "qsync")
     assert solution.termination is TerminationStatus.ERROR
     assert "proves nothing; install a solver" in solution.reason
     # That the others are late is plain without one.
-    assert solve(late_peers().problem).termination is TerminationStatus.INFEASIBLE
+    assert solve(late_peers().problem, "qsync").termination is TerminationStatus.INFEASIBLE
+
+
+def test_the_default_proves_without_a_solver(monkeypatch):
+    monkeypatch.setattr("qsync_opt.formulations.exact.default_solver", lambda: None)
+    for method in ("greedy", "exact"):
+        assert solve(chain().problem, method).termination is TerminationStatus.OPTIMAL
+        solution = solve(no_memory().problem, method)
+        assert solution.termination is TerminationStatus.INFEASIBLE
+        assert "least value that could be met" in solution.reason
 
 
 @pytest.mark.parametrize("name", ["bertb-fp8", "resnet50-copy", "tiny"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -71,6 +73,8 @@ def run_demo(folder: Path, options: DemoOptions, console: Console) -> DemoResult
         ProblemError: No plan fits (the demo's budget lies between what two known plans need, so this is a fault).
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # One thread per two processors: threads that wait for a processor that others use cost more than they bring.
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
     started = time.perf_counter()
     with _step(console, "1/6 Capture: PyTorch in training mode -> ONNX -> operator graph"):
         graph = _capture(options)

@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.evaluation import evaluate_device, iteration_time
-from qsync_opt.formulations.assignment import Choice, Product
 from qsync_opt.formulations.device_model import build_assignment, read_back
+from qsync_opt.formulations.linear_assignment import Choice, Product
 from qsync_opt.formulations.segments import peers_ns, segments
 from qsync_opt.graph import Role
 from qsync_opt.problem import Communication

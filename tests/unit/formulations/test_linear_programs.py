@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qsync_opt.formulations.assignment import Assignment, Choice, Limit, Product
 from qsync_opt.formulations.device_model import build_assignment
 from qsync_opt.formulations.ilp import Goal, Units, linearize
+from qsync_opt.formulations.linear_assignment import Assignment, Choice, Limit, Product
 from qsync_opt.formulations.linear_model import LinearModel
 from qsync_opt.formulations.linear_solver import LinearOptions, LinearStatus
 from qsync_opt.formulations.solvers.ortools_solver import OrtoolsSolver

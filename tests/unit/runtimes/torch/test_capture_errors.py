@@ -15,6 +15,7 @@ from qsync_opt.errors import ModelError
 from qsync_opt.graph import Role
 from qsync_opt.roles import RoleTable
 from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.exporting import save_onnx
 
 X = torch.ones(2, 4)
 
@@ -151,3 +152,31 @@ def test_nothing_is_left_behind_by_a_failure(tmp_path: Path) -> None:
 
 def test_the_kind_of_the_model_itself_is_named() -> None:
     assert re.search(r"in the model itself \(Untranslatable\)", refusal(Untranslatable(), X))
+
+
+class TwoFiles:
+    """Saves as the exporter does when weights are large: beside the model, which names the file."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+
+    def save(self, path: Path) -> None:
+        path.with_name(f"{path.name}.data").write_text("weights")
+        if self.fails:
+            raise OSError(28, "No space left on device")
+        path.write_text(f"{path.name}.data")
+
+
+def test_large_weights_lie_beside_the_model(tmp_path: Path) -> None:
+    save_onnx(TwoFiles(), tmp_path / "m.onnx")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "m.onnx": "m.onnx.data",
+        "m.onnx.data": "weights",
+    }
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_text("old")
+    with pytest.raises(ModelError, match="No space left on device"):
+        save_onnx(TwoFiles(fails=True), tmp_path / "m.onnx")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]

@@ -1,14 +1,15 @@
 """The graph foretells in which format every tensor reaches an operator when a plan is at work."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.roles import ROLE_TABLE
-from qsync_opt.runtimes.torch.apply import AppliedPlan, apply
-from qsync_opt.runtimes.torch.capture import capture
-from qsync_opt.runtimes.torch.example_models import NAMES, example
+from qsync_opt.runtimes.torch.apply import AppliedPlan, apply, undo
+from qsync_opt.runtimes.torch.example_models import NAMES
 from qsync_opt.runtimes.torch.interception import OperatorCall
 
 
@@ -24,9 +25,9 @@ def foretold(graph: OpGraph, plan: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_formats_that_arrive(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = example(name, small=True)
-    graph = capture(chosen.model, (), chosen.kwargs)
+def test_formats_that_arrive(name: str, known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, captured = known(name)
+    graph: OpGraph = captured.graph
     adjustable = graph.by_role(Role.ADJUSTABLE)
     plan = {operator.name: "FP32" if i % 3 == 0 else "BF16" for i, operator in enumerate(adjustable)}
     arrived: dict[str, list[str]] = {}
@@ -40,7 +41,10 @@ def test_formats_that_arrive(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(AppliedPlan, "__call__", note)
     apply(chosen.model, plan, graph=graph)
-    chosen.model(**chosen.kwargs)
+    try:
+        chosen.model(**chosen.kwargs)
+    finally:
+        undo(chosen.model)
     formats = foretold(graph, plan)
     # Conversions have several spellings in torch (to, float), which the run time does not number as the export does.
     compared = [o for o in graph if o.inputs and ROLE_TABLE.get(o.op_type) in (Role.ADJUSTABLE, Role.FIXED)]

@@ -1,0 +1,171 @@
+"""Which prices of the limits give the best lower bound? Cutting planes over the exact priced minimum.
+
+For prices p >= 0, ``min_x objective(x) + p . (rows(x) - limits)`` is a lower bound for every feasible labelling.
+
+Axes: N nodes, Z table entries, R limit rows, I plans seen.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from qsync_opt.formulations.assignment.elimination import Elimination
+from qsync_opt.formulations.assignment.master import Master
+from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
+
+_BOX = 1e9
+_NEGLIGIBLE = 1e-12
+"""Differences of the bound below this share of the largest objective seen are rounding."""
+_FEW_ROWS = 12
+"""Up to this many rows are all in the master from the start."""
+_FLOAT_SLACK = 1e-13
+"""Relative rounding error granted to a bound: bounds are lowered by it."""
+
+
+@dataclass(slots=True)
+class Priced:
+    """A labelling that is a priced minimum, or was tried."""
+
+    labels_N: Ints
+    objective: float
+    excess_R: Ints
+
+    @property
+    def feasible(self) -> bool:
+        """True if every limit holds."""
+        return bool((self.excess_R <= 0).all())
+
+
+@dataclass(slots=True)
+class DualResult:
+    """The best bound found, its prices, and the plans with their weights in the last master."""
+
+    bound: float
+    prices_R: Floats
+    plans: list[Priced]
+    weights_I: Floats
+    proved_infeasible: bool = False
+
+
+@dataclass(slots=True)
+class Pricer:
+    """Evaluates the Lagrangian of a model; the relaxed model may have more nodes than the true one.
+
+    Attributes:
+        model: The problem.
+        elimination: Its exact minimiser.
+        count: Minimisations so far.
+    """
+
+    model: AssignmentModel
+    elimination: Elimination
+    count: int = field(default=0)
+
+    def lagrangian(self, prices_R: Floats, allowed_Z: Bools, weight: float = 1.0) -> tuple[float, Priced]:
+        """Lower bound at some prices (lowered by its rounding error), and the labelling that attains it."""
+        self.count += 1
+        cost_Z = self.model.priced(prices_R, allowed_Z, weight)
+        value, labels_N = self.elimination.minimise(cost_Z)
+        if value == np.inf:
+            return value, Priced(labels_N, np.inf, np.zeros(len(prices_R), dtype=np.int64))
+        plan = Priced(labels_N, self.model.objective(labels_N), self.model.excess(labels_N))
+        limits = self.model.limits_R.astype(np.float64)
+        size = abs(value) + float(prices_R @ np.abs(limits))
+        return value - float(prices_R @ limits) - _FLOAT_SLACK * size, plan
+
+
+def maximise(
+    pricer: Pricer,
+    allowed_Z: Bools,
+    *,
+    prices_R: Floats | None,
+    plans: list[Priced],
+    upper: float,
+    tolerance: float,
+    max_steps: int,
+    weight: float = 1.0,
+    stop_at_feasible: bool = False,
+    deadline: float = np.inf,
+) -> DualResult:
+    """Maximise the Lagrangian bound.
+
+    Args:
+        pricer: The model.
+        allowed_Z: Entries that may be chosen.
+        prices_R: Prices to begin with.
+        plans: Plans that respect ``allowed_Z``, to begin with; the list grows.
+        upper: Stop as soon as the bound reaches this: nothing better can be below.
+        tolerance: Stop when the bound is proved within this share of the dual's maximum.
+        max_steps: Most minimisations.
+        weight: Factor on the objective; 0 asks for feasibility alone.
+        stop_at_feasible: Stop at the first feasible plan.
+        deadline: ``time.monotonic()`` value at which to stop.
+
+    Returns:
+        The best bound and its prices. ``proved_infeasible`` is set if no entry is left to choose.
+
+    Source: Kelley's cutting planes with in-out steps (Ben-Ameur and Neto 2007).
+    """
+    num_rows = len(pricer.model.limits_R)
+    best, best_prices = -np.inf, np.zeros(num_rows) if prices_R is None else prices_R
+    query, weights = best_prices, np.zeros(0)
+    master: _LazyMaster | None = None
+    for step in range(max_steps):
+        bound, plan = pricer.lagrangian(query, allowed_Z, weight)
+        if bound == np.inf:
+            return DualResult(np.inf, query, plans, np.zeros(len(plans)), proved_infeasible=True)
+        if bound > best:
+            best, best_prices = bound, query
+        plans.append(plan)
+        if best >= upper or (stop_at_feasible and plan.feasible) or not num_rows or time.monotonic() > deadline:
+            break
+        if master is None:
+            master = _LazyMaster(plans, weight)
+        value, target, weights = master.solve(plans)
+        if value - best <= tolerance * abs(value) + master.negligible and not master.add_violated(weights):
+            break
+        near = value - best <= 30 * (tolerance * abs(value) + master.negligible)
+        # Half-way steps damp the jumps; a full step now and then tells whether the maximum is reached.
+        query = target if near or step % 6 == 5 else (best_prices + target) / 2
+    return DualResult(best, best_prices, plans, np.append(weights, np.zeros(len(plans) - len(weights))))
+
+
+class _LazyMaster:
+    """The master program over the rows that matter so far; rows join when the mix of plans breaks them."""
+
+    def __init__(self, plans: list[Priced], weight: float) -> None:
+        excess_IR = np.stack([plan.excess_R for plan in plans]).astype(np.float64)
+        self._scale_R = np.maximum(np.abs(excess_IR).max(axis=0), 1.0)
+        size = max(abs(plan.objective) for plan in plans) * weight
+        self._weight, self._size = weight, size or 1.0
+        self._box = _BOX * size if size else 1.0
+        self.negligible = _NEGLIGIBLE * self._size
+        num_rows = len(self._scale_R)
+        self._scaled_IR = np.zeros((0, num_rows))
+        worst = np.argsort(-(excess_IR / self._scale_R).max(axis=0), kind="stable")
+        self._active: Ints = np.arange(num_rows) if num_rows <= _FEW_ROWS else np.sort(worst[: _FEW_ROWS // 2])
+        self._master = Master(len(self._active), self._box, self._size)
+
+    def solve(self, plans: list[Priced]) -> tuple[float, Floats, Floats]:
+        """Add new plans and solve; returns the optimum, prices of all rows and the plans' weights."""
+        fresh = [plan.excess_R / self._scale_R for plan in plans[len(self._scaled_IR) :]]
+        self._scaled_IR = np.concatenate([self._scaled_IR, np.stack(fresh)]) if fresh else self._scaled_IR
+        for number in range(self._master.num_columns, len(plans)):
+            self._master.add(plans[number].objective * self._weight, self._scaled_IR[number, self._active])
+        value, scaled, weights = self._master.solve()
+        prices_R = np.zeros(len(self._scale_R))
+        prices_R[self._active] = scaled / self._scale_R[self._active]
+        return value, prices_R, weights
+
+    def add_violated(self, weights_I: Floats) -> bool:
+        """Let rows join that the mix of plans breaks; tells whether any did."""
+        mix_R = weights_I @ self._scaled_IR
+        mix_R[self._active] = 0.0
+        worst = np.argsort(-mix_R, kind="stable")[: _FEW_ROWS // 2]
+        worst = worst[mix_R[worst] > 1e-9]
+        if not len(worst):
+            return False
+        self._active = np.union1d(self._active, worst)
+        self._master = Master(len(self._active), self._box, self._size)
+        return True

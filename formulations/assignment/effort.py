@@ -1,0 +1,52 @@
+"""How hard should a search try? Passes over the undecided core, and when to stop."""
+
+from dataclasses import dataclass
+
+from qsync_opt.formulations.linear_solver import LinearSolver
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One core search: at most this many nodes (None: all that are undecided), states, and how states are kept.
+
+    A width of 0 hands the core to the solver.
+    """
+
+    nodes: int | None
+    width: int
+    spread: bool
+
+
+PASSES = (
+    Pass(60, 64, True),
+    Pass(150, 64, True),
+    *(Pass(None, width, spread) for width in (64, 256, 2048, 16384) for spread in (True, False)),
+)
+"""Core searches from the quickest to the most thorough."""
+SOLVER_PASS = Pass(None, 0, False)
+"""Hands the whole core to the solver."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How hard to search.
+
+    Attributes:
+        gap: Relative gap at which to stop.
+        passes: Core searches to try at a node, in this order.
+        dive_passes: How many of them to try with the joins held.
+        dives: Plans of the dual whose joins are held to look for a better incumbent.
+        max_nodes: Most nodes of the tree.
+        tree_gap: Relative gap from which the tree is not opened further.
+        offset: Constant that is part of the objective when gaps are measured.
+        solver: Solver of linear programs for passes of width 0; without one they are left out.
+    """
+
+    gap: float = 0.0
+    passes: tuple[Pass, ...] = PASSES
+    dive_passes: int = 2
+    dives: int = 2
+    max_nodes: int = 100_000
+    tree_gap: float = 0.0
+    offset: float = 0.0
+    solver: LinearSolver | None = None

@@ -1,0 +1,266 @@
+"""In which order are nodes minimised out, and what is the least priced cost? Exact dynamic programming in batches.
+
+A round eliminates many nodes of which no two are neighbours; nodes of equal shape in a round are one batch of numpy
+work. Chains halve in every round, so a chain of n nodes takes about log2(n) rounds.
+
+Axes: B nodes of a batch, L labels of the eliminated node, then one axis for each neighbour; Z table entries.
+
+Source: bucket elimination (Dechter 1999) along a min-degree order; batching by rounds and shapes is ours.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from qsync_opt.formulations.assignment.model import AssignmentModel, Floats, Ints
+
+MAX_TABLE_ENTRIES = 1 << 17
+"""A table larger than this is never formed: the graph is relaxed instead (see ``relaxation``)."""
+
+
+class TooWideError(Exception):
+    """An elimination table would be too large; ``remaining`` are the nodes of the part that is too dense."""
+
+    def __init__(self, remaining: list[int]) -> None:
+        super().__init__(f"{len(remaining)} nodes are too densely connected")
+        self.remaining = remaining
+
+
+@dataclass(frozen=True, slots=True)
+class _Factor:
+    """Where the tables that mention the eliminated nodes of a batch lie, and along which axes."""
+
+    index: Ints  # positions in the buffer, shape (B, axes of this factor or 1)
+    other_axes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Nodes eliminated together."""
+
+    nodes_B: Ints
+    bag_BD: Ints  # neighbours at elimination, in axis order
+    factors: tuple[_Factor, ...]
+    target: Ints  # positions of the message in the buffer, shape (B, neighbours...)
+    order: Ints | None  # sorts messages by target when several share one
+    starts: Ints | None
+
+
+class _Graph:
+    """The shrinking graph during scheduling: neighbours and live tables of each node."""
+
+    def __init__(self, model: AssignmentModel) -> None:
+        self.sizes = model.sizes_N.tolist()
+        self.neighbours: list[set[int]] = [set() for _ in self.sizes]
+        self.tables: list[dict[tuple[int, ...], int]] = [{} for _ in self.sizes]
+        self.end = len(model.objective_Z)
+        for first, second, offset in zip(*model.edges_E2.T.tolist(), model.offset_E.tolist(), strict=True):
+            self.neighbours[first].add(second)
+            self.neighbours[second].add(first)
+            self.tables[first][first, second] = self.tables[second][first, second] = offset
+        self.unary: list[int] = model.offset_N.tolist()
+
+    def eliminate(self, node: int) -> tuple[tuple[object, ...], list[int], list[int], int]:
+        """Remove a node; returns the batch signature, its neighbours, its tables' offsets and its message's."""
+        bag = sorted(self.neighbours[node])
+        sizes, axes = self.sizes, {node: 0}
+        for position, other in enumerate(bag):
+            axes[other] = position + 1
+        patterns: list[tuple[tuple[int, ...], int]] = [((0,), self.unary[node])]
+        for variables, offset in self.tables[node].items():
+            patterns.append((tuple(axes[v] for v in variables), offset))
+            for other in variables:
+                if other != node:
+                    del self.tables[other][variables]
+        patterns.sort()
+        target = self._target(bag)
+        for other in bag:
+            near = self.neighbours[other]
+            near.update(bag)
+            near.discard(node)
+            near.discard(other)
+        signature = (sizes[node], *(sizes[v] for v in bag), *(p for p, _ in patterns))
+        return signature, bag, [offset for _, offset in patterns], target
+
+    def _target(self, bag: list[int]) -> int:
+        """Where the message over ``bag`` goes: to a table that is there already, or to a new one."""
+        if not bag:
+            self.end += 1
+            return self.end - 1
+        if len(bag) == 1:
+            return self.unary[bag[0]]
+        key = tuple(bag)
+        found = self.tables[bag[0]].get(key)
+        if found is None:
+            found, size = self.end, 1
+            for other in bag:
+                self.tables[other][key] = found
+                size *= self.sizes[other]
+            self.end += size
+        return found
+
+    def rounds(self) -> Iterator[list[int]]:
+        """Independent sets of nodes of least degree, until none is left."""
+        remaining = list(range(len(self.sizes)))
+        while remaining:
+            degree = [len(self.neighbours[v]) for v in remaining]
+            limit = max(2, min(degree))
+            blocked: set[int] = set()
+            chosen, kept = [], []
+            for node, count in zip(remaining, degree, strict=True):
+                if count <= limit and node not in blocked:
+                    chosen.append(node)
+                    blocked |= self.neighbours[node]
+                else:
+                    kept.append(node)
+            if limit > 2:
+                self._refuse_wide(chosen, remaining)
+            yield chosen
+            remaining = kept
+
+    def _refuse_wide(self, chosen: list[int], remaining: list[int]) -> None:
+        for node in chosen:
+            entries = self.sizes[node]
+            for other in self.neighbours[node]:
+                entries *= self.sizes[other]
+            if entries > MAX_TABLE_ENTRIES:
+                raise TooWideError(remaining)
+
+
+def _row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def _make_batch(
+    signature: tuple[object, ...], rows: list[tuple[int, list[int], list[int], int]], sizes: list[int]
+) -> _Batch:
+    nodes_B = np.array([row[0] for row in rows], dtype=np.int64)
+    bag_BD = np.array([row[1] for row in rows], dtype=np.int64).reshape(len(rows), -1)
+    shape = (sizes[rows[0][0]], *(sizes[v] for v in rows[0][1]))
+    patterns = signature[len(shape) :]
+    offsets = np.array([row[2] for row in rows], dtype=np.int64)
+    factors = []
+    for position, pattern in enumerate(patterns):
+        axes: tuple[int, ...] = pattern  # type: ignore[assignment]
+        index = offsets[:, position].reshape(-1, *(1 for _ in shape))
+        for axis, stride in zip(axes, _row_major(tuple(shape[a] for a in axes)), strict=True):
+            steps = np.arange(shape[axis]) * stride
+            index = index + steps.reshape(1, *(-1 if a == axis else 1 for a in range(len(shape))))
+        absent = tuple(a + 1 for a in range(len(shape)) if a not in axes)
+        factors.append(_Factor(index, absent))
+    base = np.array([row[3] for row in rows], dtype=np.int64)
+    steps = np.arange(int(np.prod(shape[1:], dtype=np.int64))).reshape(shape[1:])
+    order, starts = None, None
+    if len(np.unique(base)) < len(base):
+        order = np.argsort(base, kind="stable")
+        starts = np.flatnonzero(np.diff(base[order], prepend=-1))
+    target = base.reshape(-1, *(1 for _ in shape[1:])) + steps
+    return _Batch(nodes_B, bag_BD, tuple(factors), target, order, starts)
+
+
+class Elimination:
+    """Exact minimiser of priced tables over one graph; reusable for any prices and any forbidden entries."""
+
+    def __init__(self, model: AssignmentModel) -> None:
+        """Plan the order.
+
+        Args:
+            model: Only its graph is used.
+
+        Raises:
+            TooWideError: A table would exceed ``MAX_TABLE_ENTRIES``.
+        """
+        graph = _Graph(model)
+        self._num_entries, self._num_nodes = len(model.objective_Z), model.num_nodes
+        self._batches: list[_Batch] = []
+        self.widest = 0
+        for chosen in graph.rounds():
+            groups = defaultdict(list)
+            for node in chosen:
+                signature, bag, offsets, target = graph.eliminate(node)
+                groups[signature].append((node, bag, offsets, target))
+                self.widest = max(self.widest, len(bag))
+            self._batches += [_make_batch(key, rows, graph.sizes) for key, rows in groups.items()]
+        self._end = graph.end
+        roots = [batch.target for batch in self._batches if batch.target.ndim == 1]
+        self._roots = np.concatenate(roots) if roots else np.zeros(0, dtype=np.int64)
+
+    def minimise(self, cost_Z: Floats) -> tuple[float, Ints]:
+        """Least total cost and a labelling that has it (the first label on ties).
+
+        Args:
+            cost_Z: Priced tables, infinite where forbidden, shape (Z,).
+
+        Returns:
+            The cost (infinite if every labelling is forbidden) and the labels, shape (N,).
+        """
+        value, choices, _ = self._forward(cost_Z, keep_tables=False)
+        labels_N = np.zeros(self._num_nodes, dtype=np.int64)
+        for batch, choice in zip(reversed(self._batches), reversed(choices), strict=True):
+            position = (np.arange(len(batch.nodes_B)), *labels_N[batch.bag_BD].T)
+            labels_N[batch.nodes_B] = choice[position]
+        return value, labels_N
+
+    def min_marginals(self, cost_Z: Floats) -> tuple[float, Floats]:
+        """Least total cost, and the least total cost among labellings that choose each entry.
+
+        Args:
+            cost_Z: Priced tables, shape (Z,).
+
+        Returns:
+            The least cost, and one least cost per table entry, shape (Z,).
+
+        Source: two-pass message passing on the elimination tree; ours in batches.
+        """
+        value, _, tables = self._forward(cost_Z, keep_tables=True)
+        belief = np.full(self._end, np.inf)
+        belief[self._roots] = value
+        for batch, table in zip(reversed(self._batches), reversed(tables), strict=True):
+            message = table.min(axis=1)
+            with np.errstate(invalid="ignore"):
+                outside = belief[batch.target] - message
+            outside[np.isnan(outside)] = np.inf
+            table += outside[:, None]
+            for factor in batch.factors:
+                reduced = table.min(axis=factor.other_axes, keepdims=True) if factor.other_axes else table
+                belief[factor.index] = reduced
+        return value, belief[: self._num_entries]
+
+    def _forward(self, cost_Z: Floats, *, keep_tables: bool) -> tuple[float, list[Ints], list[Floats]]:
+        buffer = np.zeros(self._end)
+        buffer[: self._num_entries] = cost_Z
+        choices: list[Ints] = []
+        tables: list[Floats] = []
+        for batch in self._batches:
+            table = buffer[batch.factors[0].index]
+            for factor in batch.factors[1:]:
+                table = table + buffer[factor.index]
+            if keep_tables:
+                tables.append(table)
+                message = table.min(axis=1)
+            else:
+                message, choice = _least(table)
+                choices.append(choice)
+            if batch.order is None or batch.starts is None:
+                buffer[batch.target] += message
+            else:
+                summed = np.add.reduceat(message[batch.order], batch.starts, axis=0)
+                buffer[batch.target[batch.order[batch.starts]]] += summed
+        return float(buffer[self._roots].sum()), choices, tables
+
+
+def _least(table: Floats) -> tuple[Floats, Ints]:
+    """Minimum and first minimising label along axis 1; faster than argmin for few labels."""
+    least = table[:, 0].copy()
+    choice = np.zeros(least.shape, dtype=np.int8 if table.shape[1] < 128 else np.int64)
+    for label in range(1, table.shape[1]):
+        candidate = table[:, label]
+        choice[candidate < least] = label
+        np.minimum(least, candidate, out=least)
+    return least, choice

@@ -1,0 +1,225 @@
+"""What is an assignment problem? Nodes with labels, pairwise tables, additive integer loads, linear limits.
+
+Axes: N nodes, E edges, Z table entries (those of the nodes first, then those of the edges), S loads, R limit rows,
+T stored load terms, D derived nodes.
+
+    minimise    sum_n objective(n, x_n) + sum_(a,b) objective(a, b, x_a, x_b)
+    subject to  rows_RS @ loads_S(x) <= limits_R,   loads_S(x) = the sum of the load terms of the chosen entries
+                every chosen entry is allowed
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """A node whose label follows from those of two others.
+
+    Attributes:
+        node: The derived node.
+        first: Its first parent.
+        second: Its second parent.
+        label_AB: Label of ``node`` for each pair of parents' labels.
+        group_L: For each label of ``node``, the value that it stands for; branching separates these values.
+    """
+
+    node: int
+    first: int
+    second: int
+    label_AB: tuple[tuple[int, ...], ...]
+    group_L: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AssignmentModel:
+    """An assignment problem over flat tables; build it with :func:`assemble`.
+
+    Attributes:
+        sizes_N: Labels of each node, at least one.
+        edges_E2: Pairs of nodes; an edge's table is row-major with the first node's labels as rows.
+        objective_Z: Cost of each table entry.
+        allowed_Z: False where the entry may not be chosen.
+        pointer_Z1: The terms of entry z are ``pointer_Z1[z]:pointer_Z1[z + 1]``.
+        load_T: Load index of each term.
+        value_T: Integer amount of each term.
+        rows_RS: Coefficients (0 or 1) of the limits.
+        limits_R: Right-hand sides.
+        derived: Derived nodes, each after its parents.
+        offset_N: First table entry of each node.
+        offset_E: First table entry of each edge.
+    """
+
+    sizes_N: Ints
+    edges_E2: Ints
+    objective_Z: Floats
+    allowed_Z: Bools
+    pointer_Z1: Ints
+    load_T: Ints
+    value_T: Ints
+    rows_RS: Ints
+    limits_R: Ints
+    derived: tuple[Derived, ...] = ()
+    offset_N: Ints = field(init=False)
+    offset_E: Ints = field(init=False)
+    _layers: list[tuple[Ints, Ints, Floats]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Compute the offsets and the layers that price tables without scattering twice into one entry."""
+        sizes_E = self.sizes_N[self.edges_E2[:, 0]] * self.sizes_N[self.edges_E2[:, 1]]
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate([self.sizes_N, sizes_E]))])
+        num_nodes = len(self.sizes_N)
+        object.__setattr__(self, "offset_N", offsets[:num_nodes])
+        object.__setattr__(self, "offset_E", offsets[num_nodes:-1])
+        counts_Z = np.diff(self.pointer_Z1)
+        layers = []
+        for depth in range(int(counts_Z.max(initial=0))):
+            entry = np.flatnonzero(counts_Z > depth)
+            term = self.pointer_Z1[entry] + depth
+            layers.append((entry, self.load_T[term], self.value_T[term].astype(np.float64)))
+        object.__setattr__(self, "_layers", layers)
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes there are."""
+        return len(self.sizes_N)
+
+    def chosen(self, labels_N: Ints) -> Ints:
+        """Table entries that a labelling chooses: one per node, then one per edge."""
+        first, second = self.edges_E2[:, 0], self.edges_E2[:, 1]
+        entry_E = self.offset_E + labels_N[first] * self.sizes_N[second] + labels_N[second]
+        return np.concatenate([self.offset_N + labels_N, entry_E])
+
+    def loads(self, labels_N: Ints) -> Ints:
+        """Exact integer loads of a labelling, shape (S,)."""
+        entry = self.chosen(labels_N)
+        start, count = self.pointer_Z1[entry], self.pointer_Z1[entry + 1] - self.pointer_Z1[entry]
+        ends = np.cumsum(count)
+        total = int(ends[-1]) if len(ends) else 0
+        term = np.arange(total) + np.repeat(start - (ends - count), count)
+        loads_S = np.zeros(self.rows_RS.shape[1], dtype=np.int64)
+        np.add.at(loads_S, self.load_T[term], self.value_T[term])
+        return loads_S
+
+    def excess(self, labels_N: Ints) -> Ints:
+        """Left-hand sides minus limits, shape (R,): feasible where nothing is positive."""
+        result: Ints = self.rows_RS @ self.loads(labels_N) - self.limits_R
+        return result
+
+    def objective(self, labels_N: Ints) -> float:
+        """Objective of a labelling; infinite if it chooses a forbidden entry."""
+        entry = self.chosen(labels_N)
+        return float(self.objective_Z[entry].sum()) if self.allowed_Z[entry].all() else float("inf")
+
+    def priced(self, prices_R: Floats, allowed_Z: Bools, objective_weight: float = 1.0) -> Floats:
+        """Tables with the limits' prices added: ``objective + sum_r price_r * row_r``, forbidden entries infinite."""
+        price_S = prices_R @ self.rows_RS
+        cost_Z = self.objective_Z * objective_weight
+        for entry, load, value in self._layers:
+            cost_Z[entry] += value * price_S[load]
+        cost_Z[~allowed_Z] = np.inf
+        return cost_Z
+
+    def amounts(self, entry_X: Ints, rows: Ints, prices_R: Floats) -> tuple[Ints, Floats]:
+        """What table entries add to some limit rows, shape (X, rows), and their priced loads over all rows."""
+        start, count = self.pointer_Z1[entry_X], self.pointer_Z1[entry_X + 1] - self.pointer_Z1[entry_X]
+        owner = np.repeat(np.arange(len(entry_X)), count)
+        term = np.arange(len(owner)) + np.repeat(start - (np.cumsum(count) - count), count)
+        load, value = self.load_T[term], self.value_T[term]
+        amounts = np.zeros((len(entry_X), len(rows)), dtype=np.int64)
+        np.add.at(amounts, owner, value[:, None] * self.rows_RS[rows].T[load])
+        priced = np.zeros(len(entry_X))
+        np.add.at(priced, owner, value * (prices_R @ self.rows_RS)[load])
+        return amounts, priced
+
+    def with_limits(self, limits_R: Ints) -> "AssignmentModel":
+        """The same problem under other limits; everything else is shared."""
+        other = copy.copy(self)
+        object.__setattr__(other, "limits_R", limits_R)
+        return other
+
+    def complete(self, labels_N: Ints) -> Ints:
+        """Set every derived node to what its parents say; a new array."""
+        result = labels_N.copy()
+        for item in self.derived:
+            result[item.node] = item.label_AB[result[item.first]][result[item.second]]
+        return result
+
+
+def assemble(
+    *,
+    sizes: Ints,
+    node_terms: Sequence[tuple[Ints, Ints, Ints, Ints]],
+    edge_pair: Ints,
+    edge_terms: tuple[Ints, Ints, Ints, Ints, Ints],
+    ties: Sequence[tuple[int, int, Bools]],
+    node_objective: Floats,
+    rows: Ints,
+    limits: Ints,
+    derived: tuple[Derived, ...],
+) -> AssignmentModel:
+    """Sum terms into flat tables.
+
+    Args:
+        sizes: Labels of each node, shape (N,).
+        node_terms: Arrays (node, label, load, value) to be summed.
+        edge_pair: Node pairs of the raw edges, first < second, shape (X, 2); repeated pairs become one edge.
+        edge_terms: Arrays (raw edge, first label, second label, load, value) to be summed.
+        ties: (first, second, allowed table) with first < second: pairs of labels that may stand together.
+        node_objective: Cost per node and label, flat by node.
+        rows: Limit coefficients, shape (R, S).
+        limits: Right-hand sides, shape (R,).
+        derived: Derived nodes, each after its parents.
+
+    Returns:
+        The model.
+    """
+    num_nodes, num_loads = len(sizes), rows.shape[1]
+    offset_N = np.cumsum(sizes) - sizes
+    tie_pair = np.array([(a, b) for a, b, _ in ties], dtype=np.int64).reshape(-1, 2)
+    code = np.concatenate([edge_pair, tie_pair]) @ np.array([num_nodes, 1], dtype=np.int64)
+    unique_code, edge_of = np.unique(code, return_inverse=True)
+    edges_E2 = np.stack([unique_code // max(num_nodes, 1), unique_code % max(num_nodes, 1)], axis=1)
+    sizes_E = sizes[edges_E2[:, 0]] * sizes[edges_E2[:, 1]]
+    num_node_entries = int(sizes.sum())
+    offset_E = num_node_entries + np.cumsum(sizes_E) - sizes_E
+    num_entries = num_node_entries + int(sizes_E.sum())
+    keys, values = [], []
+    for node, label, load, value in node_terms:
+        keys.append((offset_N[node] + label) * num_loads + load)
+        values.append(value)
+    raw, first, second, load, value = edge_terms
+    edge = edge_of[raw]
+    keys.append((offset_E[edge] + first * sizes[edges_E2[edge, 1]] + second) * num_loads + load)
+    values.append(value)
+    pointer, load_T, value_T = _sum_terms(np.concatenate(keys), np.concatenate(values), num_entries, num_loads)
+    allowed_Z = np.ones(num_entries, dtype=np.bool_)
+    for (_, _, allowed), edge_index in zip(ties, edge_of[len(edge_pair) :], strict=True):
+        allowed_Z[offset_E[edge_index] : offset_E[edge_index] + allowed.size] &= allowed.ravel()
+    objective_Z = np.zeros(num_entries)
+    objective_Z[:num_node_entries] = node_objective
+    return AssignmentModel(
+        sizes_N=sizes, edges_E2=edges_E2, objective_Z=objective_Z, allowed_Z=allowed_Z, pointer_Z1=pointer,
+        load_T=load_T, value_T=value_T, rows_RS=rows, limits_R=limits, derived=derived,
+    )  # fmt: skip
+
+
+def _sum_terms(key: Ints, value: Ints, num_entries: int, num_loads: int) -> tuple[Ints, Ints, Ints]:
+    """Sum the values of equal keys exactly, and give them as (pointer, load, value) by entry."""
+    order = np.argsort(key, kind="stable")
+    key, value = key[order], value[order]
+    starts = np.flatnonzero(np.diff(key, prepend=-1))
+    summed = np.add.reduceat(value, starts) if len(starts) else value
+    kept = summed != 0
+    key, summed = key[starts][kept], summed[kept]
+    entry, load = key // num_loads, key % num_loads
+    pointer = np.searchsorted(entry, np.arange(num_entries + 1))
+    return pointer, load, summed

@@ -1,0 +1,358 @@
+"""Which labelling is best, and how good is it known to be? Bound and fix: dual, core search, branching on joins.
+
+At a node of the search tree the dual gives prices and a bound; min-marginals at these prices rule out every entry that
+cannot beat the incumbent; the core search closes what is left, or improves the incumbent. Where the plans that share
+the dual's optimum disagree about joins, the relaxation mixes far-apart plans: the node is then split at the middle one.
+
+Axes: N nodes, Z table entries, R limit rows.
+
+Source: ours; each part is standard (cutting planes, reduced-cost fixing, bounded dynamic programming).
+"""
+
+import heapq
+import time
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+
+from qsync_opt.formulations.assignment.blend import blend
+from qsync_opt.formulations.assignment.core import extract
+from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
+from qsync_opt.formulations.assignment.effort import Effort, Pass
+from qsync_opt.formulations.assignment.frontier import search
+from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
+from qsync_opt.formulations.assignment.program import close
+from qsync_opt.formulations.assignment.relaxation import Relaxation, relax
+from qsync_opt.formulations.linear_solver import LinearSolver
+
+PROOF = 1e-9
+"""Improvements below this share of the objective are not looked for."""
+_MAX_PLANS = 60
+_BLENDS = 4
+_SHARE = 1e-3
+"""Plans with a smaller weight in the dual do not count."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a search knows: the best labelling, a bound, and whether it was cut short."""
+
+    labels_N: Ints | None
+    objective: float
+    bound: float
+    prices_R: Floats
+    nodes: int = 0
+    out_of_time: bool = False
+    interrupted: bool = False
+    proved_infeasible: bool = False
+
+
+@dataclass(order=True, slots=True)
+class _Node:
+    bound: float
+    number: int
+    allowed_Z: Bools = field(compare=False)
+    prices_R: Floats = field(compare=False)
+    plans: list[Priced] = field(compare=False)
+
+
+class BoundAndFix:
+    """Solves one assignment problem; keeps what it learnt, so that a second solve after new limits is quick."""
+
+    def __init__(self, model: AssignmentModel, relaxation: Relaxation | None = None) -> None:
+        """Plan the elimination.
+
+        Args:
+            model: The problem.
+            relaxation: What to bound it with; found if not given.
+        """
+        self.model = model
+        self.relaxation = relaxation or relax(model)
+        self._known: list[Priced] = []
+        self._prices_R: Floats | None = None
+        self.pricer = Pricer(self.relaxation.model, self.relaxation.elimination)
+        self.best: Priced | None = None
+        self._deadline = np.inf
+        num_labels = max(2, int(model.sizes_N.max(initial=1)))
+        self._exists_NA = np.arange(num_labels)[None, :] < model.sizes_N[:, None]
+        self._entry_NA = np.where(self._exists_NA, model.offset_N[:, None] + np.arange(num_labels), 0)
+        self._effort = Effort()
+        self._towards_limits_R = np.zeros(len(model.limits_R))
+        self._dived: set[bytes] = set()
+
+    def offer(self, labels_N: Ints) -> None:
+        """Keep a labelling if it is feasible and better than the incumbent."""
+        plan = Priced(labels_N, self.model.objective(labels_N), self.model.excess(labels_N))
+        if plan.feasible and plan.objective < self.upper:
+            self.best = plan
+
+    def _offer_relaxed(self, plan: Priced) -> None:
+        """Offer a plan of the relaxed model."""
+        if self.relaxation.entry_Y is not None:
+            self.offer(self.relaxation.labelling(plan.labels_N))
+        elif plan.feasible and plan.objective < self.upper:
+            self.best = plan
+
+    def under(self, limits_R: Ints) -> "BoundAndFix":
+        """A search of the same problem under other limits, which starts from what this one learnt."""
+        relaxation = self.relaxation.with_limits(limits_R)
+        other = BoundAndFix(relaxation.true, relaxation)
+        change_R = self.model.limits_R - limits_R
+        other._known = [Priced(p.labels_N, p.objective, p.excess_R + change_R) for p in self._known]
+        other._prices_R = self._prices_R
+        if self.best is not None:
+            other.offer(self.best.labels_N)
+        for plan in other._known:
+            other._offer_relaxed(plan)
+        return other
+
+    @property
+    def upper(self) -> float:
+        """Objective of the incumbent, infinite without one."""
+        return np.inf if self.best is None else self.best.objective
+
+    def solve(self, effort: Effort, *, start: Ints | None = None, deadline: float = np.inf) -> Outcome:
+        """Search until the gap, the effort or the deadline is reached, or Ctrl-C is pressed.
+
+        Args:
+            effort: How hard to search.
+            start: A labelling to start from.
+            deadline: ``time.monotonic()`` value at which to stop.
+
+        Returns:
+            The best labelling and bound.
+        """
+        self._deadline, self._effort = deadline, effort
+        if start is not None:
+            self.offer(start)
+        zero = np.zeros(len(self.model.limits_R))
+        outcome = Outcome(None, np.inf, -np.inf, zero)
+        open_nodes: list[_Node] = []
+        closed = np.inf
+        try:
+            plans, infeasible = self._feasible_start()
+            if infeasible:
+                return Outcome(None, np.inf, np.inf, zero, proved_infeasible=True)
+            prices = zero if self._prices_R is None else self._prices_R
+            open_nodes = [_Node(-np.inf, 0, self.model.allowed_Z, prices, plans)]
+            count = 1
+            while open_nodes and outcome.nodes < effort.max_nodes:
+                node = heapq.heappop(open_nodes)
+                if self._closed(node.bound, effort) or (outcome.nodes and node.bound >= self._target(effort.tree_gap)):
+                    closed = min(closed, node.bound)
+                    continue
+                if time.monotonic() > self._deadline:
+                    open_nodes.append(node)
+                    outcome.out_of_time = True
+                    break
+                outcome.nodes += 1
+                open_nodes.append(node)  # stays known while it is worked on, in case of Ctrl-C
+                bound, prices, children = self._process(node, effort)
+                open_nodes.remove(node)
+                heapq.heapify(open_nodes)
+                if outcome.nodes == 1:
+                    outcome.prices_R = self._prices_R = prices
+                if not children:
+                    closed = min(closed, bound)
+                for allowed, kept in children:
+                    heapq.heappush(open_nodes, _Node(bound, count, allowed, prices, kept))
+                    count += 1
+        except KeyboardInterrupt:
+            outcome.out_of_time = outcome.interrupted = True
+        outcome.bound = min([closed, self.upper, *(node.bound for node in open_nodes)])
+        if self.best is not None:
+            outcome.labels_N, outcome.objective = self.best.labels_N, self.best.objective
+        elif outcome.bound == np.inf and not outcome.out_of_time:
+            outcome.proved_infeasible = True
+        return outcome
+
+    def _closed(self, bound: float, effort: Effort) -> bool:
+        return bound >= self._target(effort.gap)
+
+    def _target(self, gap: float) -> float:
+        """Value that a labelling must stay below to be worth finding."""
+        return np.inf if self.best is None else self.upper - max(gap, PROOF) * abs(self.upper + self._effort.offset)
+
+    def _feasible_start(self) -> tuple[list[Priced], bool]:
+        """Plans that come near the limits, and whether it is proved that none meets them."""
+        if self.best is not None:
+            return list(self._known), False
+        limits = np.maximum(np.abs(self.model.limits_R), 1).astype(np.float64)
+        plans = list(self._known)
+        result = maximise(
+            self.pricer, self.relaxation.model.allowed_Z, prices_R=1 / limits, plans=plans, upper=np.inf,
+            tolerance=1e-6, max_steps=100, weight=0.0, stop_at_feasible=True,
+        )  # fmt: skip
+        for plan in plans:
+            self._offer_relaxed(plan)
+        self._towards_limits_R = result.prices_R
+        # The slack covers the rounding of prices times loads; excesses are whole numbers.
+        certain = result.bound > 1e-9 * float(result.prices_R @ limits)
+        return plans, bool(result.proved_infeasible or (certain and self.best is None))
+
+    def _process(self, node: _Node, effort: Effort) -> tuple[float, Floats, list[tuple[Bools, list[Priced]]]]:
+        """Bound a node and close or split it; a closed node has no children."""
+        allowed = self._affordable(node.allowed_Z)
+        dual = self._dual(allowed, node.prices_R, node.plans, effort)
+        bound = max(node.bound, dual.bound)
+        if dual.proved_infeasible or self._closed(bound, effort):
+            return bound, dual.prices_R, []
+        self._blend(dual)
+        if self._closed(bound, effort):
+            return bound, dual.prices_R, []
+        split = self._fractional_join(dual)
+        if split is not None:
+            self._dive(allowed, dual, effort)
+        passes = effort.passes if split is None else effort.passes[:3]
+        if effort.solver is None:
+            passes = tuple(each for each in passes if each.width)
+        for each in passes:
+            if self._closed(bound, effort) or time.monotonic() > self._deadline:
+                break
+            found, allowed = self._search_core(allowed, dual, each)
+            bound = max(bound, found)
+        if self._closed(bound, effort):
+            return bound, dual.prices_R, []
+        if split is None:
+            split = self._widest_choice(allowed)
+        if split is None:
+            return bound, dual.prices_R, []
+        children = []
+        for side in split:
+            child = allowed.copy()
+            child[side] = False
+            child_Y = self.relaxation.allowed(child)
+            kept = [plan for plan in dual.plans if self._fits(plan, child_Y)]
+            children.append((child, kept[-_MAX_PLANS:]))
+        return bound, dual.prices_R, children
+
+    def _blend(self, dual: DualResult) -> None:
+        """Improve the incumbent by parts of the plans that share the dual's optimum."""
+        for index in np.argsort(-dual.weights_I, kind="stable")[:_BLENDS].tolist():
+            if self.best is not None and dual.weights_I[index] > _SHARE:
+                other_N = self.relaxation.labelling(dual.plans[index].labels_N)
+                self.offer(blend(self.model, self.best.labels_N, other_N, dual.prices_R))
+
+    def _fits(self, plan: Priced, allowed_Y: Bools) -> bool:
+        return bool(allowed_Y[self.relaxation.model.chosen(plan.labels_N)].all())
+
+    def _dive(self, allowed_Z: Bools, dual: DualResult, effort: Effort) -> None:
+        """Improve the incumbent: hold the joins as a plan of the dual has them, and search what is left."""
+        by_weight = np.argsort(-dual.weights_I, kind="stable")[: effort.dives].tolist()
+        for index in by_weight:
+            plan = dual.plans[index]
+            groups = bytes(item.group_L[plan.labels_N[item.node]] for item in self.model.derived)
+            if dual.weights_I[index] < _SHARE or groups in self._dived:
+                continue
+            self._dived.add(groups)
+            held = allowed_Z.copy()
+            for item, group in zip(self.model.derived, groups, strict=True):
+                offset = self.model.offset_N[item.node]
+                held[offset : offset + len(item.group_L)] &= np.array(item.group_L) == group
+            inner = self._dual(held, dual.prices_R, dual.plans, effort)
+            bound = inner.bound
+            for each in effort.passes[: effort.dive_passes]:
+                if inner.proved_infeasible or self._closed(bound, effort) or time.monotonic() > self._deadline:
+                    break
+                found, held = self._search_core(held, inner, each)
+                bound = max(bound, found)
+
+    def _affordable(self, allowed_Z: Bools) -> Bools:
+        """Without entries that no labelling better than the incumbent has, limits set aside."""
+        if self.best is None:
+            return allowed_Z
+        no_price = np.zeros(len(self.model.limits_R))
+        relaxed = self.relaxation.model
+        _, least_Z = self.relaxation.min_marginals(relaxed.priced(no_price, self.relaxation.allowed(allowed_Z)))
+        return allowed_Z & (least_Z <= self.upper)
+
+    def _dual(self, allowed_Z: Bools, prices_R: Floats, plans: list[Priced], effort: Effort) -> DualResult:
+        allowed_Y = self.relaxation.allowed(allowed_Z)
+        known = [plan for plan in plans if self._fits(plan, allowed_Y)]
+        if not self.model.objective_Z.any():  # feasibility alone is asked for
+            bound, plan = self.pricer.lagrangian(self._towards_limits_R, allowed_Y)
+            self._offer_relaxed(plan)
+            return DualResult(bound, self._towards_limits_R, [*known, plan], np.zeros(len(known) + 1), bound == np.inf)
+        result = maximise(
+            self.pricer, allowed_Y, prices_R=prices_R, plans=known, upper=self._target(effort.gap),
+            tolerance=max(effort.gap / 50, 1e-5), max_steps=400, deadline=self._deadline,
+        )  # fmt: skip
+        for plan in result.plans:
+            self._offer_relaxed(plan)
+        if self.pricer.count <= _MAX_PLANS:
+            self._known = result.plans[-_MAX_PLANS // 2 :]
+        return result
+
+    def _search_core(self, allowed_Z: Bools, dual: DualResult, effort_pass: Pass) -> tuple[float, Bools]:
+        """Fix by min-marginals, search the rest; returns a bound and the entries left."""
+        cost_Y = self.relaxation.model.priced(dual.prices_R, self.relaxation.allowed(allowed_Z))
+        value, least_Z = self.relaxation.min_marginals(cost_Y)
+        if value == np.inf:
+            return np.inf, allowed_Z
+        base_N = self.relaxation.labelling(self.relaxation.elimination.minimise(cost_Y)[1])
+        offset = float(dual.prices_R @ self.model.limits_R)
+        least_Z -= offset
+        if self.best is not None:
+            allowed_Z = allowed_Z & (least_Z < self.upper)
+        tried_Z, ceiling = self._nearest(allowed_Z, least_Z, effort_pass.nodes)
+        tried_Z[self.model.chosen(base_N)] = True
+        core = extract(self.model, base_N, tried_Z, dual.prices_R)
+        if effort_pass.width:
+            result = search(
+                core, self._target(0.0), effort_pass.width, spread=effort_pass.spread, deadline=self._deadline
+            )
+        else:
+            left_s = self._deadline - time.monotonic()
+            solver = cast("LinearSolver", self._effort.solver)
+            result = close(core, self._target(0.0), solver, max(left_s, 0.01) if left_s < np.inf else None)
+        if result.labels_N is not None:
+            self.offer(result.labels_N)
+        return min(result.bound, ceiling), allowed_Z
+
+    def _nearest(self, allowed_Z: Bools, least_Z: Floats, most_nodes: int | None) -> tuple[Bools, float]:
+        """Leave a choice only to the nodes whose second label is least dear; what goes costs the float or more."""
+        tried_Z = allowed_Z.copy()
+        if most_nodes is None or self.model.num_nodes <= most_nodes:
+            return tried_Z, np.inf
+        least_NA = np.where(self._exists_NA & allowed_Z[self._entry_NA], least_Z[self._entry_NA], np.inf)
+        second_N = np.partition(least_NA, 1, axis=1)[:, 1]
+        order = np.argsort(second_N, kind="stable")
+        ceiling = float(second_N[order[most_nodes]])
+        out_NA = self._exists_NA & (least_NA > ceiling)
+        out_NA[order[most_nodes:]] = self._exists_NA[order[most_nodes:]]
+        tried_Z[self._entry_NA[out_NA]] = False
+        return tried_Z, ceiling
+
+    def _fractional_join(self, dual: DualResult) -> tuple[Ints, Ints] | None:
+        """Entries to forbid on either side of a split at the middle join that the dual's plans disagree about."""
+        used = [(w, p) for w, p in zip(dual.weights_I, dual.plans, strict=True) if w > _SHARE]
+        split = []
+        for item in self.model.derived:
+            share: dict[int, float] = {}
+            for weight, plan in used:
+                group = item.group_L[plan.labels_N[item.node]]
+                share[group] = share.get(group, 0.0) + float(weight)
+            if len(share) > 1:
+                split.append((item, max(share)))
+        if not split:
+            return None
+        item, group = split[len(split) // 2]
+        inside = np.array(item.group_L) == group
+        offset = self.model.offset_N[item.node]
+        return offset + np.flatnonzero(inside), offset + np.flatnonzero(~inside)
+
+    def _widest_choice(self, allowed_Z: Bools) -> tuple[Ints, Ints] | None:
+        """Entries to forbid on either side of a split at the undecided node with the largest swing in objective."""
+        best: tuple[float, Ints] | None = None
+        for node in range(self.model.num_nodes):
+            entry = np.arange(self.model.sizes_N[node]) + self.model.offset_N[node]
+            left = entry[allowed_Z[entry]]
+            if len(left) > 1:
+                swing = float(np.ptp(self.model.objective_Z[left]))
+                if best is None or swing > best[0]:
+                    best = swing, left
+        if best is None:
+            return None
+        cheap = best[1][self.model.objective_Z[best[1]].argmin()]
+        return np.array([cheap]), best[1][best[1] != cheap]

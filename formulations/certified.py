@@ -1,0 +1,142 @@
+"""Plan every device type by bound and fix, with a certificate; what `greedy` and `exact` share.
+
+Device types share nothing but the latency limit, so each is searched by itself and objectives and bounds add up.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from qsync_opt.formulations.assignment.effort import Effort
+from qsync_opt.formulations.assignment.search import PROOF, BoundAndFix, Outcome
+from qsync_opt.formulations.collapse import Collapsed, collapse
+from qsync_opt.formulations.reasons import explain
+from qsync_opt.formulations.tables import DeviceTables, GraphTables, device_tables, graph_tables
+from qsync_opt.plan import Plan
+from qsync_opt.problem import Problem, ProblemDevice
+from qsync_opt.solution import PROOF_GAP, Answer, TerminationStatus, relative_gap
+
+
+@dataclass(slots=True)
+class DeviceSearch:
+    """One device type under search; keeps its arrays and its elimination for further limits."""
+
+    problem: Problem
+    device: ProblemDevice
+    graph: GraphTables
+    tables: DeviceTables
+    tied: Sequence[Sequence[str]] = ()
+    collapsed: Collapsed = field(init=False)
+    engine: BoundAndFix = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Collapse the problem and plan the elimination."""
+        self.collapsed = collapse(self.problem, self.device, graph=self.graph, tables=self.tables, tied=self.tied)
+        self.engine = BoundAndFix(self.collapsed.model)
+
+    def solve(self, stages: Sequence[Effort], *, start: Plan | None = None, deadline: float = math.inf) -> Outcome:
+        """Search with more and more effort until the last one's gap is reached; see `BoundAndFix.solve`."""
+        labels = None if start is None else self.collapsed.labels(start.devices[self.device.name])
+        bound = -math.inf
+        for effort in stages:
+            outcome = self.engine.solve(effort, start=labels, deadline=deadline)
+            bound = outcome.bound = max(bound, outcome.bound)
+            gap = relative_gap(outcome.objective, bound)
+            reached = outcome.labels_N is not None and gap is not None and gap <= max(stages[-1].gap, 2 * PROOF)
+            if reached or outcome.proved_infeasible or outcome.out_of_time:
+                break
+        return outcome
+
+
+def plan_certified(
+    problem: Problem,
+    stages: Sequence[Effort],
+    *,
+    time_limit_s: float | None = None,
+    start: Plan | None = None,
+    tied: Sequence[Sequence[str]] = (),
+) -> Answer:
+    """Plan every device type.
+
+    Args:
+        problem: The problem.
+        stages: How hard to search on each device type, ascending; the last one's gap is the aim.
+        time_limit_s: Seconds for everything.
+        start: A plan to start from.
+        tied: Groups of adjustable operators that must share one precision.
+
+    Returns:
+        The answer, with a bound; on Ctrl-C the best known so far.
+
+    Source: ours.
+    """
+    started = time.monotonic()
+    deadline = math.inf if time_limit_s is None else started + time_limit_s
+    graph = graph_tables(problem)
+    searches: list[DeviceSearch] = []
+    outcomes: list[Outcome] = []
+    build_s = 0.0
+    for left, device in zip(range(len(problem.devices), 0, -1), problem.devices, strict=True):
+        begun = time.monotonic()
+        search = DeviceSearch(problem, device, graph, device_tables(problem, device), tied)
+        build_s += time.monotonic() - begun
+        if search.collapsed.rows.floor_ns > problem.latency_limit_ns:
+            return _infeasible(problem, searches, build_s, started, deadline)
+        interrupted = any(outcome.interrupted for outcome in outcomes)
+        now = time.monotonic()
+        share = now if interrupted else now + max(0.0, deadline - now) / left
+        searches.append(search)
+        outcomes.append(search.solve(stages, start=start, deadline=share))
+        if outcomes[-1].proved_infeasible:
+            return _infeasible(problem, searches, build_s, started, deadline)
+    return _merge(searches, outcomes, build_s, started)
+
+
+def _infeasible(
+    problem: Problem, searches: list[DeviceSearch], build_s: float, started: float, deadline: float
+) -> Answer:
+    """No plan: the last search proved it, or communication alone does."""
+    reason = explain(problem, searches[-1].collapsed if searches else None, deadline)
+    return Answer(
+        termination=TerminationStatus.INFEASIBLE,
+        build_seconds=build_s,
+        solve_seconds=time.monotonic() - started - build_s,
+        reason=reason,
+    )
+
+
+def _merge(searches: list[DeviceSearch], outcomes: list[Outcome], build_s: float, started: float) -> Answer:
+    held = all(outcome.labels_N is not None for outcome in outcomes)
+    constants = [search.collapsed.constant_objective for search in searches]
+    # Sensitivities are never negative, so neither is a bound.
+    bound = math.fsum(max(o.bound, 0.0) + c for o, c in zip(outcomes, constants, strict=True) if o.bound < math.inf)
+    objective = math.fsum(o.objective + c for o, c in zip(outcomes, constants, strict=True)) if held else None
+    if objective is not None and bound >= objective * (1 - 2 * PROOF):
+        bound = objective  # the search ends within this share of the optimum: that is its proof
+    devices: Mapping[str, Mapping[str, str]] | None = None
+    if held:
+        devices = {
+            search.device.name: search.collapsed.choices(outcome.labels_N)
+            for search, outcome in zip(searches, outcomes, strict=True)
+            if outcome.labels_N is not None
+        }
+    gap = relative_gap(objective, bound)
+    stopped = any(outcome.out_of_time for outcome in outcomes)
+    if gap is not None and gap <= PROOF_GAP:
+        termination = TerminationStatus.OPTIMAL
+    elif stopped:
+        termination = TerminationStatus.TIME_LIMIT
+    else:
+        termination = TerminationStatus.FEASIBLE if held else TerminationStatus.ERROR
+    return Answer(
+        termination=termination,
+        devices=devices,
+        objective=objective,
+        bound=bound if objective is None else min(bound, objective),
+        build_seconds=build_s,
+        solve_seconds=time.monotonic() - started - build_s,
+        reason=None if held else "no plan within the limits was found, which proves nothing; allow more time",
+    )

@@ -1,0 +1,240 @@
+"""What does precision cost in time and memory? Fronts, and the problem turned round, from one growing search.
+
+A change of the latency limit shifts the right-hand sides of all latency rows by the same amount, and of the memory
+limit one row, so every point of a front re-uses the arrays, the elimination order, the plans and the prices of the
+last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.formulations.assignment.effort import Effort
+from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome
+from qsync_opt.formulations.certified import DeviceSearch
+from qsync_opt.formulations.greedy import EFFORT_PASSES
+from qsync_opt.formulations.reasons import least_latency
+from qsync_opt.formulations.tables import device_tables, graph_tables
+from qsync_opt.plan import Plan
+from qsync_opt.problem import Problem
+
+_LOOSE_NS = 2**60
+_BISECTIONS = 60
+_COARSE = 1e-3
+"""A front's fastest limit is sought to this relative precision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontPoint:
+    """One plan of a front.
+
+    ``objective`` is its sensitivity, ``bound`` a value that no plan within the point's limit is below,
+    ``iteration_ns`` and ``memory_kib`` what the plan takes.
+    """
+
+    limit: int
+    objective: float
+    bound: float
+    iteration_ns: int
+    memory_kib: Mapping[str, int]
+    plan: Plan
+
+
+class Sweep:
+    """A problem under changing limits."""
+
+    def __init__(self, problem: Problem, *, gap: float = 5e-3, tied: Sequence[Sequence[str]] = ()) -> None:
+        """Build every device type once.
+
+        Args:
+            problem: The problem; its limits are where the sweep starts.
+            gap: Relative gap at which the search for a point stops, and it does little before it gives up; 0 proves
+                every point. Every point carries its own bound.
+            tied: Groups of adjustable operators that must share one precision.
+        """
+        self.problem = problem
+        self._effort = Effort(gap=gap, passes=EFFORT_PASSES[:2], dives=1, max_nodes=1) if gap else Effort()
+        graph = graph_tables(problem)
+        # At a latency limit of zero no row is dropped for being slack, so the rows serve every limit.
+        tight = replace(problem, latency_limit_ns=0)
+        self._searches = [
+            DeviceSearch(tight, device, graph, device_tables(problem, device), tied) for device in problem.devices
+        ]
+        self._engines = [search.engine for search in self._searches]
+
+    @property
+    def floor_ns(self) -> int:
+        """What communication, peers and the optimizer alone take."""
+        return self._searches[0].collapsed.rows.floor_ns
+
+    def solve(
+        self, latency_limit_ns: int | None = None, memory_limits_kib: Mapping[str, int] | None = None
+    ) -> FrontPoint | None:
+        """The best plan within limits, or None if there is none (or none was found).
+
+        Args:
+            latency_limit_ns: Another latency limit than the problem's.
+            memory_limits_kib: Other memory limits, by device type.
+        """
+        limit_ns = self.problem.latency_limit_ns if latency_limit_ns is None else latency_limit_ns
+        if limit_ns < self.floor_ns:
+            return None
+        outcomes: list[Outcome] = []
+        for number, search in enumerate(self._searches):
+            limits = search.collapsed.model.limits_R.copy()
+            limits[:-1] += limit_ns
+            limits[-1] += (memory_limits_kib or {}).get(search.device.name, search.device.memory_limit_kib)
+            limits[-1] -= search.device.memory_limit_kib
+            engine: BoundAndFix = self._engines[number].under(limits)
+            outcomes.append(engine.solve(self._effort))
+            if outcomes[-1].labels_N is None:
+                return None
+            self._engines[number] = engine
+        return self._point(limit_ns, outcomes)
+
+    def _point(self, limit_ns: int, outcomes: list[Outcome]) -> FrontPoint:
+        iteration_ns, memory, devices = self.floor_ns, {}, {}
+        objective, bound = [], []
+        for search, engine, outcome in zip(self._searches, self._engines, outcomes, strict=True):
+            assert outcome.labels_N is not None
+            excess = engine.model.excess(outcome.labels_N)
+            if len(excess) > 1:
+                iteration_ns = max(iteration_ns, limit_ns + int(excess[:-1].max()))
+            constant = search.collapsed.constant_objective
+            memory[search.device.name] = search.collapsed.memory_kib(outcome.labels_N)
+            devices[search.device.name] = search.collapsed.choices(outcome.labels_N)
+            objective.append(outcome.objective + constant)
+            bound.append(max(outcome.bound, 0.0) + constant)
+        return FrontPoint(
+            limit=limit_ns,
+            objective=math.fsum(objective),
+            bound=min(math.fsum(bound), math.fsum(objective)),
+            iteration_ns=iteration_ns,
+            memory_kib=memory,
+            plan=Plan(problem=self.problem.name, devices=devices),
+        )
+
+    def slowest(self) -> FrontPoint | None:
+        """The best plan within memory, however long it takes."""
+        return self.solve(_LOOSE_NS)
+
+    def fastest_ns(self) -> int | None:
+        """About the least latency limit at which there is a plan; None if memory alone forbids every plan."""
+        found = [least_latency(search.collapsed, math.inf, precision=_COARSE)[1] for search in self._searches]
+        return int(max(found)) if max(found) < math.inf else None
+
+
+def latency_front(
+    problem: Problem, *, points: int | None = 50, gap: float = 5e-3, tied: Sequence[Sequence[str]] = ()
+) -> tuple[FrontPoint, ...]:
+    """Sensitivity against iteration time within the memory limits.
+
+    Args:
+        problem: The problem; its latency limit is set aside.
+        points: Latency limits to try, evenly spaced; None for every point of the front (with ``gap=0``, exactly).
+        gap: Relative gap of every point.
+        tied: Groups of adjustable operators that must share one precision.
+
+    Returns:
+        Points that no other found point beats in both, from the slowest to the fastest; empty if memory forbids all.
+
+    Source: the epsilon-constraint method.
+    """
+    sweep = Sweep(problem, gap=gap, tied=tied)
+    point = sweep.slowest()
+    found: list[FrontPoint] = []
+    if point is None:
+        return ()
+    if points is None:
+        while point is not None:
+            found.append(point)
+            point = sweep.solve(point.iteration_ns - 1)
+        return _undominated(found)
+    if points < 1:
+        raise ProblemError(f"points is {points}, but a front needs at least 1")
+    found.append(point)
+    fastest_ns = sweep.fastest_ns()
+    if fastest_ns is not None and points > 1:
+        for limit in np.linspace(point.iteration_ns, fastest_ns, points)[1:].astype(np.int64).tolist():
+            point = sweep.solve(max(limit, fastest_ns))
+            if point is not None:
+                found.append(point)
+    return _undominated(found)
+
+
+def memory_front(
+    problem: Problem, device: str, *, points: int = 50, gap: float = 5e-3, tied: Sequence[Sequence[str]] = ()
+) -> tuple[FrontPoint, ...]:
+    """Sensitivity against the memory of one device type within the latency limit; see `latency_front`."""
+    problem.device(device)
+    sweep = Sweep(problem, gap=gap, tied=tied)
+    point = sweep.solve(memory_limits_kib={device: 2**50})
+    found: list[FrontPoint] = []
+    while point is not None and len(found) < points:
+        found.append(point)
+        # Equal steps down from what the first plan takes.
+        step = max(1, found[0].memory_kib[device] // points)
+        limit = min(point.memory_kib[device] - 1, found[0].memory_kib[device] - len(found) * step)
+        point = sweep.solve(memory_limits_kib={device: limit})
+    return _undominated(found, device)
+
+
+def _undominated(found: list[FrontPoint], device: str | None = None) -> tuple[FrontPoint, ...]:
+    """From the largest to the least use; a point goes if another with no more use is as good."""
+
+    def use(point: FrontPoint) -> int:
+        return point.iteration_ns if device is None else point.memory_kib[device]
+
+    kept: list[FrontPoint] = []
+    for point in sorted(found, key=lambda p: (use(p), p.objective)):
+        if not kept or point.objective < kept[-1].objective:
+            kept.append(point)
+    return tuple(reversed(kept))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FastestWithin:
+    """The fastest plan found whose sensitivity keeps a budget; no such plan is faster than ``bound_ns``."""
+
+    point: FrontPoint
+    bound_ns: int
+
+
+def fastest_within(
+    problem: Problem, sensitivity_budget: float, *, tied: Sequence[Sequence[str]] = ()
+) -> FastestWithin | None:
+    """The problem turned round: least iteration time with total sensitivity at most ``sensitivity_budget``.
+
+    Args:
+        problem: The problem; its latency limit is set aside.
+        sensitivity_budget: Most total sensitivity.
+        tied: Groups of adjustable operators that must share one precision.
+
+    Returns:
+        The plan and a proved lower bound of the time, or None if no plan within memory keeps the budget.
+
+    Source: ours; bisection over the latency limit, in which every plan and every bound found moves an end.
+    """
+    if not (math.isfinite(sensitivity_budget) and sensitivity_budget >= 0):
+        raise ProblemError(f"the sensitivity budget is {sensitivity_budget!r}, but it must be finite and at least 0")
+    sweep = Sweep(problem, gap=0.0, tied=tied)
+    best = sweep.slowest()
+    if best is None or best.objective > sensitivity_budget:
+        return None
+    low, high = sweep.floor_ns, best.iteration_ns
+    for _ in range(_BISECTIONS):
+        if low >= high:
+            break
+        point = sweep.solve((low + high) // 2)
+        if point is not None and point.objective <= sensitivity_budget:
+            best, high = point, min(high, point.iteration_ns)
+        elif point is None or point.bound > sensitivity_budget:
+            low = (low + high) // 2 + 1
+        else:
+            break
+    return FastestWithin(point=best, bound_ns=min(low, high))

@@ -1,0 +1,159 @@
+"""Why is there no plan? Which limits clash on which device type, what could be met, and which operators force it."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+
+from qsync_opt.formulations.assignment.effort import PASSES, Effort
+from qsync_opt.formulations.assignment.model import AssignmentModel, Ints
+from qsync_opt.formulations.assignment.search import BoundAndFix
+from qsync_opt.formulations.collapse import Collapsed, collapse
+from qsync_opt.problem import Problem
+
+_LOOSE_NS = 2**60
+_SHOWN = 3
+"""Operators named as those that force a limit."""
+_NODES = 50
+"""Most nodes of each search for a least value."""
+_STEPS = 80
+
+
+def explain(problem: Problem, collapsed: Collapsed | None, deadline: float) -> str:
+    """Say why a device type has no plan.
+
+    Args:
+        problem: The problem.
+        collapsed: The device type that has none; None if communication alone breaks the latency limit.
+        deadline: ``time.monotonic()`` value at which to stop looking for least values.
+
+    Returns:
+        One line: the limits that clash, the least value of each that could be met, and the operators that force it.
+
+    Source: ours.
+    """
+    limit_ns = problem.latency_limit_ns
+    if collapsed is None or collapsed.rows.floor_ns > limit_ns:
+        floor_ns = _floor(problem, collapsed)
+        return (
+            f"the latency limit of {limit_ns} ns cannot be met by any plan: the devices of fixed precision, the "
+            f"all-reduces and the optimizer alone take {floor_ns} ns, the least value that could be met"
+        )
+    device = collapsed.device
+    memory, least_kib, labels = _least_memory(collapsed, _LOOSE_NS, deadline)
+    if memory > device.memory_limit_kib:
+        return (
+            f"the memory limit of device {device.name!r}, {device.memory_limit_kib} KiB, cannot be met by any plan; "
+            f"the least value that could be met is {_between(memory, least_kib, 'KiB')}"
+            + _forced(collapsed, labels, by_memory=True)
+        )
+    low, high, labels = least_latency(collapsed, deadline)
+    text = (
+        f"the latency limit of {limit_ns} ns cannot be met on device {device.name!r} within its memory limit of "
+        f"{device.memory_limit_kib} KiB; the least value that could be met is {_between(low, high, 'ns')}"
+    )
+    memory, least_kib, _ = _least_memory(collapsed, limit_ns, deadline)
+    if memory < math.inf:
+        text += f" (or keep it, and allow {_between(memory, least_kib, 'KiB')} of memory)"
+    else:
+        text += " (no amount of memory helps)"
+    return text + _forced(collapsed, labels, by_memory=False)
+
+
+def _floor(problem: Problem, collapsed: Collapsed | None) -> int:
+    from qsync_opt.formulations.tables import graph_tables, latency_rows
+
+    return (collapsed.rows if collapsed else latency_rows(problem, graph_tables(problem), 0)).floor_ns
+
+
+def _between(low: float, high: float, unit: str) -> str:
+    if low >= high:
+        return f"{int(high)} {unit}"
+    best = f", the best found is {int(high)} {unit}" if high < math.inf else ""
+    return f"at least {int(low)} {unit} (not settled further{best})"
+
+
+def _forced(collapsed: Collapsed, labels_N: Ints | None, *, by_memory: bool) -> str:
+    """Name the operators that take most of the limit even in the least plan."""
+    if labels_N is None:
+        return ""
+    precisions = collapsed.precisions(labels_N)
+    rows = np.arange(len(precisions))
+    tables = collapsed.tables
+    spent = tables.memory_OP if by_memory else tables.forward_OP + tables.backward_OP
+    own = spent[rows, precisions]
+    worst = np.argsort(-own, kind="stable")[:_SHOWN].tolist()
+    unit = "KiB" if by_memory else "ns"
+    formats = tuple(collapsed.problem.formats)
+    names = ", ".join(
+        f"{collapsed.graph.names[i]!r} ({own[i]} {unit} at {formats[int(precisions[i])]})" for i in worst if own[i]
+    )
+    return f"; even there most is taken by {names}" if names else ""
+
+
+def _least_memory(collapsed: Collapsed, limit_ns: int, deadline: float) -> tuple[float, float, Ints | None]:
+    """Bounds of the least memory within a latency limit, and a plan; infinite if no plan keeps the limit."""
+    problem, device = collapsed.problem, collapsed.device
+    loose = collapse(
+        problem, device, graph=collapsed.graph, tables=collapsed.tables, latency_limit_ns=limit_ns, memory_limit_kib=0
+    )
+    model = loose.model
+    # The memory row becomes the objective; its constant part is what was taken off the right-hand side.
+    constant = -int(model.limits_R[-1])
+    cost = np.zeros(len(model.objective_Z))
+    entry_T = np.repeat(np.arange(len(cost)), np.diff(model.pointer_Z1))
+    memory = model.load_T == model.rows_RS.shape[1] - 1
+    np.add.at(cost, entry_T[memory], model.value_T[memory].astype(np.float64))
+    outcome = BoundAndFix(with_objective(model, cost, model.rows_RS[:-1], model.limits_R[:-1])).solve(
+        Effort(max_nodes=_NODES, offset=float(constant)), deadline=deadline
+    )
+    if outcome.proved_infeasible:
+        return math.inf, math.inf, None
+    if outcome.labels_N is None:
+        return max(0.0, outcome.bound + constant), math.inf, None
+    value = round(outcome.objective) + constant
+    bound = math.ceil(outcome.bound + constant - 1e-2 - 1e-9 * abs(value))  # amounts are whole
+    return min(bound, value), value, outcome.labels_N
+
+
+def with_objective(model: AssignmentModel, cost_Z: object, rows_RS: Ints, limits_R: Ints) -> AssignmentModel:
+    """The same graph and loads under another objective and other limits."""
+    return AssignmentModel(
+        sizes_N=model.sizes_N, edges_E2=model.edges_E2, objective_Z=np.asarray(cost_Z, dtype=np.float64),
+        allowed_Z=model.allowed_Z, pointer_Z1=model.pointer_Z1, load_T=model.load_T, value_T=model.value_T,
+        rows_RS=rows_RS, limits_R=limits_R, derived=model.derived,
+    )  # fmt: skip
+
+
+def least_latency(collapsed: Collapsed, deadline: float, *, precision: float = 0.0) -> tuple[float, float, Ints | None]:
+    """Bounds of the least iteration time of one device type within its memory limit, and a plan; by bisection.
+
+    Every plan found gives its own iteration time as the next upper end, and every proof that a limit cannot be met the
+    next lower end. With a ``precision`` above 0 the search ends at that relative distance and does little per limit, so
+    that the lower end is then no proof.
+    """
+    effort = Effort(passes=PASSES[:2], max_nodes=1) if precision else Effort(max_nodes=_NODES)
+    low, high, best = collapsed.rows.floor_ns, math.inf, None
+    limit: float = _LOOSE_NS
+    for _ in range(_STEPS):
+        other = collapse(
+            collapsed.problem, collapsed.device, graph=collapsed.graph, tables=collapsed.tables,
+            latency_limit_ns=int(limit),
+        )  # fmt: skip
+        model = other.model
+        free = np.zeros(len(model.objective_Z))
+        engine = BoundAndFix(with_objective(model, free, model.rows_RS, model.limits_R))
+        outcome = engine.solve(effort, deadline=deadline)
+        if outcome.labels_N is not None:
+            best = outcome.labels_N
+            high = min(high, collapsed.iteration_ns(best))
+        elif outcome.proved_infeasible or (precision and high < math.inf):
+            low = int(limit) + 1
+        else:
+            break
+        if high - low <= precision * high or time.monotonic() > deadline or high == math.inf:
+            break
+        limit = (low + high) // 2
+    return low, high, best

@@ -1,0 +1,42 @@
+"""The master program: optimum, prices and weights on programs solved by hand."""
+
+import numpy as np
+import pytest
+
+from qsync_opt.formulations.assignment.master import Master
+
+
+def test_two_plans_meet_where_the_limit_holds_on_average():
+    master = Master(1, box=1e6)
+    master.add(0.0, np.array([2.0]))  # free, but 2 over the limit
+    master.add(6.0, np.array([-1.0]))
+    value, prices, weights = master.solve()
+    # Mix 1/3 and 2/3 to sit on the limit: cost 4; the price is 6 / 3.
+    assert value == pytest.approx(4.0)
+    assert prices == pytest.approx([2.0])
+    assert weights == pytest.approx([1 / 3, 2 / 3])
+
+
+def test_without_a_plan_within_the_limit_the_price_is_the_box():
+    master = Master(1, box=50.0)
+    master.add(1.0, np.array([2.0]))
+    value, prices, _ = master.solve()
+    assert prices == pytest.approx([50.0])
+    assert value == pytest.approx(101.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prices_and_weights_prove_each_other(seed):
+    rng = np.random.default_rng(seed)
+    rows, plans = int(rng.integers(1, 6)), int(rng.integers(2, 40))
+    cost, excess = rng.uniform(0, 10, plans), rng.normal(0, 1, (plans, rows))
+    master = Master(rows, box=100.0)
+    for number in range(plans):  # added in portions, as the dual does
+        master.add(cost[number], excess[number])
+        value, prices, weights = master.solve()
+    assert weights.sum() == pytest.approx(1.0)
+    assert (prices >= 0).all()
+    assert (prices <= 100).all()
+    assert value == pytest.approx(float((cost + excess @ prices).min()), rel=1e-8, abs=1e-8)
+    over = np.maximum(weights @ excess, 0.0)
+    assert value == pytest.approx(float(weights @ cost + 100.0 * over.sum()), rel=1e-6, abs=1e-6)

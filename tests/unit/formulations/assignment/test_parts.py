@@ -1,0 +1,80 @@
+"""Parts of the search by themselves: relaxation, blending, the core program, new limits."""
+
+import numpy as np
+import pytest
+
+from qsync_opt.formulations.assignment import elimination
+from qsync_opt.formulations.assignment.blend import blend
+from qsync_opt.formulations.assignment.core import extract
+from qsync_opt.formulations.assignment.effort import Effort
+from qsync_opt.formulations.assignment.frontier import search
+from qsync_opt.formulations.assignment.program import close
+from qsync_opt.formulations.assignment.relaxation import relax
+from qsync_opt.formulations.assignment.search import BoundAndFix
+from qsync_opt.formulations.solvers.ortools_solver import OrtoolsSolver
+
+
+def best_of(model, labellings):
+    return min((model.objective(x) for x in labellings if (model.excess(x) <= 0).all()), default=np.inf)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_dense_graphs_are_split_and_still_solved(seed, random_model, every_labelling, monkeypatch):
+    monkeypatch.setattr(elimination, "MAX_TABLE_ENTRIES", 20)
+    model = random_model(seed, nodes=7, density=1.0)
+    relaxation = relax(model)
+    assert relaxation.entry_Y is not None
+    prices = np.full(len(model.limits_R), 0.3)
+    bound, _ = relaxation.elimination.minimise(relaxation.model.priced(prices, relaxation.allowed(model.allowed_Z)))
+    cost = model.priced(prices, model.allowed_Z)
+    assert bound <= min(float(cost[model.chosen(x)].sum()) for x in every_labelling(model)) + 1e-9
+    outcome, truth = BoundAndFix(model).solve(Effort()), best_of(model, every_labelling(model))
+    assert outcome.objective == pytest.approx(truth, rel=1e-8, abs=1e-12)
+    assert outcome.bound <= truth + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_blending_keeps_the_limits_and_never_loses(seed, random_model, every_labelling):
+    model = random_model(seed, nodes=7, density=0.15)
+    every = every_labelling(model)
+    feasible = [x for x in every if (model.excess(x) <= 0).all()]
+    if not feasible:
+        pytest.skip("no labelling keeps these limits")
+    worst, best = max(feasible, key=model.objective), min(every, key=model.objective)
+    mixed = blend(model, worst, best, np.ones(len(model.limits_R)))
+    assert (model.excess(mixed) <= 0).all()
+    assert model.objective(mixed) <= model.objective(worst) + 1e-12
+    assert np.isfinite(model.objective(mixed))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_core_search_and_solver_agree(seed, random_model, every_labelling):
+    model = random_model(seed, rows=2)
+    truth = best_of(model, every_labelling(model))
+    relaxation = relax(model)
+    prices = np.full(2, 0.1)
+    base = relaxation.elimination.minimise(model.priced(prices, model.allowed_Z))[1]
+    core = extract(model, base, model.allowed_Z, prices)
+    upper = 1e6
+    searched = search(core, upper, 10_000, spread=False)
+    closed = close(core, upper, OrtoolsSolver(), None)
+    for found in (searched, closed):
+        if truth == np.inf:
+            assert found.labels_N is None
+        else:
+            assert (model.excess(found.labels_N) <= 0).all()
+            assert model.objective(found.labels_N) == pytest.approx(truth, rel=1e-6, abs=1e-6)
+            assert found.bound <= truth + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_new_limits_reuse_the_search(seed, random_model, every_labelling):
+    model = random_model(seed, rows=2)
+    first = BoundAndFix(model)
+    first.solve(Effort())
+    for change in (-15, 20):
+        other = first.under(model.limits_R + change)
+        truth = best_of(other.model, every_labelling(model))
+        outcome = other.solve(Effort())
+        assert outcome.objective == pytest.approx(truth, rel=1e-8, abs=1e-12)
+        assert outcome.bound <= truth + 1e-9

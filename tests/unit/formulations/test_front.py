@@ -1,0 +1,54 @@
+"""Fronts hold every trade-off, and the problem turned round agrees with them."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from qsync_opt import solve
+from qsync_opt.errors import ProblemError
+from qsync_opt.evaluation import evaluate
+from qsync_opt.formulations.front import fastest_within, latency_front, memory_front
+from qsync_opt.testing import chain, random_problem
+
+
+def solvable(count):
+    problems = (random_problem(random.Random(seed)) for seed in range(200))
+    return [problem for problem in problems if solve(problem, "exhaustive").plan is not None][:count]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_the_whole_front_is_every_trade_off(number):
+    problem = solvable(5)[number]
+    front = latency_front(problem, points=None, gap=0.0)
+    for slower, faster in itertools.pairwise(front):
+        assert slower.iteration_ns > faster.iteration_ns
+        assert slower.objective < faster.objective
+    for point in front:
+        found = evaluate(replace(problem, latency_limit_ns=point.iteration_ns), point.plan)
+        assert found.feasible
+        assert found.iteration_ns == point.iteration_ns
+        assert found.objective == pytest.approx(point.objective)
+        best = solve(replace(problem, latency_limit_ns=point.iteration_ns), "exhaustive")
+        assert best.objective == pytest.approx(point.objective, rel=1e-8, abs=1e-15)
+    below = replace(problem, latency_limit_ns=front[-1].iteration_ns - 1)
+    assert solve(below, "exhaustive").plan is None
+    middle = front[len(front) // 2]
+    turned = fastest_within(problem, middle.objective * (1 + 1e-6))
+    assert turned.point.iteration_ns == middle.iteration_ns == turned.bound_ns
+
+
+def test_points_of_a_front_carry_bounds():
+    problem = chain().problem
+    front = latency_front(problem, points=5)
+    assert all(point.bound <= point.objective for point in front)
+    memory = memory_front(problem, problem.devices[0].name, points=4)
+    assert [p.objective for p in memory] == sorted(p.objective for p in memory)
+
+
+def test_what_cannot_be_asked():
+    with pytest.raises(ProblemError, match="points is 0"):
+        latency_front(chain().problem, points=0)
+    with pytest.raises(ProblemError, match="sensitivity budget is -1"):
+        fastest_within(chain().problem, -1.0)

@@ -1,0 +1,45 @@
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from qsync_opt.evaluation import evaluate
+from qsync_opt.plan import load_plan
+from qsync_opt.problem_file import load_problem
+from qsync_opt.runtimes.torch.demo.model import GptConfig
+from qsync_opt.runtimes.torch.demo.run import run_demo
+from qsync_opt.runtimes.torch.demo.settings import INFERENCE, TRAINER, DemoOptions
+
+
+@pytest.mark.timeout(280)
+def test_a_small_demo_runs_from_end_to_end(tmp_path):
+    sizes = GptConfig(context=32, width=32, heads=2, layers=1)
+    options = DemoOptions(steps=20, batch=4, learning_rate=1e-2, model=sizes)
+    shown = io.StringIO()
+    result = run_demo(tmp_path, options, Console(file=shown, width=120))
+
+    problem, plan = load_problem(tmp_path / "problem.json"), load_plan(tmp_path / "plan.json")
+    evaluation = evaluate(problem, plan)
+    assert evaluation.feasible
+    assert evaluation.objective == result.solved[0].objective
+    exact = result.solved[1]
+    assert exact.termination == "optimal"
+    assert exact.objective <= evaluation.objective * (1 + 1e-9)
+
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
+        f"{TRAINER} (one of 1)",
+        f"{INFERENCE} (one of 1)",
+    }
+    assert set(result.measured) == {"FP32", "plan", "uniform lowest"}
+    for run in result.measured.values():
+        assert len(run.losses) == options.steps
+        assert run.losses[-1] < run.losses[0]
+        assert min(run.pair_s, *run.alone_s.values(), *run.peak_bytes.values(), run.held_out_loss) > 0
+    # The same weights and batches, so the first FP32 loss of the first worker is the same in every run.
+    assert len({run.losses[0] for run in result.measured.values()}) == 1
+    report = (tmp_path / "report.md").read_text()
+    for text in (report, shown.getvalue()):
+        assert "predicted" in text.lower()
+        assert "blocks.0.qkv/linear" in text
