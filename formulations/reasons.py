@@ -114,6 +114,8 @@ def _least_memory(collapsed: Collapsed, limit_ns: int, deadline: float) -> tuple
     if outcome.labels_N is None:
         return max(0.0, outcome.bound + constant), math.inf, None
     value = round(outcome.objective) + constant
+    if math.isinf(outcome.bound):  # a plan was met before any bound
+        return 0.0, value, outcome.labels_N
     bound = math.ceil(outcome.bound + constant - 1e-2 - 1e-9 * abs(value))  # amounts are whole
     return min(bound, value), value, outcome.labels_N
 

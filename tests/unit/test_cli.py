@@ -193,7 +193,7 @@ def test_names_beyond_the_terminal_are_written_all_the_same(tmp_path):
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(r"\xe4\xdf: feasible")
+    assert done.stdout.startswith(r"\xe4\xdf: ")
 
 
 def test_native_chatter_stays_off_standard_output(problem_file):
