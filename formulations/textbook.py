@@ -205,4 +205,6 @@ def _reason(problem: Problem, solver: Any, options: SolveOptions, started: float
     """Which limit cannot be met: the plain program only says that there is one."""
     deadline = math.inf if options.time_limit_s is None else started + options.time_limit_s
     verdict = explain_infeasible(problem, solver, deadline)
-    return "the solver proved that no plan meets all limits" if verdict is None else verdict.reason
+    if verdict is None or not verdict.proved:
+        return "the solver proved that the limits cannot be met, but there was no time to find out which"
+    return verdict.reason

@@ -21,6 +21,23 @@ _CUDA_FROM: dict[str, tuple[int, int]] = {
 }
 
 
+def known_device(device: torch.device | str) -> torch.device:
+    """The device that a name stands for.
+
+    Raises:
+        UnsupportedError: torch knows no such device, or does not see the card here.
+    """
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise UnsupportedError(f"device {device!r}: plans can be made for cpu and cuda") from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise UnsupportedError(
+            f"device {str(found)!r}: torch sees {torch.cuda.device_count()} CUDA devices here; name one of them, or cpu"
+        )
+    return found
+
+
 def device_precisions(device: torch.device | str) -> tuple[str, ...]:
     """Precisions in which operators can be planned on a device, from the coarsest to the finest.
 
@@ -28,9 +45,9 @@ def device_precisions(device: torch.device | str) -> tuple[str, ...]:
     arithmetic), so that it would only add error. ``cuda``: by compute capability.
 
     Raises:
-        UnsupportedError: A device that is neither ``cpu`` nor ``cuda``.
+        UnsupportedError: A device that is neither ``cpu`` nor ``cuda``, or a card that torch does not see.
     """
-    device = torch.device(device)
+    device = known_device(device)
     if device.type == "cpu":
         return ("INT8", "BF16", "FP32")
     if device.type == "cuda":

@@ -76,6 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_OK  # the reader has gone; there is nobody left to tell
+    except OSError as failure:  # a full disk, say
+        print(f"qsync-opt {options.command}: the operating system refuses: {failure}", file=sys.stderr)
+        return EXIT_UNUSABLE
     return status
 
 
@@ -86,16 +89,17 @@ def results_on_stdout() -> Iterator[None]:
     Solvers print notes of their own at times, and one line too many spoils a JSON output.
     """
     try:
-        descriptor = sys.stdout.fileno()
-    except (OSError, ValueError):  # a stream without a descriptor: natives cannot reach it anyway
+        descriptor, errors = sys.stdout.fileno(), sys.stderr.fileno()
+    except (OSError, ValueError, AttributeError):  # closed, or without a descriptor: natives cannot reach it anyway
         yield
         return
     sys.stdout.flush()
     kept = os.dup(descriptor)
-    os.dup2(sys.stderr.fileno(), descriptor)
+    os.dup2(errors, descriptor)
     try:
+        # A name that the terminal has no letters for is no reason to fail.
         with (
-            open(kept, "w", encoding=sys.stdout.encoding, closefd=False) as stream,
+            open(kept, "w", encoding=sys.stdout.encoding, errors="backslashreplace", closefd=False) as stream,
             contextlib.redirect_stdout(stream),
         ):
             yield

@@ -10,7 +10,7 @@ from typing import Any
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.graph import Role
-from qsync_opt.jsonio import Extras, Fields, merge_extras, read_json, split_extras, write_json
+from qsync_opt.jsonio import Extras, Fields, check_name, merge_extras, read_json, split_extras, write_json
 from qsync_opt.problem import Problem, ProblemDevice
 from qsync_opt.propagation import propagate
 
@@ -35,7 +35,10 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.devices:
             raise ProblemError("the plan has no devices; it must name at least one device type")
+        check_name(self.problem, "plan: problem name")
         for device, plan in self.devices.items():
+            if not isinstance(plan, Mapping):
+                raise ProblemError(f"plan for device {device!r} is {plan!r}, but it must map operator to precision")
             for operator, precision in plan.items():
                 if not isinstance(precision, str) or not precision:
                     raise ProblemError(

@@ -73,11 +73,15 @@ def solve(
     if tied:
         require(Kind.FORMULATION, method, Feature.TIED)
     if gap and Feature.GAP not in features(Kind.FORMULATION, method):
-        _LOGGER.warning("method %r has no bound, so the gap of %g does not stop it early", name, gap)
+        _LOGGER.warning("method %r has no bound, so the gap of %s does not stop it early", name, gap)
     if isinstance(solver, str):
         solver = create(Kind.SOLVER, solver)
     options = SolveOptions(
-        solver=solver, time_limit_s=time_limit_s, gap=gap or 0.0, start=start, tied=tuple(map(tuple, tied))
+        solver=solver,
+        time_limit_s=time_limit_s,
+        gap=0.0 if gap is None else gap,
+        start=start,
+        tied=tuple(map(tuple, tied)),
     )
     answer: Answer = formulation.solve(problem, options)
     if answer.devices is None and answer.reason is None and answer.termination is TerminationStatus.TIME_LIMIT:

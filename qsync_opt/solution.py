@@ -63,9 +63,10 @@ class SolveOptions:
     tied: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.time_limit_s is not None and not 0 < self.time_limit_s < float("inf"):
-            raise ProblemError(f"time limit is {self.time_limit_s!r} s, but it must be a finite number above 0")
-        if not 0 <= self.gap < 1:
+        limit_s, gap = self.time_limit_s, self.gap
+        if limit_s is not None and (not isinstance(limit_s, int | float) or not 0 < limit_s < float("inf")):
+            raise ProblemError(f"time limit is {limit_s!r} s, but it must be a finite number above 0")
+        if not isinstance(gap, int | float) or not 0 <= gap < 1:
             raise ProblemError(f"gap is {self.gap!r}, but it must be at least 0 and below 1")
 
 

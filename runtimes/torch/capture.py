@@ -7,12 +7,11 @@ included that leave no node behind. Nothing of the model changes: mode, buffers 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -32,6 +31,7 @@ from qsync_opt.runtimes.torch.exporting import export_onnx, export_program, loca
 from qsync_opt.runtimes.torch.flatten import flatten
 from qsync_opt.runtimes.torch.fx_operators import Operators, read_operators
 from qsync_opt.runtimes.torch.interception import OperatorCall, intercepted
+from qsync_opt.runtimes.torch.unchanged import model_unchanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,8 @@ def capture_model(
     _check_model(model, args)
     with training_mode(model):
         seen = _run_once(model, args, kwargs)
-        program = export_program(model, args, kwargs)
+        with model_unchanged(model):  # tracing leaves its own tensors where the forward pass assigns buffers
+            program = export_program(model, args, kwargs)
     flatten(program)
     operators = read_operators(program, model, roles or RoleTable(), name or type(model).__name__)
     _compare(operators.graph, seen)
@@ -130,31 +131,12 @@ def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
     with (
         torch.no_grad(),
-        _unchanged_buffers(model),
-        _unchanged_random_state(model),
+        model_unchanged(model),
         locating(model, "the forward pass failed"),
         intercepted(model, note),
     ):
         model(*args, **kwargs)
     return tuple(seen)
-
-
-@contextlib.contextmanager
-def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, values in kept:
-                buffer.copy_(values)
-
-
-@contextlib.contextmanager
-def _unchanged_random_state(model: nn.Module) -> Iterator[None]:
-    devices = {p.device.index or 0 for p in (*model.parameters(), *model.buffers()) if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices)):
-        yield
 
 
 def _compare(graph: OpGraph, seen: tuple[str, ...]) -> None:

@@ -129,7 +129,10 @@ class Interception:
 
     The model's class, parameters, hooks and ``state_dict`` stay as they are. Shared modules report under the first
     path that ``named_modules`` gives them. A module that runs again during the backward pass (activation
-    checkpointing) reports under the names, and with the pass index, of the call that it repeats.
+    checkpointing) reports under the names, and with the pass index, of the call that it repeats in the
+    last forward pass: where a second one comes before the backward pass of the first, the first is recomputed with the
+    index of the second. What is checkpointed must be a module: a plain function runs again outside of any module's
+    ``forward``, where its own operations are not seen.
 
     Attributes:
         path: Path of the running module, None outside of a forward pass.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.errors import ModelError
+from qsync_opt.jsonio import check_integer
 from qsync_opt.runtimes.torch.allocations import allocation_of
 from qsync_opt.runtimes.torch.estimate import steady_medians
 from qsync_opt.runtimes.torch.extra_bench import state_bytes
@@ -113,6 +114,8 @@ def measure_iteration(
         Times and peak memory. On cuda the peak is that of the caching allocator; on cpu what ``torch.profiler`` reports
         as allocated in one further iteration, plus parameters, buffers, optimizer state and all-reduce buckets.
     """
+    check_integer(repeats, "repeats", minimum=1)
+    check_integer(warm_up, "warm_up")
     run = _run_cuda if example.device.type == "cuda" else _run_cpu
     rows = [run(example, optimizer) for _ in range(warm_up + repeats)][warm_up:]
     forward, backward, step, whole = (round(statistics.median(column)) for column in zip(*rows, strict=True))

@@ -81,13 +81,13 @@ def profile(
         The profile; ``profile.save(path)`` writes it.
 
     Raises:
-        UnsupportedError: The device has no such precision, or is neither cpu nor cuda.
+        UnsupportedError: The device has no such precision, is neither cpu nor cuda, or is not there.
         ProblemError: The cache folder cannot be used.
 
     Source: QSync profiles whole runs per precision and matches names (IPDPS 2024); measuring each operator by itself,
         with casts apart and a fitted overhead, is ours.
     """
-    device = torch.device(device)
+    device = backend.known_device(device)
     formats = wanted_formats(device, precisions)
     check_integer(repeats, "repeats", minimum=1)
     options = dataclasses.replace(options or KernelOptions(), half_format=backend.half_format(device))

@@ -20,6 +20,7 @@ from qsync_opt.runtimes.torch.gradient_probe import probe_gains
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
+from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.statistics import GRADIENTS, Gain, ModelStatistics, OperatorKind, OperatorStatistics, Signal
 from qsync_opt.statistics_merge import merge_operators, merge_statistics
 
@@ -206,25 +207,6 @@ def _watched(model: nn.Module, collector: _Collector) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def model_unchanged(model: nn.Module) -> Iterator[None]:
-    """Put buffers, gradients and the random state back as they were."""
-    devices = {p.device for p in (*model.parameters(), *model.buffers()) if p.device.type == "cuda"}
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    with torch.random.fork_rng(devices=sorted(devices, key=lambda d: d.index or 0)):
-        try:
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
-
-
-@contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """No autocast and no TF32 within the block."""
     with contextlib.ExitStack() as stack:
@@ -334,6 +316,9 @@ def collect_statistics(
             collector = _Collector(model, graph, sample_elements)
             with _watched(model, collector):
                 loss = run(model, batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise ModelError(f"the step returned {kind}: it must return the loss, a tensor with one element")
             if not loss.requires_grad:
                 raise ModelError("the loss does not depend on any trainable parameter: nothing can be measured")
             loss.backward()  # type: ignore[no-untyped-call]

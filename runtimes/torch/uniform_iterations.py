@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
-import torch
-from torch import nn
-
 from qsync_opt.calibration import MeasuredPasses, uniform_choices
 from qsync_opt.device_profile import DeviceProfile
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.measure import TrainingExample, time_passes
+from qsync_opt.runtimes.torch.unchanged import model_unchanged
 
 
 def measure_uniform(
@@ -32,7 +27,7 @@ def measure_uniform(
         repeats: Iterations per precision that count.
     """
     measured = {}
-    with _unchanged(example.model, example.device):
+    with model_unchanged(example.model):
         for precision in profile.formats:
             if len(profile.formats) == 1:
                 measured[precision] = MeasuredPasses(**time_passes(example, repeats))
@@ -45,20 +40,3 @@ def measure_uniform(
             finally:
                 undo(example.model)
     return measured
-
-
-@contextlib.contextmanager
-def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, values in buffers:
-                    buffer.copy_(values)

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,40 @@ def test_version(capfd):
     status, out, _ = _run(capfd, "--version")
     assert status == 0
     assert out.startswith("qsync-opt ")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_cannot_be_written_exits_2_with_one_line(problem_file):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, "solve", str(problem_file), "--json"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_closed_stream_does_no_harm(problem_file, closed):
+    command = [*COMMAND, "solve", str(problem_file), "--json"]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}>&-', "sh", *command], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert closed == 1 or json.loads(done.stdout)["objective"] == 0.25
+
+
+def test_names_beyond_the_terminal_are_written_all_the_same(tmp_path):
+    replace(chain().problem, name="äß").save(tmp_path / "p.json")
+    done = subprocess.run(
+        [*COMMAND, "solve", str(tmp_path / "p.json")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(r"\xe4\xdf: ")
 
 
 def test_native_chatter_stays_off_standard_output(problem_file):

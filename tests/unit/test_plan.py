@@ -10,6 +10,19 @@ def _plan(**operators):
     return Plan(problem="p", devices={"T4": operators})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "needle"),
+    [
+        ({"problem": "p", "devices": {"T4": ["a"]}}, "plan for device 'T4' is ['a'], but it must map"),
+        ({"problem": None, "devices": {"T4": {}}}, "plan: problem name is None"),
+    ],
+)
+def test_plans_made_in_code_are_checked_too(arguments, needle):
+    with pytest.raises(ProblemError) as caught:
+        Plan(**arguments)
+    assert needle in str(caught.value)
+
+
 def test_round_trip_keeps_provenance_and_extension_keys(tmp_path):
     data = {
         "format": "qsync-plan/1",

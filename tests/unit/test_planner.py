@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_opt.errors import SolverError, UnsupportedError
+from qsync_opt.errors import ProblemError, SolverError, UnsupportedError
 from qsync_opt.evaluation import evaluate
 from qsync_opt.planner import fastest, solve
 from qsync_opt.problem_file import load_problem
@@ -65,11 +65,27 @@ def test_bounding_methods_prove_infeasibility_in_no_time(method):
     assert "least value that could be met" in solution.reason
 
 
+@pytest.mark.parametrize(
+    ("options", "needle"),
+    [
+        ({"time_limit_s": "3"}, "time limit is '3' s, but it must be a finite number above 0"),
+        ({"time_limit_s": math.nan}, "time limit is nan s"),
+        ({"gap": "0.1"}, "gap is '0.1', but it must be at least 0 and below 1"),
+        ({"gap": math.nan}, "gap is nan"),
+    ],
+)
+def test_options_out_of_range(options, needle):
+    with pytest.raises(ProblemError) as caught:
+        solve(chain().problem, **options)
+    assert needle in str(caught.value)
+
+
 @pytest.mark.parametrize("method", ["qsync", "textbook", "exhaustive"])
 def test_no_plan_in_no_time_has_a_reason(method):
     solution = solve(no_memory().problem, method, time_limit_s=1e-9)
     assert solution.plan is None
-    assert "proves nothing" in solution.reason
+    needle = "cannot be met" if solution.termination == "infeasible" else "proves nothing"
+    assert needle in solution.reason
 
 
 def test_a_solver_for_a_method_that_uses_none_is_refused():

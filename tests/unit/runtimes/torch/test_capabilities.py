@@ -24,5 +24,16 @@ def test_operators():
     assert operator_precisions("scaled_dot_product_attention", "cpu") == ("BF16", "FP32")
     assert operator_precisions("softmax", "cpu") == ("FP32",)
     assert set(device_formats("cpu")) <= set(FORMATS)
-    with pytest.raises(UnsupportedError, match="mps"):
-        device_formats("mps")
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("mps", "device 'mps': plans can be made for cpu and cuda"),
+        ("warp", "device 'warp': plans can be made for cpu and cuda"),
+        ("cuda:99", "device 'cuda:99': torch sees [0-9]+ CUDA devices here; name one of them, or cpu"),
+    ],
+)
+def test_devices_that_are_not_there(device, message):
+    with pytest.raises(UnsupportedError, match=message):
+        device_formats(device)

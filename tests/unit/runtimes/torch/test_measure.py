@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qsync_opt.errors import ModelError
+from qsync_opt.errors import ModelError, ProblemError
 from qsync_opt.runtimes.torch.measure import TrainingExample, default_loss, measure_iteration, resident_bytes
 
 
@@ -14,6 +14,11 @@ def example() -> TrainingExample:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     return TrainingExample(model=model, args=(torch.randn(128, 64),), loss=lambda out: out.square().mean())
+
+
+def test_repeats_are_checked(example: TrainingExample) -> None:
+    with pytest.raises(ProblemError, match="repeats is 0, but it must be an integer of at least 1"):
+        measure_iteration(example, repeats=0)
 
 
 def test_times_and_memory_of_an_iteration(example: TrainingExample) -> None:

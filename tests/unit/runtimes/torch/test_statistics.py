@@ -280,6 +280,13 @@ def test_sampling_changes_little():
         (nn.Linear(2, 2), [], None, "no batches"),
         (nn.Linear(2, 2), [torch.ones(3, 2)], None, "returned Tensor without a scalar loss: pass step="),
         (nn.Linear(2, 2), [torch.ones(3, 2)], lambda m, b: m(b).detach().sum(), "does not depend on any trainable"),
+        (
+            nn.Linear(2, 2),
+            [torch.ones(3, 2)],
+            nn.Linear.forward,
+            r"returned a tensor of shape \(3, 2\): it must return",
+        ),
+        (nn.Linear(2, 2), [torch.ones(3, 2)], lambda m, b: None, "returned NoneType: it must return the loss"),
         (nn.Linear(2, 2), [torch.ones(3, 2)], lambda m, b: m.weight.sum(), "no adjustable operator ran"),
         (nn.Linear(2, 2), [torch.full((3, 2), torch.inf)], lambda m, b: m(b).sum(), "'linear': first is not finite"),
         (nn.Linear(2, 2).bfloat16(), [torch.ones(3, 2).bfloat16()], lambda m, b: m(b).sum(), "'linear' reads bfloat16"),
