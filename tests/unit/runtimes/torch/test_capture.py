@@ -207,11 +207,12 @@ def test_flops_of_functional_products() -> None:
     graph = capture(Products(), (torch.randn(2, 8, 8),))
     product = 2 * 2 * 8 * 8 * 8
     flops = {o.name: o.flops for o in graph if o.flops}
+    # With opt_einsum installed torch multiplies the two small matrices first.
+    assert flops.pop("einsum_2") in (2 * product, product + product // 2)
     assert flops == {
         "einsum": product,
         "einsum_1": product,
         "baddbmm": product,
-        "einsum_2": 2 * product,
         "tensordot": product,
         "dot": 2 * 8,
         "matmul": 2 * 8 * 8,
