@@ -35,7 +35,7 @@ CONFIGURATIONS: tuple[dict[str, Any], ...] = (
     {"copies": True, "latency": 0.5, "memory": 0.5},
     {"formats": 2},
 )
-EXACT_LIMIT_S = {50: 10.0, 200: 10.0, 1000: 15.0, 5000: 5.0, 20000: 30.0}
+EXACT_LIMIT_S = {50: 10.0, 200: 10.0, 1000: 15.0, 5000: 5.0, 20000: 20.0}
 GENERAL = ("ortools", "scip", "pulp", "cp-sat")
 GENERAL_UP_TO = 200
 

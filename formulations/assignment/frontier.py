@@ -8,6 +8,7 @@ is at least as good in everything. If none goes for lack of room, the best compl
 Axes: K states, A labels of the node being taken, R limit rows, D open nodes.
 """
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ class _Step:
 
 
 def _order(core: Core) -> list[list[int]]:
-    """Connected parts of the core, each in node order; parts with dear deviations first, fine ones last."""
+    """Connected parts of the core, each in a narrow order; parts with dear deviations first, fine ones last."""
     near: list[list[int]] = [[] for _ in core.nodes]
     for edge in core.edges:
         near[edge.first].append(edge.second)
@@ -73,13 +74,31 @@ def _order(core: Core) -> list[list[int]]:
                     if not seen[other]:
                         seen[other] = True
                         stack.append(other)
-            parts.append(sorted(part))
+            parts.append(_narrow(sorted(part), near))
 
     def fineness(part: list[int]) -> tuple[float, int]:
         moves = [np.ptp(core.nodes[c].objective_A[np.isfinite(core.nodes[c].objective_A)]) for c in part]
-        return -max(moves), part[0]
+        return -max(moves), min(part)
 
     return sorted(parts, key=fineness)
+
+
+def _narrow(part: list[int], near: list[list[int]]) -> list[int]:
+    """An order in which few nodes are open: whatever closes an open node is taken before the next node by number."""
+    untaken = {node: len(near[node]) for node in part}
+    taken: dict[int, None] = {}
+    for start in part:
+        stack = [start]
+        while stack:
+            node = stack.pop()
+            if node in taken:
+                continue
+            taken[node] = None
+            for other in near[node]:
+                untaken[other] -= 1
+            held = [other for other in (node, *near[node]) if other in taken and untaken[other] == 1]
+            stack += [next(other for other in near[last] if other not in taken) for last in held]
+    return list(taken)
 
 
 def _steps(core: Core, order: list[int]) -> list[_Step]:
@@ -111,7 +130,7 @@ def _steps(core: Core, order: list[int]) -> list[_Step]:
         steps.append(_Step(c, edges, kept, sizes, completion))
         node = core.nodes[c]
         shape = (*sizes, len(node.labels_A))
-        if int(np.prod(shape, dtype=np.int64)) > _MAX_COMPLETION_ENTRIES:
+        if math.prod(shape) > _MAX_COMPLETION_ENTRIES:
             least = sum(float(edge.priced_AB.min()) for _, edge, _ in edges)
             value = completion.min() + node.priced_A.min() + least
             completion = np.full((1,) * len(sizes), value)

@@ -7,7 +7,7 @@ from qsync_opt.formulations.assignment import elimination
 from qsync_opt.formulations.assignment.blend import blend
 from qsync_opt.formulations.assignment.core import extract
 from qsync_opt.formulations.assignment.effort import Effort
-from qsync_opt.formulations.assignment.frontier import search
+from qsync_opt.formulations.assignment.frontier import _narrow, search
 from qsync_opt.formulations.assignment.program import close
 from qsync_opt.formulations.assignment.relaxation import relax
 from qsync_opt.formulations.assignment.search import BoundAndFix
@@ -78,3 +78,20 @@ def test_new_limits_reuse_the_search(seed, random_model, every_labelling):
         outcome = other.solve(Effort())
         assert outcome.objective == pytest.approx(truth, rel=1e-8, abs=1e-12)
         assert outcome.bound <= truth + 1e-9
+
+
+def test_a_wide_fan_is_taken_narrowly():
+    """Seventy leaves joined by a chain: each join is taken as soon as its leaf is, so few nodes are ever open."""
+    leaves = 70
+    near = [[] for _ in range(2 * leaves - 1)]
+    for k in range(1, leaves):
+        join = leaves + k - 1
+        for parent in (k, 0 if k == 1 else join - 1):
+            near[parent].append(join)
+            near[join].append(parent)
+    order = _narrow(list(range(len(near))), near)
+    assert sorted(order) == list(range(len(near)))
+    place = {node: i for i, node in enumerate(order)}
+    last = {node: max([place[o] for o in near[node]], default=place[node]) for node in order}
+    widest = max(sum(place[n] <= step < last[n] for n in order) for step in range(len(order)))
+    assert widest <= 2
