@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from qsync_opt.errors import NotInstalledError
+from qsync_opt.errors import NotInstalledError, ProblemError
 
 WIDTH = 120
 """Columns where the output is not a terminal, so that tables stay whole in a log."""
@@ -24,7 +24,10 @@ def add_demo(parser: argparse.ArgumentParser) -> Any:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
     if value < 20:
         raise argparse.ArgumentTypeError(f"{value}: at least 20 steps are needed to time an iteration")
     return value
@@ -35,6 +38,8 @@ def run_demo(arguments: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise NotInstalledError(f"the demo needs {', '.join(missing)}: pip install 'qsync-opt[all]'")
+    if arguments.output.exists() and not arguments.output.is_dir():
+        raise ProblemError(f"--output {str(arguments.output)!r} is a file, but it must be a folder or a new name")
     # Runtimes are reached by name: the core does not depend on them.
     run = import_module("qsync_opt.runtimes.torch.demo.run")
     settings = import_module("qsync_opt.runtimes.torch.demo.settings")

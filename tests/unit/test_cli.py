@@ -252,3 +252,24 @@ def test_interrupt_ends_cleanly(instance_path, tmp_path, solver):
     assert err.splitlines()[-1] == "qsync-opt solve: interrupted"
     assert "Traceback" not in err
     assert list(Path(tmp_path).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needle"),
+    [(["--steps", "x"], "'x' is no whole number"), (["--steps", "3"], "at least 20 steps")],
+)
+def test_the_demo_refuses_bad_steps_in_one_line(arguments, needle, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo", *arguments])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert needle in error
+    assert error.count("\n") == 1
+
+
+def test_the_demo_refuses_a_file_as_its_folder(tmp_path, capsys):
+    path = tmp_path / "file"
+    path.write_text("keep")
+    assert main(["demo", "--output", str(path)]) == 2
+    assert "must be a folder" in capsys.readouterr().err
+    assert path.read_text() == "keep"
