@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from qsync_opt.errors import UnsupportedError
@@ -70,3 +71,20 @@ class PrecisionFormats:
     output: str
     gradient_input: str
     gradient_output: str
+
+
+def formats_for(precisions: Iterable[str], half_format: str) -> dict[str, PrecisionFormats]:
+    """Border formats of some precisions, given the 16-bit format of 8-bit operators.
+
+    An operator in 16 or 32 bits answers, wants and delivers its own format (TF32: FP32 tensors). An 8-bit operator
+    answers in the 16-bit format and runs backward in it.
+    """
+    borders = {"INT8": half_format, "FP8": half_format, "TF32": "FP32"}
+    return {
+        name: PrecisionFormats(
+            output=borders.get(name, name),
+            gradient_input=borders.get(name, name),
+            gradient_output=borders.get(name, name),
+        )
+        for name in precisions
+    }

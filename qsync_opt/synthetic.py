@@ -12,26 +12,13 @@ from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, Network
 from qsync_opt.costs import CostFit, MeasuredCost
 from qsync_opt.device_profile import DeviceIdentity, DeviceProfile, IterationOverhead, OptimizerCost
 from qsync_opt.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
-from qsync_opt.precision import FORMATS, PrecisionFormats
+from qsync_opt.precision import FORMATS, formats_for
 from qsync_opt.pricing import problem_role
 
 SPEED: Mapping[str, int] = {"INT8": 4, "FP8": 4, "BF16": 2, "FP16": 2, "TF32": 2, "FP32": 1}
 """How many times faster than FP32 a made-up device computes."""
 FORWARD_NS = 4000
 """Time of a made-up operator in FP32."""
-
-
-def formats_of(precisions: Sequence[str], half: str = "BF16") -> dict[str, PrecisionFormats]:
-    """Border formats: 8-bit precisions deliver ``half``, TF32 delivers FP32, all others themselves."""
-    borders = {"INT8": half, "FP8": half, "TF32": "FP32"}
-    return {
-        name: PrecisionFormats(
-            output=borders.get(name, name),
-            gradient_input=borders.get(name, name),
-            gradient_output=borders.get(name, name),
-        )
-        for name in precisions
-    }
 
 
 def make_operator(
@@ -122,7 +109,7 @@ def make_profile(
 
     Adjustable operators keep their first input, fixed ones too, dependent ones nothing; ``gelu`` keeps its input.
     """
-    formats = formats_of(precisions)
+    formats = formats_for(precisions, "BF16")
     half = {borders.output for borders in formats.values()}
     measurements = {}
     for operator in graph:

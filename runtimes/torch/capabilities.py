@@ -5,27 +5,10 @@ from __future__ import annotations
 import torch
 
 from qsync_opt.kernels import backend, ops
-from qsync_opt.precision import PrecisionFormats
+from qsync_opt.precision import PrecisionFormats, formats_for
 
 # Which kinds of operators a plan may adjust.
 ADJUSTABLE = ops.ADJUSTABLE
-
-
-def formats_for(precisions: tuple[str, ...], half_format: str) -> dict[str, PrecisionFormats]:
-    """Border formats of some precisions, given the 16-bit format of 8-bit operators.
-
-    An operator in 16 or 32 bits answers, wants and delivers its own format (TF32: FP32 tensors). An 8-bit operator
-    answers in the 16-bit format and runs backward in it.
-    """
-    borders = {"INT8": half_format, "FP8": half_format, "TF32": "FP32"}
-    return {
-        name: PrecisionFormats(
-            output=borders.get(name, name),
-            gradient_input=borders.get(name, name),
-            gradient_output=borders.get(name, name),
-        )
-        for name in precisions
-    }
 
 
 def device_formats(device: torch.device | str) -> dict[str, PrecisionFormats]:

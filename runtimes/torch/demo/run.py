@@ -163,20 +163,12 @@ def _profile(folder: Path, options: DemoOptions, console: Console) -> Profiles:
             source=f"measured between the workers, relative residual {results[0]['network_residual']:.2f}",
         )
         for name, device in devices.items():
-            console.print(f"  {name}: {_described(device)}")
+            console.print(f"  {name}: {device.describe()}")
         console.print(
             f"  network: {network.latency_s * 2e6:.0f} us + {network.bandwidth_bytes_per_s / 1e9:.2f} GB/s "
             f"({network.source})"
         )
     return Profiles(devices=devices, network=network)
-
-
-def _described(profile: DeviceProfile) -> str:
-    measured = sum(len(costs) for costs in profile.measurements.values())
-    return (
-        f"{profile.device.name}, {profile.device.threads} thread(s), {', '.join(profile.formats)}; {measured} "
-        f"measurements; whole iterations are met within {100 * profile.overhead.residual:.1f} %"
-    )
 
 
 def _sensitivities(
@@ -223,7 +215,8 @@ def _problems(
         cluster = _cluster(profiles, budget_bytes, trainer)
         return build_problem(graph, profiles.devices, table, cluster, **limits)
 
-    roomy = build(TRAINER_MEMORY_BYTES, DeviceRole.FIXED)
+    # Only its memory is looked at, so nobody needs to find its latency limit.
+    roomy = build(TRAINER_MEMORY_BYTES, DeviceRole.FIXED, latency_limit_ns=0)
     needs = {
         precision: evaluate(roomy, uniform_plan(roomy, precision)).memory_bytes[INFERENCE]
         for precision in ("INT8", "FP32")

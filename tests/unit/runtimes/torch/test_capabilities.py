@@ -1,8 +1,8 @@
 import pytest
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.precision import FORMATS, PrecisionFormats
-from qsync_opt.runtimes.torch.capabilities import device_formats, formats_for, operator_precisions
+from qsync_opt.precision import FORMATS, PrecisionFormats, formats_for
+from qsync_opt.runtimes.torch.capabilities import device_formats, operator_precisions
 
 
 def _same(name):
