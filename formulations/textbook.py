@@ -204,9 +204,10 @@ class TextbookFormulation:
 
 
 def _solve_scaled(model: LinearModel, solver: LinearSolver, options: SolveOptions, started: float) -> LinearResult:
-    """Solve with the objective near 1000, again where the optimum turns out far below; the bound is in the model's units.
+    """Solve with the objective near 1000, and again where the optimum is far below that.
 
-    Solvers stop at absolute gaps of about 1e-6, which is more than the sensitivities of some problems.
+    Solvers stop at absolute gaps of about 1e-6, which is more than the sensitivities of some problems. The bound is
+    in the problem's own units.
     """
     plain = tuple(model.columns)
     scale = best = math.fsum(column.cost for column in plain)
