@@ -83,6 +83,7 @@ class Tapper:
         self.taps: list[tuple[str, str, Tensor]] = []
 
     def __call__(self, call: OperatorCall) -> Any:
+        """Run an operator on taps of its operands, and hand on a tap of its result."""
         if call.op_type in _RECTIFIERS:
             return self._rectify(call)
         if call.op_type not in ADJUSTABLE or (self._wanted is not None and call.name not in self._wanted):
