@@ -123,7 +123,9 @@ def _speedup(summary: Record) -> list[str]:
     for size, found in summary["speedup"].items():
         if found is None:
             continue
-        solvers = ", ".join(f"{name} {ratio:.3g}" for name, ratio in found["by_solver"].items())
+        solvers = ", ".join(
+            f"{name} {own['ratio']:.3g} ({own['cases']} problems)" for name, own in found["by_solver"].items()
+        )
         lines.append(
             f"At {int(size):,} operators `exact` is at least {found['best']:.3g} times faster than the best general "
             f"solver of each problem (geometric mean over {found['cases']}; within the solver alone, without building: "

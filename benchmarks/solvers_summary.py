@@ -208,7 +208,11 @@ def speedup(records: list[Record], size: int, limit_s: float) -> Record | None:
         "limit_s": limit_s,
         "best": statistics.geometric_mean(best),
         "inside": statistics.geometric_mean(inside),
-        "by_solver": {name: statistics.geometric_mean(ratios) for name, ratios in by_solver.items() if ratios},
+        "by_solver": {
+            name: {"ratio": statistics.geometric_mean(ratios), "cases": len(ratios)}
+            for name, ratios in by_solver.items()
+            if ratios
+        },
         "no_general_solver_proved": censored,
     }
 
