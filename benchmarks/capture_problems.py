@@ -10,6 +10,7 @@ log-normal, INT8 about 500 times FP16. Writes ``benchmarks/problems/<model>.json
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from qsync_opt.graph import Operator, OpGraph, Role
 from qsync_opt.precision import formats_for, number_format
 from qsync_opt.pricing import problem_role
 from qsync_opt.problem import Problem
+from qsync_opt.problem_file import problem_to_json
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.example_models import example
 
@@ -141,7 +143,7 @@ def main() -> None:
     for name in arguments.names:
         problem = captured_problem(name, small=arguments.small)
         path = arguments.output / f"{name}.json"
-        problem.save(path)
+        path.write_text(json.dumps(problem_to_json(problem), separators=(",", ":")) + "\n")
         print(
             f"{path}: {len(problem.operators)} operators, {len(problem.adjustable)} adjustable, {path.stat().st_size} B"
         )
