@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from families import Recipe
 from solvers_cases import FAMILIES, SEEDS, SMALL_FAMILIES, Case, captured, compared, generated, recorded
 from solvers_report import write_report
-from solvers_summary import summarise
+from solvers_summary import analyse, comparisons, flat
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "solvers.json"
@@ -292,7 +292,15 @@ def merge(path: Path, sections: dict[str, Any]) -> dict[str, Any]:
     known = json.loads(path.read_text()) if path.exists() else {}
     kept = known.get("sections", {}) if known.get("format") == FORMAT else {}
     merged = {name: {**kept, **sections}[name] for name in SECTIONS if name in {**kept, **sections}}
-    data = {"format": FORMAT, "summary": summarise(merged), "sections": merged}
+    report = analyse(merged)
+    data = {
+        "format": FORMAT,
+        "environment": max((s["environment"] for s in merged.values()), key=lambda e: e["date"], default={}),
+        "summary": flat(report),
+        "comparisons": comparisons(report),
+        "report": report,
+        "sections": merged,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(_json(data))
@@ -302,7 +310,7 @@ def merge(path: Path, sections: dict[str, Any]) -> dict[str, Any]:
 
 def _json(data: dict[str, Any]) -> str:
     """One line per record, so that files stay readable and differences small."""
-    parts = [f' "format": {json.dumps(data["format"])}', f' "summary": {json.dumps(data["summary"], indent=1)}']
+    parts = [f' "{key}": {json.dumps(value, indent=1)}' for key, value in data.items() if key != "sections"]
     sections = []
     for name, section in data["sections"].items():
         records = ",\n   ".join(json.dumps(_rounded(record)) for record in section["records"])
@@ -357,10 +365,9 @@ def main() -> None:
         sizes=arguments.sizes, seeds=arguments.seeds, families=arguments.families, problems=arguments.problems,
         points=arguments.points, most_s=arguments.time_limit,
     )  # fmt: skip
-    data = merge(arguments.output, {})
     for name in () if arguments.report_only else arguments.sections or SECTIONS:
-        data = merge(arguments.output, {name: measure(name, settings, list(arguments.cores))})
-    write_report(data, arguments.output)
+        merge(arguments.output, {name: measure(name, settings, list(arguments.cores))})
+    write_report(merge(arguments.output, {}), arguments.output)
 
 
 if __name__ == "__main__":

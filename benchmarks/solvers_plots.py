@@ -144,5 +144,5 @@ def write_plots(data: Record, folder: Path, stem: str) -> None:
             gap_against_time(beside, references, folder / f"{stem}-gap-time.svg")
         if quality or beside:
             time_against_size(quality, beside, folder / f"{stem}-time-size.svg")
-        if data["summary"]["growth"]:
-            growth(quality, data["summary"]["growth"], folder / f"{stem}-growth.svg")
+        if data["report"]["growth"]:
+            growth(quality, data["report"]["growth"], folder / f"{stem}-growth.svg")

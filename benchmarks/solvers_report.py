@@ -210,7 +210,7 @@ def _header(data: Record) -> list[str]:
 
 def markdown(data: Record) -> str:
     """The whole report of a results file as Markdown."""
-    summary = data["summary"]
+    summary = data["report"]
     parts = (_requirements, _quality, _beside, _front, _checks)
     lines = [*_header(data), *(line for part in parts for line in part(summary))]
     return "\n".join(lines).rstrip() + "\n"

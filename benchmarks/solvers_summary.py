@@ -250,7 +250,7 @@ def agreement(sections: Record) -> Record | None:
     }
 
 
-def summarise(sections: Record) -> Record:
+def analyse(sections: Record) -> Record:
     """Everything that the report shows."""
     references = References(sections)
     quality = merged_cases(sections, "quality")
@@ -277,6 +277,42 @@ def summarise(sections: Record) -> Record:
         "failures": failures,
     }
     return {"requirements": requirements(summary), **summary}
+
+
+COMMAND_LINE = {"HiGHS": "ilp-ortools", "SCIP": "ilp-scip", "CBC": "ilp-pulp", "CP-SAT": "ilp-cp-sat"}
+"""General solvers as method and solver of the command line."""
+
+
+def flat(report: Record) -> Record:
+    """``"<size> <method>"`` to the figures that are quoted most; proofs counted over all time that was given."""
+    rows = {**report["beside"], **report["quality"]}
+    table = {}
+    for name in sorted(rows, key=lambda name: (int(name.split(" ")[0]), name)):
+        row = rows[name]
+        size, method = name.split(" ", 1)
+        if row["error"] and row["share_of_range"]:
+            table[f"{size} {COMMAND_LINE.get(method, method)}"] = {
+                "error": row["error"],
+                "error_share_of_range": row["share_of_range"],
+                "printed_gap": row["gap"],
+                "seconds": row["wall_s"],
+                "optimal": row["proved"],
+                "no_plan": row["no_plan"],
+                "cases": row["cases"],
+            }
+    return table
+
+
+def comparisons(report: Record) -> Record:
+    """The ratios that are quoted most, as far as they were measured."""
+    found: Record = {}
+    for size, speed in report["speedup"].items():
+        if speed:
+            found[f"exact_speedup_{size}"] = speed["best"]
+    if report["growth"]:
+        found["greedy_growth_exponent"] = report["growth"]["all"]["exponent"]
+        found["greedy_growth_constant"] = report["growth"]["all"]["seconds_at_1"]
+    return found
 
 
 def requirements(summary: Record) -> list[Record]:

@@ -64,7 +64,14 @@ def test_every_method_was_run_and_none_is_below_the_optimum(results):
     assert all(run["objective"] >= optimum * (1 - 1e-9) for run in beside["runs"].values())
     general = [run for record in results["sections"]["general"]["records"] for run in record["runs"]]
     assert sorted(general) == ["CBC", "CP-SAT", "HiGHS", "SCIP", "exact"]
-    assert results["summary"]["disagreements"] == []
+    assert results["report"]["disagreements"] == []
+
+
+def test_quoted_figures_go_by_size_and_method(results):
+    assert {"50 greedy", "50 exact", "50 qsync", "50 ilp-ortools", "50 ilp-pulp"} <= set(results["summary"])
+    exact = results["summary"]["50 exact"]
+    assert exact["optimal"] == exact["cases"]
+    assert exact["error"]["worst"] == 0.0
 
 
 def test_times_are_wall_and_processor_times(results):
@@ -75,7 +82,7 @@ def test_times_are_wall_and_processor_times(results):
 
 
 def test_random_problems_were_solved_every_way(results):
-    agreement = results["summary"]["agreement"]
+    agreement = results["report"]["agreement"]
     assert agreement["problems"] == agreement["feasible"] + agreement["infeasible"] == 4
     assert agreement["disagreements"] == 0
 
