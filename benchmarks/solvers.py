@@ -38,7 +38,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from families import Recipe
 from solvers_cases import FAMILIES, SEEDS, SMALL_FAMILIES, Case, captured, compared, generated, recorded
-from solvers_report import write_report
 from solvers_summary import analyse, comparisons, flat
 
 HERE = Path(__file__).parent
@@ -348,7 +347,7 @@ def main() -> None:
     parser.add_argument(
         "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all if none is given"
     )
-    parser.add_argument("--cores", type=_numbers, default=(0,), help="cores to run on, one measurement on each")
+    parser.add_argument("--cores", type=_numbers, help="cores to run on, one measurement on each; default one")
     parser.add_argument("--sizes", type=_numbers, default=SIZES)
     parser.add_argument("--seeds", type=_numbers, default=SEEDS)
     parser.add_argument("--families", type=_families, default=KINDS, help=f"of {','.join(KINDS)}")
@@ -365,8 +364,11 @@ def main() -> None:
         sizes=arguments.sizes, seeds=arguments.seeds, families=arguments.families, problems=arguments.problems,
         points=arguments.points, most_s=arguments.time_limit,
     )  # fmt: skip
+    cores = list(arguments.cores or (min(os.sched_getaffinity(0)),))
     for name in () if arguments.report_only else arguments.sections or SECTIONS:
-        merge(arguments.output, {name: measure(name, settings, list(arguments.cores))})
+        merge(arguments.output, {name: measure(name, settings, cores)})
+    from solvers_report import write_report  # loads matplotlib, which takes a while
+
     write_report(merge(arguments.output, {}), arguments.output)
 
 

