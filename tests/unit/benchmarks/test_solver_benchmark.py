@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "benchmarks" / "solvers.py"
 CORES = ",".join(map(str, sorted(os.sched_getaffinity(0))[:4]))
-TINY = f"--sizes 50 --seeds 0 --families decoder,encoder_decoder --time-limit 4 --problems 4 --points 3 --cores {CORES}".split()
+FAMILIES = "decoder,encoder_decoder"
+TINY = f"--sizes 50 --seeds 0 --families {FAMILIES} --time-limit 4 --problems 4 --points 3 --cores {CORES}".split()
 
 
 def _run(*arguments):
