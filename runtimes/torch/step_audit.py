@@ -1,7 +1,8 @@
-"""Compare the first training steps with what was predicted, without slowing them or waiting for the device."""
+"""Compare the first training steps with what was predicted; the device is waited for once, at the end."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import statistics
 import time
@@ -106,10 +107,10 @@ class StepAudit:
         marks, peak = self._marks, None
         if self._device.type == "cuda":
             marks[-1].synchronize()
-            spans = [a.elapsed_time(b) * 1e6 for a, b in zip(marks, marks[1:], strict=False)]
+            spans = [a.elapsed_time(b) * 1e6 for a, b in itertools.pairwise(marks)]
             peak = torch.cuda.max_memory_allocated(self._device)
         else:
-            spans = [float(b - a) for a, b in zip(marks, marks[1:], strict=False)]
+            spans = [float(b - a) for a, b in itertools.pairwise(marks)]
         self.stop()
         self.result = AuditResult(
             predicted_ns=self._predicted_ns,
