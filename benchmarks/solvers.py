@@ -244,6 +244,17 @@ def _line(job: Job, outcome: dict[str, Any]) -> str:
     return f"{job['title']} {runs or ''}"
 
 
+def _git(*words: str) -> str:
+    return subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def revision() -> str | None:
+    """The commit measured; marked where files differ from it, results apart. None outside of a clone."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!results")
+    return f"{commit} and changes" if commit and changed else commit or None
+
+
 def environment(cores: list[int]) -> dict[str, Any]:
     """Date, hardware, versions, command and revision."""
     versions = {}
@@ -253,10 +264,6 @@ def environment(cores: list[int]) -> dict[str, Any]:
         except PackageNotFoundError:
             versions[package] = None
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    revision = subprocess.run(
-        ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude", "*"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": models[0].split(":")[1].strip() if models else platform.processor(),
@@ -267,7 +274,7 @@ def environment(cores: list[int]) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
         "command": ["python", "-P", "benchmarks/solvers.py", *sys.argv[1:]],
-        "revision": revision.stdout.strip() or None,
+        "revision": revision(),
     }
 
 

@@ -54,6 +54,12 @@ def _legend(axes: Any, methods: list[str]) -> None:
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
+def _mark_sizes(axes: Any, sizes: set[int]) -> None:
+    """Ticks where problems are."""
+    axes.set_xticks(sorted(sizes), [f"{size:,}" for size in sorted(sizes)])
+    axes.set_xticks([], minor=True)
+
+
 def gap_against_time(records: list[Record], references: References, path: Path) -> None:
     """Error against the best known, by size: small marks for problems, large ones for medians."""
     sizes = sorted({record["size"] for record in records if record["size"] >= 200}) or [records[0]["size"]]
@@ -98,7 +104,9 @@ def time_against_size(quality: list[Record], beside: list[Record], path: Path) -
         highs = [np.quantile([run["wall_s"] for run in by_size[size]], 0.9) for size in sizes]
         axes.fill_between(sizes, lows, highs, color=colour, alpha=0.08, linewidth=0)
     axes.axhline(60, color="#999999", linewidth=0.8, linestyle=":")
-    axes.text(axes.get_xlim()[0], 62, " limit of general solvers from 1,000 operators", fontsize=7, color="#666666")
+    text = "limit of general solvers from 1,000 operators"
+    axes.text(0.02, 63, text, fontsize=7, color="#666666", transform=axes.get_yaxis_transform())
+    _mark_sizes(axes, {record["size"] for record in (*quality, *beside)})
     axes.set_xlabel("adjustable operators")
     axes.set_ylabel("time, s (wall, one core)\nmedian, and 10th to 90th percentile")
     _legend(axes, shown)
@@ -131,6 +139,7 @@ def growth(records: list[Record], fit: Record, path: Path) -> None:
     axes.set_xlabel("adjustable operators")
     axes.set_ylabel("time of greedy, s (wall, one core)")
     axes.legend(loc="upper left", fontsize=7)
+    _mark_sizes(axes, {record["size"] for record in records})
     _save(figure, path)
 
 

@@ -208,15 +208,15 @@ def _header(data: Record) -> list[str]:
     return ["# Solvers: measured", "", *_table(head, rows)]
 
 
-def markdown(data: Record) -> str:
-    """The whole report of a results file as Markdown."""
+def markdown(data: Record, stem: str = "solvers") -> str:
+    """The whole report of a results file as Markdown; ``stem`` begins the names of the plots."""
     summary = data["report"]
     parts = (_requirements, _quality, _beside, _front, _checks)
     lines = [*_header(data), *(line for part in parts for line in part(summary))]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join(lines).rstrip().replace("](solvers-", f"]({stem}-") + "\n"
 
 
 def write_report(data: Record, results: Path) -> None:
     """Write ``<results>.md`` and the plots beside a results file."""
-    results.with_suffix(".md").write_text(markdown(data))
+    results.with_suffix(".md").write_text(markdown(data, results.stem))
     write_plots(data, results.parent, results.stem)
