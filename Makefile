@@ -5,7 +5,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check lint format types test-gpu test-all bench bench-smoke wheel clean
+.PHONY: demo test check lint format types test-gpu test-all bench-solvers wheel clean
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	$(BASE_PYTHON) -m venv $(VENV)
@@ -38,6 +38,9 @@ format: $(STAMP)
 
 types: $(STAMP)
 	$(VENV)/bin/mypy
+
+bench-solvers: $(STAMP) ## how near, sure and fast the solvers are; half an hour on two cores that are otherwise idle
+	$(PYTHON) benchmarks/solvers.py --cores 0,1
 
 wheel: $(STAMP)
 	$(PYTHON) tests/packaging/check_wheel.py
