@@ -16,8 +16,8 @@ HERE = Path(__file__).parent
 INSTANCES = HERE.parent / "tests" / "data" / "instances"
 CAPTURED = HERE / "problems"
 FAMILIES = ("cnn", "encoder", "decoder", "moe")
-SMALL_FAMILIES = ("encoder_decoder", "dense")
-"""Graphs of larger treewidth, up to 1,000 operators."""
+SMALL_FAMILIES = {"encoder_decoder": 1000, "dense": 200}
+"""Graphs of larger treewidth, and up to how many operators."""
 SEEDS = (0, 1, 2)
 CONFIGURATIONS: tuple[dict[str, Any], ...] = (
     {},
@@ -72,7 +72,7 @@ class Case:
 def generated(sizes: Iterable[int], *, seeds: Iterable[int], families: Container[str]) -> Iterator[Case]:
     """The families at some sizes; the configurations go round with family and seed."""
     for size in sizes:
-        possible = (*FAMILIES, *SMALL_FAMILIES) if size <= 1000 else FAMILIES
+        possible = (*FAMILIES, *(family for family, most in SMALL_FAMILIES.items() if size <= most))
         for number, family in enumerate(possible):
             for seed in seeds if family in families else ():
                 count = PER_SEED.get(size, 1) if family in FAMILIES else 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from solvers_summary import References, merged_cases
+from solvers_summary import WIDE, References, merged_cases
 
 mpl.use("svg")
 import matplotlib.pyplot as plt
@@ -147,7 +147,8 @@ def write_plots(data: Record, folder: Path, stem: str) -> None:
     """Write the plots that the sections at hand allow."""
     sections = data["sections"]
     references = References(sections)
-    quality, beside = merged_cases(sections, "quality"), merged_cases(sections, "baselines", "general")
+    quality = [record for record in merged_cases(sections, "quality") if record["family"] not in WIDE]
+    beside = merged_cases(sections, "baselines", "general")
     with mpl.rc_context(_LOOK):
         if beside:
             gap_against_time(beside, references, folder / f"{stem}-gap-time.svg")

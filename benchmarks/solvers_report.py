@@ -40,9 +40,10 @@ def _requirements(summary: Record) -> list[str]:
     return ["## Asked and measured", "", *_table(("What", "Asked", "Measured", "Met"), rows)]
 
 
-def _quality(summary: Record) -> list[str]:
+def _rows(found: Record) -> list[str]:
+    """Errors, gaps and times by size and method."""
     rows = []
-    for name, row in summary["quality"].items():
+    for name, row in found.items():
         size, method = name.split(" ", 1)
         rows.append(
             (
@@ -56,17 +57,28 @@ def _quality(summary: Record) -> list[str]:
         "Operators", "Method", "Problems", "Error", "of it against a bound", "Error as a share of the range",
         "Own gap", "Time", "Median processor time", "Proved",
     )  # fmt: skip
+    return _table(head, rows)
+
+
+def _quality(summary: Record) -> list[str]:
     text = [
         "## Errors, gaps and times",
         "",
         "Each entry is median / 95th percentile / worst. Errors are relative to the best proved optimum; where "
         "none was proved, to the best proved bound, so that they are at most what is shown. The range is the "
         "sensitivity of all lowest precisions less the optimum. Times are of the whole call from a problem in memory: "
-        "building, search, "
-        "certificate and the independent evaluation of the plan.",
+        "building, search, certificate and the independent evaluation of the plan.",
         "",
     ]
-    return [*text, *_table(head, rows), *_open(summary), *_growth(summary)]
+    wide = [
+        "Graphs of larger treewidth (an encoder read by every layer of a decoder; dense concatenation), from which "
+        "only a correct answer is asked:",
+        "",
+        *_rows(summary["wide"]),
+    ]
+    return [
+        *text, *_rows(summary["quality"]), *_open(summary), *(wide if summary["wide"] else []), *_growth(summary),
+    ]  # fmt: skip
 
 
 def _open(summary: Record) -> list[str]:
@@ -188,7 +200,7 @@ def _checks(summary: Record) -> list[str]:
         f"- No outcome ({failed['section']}): {failed['title']}, {failed['failure'].splitlines()[-1]}."
         for failed in summary["failures"]
     ]
-    for name, row in {**summary["quality"], **summary["beside"]}.items():
+    for name, row in {**summary["wide"], **summary["quality"], **summary["beside"]}.items():
         lines += [f"- {name}: {error}" for error in row["errors"]]
     return [*lines, ""]
 

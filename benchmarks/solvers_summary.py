@@ -14,6 +14,8 @@ SAME = 1e-6
 EXACT_ASKED = {50: (1.0, 10.0), 200: (1.0, 10.0), 1000: (0.9, 2.0), 5000: (0.9, 5.0), 20000: (0.8, 30.0)}
 """By size: share of problems that must be proved, and within how many seconds."""
 GREEDY_ASKED_S = {200: 0.05, 1000: 0.2, 5000: 1.0, 20000: 5.0}
+WIDE = ("encoder_decoder", "dense")
+"""Families of larger treewidth, which are shown by themselves: no figure is asked of them but a correct answer."""
 GENERAL = ("HiGHS", "SCIP", "CBC", "CP-SAT")
 
 Record = dict[str, Any]
@@ -253,7 +255,9 @@ def agreement(sections: Record) -> Record | None:
 def analyse(sections: Record) -> Record:
     """Everything that the report shows."""
     references = References(sections)
-    quality = merged_cases(sections, "quality")
+    measured = merged_cases(sections, "quality")
+    quality = [record for record in measured if record["family"] not in WIDE]
+    wide = [record for record in measured if record["family"] in WIDE]
     beside = merged_cases(sections, "baselines", "general")
     memory = [r for r in sections.get("memory", {}).get("records", ()) if "peak_kib" in r]
     failures = [
@@ -264,6 +268,7 @@ def analyse(sections: Record) -> Record:
     ]
     summary = {
         "quality": by_size(quality, references),
+        "wide": by_size(wide, references),
         "all_sizes": method_row(quality, "greedy", references),
         "exact": proofs(quality),
         "growth": growth(quality),
