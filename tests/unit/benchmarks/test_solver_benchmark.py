@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "benchmarks" / "solvers.py"
 CORES = ",".join(map(str, sorted(os.sched_getaffinity(0))[:4]))
-FAMILIES = "decoder,encoder_decoder"
+FAMILIES = "decoder,moe"
 TINY = f"--sizes 50 --seeds 0 --families {FAMILIES} --time-limit 4 --problems 4 --points 3 --cores {CORES}".split()
 
 
@@ -48,19 +48,19 @@ def test_every_section_is_there_with_its_circumstances(results):
 
 
 def test_every_method_was_run_and_none_is_below_the_optimum(results):
-    (beside,) = results["sections"]["baselines"]["records"]
-    assert set(beside["runs"]) == {"greedy", "exact", "qsync", "ratio", "lp-rounding"}
-    assert beside["runs"]["exact"]["termination"] == "optimal"
-    optimum = beside["runs"]["exact"]["objective"]
-    assert all(run["objective"] >= optimum * (1 - 1e-9) for run in beside["runs"].values())
-    general = [run for record in results["sections"]["general"]["records"] for run in record["runs"]]
-    assert sorted(general) == ["CBC", "CP-SAT", "HiGHS", "SCIP", "exact"]
+    for beside in results["sections"]["baselines"]["records"]:
+        assert set(beside["runs"]) == {"greedy", "exact", "qsync", "ratio", "lp-rounding"}
+        assert beside["runs"]["exact"]["termination"] == "optimal"
+        optimum = beside["runs"]["exact"]["objective"]
+        assert all(run["objective"] >= optimum * (1 - 1e-9) for run in beside["runs"].values())
+    general = {run for record in results["sections"]["general"]["records"] for run in record["runs"]}
+    assert general == {"CBC", "CP-SAT", "HiGHS", "SCIP", "exact"}
     assert results["report"]["disagreements"] == []
 
 
 def test_quoted_figures_go_by_size_and_method(results):
     assert {"50 greedy", "50 exact", "50 qsync", "50 ilp-ortools", "50 ilp-pulp"} <= set(results["summary"])
-    assert results["summary"]["50 exact"]["cases"] == 4
+    assert results["summary"]["50 exact"]["cases"] == 6
     assert results["summary"]["50 exact"]["error"]["worst"] == 0.0
 
 
