@@ -16,7 +16,7 @@ from qsync_opt.evaluation import BYTES_PER_KIB, evaluate, evaluate_device
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.indicator import SensitivityTable
 from qsync_opt.jsonio import check_number
-from qsync_opt.memory import MEMORY_KEY, StaticMemory, model_memory
+from qsync_opt.memory import MemoryModel, model_memory
 from qsync_opt.plan import Plan
 from qsync_opt.precision import FORMATS, PrecisionFormats
 from qsync_opt.pricing import device_tables, price_operators, problem_inputs, problem_role
@@ -65,7 +65,8 @@ def build_problem(
             those that ``sensitivities`` names, if it is a `SensitivityTable`.
 
     Returns:
-        The problem, named after the graph. Each device notes under ``x-memory`` what its static memory is made of.
+        The problem, named after the graph. Each device notes under ``x-memory`` what its static memory is made of, and
+        under ``x-memory-operators`` which operators it is charged to.
 
     Raises:
         ProblemError: A device type without profile, a profile of another model (the first operators that differ are
@@ -97,11 +98,11 @@ def build_problem(
     extras: dict[tuple[str, ...], object] = {}
     for device in cluster.devices:
         shown = sensitivities if device.role is DeviceRole.PLANNED else None
-        devices[device.name], static = _device(
+        devices[device.name], memory = _device(
             graph, device, used[device.name], shown, excluded, distributed, buckets.gradient_as_view
         )
         if device.role is DeviceRole.PLANNED:
-            extras["devices", device.name, MEMORY_KEY] = static.to_json()
+            extras |= memory.notes(device.name)
     allreduce_ns = tuple(
         sum(cluster.network.allreduce_ns(bucket.num_bytes, cluster.num_workers) for bucket in group) for group in groups
     )
@@ -149,7 +150,7 @@ def _device(
     excluded: Excluded,
     distributed: bool,
     gradient_as_view: bool,
-) -> tuple[ProblemDevice, StaticMemory]:
+) -> tuple[ProblemDevice, MemoryModel]:
     """One device type as it stands in a problem; ``sensitivities`` None counts none (fixed precision)."""
     tables = device_tables(graph, profile, device)
     if device.role is DeviceRole.PLANNED:
@@ -187,7 +188,7 @@ def _device(
             casts=_casts(profile, used),
             operators=operators,
         ),
-        memory.static,
+        memory,
     )
 
 
