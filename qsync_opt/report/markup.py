@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -14,6 +15,7 @@ from qsync_opt.report.fronts import NO_FRONT
 SLOTS = ("INT8", "FP8", "BF16", "FP16", "TF32", "FP32")
 """Formats that have a colour of their own (class ``p0`` and so on), others share the next three."""
 _SHARED_SLOTS = 3
+_UNIT = re.compile(r"(\d) (%|[nµm]?s\b|[KMGT]iB\b)")
 
 
 def slot(formats: Sequence[str], name: str) -> int:
@@ -209,4 +211,5 @@ def memory_markup(report: Report) -> str:
 
 
 def _text(value: str) -> str:
-    return escape(value, quote=True)
+    """Text as markup; a number and its unit stay on one line."""
+    return escape(_UNIT.sub("\\1\N{NO-BREAK SPACE}\\2", value), quote=True)

@@ -13,6 +13,10 @@ from qsync_opt.solution import PROOF_GAP, TerminationStatus, relative_gap
 
 _CLAIM_AGREES = 1e-6
 """Largest relative difference between the objective that a plan file notes and the evaluated one."""
+_LEAST_SHARE, _SMALL_SHARE = 0.001, 0.1
+"""Shares below the first are not written out; below the second they get a decimal."""
+_MANY = 3
+"""Above this many times, a factor is given instead of a percentage."""
 _LARGEST = 3
 """Operators that are named as the largest users of memory."""
 
@@ -41,8 +45,17 @@ def memory_words(report: Report, device: DeviceEvaluation) -> str:
 
 
 def _left(margin: float, limit: float, form: Callable[[float], str]) -> str:
-    share = f" ({100 * abs(margin) / limit:.1f} %)" if limit else ""
+    share = f" ({_share(abs(margin) / limit)})" if limit else ""
     return f"{form(abs(margin))}{share} {'are left' if margin >= 0 else 'too much'}"
+
+
+def _share(value: float) -> str:
+    """A part of a whole as a percentage that never rounds to nothing or to all."""
+    if 0 < value < _LEAST_SHARE:
+        return f"less than {100 * _LEAST_SHARE:g} %"
+    if 1 - _LEAST_SHARE < value < 1:
+        return f"more than {100 * (1 - _LEAST_SHARE):g} %"
+    return f"{100 * value:.1f} %" if value < _SMALL_SHARE else f"{100 * value:.0f} %"
 
 
 def mix_words(report: Report, device: str) -> str:
@@ -79,11 +92,9 @@ def _changed(here: float, there: float, what: str) -> str:
         return f"the same {what}"
     if there == 0:
         return f"{what} {format_sensitivity(here)} instead of 0"
-    share = 100 * abs(here - there) / there
-    shown = f"{share:.1f}" if share < 10 else f"{share:.0f}"
-    if shown == "0.0":
-        return f"about the same {what}"
-    return f"{shown} % {'less' if here < there else 'more'} {what}"
+    if here > _MANY * there:
+        return f"{here / there:.3g} times the {what}"
+    return f"{_share(abs(here - there) / there)} {'less' if here < there else 'more'} {what}"
 
 
 def proof_words(report: Report) -> str:

@@ -34,9 +34,11 @@ const formatMemory = (kib) => scaled(kib, MEMORY);
 function formatNumber(value) {
   if (value === 0) return "0";
   const size = Math.abs(value);
-  const text = size >= 1e-3 && size < 1e5 ? String(Number(size.toPrecision(4))) : Number(size.toPrecision(4)).toExponential();
-  return (value < 0 ? "−" : "") + text;
+  const rounded = Number(size.toPrecision(4));
+  return (value < 0 ? "−" : "") + (size >= 1e-4 && size < 1e6 ? String(rounded) : rounded.toExponential().replace("+", ""));
 }
+// A number and its unit stay on one line.
+const unbroken = (text) => text.replace(/(\d) (?=%|[nµm]?s\b|[KMGT]iB\b)/g, "$1\u00a0");
 const signed = (value, format) => (value > 0 ? "+" : "") + format(value);
 
 const chip = (format) => element("span", { class: "chip p" + data.slots[format] }, data.formats[format]);

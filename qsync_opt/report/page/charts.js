@@ -1,22 +1,44 @@
 // Line drawings: the fronts, and memory over time.
 const MARGIN = { left: 66, right: 16, top: 14, bottom: 44 };
 
-function frame(width, height, x, y, textX, textY, titleX, titleY, binaryX, binaryY) {
+// A scale knows where in its range (0 to 1) a value lies, and its ticks.
+function linear([low, high], binary) {
+  return { at: (value) => (value - low) / (high - low || 1), ticks: (count) => ticks(low, high, count, binary), note: "" };
+}
+// Values of many decades are drawn logarithmically; zero, which has no logarithm, gets a place below them.
+const DECADES = 50;
+function sensitivityScale(values) {
+  const positive = values.filter((value) => value > 0);
+  const [low, high] = [Math.min(...positive), Math.max(...positive)];
+  if (!positive.length || high / low < DECADES) return linear([0, high * 1.08 || 1], false);
+  const [first, last] = [Math.floor(Math.log10(low)), Math.log10(high * 1.3)];
+  const floor = values.length > positive.length ? 0.12 : 0;
+  const at = (value) => (value > 0 ? floor + (1 - floor) * Math.max(0, (Math.log10(value) - first) / (last - first)) : 0);
+  const decades = (count) => {
+    const step = Math.max(1, Math.ceil((last - first) / count));
+    const result = floor ? [0] : [];
+    for (let power = first; power <= last; power += step) result.push(Number("1e" + power));
+    return result;
+  };
+  return { at, ticks: decades, note: " (logarithmic)" };
+}
+
+function frame(width, height, scaleX, scaleY, textX, textY, titleX, titleY) {
   const plot = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
-  const atX = (value) => plot.left + (value - x[0]) / (x[1] - x[0] || 1) * (plot.right - plot.left);
-  const atY = (value) => plot.bottom - (value - y[0]) / (y[1] - y[0] || 1) * (plot.bottom - plot.top);
+  const atX = (value) => plot.left + scaleX.at(value) * (plot.right - plot.left);
+  const atY = (value) => plot.bottom - scaleY.at(value) * (plot.bottom - plot.top);
   const parts = [];
-  for (const value of ticks(y[0], y[1], 5, binaryY)) {
+  for (const value of scaleY.ticks(5)) {
     parts.push(shape("path", { class: "grid", d: "M" + plot.left + " " + atY(value) + "H" + plot.right }),
       shape("text", { x: plot.left - 8, y: atY(value) + 4, "text-anchor": "end" }, textY(value)));
   }
-  for (const value of ticks(x[0], x[1], Math.max(2, Math.floor(width / 110)), binaryX)) {
+  for (const value of scaleX.ticks(Math.max(2, Math.floor(width / 110)))) {
     parts.push(shape("path", { class: "axis", d: "M" + atX(value) + " " + plot.bottom + "v4" }),
       shape("text", { x: atX(value), y: plot.bottom + 17, "text-anchor": "middle" }, textX(value)));
   }
   parts.push(shape("path", { class: "axis", d: "M" + plot.left + " " + plot.bottom + "H" + plot.right }),
     shape("text", { x: (plot.left + plot.right) / 2, y: height - 8, "text-anchor": "middle" }, titleX),
-    shape("text", { x: 0, y: 0, transform: "translate(12 " + (plot.top + plot.bottom) / 2 + ") rotate(-90)", "text-anchor": "middle" }, titleY));
+    shape("text", { transform: "translate(12 " + (plot.top + plot.bottom) / 2 + ") rotate(-90)", "text-anchor": "middle" }, titleY));
   return { plot, atX, atY, parts };
 }
 function spread(values, share) {
@@ -40,8 +62,9 @@ function frontChart(title, axis, format, binary, points, chosen, limit, uniform)
     const reach = (Math.max(...own) - Math.min(...own)) * 0.35;
     const near = uniform.filter((p) => p.x >= Math.min(...own) - reach && p.x <= Math.max(...own) + reach);
     const x = spread([...own, ...near.map((p) => p.x)], 0.06);
-    const top = Math.max(...points.map((p) => p.y), chosen.y) * 1.08 || 1;
-    const { plot, atX, atY, parts } = frame(width, 320, x, [0, top], format, formatNumber, axis, "Sensitivity", binary, false);
+    const top = Math.max(...points.map((p) => p.y), chosen.y);
+    const scale = sensitivityScale([...points, chosen, ...near.filter((p) => p.y <= top)].map((p) => p.y));
+    const { plot, atX, atY, parts } = frame(width, 320, linear(x, binary), scale, format, formatNumber, axis, "Sensitivity" + scale.note);
     const sorted = [...points].sort((a, b) => a.x - b.x);
     const path = (key) => sorted.map((p, i) => (i ? "H" + atX(p.x) + "V" + atY(p[key]) : "M" + atX(p.x) + " " + atY(p[key]))).join("");
     parts.push(shape("path", { class: "limit", d: "M" + atX(limit) + " " + plot.top + "V" + plot.bottom }),
@@ -125,8 +148,8 @@ function drawMemory(device, number) {
     ": at most " + format(peak) + ", limit " + format(limit) + "." });
   const label = memory ? "Activations and cast buffers" : "Operators so far, with their cast buffers";
   whenSized(place, (width) => {
-    const { plot, atX, atY, parts } = frame(width, 300, [0, end], [0, top], memory ? formatTime : (i) => String(i), format,
-      memory ? "Time in the iteration" : "Operators, in model order", "Memory", false, true);
+    const { plot, atX, atY, parts } = frame(width, 300, linear([0, end], false), linear([0, top], true), memory ? formatTime : String, format,
+      memory ? "Time in the iteration" : "Operators, in model order", "Memory");
     let low = 0;
     bands.forEach((band, i) => {
       parts.push(shape("rect", { class: "band-" + (i + 1), x: plot.left, y: atY(low + band[1]), width: plot.right - plot.left, height: Math.max(0, atY(low) - atY(low + band[1])) }));

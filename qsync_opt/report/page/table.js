@@ -1,5 +1,5 @@
 // The table of operators: one device at a time, searched, filtered, sorted, a page at a time.
-const PAGE = 100;
+const PAGE = 25;
 const view = { device: 0, text: "", precision: "", role: "", sort: "index", descending: false, page: 0, open: new Set(), found: -1, all: false };
 
 const COLUMNS = [
@@ -78,7 +78,7 @@ function operatorRow(index) {
     element("td", { class: "number" }, formatTime(timeOf(index))),
     element("td", { class: "number" }, formatMemory(found.memory_kib[index])),
     element("td", { class: "number" }, formatNumber(found.sensitivity[index])),
-    element("td", { class: "why" }, found.reason[index], " ", button));
+    element("td", { class: "why" }, unbroken(found.reason[index]), " ", button));
   return open ? [row, moreRow(index)] : [row];
 }
 
