@@ -61,20 +61,17 @@ def load_measured(path: str | os.PathLike[str]) -> Measured:
         fields = Fields(split_extras(data)[0], "measured")
         fields.version(MEASURED_FORMAT)
         devices = {}
-        for name, device in fields.children("devices") if "devices" in fields else ():
+        given = fields.take_or("devices", None) is not None
+        for name, device in fields.children("devices") if given else ():
             devices[name] = MeasuredDevice(
-                iteration_ns=_optional(device, "iteration_ns"),
-                peak_memory_bytes=_optional(device, "peak_memory_bytes"),
+                iteration_ns=device.take_or("iteration_ns", None),
+                peak_memory_bytes=device.take_or("peak_memory_bytes", None),
             )
             device.finish()
         measured = Measured(
-            source=fields.text("source"), iteration_ns=_optional(fields, "iteration_ns"), devices=devices
+            source=fields.text("source"), iteration_ns=fields.take_or("iteration_ns", None), devices=devices
         )
         fields.finish()
     except ProblemError as failure:
         raise ProblemError(f"{os.fspath(path)}: {failure}") from failure
     return measured
-
-
-def _optional(fields: Fields, key: str) -> int | None:
-    return fields.integer(key, minimum=1) if key in fields else None

@@ -30,9 +30,9 @@ function frame(width, height, scaleX, scaleY, textX, textY, titleX, titleY) {
   const parts = [];
   for (const value of scaleY.ticks(5)) {
     parts.push(shape("path", { class: "grid", d: "M" + plot.left + " " + atY(value) + "H" + plot.right }),
-      shape("text", { x: plot.left - 8, y: atY(value) + 4, "text-anchor": "end" }, textY(value)));
+      shape("text", { x: plot.left - 8, y: atY(value) + 4, "text-anchor": "end" }, value ? textY(value) : "0"));
   }
-  for (const value of scaleX.ticks(Math.max(2, Math.floor(width / 110)))) {
+  for (const value of scaleX.ticks(Math.max(2, Math.floor(width / 100)))) {
     parts.push(shape("path", { class: "axis", d: "M" + atX(value) + " " + plot.bottom + "v4" }),
       shape("text", { x: atX(value), y: plot.bottom + 17, "text-anchor": "middle" }, textX(value)));
   }
@@ -157,16 +157,18 @@ function drawMemory(device, number) {
     });
     const steps = values.map((value, i) => (i ? "H" + atX(times[i]).toFixed(1) + "V" + atY(low + value).toFixed(1) : "M" + plot.left + " " + atY(low + value).toFixed(1))).join("");
     parts.push(shape("path", { class: "band-5", d: steps + "V" + atY(low) + "H" + plot.left + "Z" }));
+    const at = memory ? memory.peak_ns : end;
+    const near = atX(at) > (plot.left + plot.right) / 2;
+    // The labels of lines stand at the end that is far from the peak's.
+    const aside = { x: near ? plot.left + 6 : plot.right, "text-anchor": near ? "start" : "end" };
     if (limit <= top) {
       parts.push(shape("path", { class: "limit", d: "M" + plot.left + " " + atY(limit) + "H" + plot.right }),
-        shape("text", { class: "limit-text", x: plot.left + 6, y: atY(limit) - 5 }, "limit " + format(limit)));
+        shape("text", { ...aside, class: "limit-text", y: atY(limit) - 5 }, "limit " + format(limit)));
     }
     if (measured) {
       parts.push(shape("path", { class: "measured", d: "M" + plot.left + " " + atY(measured) + "H" + plot.right }),
-        shape("text", { class: "strong", x: plot.left + 6, y: atY(measured) + 14 }, "measured peak " + format(measured)));
+        shape("text", { ...aside, class: "strong", y: atY(measured) + 14 }, "measured peak " + format(measured)));
     }
-    const at = memory ? memory.peak_ns : end;
-    const near = atX(at) > (plot.left + plot.right) / 2;
     parts.push(shape("circle", { class: "chosen", cx: atX(at), cy: atY(peak), r: 4.5 }),
       shape("text", { class: "strong", x: atX(at) + (near ? -9 : 9), y: Math.max(plot.top + 2, atY(peak) - 8), "text-anchor": near ? "end" : "start" }, (memory ? "peak " : "total ") + format(peak)));
     drawing.replaceChildren(...parts);

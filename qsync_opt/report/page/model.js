@@ -1,5 +1,6 @@
 // The model as a tree of modules, each with a strip per device: one cell per operator, coloured by its precision.
 const RUN = 25; // Names without modules are folded into runs of this many.
+const EASY = 24; // Lines of the tree at first.
 
 function makeTree() {
   const root = { name: "", children: new Map(), indexes: [] };
@@ -15,7 +16,7 @@ function makeTree() {
     }
     node.children.set("o" + index, { name: plain ? name : name.slice(name.lastIndexOf("/") + 1), index });
   });
-  for (const child of root.children.values()) joinChains(child);
+  if (!plain) for (const child of root.children.values()) joinChains(child);
   return root;
 }
 function plainPath(index) {
@@ -23,13 +24,13 @@ function plainPath(index) {
   const first = Math.floor(index / RUN) * RUN;
   return ["Operators " + (first + 1) + " to " + Math.min(first + RUN, operators.name.length)];
 }
-// A module whose only content is one module is shown as one line: "encoder.layer".
+// What holds nothing but one thing is shown as one line: "encoder.layer", or "embed/embedding" with its operator.
 function joinChains(node) {
   while (node.children && node.children.size === 1) {
     const [only] = node.children.values();
-    if (!only.children) break;
-    node.name += "." + only.name;
+    node.name += (only.children ? "." : "/") + only.name;
     node.children = only.children;
+    node.index = only.index;
   }
   if (node.children) for (const child of node.children.values()) joinChains(child);
 }
@@ -128,6 +129,17 @@ function openAll(node, open) {
     openAll(child, open);
   }
 }
+// Unfold level by level as long as the whole stays easy to overlook.
+function unfoldSome(tree) {
+  let shown = tree.children.size;
+  let level = [...tree.children.values()].filter((node) => node.open);
+  while (level.length) {
+    shown += level.reduce((sum, node) => sum + node.children.size, 0);
+    if (shown > EASY) return;
+    level.forEach((node) => node.open(true));
+    level = level.flatMap((node) => [...node.children.values()]).filter((node) => node.open);
+  }
+}
 function drawModel() {
   const tree = makeTree();
   const legend = element("ul", { class: "legend", "aria-label": "Precisions" },
@@ -142,6 +154,5 @@ function drawModel() {
   const many = ["", "", "two", "three", "four"][Math.min(data.devices.length, 4)];
   document.getElementById("model-body").append(legend,
     element("div", { class: many }, whole, element("div", { class: "controls" }, open, close), list));
-  const modules = [...tree.children.values()].filter((child) => child.open);
-  if (modules.length === 1) modules[0].open(true);
+  unfoldSome(tree);
 }

@@ -43,7 +43,7 @@ function moreRow(index) {
   const found = here();
   const reads = operatorLinks(operators.inputs[index]);
   const bucket = operators.bucket[index];
-  const cell = element("td", { colspan: COLUMNS.length },
+  const cell = element("td", { role: "cell", colspan: COLUMNS.length },
     element("p", {}, "Type " + operators.type[index] + ", " + operators.elements[index].toLocaleString("en") + " output elements" +
       (bucket === null ? "" : ", gradient bucket " + bucket) + "."),
     element("p", {}, "Forward " + formatTime(found.forward_ns[index]) + ", backward " + formatTime(found.backward_ns[index]) +
@@ -58,7 +58,7 @@ function moreRow(index) {
         signed(memory, formatMemory), signed(casts, String), String(pushed), broken.length ? "breaks " + broken.join(" and ") : "kept",
       ])));
   }
-  return element("tr", { class: "more", id: "more-" + index }, cell);
+  return element("tr", { role: "row", class: "more", id: "more-" + index }, cell);
 }
 function operatorRow(index) {
   const open = view.open.has(index);
@@ -71,14 +71,15 @@ function operatorRow(index) {
     document.querySelector("#op-" + (index + 1) + " td.why button").focus();
   });
   const found = here();
-  const row = element("tr", { id: "op-" + (index + 1), class: view.found === index ? "found" : null },
-    element("td", { class: "number" }, String(index + 1)),
-    element("th", { scope: "row" }, element("bdi", {}, operators.name[index]), element("small", {}, operators.type[index] + ", " + data.roles[operators.role[index]])),
-    element("td", {}, chip(found.precision[index])),
-    element("td", { class: "number" }, formatTime(timeOf(index))),
-    element("td", { class: "number" }, formatMemory(found.memory_kib[index])),
-    element("td", { class: "number" }, formatNumber(found.sensitivity[index])),
-    element("td", { class: "why" }, unbroken(found.reason[index]), " ", button));
+  const cell = (column, kind, ...content) => element("td", { role: "cell", class: kind, "data-label": COLUMNS[column].title }, ...content);
+  const row = element("tr", { id: "op-" + (index + 1), role: "row", class: view.found === index ? "found" : null },
+    cell(0, "number place", String(index + 1)),
+    element("th", { scope: "row", role: "rowheader" }, element("bdi", {}, operators.name[index]), element("small", {}, operators.type[index] + ", " + data.roles[operators.role[index]])),
+    cell(2, "format", chip(found.precision[index])),
+    cell(3, "number", unbroken(formatTime(timeOf(index)))),
+    cell(4, "number", unbroken(formatMemory(found.memory_kib[index]))),
+    cell(5, "number", formatNumber(found.sensitivity[index])),
+    cell(6, "why", unbroken(found.reason[index]), " ", button));
   return open ? [row, moreRow(index)] : [row];
 }
 
@@ -125,11 +126,13 @@ function drawTable() {
   tableParts.heads = COLUMNS.map((column) => {
     const button = element("button", { type: "button" }, column.title);
     button.addEventListener("click", () => change({ sort: column.key, descending: view.sort === column.key ? !view.descending : Boolean(column.number && column.key !== "index") }));
-    return element("th", { scope: "col", class: column.number ? "number" : null }, button);
+    return element("th", { scope: "col", role: "columnheader", class: column.number ? "number" : null }, button);
   });
-  tableParts.body = element("tbody");
-  const table = element("table", { class: "operators-table" },
-    element("caption", { class: "hidden" }, "Operators; the headings sort"), element("thead", {}, element("tr", {}, ...tableParts.heads)), tableParts.body);
+  // Narrow screens lay rows out as blocks, which takes the meaning of a table from it unless roles say it.
+  tableParts.body = element("tbody", { role: "rowgroup" });
+  const table = element("table", { class: "operators-table", role: "table" },
+    element("caption", { class: "hidden" }, "Operators; the headings sort"),
+    element("thead", { role: "rowgroup" }, element("tr", { role: "row" }, ...tableParts.heads)), tableParts.body);
 
   tableParts.back = element("button", { type: "button" }, "Previous page");
   tableParts.next = element("button", { type: "button" }, "Next page");

@@ -83,7 +83,7 @@ function drawTimeline() {
       for (const [kind, start, stop, first, last] of pieces(lane, span.from, span.to, narrow)) {
         const [left, right] = [Math.max(at(start), 0), Math.min(at(stop), width)];
         if (right <= left) continue;
-        const gap = first === last && right - left > 4 ? 0.6 : 0;
+        const gap = first === last && right - left > 6 ? 0.6 : 0;
         parts.push(shape("rect", { class: "k" + kind, x: left.toFixed(2), y: top, width: Math.max(right - left - gap, 0.5).toFixed(2), height: LANE.height }));
         const name = first < 0 ? "waiting" : first === last ? eventName(lane, first) : "";
         if (name && right - left > 6.2 * name.length + 8) {
@@ -98,7 +98,7 @@ function drawTimeline() {
       parts.push(shape("path", { class: kind, d: "M" + x + " 0V" + (bottom + 4) }),
         shape("text", { class: "strong", x: near ? x - 4 : x + 4, y: bottom + 36, "text-anchor": near ? "end" : "start" }, text));
     };
-    for (const time of ticks(span.from, span.to, Math.max(2, Math.floor(width / 120)), false)) {
+    for (const time of ticks(span.from, span.to, Math.max(2, Math.floor(width / 100)), false)) {
       const x = at(time);
       parts.push(shape("path", { class: "axis", d: "M" + x + " " + bottom + "v4" }),
         shape("text", { x, y: bottom + 17, "text-anchor": x < 20 ? "start" : x > width - 24 ? "end" : "middle" }, formatTime(time)));
