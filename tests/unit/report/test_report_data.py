@@ -1,5 +1,6 @@
 import base64
 import hashlib
+import itertools
 import json
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -143,7 +144,7 @@ def test_fronts_are_plans_that_fall_and_never_pass_their_bounds(stacked, front):
         *((points, lambda p, name=name: p.memory_kib[name]) for name, points in report.fronts.memory.items()),
     ):
         assert points
-        for slower, faster in zip(points, points[1:], strict=False):
+        for slower, faster in itertools.pairwise(points):
             assert use(slower) > use(faster)
             assert slower.objective < faster.objective
         assert all(p.bound <= p.objective for p in points)
