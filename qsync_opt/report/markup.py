@@ -36,6 +36,7 @@ def summary_markup(report: Report) -> str:
             f'<p class="verdict {state}"><strong>{_text(words.verdict(report))}</strong> '
             f"{_text(words.proof_words(report))}</p>",
             *(f'<p class="note">{_text(text)}</p>' for text in notes),
+            '<h2 class="hidden">Limits and gains</h2>',
             '<div class="cards">',
             _iteration_card(report),
             *(_device_card(report, device) for device in evaluation.devices.values()),

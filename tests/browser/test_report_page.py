@@ -60,6 +60,7 @@ def open_page(chromium):
     def open_one(path, viewport=DESKTOP, fragment="", **options):
         context = chromium.new_context(viewport=viewport, **options)
         page = context.new_page()
+        page.set_default_timeout(10_000)
         seen = []
         page.on("console", lambda message: seen.append(f"console {message.type}: {message.text}"))
         page.on("pageerror", lambda error: seen.append(f"error: {error}"))
@@ -169,14 +170,14 @@ def test_headings_sort_both_ways(open_page, report_file, stacked):
     totals = {time.name: time.forward_total_ns + time.backward_total_ns for time in device.operators}
     names = [operator.name for operator in problem.operators]
     page = open_page(report_file)
-    heading = page.get_by_role("columnheader", name="Time")
+    heading = page.get_by_role("columnheader", name="Time", exact=True)
     heading.get_by_role("button").click()
     assert heading.get_attribute("aria-sort") == "descending"
     assert _names(page) == sorted(names, key=lambda name: -totals[name])[:ROWS]
     heading.get_by_role("button").click()
     assert heading.get_attribute("aria-sort") == "ascending"
     assert _names(page) == sorted(names, key=totals.__getitem__)[:ROWS]
-    page.get_by_role("columnheader", name="Operator").get_by_role("button").click()
+    page.get_by_role("columnheader", name="Operator", exact=True).get_by_role("button").click()
     assert _names(page) == sorted(names)[:ROWS]
 
 
@@ -184,7 +185,7 @@ def test_modules_fold_and_their_links_lead_to_the_table(open_page, report_file):
     page = open_page(report_file)
     tree = page.locator(".tree")
     link = tree.get_by_role("link", name="gelu, blocks.7.mlp/gelu")
-    page.get_by_role("button", name="Fold all").click()
+    page.get_by_role("button", name="Fold all", exact=True).click()
     assert link.count() == 0 or not link.is_visible()
     page.get_by_role("button", name="Unfold all").click()
     assert link.is_visible()
@@ -195,15 +196,16 @@ def test_modules_fold_and_their_links_lead_to_the_table(open_page, report_file):
     fold.press("Enter")
     page.get_by_label("Search", exact=True).fill("hidden by this")
     link.click()
-    row = page.locator("tr.found")
-    assert row.locator("th bdi").text_content() == "blocks.7.mlp/gelu"
-    assert row.is_visible()
+    found = page.locator("tr.found th bdi")
+    page.wait_for_function("document.querySelector('tr.found') !== null")
+    assert found.text_content() == "blocks.7.mlp/gelu"
+    assert found.is_visible()
     assert page.evaluate("document.activeElement.textContent") == "Less"
-    reads = page.locator("tr.more").get_by_role("link", name="blocks.7.mlp.up/linear")
-    reads.click()
-    assert page.locator("tr.found th bdi").text_content() == "blocks.7.mlp.up/linear"
+    page.locator("tr.more").get_by_role("link", name="blocks.7.mlp.up/linear").click()
+    named = "name => document.querySelector('tr.found th bdi').textContent === name"
+    page.wait_for_function(named, arg="blocks.7.mlp.up/linear")
     page.go_back()
-    assert page.locator("tr.found th bdi").text_content() == "blocks.7.mlp/gelu"
+    page.wait_for_function(named, arg="blocks.7.mlp/gelu")
 
 
 def test_a_link_from_outside_opens_its_operator(open_page, report_file):
@@ -251,7 +253,7 @@ def test_the_timeline_zooms_by_keyboard_and_button(open_page, report_file):
     lanes = page.locator(".lanes")
     assert lanes.locator("text", has_text="waiting").count() > 0
     lanes.focus()
-    for key in ("+", "+", "ArrowLeft", "ArrowLeft", "ArrowLeft", "ArrowLeft"):
+    for key in ("+", "+", *["ArrowLeft"] * 6):
         page.keyboard.press(key)
     assert shown.text_content() not in (whole, "")
     assert shown.text_content().startswith("Shown: 0 ns to ")
