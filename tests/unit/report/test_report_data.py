@@ -189,7 +189,7 @@ def test_notes_survive_the_file_and_a_problem_without_them_knows_totals_only(sta
     [
         (["embed"], "it must map operators to bytes"),
         ({"embed/embedding": -1}, "must be an integer of at least 0"),
-        ({"embed/embeding": 1}, "no operator 'embed/embeding'; did you mean 'embed/embedding'"),
+        ({"embed/embeddng": 1}, "no operator 'embed/embeding'; did you mean 'embed/embedding'"),
         ({"embed/embedding": 1}, "adds up to 1 bytes, but x-memory to"),
     ],
 )
