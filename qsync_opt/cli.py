@@ -30,6 +30,7 @@ COMMANDS: dict[str, str] = {
     "solve": "qsync_opt.cli_solve:add_solve",
     "evaluate": "qsync_opt.cli_solve:add_evaluate",
     "compare": "qsync_opt.cli_solve:add_compare",
+    "plan": "qsync_opt.cli_plan:add_plan",
     "demo": "qsync_opt.cli_demo:add_demo",
 }
 
