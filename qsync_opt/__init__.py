@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from qsync_opt.errors import QSyncError as QSyncError
     from qsync_opt.evaluation import Evaluation as Evaluation
     from qsync_opt.evaluation import evaluate as evaluate
+    from qsync_opt.explanation import Explainer as Explainer
+    from qsync_opt.explanation import Explanation as Explanation
     from qsync_opt.graph import Operator as Operator
     from qsync_opt.graph import OpGraph as OpGraph
     from qsync_opt.graph import Role as Role
@@ -78,6 +80,8 @@ _PUBLIC = {
     "Timeline": "qsync_opt.replay",
     "Evaluation": "qsync_opt.evaluation",
     "evaluate": "qsync_opt.evaluation",
+    "Explainer": "qsync_opt.explanation",
+    "Explanation": "qsync_opt.explanation",
     "Plan": "qsync_opt.plan",
     "load_plan": "qsync_opt.plan",
     "FastestPlan": "qsync_opt.planner",
