@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from qsync_opt.device_profile import DeviceProfile
     from qsync_opt.graph import OpGraph
     from qsync_opt.plugins import Indicator, ModelKnowledge
+    from qsync_opt.precision import PrecisionFormats
     from qsync_opt.problem import Problem
 
 _LOGGER = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ def _sensitivities(
     knowledge: ModelKnowledge,
 ) -> Any:
     """One table for all planned types, over the union of their formats; types differ in border formats."""
-    formats = {}
+    formats: dict[str, PrecisionFormats] = {}
     for device in cluster.planned:
         formats.update(profiles[device.name].formats)
     return indicator.sensitivities(graph, knowledge, formats)

@@ -151,4 +151,3 @@ def _print_comparison(results: list[Solution]) -> None:
     for solution in results:
         if solution.reason:
             print(f"{solution.method}: {solution.reason}")
-

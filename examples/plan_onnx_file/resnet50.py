@@ -1,4 +1,4 @@
-"""Write a ResNet-50 as an ONNX file with made-up weights: a model file to plan, without a download and without torch."""
+"""Write a ResNet-50 as an ONNX file with made-up weights: a model file to plan, without a download or torch."""
 
 import argparse
 from pathlib import Path

@@ -1,0 +1,90 @@
+"""A front as a picture that needs no library: one SVG file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+from xml.sax.saxutils import escape
+
+from qsync_opt.problem import Problem
+from qsync_opt.quantities import format_memory, format_sensitivity, format_time
+
+_WIDTH, _HEIGHT = 720, 440
+_LEFT, _RIGHT, _TOP, _BOTTOM = 90, 24, 48, 64
+_TICKS = 5
+_STYLE = """
+text { font: 13px system-ui, sans-serif; fill: #333; }
+.axis { stroke: #777; fill: none; } .grid { stroke: #ddd; }
+.front { stroke: #1f6feb; fill: none; stroke-width: 2; }
+.kept { fill: #1f6feb; } .broken { fill: #fff; stroke: #1f6feb; }
+.limit { stroke: #b42318; stroke-dasharray: 5 4; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #ddd; } .grid { stroke: #444; } .back { fill: #1b1b1f; } .broken { fill: #1b1b1f; }
+}
+"""
+
+
+def front_svg(problem: Problem, rows: Sequence[Mapping[str, Any]], device: str | None) -> str:
+    """Draw a front: use from left to right, sensitivity upwards; points that break a limit are hollow.
+
+    Args:
+        problem: The problem; its limit of what is used is a dashed line.
+        rows: Points with ``use`` (ns, or KiB of ``device``), ``objective`` and ``feasible``.
+        device: Whose memory, or None for time.
+
+    Returns:
+        The SVG document.
+
+    Source: ours.
+    """
+    limit = problem.latency_limit_ns if device is None else problem.device(device).memory_limit_kib
+    uses, values = [row["use"] for row in rows], [row["objective"] for row in rows]
+    low, high = _padded(min(uses, default=0), max(uses, default=1))
+    top = max(values, default=0.0) * 1.05 or 1.0
+
+    def x(use: float) -> float:
+        return _LEFT + (use - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(value: float) -> float:
+        return _HEIGHT - _BOTTOM - value / top * (_HEIGHT - _TOP - _BOTTOM)
+
+    form = format_time if device is None else format_memory
+    label = "iteration time" if device is None else f"memory of {device}"
+    title = f"{problem.name}: sensitivity against {label}"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="{escape(title, {chr(34): "&quot;"})}">',
+        f"<title>{escape(title)}</title><style>{_STYLE}</style>",
+        f'<rect class="back" width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
+        f'<text x="{_LEFT}" y="26">{escape(title)}</text>',
+    ]
+    for step in range(_TICKS + 1):
+        use, value = low + (high - low) * step / _TICKS, top * step / _TICKS
+        parts += [
+            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>',
+            f'<text x="{_LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{format_sensitivity(value)}</text>',
+            f'<text x="{x(use):.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{form(round(use))}</text>',
+        ]
+    if low <= limit <= high:
+        parts.append(f'<line class="limit" x1="{x(limit):.1f}" x2="{x(limit):.1f}" y1="{_TOP}" y2="{y(0):.1f}"/>')
+    line = " ".join(f"{x(use):.1f},{y(value):.1f}" for use, value in zip(uses, values, strict=True))
+    parts.append(f'<polyline class="front" points="{line}"/>')
+    parts += [
+        f'<circle class="{"kept" if row["feasible"] else "broken"}" cx="{x(row["use"]):.1f}" '
+        f'cy="{y(row["objective"]):.1f}" r="4"><title>{form(row["use"])}, sensitivity '
+        f"{format_sensitivity(row['objective'])}</title></circle>"
+        for row in rows
+    ]
+    parts += [
+        f'<path class="axis" d="M{_LEFT},{_TOP} V{y(0):.1f} H{_WIDTH - _RIGHT}"/>',
+        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 14}" text-anchor="middle">{escape(label)}</text>',
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _padded(low: float, high: float) -> tuple[float, float]:
+    """A range that a single value, too, lies within."""
+    margin = (high - low) * 0.03 or max(1.0, math.fabs(high) * 0.05)
+    return low - margin, high + margin
