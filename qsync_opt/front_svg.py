@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
-from qsync_opt.problem import Problem
 from qsync_opt.quantities import format_memory, format_sensitivity, format_time
 
+if TYPE_CHECKING:
+    from qsync_opt.pareto import Front
+
 _WIDTH, _HEIGHT = 720, 440
-_LEFT, _RIGHT, _TOP, _BOTTOM = 90, 24, 48, 64
+_LEFT, _RIGHT, _TOP, _BOTTOM = 90, 40, 48, 64
 _TICKS = 5
 _STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #333; }
@@ -25,21 +26,19 @@ text { font: 13px system-ui, sans-serif; fill: #333; }
 """
 
 
-def front_svg(problem: Problem, rows: Sequence[Mapping[str, Any]], device: str | None) -> str:
+def front_svg(front: Front) -> str:
     """Draw a front: use from left to right, sensitivity upwards; points that break a limit are hollow.
 
     Args:
-        problem: The problem; its limit of what is used is a dashed line.
-        rows: Points with ``use`` (ns, or KiB of ``device``), ``objective`` and ``feasible``.
-        device: Whose memory, or None for time.
+        front: The front; the problem's own limit on what is traded is a dashed line.
 
     Returns:
         The SVG document.
 
     Source: ours.
     """
-    limit = problem.latency_limit_ns if device is None else problem.device(device).memory_limit_kib
-    uses, values = [row["use"] for row in rows], [row["objective"] for row in rows]
+    device, limit = front.device, front.limit
+    uses, values = [point.use for point in front.points], [point.objective for point in front.points]
     low, high = _padded(min(uses, default=0), max(uses, default=1))
     top = max(values, default=0.0) * 1.05 or 1.0
 
@@ -51,7 +50,7 @@ def front_svg(problem: Problem, rows: Sequence[Mapping[str, Any]], device: str |
 
     form = format_time if device is None else format_memory
     label = "iteration time" if device is None else f"memory of {device}"
-    title = f"{problem.name}: sensitivity against {label}"
+    title = f"{front.problem.name}: sensitivity against {label}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         f'aria-label="{escape(title, {chr(34): "&quot;"})}">',
@@ -71,10 +70,10 @@ def front_svg(problem: Problem, rows: Sequence[Mapping[str, Any]], device: str |
     line = " ".join(f"{x(use):.1f},{y(value):.1f}" for use, value in zip(uses, values, strict=True))
     parts.append(f'<polyline class="front" points="{line}"/>')
     parts += [
-        f'<circle class="{"kept" if row["feasible"] else "broken"}" cx="{x(row["use"]):.1f}" '
-        f'cy="{y(row["objective"]):.1f}" r="4"><title>{form(row["use"])}, sensitivity '
-        f"{format_sensitivity(row['objective'])}</title></circle>"
-        for row in rows
+        f'<circle class="{"kept" if point.feasible else "broken"}" cx="{x(point.use):.1f}" '
+        f'cy="{y(point.objective):.1f}" r="4"><title>{form(point.use)}, sensitivity '
+        f"{format_sensitivity(point.objective)}</title></circle>"
+        for point in front.points
     ]
     parts += [
         f'<path class="axis" d="M{_LEFT},{_TOP} V{y(0):.1f} H{_WIDTH - _RIGHT}"/>',
