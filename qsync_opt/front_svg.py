@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
@@ -14,15 +15,13 @@ if TYPE_CHECKING:
 _WIDTH, _HEIGHT = 720, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 90, 40, 48, 64
 _TICKS = 5
+# The class in front keeps the style within the picture, also where it stands inside a page.
 _STYLE = """
-text { font: 13px system-ui, sans-serif; fill: #333; }
-.axis { stroke: #777; fill: none; } .grid { stroke: #ddd; }
-.front { stroke: #1f6feb; fill: none; stroke-width: 2; }
-.kept { fill: #1f6feb; } .broken { fill: #fff; stroke: #1f6feb; }
-.limit { stroke: #b42318; stroke-dasharray: 5 4; }
-@media (prefers-color-scheme: dark) {
-  text { fill: #ddd; } .grid { stroke: #444; } .back { fill: #1b1b1f; } .broken { fill: #1b1b1f; }
-}
+.qsync-front { max-width: 720px; } .qsync-front text { font: 13px system-ui, sans-serif; fill: #333; }
+.qsync-front .axis { stroke: #777; fill: none; } .qsync-front .grid { stroke: #ddd; }
+.qsync-front .line { stroke: #1f6feb; fill: none; stroke-width: 2; }
+.qsync-front .kept { fill: #1f6feb; } .qsync-front .broken { fill: #fff; stroke: #1f6feb; }
+.qsync-front .limit { stroke: #b42318; stroke-dasharray: 5 4; }
 """
 
 
@@ -52,7 +51,7 @@ def front_svg(front: Front) -> str:
     label = "iteration time" if device is None else f"memory of {device}"
     title = f"{front.problem.name}: sensitivity against {label}"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="qsync-front" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         f'aria-label="{escape(title, {chr(34): "&quot;"})}">',
         f"<title>{escape(title)}</title><style>{_STYLE}</style>",
         f'<rect class="back" width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
@@ -67,8 +66,11 @@ def front_svg(front: Front) -> str:
         ]
     if low <= limit <= high:
         parts.append(f'<line class="limit" x1="{x(limit):.1f}" x2="{x(limit):.1f}" y1="{_TOP}" y2="{y(0):.1f}"/>')
-    line = " ".join(f"{x(use):.1f},{y(value):.1f}" for use, value in zip(uses, values, strict=True))
-    parts.append(f'<polyline class="front" points="{line}"/>')
+    corners = [(uses[0], values[0])] if uses else []
+    for (slower, _), (faster, value) in itertools.pairwise(zip(uses, values, strict=True)):
+        corners += [(slower, value), (faster, value)]  # between two points the faster plan is the best there is
+    line = " ".join(f"{x(use):.1f},{y(value):.1f}" for use, value in corners)
+    parts.append(f'<polyline class="line" points="{line}"/>')
     parts += [
         f'<circle class="{"kept" if point.feasible else "broken"}" cx="{x(point.use):.1f}" '
         f'cy="{y(point.objective):.1f}" r="4"><title>{form(point.use)}, sensitivity '
