@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem, ProblemDevice, ProblemOperator
@@ -119,6 +120,16 @@ class Evaluation:
             "feasible": self.feasible,
             "violations": list(self.violations),
         }
+
+    def to_pandas(self) -> Any:
+        """A pandas table with one row per device type and operator. See `qsync_opt.tables`.
+
+        Raises:
+            NotInstalledError: pandas is missing; the text holds the install line.
+        """
+        from qsync_opt.tables import evaluation_table
+
+        return evaluation_table(self)
 
 
 def evaluate(problem: Problem, plan: Plan) -> Evaluation:
