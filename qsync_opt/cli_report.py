@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import time
+from pathlib import Path
 
 from qsync_opt.cli import EXIT_INFEASIBLE, EXIT_OK, Runner, print_json
+from qsync_opt.cli_text import add_quiet, estimate_notice
 
 _LOGGER = logging.getLogger(__name__)
 _KB = 1000
@@ -24,14 +26,21 @@ def add_report(parser: argparse.ArgumentParser) -> Runner:
         help="greedy (default), exact (every point proved; may take long) or none",
     )
     parser.add_argument("--measured", metavar="FILE", help="measurements of the plan, to show beside what is predicted")
+    parser.add_argument(
+        "--cache", metavar="FOLDER", type=Path, help="where points of fronts are kept (default: ~/.cache/qsync-opt)"
+    )
+    parser.add_argument("--no-cache", action="store_true", help="seek every point anew and keep none")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_quiet(parser)
     return _report
 
 
 def _report(options: argparse.Namespace) -> int:
+    from qsync_opt.front_cache import default_cache_folder
     from qsync_opt.jsonio import check_writable
     from qsync_opt.plan import load_plan
     from qsync_opt.problem_file import load_problem
+    from qsync_opt.progress import reporting
     from qsync_opt.report.contents import make_report
     from qsync_opt.report.fronts import check_front
     from qsync_opt.report.measured import load_measured
@@ -43,7 +52,9 @@ def _report(options: argparse.Namespace) -> int:
     measured = None if options.measured is None else load_measured(options.measured)
     started = time.monotonic()
     _LOGGER.info("explaining %s operators, front %s", len(problem.operators), options.front)
-    report = make_report(problem, plan, front=options.front, measured=measured)
+    cache = None if options.no_cache else (options.cache or default_cache_folder()) / "fronts"
+    with reporting(False if options.quiet else None, "report") as progress:
+        report = make_report(problem, plan, front=options.front, measured=measured, cache=cache, progress=progress)
     today = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     size = write_report(report, options.out, note=f"From {options.problem} and {options.plan}, {today}.")
     seconds = time.monotonic() - started
@@ -60,6 +71,7 @@ def _report(options: argparse.Namespace) -> int:
         )
     else:
         print(f"{options.out}: {len(problem.operators)} operators, {size / _KB:.0f} kB, {seconds:.1f} s")
+        estimate_notice(problem.extras)
         if not report.evaluation.feasible:
             print("\n".join(f"violated: {text}" for text in report.evaluation.violations))
     return EXIT_OK if report.evaluation.feasible else EXIT_INFEASIBLE

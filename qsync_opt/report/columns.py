@@ -6,15 +6,14 @@ names say.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from qsync_opt.evaluation import DeviceEvaluation, OperatorTime, cast_buffer_kib
 from qsync_opt.explanation import Alternative, Explanation
 from qsync_opt.graph import Role
+from qsync_opt.pareto import Front
 from qsync_opt.replay import COMMUNICATION, COMPUTE, TimelineEvent
 from qsync_opt.report.contents import Report
-from qsync_opt.report.fronts import Point
 from qsync_opt.report.markup import slot
 from qsync_opt.report.memory_curve import MemoryCurve
 
@@ -157,13 +156,13 @@ def _fronts(report: Report) -> dict[str, Any] | None:
         "method": fronts.method,
         "best": {"objective": fronts.best.objective, "bound": fronts.best.bound},
         "latency": _points(fronts.latency),
-        "memory": [_points(points) for points in fronts.memory.values()],
+        "memory": [_points(front) for front in fronts.memory.values()],
     }
 
 
-def _points(points: Iterable[Point]) -> list[list[Any]]:
+def _points(front: Front) -> list[list[Any]]:
     """Sensitivity, bound, iteration ns and the KiB of every device, one list per point."""
-    return [[p.objective, p.bound, p.iteration_ns, list(p.memory_kib.values())] for p in points]
+    return [[p.objective, p.bound, p.iteration_ns, list(p.memory_kib.values())] for p in front.points]
 
 
 def _timeline(report: Report) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from qsync_opt.explanation import Explainer, Explanation
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem
 from qsync_opt.replay import Timeline, replay
-from qsync_opt.report.fronts import Fronts, check_front, compute_fronts
+from qsync_opt.report.fronts import Fronts, Progress, check_front, compute_fronts
 from qsync_opt.report.measured import Measured
 from qsync_opt.report.memory_curve import MemoryCurve, memory_curve
 
@@ -48,7 +49,13 @@ class Report:
 
 
 def make_report(
-    problem: Problem, plan: Plan, *, front: str = DEFAULT_FRONT, measured: Measured | None = None
+    problem: Problem,
+    plan: Plan,
+    *,
+    front: str = DEFAULT_FRONT,
+    measured: Measured | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Evaluate and explain a plan, and compare it with others.
 
@@ -57,6 +64,8 @@ def make_report(
         plan: A plan for it, feasible or not.
         front: Method of the fronts and of the bound: ``"greedy"``, ``"exact"`` (may take long) or ``"none"``.
         measured: What was measured of the plan, to stand beside what is predicted.
+        cache: Folder in which points of fronts are kept, so that an interrupted report goes on; None: nowhere.
+        progress: Called as points of the fronts are found: done, in all, what comes next.
 
     Raises:
         ProblemError: The plan or the measurements do not belong to the problem.
@@ -81,7 +90,7 @@ def make_report(
             Uniform(label=label or LOWEST, evaluation=evaluate(problem, uniform_plan(problem, label)))
             for label in labels
         ),
-        fronts=compute_fronts(problem, front),
+        fronts=compute_fronts(problem, front, cache=cache, progress=progress),
         timeline=replay(problem, plan),
         memory={name: memory_curve(problem, device) for name, device in explainer.evaluation.devices.items()},
         measured=measured,

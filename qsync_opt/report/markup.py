@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from qsync_opt.estimates import estimate_lines
 from qsync_opt.evaluation import DeviceEvaluation
 from qsync_opt.quantities import format_memory, format_sensitivity, format_time
 from qsync_opt.report import words
@@ -30,7 +31,8 @@ def summary_markup(report: Report) -> str:
     """Verdict, key figures, a card per device, and the plan beside uniform ones."""
     evaluation = report.evaluation
     state = "good" if evaluation.feasible else "bad"
-    notes = [text for text in (words.better_words(report), *words.measured_words(report)) if text]
+    estimates = [f"{line[0].upper()}{line[1:]}." for line in estimate_lines(report.problem.extras)]
+    notes = [text for text in (*estimates, words.better_words(report), *words.measured_words(report)) if text]
     return "\n".join(
         [
             f'<p class="verdict {state}"><strong>{_text(words.verdict(report))}</strong> '

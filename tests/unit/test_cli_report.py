@@ -8,9 +8,10 @@ from qsync_opt.testing import chain
 
 
 @pytest.fixture
-def files(tmp_path, monkeypatch):
+def files(tmp_path, tmp_path_factory, monkeypatch):
     """A problem file and the file of its best plan, in the folder that the test runs in."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     chain().problem.save("problem.json")
     main(["solve", "problem.json", "--output", "plan.json"])
     return tmp_path
@@ -65,6 +66,16 @@ def test_measurements_are_shown(capfd, files):
     status, _, _ = _run(capfd, "report", "problem.json", "plan.json", "--measured", "m.json")
     assert status == 0
     assert "Measured: a T4." in (files / "report.html").read_text()
+
+
+def test_points_of_fronts_are_kept_in_the_named_folder_or_nowhere(capfd, files):
+    _run(capfd, "report", "problem.json", "plan.json", "--cache", "kept")
+    kept = sorted(path.name for path in (files / "kept").rglob("*") if path.is_file())
+    assert kept
+    _run(capfd, "report", "problem.json", "plan.json", "--cache", "kept", "--out", "again.html")
+    assert sorted(path.name for path in (files / "kept").rglob("*") if path.is_file()) == kept
+    _run(capfd, "report", "problem.json", "plan.json", "--cache", "none", "--no-cache")
+    assert not (files / "none").exists()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from qsync_opt.planner import solve
 from qsync_opt.replay import replay
 from qsync_opt.report import Measured, html_fragment, load_measured, make_report, report_html, write_report
 from qsync_opt.report.columns import KINDS, ROLES, report_json
+from qsync_opt.report.fronts import POINTS
 from qsync_opt.report.markup import slot
 from qsync_opt.report.measured import MeasuredDevice
 from qsync_opt.report.memory_curve import memory_curve
@@ -139,15 +140,12 @@ def test_fronts_are_plans_that_fall_and_never_pass_their_bounds(stacked, front):
     problem, plan = stacked
     report = make_report(problem, plan, front=front)
     assert len(report.fronts.latency) > 5
-    for points, use in (
-        (report.fronts.latency, lambda p: p.iteration_ns),
-        *((points, lambda p, name=name: p.memory_kib[name]) for name, points in report.fronts.memory.items()),
-    ):
-        assert points
-        for slower, faster in itertools.pairwise(points):
-            assert use(slower) > use(faster)
+    for found in (report.fronts.latency, *report.fronts.memory.values()):
+        assert found.points
+        for slower, faster in itertools.pairwise(found.points):
+            assert slower.use > faster.use
             assert slower.objective < faster.objective
-        assert all(p.bound <= p.objective for p in points)
+        assert all(p.bound <= p.objective * (1 + 1e-9) for p in found.points)
     assert report.fronts.best.objective == pytest.approx(report.evaluation.objective, rel=2e-3)
 
 
@@ -189,7 +187,7 @@ def test_notes_survive_the_file_and_a_problem_without_them_knows_totals_only(sta
     [
         (["embed"], "it must map operators to bytes"),
         ({"embed/embedding": -1}, "must be an integer of at least 0"),
-        ({"embed/embeddng": 1}, "no operator 'embed/embeding'; did you mean 'embed/embedding'"),
+        ({"embed/embeddng": 1}, "no operator 'embed/embeddng'; did you mean 'embed/embedding'"),
         ({"embed/embedding": 1}, "adds up to 1 bytes, but x-memory to"),
     ],
 )
@@ -293,8 +291,8 @@ def test_no_plan_at_all_is_said():
     problem = no_memory().problem
     report = make_report(problem, uniform_plan(problem, "FP16"))
     assert better_words(report).startswith("No plan keeps the limits: the memory limit of device 'T4'")
-    assert report.fronts.memory["T4"]
-    assert report.fronts.latency == ()
+    assert len(report.fronts.memory["T4"]) > 0
+    assert len(report.fronts.latency) == 0
     assert "no front" not in report_html(report).lower().split("<script>")[0]
 
 
@@ -340,6 +338,25 @@ def test_measurements_of_other_devices_are_refused():
     measured = Measured(source="x", iteration_ns=None, devices={"P4": MeasuredDevice(iteration_ns=1)})
     with pytest.raises(ProblemError, match="no device type 'P4'; it has T4"):
         _uniform_report(chain(), measured=measured)
+
+
+def test_estimates_are_labelled():
+    problem = replace(chain().problem, extras={("x-estimates",): {"costs": {"T4": "a roofline <3"}}})
+    text = report_html(make_report(problem, uniform_plan(problem, "FP16"), front="none"))
+    assert "Costs of T4 are estimates: a roofline &lt;3." in text
+
+
+def test_progress_counts_every_limit_of_every_front(stacked):
+    problem, plan = stacked
+    seen = []
+    make_report(problem, plan, progress=lambda done, total, label: seen.append((done, total, label)))
+    assert {total for _, total, _ in seen} == {3 * POINTS}
+    assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
+    assert {label for _, _, label in seen} == {
+        "front against time",
+        "front against memory of T4",
+        "front against memory of L4",
+    }
 
 
 def test_an_unknown_front_is_refused():
