@@ -176,7 +176,7 @@ def front_markup(report: Report) -> str:
 def timeline_markup(report: Report) -> str:
     """Where the time goes on each device, as a table."""
     evaluation, problem = report.evaluation, report.problem
-    header = ["Device", "Forward", "Backward", "Casts", "Optimizer", "Waiting", "Communication", "of it hidden"]
+    header = ["Device", "Forward", "Backward", "Casts", "Optimizer", "Waiting", "Communication", "Hidden of it"]
     body = []
     for device in evaluation.devices.values():
         casts_ns = sum(

@@ -41,6 +41,9 @@ function formatNumber(value) {
 const unbroken = (text) => text.replace(/(\d) (?=%|[nµm]?s\b|[KMGT]iB\b)/g, "$1\u00a0");
 const signed = (value, format) => (value > 0 ? "+" : "") + format(value);
 
+// A name from the model: its own direction of writing, and breaks where its parts meet.
+const named = (name) => element("bdi", {}, ...name.split(/(?<=[./_])/).flatMap((part, i) => (i ? [element("wbr"), part] : [part])));
+const LONG = 24; // Letters of a cell that may break into lines.
 const chip = (format) => element("span", { class: "chip p" + data.slots[format] }, data.formats[format]);
 const isChosen = (index) => data.roles[operators.role[index]] === "adjustable";
 
@@ -97,11 +100,11 @@ function figures(title, header, rows) {
   return details;
 }
 function plainTable(title, header, rows) {
-  const number = (i) => (i ? "number" : null);
+  const kinds = header.map((_, i) => (i === 0 ? null : rows.some((row) => row[i].length > LONG) ? "long" : "number"));
   return element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title },
     element("table", {},
       element("caption", { class: "hidden" }, title),
-      element("thead", {}, element("tr", {}, ...header.map((text, i) => element("th", { scope: "col", class: number(i) }, text)))),
+      element("thead", {}, element("tr", {}, ...header.map((text, i) => element("th", { scope: "col", class: kinds[i] }, text)))),
       element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((cell, i) =>
-        i ? element("td", { class: "number" }, cell) : element("th", { scope: "row" }, cell)))))));
+        i ? element("td", { class: kinds[i] }, unbroken(cell)) : element("th", { scope: "row" }, cell)))))));
 }

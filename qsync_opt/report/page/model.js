@@ -94,7 +94,7 @@ function treeItem(node, depth) {
   if (node.index !== undefined) {
     const name = node.name === operators.name[node.index] ? "" : ", " + operators.name[node.index];
     row.append(element("div", { class: "name leaf" },
-      element("a", { href: "#op-" + (node.index + 1), "aria-label": node.name + name }, element("bdi", {}, node.name))));
+      element("a", { href: "#op-" + (node.index + 1), "aria-label": node.name + name }, named(node.name))));
     for (const device of data.devices) {
       row.append(element("div", { class: "cell" }, chip(device.operators.precision[node.index]), " ",
         element("small", {}, element("span", { class: "who" }, device.name + " "), isChosen(node.index) ? "" : data.roles[operators.role[node.index]])));
@@ -102,7 +102,7 @@ function treeItem(node, depth) {
     return element("li", {}, row);
   }
   const fold = element("button", { type: "button", class: "fold", "aria-expanded": "false" },
-    element("bdi", {}, node.name), element("small", {}, node.indexes.length + (node.indexes.length === 1 ? " operator" : " operators")));
+    named(node.name), element("small", {}, node.indexes.length + (node.indexes.length === 1 ? " operator" : " operators")));
   row.append(element("div", { class: "name" }, fold));
   for (const device of data.devices) {
     row.append(element("div", { class: "cell" }, strip(device, node.indexes, 22),

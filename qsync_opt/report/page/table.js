@@ -35,7 +35,7 @@ function operatorLinks(indexes) {
   const result = [];
   [...new Set(indexes)].forEach((index, i) => {
     if (i) result.push(", ");
-    result.push(element("a", { href: "#op-" + (index + 1) }, element("bdi", {}, operators.name[index])));
+    result.push(element("a", { href: "#op-" + (index + 1) }, named(operators.name[index])));
   });
   return result;
 }
@@ -74,7 +74,7 @@ function operatorRow(index) {
   const cell = (column, kind, ...content) => element("td", { role: "cell", class: kind, "data-label": COLUMNS[column].title }, ...content);
   const row = element("tr", { id: "op-" + (index + 1), role: "row", class: view.found === index ? "found" : null },
     cell(0, "number place", String(index + 1)),
-    element("th", { scope: "row", role: "rowheader" }, element("bdi", {}, operators.name[index]), element("small", {}, operators.type[index] + ", " + data.roles[operators.role[index]])),
+    element("th", { scope: "row", role: "rowheader" }, named(operators.name[index]), element("small", {}, operators.type[index] + ", " + data.roles[operators.role[index]])),
     cell(2, "format", chip(found.precision[index])),
     cell(3, "number", unbroken(formatTime(timeOf(index)))),
     cell(4, "number", unbroken(formatMemory(found.memory_kib[index]))),

@@ -12,25 +12,39 @@ function firstAfter(lane, time) {
   }
   return low;
 }
-// Pieces to draw between two times: [kind, start, end, first event, last event]; event -1 is waiting.
+// Pieces to draw between two times: [kind, start, end, first event, last event]; event -1 is waiting. Events that are
+// too narrow to be seen are put together, in the colour of the kind that takes most of their time.
 function pieces(lane, from, to, narrow) {
   const result = [];
-  const add = (kind, start, end, event) => {
+  let small = null;
+  const flush = () => {
+    if (!small) return;
+    const kind = small.spent.indexOf(Math.max(...small.spent));
     const last = result[result.length - 1];
-    if (last && last[0] === kind && end - last[1] < narrow && event >= 0) {
-      last[2] = end;
-      last[4] = event;
-    } else if (last && end - start < narrow / 4 && start - last[1] < narrow) {
-      last[2] = Math.max(last[2], end);
-    } else {
+    if (last && last[0] === kind && last[3] !== last[4] && last[2] >= small.start) [last[2], last[4]] = [small.end, small.last];
+    else result.push([kind, small.start, small.end, small.first, small.last]);
+    small = null;
+  };
+  const add = (kind, start, end, event) => {
+    if (end - start >= narrow) {
+      flush();
       result.push([kind, start, end, event, event]);
+      return;
     }
+    if (!small) small = { start, first: event, spent: Array(WAITING + 1).fill(0) };
+    small.spent[kind] += end - start;
+    Object.assign(small, { end, last: event });
+    if (end - small.start >= narrow) flush();
   };
   for (let i = firstAfter(lane, from); i < lane.start_ns.length && lane.start_ns[i] < to; i += 1) {
     const before = i ? lane.start_ns[i - 1] + lane.duration_ns[i - 1] : 0;
-    if (lane.stream === "compute" && lane.start_ns[i] > before) add(WAITING, before, lane.start_ns[i], -1);
+    if (lane.start_ns[i] > before) {
+      if (lane.stream === "compute") add(WAITING, before, lane.start_ns[i], -1);
+      else flush();
+    }
     if (lane.duration_ns[i]) add(lane.kind[i], lane.start_ns[i], lane.start_ns[i] + lane.duration_ns[i], i);
   }
+  flush();
   return result;
 }
 function eventName(lane, i) {
