@@ -12,6 +12,7 @@ from qsync_opt.planner import solve
 from qsync_opt.quantities import format_memory, format_sensitivity, format_time
 from qsync_opt.report import Measured, make_report, write_report
 from qsync_opt.report.measured import MeasuredDevice
+from qsync_opt.sample_problems import operator
 from qsync_opt.synthetic import stacked_problem
 from qsync_opt.testing import chain, no_memory
 
@@ -206,6 +207,20 @@ def test_modules_fold_and_their_links_lead_to_the_table(open_page, report_file):
     page.wait_for_function(named, arg="blocks.7.mlp.up/linear")
     page.go_back()
     page.wait_for_function(named, arg="blocks.7.mlp/gelu")
+
+
+def test_names_without_modules_are_folded_into_runs(open_page, tmp_path):
+    operators = tuple(operator(f"op{i}", [f"op{i - 1}"] if i else []) for i in range(60))
+    base = chain().problem
+    table = base.devices[0].operators["a"]
+    device = replace(base.devices[0], operators={o.name: table for o in operators})
+    problem = replace(base, operators=operators, devices=(device,))
+    write_report(make_report(problem, uniform_plan(problem), front="none"), tmp_path / "r.html")
+    page = open_page(tmp_path / "r.html")
+    folds = page.locator(".fold bdi").all_text_contents()
+    assert folds == ["Operators 1 to 25", "Operators 26 to 50", "Operators 51 to 60"]
+    page.get_by_role("button", name="Operators 51 to 60").click()
+    assert page.locator(".tree").get_by_role("link").all_text_contents() == [f"op{i}" for i in range(50, 60)]
 
 
 def test_a_link_from_outside_opens_its_operator(open_page, report_file):
