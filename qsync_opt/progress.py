@@ -41,6 +41,28 @@ def reporting(progress: Report | bool | None, title: str) -> Iterator[Report]:
         yield lambda done, total, label: bar.update(task, completed=done, total=total, description=label)
 
 
+@contextlib.contextmanager
+def waiting(show: bool | None, title: str, limit_s: float | None = None) -> Iterator[None]:
+    """Show that something of unknown length goes on, how long it did, and how long it may at most.
+
+    Args:
+        show: As in `reporting`: True, False, or None for a terminal only.
+        title: Stands before the bar.
+        limit_s: Time limit in seconds, if there is one.
+    """
+    if show is False or (show is None and not _is_terminal()):
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    limit = "no time limit" if limit_s is None else f"of at most {limit_s:g} s"
+    columns = (TextColumn(title), BarColumn(), TimeElapsedColumn(), TextColumn(limit))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        bar.add_task("", total=None)
+        yield
+
+
 def _is_terminal() -> bool:
     # Standard error may be closed.
     return sys.stderr is not None and sys.stderr.isatty()
