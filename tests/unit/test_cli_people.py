@@ -199,7 +199,8 @@ def test_an_interrupted_front_keeps_its_points_and_goes_on(instance_path, tmp_pa
     last = err.splitlines()[-1]
     assert last.startswith("qsync-opt pareto: interrupted; ")
     kept = list((tmp_path / "cache").rglob("*.json"))
-    assert f"{len(kept)} points are kept in" in last
+    # The interrupt may fall between the writing of a point and its counting.
+    assert any(f"; {count} points are kept in" in last for count in (len(kept), len(kept) - 1)), last
     assert not (tmp_path / "f.csv").exists()
     assert [path for path in tmp_path.rglob("*") if path.suffix == ".tmp"] == []
     again = [*COMMAND, *arguments[:3], "2", *arguments[4:], "--json"]

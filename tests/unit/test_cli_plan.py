@@ -1,5 +1,6 @@
 """From an ONNX file and a cluster file to a plan: estimates are labelled wherever they go."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -40,7 +41,7 @@ def files(tmp_path):
     source = np.random.default_rng(0)
     sizes = (256, 512, 512, 64)
     nodes, weights, value = [], [], "x"
-    for layer, (width, after) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for layer, (width, after) in enumerate(itertools.pairwise(sizes)):
         weights.append(numpy_helper.from_array(source.standard_normal((width, after), np.float32), f"w{layer}"))
         nodes.append(helper.make_node("MatMul", [value, f"w{layer}"], [f"h{layer}"], name=f"fc{layer}"))
         nodes.append(helper.make_node("Relu", [f"h{layer}"], [f"r{layer}"], name=f"relu{layer}"))
@@ -98,8 +99,9 @@ def test_everything_that_shows_an_estimate_says_so(capfd, files, monkeypatch):
 
 def test_measured_profiles_carry_no_label(capfd, files):
     graph = read_onnx(files / "mlp.onnx")
-    make_profile(graph, ("INT8", "FP16", "FP32")).save(files / "measured.json")
-    (files / "cluster.yaml").write_text(CLUSTER.replace("hardware: T4", "profile: measured.json"))
+    make_profile(graph).save(files / "measured.json")
+    measured = CLUSTER.replace("hardware: T4", "profile: measured.json").replace("FP16", "BF16")
+    (files / "cluster.yaml").write_text(measured)
     status, out, _ = run(capfd, "plan", files / "mlp.onnx", files / "cluster.yaml", "--json", "--indicator", "formats")
     assert status == 0
     assert list(json.loads(out)["estimates"]["costs"]) == ["A100"]

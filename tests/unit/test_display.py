@@ -1,6 +1,5 @@
 """Texts, notebook views, tables, figures and pictures of graphs, problems, plans, solutions and fronts."""
 
-import builtins
 import importlib.util
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -112,7 +111,7 @@ def test_tables_hold_the_numbers(problem, plan):
     assert list(graph.to_pandas()["operator"]) == [operator.name for operator in graph]
     front = pareto_front(problem, points=None, method="exact").to_pandas()
     assert list(front["iteration_ns"]) == [17200, 14200, 10200]
-    assert list(pareto_front(no_memory().problem).to_pandas().columns)[0] == "iteration_ns"
+    assert pareto_front(no_memory().problem).to_pandas().columns[0] == "iteration_ns"
 
 
 def test_missing_packages_are_named(problem, plan, monkeypatch):
@@ -120,7 +119,6 @@ def test_missing_packages_are_named(problem, plan, monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in ("pandas", "matplotlib") else real(name)
     )
-    monkeypatch.setattr(builtins, "__import__", builtins.__import__)
     with pytest.raises(NotInstalledError, match=r"pandas.*pip install 'qsync-opt\[figures\]'"):
         plan.to_pandas()
     with pytest.raises(NotInstalledError, match=r"matplotlib.*pip install 'qsync-opt\[figures\]'"):

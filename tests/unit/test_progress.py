@@ -28,33 +28,43 @@ class Terminal:
 
 @pytest.fixture
 def terminal(monkeypatch):
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
+    """Makes standard error a terminal; within the test, because pytest puts its own there before it starts."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    return stream
+
+    def become():
+        stream = Terminal()
+        monkeypatch.setattr(sys, "stderr", stream)
+        return stream
+
+    return become
 
 
 def test_a_terminal_gets_a_bar_with_the_count(terminal):
+    stream = terminal()
     with reporting(None, "front") as report:
         report(3, 7, "points")
-    assert "front" in terminal.text
-    assert "3/7" in terminal.text
-    assert "points" in terminal.text
+    assert "front" in stream.text
+    assert "3/7" in stream.text
+    assert "points" in stream.text
 
 
 def test_a_terminal_sees_waiting_and_its_limit(terminal):
+    stream = terminal()
     with waiting(None, "solving", 60.0):
         pass
-    assert "solving" in terminal.text
-    assert "of at most 60 s" in terminal.text
+    assert "solving" in stream.text
+    assert "of at most 60 s" in stream.text
 
 
-def test_quiet_and_no_terminal_get_nothing(terminal, capfd, monkeypatch):
+def test_quiet_gets_nothing(terminal):
+    stream = terminal()
     with reporting(False, "front") as report, waiting(False, "solving"):
         report(1, 2, "x")
-    assert terminal.text == ""
-    monkeypatch.undo()
+    assert stream.text == ""
+
+
+def test_no_terminal_gets_nothing(capfd):
     with reporting(None, "front") as report, waiting(None, "solving"):
         report(1, 2, "x")
     assert capfd.readouterr() == ("", "")
