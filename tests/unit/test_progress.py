@@ -1,10 +1,12 @@
 """Bars go to a terminal's standard error, to a function, or nowhere."""
 
+import signal
 import sys
+import threading
 
 import pytest
 
-from qsync_opt.progress import reporting, waiting
+from qsync_opt.progress import lasting_interrupts, reporting, waiting
 
 
 class Terminal:
@@ -81,3 +83,47 @@ def test_a_function_is_told():
     with reporting(lambda *call: told.append(call), "front") as report:
         report(1, 2, "x")
     assert told == [(1, 2, "x")]
+
+
+def swallowed():
+    """Ctrl-C that some code in between does not pass on."""
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_swallowed_interrupt_comes_back_with_the_next_report():
+    reports = []
+    with pytest.raises(KeyboardInterrupt), reporting(lambda *call: reports.append(call), "front") as report:
+        report(1, 3, "x")
+        swallowed()
+        report(2, 3, "x")
+    assert reports == [(1, 3, "x")]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_swallowed_interrupt_comes_back_at_the_end_of_waiting():
+    with pytest.raises(KeyboardInterrupt), waiting(False, "solving"):
+        swallowed()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_handlers_of_others_and_other_threads_are_left_alone():
+    caught = []
+    before = signal.signal(signal.SIGINT, lambda *arguments: caught.append(1))
+    try:
+        with lasting_interrupts() as check:
+            signal.raise_signal(signal.SIGINT)
+            check()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert caught == [1]
+    handlers = []
+
+    def work():
+        with lasting_interrupts():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.default_int_handler]
