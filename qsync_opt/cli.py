@@ -33,6 +33,7 @@ COMMANDS: dict[str, str] = {
     "plan": "qsync_opt.cli_plan:add_plan",
     "explain": "qsync_opt.cli_explain:add_explain",
     "pareto": "qsync_opt.cli_pareto:add_pareto",
+    "report": "qsync_opt.cli_report:add_report",
     "diff": "qsync_opt.cli_diff:add_diff",
     "doctor": "qsync_opt.cli_doctor:add_doctor",
     "completion": "qsync_opt.cli_completion:add_completion",
