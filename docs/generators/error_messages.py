@@ -124,7 +124,7 @@ _PROBLEM_CHANGES: dict[str, Callable[[Any], None]] = {
     "no-cast.json": _drop("devices", 0, "casts", "FP16>FP32"),
     "two-for-fixed.json": _set("devices", 0, "operators", "loss", value={"FP32": _COST, "FP16": _COST}),
     "order.json": lambda data: data["operators"].reverse(),
-    "role.json": _set("operators", 0, "role", value="adjustible"),
+    "role.json": _set("operators", 0, "role", value="adjusted"),
     "sharing.json": _set("cast_sharing", value="consumer"),
 }
 _PLANS = {
@@ -148,8 +148,8 @@ CASES: tuple[Case, ...] = (
         what="a command that does not exist",
         run=("slove", "problem.json"),
         value="'slove'",
-        allowed="'solve'",
-        advice="--help",
+        allowed="allowed are solve, evaluate",
+        advice="did you mean 'solve'?",
     ),
     Case(
         what="no such file",
@@ -216,9 +216,9 @@ CASES: tuple[Case, ...] = (
         advice="operators must stand",
     ),
     Case(
-        what="a misspelled role",
+        what="a role that there is not",
         run=("solve", "role.json"),
-        value="'adjustible'",
+        value="'adjusted'",
         allowed="allowed are adjustable, dependent, fixed",
         advice="did you mean 'adjustable'?",
     ),
@@ -331,7 +331,7 @@ CASES: tuple[Case, ...] = (
         what="a name that doctor does not know",
         run=("doctor", "--require", "ortool"),
         value="'ortool'",
-        allowed="known are",
+        allowed="that qsync-opt doctor lists",
         advice="did you mean 'ortools'?",
     ),
     Case(
