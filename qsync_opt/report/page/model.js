@@ -152,8 +152,8 @@ function drawModel() {
   open.addEventListener("click", () => openAll(tree, true));
   close.addEventListener("click", () => openAll(tree, false));
   const list = element("ul", { class: "tree" }, ...[...tree.children.values()].map((child) => treeItem(child, 0)));
-  const many = ["", "", "two", "three", "four"][Math.min(data.devices.length, 4)];
-  document.getElementById("model-body").append(legend,
-    element("div", { class: many }, whole, element("div", { class: "controls" }, open, close), list));
+  const body = element("div", {}, whole, element("div", { class: "controls" }, open, close), list);
+  body.style.setProperty("--devices", data.devices.length);
+  document.getElementById("model-body").append(legend, body);
   unfoldSome(tree);
 }
