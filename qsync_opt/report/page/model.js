@@ -152,7 +152,9 @@ function drawModel() {
   open.addEventListener("click", () => openAll(tree, true));
   close.addEventListener("click", () => openAll(tree, false));
   const list = element("ul", { class: "tree" }, ...[...tree.children.values()].map((child) => treeItem(child, 0)));
-  const body = element("div", {}, whole, element("div", { class: "controls" }, open, close), list);
+  // On wide screens devices are columns; readers hear the device's name in each cell instead.
+  const heads = element("div", { class: "row heads", "aria-hidden": "true" }, element("div"), ...data.devices.map((device) => element("div", {}, device.name)));
+  const body = element("div", {}, whole, element("div", { class: "controls" }, open, close), heads, list);
   body.style.setProperty("--devices", data.devices.length);
   document.getElementById("model-body").append(legend, body);
   unfoldSome(tree);
