@@ -37,7 +37,7 @@ def summary_markup(report: Report) -> str:
         [
             f'<p class="verdict {state}"><strong>{_text(words.verdict(report))}</strong> '
             f"{_text(words.proof_words(report))}</p>",
-            *(f'<p class="note">{_text(text)}</p>' for text in notes),
+            f'<ul class="note">{"".join(f"<li>{_text(text)}</li>" for text in notes)}</ul>' if notes else "",
             '<h2 class="hidden">Limits and gains</h2>',
             '<div class="cards">',
             _iteration_card(report),

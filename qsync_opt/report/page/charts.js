@@ -1,5 +1,5 @@
 // Line drawings: the fronts, and memory over time.
-const MARGIN = { left: 66, right: 16, top: 14, bottom: 44 };
+const MARGIN = { left: 74, right: 16, top: 14, bottom: 44 };
 
 // A scale knows where in its range (0 to 1) a value lies, and its ticks.
 function linear([low, high], binary) {
@@ -71,10 +71,13 @@ function frontChart(title, axis, format, binary, points, chosen, limit, uniform)
       beside(plot, atX(limit), plot.top, "limit", "limit-text", 10),
       shape("path", { class: "bound", d: path("bound") }), shape("path", { class: "front", d: path("y") }));
     for (const p of sorted) parts.push(shape("circle", { class: "point", cx: atX(p.x), cy: atY(p.y), r: 3.5 }));
-    for (const p of near.filter((one) => one.y <= top)) {
-      parts.push(shape("rect", { class: "uniform", x: atX(p.x) - 4, y: atY(p.y) - 4, width: 8, height: 8 }), beside(plot, atX(p.x), atY(p.y), p.label, "", -6));
-    }
     const [cx, cy] = [atX(chosen.x), atY(chosen.y)];
+    for (const p of near.filter((one) => one.y <= top)) {
+      const [px, py] = [atX(p.x), atY(p.y)];
+      // Its label goes up where the chosen plan's would be in the way.
+      const crowded = Math.abs(px - cx) < 90 && Math.abs(py - cy) < 24;
+      parts.push(shape("rect", { class: "uniform", x: px - 4, y: py - 4, width: 8, height: 8 }), beside(plot, px, py, p.label, "", crowded ? -26 : -6));
+    }
     parts.push(shape("path", { class: "chosen", d: "M" + cx + " " + (cy - 8) + "l8 8l-8 8l-8 -8z" }), beside(plot, cx, cy, "this plan", "strong", -10));
     drawing.replaceChildren(...parts);
     const marks = [...sorted, ...near, chosen];

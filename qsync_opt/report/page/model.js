@@ -4,31 +4,32 @@ const EASY = 24; // Lines of the tree at first.
 
 function makeTree() {
   const root = { name: "", children: new Map(), indexes: [] };
-  const plain = operators.name.every((name) => !name.includes("/"));
-  operators.name.forEach((name, index) => {
-    const path = plain ? plainPath(index) : name.split("/").slice(0, -1).join("/").split(".").filter(Boolean);
+  const parts = operators.name.map((name) => name.split(/[./]/).filter(Boolean));
+  const plain = parts.filter((path) => path.length < 2).length > RUN;
+  parts.forEach((path, index) => {
+    const leaf = path.length ? path[path.length - 1] : operators.name[index];
     let node = root;
     node.indexes.push(index);
-    for (const part of path) {
+    for (const part of path.length > 1 ? path.slice(0, -1) : plain ? [runName(index)] : []) {
       if (!node.children.has("m" + part)) node.children.set("m" + part, { name: part, children: new Map(), indexes: [] });
       node = node.children.get("m" + part);
       node.indexes.push(index);
     }
-    node.children.set("o" + index, { name: plain ? name : name.slice(name.lastIndexOf("/") + 1), index });
+    node.children.set("o" + index, { name: leaf, index });
   });
-  if (!plain) for (const child of root.children.values()) joinChains(child);
+  for (const child of root.children.values()) joinChains(child);
   return root;
 }
-function plainPath(index) {
-  if (operators.name.length <= RUN) return [];
+function runName(index) {
   const first = Math.floor(index / RUN) * RUN;
-  return ["Operators " + (first + 1) + " to " + Math.min(first + RUN, operators.name.length)];
+  return "Operators " + (first + 1) + " to " + Math.min(first + RUN, operators.name.length);
 }
 // What holds nothing but one thing is shown as one line: "encoder.layer", or "embed/embedding" with its operator.
 function joinChains(node) {
   while (node.children && node.children.size === 1) {
     const [only] = node.children.values();
-    node.name += (only.children ? "." : "/") + only.name;
+    const joined = node.name + "." + only.name;
+    node.name = only.children ? joined : operators.name[only.index].slice(-joined.length);
     node.children = only.children;
     node.index = only.index;
   }
