@@ -58,7 +58,11 @@ function frontChart(title, axis, format, binary, points, chosen, limit, uniform)
   const chart = element("div", { class: "chart" }, drawing);
   whenSized(chart, (width) => {
     // The uniform plans are drawn where they lie within a margin of the front; the table has all.
-    const own = [...points.map((p) => p.x), chosen.x, limit];
+    const own = [...points.map((p) => p.x), chosen.x];
+    const [least, most] = [Math.min(...own), Math.max(...own)];
+    // A limit that is far beyond every plan would press them into a corner: it is told, not drawn.
+    const far = limit > most + Math.max(most - least, 0.25 * most);
+    if (!far) own.push(limit);
     const reach = (Math.max(...own) - Math.min(...own)) * 0.35;
     const near = uniform.filter((p) => p.x >= Math.min(...own) - reach && p.x <= Math.max(...own) + reach);
     const x = spread([...own, ...near.map((p) => p.x)], 0.06);
@@ -67,9 +71,12 @@ function frontChart(title, axis, format, binary, points, chosen, limit, uniform)
     const { plot, atX, atY, parts } = frame(width, 320, linear(x, binary), scale, format, formatNumber, axis, "Sensitivity" + scale.note);
     const sorted = [...points].sort((a, b) => a.x - b.x);
     const path = (key) => sorted.map((p, i) => (i ? "H" + atX(p.x) + "V" + atY(p[key]) : "M" + atX(p.x) + " " + atY(p[key]))).join("");
-    parts.push(shape("path", { class: "limit", d: "M" + atX(limit) + " " + plot.top + "V" + plot.bottom }),
-      beside(plot, atX(limit), plot.top, "limit", "limit-text", 10),
-      shape("path", { class: "bound", d: path("bound") }), shape("path", { class: "front", d: path("y") }));
+    if (far) parts.push(shape("text", { class: "limit-text", x: plot.right, y: plot.top + 10, "text-anchor": "end" }, "limit " + format(limit) + " →"));
+    else {
+      parts.push(shape("path", { class: "limit", d: "M" + atX(limit) + " " + plot.top + "V" + plot.bottom }),
+        beside(plot, atX(limit), plot.top, "limit", "limit-text", 10));
+    }
+    parts.push(shape("path", { class: "bound", d: path("bound") }), shape("path", { class: "front", d: path("y") }));
     for (const p of sorted) parts.push(shape("circle", { class: "point", cx: atX(p.x), cy: atY(p.y), r: 3.5 }));
     const [cx, cy] = [atX(chosen.x), atY(chosen.y)];
     for (const p of near.filter((one) => one.y <= top)) {
