@@ -5,7 +5,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check lint format types test-gpu test-all bench bench-smoke wheel clean
+.PHONY: demo test check lint format types test-gpu test-all bench bench-smoke wheel kernels clean
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	$(BASE_PYTHON) -m venv $(VENV)
@@ -38,6 +38,9 @@ format: $(STAMP)
 
 types: $(STAMP)
 	$(VENV)/bin/mypy
+
+kernels: $(STAMP) ## compile the CUDA kernels for every target
+	$(PYTHON) -m qsync_opt.kernels.build
 
 wheel: $(STAMP)
 	$(PYTHON) tests/packaging/check_wheel.py

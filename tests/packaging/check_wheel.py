@@ -44,6 +44,9 @@ def main() -> None:
             for path in (ROOT / top).rglob("*.py")
             if "__pycache__" not in path.parts and not any(p.is_symlink() for p in path.parents if p != ROOT)
         }
+        sources |= {
+            f"qsync_opt/{path.relative_to(ROOT)}" for path in (ROOT / "kernels" / "csrc").rglob("*") if path.is_file()
+        }
         missing = sorted(sources - set(names))
         if missing:
             raise SystemExit(f"the wheel lacks {missing}")
