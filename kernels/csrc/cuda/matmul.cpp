@@ -277,6 +277,20 @@ std::vector<int64_t> scaled_mm_choice(std::vector<int64_t> key) {
 #endif
 }
 
+// Indices of the tiles that there are.
+std::vector<int64_t> scaled_mm_variants(bool promoting) {
+  std::vector<int64_t> found;
+#if QSYNC_HAS_SM90A
+  matmul::TileShape tile;
+  for (int index = 0; matmul::tile_at(index, &tile); ++index) {
+    if (tile.promote == promoting) {
+      found.push_back(index);
+    }
+  }
+#endif
+  return found;
+}
+
 // Multiprocessors that the stream now current on the card of `like` may use.
 int64_t stream_multiprocessors(const Tensor& like) {
   const OnDeviceOf guard(like);
@@ -293,6 +307,7 @@ STABLE_TORCH_LIBRARY_IMPL(qsync_opt, CUDA, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(qsync_opt, CompositeExplicitAutograd, m) {
   m.impl("scaled_mm_remember", TORCH_BOX(&scaled_mm_remember));
+  m.impl("scaled_mm_variants", TORCH_BOX(&scaled_mm_variants));
   m.impl("scaled_mm_choice", TORCH_BOX(&scaled_mm_choice));
 }
 
