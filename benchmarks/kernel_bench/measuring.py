@@ -1,4 +1,4 @@
-"""How the kernels are timed: replays of captured graphs, medians, inputs larger than the cache, one copy as yardstick."""
+"""How the kernels are timed: replays of captured graphs, medians, inputs beyond the cache, one copy as yardstick."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPLAYS = 15
 
 
 def median_s(function: Callable[[], Any], calls: int = 8) -> float:
-    """Seconds of one call on the device, median of replays of a graph of ``calls`` calls: no launch gaps of the host."""
+    """Seconds of one call, median of replays of a graph of ``calls`` calls: no launch gaps of the host."""
     for _ in range(WARM_UPS):
         function()
     torch.cuda.synchronize()

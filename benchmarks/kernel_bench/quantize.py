@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,58 +37,65 @@ def _bytes(x: torch.Tensor, granularity: str, transposed: bool) -> int:
     return x.numel() * (passes * x.element_size() + 1 + int(transposed))
 
 
+class _Section:
+    """The records of this section while they are taken."""
+
+    def __init__(self) -> None:
+        self.copy = copy_bandwidth()
+        self.records: list[dict[str, Any]] = [{"implementation": "device copy", "bytes_per_s": self.copy}]
+
+    def add(self, function: Callable[[], Any], moved: int, **facts: Any) -> None:
+        seconds = median_s(function)
+        share = moved / seconds / self.copy
+        self.records.append({"shape": SHAPE, **facts, "seconds": seconds, "bytes": moved, "share_of_copy": share})
+
+
+def _ours(section: _Section, x: torch.Tensor, name: str, granularity: str, quick: bool, facts: dict[str, Any]) -> None:
+    for rounding, transposed in itertools.product(("nearest", "stochastic"), (False, True)):
+        if transposed and (granularity == "block" or quick):
+            continue
+        choices = {"granularity": granularity, "rounding": rounding, "transposed": transposed}
+        section.add(
+            functools.partial(quantize_matrix, x, FORMATS[name], key=1, **choices),
+            _bytes(x, granularity, transposed),
+            implementation="qsync_opt",
+            **facts,
+            **choices,
+            wanted_share=None if transposed else WANTED.get(granularity),
+        )
+
+
+def _formula(section: _Section, x: torch.Tensor, name: str, granularity: str, facts: dict[str, Any]) -> None:
+    compiled = torch.compile(_eager, dynamic=False)
+    section.add(
+        functools.partial(compiled, x, FORMATS[name], granularity),
+        _bytes(x, granularity, False),
+        implementation="torch.compile of the formula",
+        **facts,
+        granularity=granularity,
+        rounding="nearest",
+        transposed=False,
+    )
+
+
 def records(quick: bool) -> list[dict[str, Any]]:
     """One record per source, format, granularity, rounding and implementation."""
     if not library.activate(UNIT):
         raise SystemExit(f"the compiled quantizers do not run here: {library.reason(UNIT)}")
-    copy = copy_bandwidth()
-    found: list[dict[str, Any]] = [{"implementation": "device copy", "bytes_per_s": copy}]
-
-    def add(function: Callable[[], Any], moved: int, **facts: Any) -> None:
-        seconds = median_s(function)
-        share = moved / seconds / copy
-        found.append({"shape": SHAPE, **facts, "seconds": seconds, "bytes": moved, "share_of_copy": share})
-
-    for source, dtype in SOURCES.items():
+    section = _Section()
+    for (source, dtype), name in itertools.product(SOURCES.items(), FORMATS):
         x = torch.randn(SHAPE, device="cuda").to(dtype)
-        for name, format in FORMATS.items():
-            for granularity in ("row", "tensor", "channel", "block"):
-                for rounding in ("nearest", "stochastic"):
-                    for transposed in (False, True):
-                        if transposed and (granularity == "block" or quick):
-                            continue
-                        add(
-                            lambda: quantize_matrix(
-                                x, format, granularity=granularity, rounding=rounding, transposed=transposed, key=1
-                            ),
-                            _bytes(x, granularity, transposed),
-                            implementation="qsync_opt",
-                            source=source,
-                            format=name,
-                            granularity=granularity,
-                            rounding=rounding,
-                            transposed=transposed,
-                            wanted_share=None if transposed else WANTED.get(granularity),
-                        )
-                if granularity in ("row", "tensor") and not quick:
-                    compiled = torch.compile(_eager, dynamic=False)
-                    add(
-                        lambda: compiled(x, format, granularity),
-                        _bytes(x, granularity, False),
-                        implementation="torch.compile of the formula",
-                        source=source,
-                        format=name,
-                        granularity=granularity,
-                        rounding="nearest",
-                        transposed=False,
-                    )
-            codes, scale, _ = quantize_matrix(x, format, granularity="row")
-            add(
-                lambda: dequantize_matrix(codes, scale, dtype),
-                x.numel() * (1 + x.element_size()),
-                implementation="qsync_opt dequantize",
-                source=source,
-                format=name,
-                granularity="row",
-            )
-    return found
+        facts = {"source": source, "format": name}
+        for granularity in ("row", "tensor", "channel", "block"):
+            _ours(section, x, name, granularity, quick, facts)
+        for granularity in () if quick else ("row", "tensor"):
+            _formula(section, x, name, granularity, facts)
+        codes, scale, _ = quantize_matrix(x, FORMATS[name], granularity="row")
+        section.add(
+            functools.partial(dequantize_matrix, codes, scale, dtype),
+            x.numel() * (1 + x.element_size()),
+            implementation="qsync_opt dequantize",
+            **facts,
+            granularity="row",
+        )
+    return section.records
