@@ -136,7 +136,7 @@ def product(
     bias: Tensor | None,
     epilogue: str,
     out_dtype: torch.dtype,
-    accurate: bool,
+    accurate: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The specification: result and what the activation was applied to, both (.., N, M) in ``out_dtype``.
 
@@ -164,7 +164,7 @@ def _plain(
     bias: Tensor | None,
     epilogue: str,
     out_dtype: torch.dtype,
-    accurate: bool,
+    accurate: bool = False,
 ) -> Tensor:
     return product(a, b, a_scale, b_scale, bias, epilogue, out_dtype, accurate)[0]
 
@@ -177,7 +177,7 @@ def _fake(
     bias: Tensor | None,
     epilogue: str,
     out_dtype: torch.dtype,
-    accurate: bool,
+    accurate: bool = False,
 ) -> Tensor:
     return a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=out_dtype)
 
@@ -190,7 +190,7 @@ def _fake_aux(
     bias: Tensor | None,
     epilogue: str,
     out_dtype: torch.dtype,
-    accurate: bool,
+    accurate: bool = False,
 ) -> tuple[Tensor, Tensor]:
     shape = (*a.shape[:-1], b.shape[-2])
     return a.new_empty(shape, dtype=out_dtype), a.new_empty(shape, dtype=out_dtype)
