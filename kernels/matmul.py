@@ -125,7 +125,8 @@ def _blocked_sums(a_BNK: Tensor, b_BMK: Tensor, a_scale_BNS: Tensor, b_scale_BMS
 def _activated(x: Tensor, epilogue: str) -> Tensor:
     if epilogue == "relu":
         return torch.relu(x)
-    return torch.nn.functional.gelu(x) if epilogue == "gelu" else x
+    # A clone, because results of an operator may not share memory.
+    return torch.nn.functional.gelu(x) if epilogue == "gelu" else x.clone()
 
 
 def product(

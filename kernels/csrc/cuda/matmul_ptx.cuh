@@ -23,11 +23,12 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the barrier of the same place in another block of the cluster.
+// Arrives at the barrier of the same place in another block of the cluster. Release at the scope of the block is enough:
+// what it orders are reads by the tensor core that have ended, and a wider scope would wait for all of the thread's memory.
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t block) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
       "r"(block)
       : "memory");
 }

@@ -85,56 +85,75 @@ __global__ void __launch_bounds__(256) realign_kernel(const uint8_t* from, uint4
   }
 }
 
-// Every thread: four neighbouring results of one row; reads 16 bytes per split, writes 8 or 16.
-// Contract: INT8 sums are added as 64-bit integers, exactly; FP32 sums in the order of the splits, the same on every run.
-template <bool kInteger>
-__global__ void __launch_bounds__(256) finish_kernel(const __grid_constant__ Arguments p, const void* sums, int64_t pitch,
-                                                     int splits, bool scaled) {
-  const int64_t quads = (p.columns + 3) / 4, total = p.batch * p.rows * quads;
-  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < total; i += gridDim.x * int64_t{256}) {
-    const int64_t column = i % quads * 4, line = i / quads, z = line / p.rows, row = line % p.rows;
-    const int64_t step = p.batch * p.rows * pitch;
-    float v[4];
-    if constexpr (kInteger) {
-      const int4* from = reinterpret_cast<const int4*>(static_cast<const int32_t*>(sums) + line * pitch + column);
-      int64_t whole[4] = {0, 0, 0, 0};
-      for (int s = 0; s < splits; ++s) {
-        const int4 part = from[s * step / 4];
-        whole[0] += part.x, whole[1] += part.y, whole[2] += part.z, whole[3] += part.w;
-      }
-      for (int j = 0; j < 4; ++j) {
-        v[j] = static_cast<float>(whole[j]);
-      }
+// Stores the first `width` of four values, at once where their place is aligned.
+__device__ __forceinline__ void store_quad(void* values, Float type, int64_t index, const float (&x)[4], int width) {
+  if (width == 4 && index % 4 == 0 && reinterpret_cast<uintptr_t>(values) % 16 == 0) {
+    if (type == Float::kFP32) {
+      static_cast<float4*>(values)[index / 4] = make_float4(x[0], x[1], x[2], x[3]);
     } else {
-      const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(sums) + line * pitch + column);
-      float4 whole = from[0];
-      for (int s = 1; s < splits; ++s) {
-        const float4 part = from[s * step / 4];
-        whole.x += part.x, whole.y += part.y, whole.z += part.z, whole.w += part.w;
-      }
-      v[0] = whole.x, v[1] = whole.y, v[2] = whole.z, v[3] = whole.w;
+      const bool bf16 = type == Float::kBF16;
+      static_cast<uint2*>(values)[index / 4] = make_uint2(pack_pair(x[0], x[1], bf16), pack_pair(x[2], x[3], bf16));
     }
-    const float row_scale = scaled ? p.a_scale[z * p.a_scale_batch + row * p.a_scale_row] : 1.0f;
-    for (int j = 0; j < 4; ++j) {
-      const int64_t c = column + j;
-      if (c < p.columns) {
-        const float scale = scaled ? row_scale * p.b_scale[z * p.b_scale_batch + c * p.b_scale_row] : 1.0f;
-        const float x = fmaf(v[j], scale, p.bias != nullptr ? load_float(p.bias, p.bias_float, c) : 0.0f);
-        const int64_t at = line * p.columns + c;
-        if (p.preactivation != nullptr) {
-          store_float(p.preactivation, p.out_float, at, x);
-        }
-        store_float(p.out, p.out_float, at, activate(x, p.activation));
-      }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (j < width) {
+      store_float(values, type, index + j, x[j]);
     }
   }
 }
 
+// Blocks of 64 x 4 threads over column quads and lines (rows of all matrices); a thread: four neighbouring results of a line.
+// Traffic per result: 4 bytes per split in, 2 or 4 bytes out.
+// Contract: INT8 sums are added as 64-bit integers, exactly; FP32 sums in the order of the splits, the same on every run.
+template <bool kInteger>
+__global__ void __launch_bounds__(256) finish_kernel(const __grid_constant__ Arguments p, const void* sums, int64_t pitch,
+                                                     int splits, bool scaled) {
+  using Part = std::conditional_t<kInteger, int4, float4>;
+  using Whole = std::conditional_t<kInteger, int64_t, float>;
+  const int64_t column = (blockIdx.x * int64_t{64} + threadIdx.x) * 4, lines = p.batch * p.rows, step = lines * pitch / 4;
+  if (column >= p.columns) {
+    return;
+  }
+  const int width = p.columns - column < 4 ? static_cast<int>(p.columns - column) : 4;
+  for (int64_t line = blockIdx.y * int64_t{4} + threadIdx.y; line < lines; line += gridDim.y * int64_t{4}) {
+    const int64_t z = p.batch == 1 ? 0 : line / p.rows, row = line - z * p.rows;
+    const Part* from = static_cast<const Part*>(sums) + (line * pitch + column) / 4;
+    Whole whole[4] = {0, 0, 0, 0};
+#pragma unroll 4
+    for (int s = 0; s < splits; ++s) {
+      const Part part = from[s * step];
+      whole[0] += part.x, whole[1] += part.y, whole[2] += part.z, whole[3] += part.w;
+    }
+    const float row_scale = scaled ? p.a_scale[z * p.a_scale_batch + row * p.a_scale_row] : 1.0f;
+    float x[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j < width) {
+        const float scale = scaled ? row_scale * p.b_scale[z * p.b_scale_batch + (column + j) * p.b_scale_row] : 1.0f;
+        const float bias = p.bias != nullptr ? load_float(p.bias, p.bias_float, column + j) : 0.0f;
+        x[j] = fmaf(static_cast<float>(whole[j]), scale, bias);
+      }
+    }
+    if (p.preactivation != nullptr) {
+      store_quad(p.preactivation, p.out_float, line * p.columns + column, x, width);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j < width) {
+        x[j] = activate(x[j], p.activation);
+      }
+    }
+    store_quad(p.out, p.out_float, line * p.columns + column, x, width);
+  }
+}
+
 Status finish(const Arguments& args, bool integer, const void* sums, int splits) {
-  const int64_t pitch = up(args.columns, 4), quads = args.batch * args.rows * (pitch / 4);
-  const int blocks = int(std::min<int64_t>(up(quads, 256) / 256, int64_t{8} * args.multiprocessors));
+  const int64_t pitch = up(args.columns, 4), wide = up(pitch / 4, 64) / 64, lines = up(args.batch * args.rows, 4) / 4;
+  const dim3 grid(unsigned(wide), unsigned(std::min<int64_t>(lines, 65535)));
   const auto kernel = integer ? finish_kernel<true> : finish_kernel<false>;
-  kernel<<<blocks, 256, 0, args.stream>>>(args, sums, pitch, splits, splits > 0 && !args.block_scales);
+  kernel<<<grid, dim3(64, 4), 0, args.stream>>>(args, sums, pitch, splits, splits > 0 && !args.block_scales);
   return cudaGetLastError() == cudaSuccess ? Status::kOk : Status::kLaunch;
 }
 
