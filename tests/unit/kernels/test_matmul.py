@@ -8,7 +8,7 @@ import torch
 
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.kernels import matmul
-from qsync_opt.kernels.matmul_choices import Choice, ProductKind, TABLES, read_choices, write_choices
+from qsync_opt.kernels.matmul_choices import TABLES, Choice, ProductKind, read_choices, write_choices
 
 CODES = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
 # Relative error of one rounding to each type (norms), with room for the sums of FP32.
