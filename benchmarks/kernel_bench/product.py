@@ -1,9 +1,9 @@
 """Section product: 8-bit products with fused scales beside cuBLAS BF16, torch._int_mm and torch._scaled_mm.
 
-Shapes are rows x columns x depth of the products of the two linear layers of a transformer's MLP at 8192 tokens: forward
-and input gradient of the one have the shapes of the other's input gradient and forward, so that four are distinct per
-model, two of them weight gradients; and two more of a square projection. Implementations of a shape take turns, round
-by round, so that all meet the same clocks; inputs outgrow the second-level cache.
+Shapes are rows x columns x depth of the products of the two linear layers of a transformer's MLP at 8192 tokens: the
+forward product of one layer has the shape of the other's input gradient, so that four are distinct per model, two of
+them weight gradients; and two more of a square projection. Implementations of a shape take turns, round by round, so
+that all meet the same clocks; inputs outgrow the second-level cache.
 """
 
 from __future__ import annotations
