@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -31,49 +32,24 @@ _MOST_SETS = 8
 _FINALISTS = 4
 
 
-def graph_of(launches: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """Launches on the current stream, captured so that replaying them leaves out the host."""
-    stream = torch.cuda.current_stream()
-    for launch in launches:
-        launch()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")
-    try:
-        for launch in launches:
-            launch()
-    finally:
-        graph.capture_end()
-    return graph
-
-
-def replay_s(graph: torch.cuda.CUDAGraph) -> float:
-    """Device time of one replay, seconds."""
-    begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e-3
-
-
 def median_s(launches: Sequence[Callable[[], object]], replays: int) -> float:
-    """Median device time of one launch over several replays, seconds."""
-    times = []
+    """Median device time of one launch, seconds: over replays of a CUDA graph, which leave out the host."""
     for launch in launches:
         launch()
-    for _ in range(replays):
-        torch.cuda._sleep(int(2e9 * (1e-4 + 5e-5 * len(launches))))
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        begin.record()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=_side_stream(), capture_error_mode="thread_local"):
         for launch in launches:
             launch()
+    times = []
+    for _ in range(replays + 1):  # the first brings the clocks up and is left out
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
         end.record()
         end.synchronize()
         times.append(float(begin.elapsed_time(end)) * 1e-3)
-    return statistics.median(times) / len(launches)
+    return statistics.median(times[1:]) / len(launches)
 
 
 def random_codes(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -161,14 +137,12 @@ def tune(
         raise NotReadyError(f"cannot tune products: {library.reason('matmul')}")
     sets = operand_sets((batch, rows, columns, depth), codes, codes if b_codes is None else b_codes)
     kind = kind_of(sets[0][0], sets[0][1], out_dtype, promoting=accurate and codes in CODES and codes is not torch.int8)
-    with torch.cuda.stream(_side_stream()):
-        launches = [
-            lambda a=a, b=b, x=x, y=y: matmul.scaled_mm(a, b, x, y, out_dtype=out_dtype, accurate=accurate)
-            for a, b, x, y in sets
-        ]
-        first = rank(kind, launches, _candidates(kind), replays=3)
-        groups = [replace(choice, group=group) for _, choice in first[:_FINALISTS] for group in _GROUPS]
-        final = rank(kind, launches, groups, replays=7)
+    launches = [
+        functools.partial(matmul.scaled_mm, *operands, out_dtype=out_dtype, accurate=accurate) for operands in sets
+    ]
+    first = rank(kind, launches, _candidates(kind), replays=3)
+    groups = [replace(choice, group=group) for _, choice in first[:_FINALISTS] for group in _GROUPS]
+    final = rank(kind, launches, groups, replays=7)
     remember(kind, final[0][1])
     if keep:
         path = cache_file()
@@ -178,10 +152,9 @@ def tune(
 
 
 def _side_stream() -> torch.cuda.Stream:
-    """A stream that can be captured: the current one, or in place of the default one a fresh one."""
+    """A stream that can be captured: the current one, or a fresh one in place of the default one."""
     current = torch.cuda.current_stream()
     if current != torch.cuda.default_stream():
         return current
     fresh = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    fresh.wait_stream(current)
     return fresh

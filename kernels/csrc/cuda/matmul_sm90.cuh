@@ -43,7 +43,7 @@ struct Launch {
 };
 
 template <Code kA_, Code kB_, int kRows_, int kColumns_, int kClusterRows_, int kClusterColumns_, bool kAlternating_,
-          bool kPromote_>
+          bool kPromote_, int kBuffers_>
 struct Tile {
   static constexpr Code kA = kA_, kB = kB_;
   static constexpr int kRows = kRows_, kColumns = kColumns_;
@@ -58,7 +58,7 @@ struct Tile {
   static constexpr int kColumnBytes = kColumnCopies * kColumns * 8;  // scale and bias of each column
   static constexpr int kBarrierBytes = 256;
   static constexpr int kFree = kSharedLimit - kColumnBytes - kBarrierBytes;
-  static constexpr int kBuffers = 2;  // chunks of each warpgroup that may be under way
+  static constexpr int kBuffers = kBuffers_;  // chunks of each warpgroup that may be under way
   static constexpr int kStages = (kFree - 2 * kBuffers * kChunkBytes) / (kStageBytes + kScaleBytes);
   static constexpr int kSharedBytes =
       kStages * (kStageBytes + kScaleBytes) + 2 * kBuffers * kChunkBytes + kColumnBytes + kBarrierBytes;
@@ -344,14 +344,15 @@ struct Outlet {
 };
 
 // Writes 64 x 64 values of 16 bits: value 4 * j + i of a thread is row (i / 2) * 8 + lane / 4, column 8 * j + lane % 4 * 2 + i % 2.
-__device__ __forceinline__ void put_chunk16(uint32_t buffer, const float (&v)[32], int thread, bool bf16) {
+template <bool kBF16>
+__device__ __forceinline__ void put_chunk16(uint32_t buffer, const float (&v)[32], int thread) {
   const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
     const uint32_t at = buffer + row * 128 + (((j + lane / 16) ^ (row & 7)) << 4);
     store_matrices(
-        at, pack_pair(v[4 * j], v[4 * j + 1], bf16), pack_pair(v[4 * j + 2], v[4 * j + 3], bf16),
-        pack_pair(v[4 * j + 4], v[4 * j + 5], bf16), pack_pair(v[4 * j + 6], v[4 * j + 7], bf16));
+        at, pack_pair(v[4 * j], v[4 * j + 1], kBF16), pack_pair(v[4 * j + 2], v[4 * j + 3], kBF16),
+        pack_pair(v[4 * j + 4], v[4 * j + 5], kBF16), pack_pair(v[4 * j + 6], v[4 * j + 7], kBF16));
   }
 }
 
@@ -373,13 +374,13 @@ __device__ __forceinline__ void put_chunk32(uint32_t buffer, const float (&v)[16
 __device__ __forceinline__ float bits_of(int32_t sum) { return __int_as_float(sum); }
 __device__ __forceinline__ float bits_of(float sum) { return sum; }
 
-// Scales, adds, activates and sends a warpgroup's sums. kWide: 32-bit results.
-template <class T, bool kWide>
+// Scales, adds, activates and sends a warpgroup's sums.
+template <class T, Float kFloat>
 __device__ __forceinline__ void write_tile(
     const Launch& p, Outlet<T>& outlet, const Work& work, int first_row, int first_column, const float4* columns,
     const float (&row_scales)[T::kSlabs][2], const Sums<T> (&sums)[T::kSlabs][T::kColumns / 2]) {
+  constexpr bool kWide = kFloat == Float::kFP32;
   constexpr int kWidth = kWide ? 32 : 64, kValues = kWidth / 2, kBytes = kWide ? 4 : 2;
-  const bool bf16 = p.out_float == Float::kBF16;
   const int lane = outlet.thread % 32, z = p.raw ? work.split * p.batch + work.z : work.z;
 #pragma unroll
   for (int slab = 0; slab < T::kSlabs; ++slab) {
@@ -409,7 +410,7 @@ __device__ __forceinline__ void write_tile(
         if constexpr (kWide) {
           put_chunk32(buffer, v, outlet.thread);
         } else {
-          put_chunk16(buffer, v, outlet.thread, bf16);
+          put_chunk16<kFloat == Float::kBF16>(buffer, v, outlet.thread);
         }
         outlet.send(map, pointer, row, column, z, kBytes);
       };
@@ -504,9 +505,11 @@ __device__ __forceinline__ void compute(
     named_barrier(team_barrier, kTeam);
     const float4* pairs = reinterpret_cast<const float4*>(columns);
     if (p.raw || p.out_float == Float::kFP32) {
-      write_tile<T, true>(p, outlet, work, first_row, first_column, pairs, row_scales, sums);
+      write_tile<T, Float::kFP32>(p, outlet, work, first_row, first_column, pairs, row_scales, sums);
+    } else if (p.out_float == Float::kBF16) {
+      write_tile<T, Float::kBF16>(p, outlet, work, first_row, first_column, pairs, row_scales, sums);
     } else {
-      write_tile<T, false>(p, outlet, work, first_row, first_column, pairs, row_scales, sums);
+      write_tile<T, Float::kFP16>(p, outlet, work, first_row, first_column, pairs, row_scales, sums);
     }
   }
   if (thread == 0) {

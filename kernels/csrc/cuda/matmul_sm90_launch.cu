@@ -250,7 +250,7 @@ Status launch_product(const Arguments& args, const Instance& instance, const Cho
 }  // namespace
 
 bool tile_at(int index, TileShape* shape) {
-#define QSYNC_SHAPE(INDEX, ROWS, COLUMNS, CLUSTER_ROWS, CLUSTER_COLUMNS, ALTERNATING, PROMOTE) \
+#define QSYNC_SHAPE(INDEX, ROWS, COLUMNS, CLUSTER_ROWS, CLUSTER_COLUMNS, ALTERNATING, PROMOTE, BUFFERS) \
   case INDEX: \
     *shape = {ROWS, COLUMNS, CLUSTER_ROWS, CLUSTER_COLUMNS, ALTERNATING, PROMOTE}; \
     return true;
