@@ -17,7 +17,7 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import library
 from qsync_opt.kernels.formats import amax, format_of, scale_from
 from qsync_opt.kernels.random_bits import signed, stepped_key
-from qsync_opt.kernels.rounding import fp8_codes, int8_codes
+from qsync_opt.kernels.rounding import factor_of, fp8_codes, int8_codes
 
 BLOCK = 128
 UNIT = "quantize"
@@ -70,11 +70,11 @@ def _quantize(
     step: Tensor | None,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain PyTorch: ``codes = round(x * (1 / scale))``; element (n, k) draws noise number n K + k."""
+    """Plain PyTorch: ``codes = round(x * factor_of(scale))``; element (n, k) draws noise number n K + k."""
     form = format_of(format)
     largest = _block_amax(x) if granularity == "block" else amax(x, _dims(granularity))
     scale = scale_from(largest, form)
-    inverse = spread(scale.reciprocal(), *x.shape)
+    inverse = spread(factor_of(scale, form, rounding), *x.shape)
     stream = stepped_key(key, step) if rounding == "stochastic" else None
     dense = x.contiguous()
     if format is torch.int8:

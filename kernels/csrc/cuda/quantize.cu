@@ -80,11 +80,11 @@ std::tuple<Tensor, Tensor, Tensor> quantize_cuda(const Tensor& x, ScalarType for
   if (!done) {
     const int64_t count = scale_rows * scale_cols;
     Tensor work = empty_on(x, {2 * count}, ScalarType::Float);
-    float* inverse = pointer<float>(work);
-    uint32_t* amax = reinterpret_cast<uint32_t*>(inverse + count);
+    float* factors = pointer<float>(work);
+    uint32_t* amax = reinterpret_cast<uint32_t*>(factors + count);
     find_amax(matrix, by, amax, stream);
-    find_scales(out.format, amax, pointer<float>(scale), inverse, count, stream);
-    quantize_with(matrix, out, by, inverse, stream);
+    find_scales(out, amax, pointer<float>(scale), factors, count, stream);
+    quantize_with(matrix, out, by, factors, stream);
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return std::make_tuple(codes, scale, turned);

@@ -1,4 +1,4 @@
-// Codes by known scales: dense tensors in memory order, tiles that also write the transposition, and any other layout.
+// Codes by known factors: dense tensors in memory order, tiles that also write the transposition, and any other layout.
 #include "cuda/quantize_kernels.cuh"
 
 namespace qsync {
@@ -12,10 +12,10 @@ constexpr int kTile = 128;
 // Contract: quantize(granularity="tensor"), second pass.
 template <typename T, Format F, bool kStochastic>
 __global__ void __launch_bounds__(kThreads)
-    dense_kernel(const uint4* x, int64_t packs, const float* inverse, uint8_t* codes, Stream stream) {
+    dense_kernel(const uint4* x, int64_t packs, const float* factors, uint8_t* codes, Stream stream) {
   constexpr int kCount = Pack<T>::kCount;
   constexpr int kUnroll = 4;
-  const float factor = __ldg(inverse);
+  const float factor = __ldg(factors);
   const uint64_t key = kStochastic ? stream_key(stream) : 0;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -34,12 +34,12 @@ __global__ void __launch_bounds__(kThreads)
       Pack<T>::unpack(raw[i], y);
 #pragma unroll
       for (int j = 0; j < kCount; ++j) y[j] *= factor;
-      const uint64_t word = static_cast<uint64_t>(p) * (kCount / 4);
-      const uint32_t low = round_four<F, kStochastic>(y, kStochastic ? random_word(key, word) : 0);
+      const uint64_t count = kStochastic ? counter(key, static_cast<uint64_t>(p) * (kCount / 4)) : 0;
+      const uint32_t low = round_four<F, kStochastic>(y, kStochastic ? random_word(count) : 0);
       if constexpr (kCount == 4) {
         reinterpret_cast<uint32_t*>(codes)[p] = low;
       } else {
-        const uint32_t high = round_four<F, kStochastic>(y + 4, kStochastic ? random_word(key, word + 1) : 0);
+        const uint32_t high = round_four<F, kStochastic>(y + 4, kStochastic ? random_word(count + kGolden) : 0);
         reinterpret_cast<uint2*>(codes)[p] = make_uint2(low, high);
       }
     }
@@ -62,7 +62,7 @@ __device__ __forceinline__ void transpose_bytes(const uint32_t (&row)[4], uint32
 template <typename T, Format F, bool kStochastic, bool kTransposed>
 __global__ void __launch_bounds__(kThreads) tiles_kernel(const T* x, int64_t row_stride, int64_t rows, int64_t cols,
                                                          int64_t tiles_across, Granularity granularity,
-                                                         const float* inverse, uint8_t* codes, uint8_t* transposed,
+                                                         const float* factors, uint8_t* codes, uint8_t* transposed,
                                                          Stream stream) {
   constexpr int kCount = Pack<T>::kCount;
   constexpr int kAcross = kTile / kCount;           // threads along a row of the tile
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) tiles_kernel(const T* x, int64_t row
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
     const bool per_column = granularity == Granularity::kColumn;
-    factor[j] = per_column ? (col < cols ? __ldg(inverse + col + j) : 0.0f) : __ldg(inverse);
+    factor[j] = per_column ? (col < cols ? __ldg(factors + col + j) : 0.0f) : __ldg(factors);
   }
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
@@ -97,15 +97,15 @@ __global__ void __launch_bounds__(kThreads) tiles_kernel(const T* x, int64_t row
       const int64_t row = top + four * 4 + r;
       const bool inside = row < rows && col < cols;
       const int64_t element = row * cols + col;
-      const float by_row = granularity == Granularity::kRow && inside ? __ldg(inverse + row) : 1.0f;
+      const uint64_t count = kStochastic ? counter(key, static_cast<uint64_t>(element) / 4) : 0;
+      const float by_row = granularity == Granularity::kRow && inside ? __ldg(factors + row) : 1.0f;
       float y[kCount];
       Pack<T>::unpack(raw[r], y);
 #pragma unroll
       for (int j = 0; j < kCount; ++j) y[j] *= granularity == Granularity::kRow ? by_row : factor[j];
 #pragma unroll
       for (int h = 0; h < kCount / 4; ++h) {
-        const uint64_t word = static_cast<uint64_t>(element) / 4 + h;
-        packed[h][r] = round_four<F, kStochastic>(y + 4 * h, kStochastic ? random_word(key, word) : 0);
+        packed[h][r] = round_four<F, kStochastic>(y + 4 * h, kStochastic ? random_word(count + h * kGolden) : 0);
       }
       if (inside) {
         if constexpr (kCount == 4) {
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads) tiles_kernel(const T* x, int64_t row
 // Any strides and sizes. Grid: x over pieces of 1024 columns of a row, row after row; one element per thread and step.
 template <typename T, Format F, bool kStochastic>
 __global__ void __launch_bounds__(kThreads)
-    any_kernel(const T* x, Matrix shape, Granularity granularity, int64_t pieces, const float* inverse, uint8_t* codes,
+    any_kernel(const T* x, Matrix shape, Granularity granularity, int64_t pieces, const float* factors, uint8_t* codes,
                uint8_t* transposed, Stream stream) {
   const int64_t row = blockIdx.x / pieces;
   const int64_t first = (blockIdx.x - row * pieces) * 1024;
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads)
                           : granularity == Granularity::kColumn ? col
                           : granularity == Granularity::kBlock  ? row * blocks + col / kBlockLength
                                                                 : 0;
-    const float y = to_float(x[row * shape.row_stride + col * shape.col_stride]) * inverse[slice];
+    const float y = to_float(x[row * shape.row_stride + col * shape.col_stride]) * factors[slice];
     const int64_t element = row * shape.cols + col;
     const uint8_t code = round_at<F, kStochastic>(y, key, static_cast<uint64_t>(element));
     codes[element] = code;
@@ -163,42 +163,42 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T, Format F, bool kStochastic>
-void launch_codes(const Matrix& x, const Codes& out, Granularity granularity, const float* inverse, cudaStream_t stream) {
+void launch_codes(const Matrix& x, const Codes& out, Granularity granularity, const float* factors, cudaStream_t stream) {
   const T* data = static_cast<const T*>(x.data);
   const bool whole = out.transposed == nullptr || x.rows % 4 == 0;
   if (!is_packed(x) || granularity == Granularity::kBlock || !whole) {
     const int64_t pieces = (x.cols + 1023) / 1024;
     any_kernel<T, F, kStochastic><<<static_cast<unsigned>(x.rows * pieces), kThreads, 0, stream>>>(
-        data, x, granularity, pieces, inverse, out.codes, out.transposed, out.stream);
+        data, x, granularity, pieces, factors, out.codes, out.transposed, out.stream);
     return;
   }
   if (out.transposed == nullptr && granularity == Granularity::kTensor && x.row_stride == x.cols) {
     const int64_t packs = x.rows * x.cols / Pack<T>::kCount;
     const int64_t grid = std::min((packs + kThreads * 4 - 1) / (kThreads * 4), static_cast<int64_t>(blocks_per_wave(8)));
     dense_kernel<T, F, kStochastic><<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(
-        static_cast<const uint4*>(x.data), packs, inverse, out.codes, out.stream);
+        static_cast<const uint4*>(x.data), packs, factors, out.codes, out.stream);
     return;
   }
   const int64_t across = (x.cols + kTile - 1) / kTile, down = (x.rows + kTile - 1) / kTile;
   const unsigned grid = static_cast<unsigned>(across * down);
   if (out.transposed == nullptr) {
     tiles_kernel<T, F, kStochastic, false><<<grid, kThreads, 0, stream>>>(
-        data, x.row_stride, x.rows, x.cols, across, granularity, inverse, out.codes, nullptr, out.stream);
+        data, x.row_stride, x.rows, x.cols, across, granularity, factors, out.codes, nullptr, out.stream);
   } else {
     tiles_kernel<T, F, kStochastic, true><<<grid, kThreads, 0, stream>>>(
-        data, x.row_stride, x.rows, x.cols, across, granularity, inverse, out.codes, out.transposed, out.stream);
+        data, x.row_stride, x.rows, x.cols, across, granularity, factors, out.codes, out.transposed, out.stream);
   }
 }
 
 }  // namespace
 
-void quantize_with(const Matrix& x, const Codes& out, Granularity granularity, const float* inverse, cudaStream_t stream) {
+void quantize_with(const Matrix& x, const Codes& out, Granularity granularity, const float* factors, cudaStream_t stream) {
   if (x.rows == 0 || x.cols == 0) return;
   with_element(x.element, [&](auto element) {
     with_format(out.format, [&](auto format) {
       with_rounding(out.stochastic, [&](auto stochastic) {
         launch_codes<typename decltype(element)::type, decltype(format)::value, decltype(stochastic)::value>(
-            x, out, granularity, inverse, stream);
+            x, out, granularity, factors, stream);
       });
     });
   });
