@@ -25,6 +25,26 @@ constexpr int kChunkRows = 64;         // a piece of the result on its way out: 
 constexpr int kChunkBytes = kChunkRows * 128;
 constexpr int kSharedLimit = 232448;   // bytes a block may have
 
+// Division by a number known at launch, for dividends below 2^31: a multiplication and a shift.
+// Source: T. Granlund, P. Montgomery, "Division by invariant integers using multiplication", PLDI 1994.
+struct Divisor {
+  uint32_t number, factor, shift;
+
+  void set(int divisor) {
+    number = uint32_t(divisor), shift = 0;
+    while ((uint64_t{1} << shift) < number) {
+      ++shift;
+    }
+    factor = uint32_t(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - number)) / number + 1);
+  }
+  // Quotient; `rest` becomes the remainder.
+  __device__ __forceinline__ int divide(int dividend, int* rest) const {
+    const uint32_t n = uint32_t(dividend), quotient = (__umulhi(n, factor) + n) >> shift;
+    *rest = int(n - quotient * number);
+    return int(quotient);
+  }
+};
+
 // Everything a launch needs besides the code; lives in the constant bank.
 struct Launch {
   CUtensorMap a, b, out, preactivation;
@@ -34,7 +54,8 @@ struct Launch {
   int64_t a_scale_row, a_scale_block, a_scale_batch, b_scale_row, b_scale_block, b_scale_batch;
   int rows, columns, depth_blocks;
   int tile_rows, tile_columns;  // tiles of a whole cluster
-  int batch, splits, split_blocks, group, total;
+  int batch, split_blocks, group, total;
+  Divisor tiles, matrices, width, height, last_height;  // of a matrix; of a split; tiles of a group of rows; its rows
   Float out_float, bias_float;
   Activation activation;
   bool raw;          // the result is the sums themselves, 32 bits each, one matrix per split
@@ -71,14 +92,13 @@ struct Work {
 
 __device__ __forceinline__ Work work_at(const Launch& p, int index) {
   Work work;
-  const int tiles = p.tile_rows * p.tile_columns;
-  const int tile = index % tiles, outer = index / tiles;
-  work.z = outer % p.batch;
-  work.split = outer / p.batch;
-  const int width = p.group * p.tile_columns, first = tile / width * p.group;
-  const int height = min(p.group, p.tile_rows - first), within = tile % width;
-  work.tile_row = first + within % height;
-  work.tile_column = within / height;
+  int tile, within;
+  const int outer = p.tiles.divide(index, &tile);
+  work.split = p.matrices.divide(outer, &work.z);
+  const int first = p.width.divide(tile, &within) * p.group;
+  const Divisor& height = first + p.group <= p.tile_rows ? p.height : p.last_height;
+  work.tile_column = height.divide(within, &work.tile_row);
+  work.tile_row += first;
   work.first_block = work.split * p.split_blocks;
   work.blocks = min(p.split_blocks, p.depth_blocks - work.first_block);
   return work;
