@@ -334,10 +334,11 @@ struct Outlet {
     return chunks + slot * kChunkBytes;
   }
 
-  // Sends the buffer that was acquired last to (row, column) of matrix z.
+  // Sends the buffer that was acquired last to (row, column) of matrix z. kPlain: by the copy engine in any case.
+  template <bool kPlain>
   __device__ __forceinline__ void send(
       const CUtensorMap* map, void* pointer, int row, int column, int z, int bytes_each) {
-    if (p.copy_out) {
+    if (kPlain || p.copy_out) {
       fence_copies();
       named_barrier(1 + group, kGroupThreads);
       if (thread == 0) {
@@ -394,8 +395,9 @@ __device__ __forceinline__ void put_chunk32(uint32_t buffer, const float (&v)[16
 __device__ __forceinline__ float bits_of(int32_t sum) { return __int_as_float(sum); }
 __device__ __forceinline__ float bits_of(float sum) { return sum; }
 
-// Scales, adds, activates and sends a warpgroup's sums.
-template <class T, Float kFloat>
+// Scales, adds, activates and sends a warpgroup's sums. kPlain: no activation, nobody wants what it would be applied to, and
+// the copy engine takes the result; apart from the rest, because jumping over that code costs more than running what is left.
+template <class T, Float kFloat, bool kPlain>
 __device__ __forceinline__ void write_tile(
     const Launch& p, Outlet<T>& outlet, const Work& work, int first_row, int first_column, const float4* columns,
     const float (&row_scales)[T::kSlabs][2], const Sums<T> (&sums)[T::kSlabs][T::kColumns / 2]) {
@@ -432,20 +434,22 @@ __device__ __forceinline__ void write_tile(
         } else {
           put_chunk16<kFloat == Float::kBF16>(buffer, v, outlet.thread);
         }
-        outlet.send(map, pointer, row, column, z, kBytes);
+        outlet.template send<kPlain>(map, pointer, row, column, z, kBytes);
       };
-      if (p.preactivation_pointer != nullptr) {
-        send(&p.preactivation, p.preactivation_pointer);
-      }
-      if (p.activation == Activation::kRelu) {
-#pragma unroll
-        for (float& value : v) {
-          value = value < 0.0f ? 0.0f : value;
+      if constexpr (!kPlain) {
+        if (p.preactivation_pointer != nullptr) {
+          send(&p.preactivation, p.preactivation_pointer);
         }
-      } else if (p.activation == Activation::kGelu) {
+        if (p.activation == Activation::kRelu) {
 #pragma unroll
-        for (float& value : v) {
-          value = gelu(value);
+          for (float& value : v) {
+            value = value < 0.0f ? 0.0f : value;
+          }
+        } else if (p.activation == Activation::kGelu) {
+#pragma unroll
+          for (float& value : v) {
+            value = gelu(value);
+          }
         }
       }
       send(&p.out, p.out_pointer);
@@ -524,12 +528,23 @@ __device__ __forceinline__ void compute(
     }
     named_barrier(team_barrier, kTeam);
     const float4* pairs = reinterpret_cast<const float4*>(columns);
+    const auto write = [&](auto format, auto plain) {
+      write_tile<T, decltype(format)::value, decltype(plain)::value>(
+          p, outlet, work, first_row, first_column, pairs, row_scales, sums);
+    };
+    const auto write_as = [&](auto format) {
+      if (p.activation == Activation::kNone && p.preactivation_pointer == nullptr && p.copy_out) {
+        write(format, std::true_type());
+      } else {
+        write(format, std::false_type());
+      }
+    };
     if (p.raw || p.out_float == Float::kFP32) {
-      write_tile<T, Float::kFP32>(p, outlet, work, first_row, first_column, pairs, row_scales, sums);
+      write_as(std::integral_constant<Float, Float::kFP32>());
     } else if (p.out_float == Float::kBF16) {
-      write_tile<T, Float::kBF16>(p, outlet, work, first_row, first_column, pairs, row_scales, sums);
+      write_as(std::integral_constant<Float, Float::kBF16>());
     } else {
-      write_tile<T, Float::kFP16>(p, outlet, work, first_row, first_column, pairs, row_scales, sums);
+      write_as(std::integral_constant<Float, Float::kFP16>());
     }
   }
   if (thread == 0) {
