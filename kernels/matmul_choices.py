@@ -30,7 +30,7 @@ _CHOICE_NUMBERS = ("variant", "splits", "group")
 _FRAGMENT: Any = torch.library.Library(library.NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 _FRAGMENT.define("scaled_mm_remember(int[] key, int variant, int splits, int group) -> ()")
 _FRAGMENT.define("scaled_mm_choice(int[] key) -> int[]")
-_FRAGMENT.define("scaled_mm_variants(bool promoting) -> int[]")
+_FRAGMENT.define("scaled_mm_variants(int b_code, bool promoting) -> int[]")
 _FRAGMENT.define("stream_multiprocessors(Tensor like) -> int")
 
 
@@ -179,6 +179,13 @@ def choice_of(kind: ProductKind) -> Choice | None:
     activate()
     found = torch.ops.qsync_opt.scaled_mm_choice(kind.key())
     return Choice(variant=found[0], splits=found[1], group=found[2]) if found else None
+
+
+def variants(b: str, *, promoting: bool) -> list[int]:
+    """Indices of the tiles that products have whose second operand has codes ``b``."""
+    activate()
+    found: list[int] = torch.ops.qsync_opt.scaled_mm_variants(_CODE_NAMES.index(b), promoting)
+    return found
 
 
 _LOADED: list[bool] = []

@@ -22,6 +22,7 @@ from qsync_opt.kernels.matmul_choices import (
     kind_of,
     read_choices,
     remember,
+    variants,
     write_choices,
 )
 
@@ -84,8 +85,7 @@ def _candidates(kind: ProductKind) -> list[Choice]:
     blocks = math.ceil(kind.depth / matmul.SCALE_BLOCK)
     few = kind.batch * math.ceil(kind.rows / 128) * math.ceil(kind.columns / 128) < 4 * kind.multiprocessors
     splits = [s for s in _SPLITS if s == 1 or (few and s * 4 <= blocks)]
-    variants = torch.ops.qsync_opt.scaled_mm_variants(kind.promoting)
-    return [Choice(variant=variant, splits=s) for variant in variants for s in splits]
+    return [Choice(variant=index, splits=s) for index in variants(kind.b, promoting=kind.promoting) for s in splits]
 
 
 def rank(

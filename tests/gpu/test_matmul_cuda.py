@@ -80,7 +80,7 @@ def _random_case(draw):
     b = _codes((*lead, columns, depth), b_codes)
     batch = math.prod(lead)
     scales = [
-        torch.rand(draw.choice([1, batch, batch * n, batch * n * -(-depth // 128)]), device="cuda") + 0.1
+        (torch.rand(draw.choice([1, batch, batch * n, batch * n * -(-depth // 128)]), device="cuda") + 0.1) * 0.02
         for n in (rows, columns)
     ]
     bias = torch.randn(columns, device="cuda").to(draw.choice(RESULTS)) if draw.random() < 0.5 else None
@@ -110,7 +110,7 @@ def test_every_tile_and_split(codes):
     if not _hopper():
         pytest.skip("tiles are Hopper's")
     for promoting in (False, True):
-        for variant in torch.ops.qsync_opt.scaled_mm_variants(promoting):
+        for variant in matmul_choices.variants("INT8", promoting=promoting):
             for (rows, columns, depth), splits in (
                 ((300, 520, 1040), 1),
                 (((1000, 776, 2064), 3)),

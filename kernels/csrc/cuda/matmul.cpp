@@ -277,13 +277,13 @@ std::vector<int64_t> scaled_mm_choice(std::vector<int64_t> key) {
 #endif
 }
 
-// Indices of the tiles that there are.
-std::vector<int64_t> scaled_mm_variants(bool promoting) {
+// Indices of the tiles that products with such codes of b have.
+std::vector<int64_t> scaled_mm_variants(int64_t b_code, bool promoting) {
   std::vector<int64_t> found;
 #if QSYNC_HAS_SM90A
   matmul::TileShape tile;
-  for (int index = 0; matmul::tile_at(index, &tile); ++index) {
-    if (tile.promote == promoting) {
+  for (int index = 0; index < matmul::tile_count(); ++index) {
+    if (matmul::tile_at(Code(b_code), index, &tile) && tile.promote == promoting) {
       found.push_back(index);
     }
   }

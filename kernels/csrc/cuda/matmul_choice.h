@@ -25,8 +25,9 @@ void remember(const Key& key, const Choice& choice);
 // What was remembered for this product, else the estimate; always valid for it.
 Choice choose(const Arguments& args);
 
-// Hopper. The tile of an index, false if there is none.
-bool tile_at(int index, TileShape* shape);
+// Hopper. Number of tiles; the tile of an index, false if products with such codes of b have it not.
+int tile_count();
+bool tile_at(Code b, int index, TileShape* shape);
 // `realign` copies operands whose rows are not aligned to 16 bytes to where they are: (batch, rows, pitch16) bytes each.
 bool a_fits_sm90(const Arguments& args);
 bool b_fits_sm90(const Arguments& args);

@@ -63,11 +63,11 @@ double estimate(const Arguments& args, const TileShape& tile, int splits) {
 }
 
 Choice estimated(const Arguments& args) {
-  Choice best{0, 1, 8};
+  Choice best{QSYNC_TILES_2_BEGIN, 1, 8};
   double least = std::numeric_limits<double>::infinity();
   for (int index = 0; index < QSYNC_TILE_COUNT; ++index) {
     TileShape tile;
-    if (!tile_at(index, &tile) || tile.promote != needs_promotion(args)) {
+    if (!tile_at(args.b_code, index, &tile) || tile.promote != needs_promotion(args)) {
       continue;
     }
     for (const int wanted : {1, 2, 3, 4, 6, 8}) {
@@ -83,6 +83,8 @@ Choice estimated(const Arguments& args) {
 }
 
 }  // namespace
+
+int tile_count() { return QSYNC_TILE_COUNT; }
 
 bool needs_promotion(const Arguments& args) {
   return args.block_scales || (args.accurate && args.a_code != Code::kInt8);
@@ -109,7 +111,7 @@ Choice choose(const Arguments& args) {
     if (found != table().end()) {
       Choice choice = found->second;
       TileShape tile;
-      if (tile_at(choice.variant, &tile) && tile.promote == needs_promotion(args)) {
+      if (tile_at(args.b_code, choice.variant, &tile) && tile.promote == needs_promotion(args)) {
         choice.splits = valid_splits(args, choice.splits);
         return choice;
       }

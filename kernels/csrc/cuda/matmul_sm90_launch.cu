@@ -10,15 +10,15 @@
 
 namespace qsync::matmul {
 
-#define QSYNC_FINDER(NAME) \
+#define QSYNC_FINDERS(NAME) \
   bool find_##NAME##_0(int, Instance*); \
   bool find_##NAME##_1(int, Instance*); \
   bool find_##NAME##_2(int, Instance*);
-QSYNC_FINDER(int8)
-QSYNC_FINDER(e4m3_e4m3)
-QSYNC_FINDER(e4m3_e5m2)
-QSYNC_FINDER(e5m2_e4m3)
-QSYNC_FINDER(e5m2_e5m2)
+QSYNC_FINDERS(int8)
+QSYNC_FINDERS(e4m3_e4m3)
+QSYNC_FINDERS(e5m2_e4m3)
+bool find_e4m3_e5m2_2(int, Instance*);
+bool find_e5m2_e5m2_2(int, Instance*);
 
 namespace {
 
@@ -28,9 +28,9 @@ bool find(Code a, Code b, int index, Instance* found) {
     return QSYNC_FIND(int8);
   }
   if (a == Code::kE4M3) {
-    return b == Code::kE4M3 ? QSYNC_FIND(e4m3_e4m3) : QSYNC_FIND(e4m3_e5m2);
+    return b == Code::kE4M3 ? QSYNC_FIND(e4m3_e4m3) : find_e4m3_e5m2_2(index, found);
   }
-  return b == Code::kE4M3 ? QSYNC_FIND(e5m2_e4m3) : QSYNC_FIND(e5m2_e5m2);
+  return b == Code::kE4M3 ? QSYNC_FIND(e5m2_e4m3) : find_e5m2_e5m2_2(index, found);
 }
 
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
@@ -268,7 +268,10 @@ Status launch_product(const Arguments& args, const Instance& instance, const Cho
 
 }  // namespace
 
-bool tile_at(int index, TileShape* shape) {
+bool tile_at(Code b, int index, TileShape* shape) {
+  if (b == Code::kE5M2 && index < QSYNC_TILES_2_BEGIN) {
+    return false;
+  }
 #define QSYNC_SHAPE(INDEX, ROWS, COLUMNS, CLUSTER_ROWS, CLUSTER_COLUMNS, ALTERNATING, PROMOTE, BUFFERS) \
   case INDEX: \
     *shape = {ROWS, COLUMNS, CLUSTER_ROWS, CLUSTER_COLUMNS, ALTERNATING, PROMOTE}; \
