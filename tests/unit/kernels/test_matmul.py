@@ -11,8 +11,8 @@ from qsync_opt.kernels import matmul
 from qsync_opt.kernels.matmul_choices import TABLES, Choice, ProductKind, read_choices, write_choices
 
 CODES = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
-# Relative error of one rounding to each type (norms), with room for the sums of FP32.
-BOUNDS = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 1e-6}
+# Relative error (norms): one rounding to the result's type, at most its unit roundoff, and 1e-6 for FP32 arithmetic.
+BOUNDS = {torch.bfloat16: 2**-8 + 1e-6, torch.float16: 2**-11 + 1e-6, torch.float32: 1e-6}
 
 
 def _codes(shape, dtype):
