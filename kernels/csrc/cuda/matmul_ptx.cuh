@@ -118,6 +118,12 @@ __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Lets the next kernel of the stream start, as far as it asks to start early, once every block has come here or left.
+__device__ __forceinline__ void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Waits until the kernels before this one in the stream have ended and what they wrote can be read.
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // Descriptor of a matrix in shared memory: rows of 128 bytes along k, 128-byte swizzle, 1024 bytes per 8 rows.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
   uint64_t descriptor = (address & 0x3FFFF) >> 4;

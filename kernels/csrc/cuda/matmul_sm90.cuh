@@ -548,6 +548,9 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
   if constexpr (T::kCluster > 1) {
     cluster_sync();
   }
+  // All of the above overlaps with the end of the kernel before; nothing that it may have written has been read.
+  launch_next();
+  wait_for_previous();
   if (group == 0) {
     give_registers<40>();
     const int warp = threadIdx.x / 32;

@@ -116,6 +116,7 @@ __global__ void __launch_bounds__(256) finish_kernel(const __grid_constant__ Arg
   if (column >= p.columns) {
     return;
   }
+  wait_for_previous();
   const int width = p.columns - column < 4 ? static_cast<int>(p.columns - column) : 4;
   for (int64_t line = blockIdx.y * int64_t{4} + threadIdx.y; line < lines; line += gridDim.y * int64_t{4}) {
     const int64_t z = p.batch == 1 ? 0 : line / p.rows, row = line - z * p.rows;
@@ -149,12 +150,28 @@ __global__ void __launch_bounds__(256) finish_kernel(const __grid_constant__ Arg
   }
 }
 
+// The kernel may start while the one before it ends: it waits for its results itself.
+cudaLaunchAttribute early() {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
 Status finish(const Arguments& args, bool integer, const void* sums, int splits) {
   const int64_t pitch = up(args.columns, 4), wide = up(pitch / 4, 64) / 64, lines = up(args.batch * args.rows, 4) / 4;
   const dim3 grid(unsigned(wide), unsigned(std::min<int64_t>(lines, 65535)));
   const auto kernel = integer ? finish_kernel<true> : finish_kernel<false>;
-  kernel<<<grid, dim3(64, 4), 0, args.stream>>>(args, sums, pitch, splits, splits > 0 && !args.block_scales);
-  return cudaGetLastError() == cudaSuccess ? Status::kOk : Status::kLaunch;
+  cudaLaunchAttribute attribute = early();
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(64, 4);
+  config.stream = args.stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  const bool scaled = splits > 0 && !args.block_scales;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args, sums, pitch, splits, scaled);
+  return error == cudaSuccess ? Status::kOk : Status::kLaunch;
 }
 
 // Lifts the limit of shared memory, once per instance and card.
@@ -238,11 +255,11 @@ Status launch_product(const Arguments& args, const Instance& instance, const Cho
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = size_t(instance.shared_bytes);
   config.stream = args.stream;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {unsigned(cluster), 1, 1};
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  cudaLaunchAttribute attributes[2] = {early(), {}};
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {unsigned(cluster), 1, 1};
+  config.attrs = attributes;
+  config.numAttrs = 2;
   void* parameters[] = {&p};
   return cudaLaunchKernelExC(&config, instance.kernel, parameters) == cudaSuccess ? Status::kOk : Status::kLaunch;
 }
