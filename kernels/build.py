@@ -59,7 +59,7 @@ UNITS: dict[str, Unit] = {
     for unit in (
         Unit(name="quantize"),
         Unit(name="matmul", cutlass=True),
-        Unit(name="convolution", cutlass=True),
+        Unit(name="convolution"),
     )
 }
 
