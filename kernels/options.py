@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
 
@@ -11,6 +13,7 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
     "activation_granularity": ("tensor", "row"),
     "weight_granularity": ("tensor", "channel"),
     "half_format": ("BF16", "FP16"),
+    "backward": ("half", "eight"),
     "backend": ("auto", "compiled", "reference"),
 }
 
@@ -28,8 +31,13 @@ class KernelOptions:
         half_format: 16-bit format of the results and of the backward pass of 8-bit operators, ``"BF16"`` or ``"FP16"``.
         seed: Key of the random stream, any integer of 64 bits.
         offset: Position in the stream; a caller that wants fresh noise per step raises it per step.
+        backward: Products of the backward pass in ``"half"`` (the 16-bit format) or in ``"eight"`` bits: the gradient
+            of the result is rounded stochastically, whatever ``rounding`` says, and scaled per tensor. Matrix products
+            only; convolutions run theirs in 16 bits.
         backend: ``"compiled"`` demands integer (or FP8) hardware products and refuses where there are none,
             ``"reference"`` demands the plain PyTorch ones, ``"auto"`` takes the compiled where they exist.
+        step: One int64 on the operator's device that is mixed into the random stream: raised in place between steps, it
+            gives replays of a compiled or captured graph noise of their own. None: ``offset`` alone decides.
 
     Raises:
         UnsupportedError: A field holds a value outside its list.
@@ -41,7 +49,9 @@ class KernelOptions:
     half_format: str = "BF16"
     seed: int = 0
     offset: int = 0
+    backward: str = "half"
     backend: str = "auto"
+    step: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():

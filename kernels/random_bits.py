@@ -28,7 +28,8 @@ _LOW_33_BITS = (1 << 33) - 1
 _ODD_LANES = 0x0001_0001_0001_0001
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """The int64 with the lowest 64 bits of ``value``."""
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
 
@@ -45,29 +46,51 @@ def stream_key(seed: int, offset: int, stream: int) -> int:
     return _mix(_mix(_mix(seed + _GOLDEN) + offset + _GOLDEN) + stream + _GOLDEN)
 
 
+def _mixed(value: Tensor) -> Tensor:
+    """:func:`_mix` of int64 tensors, whose shifts copy the sign."""
+    value = (value ^ ((value >> 30) & ((1 << 34) - 1))) * signed(_MULTIPLIER_1)
+    value = (value ^ ((value >> 27) & ((1 << 37) - 1))) * signed(_MULTIPLIER_2)
+    return value ^ ((value >> 31) & _LOW_33_BITS)
+
+
+def stepped_key(key: int, step: Tensor | None) -> int | Tensor:
+    """The key of one step: ``key`` mixed with a counter that lives on the device, so that graphs replay with new noise.
+
+    Args:
+        key: Of a stream.
+        step: One int64, which the caller raises between steps; None leaves the key as it is.
+    """
+    if step is None:
+        return key
+    return _mixed(step.reshape(1) + signed(key + _GOLDEN))
+
+
 # CPU callers draw in pieces of up to this many words; the multiples of GOLDEN for one piece are kept.
 _CACHED_WORDS = 1 << 14
 
 
 @functools.cache
 def _cached_steps() -> Tensor:
-    return torch.arange(_CACHED_WORDS, dtype=torch.int64).mul_(_signed(_GOLDEN))
+    return torch.arange(_CACHED_WORDS, dtype=torch.int64).mul_(signed(_GOLDEN))
 
 
-def random_words(key: int, start: int, count: int, device: torch.device) -> Tensor:
+def random_words(key: int | Tensor, start: int, count: int, device: torch.device) -> Tensor:
     """Words ``start`` to ``start + count - 1`` of the stream ``key``: int64, shape (count,)."""
-    first = _signed(key + start * _GOLDEN)
+    if isinstance(key, Tensor):
+        first: int | Tensor = key + signed(start * _GOLDEN)
+    else:
+        first = signed(key + start * _GOLDEN)
     if device.type == "cpu" and count <= _CACHED_WORDS:
         words = _cached_steps()[:count] + first
     else:
-        words = torch.arange(count, dtype=torch.int64, device=device).mul_(_signed(_GOLDEN)).add_(first)
-    words.bitwise_xor_(words >> 30).mul_(_signed(_MULTIPLIER_1))
-    words.bitwise_xor_(words >> 27).mul_(_signed(_MULTIPLIER_2))
+        words = torch.arange(count, dtype=torch.int64, device=device).mul_(signed(_GOLDEN)).add_(first)
+    words.bitwise_xor_(words >> 30).mul_(signed(_MULTIPLIER_1))
+    words.bitwise_xor_(words >> 27).mul_(signed(_MULTIPLIER_2))
     # Here the copied sign must be masked off, or it would cancel the sign of every word.
     return words.bitwise_xor_((words >> 31).bitwise_and_(_LOW_33_BITS))
 
 
-def centred_noise(key: int, start: int, count: int, device: torch.device) -> Tensor:
+def centred_noise(key: int | Tensor, start: int, count: int, device: torch.device) -> Tensor:
     """Uniform integers for elements ``start`` to ``start + count - 1``: odd, in [-32767, 32767], int16, shape (count,).
 
     ``start`` must be a multiple of four (four elements share a word). Odd values lie symmetrically around zero, so

@@ -1,0 +1,216 @@
+// What a thread does to a few elements: load, draw noise, round to a format, decode. No torch here.
+//
+// The numerical contract is that of kernels/quantize_ops.py, bit for bit: the same scales, noise and codes as the plain
+// PyTorch implementation.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace qsync {
+
+enum class Format : int { kInt8 = 0, kE4M3 = 1, kE5M2 = 2 };
+
+template <Format F>
+constexpr float largest() {
+  return F == Format::kInt8 ? 127.0f : F == Format::kE4M3 ? 448.0f : 57344.0f;
+}
+
+constexpr float kSmallestNormal = 1.17549435e-38f;
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ull;
+constexpr uint64_t kMultiplier1 = 0xBF58476D1CE4E5B9ull;
+constexpr uint64_t kMultiplier2 = 0x94D049BB133111EBull;
+
+// Key of a call and, on the card, the step that is mixed into it (null: none).
+struct Stream {
+  uint64_t key;
+  const int64_t* step;
+};
+
+__device__ __forceinline__ uint64_t stream_key(Stream stream) {
+  if (stream.step == nullptr) return stream.key;
+  uint64_t v = stream.key + static_cast<uint64_t>(__ldg(reinterpret_cast<const long long*>(stream.step))) + kGolden;
+  v = (v ^ (v >> 30)) * kMultiplier1;
+  v = (v ^ (v >> 27)) * kMultiplier2;
+  return v ^ (v >> 31);
+}
+
+// Word `index` of a stream; its four 16-bit lanes belong to elements 4 index .. 4 index + 3. The first two shifts copy
+// the sign, as random_bits.py says.
+__device__ __forceinline__ uint64_t random_word(uint64_t key, uint64_t index) {
+  int64_t w = static_cast<int64_t>(key + index * kGolden);
+  w = static_cast<int64_t>(static_cast<uint64_t>(w ^ (w >> 30)) * kMultiplier1);
+  w = static_cast<int64_t>(static_cast<uint64_t>(w ^ (w >> 27)) * kMultiplier2);
+  return static_cast<uint64_t>(w) ^ (static_cast<uint64_t>(w) >> 31);
+}
+
+// The largest of two magnitudes, NaN if one is NaN.
+__device__ __forceinline__ float larger(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+#else
+  return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));  // both have a clear sign
+#endif
+}
+
+// Largest magnitude among the lanes of `mask`, groups of `width` lanes; as bits, which order magnitudes and NaN.
+template <int kWidth>
+__device__ __forceinline__ uint32_t group_max(uint32_t bits) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (kWidth == 32) return __reduce_max_sync(0xffffffffu, bits);
+#endif
+#pragma unroll
+  for (int step = kWidth / 2; step > 0; step /= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, step));
+  return bits;
+}
+
+// 16 bytes of input as floats.
+template <typename T>
+struct Pack;
+
+template <>
+struct Pack<float> {
+  static constexpr int kCount = 4;
+  __device__ __forceinline__ static void unpack(const uint4& raw, float* v) {
+    v[0] = __uint_as_float(raw.x);
+    v[1] = __uint_as_float(raw.y);
+    v[2] = __uint_as_float(raw.z);
+    v[3] = __uint_as_float(raw.w);
+  }
+  __device__ __forceinline__ static float magnitude(const uint4& raw) {
+    const float a = larger(fabsf(__uint_as_float(raw.x)), fabsf(__uint_as_float(raw.y)));
+    const float b = larger(fabsf(__uint_as_float(raw.z)), fabsf(__uint_as_float(raw.w)));
+    return larger(a, b);
+  }
+};
+
+// Two 16-bit magnitudes as one word: their bits order them, NaN above infinity.
+__device__ __forceinline__ uint32_t larger_halves(uint32_t a, uint32_t b) {
+  return __vmaxu2(a & 0x7fff7fffu, b & 0x7fff7fffu);
+}
+
+__device__ __forceinline__ uint32_t largest_half(const uint4& raw) {
+  const uint32_t both = larger_halves(larger_halves(raw.x, raw.y), larger_halves(raw.z, raw.w));
+  return max(both & 0xffffu, both >> 16);
+}
+
+template <>
+struct Pack<__nv_bfloat16> {
+  static constexpr int kCount = 8;
+  __device__ __forceinline__ static void pair(uint32_t raw, float* v) {
+    v[0] = __uint_as_float(raw << 16);
+    v[1] = __uint_as_float(raw & 0xffff0000u);
+  }
+  __device__ __forceinline__ static void unpack(const uint4& raw, float* v) {
+    pair(raw.x, v);
+    pair(raw.y, v + 2);
+    pair(raw.z, v + 4);
+    pair(raw.w, v + 6);
+  }
+  __device__ __forceinline__ static float magnitude(const uint4& raw) {
+    return __uint_as_float(largest_half(raw) << 16);
+  }
+};
+
+template <>
+struct Pack<__half> {
+  static constexpr int kCount = 8;
+  __device__ __forceinline__ static void pair(uint32_t raw, float* v) {
+    const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&raw));
+    v[0] = both.x;
+    v[1] = both.y;
+  }
+  __device__ __forceinline__ static void unpack(const uint4& raw, float* v) {
+    pair(raw.x, v);
+    pair(raw.y, v + 2);
+    pair(raw.z, v + 4);
+    pair(raw.w, v + 6);
+  }
+  __device__ __forceinline__ static float magnitude(const uint4& raw) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(largest_half(raw))));
+  }
+};
+
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+
+template <Format F>
+__device__ __forceinline__ float scale_of(float amax) {
+  const float scale = fmaxf(__fdiv_rn(amax, largest<F>()), kSmallestNormal);
+  return amax < INFINITY ? scale : __uint_as_float(0x7fc00000u);  // infinity and NaN poison the slice
+}
+
+// One code from y = value / scale; `lane` is the element's 16 random bits, already odd, as an offset number in
+// [1, 65535]. Stochastic INT8: round half even of y + (lane - 32768) / 65536.
+template <Format F, bool kStochastic>
+__device__ __forceinline__ uint32_t round_one(float y, uint32_t lane) {
+  if constexpr (F == Format::kInt8) {
+    if constexpr (kStochastic) {
+      const float noise = __uint_as_float(0x4b000000u | lane) - 8421376.0f;  // exact: lane - 32768
+      y = fminf(fmaxf(fmaf(noise, 1.52587890625e-05f, y), -127.0f), 127.0f);
+    }
+    return __float_as_uint(y + 12582912.0f);  // the lowest byte is the integer
+  } else if constexpr (kStochastic) {
+    // Times 2^-120 (2^-112) the subnormals of the format are those of FP32: its upper bits are the code.
+    constexpr int kShift = F == Format::kE4M3 ? 20 : 21;
+    constexpr uint32_t kTop = F == Format::kE4M3 ? 0x7eu : 0x7bu;
+    const float tiny = fabsf(y) * (F == Format::kE4M3 ? 7.52316385e-37f : 1.92592994e-34f);
+    const uint32_t code = min((__float_as_uint(tiny) + (lane << (kShift - 16))) >> kShift, kTop);
+    return code | ((__float_as_uint(y) >> 24) & 0x80u);
+  } else {
+    return __nv_cvt_float_to_fp8(y, __NV_SATFINITE, F == Format::kE4M3 ? __NV_E4M3 : __NV_E5M2);
+  }
+}
+
+// Codes of four successive elements, packed; `word` is their random word.
+template <Format F, bool kStochastic>
+__device__ __forceinline__ uint32_t round_four(const float* y, uint64_t word) {
+  if constexpr (F != Format::kInt8 && !kStochastic) {
+    constexpr auto kKind = F == Format::kE4M3 ? __NV_E4M3 : __NV_E5M2;
+    const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(y[0], y[1]), __NV_SATFINITE, kKind);
+    const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(y[2], y[3]), __NV_SATFINITE, kKind);
+    return low | (high << 16);
+  } else {
+    const uint32_t low = (static_cast<uint32_t>(word) | 0x00010001u) ^ 0x80008000u;
+    const uint32_t high = (static_cast<uint32_t>(word >> 32) | 0x00010001u) ^ 0x80008000u;
+    const uint32_t a = round_one<F, kStochastic>(y[0], low & 0xffffu);
+    const uint32_t b = round_one<F, kStochastic>(y[1], low >> 16);
+    const uint32_t c = round_one<F, kStochastic>(y[2], high & 0xffffu);
+    const uint32_t d = round_one<F, kStochastic>(y[3], high >> 16);
+    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+  }
+}
+
+// Code of the element at `index` of a stream.
+template <Format F, bool kStochastic>
+__device__ __forceinline__ uint8_t round_at(float y, uint64_t key, uint64_t index) {
+  uint32_t lane = 0;
+  if constexpr (kStochastic) {
+    const uint64_t word = random_word(key, index >> 2);
+    lane = ((static_cast<uint32_t>(word >> (16 * (index & 3))) & 0xffffu) | 1u) ^ 0x8000u;
+  }
+  return static_cast<uint8_t>(round_one<F, kStochastic>(y, lane));
+}
+
+// Value of a code.
+template <Format F>
+__device__ __forceinline__ float decode(uint32_t code) {
+  if constexpr (F == Format::kInt8) {
+    return static_cast<float>(static_cast<int8_t>(code));
+  } else if constexpr (F == Format::kE5M2) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(code << 8)));
+  } else {
+    const float v = __uint_as_float((code & 0x7fu) << 20) * 1.329227995784916e36f;
+    const float magnitude = (code & 0x7fu) == 0x7fu ? __uint_as_float(0x7fc00000u) : v;
+    return __uint_as_float(__float_as_uint(magnitude) | ((code & 0x80u) << 24));
+  }
+}
+
+}  // namespace qsync
