@@ -7,6 +7,7 @@ import functools
 import torch
 
 from qsync_opt.errors import UnsupportedError
+from qsync_opt.kernels import library
 from qsync_opt.kernels.integer import has_native_product
 from qsync_opt.kernels.onednn import has_onednn_convolution, has_onednn_linear
 
@@ -82,8 +83,10 @@ def explain(device: torch.device | str) -> dict[str, str]:
         convolution = (
             fused + floats if has_onednn_convolution() else f"oneDNN operator absent or inexact, hence {floats}"
         )
+    elif native and library.activate("convolution"):
+        convolution = "compiled, scales and bias fused (one and two dimensions); otherwise patches, torch._int_mm"
     elif native:
-        convolution = "patches copied as INT8, then torch._int_mm"
+        convolution = f"patches copied as INT8, then torch._int_mm: {library.reason('convolution')}"
     batched = "FP16 products with FP32 sums, exact up to 1040 terms, else torch._int_mm per matrix"
     result = {"linear": linear, "convolution": convolution, "batched": batched if device.type == "cuda" else product}
     if "FP8" in device_precisions(device):

@@ -1,8 +1,8 @@
 """INT8 convolutions of images with scales, bias and activation fused: the operator ``qsync_opt::scaled_conv2d``.
 
-The result is ``activation(sums * (x_scale * weight_scale) + bias)``: exact integer sums, the rest formed in FP32 step by
-step, rounded once to the output's type, so that every implementation gives the same bits. On CUDA the kernels are our
-own: implicit products whose patches the card's copy engine gathers (sm_90a), the same on ``mma.sync`` (sm_75 and later,
+The result is ``activation(sums * (x_scale * weight_scale) + bias)``: exact integer sums, the rest formed in FP32 step
+by step, rounded once to the output's type, so that every implementation gives the same bits. On CUDA the kernels are
+our own: implicit products whose patches the copy engine gathers (sm_90a), the same on ``mma.sync`` (from sm_75 on,
 any geometry), one thread per result for groups of few channels. 16-bit convolutions and the gradients of an INT8
 convolution stay with cuDNN, through torch.
 
@@ -98,14 +98,14 @@ def _check_operands(x: Tensor, weight: Tensor, groups: int) -> None:
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dim() != 4 or tensor.dtype is not torch.int8:
             raise UnsupportedError(
-                f"scaled_conv2d: {name} of shape {tuple(tensor.shape)} and {tensor.dtype}; needed are INT8 codes of four "
-                "dimensions, (N, C, H, W) and (K, C / groups, R, S)"
+                f"scaled_conv2d: {name} of shape {tuple(tensor.shape)} and {tensor.dtype}; "
+                "needed are INT8 codes of four dimensions, (N, C, H, W) and (K, C / groups, R, S)"
             )
     channels, (outputs, inner, rows, columns) = x.shape[1], weight.shape
     if groups < 1 or inner * groups != channels or outputs % groups or min(inner, rows, columns, outputs) < 1:
         raise UnsupportedError(
-            f"scaled_conv2d: {channels} channels and a weight of shape {tuple(weight.shape)} do not fit {groups} groups; "
-            "needed is (K, C / groups, R, S) with K a multiple of groups, none of them 0"
+            f"scaled_conv2d: {channels} channels and a weight of shape {tuple(weight.shape)} do not fit "
+            f"{groups} groups; needed is (K, C / groups, R, S) with K a multiple of groups, none of them 0"
         )
     if inner * rows * columns > MAX_TERMS:
         raise UnsupportedError(
