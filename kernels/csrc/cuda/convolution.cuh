@@ -62,7 +62,7 @@ cudaError_t launch_general(const Geometry&, const Operands&, const Epilogue&, cu
 // Space to depth of a narrow input and of its weight: see convolution_pack.cu.
 struct Folding {
   int stride_h, stride_w;  // pixels folded into channels
-  int channels;            // bytes per folded pixel, a multiple of 16 that the row step needs
+  int channels;            // bytes per folded pixel: 16, as the row step needs
   int rows, columns;       // folded input, padding included
   int r, s;                // folded taps
 };

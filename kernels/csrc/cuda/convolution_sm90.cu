@@ -14,32 +14,40 @@ constexpr Sm90Variant variant(const char* name) {
   return {name, Tile::kRows, kColumns, kBytes, kCopies, kResident, kCluster, &sm90_launch<Tile>};
 }
 
-// Names: rows x columns x channels of a copy, copies per stage, blocks per multiprocessor, blocks that share weights.
+// Names: rows x columns x channels of a copy x copies per stage, r blocks per multiprocessor, c blocks share weights.
 constexpr Sm90Variant kVariants[] = {
     variant<2, 1, 64, 128, 1, 2, 1>("128x64x128 r2"),
+    variant<2, 2, 64, 128, 1, 1, 1>("256x64x128"),
     variant<2, 1, 128, 128, 1, 1, 1>("128x128x128"),
     variant<2, 1, 128, 128, 1, 2, 1>("128x128x128 r2"),
     variant<2, 1, 128, 128, 1, 2, 2>("128x128x128 r2 c2"),
     variant<2, 1, 256, 128, 1, 1, 1>("128x256x128"),
     variant<2, 1, 256, 128, 1, 1, 2>("128x256x128 c2"),
-    variant<2, 2, 64, 128, 1, 1, 1>("256x64x128"),
     variant<2, 2, 128, 128, 1, 1, 1>("256x128x128"),
     variant<2, 2, 128, 128, 1, 1, 2>("256x128x128 c2"),
+    variant<3, 1, 64, 128, 1, 1, 1>("192x64x128"),
+    variant<3, 1, 64, 128, 1, 2, 1>("192x64x128 r2"),
     variant<3, 1, 128, 128, 1, 1, 1>("192x128x128"),
     variant<3, 1, 128, 128, 1, 1, 2>("192x128x128 c2"),
     variant<3, 1, 256, 128, 1, 1, 1>("192x256x128"),
+    variant<1, 1, 64, 128, 1, 4, 1>("64x64x128 r4"),
     variant<1, 1, 128, 128, 1, 3, 1>("64x128x128 r3"),
     variant<1, 1, 256, 128, 1, 2, 1>("64x256x128 r2"),
     variant<2, 1, 64, 64, 1, 2, 1>("128x64x64 r2"),
     variant<2, 1, 64, 64, 1, 3, 1>("128x64x64 r3"),
     variant<2, 1, 64, 64, 3, 2, 1>("128x64x64x3 r2"),
-    variant<2, 2, 64, 64, 1, 1, 1>("256x64x64"),
+    variant<2, 2, 64, 64, 1, 2, 1>("256x64x64 r2"),
     variant<2, 2, 64, 64, 3, 1, 1>("256x64x64x3"),
     variant<2, 1, 64, 64, 2, 2, 1>("128x64x64x2 r2"),
+    variant<2, 2, 64, 64, 4, 1, 1>("256x64x64x4"),
+    variant<3, 1, 64, 64, 1, 2, 1>("192x64x64 r2"),
+    variant<1, 1, 64, 64, 1, 6, 1>("64x64x64 r6"),
     variant<2, 1, 128, 64, 1, 2, 1>("128x128x64 r2"),
+    variant<3, 1, 128, 64, 1, 1, 1>("192x128x64"),
     variant<2, 1, 256, 64, 1, 1, 1>("128x256x64"),
+    variant<3, 1, 256, 64, 1, 1, 1>("192x256x64"),
     variant<1, 1, 256, 64, 1, 2, 1>("64x256x64 r2"),
-    variant<1, 1, 128, 64, 1, 3, 1>("64x128x64 r3"),
+    variant<1, 1, 128, 64, 1, 4, 1>("64x128x64 r4"),
 };
 constexpr int kCount = sizeof(kVariants) / sizeof(kVariants[0]);
 
@@ -151,7 +159,7 @@ CUresult encode_output(Sm90Params& params, const Geometry& g, const Operands& o)
                                                  : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const cuuint64_t sizes[2] = {cuuint64_t(g.k), cuuint64_t(params.rows)};
   const cuuint64_t strides[1] = {cuuint64_t(g.k) * bytes_of(output)};
-  const cuuint32_t box[2] = {cuuint32_t(128 / bytes_of(output)), 64};
+  const cuuint32_t box[2] = {cuuint32_t(128 / bytes_of(output)), 16};  // one warp's share of a block
   return encode_tiled(&params.out, type, 2, o.out, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
@@ -166,6 +174,9 @@ bool sm90_variant_fits(const Geometry& g, int variant) { return usable(g, kVaria
 bool sm90_fits(const Geometry& g, const Operands& o, const Epilogue& e) {
   const auto addresses = reinterpret_cast<uintptr_t>(o.x) | reinterpret_cast<uintptr_t>(o.weight) |
                          reinterpret_cast<uintptr_t>(o.out);
+  // Factors are read in pairs.
+  const auto factors = reinterpret_cast<uintptr_t>(e.weight_scale) | reinterpret_cast<uintptr_t>(e.bias);
+  if (factors % 8 != 0) return false;
   const auto steps = o.x_n | o.x_h | o.x_w | int64_t{g.c} | int64_t{g.k} * bytes_of(e.output);
   if (g.groups != 1 || addresses % 16 != 0 || steps % 16 != 0) return false;
   // What the instruction and the tensor map can hold: offsets of a tap, corners of the box, steps, coordinates.

@@ -33,98 +33,112 @@ struct Sm90Tile {
   static constexpr int kThreads = 128 * kGroups + (kHandsOver ? 128 : 32);
   static constexpr int kRowBytes = kRows * kBytes, kColumnBytes = kColumns * kBytes;
   static constexpr int kStageBytes = kCopies * (kRowBytes + kColumnBytes);
-  static constexpr int kChunkBytes = 64 * 128;  // 64 rows of 128 bytes of results: one tensor store
-  // A second buffer lets stores overlap with conversion; where blocks share a multiprocessor, these overlap anyway.
-  static constexpr int kBuffers = kResident == 1 ? 2 : 1;
-  static constexpr int kStagingBytes = kGroups * kBuffers * kChunkBytes, kBarrierBytes = 256;
+  static constexpr int kBarrierBytes = 256;
+  // Results leave through shared memory, 16 rows of 128 bytes of a warp at a time. A second buffer per warp lets a store
+  // overlap with the next conversion; it is had where the pipeline keeps three stages.
+  static constexpr int kChunkBytes = 16 * 128;
   // Of a multiprocessor's 228 KB every block costs 1 KB of the system's.
-  static constexpr int kBudget = 233472 / kResident - 1024;
-  static constexpr int kFit = (kBudget - kStagingBytes - kBarrierBytes) / kStageBytes;
+  static constexpr int kBudget = 233472 / kResident - 1024 - kBarrierBytes;
+  static constexpr int kBuffers = (kBudget - kGroups * 4 * 2 * kChunkBytes) / kStageBytes >= 3 ? 2 : 1;
+  static constexpr int kStagingBytes = kGroups * 4 * kBuffers * kChunkBytes;
+  static constexpr int kFit = (kBudget - kStagingBytes) / kStageBytes;
   static constexpr int kStages = kFit > 8 ? 8 : kFit;
   static constexpr int kSharedBytes = kStages * kStageBytes + kStagingBytes + kBarrierBytes;
   static_assert(kStages >= 2, "the tile leaves no room for a pipeline");
 };
 
-// Converts the sums of one 64-row block and stores them, 128 bytes of every row at a time, through shared memory.
-template <class Tile, int kChunkColumns>
+// A pair of neighbouring columns' factors; `columns` is even, so that a pair is inside or outside as a whole.
+__device__ __forceinline__ float2 pair_of(const float* values, int column) {
+  return __ldg(reinterpret_cast<const float2*>(values + column));
+}
+
+// Scales and shifts four sums of one warp's fragment: two columns of row `low`, two of the row eight below.
+__device__ __forceinline__ void finish_four(
+    const int* sums, float2 scale, float2 bias, float low, float high, float least, float (&value)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float factor = __fmul_rn(i < 2 ? low : high, i % 2 == 0 ? scale.x : scale.y);
+    value[i] = __fadd_rn(__fmul_rn(__int2float_rn(sums[i]), factor), i % 2 == 0 ? bias.x : bias.y);
+    // Keeps NaN, unlike fmaxf.
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(value[i]) : "f"(least));
+  }
+}
+
+template <Output kOutput>
+__device__ __forceinline__ uint32_t packed(float first, float second) {
+  if constexpr (kOutput == Output::kFloat16) {
+    const __half2 pair = __floats2half2_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
+// Converts a warp's 16 rows of one 64-row block and stores them. Warps do not wait for each other.
+template <class Tile, Output kOutput>
 struct Sm90Store {
+  static constexpr int kChunkColumns = kOutput == Output::kFloat32 ? 32 : 64;
+
+  // 128 bytes of every row into shared memory, swizzled as the tensor store expects.
   static __device__ __forceinline__ void chunk(
-      const Sm90Params& params, const int* sums, uint32_t staging, int lane, int warp, int column0, float scale_low,
-      float scale_high) {
-    const Epilogue& e = params.epilogue;
-    const bool has_bias = e.bias != nullptr;
-    const int row = 16 * warp + lane / 4;  // and row + 8
+      const Epilogue& e, int columns, const int* sums, uint32_t staging, int column0, float low, float high) {
+    const int lane = threadIdx.x % 32;
+    const float least = e.relu ? 0.0f : -INFINITY;
 #pragma unroll
     for (int j = 0; j < kChunkColumns / 8; j += 2) {
-      uint32_t packed[4];
-      float value[8];
+      float value[2][4];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        // Columns past the end are computed from the last one's scale and clipped by the store.
-        const int column = column0 + 8 * (j + i) + 2 * (lane % 4);
-        const int first = min(column, params.columns - 1), second = min(column + 1, params.columns - 1);
-        const float w0 = __ldg(e.weight_scale + first * e.weight_step);
-        const float w1 = __ldg(e.weight_scale + second * e.weight_step);
-        const float b0 = has_bias ? __ldg(e.bias + first) : 0.0f, b1 = has_bias ? __ldg(e.bias + second) : 0.0f;
-        const int* d = sums + 4 * (j + i);
-        value[4 * i] = finish(d[0], __fmul_rn(scale_low, w0), b0, has_bias, e.relu);
-        value[4 * i + 1] = finish(d[1], __fmul_rn(scale_low, w1), b1, has_bias, e.relu);
-        value[4 * i + 2] = finish(d[2], __fmul_rn(scale_high, w0), b0, has_bias, e.relu);
-        value[4 * i + 3] = finish(d[3], __fmul_rn(scale_high, w1), b1, has_bias, e.relu);
+        // Columns past the end are computed from the last ones' factors and clipped by the store.
+        const int column = min(column0 + 8 * (j + i) + 2 * (lane % 4), columns - 2);
+        const float2 scale =
+            e.weight_step == 0 ? make_float2(__ldg(e.weight_scale), __ldg(e.weight_scale)) : pair_of(e.weight_scale, column);
+        const float2 bias = e.bias == nullptr ? make_float2(0.0f, 0.0f) : pair_of(e.bias, column);
+        finish_four(sums + 4 * (j + i), scale, bias, low, high, least, value[i]);
       }
-      if constexpr (kChunkColumns == 64) {
-        const bool half = e.output == Output::kFloat16;
+      if constexpr (kOutput == Output::kFloat32) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (half) {
-            __half2 pair = __floats2half2_rn(value[2 * i], value[2 * i + 1]);
-            packed[i] = *reinterpret_cast<uint32_t*>(&pair);
-          } else {
-            __nv_bfloat162 pair = __floats2bfloat162_rn(value[2 * i], value[2 * i + 1]);
-            packed[i] = *reinterpret_cast<uint32_t*>(&pair);
-          }
+          const int row = lane / 4 + 8 * (i % 2), byte = 32 * (j + i / 2) + 8 * (lane % 4);
+          const uint32_t target = staging + row * 128 + ((byte / 16) ^ (row & 7)) * 16 + byte % 16;
+          const float* two = &value[i / 2][2 * (i % 2)];
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(target), "f"(two[0]), "f"(two[1]) : "memory");
         }
-        const int target_row = 16 * warp + (lane & 15), unit = (j + lane / 16) ^ (target_row & 7);
-        sm90::store_matrix(staging + target_row * 128 + unit * 16, packed[0], packed[1], packed[2], packed[3]);
       } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int target_row = row + 8 * (i & 1);
-          const int byte = 32 * (j + i / 2) + 8 * (lane % 4);
-          const uint32_t target = staging + target_row * 128 + ((byte / 16) ^ (target_row & 7)) * 16 + byte % 16;
-          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(target), "f"(value[2 * i]), "f"(value[2 * i + 1])
-                       : "memory");
-        }
+        const int row = lane % 16, unit = (j + lane / 16) ^ (row & 7);
+        sm90::store_matrix(
+            staging + row * 128 + unit * 16, packed<kOutput>(value[0][0], value[0][1]),
+            packed<kOutput>(value[0][2], value[0][3]), packed<kOutput>(value[1][0], value[1][1]),
+            packed<kOutput>(value[1][2], value[1][3]));
       }
     }
   }
 
   static __device__ __forceinline__ void block(
-      const Sm90Params& params, const int (&sums)[Tile::kParts][Tile::kWidth / 2], uint32_t staging, int& stored, int group,
-      int row0, int column0) {
-    const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+      const Sm90Params& params, const int (&sums)[Tile::kParts][Tile::kWidth / 2], uint32_t staging, int& stored,
+      int row0, int column0, float x_scale) {
+    const int lane = threadIdx.x % 32;
     const Epilogue& e = params.epilogue;
-    float scale_low, scale_high;
-    if (e.x_step == 0) {
-      scale_low = scale_high = __ldg(e.x_scale);
-    } else {
-      const int row = row0 + 16 * warp + lane / 4, last = params.rows - 1;
-      scale_low = __ldg(e.x_scale + min(row, last) / params.pixels);
-      scale_high = __ldg(e.x_scale + min(row + 8, last) / params.pixels);
+    float low = x_scale, high = x_scale;
+    if (e.x_step != 0) {
+      const int row = row0 + lane / 4, last = params.rows - 1;
+      low = __ldg(e.x_scale + min(row, last) / params.pixels);
+      high = __ldg(e.x_scale + min(row + 8, last) / params.pixels);
     }
 #pragma unroll
-    for (int chunk_index = 0; chunk_index < Tile::kColumns / kChunkColumns; ++chunk_index) {
-      const int column = column0 + chunk_index * kChunkColumns;
+    for (int index = 0; index < Tile::kColumns / kChunkColumns; ++index) {
+      const int column = column0 + index * kChunkColumns;
       if (column < params.columns) {
-        const uint32_t target = staging + stored % Tile::kBuffers * Tile::kChunkBytes;
-        if (thread == 0) sm90::store_wait<Tile::kBuffers - 1>();
-        sm90::named_barrier(1 + group, 128);
         constexpr int kPerPart = Tile::kWidth / kChunkColumns;
-        const int* part = sums[chunk_index / kPerPart] + chunk_index % kPerPart * (kChunkColumns / 2);
-        chunk(params, part, target, lane, warp, column, scale_low, scale_high);
+        const uint32_t target = staging + stored % Tile::kBuffers * Tile::kChunkBytes;
+        if (lane == 0) sm90::store_wait<Tile::kBuffers - 1>();
+        __syncwarp();
+        const int* part = sums[index / kPerPart] + index % kPerPart * (kChunkColumns / 2);
+        chunk(e, params.columns, part, target, column, low, high);
         sm90::fence_async_proxy();
-        sm90::named_barrier(1 + group, 128);
-        if (thread == 0) {
+        __syncwarp();
+        if (lane == 0) {
           sm90::store_2d(&params.out, target, column, row0);
           sm90::store_commit();
         }
@@ -205,7 +219,8 @@ __device__ __forceinline__ void sm90_consume(
   const int tiles = params.row_tiles * params.column_tiles;
   int sums[Tile::kBlocks][Tile::kParts][Tile::kWidth / 2];
   int stage = 0, parity = 0, stored = 0;
-  staging += group * Tile::kBuffers * Tile::kChunkBytes;
+  staging += threadIdx.x / 32 * Tile::kBuffers * Tile::kChunkBytes;
+  const float x_scale = __ldg(params.epilogue.x_scale);
   for (int tile = blockIdx.x / Tile::kCluster; tile < tiles; tile += gridDim.x / Tile::kCluster) {
     int previous = -1;
     for (int done = 0; done < total; done += Tile::kCopies) {
@@ -245,16 +260,19 @@ __device__ __forceinline__ void sm90_consume(
     const int tile_row = (tile / params.column_tiles * Tile::kCluster + rank) * Tile::kRows;
 #pragma unroll
     for (int m = 0; m < Tile::kBlocks; ++m) {
-      const int row0 = tile_row + (group * Tile::kBlocks + m) * 64;
+      const int row0 = tile_row + (group * Tile::kBlocks + m) * 64 + threadIdx.x / 32 % 4 * 16;
       if (row0 >= params.rows) continue;
-      if (params.epilogue.output == Output::kFloat32) {
-        Sm90Store<Tile, 32>::block(params, sums[m], staging, stored, group, row0, column0);
+      const Output output = params.epilogue.output;
+      if (output == Output::kBFloat16) {
+        Sm90Store<Tile, Output::kBFloat16>::block(params, sums[m], staging, stored, row0, column0, x_scale);
+      } else if (output == Output::kFloat16) {
+        Sm90Store<Tile, Output::kFloat16>::block(params, sums[m], staging, stored, row0, column0, x_scale);
       } else {
-        Sm90Store<Tile, 64>::block(params, sums[m], staging, stored, group, row0, column0);
+        Sm90Store<Tile, Output::kFloat32>::block(params, sums[m], staging, stored, row0, column0, x_scale);
       }
     }
   }
-  if (threadIdx.x % 128 == 0) sm90::store_wait<0>();
+  if (lane == 0) sm90::store_wait<0>();
 }
 
 // Grid: persistent, at most kResident blocks per multiprocessor; tiles in order, column tiles of the same rows next to
