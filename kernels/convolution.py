@@ -145,8 +145,10 @@ def _check_geometry(
         )
 
 
-def _factor(factor: Tensor) -> Tensor:
-    return factor.reshape(-1).to(torch.float32).contiguous()
+def _factor(factor: Tensor, count: int | None = None) -> Tensor:
+    """Factors in a row, in FP32; one factor repeated ``count`` times."""
+    flat = factor.reshape(-1).to(torch.float32)
+    return (flat if count is None else flat.expand(count)).contiguous()
 
 
 def scaled_conv2d(
@@ -202,7 +204,7 @@ def scaled_conv2d(
         library.activate("convolution")
     x_NHWC = x.permute(0, 2, 3, 1).contiguous()
     weight_KRSC = weight.permute(0, 2, 3, 1).contiguous()
-    factors = (_factor(x_scale), _factor(weight_scale), None if bias is None else _factor(bias))
+    factors = (_factor(x_scale), _factor(weight_scale, weight.shape[0]), None if bias is None else _factor(bias))
     result: Tensor = _scaled_conv2d(
         x_NHWC, weight_KRSC, *factors, list(stride), list(padding), list(dilation), groups, activation, out_dtype, tile
     )

@@ -189,9 +189,19 @@ def test_what_the_kernels_cannot_do_is_refused_by_name():
         scaled_conv2d(x, weight.cpu(), *factors)
     with pytest.raises(RuntimeError, match="tile 99; allowed are"):
         scaled_conv2d(x, weight, *factors, tile=99)
+    weight_KRSC = weight.permute(0, 2, 3, 1).contiguous()
     with pytest.raises(RuntimeError, match="channels of x must be contiguous"):
         torch.ops.qsync_opt.scaled_conv2d(
-            x, weight.permute(0, 2, 3, 1).contiguous(), *factors[:2], None, [1, 1], [1, 1], [1, 1], 1, "none", x.dtype
+            x.contiguous().permute(0, 2, 3, 1),
+            weight_KRSC,
+            *factors[:2],
+            None,
+            [1, 1],
+            [1, 1],
+            [1, 1],
+            1,
+            "none",
+            torch.bfloat16,
         )
 
 

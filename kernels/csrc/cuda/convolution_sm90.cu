@@ -41,7 +41,7 @@ constexpr Sm90Variant kVariants[] = {
     variant<2, 1, 64, 64, 2, 2, 1>("128x64x64x2 r2"),
     variant<2, 2, 64, 64, 4, 1, 1>("256x64x64x4"),
     variant<3, 1, 64, 64, 1, 2, 1>("192x64x64 r2"),
-    variant<1, 1, 64, 64, 1, 6, 1>("64x64x64 r6"),
+    variant<3, 1, 64, 64, 3, 1, 1>("192x64x64x3"),
     variant<2, 1, 128, 64, 1, 2, 1>("128x128x64 r2"),
     variant<3, 1, 128, 64, 1, 1, 1>("192x128x64"),
     variant<2, 1, 256, 64, 1, 1, 1>("128x256x64"),
@@ -174,9 +174,9 @@ bool sm90_variant_fits(const Geometry& g, int variant) { return usable(g, kVaria
 bool sm90_fits(const Geometry& g, const Operands& o, const Epilogue& e) {
   const auto addresses = reinterpret_cast<uintptr_t>(o.x) | reinterpret_cast<uintptr_t>(o.weight) |
                          reinterpret_cast<uintptr_t>(o.out);
-  // Factors are read in pairs.
+  // The copy engine reads factors, one per column.
   const auto factors = reinterpret_cast<uintptr_t>(e.weight_scale) | reinterpret_cast<uintptr_t>(e.bias);
-  if (factors % 8 != 0) return false;
+  if (factors % 16 != 0 || (e.weight_step == 0 && g.k > 1)) return false;
   const auto steps = o.x_n | o.x_h | o.x_w | int64_t{g.c} | int64_t{g.k} * bytes_of(e.output);
   if (g.groups != 1 || addresses % 16 != 0 || steps % 16 != 0) return false;
   // What the instruction and the tensor map can hold: offsets of a tap, corners of the box, steps, coordinates.

@@ -27,7 +27,7 @@ struct Sm90Tile {
   static constexpr int kCopies = kCopies_, kResident = kResident_, kCluster = kCluster_;
   static constexpr int kRows = 64 * kGroups * kBlocks;
   // Three consumers need more registers than an even share: the producer, a whole warpgroup, gives its own.
-  static constexpr bool kHandsOver = kGroups == 3;
+  static constexpr bool kHandsOver = kGroups == 3 && kResident == 1;
   // One product's width; an instruction of 256 columns does not fit the registers that a block of 16 warps starts with.
   static constexpr int kWidth = kHandsOver && kColumns == 256 ? 128 : kColumns, kParts = kColumns / kWidth;
   static constexpr int kThreads = 128 * kGroups + (kHandsOver ? 128 : 32);
@@ -41,61 +41,88 @@ struct Sm90Tile {
   static constexpr int kBudget = 233472 / kResident - 1024 - kBarrierBytes;
   static constexpr int kBuffers = (kBudget - kGroups * 4 * 2 * kChunkBytes) / kStageBytes >= 3 ? 2 : 1;
   static constexpr int kStagingBytes = kGroups * 4 * kBuffers * kChunkBytes;
-  static constexpr int kFit = (kBudget - kStagingBytes) / kStageBytes;
-  static constexpr int kStages = kFit > 8 ? 8 : kFit;
-  static constexpr int kSharedBytes = kStages * kStageBytes + kStagingBytes + kBarrierBytes;
+  // Scales and biases of a tile's columns travel with its first stage. A tile has at least one stage, so that the
+  // producer is at most kStages tiles ahead of a warp that still reads them.
+  static constexpr int kFactorBytes = 2 * 4 * kColumns;
+  static constexpr int kFit = (kBudget - kStagingBytes - kFactorBytes) / (kStageBytes + kFactorBytes);
+  static constexpr int kStages = kFit > 8 ? 8 : kFit, kSlots = kStages + 1;
+  static constexpr int kStagingAt = kStages * kStageBytes, kFactorsAt = kStagingAt + kStagingBytes;
+  static constexpr int kBarriersAt = kFactorsAt + kSlots * kFactorBytes;
+  static constexpr int kSharedBytes = kBarriersAt + kBarrierBytes;
   static_assert(kStages >= 2, "the tile leaves no room for a pipeline");
 };
 
-// A pair of neighbouring columns' factors; `columns` is even, so that a pair is inside or outside as a whole.
-__device__ __forceinline__ float2 pair_of(const float* values, int column) {
-  return __ldg(reinterpret_cast<const float2*>(values + column));
-}
+// The tiles of one block, in order: every gridDim / kCluster-th, column tiles of the same rows next to each other.
+struct Sm90Walk {
+  int row, column, row_step, column_step, row_tiles, column_tiles;
 
-// Scales and shifts four sums of one warp's fragment: two columns of row `low`, two of the row eight below.
-__device__ __forceinline__ void finish_four(
-    const int* sums, float2 scale, float2 bias, float low, float high, float least, float (&value)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float factor = __fmul_rn(i < 2 ? low : high, i % 2 == 0 ? scale.x : scale.y);
-    value[i] = __fadd_rn(__fmul_rn(__int2float_rn(sums[i]), factor), i % 2 == 0 ? bias.x : bias.y);
-    // Keeps NaN, unlike fmaxf.
-    asm("max.NaN.f32 %0, %0, %1;" : "+f"(value[i]) : "f"(least));
+  __device__ __forceinline__ Sm90Walk(const Sm90Params& params, int cluster) {
+    row_tiles = params.row_tiles;
+    column_tiles = params.column_tiles;
+    const int first = blockIdx.x / cluster, step = gridDim.x / cluster;
+    row = first / column_tiles;
+    column = first % column_tiles;
+    row_step = step / column_tiles;
+    column_step = step % column_tiles;
   }
-}
-
-template <Output kOutput>
-__device__ __forceinline__ uint32_t packed(float first, float second) {
-  if constexpr (kOutput == Output::kFloat16) {
-    const __half2 pair = __floats2half2_rn(first, second);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-    return *reinterpret_cast<const uint32_t*>(&pair);
+  __device__ __forceinline__ bool more() const { return row < row_tiles; }
+  __device__ __forceinline__ void next() {
+    row += row_step;
+    column += column_step;
+    if (column >= column_tiles) {
+      column -= column_tiles;
+      ++row;
+    }
   }
-}
+};
 
 // Converts a warp's 16 rows of one 64-row block and stores them. Warps do not wait for each other.
-template <class Tile, Output kOutput>
+template <class Tile, Output kOutput, bool kPerSample>
 struct Sm90Store {
   static constexpr int kChunkColumns = kOutput == Output::kFloat32 ? 32 : 64;
 
-  // 128 bytes of every row into shared memory, swizzled as the tensor store expects.
+  static __device__ __forceinline__ float shifted(int sum, float factor, float bias) {
+    return __fadd_rn(__fmul_rn(__int2float_rn(sum), factor), bias);
+  }
+
+  // max(value, least) that keeps NaN.
+  static __device__ __forceinline__ float at_least(float value, float least) {
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(value) : "f"(least));
+    return value;
+  }
+
+  // Rounds two values; the activation follows the rounding, which it commutes with.
+  static __device__ __forceinline__ uint32_t packed(float first, float second, bool relu) {
+    if constexpr (kOutput == Output::kFloat16) {
+      __half2 pair = __floats2half2_rn(first, second);
+      if (relu) pair = __hmax2_nan(pair, __half2{__half_raw{0}, __half_raw{0}});
+      return *reinterpret_cast<const uint32_t*>(&pair);
+    } else {
+      __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+      if (relu) pair = __hmax2_nan(pair, __nv_bfloat162{__nv_bfloat16_raw{0}, __nv_bfloat16_raw{0}});
+      return *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  }
+
+  // 128 bytes of every row into shared memory, swizzled as the tensor store expects. `factors`: those of this thread's
+  // first column; biases lie one tile's columns behind the scales.
   static __device__ __forceinline__ void chunk(
-      const Epilogue& e, int columns, const int* sums, uint32_t staging, int column0, float low, float high) {
+      const int* sums, uint32_t staging, const float* factors, float low, float high, bool relu) {
     const int lane = threadIdx.x % 32;
-    const float least = e.relu ? 0.0f : -INFINITY;
+    const float least = relu ? 0.0f : -INFINITY;
 #pragma unroll
     for (int j = 0; j < kChunkColumns / 8; j += 2) {
       float value[2][4];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        // Columns past the end are computed from the last ones' factors and clipped by the store.
-        const int column = min(column0 + 8 * (j + i) + 2 * (lane % 4), columns - 2);
-        const float2 scale =
-            e.weight_step == 0 ? make_float2(__ldg(e.weight_scale), __ldg(e.weight_scale)) : pair_of(e.weight_scale, column);
-        const float2 bias = e.bias == nullptr ? make_float2(0.0f, 0.0f) : pair_of(e.bias, column);
-        finish_four(sums + 4 * (j + i), scale, bias, low, high, least, value[i]);
+        const float2 scale = *reinterpret_cast<const float2*>(factors + 8 * (j + i));
+        const float2 bias = *reinterpret_cast<const float2*>(factors + Tile::kColumns + 8 * (j + i));
+        const int* four = sums + 4 * (j + i);
+        const float first = __fmul_rn(low, scale.x), second = __fmul_rn(low, scale.y);
+        value[i][0] = shifted(four[0], first, bias.x);
+        value[i][1] = shifted(four[1], second, bias.y);
+        value[i][2] = shifted(four[2], kPerSample ? __fmul_rn(high, scale.x) : first, bias.x);
+        value[i][3] = shifted(four[3], kPerSample ? __fmul_rn(high, scale.y) : second, bias.y);
       }
       if constexpr (kOutput == Output::kFloat32) {
 #pragma unroll
@@ -103,25 +130,27 @@ struct Sm90Store {
           const int row = lane / 4 + 8 * (i % 2), byte = 32 * (j + i / 2) + 8 * (lane % 4);
           const uint32_t target = staging + row * 128 + ((byte / 16) ^ (row & 7)) * 16 + byte % 16;
           const float* two = &value[i / 2][2 * (i % 2)];
-          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(target), "f"(two[0]), "f"(two[1]) : "memory");
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(target), "f"(at_least(two[0], least)),
+                       "f"(at_least(two[1], least)));
         }
       } else {
         const int row = lane % 16, unit = (j + lane / 16) ^ (row & 7);
         sm90::store_matrix(
-            staging + row * 128 + unit * 16, packed<kOutput>(value[0][0], value[0][1]),
-            packed<kOutput>(value[0][2], value[0][3]), packed<kOutput>(value[1][0], value[1][1]),
-            packed<kOutput>(value[1][2], value[1][3]));
+            staging + row * 128 + unit * 16, packed(value[0][0], value[0][1], relu),
+            packed(value[0][2], value[0][3], relu), packed(value[1][0], value[1][1], relu),
+            packed(value[1][2], value[1][3], relu));
       }
     }
   }
 
   static __device__ __forceinline__ void block(
       const Sm90Params& params, const int (&sums)[Tile::kParts][Tile::kWidth / 2], uint32_t staging, int& stored,
-      int row0, int column0, float x_scale) {
+      const float* factors, int row0, int column0, float x_scale) {
     const int lane = threadIdx.x % 32;
     const Epilogue& e = params.epilogue;
+    const bool relu = e.relu != 0;
     float low = x_scale, high = x_scale;
-    if (e.x_step != 0) {
+    if constexpr (kPerSample) {
       const int row = row0 + lane / 4, last = params.rows - 1;
       low = __ldg(e.x_scale + min(row, last) / params.pixels);
       high = __ldg(e.x_scale + min(row + 8, last) / params.pixels);
@@ -135,7 +164,7 @@ struct Sm90Store {
         if (lane == 0) sm90::store_wait<Tile::kBuffers - 1>();
         __syncwarp();
         const int* part = sums[index / kPerPart] + index % kPerPart * (kChunkColumns / 2);
-        chunk(e, params.columns, part, target, column, low, high);
+        chunk(part, target, factors + index * kChunkColumns + 2 * (lane % 4), low, high, relu);
         sm90::fence_async_proxy();
         __syncwarp();
         if (lane == 0) {
@@ -148,16 +177,32 @@ struct Sm90Store {
   }
 };
 
+template <class Tile, bool kPerSample, class Sums>
+__device__ __forceinline__ void sm90_store(
+    const Sm90Params& params, const Sums& sums, uint32_t staging, int& stored, const float* factors, int row0,
+    int column0, float x_scale) {
+  if (params.epilogue.output == Output::kBFloat16) {
+    Sm90Store<Tile, Output::kBFloat16, kPerSample>::block(
+        params, sums, staging, stored, factors, row0, column0, x_scale);
+  } else if (params.epilogue.output == Output::kFloat16) {
+    Sm90Store<Tile, Output::kFloat16, kPerSample>::block(
+        params, sums, staging, stored, factors, row0, column0, x_scale);
+  } else {
+    Sm90Store<Tile, Output::kFloat32, kPerSample>::block(
+        params, sums, staging, stored, factors, row0, column0, x_scale);
+  }
+}
+
 // One warp: fills the stages in the order in which the consumers read them.
 template <class Tile>
 __device__ __forceinline__ void sm90_produce(
     const Sm90Params& params, uint32_t stages, uint32_t full, uint32_t empty, int rank) {
+  const Epilogue& e = params.epilogue;
   const int total = params.r * params.s * params.channel_blocks;
-  const int tiles = params.row_tiles * params.column_tiles;
-  int stage = 0, parity = 1;
-  for (int tile = blockIdx.x / Tile::kCluster; tile < tiles; tile += gridDim.x / Tile::kCluster) {
-    const int column0 = tile % params.column_tiles * Tile::kColumns;
-    const int row0 = (tile / params.column_tiles * Tile::kCluster + rank) * Tile::kRows;
+  int stage = 0, parity = 1, slot = 0;
+  for (Sm90Walk walk(params, Tile::kCluster); walk.more(); walk.next()) {
+    const int column0 = walk.column * Tile::kColumns;
+    const int row0 = (walk.row * Tile::kCluster + rank) * Tile::kRows;
     const int image = row0 / params.pixels, pixel = row0 % params.pixels;
     const int h = pixel / params.q * params.stride_h - params.pad_h;
     const int w = pixel % params.q * params.stride_w - params.pad_w;
@@ -165,7 +210,16 @@ __device__ __forceinline__ void sm90_produce(
     for (int done = 0; done < total; done += Tile::kCopies) {
       const uint32_t ready = full + 8 * stage;
       sm90::barrier_wait(empty + 8 * stage, parity);
-      sm90::barrier_expect(ready, Tile::kStageBytes);
+      if (done == 0) {
+        const int bytes = 4 * min(Tile::kColumns, params.columns - column0);
+        const uint32_t factors = stages + Tile::kFactorsAt + slot * Tile::kFactorBytes;
+        sm90::barrier_expect(ready, Tile::kStageBytes + (e.bias == nullptr ? 1 : 2) * bytes);
+        sm90::load_bulk(factors, e.weight_scale + column0, ready, bytes);
+        if (e.bias != nullptr) sm90::load_bulk(factors + 4 * Tile::kColumns, e.bias + column0, ready, bytes);
+        slot = slot + 1 == Tile::kSlots ? 0 : slot + 1;
+      } else {
+        sm90::barrier_expect(ready, Tile::kStageBytes);
+      }
       const uint32_t rows = stages + stage * Tile::kStageBytes;
       const uint32_t columns = rows + Tile::kCopies * Tile::kRowBytes;
       for (int copy = 0; copy < Tile::kCopies; ++copy) {
@@ -213,15 +267,15 @@ __device__ __forceinline__ void sm90_release(uint32_t empty, int stage, int lane
 // One warpgroup: multiplies what the stages hold, then scales and stores its rows of the tile.
 template <class Tile>
 __device__ __forceinline__ void sm90_consume(
-    const Sm90Params& params, uint32_t stages, uint32_t staging, uint32_t full, uint32_t empty, int rank) {
+    const Sm90Params& params, const uint8_t* shared, uint32_t full, uint32_t empty, int rank) {
+  const uint32_t stages = sm90::shared_address(shared);
   const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
   const int total = params.r * params.s * params.channel_blocks;
-  const int tiles = params.row_tiles * params.column_tiles;
   int sums[Tile::kBlocks][Tile::kParts][Tile::kWidth / 2];
-  int stage = 0, parity = 0, stored = 0;
-  staging += threadIdx.x / 32 * Tile::kBuffers * Tile::kChunkBytes;
+  int stage = 0, parity = 0, stored = 0, slot = 0;
+  const uint32_t staging = stages + Tile::kStagingAt + threadIdx.x / 32 * Tile::kBuffers * Tile::kChunkBytes;
   const float x_scale = __ldg(params.epilogue.x_scale);
-  for (int tile = blockIdx.x / Tile::kCluster; tile < tiles; tile += gridDim.x / Tile::kCluster) {
+  for (Sm90Walk walk(params, Tile::kCluster); walk.more(); walk.next()) {
     int previous = -1;
     for (int done = 0; done < total; done += Tile::kCopies) {
       sm90::barrier_wait(full + 8 * stage, parity);
@@ -256,19 +310,18 @@ __device__ __forceinline__ void sm90_consume(
     }
     sm90::wgmma_wait<0>();
     sm90_release<Tile>(empty, previous, lane);
-    const int column0 = tile % params.column_tiles * Tile::kColumns;
-    const int tile_row = (tile / params.column_tiles * Tile::kCluster + rank) * Tile::kRows;
+    const float* factors = reinterpret_cast<const float*>(shared + Tile::kFactorsAt + slot * Tile::kFactorBytes);
+    slot = slot + 1 == Tile::kSlots ? 0 : slot + 1;
+    const int column0 = walk.column * Tile::kColumns;
+    const int tile_row = (walk.row * Tile::kCluster + rank) * Tile::kRows;
 #pragma unroll
     for (int m = 0; m < Tile::kBlocks; ++m) {
       const int row0 = tile_row + (group * Tile::kBlocks + m) * 64 + threadIdx.x / 32 % 4 * 16;
       if (row0 >= params.rows) continue;
-      const Output output = params.epilogue.output;
-      if (output == Output::kBFloat16) {
-        Sm90Store<Tile, Output::kBFloat16>::block(params, sums[m], staging, stored, row0, column0, x_scale);
-      } else if (output == Output::kFloat16) {
-        Sm90Store<Tile, Output::kFloat16>::block(params, sums[m], staging, stored, row0, column0, x_scale);
+      if (params.epilogue.x_step == 0) {
+        sm90_store<Tile, false>(params, sums[m], staging, stored, factors, row0, column0, x_scale);
       } else {
-        Sm90Store<Tile, Output::kFloat32>::block(params, sums[m], staging, stored, row0, column0, x_scale);
+        sm90_store<Tile, true>(params, sums[m], staging, stored, factors, row0, column0, x_scale);
       }
     }
   }
@@ -284,9 +337,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = sm90::shared_address(shared);
-  const uint32_t staging = base + Tile::kStages * Tile::kStageBytes;
-  const uint32_t full = staging + Tile::kStagingBytes, empty = full + 8 * Tile::kStages;
+  const uint32_t full = base + Tile::kBarriersAt, empty = full + 8 * Tile::kStages;
   const int rank = Tile::kCluster == 1 ? 0 : sm90::cluster_rank();
+  if (params.epilogue.bias == nullptr) {
+    // Every slot's biases, once: no copy overwrites them.
+    for (int i = threadIdx.x; i < Tile::kSlots * Tile::kColumns; i += Tile::kThreads) {
+      const int slot = i / Tile::kColumns, column = i % Tile::kColumns;
+      reinterpret_cast<float*>(shared + Tile::kFactorsAt + slot * Tile::kFactorBytes)[Tile::kColumns + column] = 0.0f;
+    }
+  }
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Tile::kStages; ++stage) {
       sm90::barrier_init(full + 8 * stage, 1);
@@ -308,7 +367,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     __syncwarp();
   } else {
     if constexpr (Tile::kHandsOver) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
-    sm90_consume<Tile>(params, base, staging, full, empty, rank);
+    sm90_consume<Tile>(params, shared, full, empty, rank);
   }
   // A block must not leave while its neighbours may still write into it or arrive on its barriers.
   if constexpr (Tile::kCluster != 1) sm90::cluster_sync();

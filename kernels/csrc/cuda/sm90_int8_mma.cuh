@@ -93,6 +93,14 @@ __device__ __forceinline__ void load_3d_multicast(
       : "memory");
 }
 
+// `bytes` bytes in a row, a multiple of 16, both addresses too.
+__device__ __forceinline__ void load_bulk(uint32_t target, const void* source, uint32_t barrier, int bytes) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %3, [%2];" ::"r"(target),
+      "l"(source), "r"(barrier), "r"(bytes)
+      : "memory");
+}
+
 __device__ __forceinline__ void store_2d(const CUtensorMap* map, uint32_t source, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(source),
@@ -114,10 +122,10 @@ __device__ __forceinline__ void named_barrier(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
+// Writes only what the caller's next fence publishes: the compiler may move other accesses past it.
 __device__ __forceinline__ void store_matrix(uint32_t target, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(a), "r"(b),
-               "r"(c), "r"(d)
-               : "memory");
+               "r"(c), "r"(d));
 }
 
 // Descriptor of a K-major tile whose rows of `kBytes` bytes are swizzled over groups of eight rows.
