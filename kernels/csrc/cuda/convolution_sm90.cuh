@@ -20,11 +20,12 @@ struct Sm90Params {
 };
 
 // kGroups: consumer warpgroups; kBlocks: 64-row blocks of each; kColumns: tile width; kBytes: channels of one copy;
-// kCopies: copies per pipeline stage; kResident: blocks per multiprocessor; kCluster: blocks that share weights.
-template <int kGroups_, int kBlocks_, int kColumns_, int kBytes_, int kCopies_, int kResident_, int kCluster_>
+// kCopies: copies per pipeline stage; kResident: blocks per multiprocessor. Clusters whose blocks share the weights'
+// copies were tried and were never the fastest.
+template <int kGroups_, int kBlocks_, int kColumns_, int kBytes_, int kCopies_, int kResident_>
 struct Sm90Tile {
   static constexpr int kGroups = kGroups_, kBlocks = kBlocks_, kColumns = kColumns_, kBytes = kBytes_;
-  static constexpr int kCopies = kCopies_, kResident = kResident_, kCluster = kCluster_;
+  static constexpr int kCopies = kCopies_, kResident = kResident_;
   static constexpr int kRows = 64 * kGroups * kBlocks;
   // Three consumers need more registers than an even share: the producer, a whole warpgroup, gives its own.
   static constexpr bool kHandsOver = kGroups == 3 && kResident == 1;
@@ -52,18 +53,17 @@ struct Sm90Tile {
   static_assert(kStages >= 2, "the tile leaves no room for a pipeline");
 };
 
-// The tiles of one block, in order: every gridDim / kCluster-th, column tiles of the same rows next to each other.
+// The tiles of one block, in order: every gridDim-th, column tiles of the same rows next to each other.
 struct Sm90Walk {
   int row, column, row_step, column_step, row_tiles, column_tiles;
 
-  __device__ __forceinline__ Sm90Walk(const Sm90Params& params, int cluster) {
+  __device__ __forceinline__ explicit Sm90Walk(const Sm90Params& params) {
     row_tiles = params.row_tiles;
     column_tiles = params.column_tiles;
-    const int first = blockIdx.x / cluster, step = gridDim.x / cluster;
-    row = first / column_tiles;
-    column = first % column_tiles;
-    row_step = step / column_tiles;
-    column_step = step % column_tiles;
+    row = blockIdx.x / column_tiles;
+    column = blockIdx.x % column_tiles;
+    row_step = gridDim.x / column_tiles;
+    column_step = gridDim.x % column_tiles;
   }
   __device__ __forceinline__ bool more() const { return row < row_tiles; }
   __device__ __forceinline__ void next() {
@@ -196,13 +196,13 @@ __device__ __forceinline__ void sm90_store(
 // One warp: fills the stages in the order in which the consumers read them.
 template <class Tile>
 __device__ __forceinline__ void sm90_produce(
-    const Sm90Params& params, uint32_t stages, uint32_t full, uint32_t empty, int rank) {
+    const Sm90Params& params, uint32_t stages, uint32_t full, uint32_t empty) {
   const Epilogue& e = params.epilogue;
   const int total = params.r * params.s * params.channel_blocks;
   int stage = 0, parity = 1, slot = 0;
-  for (Sm90Walk walk(params, Tile::kCluster); walk.more(); walk.next()) {
+  for (Sm90Walk walk(params); walk.more(); walk.next()) {
     const int column0 = walk.column * Tile::kColumns;
-    const int row0 = (walk.row * Tile::kCluster + rank) * Tile::kRows;
+    const int row0 = walk.row * Tile::kRows;
     const int image = row0 / params.pixels, pixel = row0 % params.pixels;
     const int h = pixel / params.q * params.stride_h - params.pad_h;
     const int w = pixel % params.q * params.stride_w - params.pad_w;
@@ -231,14 +231,7 @@ __device__ __forceinline__ void sm90_produce(
           sm90::load_im2col(
               x_target, &params.x, ready, channel, w, h, image, s * params.dilation_w, r * params.dilation_h);
         }
-        if constexpr (Tile::kCluster == 1) {
-          sm90::load_3d(columns + copy * Tile::kColumnBytes, &params.weight, ready, channel, tap, column0);
-        } else {
-          constexpr int kShare = Tile::kColumns / Tile::kCluster;
-          sm90::load_3d_multicast(
-              columns + copy * Tile::kColumnBytes + rank * kShare * Tile::kBytes, &params.weight, ready, channel, tap,
-              column0 + rank * kShare, (1 << Tile::kCluster) - 1);
-        }
+        sm90::load_3d(columns + copy * Tile::kColumnBytes, &params.weight, ready, channel, tap, column0);
         if (++block == params.channel_blocks) {
           block = 0;
           if (++s == params.s) {
@@ -255,19 +248,10 @@ __device__ __forceinline__ void sm90_produce(
   }
 }
 
-template <class Tile>
-__device__ __forceinline__ void sm90_release(uint32_t empty, int stage, int lane) {
-  if constexpr (Tile::kCluster == 1) {
-    if (lane == 0) sm90::barrier_arrive(empty + 8 * stage);
-  } else {
-    if (lane < Tile::kCluster) sm90::barrier_arrive_at(empty + 8 * stage, lane);
-  }
-}
-
 // One warpgroup: multiplies what the stages hold, then scales and stores its rows of the tile.
 template <class Tile>
 __device__ __forceinline__ void sm90_consume(
-    const Sm90Params& params, const uint8_t* shared, uint32_t full, uint32_t empty, int rank) {
+    const Sm90Params& params, const uint8_t* shared, uint32_t full, uint32_t empty) {
   const uint32_t stages = sm90::shared_address(shared);
   const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
   const int total = params.r * params.s * params.channel_blocks;
@@ -275,7 +259,7 @@ __device__ __forceinline__ void sm90_consume(
   int stage = 0, parity = 0, stored = 0, slot = 0;
   const uint32_t staging = stages + Tile::kStagingAt + threadIdx.x / 32 * Tile::kBuffers * Tile::kChunkBytes;
   const float x_scale = __ldg(params.epilogue.x_scale);
-  for (Sm90Walk walk(params, Tile::kCluster); walk.more(); walk.next()) {
+  for (Sm90Walk walk(params); walk.more(); walk.next()) {
     int previous = -1;
     for (int done = 0; done < total; done += Tile::kCopies) {
       sm90::barrier_wait(full + 8 * stage, parity);
@@ -301,7 +285,7 @@ __device__ __forceinline__ void sm90_consume(
       }
       sm90::wgmma_commit();
       sm90::wgmma_wait<1>();
-      if (previous >= 0) sm90_release<Tile>(empty, previous, lane);
+      if (previous >= 0 && lane == 0) sm90::barrier_arrive(empty + 8 * previous);
       previous = stage;
       if (++stage == Tile::kStages) {
         stage = 0;
@@ -309,11 +293,11 @@ __device__ __forceinline__ void sm90_consume(
       }
     }
     sm90::wgmma_wait<0>();
-    sm90_release<Tile>(empty, previous, lane);
+    if (lane == 0) sm90::barrier_arrive(empty + 8 * previous);
     const float* factors = reinterpret_cast<const float*>(shared + Tile::kFactorsAt + slot * Tile::kFactorBytes);
     slot = slot + 1 == Tile::kSlots ? 0 : slot + 1;
     const int column0 = walk.column * Tile::kColumns;
-    const int tile_row = (walk.row * Tile::kCluster + rank) * Tile::kRows;
+    const int tile_row = walk.row * Tile::kRows;
 #pragma unroll
     for (int m = 0; m < Tile::kBlocks; ++m) {
       const int row0 = tile_row + (group * Tile::kBlocks + m) * 64 + threadIdx.x / 32 % 4 * 16;
@@ -338,7 +322,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = sm90::shared_address(shared);
   const uint32_t full = base + Tile::kBarriersAt, empty = full + 8 * Tile::kStages;
-  const int rank = Tile::kCluster == 1 ? 0 : sm90::cluster_rank();
   if (params.epilogue.bias == nullptr) {
     // Every slot's biases, once: no copy overwrites them.
     for (int i = threadIdx.x; i < Tile::kSlots * Tile::kColumns; i += Tile::kThreads) {
@@ -349,28 +332,22 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Tile::kStages; ++stage) {
       sm90::barrier_init(full + 8 * stage, 1);
-      sm90::barrier_init(empty + 8 * stage, 4 * Tile::kGroups * Tile::kCluster);
+      sm90::barrier_init(empty + 8 * stage, 4 * Tile::kGroups);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     sm90::prefetch_map(&params.x);
     sm90::prefetch_map(&params.weight);
     sm90::prefetch_map(&params.out);
   }
-  if constexpr (Tile::kCluster == 1) {
-    __syncthreads();
-  } else {
-    sm90::cluster_sync();
-  }
+  __syncthreads();
   if (threadIdx.x >= 128 * Tile::kGroups) {
     if constexpr (Tile::kHandsOver) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
-    if (threadIdx.x == 128 * Tile::kGroups) sm90_produce<Tile>(params, base, full, empty, rank);
+    if (threadIdx.x == 128 * Tile::kGroups) sm90_produce<Tile>(params, base, full, empty);
     __syncwarp();
   } else {
     if constexpr (Tile::kHandsOver) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
-    sm90_consume<Tile>(params, shared, full, empty, rank);
+    sm90_consume<Tile>(params, shared, full, empty);
   }
-  // A block must not leave while its neighbours may still write into it or arrive on its barriers.
-  if constexpr (Tile::kCluster != 1) sm90::cluster_sync();
 #endif
 }
 
@@ -378,33 +355,25 @@ using Sm90Launch = cudaError_t (*)(Sm90Params&, int multiprocessors, cudaStream_
 
 template <class Tile>
 cudaError_t sm90_launch(Sm90Params& params, int multiprocessors, cudaStream_t stream) {
-  const int rows_per_step = Tile::kRows * Tile::kCluster;
-  params.row_tiles = (params.rows + rows_per_step - 1) / rows_per_step;
+  params.row_tiles = (params.rows + Tile::kRows - 1) / Tile::kRows;
   params.column_tiles = (params.columns + Tile::kColumns - 1) / Tile::kColumns;
   auto* kernel = sm90_convolution<Tile>;
-  cudaError_t error =
+  const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes);
   if (error != cudaSuccess) return error;
   const int64_t tiles = int64_t{params.row_tiles} * params.column_tiles;
-  const int64_t clusters = int64_t{multiprocessors} * Tile::kResident / Tile::kCluster;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>((tiles < clusters ? tiles : clusters) * Tile::kCluster));
-  config.blockDim = dim3(Tile::kThreads);
-  config.dynamicSmemBytes = Tile::kSharedBytes;
-  config.stream = stream;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = Tile::kCluster;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, static_cast<const Sm90Params&>(params));
+  const int64_t blocks = int64_t{multiprocessors} * Tile::kResident;
+  const dim3 grid(static_cast<unsigned>(tiles < blocks ? tiles : blocks));
+  kernel<<<grid, Tile::kThreads, Tile::kSharedBytes, stream>>>(params);
+  return cudaGetLastError();
 }
 
-// One row of the table of tiles: how to encode the tensor maps for it, and how to launch it.
+// One row of the table of tiles: how to encode the tensor maps for it, how to launch it, and how long it took: a round
+// of tiles over the card, and every copy of kBytes channels of one tap in it.
 struct Sm90Variant {
   const char* name;
-  int rows, columns, bytes, copies, resident, cluster;
+  int rows, columns, bytes, copies, resident;
+  double round_ns, copy_ns;
   Sm90Launch launch;
 };
 

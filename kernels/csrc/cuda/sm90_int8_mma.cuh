@@ -29,27 +29,8 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
       : "memory");
 }
 
-// Arrives on the barrier at the same place in the shared memory of another block of the cluster (or of this one).
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int rank) {
-  asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ int cluster_rank() {
-  int rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
 }
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
@@ -83,16 +64,6 @@ __device__ __forceinline__ void load_3d(
       : "memory");
 }
 
-// The same into every block of the cluster named in `mask`, at the same place of its shared memory.
-__device__ __forceinline__ void load_3d_multicast(
-    uint32_t target, const CUtensorMap* map, uint32_t barrier, int x, int y, int z, int mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(target),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(static_cast<uint16_t>(mask))
-      : "memory");
-}
-
 // `bytes` bytes in a row, a multiple of 16, both addresses too.
 __device__ __forceinline__ void load_bulk(uint32_t target, const void* source, uint32_t barrier, int bytes) {
   asm volatile(
@@ -117,10 +88,6 @@ __device__ __forceinline__ void store_wait() {
 }
 
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-__device__ __forceinline__ void named_barrier(int name, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
-}
 
 // Writes only what the caller's next fence publishes: the compiler may move other accesses past it.
 __device__ __forceinline__ void store_matrix(uint32_t target, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
