@@ -58,7 +58,7 @@ UNITS: dict[str, Unit] = {
     unit.name: unit
     for unit in (
         Unit(name="quantize"),
-        Unit(name="matmul", cutlass=True),
+        Unit(name="matmul"),
         Unit(name="convolution"),
     )
 }

@@ -23,7 +23,7 @@ from qsync_opt.kernels.formats import E4M3, INT8, EightBits, amax, scale_from
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize_ops import UNIT, dequantize_matrix, quantize_matrix
 from qsync_opt.kernels.random_bits import stepped_key, stream_key
-from qsync_opt.kernels.rounding import CHUNK, fp8_codes, int8_codes
+from qsync_opt.kernels.rounding import CHUNK, factor_of, fp8_codes, int8_codes
 
 INT8_MAX = 127
 
@@ -90,7 +90,7 @@ def _quantize(
     order = _dense_order(x)
     dense = x.permute(order).contiguous()
     scale = scale_from(amax(x, dims), form)
-    inverse = scale.reciprocal().permute(order)
+    inverse = factor_of(scale, form, options.rounding).permute(order)
     noise = stepped_key(key, options.step) if options.rounding == "stochastic" else None
     if form is INT8:
         codes = torch.empty(dense.shape, dtype=torch.int8, device=x.device)
@@ -143,4 +143,12 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
         matrix, factors = (codes.t(), scale.t()) if turned else (codes, scale)
         values = dequantize_matrix(matrix, factors, dtype)
         return values.t() if turned else values
+    if codes.device.type == "cuda" and codes.dim() > 2:
+        # In memory order a tensor is a matrix whose rows have a scale each, or one of a single row.
+        order = _dense_order(codes)
+        dense, factors = codes.permute(order), scale.permute(order)
+        rows = 1 if scale.numel() == 1 else dense.shape[0]
+        if dense.is_contiguous() and scale.numel() == factors.shape[0] == rows and dense.numel() > 0:
+            values = dequantize_matrix(dense.reshape(rows, -1), factors.reshape(rows, 1), dtype)
+            return values.view(dense.shape).permute(_back(order))
     return codes.to(torch.float32).mul_(scale).to(dtype)

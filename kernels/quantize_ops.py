@@ -17,7 +17,7 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import library
 from qsync_opt.kernels.formats import amax, format_of, scale_from
 from qsync_opt.kernels.random_bits import signed, stepped_key
-from qsync_opt.kernels.rounding import fp8_codes, int8_codes
+from qsync_opt.kernels.rounding import factor_of, fp8_codes, int8_codes
 
 BLOCK = 128
 UNIT = "quantize"
@@ -70,20 +70,50 @@ def _quantize(
     step: Tensor | None,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain PyTorch: ``codes = round(x * (1 / scale))``; element (n, k) draws noise number n K + k."""
-    form = format_of(format)
+    """Plain PyTorch: ``codes = round(x * factor_of(scale))``; element (n, k) draws noise number n K + k."""
     largest = _block_amax(x) if granularity == "block" else amax(x, _dims(granularity))
-    scale = scale_from(largest, form)
-    inverse = spread(scale.reciprocal(), *x.shape)
+    return _codes(x, scale_from(largest, format_of(format)), format, rounding, key, step, transposed)
+
+
+def _codes(
+    x: Tensor, scale: Tensor, format: torch.dtype, rounding: str, key: int, step: Tensor | None, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    form = format_of(format)
+    factor = spread(factor_of(scale, form, rounding), *x.shape)
     stream = stepped_key(key, step) if rounding == "stochastic" else None
     dense = x.contiguous()
     if format is torch.int8:
         codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-        int8_codes(codes.view(-1), dense, inverse, stream)
+        int8_codes(codes.view(-1), dense, factor, stream)
     else:
-        codes = fp8_codes(dense.to(torch.float32) * inverse, form, stream)
+        codes = fp8_codes(dense.to(torch.float32) * factor, form, stream)
     turned = codes.view(torch.uint8).t().contiguous().view(format) if transposed else codes.new_empty(0)
     return codes, scale, turned
+
+
+def _quantize_by_amax(
+    x: Tensor,
+    amax: Tensor,
+    format: torch.dtype,
+    rounding: str,
+    key: int,
+    step: Tensor | None,
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Plain PyTorch: as ``quantize`` per tensor, with the largest magnitude given."""
+    return _codes(x, scale_from(amax.reshape(1, 1), format_of(format)), format, rounding, key, step, transposed)
+
+
+def _quantize_by_amax_fake(
+    x: Tensor,
+    amax: Tensor,
+    format: torch.dtype,
+    rounding: str,
+    key: int,
+    step: Tensor | None,
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _quantize_fake(x, format, "tensor", rounding, key, step, transposed)
 
 
 def _quantize_fake(
@@ -139,6 +169,13 @@ _OPERATORS: dict[str, Any] = {
         plain=_quantize,
         fake=_quantize_fake,
     ),
+    "quantize_by_amax": library.define(
+        "quantize_by_amax(Tensor x, Tensor amax, ScalarType format, str rounding, int key, Tensor? step,"
+        " bool transposed) -> (Tensor, Tensor, Tensor)",
+        unit=UNIT,
+        plain=_quantize_by_amax,
+        fake=_quantize_by_amax_fake,
+    ),
     "dequantize": library.define(
         "dequantize(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
         unit=UNIT,
@@ -152,6 +189,12 @@ _OPERATORS: dict[str, Any] = {
         fake=_recast_fake,
     ),
 }
+_PLAIN: dict[str, Any] = {
+    "quantize": _quantize,
+    "quantize_by_amax": _quantize_by_amax,
+    "dequantize": _dequantize,
+    "recast": _recast,
+}
 
 
 def _operator(name: str, device: torch.device, backend: str) -> Any:
@@ -161,7 +204,7 @@ def _operator(name: str, device: torch.device, backend: str) -> Any:
         if backend == "compiled" and not compiled:
             raise UnsupportedError(f"backend 'compiled': {name} runs in plain PyTorch here: {library.reason(UNIT)}")
     elif backend == "reference":
-        return {"quantize": _quantize, "dequantize": _dequantize, "recast": _recast}[name]
+        return _PLAIN[name]
     return _OPERATORS[name]
 
 
@@ -217,8 +260,14 @@ def quantize_matrix(
     _check_choice("rounding", rounding, ROUNDINGS)
     if transposed and granularity == "block":
         raise UnsupportedError("quantize: blocks have no transposed copy: quantize the transposed matrix by itself")
-    operator = _operator("quantize", x.device, backend)
-    codes, scale, turned = operator(x, format, granularity, rounding, signed(key), step, transposed)
+    if granularity == "tensor" and torch.compiler.is_compiling() and x.numel() > 0:
+        # In a traced graph the maximum is found in plain operators: the compiler fuses it into the one that makes x.
+        largest = x.abs().amax().to(torch.float32)
+        operator = _operator("quantize_by_amax", x.device, backend)
+        codes, scale, turned = operator(x, largest, format, rounding, signed(key), step, transposed)
+    else:
+        operator = _operator("quantize", x.device, backend)
+        codes, scale, turned = operator(x, format, granularity, rounding, signed(key), step, transposed)
     return QuantizedMatrix(codes, scale, turned if transposed else None)
 
 

@@ -2,7 +2,8 @@
 
 With ``u`` the 16-bit noise of an element (odd, symmetric around zero; random_bits.py):
 
-- INT8: ``round_half_even(y + u / 65536)``, clamped to [-127, 127].
+- INT8: ``round_half_even(y + u / 65536)``. The factor is one unit in the last place below ``1 / scale``, so that the
+  largest value with the largest noise stays below 127.5 (two roundings of FP32 could lift it there).
 - FP8: the fraction of ``|y|`` below the last bit of its code is cut after ``(u + 32768) / 65536`` of the bit was added;
   subnormal codes have the step of the smallest normal. Codes beyond the largest become the largest.
 
@@ -22,13 +23,21 @@ _NOISE_STEP = 2.0**-16
 CHUNK = 1 << 16
 
 
+def factor_of(scale: Tensor, form: EightBits, rounding: str) -> Tensor:
+    """What values are multiplied by before they are rounded: ``1 / scale``, one unit less where noise is added."""
+    inverse = scale.reciprocal()
+    if form is not INT8 or rounding == "nearest":
+        return inverse
+    return (inverse.view(torch.int32) - 1).view(torch.float32)
+
+
 def int8_codes(codes: Tensor, values: Tensor, inverse: Tensor | None, key: int | Tensor | None) -> None:
     """Write the codes of ``values * inverse`` to ``codes``, piece by piece on CPU.
 
     Args:
         codes: int8, flat.
         values: Dense, any shape; overwritten if ``inverse`` is None.
-        inverse: FP32, broadcasts against ``values``; None where they are scaled already.
+        inverse: FP32, from :func:`factor_of`, broadcasts against ``values``; None where they are scaled already.
         key: Of the random stream; None rounds to nearest.
     """
     count = codes.numel()
@@ -45,8 +54,7 @@ def int8_codes(codes: Tensor, values: Tensor, inverse: Tensor | None, key: int |
         if key is not None:
             noise = centred_noise(key, start, scaled.numel(), codes.device)
             scaled.add_(noise.to(torch.float32), alpha=_NOISE_STEP)
-        # A value of 127 with the largest noise may round to 128, hence the clamp.
-        codes[start : start + scaled.numel()].copy_(scaled.round_().clamp_(-INT8.largest, INT8.largest))
+        codes[start : start + scaled.numel()].copy_(scaled.round_())
 
 
 def fp8_codes(scaled: Tensor, form: EightBits, key: int | Tensor | None) -> Tensor:

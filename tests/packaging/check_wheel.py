@@ -45,7 +45,10 @@ def main() -> None:
             if "__pycache__" not in path.parts and not any(p.is_symlink() for p in path.parents if p != ROOT)
         }
         sources |= {
-            f"qsync_opt/{path.relative_to(ROOT)}" for path in (ROOT / "kernels" / "csrc").rglob("*") if path.is_file()
+            f"qsync_opt/{path.relative_to(ROOT)}"
+            for folder in ("csrc", "tables")
+            for path in (ROOT / "kernels" / folder).rglob("*")
+            if path.is_file()
         }
         missing = sorted(sources - set(names))
         if missing:

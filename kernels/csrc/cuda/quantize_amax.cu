@@ -119,13 +119,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <Format F>
-__global__ void scales_kernel(const uint32_t* amax, float* scale, float* inverse, int64_t count) {
+template <Format F, bool kStochastic>
+__global__ void scales_kernel(const uint32_t* amax, float* scale, float* factors, int64_t count) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= count) return;
   const float s = scale_of<F>(__uint_as_float(amax[i]));
   scale[i] = s;
-  inverse[i] = __frcp_rn(s);
+  factors[i] = factor_of<F, kStochastic>(s);
 }
 
 template <typename T>
@@ -164,12 +164,15 @@ void find_amax(const Matrix& x, Granularity granularity, uint32_t* amax, cudaStr
   });
 }
 
-void find_scales(Format format, const uint32_t* amax, float* scale, float* inverse, int64_t count, cudaStream_t stream) {
+void find_scales(const Codes& out, const uint32_t* amax, float* scale, float* factors, int64_t count, cudaStream_t stream) {
   if (count == 0) return;
   const unsigned grid = static_cast<unsigned>((count + 255) / 256);
   const int threads = count == 1 ? 1 : 256;
-  with_format(format, [&](auto f) {
-    scales_kernel<decltype(f)::value><<<grid, threads, 0, stream>>>(amax, scale, inverse, count);
+  with_format(out.format, [&](auto format) {
+    with_rounding(out.stochastic, [&](auto stochastic) {
+      scales_kernel<decltype(format)::value, decltype(stochastic)::value>
+          <<<grid, threads, 0, stream>>>(amax, scale, factors, count);
+    });
   });
 }
 

@@ -24,6 +24,7 @@ constexpr float kSmallestNormal = 1.17549435e-38f;
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ull;
 constexpr uint64_t kMultiplier1 = 0xBF58476D1CE4E5B9ull;
 constexpr uint64_t kMultiplier2 = 0x94D049BB133111EBull;
+constexpr uint64_t kWordMultiplier = 0xD6E8FEB86659FD93ull;
 
 // Key of a call and, on the card, the step that is mixed into it (null: none).
 struct Stream {
@@ -39,13 +40,14 @@ __device__ __forceinline__ uint64_t stream_key(Stream stream) {
   return v ^ (v >> 31);
 }
 
-// Word `index` of a stream; its four 16-bit lanes belong to elements 4 index .. 4 index + 3. The first two shifts copy
-// the sign, as random_bits.py says.
-__device__ __forceinline__ uint64_t random_word(uint64_t key, uint64_t index) {
-  int64_t w = static_cast<int64_t>(key + index * kGolden);
-  w = static_cast<int64_t>(static_cast<uint64_t>(w ^ (w >> 30)) * kMultiplier1);
-  w = static_cast<int64_t>(static_cast<uint64_t>(w ^ (w >> 27)) * kMultiplier2);
-  return static_cast<uint64_t>(w) ^ (static_cast<uint64_t>(w) >> 31);
+// Counter of word `index` of a stream; the next word's is kGolden more.
+__device__ __forceinline__ uint64_t counter(uint64_t key, uint64_t index) { return key + index * kGolden; }
+
+// The word of a counter; its four 16-bit lanes belong to elements 4 index .. 4 index + 3.
+__device__ __forceinline__ uint64_t random_word(uint64_t w) {
+  w = (w ^ (w >> 32)) * kWordMultiplier;
+  w = (w ^ (w >> 32)) * kWordMultiplier;
+  return w ^ (w >> 32);
 }
 
 // The largest of two magnitudes, NaN if one is NaN.
@@ -147,23 +149,43 @@ __device__ __forceinline__ float scale_of(float amax) {
   return amax < INFINITY ? scale : __uint_as_float(0x7fc00000u);  // infinity and NaN poison the slice
 }
 
-// One code from y = value / scale; `lane` is the element's 16 random bits, already odd, as an offset number in
-// [1, 65535]. Stochastic INT8: round half even of y + (lane - 32768) / 65536.
+// What values are multiplied by before they are rounded: rounding.py, factor_of().
+template <Format F, bool kStochastic>
+__device__ __forceinline__ float factor_of(float scale) {
+  const float inverse = __frcp_rn(scale);
+  return F == Format::kInt8 && kStochastic ? __uint_as_float(__float_as_uint(inverse) - 1) : inverse;
+}
+
+// Byte of a rounded word that holds the code.
+template <Format F, bool kStochastic>
+__device__ constexpr int code_byte() {
+  return F == Format::kInt8 || !kStochastic ? 0 : 3;
+}
+
+// What stands above the 16 random bits of an element where they are used: the exponent of 2^23, or nothing.
+template <Format F>
+__device__ constexpr uint32_t above_lane() {
+  return F == Format::kInt8 ? 0x4b000000u : 0;
+}
+
+// One code, in byte code_byte(), from y = value * factor; `lane` is the element's 16 random bits, already odd, as an
+// offset number in [1, 65535], with above_lane() above them.
 template <Format F, bool kStochastic>
 __device__ __forceinline__ uint32_t round_one(float y, uint32_t lane) {
   if constexpr (F == Format::kInt8) {
     if constexpr (kStochastic) {
-      const float noise = __uint_as_float(0x4b000000u | lane) - 8421376.0f;  // exact: lane - 32768
-      y = fminf(fmaxf(fmaf(noise, 1.52587890625e-05f, y), -127.0f), 127.0f);
+      const float noise = __uint_as_float(lane) - 8421376.0f;  // exact: the 16 bits - 32768
+      y = fmaf(noise, 1.52587890625e-05f, y);
     }
     return __float_as_uint(y + 12582912.0f);  // the lowest byte is the integer
   } else if constexpr (kStochastic) {
-    // Times 2^-120 (2^-112) the subnormals of the format are those of FP32: its upper bits are the code.
-    constexpr int kShift = F == Format::kE4M3 ? 20 : 21;
-    constexpr uint32_t kTop = F == Format::kE4M3 ? 0x7eu : 0x7bu;
-    const float tiny = fabsf(y) * (F == Format::kE4M3 ? 7.52316385e-37f : 1.92592994e-34f);
-    const uint32_t code = min((__float_as_uint(tiny) + (lane << (kShift - 16))) >> kShift, kTop);
-    return code | ((__float_as_uint(y) >> 24) & 0x80u);
+    // Times 2^-120 (2^-112) the subnormals of the format are those of FP32, and the code is sign and bits 26..20
+    // (27..21); the largest magnitude lies too close to its code for the largest noise to lift it further.
+    constexpr uint32_t kBelow = F == Format::kE4M3 ? 16 : 32;
+    const float tiny = y * (F == Format::kE4M3 ? 7.52316385e-37f : 1.92592994e-34f);
+    const uint32_t bits = __float_as_uint(tiny) + lane * kBelow;
+    const uint32_t shifted = bits * (F == Format::kE4M3 ? 16u : 8u);
+    return (shifted & 0x7fffffffu) | (bits & 0x80000000u);
   } else {
     return __nv_cvt_float_to_fp8(y, __NV_SATFINITE, F == Format::kE4M3 ? __NV_E4M3 : __NV_E5M2);
   }
@@ -180,11 +202,13 @@ __device__ __forceinline__ uint32_t round_four(const float* y, uint64_t word) {
   } else {
     const uint32_t low = (static_cast<uint32_t>(word) | 0x00010001u) ^ 0x80008000u;
     const uint32_t high = (static_cast<uint32_t>(word >> 32) | 0x00010001u) ^ 0x80008000u;
-    const uint32_t a = round_one<F, kStochastic>(y[0], low & 0xffffu);
-    const uint32_t b = round_one<F, kStochastic>(y[1], low >> 16);
-    const uint32_t c = round_one<F, kStochastic>(y[2], high & 0xffffu);
-    const uint32_t d = round_one<F, kStochastic>(y[3], high >> 16);
-    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+    constexpr uint32_t kAbove = above_lane<F>();
+    const uint32_t a = round_one<F, kStochastic>(y[0], __byte_perm(low, kAbove, 0x7410));
+    const uint32_t b = round_one<F, kStochastic>(y[1], __byte_perm(low, kAbove, 0x7432));
+    const uint32_t c = round_one<F, kStochastic>(y[2], __byte_perm(high, kAbove, 0x7410));
+    const uint32_t d = round_one<F, kStochastic>(y[3], __byte_perm(high, kAbove, 0x7432));
+    constexpr uint32_t kPair = code_byte<F, kStochastic>() == 0 ? 0x0040 : 0x0073;
+    return __byte_perm(__byte_perm(a, b, kPair), __byte_perm(c, d, kPair), 0x5410);
   }
 }
 
@@ -193,10 +217,11 @@ template <Format F, bool kStochastic>
 __device__ __forceinline__ uint8_t round_at(float y, uint64_t key, uint64_t index) {
   uint32_t lane = 0;
   if constexpr (kStochastic) {
-    const uint64_t word = random_word(key, index >> 2);
+    const uint64_t word = random_word(counter(key, index >> 2));
     lane = ((static_cast<uint32_t>(word >> (16 * (index & 3))) & 0xffffu) | 1u) ^ 0x8000u;
+    lane |= above_lane<F>();
   }
-  return static_cast<uint8_t>(round_one<F, kStochastic>(y, lane));
+  return static_cast<uint8_t>(round_one<F, kStochastic>(y, lane) >> (8 * code_byte<F, kStochastic>()));
 }
 
 // Value of a code.

@@ -62,10 +62,14 @@ void quantize_blocks(const Matrix& x, const Codes& out, float* scale, cudaStream
 
 // Largest magnitudes as bits into `amax` (zeroed here): one element, rows, cols or rows x blocks of them.
 void find_amax(const Matrix& x, Granularity granularity, uint32_t* amax, cudaStream_t stream);
-// scale and 1 / scale of `count` slices.
-void find_scales(Format format, const uint32_t* amax, float* scale, float* inverse, int64_t count, cudaStream_t stream);
-// Codes, and their transposition if wanted, by known inverse scales.
-void quantize_with(const Matrix& x, const Codes& out, Granularity granularity, const float* inverse, cudaStream_t stream);
+// Scales of `count` slices, and the factors that values are multiplied by before they are rounded.
+void find_scales(const Codes& out, const uint32_t* amax, float* scale, float* factors, int64_t count, cudaStream_t stream);
+// Whether quantize_by_amax() runs for this layout; else find_scales() and quantize_with() do.
+bool folds_scale(const Matrix& x, const Codes& out, Granularity granularity);
+// Codes, and their transposition if wanted, of a whole tensor by its largest magnitude; writes the scale.
+void quantize_by_amax(const Matrix& x, const Codes& out, const uint32_t* amax, float* scale, cudaStream_t stream);
+// Codes, and their transposition if wanted, by known factors.
+void quantize_with(const Matrix& x, const Codes& out, Granularity granularity, const float* factors, cudaStream_t stream);
 
 // Values of codes (rows, cols).
 void dequantize(Format format, const uint8_t* codes, int64_t rows, int64_t cols, const float* scale,

@@ -7,17 +7,17 @@ namespace {
 constexpr int kMaxThreads = 512;
 
 template <typename T, Format F, bool kStochastic>
-__device__ __forceinline__ void store_codes(const uint4& raw, float inverse, uint64_t key, uint64_t word, uint8_t* out) {
+__device__ __forceinline__ void store_codes(const uint4& raw, float factor, uint64_t count, uint8_t* out) {
   constexpr int kCount = Pack<T>::kCount;
   float y[kCount];
   Pack<T>::unpack(raw, y);
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) y[i] *= inverse;
-  const uint32_t low = round_four<F, kStochastic>(y, kStochastic ? random_word(key, word) : 0);
+  for (int i = 0; i < kCount; ++i) y[i] *= factor;
+  const uint32_t low = round_four<F, kStochastic>(y, kStochastic ? random_word(count) : 0);
   if constexpr (kCount == 4) {
     *reinterpret_cast<uint32_t*>(out) = low;
   } else {
-    const uint32_t high = round_four<F, kStochastic>(y + 4, kStochastic ? random_word(key, word + 1) : 0);
+    const uint32_t high = round_four<F, kStochastic>(y + 4, kStochastic ? random_word(count + kGolden) : 0);
     *reinterpret_cast<uint2*>(out) = make_uint2(low, high);
   }
 }
@@ -50,15 +50,15 @@ __global__ void __launch_bounds__(kMaxThreads)
     bits = group_max<32>(lane < static_cast<int>(blockDim.x / 32) ? partial[lane] : 0);
   }
   const float scale = scale_of<F>(__uint_as_float(bits));
-  const float inverse = __frcp_rn(scale);
-  const uint64_t key = kStochastic ? stream_key(stream) : 0;
-  const int64_t start = row * cols;
+  const float factor = factor_of<F, kStochastic>(scale);
+  const int64_t start = row * cols + static_cast<int64_t>(threadIdx.x) * kCount;
+  const uint64_t first = kStochastic ? counter(stream_key(stream), static_cast<uint64_t>(start) / 4) : 0;
+  const uint64_t stride = blockDim.x * (kCount / 4) * kGolden;
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
     const int p = threadIdx.x + i * blockDim.x;
     if (p >= packs) continue;
-    const int64_t element = start + static_cast<int64_t>(p) * kCount;
-    store_codes<T, F, kStochastic>(raw[i], inverse, key, static_cast<uint64_t>(element) / 4, codes + element);
+    store_codes<T, F, kStochastic>(raw[i], factor, first + i * stride, codes + start + i * blockDim.x * kCount);
   }
   if (packs > 0 && threadIdx.x == 0) scales[row] = scale;
 }
@@ -78,7 +78,7 @@ void launch_rows(const Matrix& x, const Codes& out, float* scale, cudaStream_t s
 // Contract: quantize(granularity="block"), the same codes and scales bit for bit.
 template <typename T, Format F, bool kStochastic, int kUnroll>
 __global__ void __launch_bounds__(256) blocks_kernel(const T* x, int64_t row_stride, int64_t rows, int64_t cols,
-                                                     uint8_t* codes, float* scales, Stream stream) {
+                                                     bool dense, uint8_t* codes, float* scales, Stream stream) {
   constexpr int kCount = Pack<T>::kCount;
   constexpr int kLanes = kBlockLength / kCount;
   const int64_t blocks = (cols + kBlockLength - 1) / kBlockLength;
@@ -92,9 +92,10 @@ __global__ void __launch_bounds__(256) blocks_kernel(const T* x, int64_t row_str
 #pragma unroll
   for (int i = 0; i < kUnroll; ++i) {
     const int64_t b = group + i * groups;
-    const int64_t row = b / blocks;
+    // Whole blocks, one after the other in memory, need no division.
+    const int64_t row = dense ? 0 : b / blocks;
     const int64_t col = (b - row * blocks) * kBlockLength + lane * kCount;
-    const bool inside = b < total && col < cols;
+    const bool inside = b < total && (dense || col < cols);
     raw[i] = inside ? __ldcs(reinterpret_cast<const uint4*>(x + row * row_stride + col)) : make_uint4(0, 0, 0, 0);
     element[i] = inside ? row * cols + col : -1;
   }
@@ -103,8 +104,8 @@ __global__ void __launch_bounds__(256) blocks_kernel(const T* x, int64_t row_str
     const uint32_t bits = group_max<kLanes>(__float_as_uint(Pack<T>::magnitude(raw[i])));
     const float scale = scale_of<F>(__uint_as_float(bits));
     if (element[i] < 0) continue;
-    const uint64_t word = static_cast<uint64_t>(element[i]) / 4;
-    store_codes<T, F, kStochastic>(raw[i], __frcp_rn(scale), key, word, codes + element[i]);
+    const uint64_t count = kStochastic ? counter(key, static_cast<uint64_t>(element[i]) / 4) : 0;
+    store_codes<T, F, kStochastic>(raw[i], factor_of<F, kStochastic>(scale), count, codes + element[i]);
     if (lane == 0) scales[group + i * groups] = scale;
   }
 }
@@ -141,11 +142,12 @@ void quantize_blocks(const Matrix& x, const Codes& out, float* scale, cudaStream
     constexpr int kUnroll = 4;
     const int64_t total = x.rows * ((x.cols + kBlockLength - 1) / kBlockLength);
     const int64_t grid = (total * kLanes + 256 * kUnroll - 1) / (256 * kUnroll);
+    const bool dense = x.row_stride == x.cols && x.cols % kBlockLength == 0;
     with_format(out.format, [&](auto format) {
       with_rounding(out.stochastic, [&](auto stochastic) {
         blocks_kernel<T, decltype(format)::value, decltype(stochastic)::value, kUnroll>
             <<<static_cast<unsigned>(grid), 256, 0, stream>>>(static_cast<const T*>(x.data), x.row_stride, x.rows, x.cols,
-                                                              out.codes, scale, out.stream);
+                                                              dense, out.codes, scale, out.stream);
       });
     });
   });

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads)
   float y[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) y[i] = decode<From>((raw >> (8 * i)) & 0xffu) * ratio;
-  const uint32_t result = round_four<To, kStochastic>(y, kStochastic ? random_word(key, four) : 0);
+  const uint32_t result = round_four<To, kStochastic>(y, kStochastic ? random_word(counter(key, four)) : 0);
   if (left >= 4) {
     *reinterpret_cast<uint32_t*>(out + four * 4) = result;
   } else {
