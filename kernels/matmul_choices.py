@@ -160,7 +160,7 @@ def read_choices(path: Path) -> dict[ProductKind, Choice]:
 def write_choices(path: Path, choices: Mapping[ProductKind, Choice]) -> None:
     """Write a table of choices, sorted, whole or not at all."""
     entries = [{**asdict(kind), **asdict(choice)} for kind, choice in choices.items()]
-    entries.sort(key=lambda entry: tuple(map(str, entry.values())))
+    entries.sort(key=lambda entry: tuple(entry.values()))
     write_json(path, {"format": CHOICES_FORMAT, "choices": entries})
 
 

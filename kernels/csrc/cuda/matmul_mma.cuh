@@ -332,9 +332,5 @@ Status launch_mma(const Arguments& p) {
   return cudaGetLastError() == cudaSuccess ? Status::kOk : Status::kLaunch;
 }
 
-bool aligned16(const void* pointer, int64_t pitch, int64_t batch) {
-  return (reinterpret_cast<uintptr_t>(pointer) | uintptr_t(pitch) | uintptr_t(batch)) % 16 == 0;
-}
-
 }  // namespace
 }  // namespace qsync::matmul

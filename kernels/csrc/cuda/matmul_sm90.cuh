@@ -25,6 +25,26 @@ constexpr int kChunkRows = 64;         // a piece of the result on its way out: 
 constexpr int kChunkBytes = kChunkRows * 128;
 constexpr int kSharedLimit = 232448;   // bytes a block may have
 
+// Division by a number known at launch, for dividends below 2^31: a multiplication and a shift.
+// Source: T. Granlund, P. Montgomery, "Division by invariant integers using multiplication", PLDI 1994.
+struct Divisor {
+  uint32_t number, factor, shift;
+
+  void set(int divisor) {
+    number = uint32_t(divisor), shift = 0;
+    while ((uint64_t{1} << shift) < number) {
+      ++shift;
+    }
+    factor = uint32_t(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - number)) / number + 1);
+  }
+  // Quotient; `rest` becomes the remainder.
+  __device__ __forceinline__ int divide(int dividend, int* rest) const {
+    const uint32_t n = uint32_t(dividend), quotient = (__umulhi(n, factor) + n) >> shift;
+    *rest = int(n - quotient * number);
+    return int(quotient);
+  }
+};
+
 // Everything a launch needs besides the code; lives in the constant bank.
 struct Launch {
   CUtensorMap a, b, out, preactivation;
@@ -34,7 +54,8 @@ struct Launch {
   int64_t a_scale_row, a_scale_block, a_scale_batch, b_scale_row, b_scale_block, b_scale_batch;
   int rows, columns, depth_blocks;
   int tile_rows, tile_columns;  // tiles of a whole cluster
-  int batch, splits, split_blocks, group, total;
+  int batch, split_blocks, group, total;
+  Divisor tiles, matrices, width, height, last_height;  // of a matrix; of a split; tiles of a group of rows; its rows
   Float out_float, bias_float;
   Activation activation;
   bool raw;          // the result is the sums themselves, 32 bits each, one matrix per split
@@ -71,14 +92,13 @@ struct Work {
 
 __device__ __forceinline__ Work work_at(const Launch& p, int index) {
   Work work;
-  const int tiles = p.tile_rows * p.tile_columns;
-  const int tile = index % tiles, outer = index / tiles;
-  work.z = outer % p.batch;
-  work.split = outer / p.batch;
-  const int width = p.group * p.tile_columns, first = tile / width * p.group;
-  const int height = min(p.group, p.tile_rows - first), within = tile % width;
-  work.tile_row = first + within % height;
-  work.tile_column = within / height;
+  int tile, within;
+  const int outer = p.tiles.divide(index, &tile);
+  work.split = p.matrices.divide(outer, &work.z);
+  const int first = p.width.divide(tile, &within) * p.group;
+  const Divisor& height = first + p.group <= p.tile_rows ? p.height : p.last_height;
+  work.tile_column = height.divide(within, &work.tile_row);
+  work.tile_row += first;
   work.first_block = work.split * p.split_blocks;
   work.blocks = min(p.split_blocks, p.depth_blocks - work.first_block);
   return work;
@@ -314,10 +334,11 @@ struct Outlet {
     return chunks + slot * kChunkBytes;
   }
 
-  // Sends the buffer that was acquired last to (row, column) of matrix z.
+  // Sends the buffer that was acquired last to (row, column) of matrix z. kPlain: by the copy engine in any case.
+  template <bool kPlain>
   __device__ __forceinline__ void send(
       const CUtensorMap* map, void* pointer, int row, int column, int z, int bytes_each) {
-    if (p.copy_out) {
+    if (kPlain || p.copy_out) {
       fence_copies();
       named_barrier(1 + group, kGroupThreads);
       if (thread == 0) {
@@ -374,8 +395,9 @@ __device__ __forceinline__ void put_chunk32(uint32_t buffer, const float (&v)[16
 __device__ __forceinline__ float bits_of(int32_t sum) { return __int_as_float(sum); }
 __device__ __forceinline__ float bits_of(float sum) { return sum; }
 
-// Scales, adds, activates and sends a warpgroup's sums.
-template <class T, Float kFloat>
+// Scales, adds, activates and sends a warpgroup's sums. kPlain: no activation, nobody wants what it would be applied to, and
+// the copy engine takes the result; apart from the rest, because jumping over that code costs more than running what is left.
+template <class T, Float kFloat, bool kPlain>
 __device__ __forceinline__ void write_tile(
     const Launch& p, Outlet<T>& outlet, const Work& work, int first_row, int first_column, const float4* columns,
     const float (&row_scales)[T::kSlabs][2], const Sums<T> (&sums)[T::kSlabs][T::kColumns / 2]) {
@@ -412,20 +434,22 @@ __device__ __forceinline__ void write_tile(
         } else {
           put_chunk16<kFloat == Float::kBF16>(buffer, v, outlet.thread);
         }
-        outlet.send(map, pointer, row, column, z, kBytes);
+        outlet.template send<kPlain>(map, pointer, row, column, z, kBytes);
       };
-      if (p.preactivation_pointer != nullptr) {
-        send(&p.preactivation, p.preactivation_pointer);
-      }
-      if (p.activation == Activation::kRelu) {
-#pragma unroll
-        for (float& value : v) {
-          value = value < 0.0f ? 0.0f : value;
+      if constexpr (!kPlain) {
+        if (p.preactivation_pointer != nullptr) {
+          send(&p.preactivation, p.preactivation_pointer);
         }
-      } else if (p.activation == Activation::kGelu) {
+        if (p.activation == Activation::kRelu) {
 #pragma unroll
-        for (float& value : v) {
-          value = gelu(value);
+          for (float& value : v) {
+            value = value < 0.0f ? 0.0f : value;
+          }
+        } else if (p.activation == Activation::kGelu) {
+#pragma unroll
+          for (float& value : v) {
+            value = gelu(value);
+          }
         }
       }
       send(&p.out, p.out_pointer);
@@ -504,12 +528,23 @@ __device__ __forceinline__ void compute(
     }
     named_barrier(team_barrier, kTeam);
     const float4* pairs = reinterpret_cast<const float4*>(columns);
+    const auto write = [&](auto format, auto plain) {
+      write_tile<T, decltype(format)::value, decltype(plain)::value>(
+          p, outlet, work, first_row, first_column, pairs, row_scales, sums);
+    };
+    const auto write_as = [&](auto format) {
+      if (p.activation == Activation::kNone && p.preactivation_pointer == nullptr && p.copy_out) {
+        write(format, std::true_type());
+      } else {
+        write(format, std::false_type());
+      }
+    };
     if (p.raw || p.out_float == Float::kFP32) {
-      write_tile<T, Float::kFP32>(p, outlet, work, first_row, first_column, pairs, row_scales, sums);
+      write_as(std::integral_constant<Float, Float::kFP32>());
     } else if (p.out_float == Float::kBF16) {
-      write_tile<T, Float::kBF16>(p, outlet, work, first_row, first_column, pairs, row_scales, sums);
+      write_as(std::integral_constant<Float, Float::kBF16>());
     } else {
-      write_tile<T, Float::kFP16>(p, outlet, work, first_row, first_column, pairs, row_scales, sums);
+      write_as(std::integral_constant<Float, Float::kFP16>());
     }
   }
   if (thread == 0) {

@@ -34,23 +34,30 @@ int valid_splits(const Arguments& args, int wanted) {
   return int(up(blocks, each));
 }
 
-// Clock cycles, roughly: what a multiprocessor multiplies and fetches per cycle, and what a tile costs besides.
+// Clock cycles, roughly. The constants were fitted to measurements of every tile on 31 products on an H200 and on a partition
+// of 16 of its multiprocessors: there, the estimated best is on average 1 % slower than the measured best, at most 7 %.
 double estimate(const Arguments& args, const TileShape& tile, int splits) {
-  constexpr double kProductsPerCycle = 4096 * 0.85, kBytesPerCycle = 36, kTileCycles = 1200, kLaunchCycles = 5000;
+  constexpr double kProductsPerCycle = 4096, kUse = 0.85, kUseAlone = 0.6, kBytesPerCycle = 56, kBytesPerCycleOfFew = 64;
+  constexpr double kOutPerCycle = 24, kTileCycles = 1500, kLaunchCycles = 3000, kFinishCycles = 4000, kFinishBytes = 4;
   const int cluster = tile.cluster_rows * tile.cluster_columns;
-  const double units = double(up(args.rows, tile.rows * tile.cluster_rows)) *
-                       double(up(args.columns, tile.columns * tile.cluster_columns)) * double(args.batch) * splits;
-  const double rounds = double(up(int64_t(units), std::max(1, args.multiprocessors / cluster)));
-  const double blocks = double(up(depth_blocks(args), splits));
-  const double products = double(tile.rows) * tile.columns * 128;
+  const int64_t units = up(args.rows, tile.rows * tile.cluster_rows) *
+                        up(args.columns, tile.columns * tile.cluster_columns) * args.batch * splits;
+  const double rounds = double(up(units, std::max(1, args.multiprocessors / cluster)));
+  const double blocks = double(up(depth_blocks(args), splits)), area = double(tile.rows) * tile.columns;
   const double bytes = 128.0 * (double(tile.rows) / tile.cluster_columns + double(tile.columns) / tile.cluster_rows);
-  const double block = std::max(products / kProductsPerCycle, bytes / kBytesPerCycle) * (tile.promote ? 1.2 : 1.0);
-  const double out = double(tile.rows) * tile.columns * (splits > 1 || args.out_float == Float::kFP32 ? 4 : 2) / 24;
-  const double exposed = tile.alternating ? 1 : rounds;
-  double cycles = rounds * blocks * block + exposed * (out + kTileCycles);
+  const double fetch = bytes / (args.multiprocessors > 64 ? kBytesPerCycle : kBytesPerCycleOfFew);
+  const double block = std::max(area * 128 / (kProductsPerCycle * kUse), fetch) * (tile.promote ? 1.2 : 1.0);
+  const double out = area * (splits > 1 || args.out_float == Float::kFP32 ? 4 : 2) / kOutPerCycle + kTileCycles;
+  double cycles = rounds * (blocks * block + out);
+  if (tile.alternating) {
+    // One warpgroup writes out while the other multiplies; a tile that has the block for itself multiplies more slowly.
+    const double alone = blocks * std::max(area * 128 / (kProductsPerCycle * kUseAlone), fetch);
+    cycles = std::max({rounds * blocks * block, rounds * (blocks * block + out) / 2, alone}) + out;
+  }
+  cycles += kLaunchCycles;
   if (splits > 1) {
     const double moved = double(args.rows) * double(args.columns) * double(args.batch) * (4.0 * splits + 2);
-    cycles += kLaunchCycles + moved / (args.multiprocessors * 20.0);
+    cycles += kFinishCycles + moved / (args.multiprocessors * kFinishBytes);
   }
   return cycles;
 }

@@ -238,9 +238,11 @@ Status launch_product(const Arguments& args, const Instance& instance, const Cho
   if (total > INT32_MAX || matrices > INT32_MAX) {
     return Status::kUnsupported;
   }
-  p.tile_rows = int(tile_rows), p.tile_columns = int(tile_columns), p.batch = int(args.batch), p.splits = choice.splits;
+  p.tile_rows = int(tile_rows), p.tile_columns = int(tile_columns), p.batch = int(args.batch);
   p.split_blocks = int(up(p.depth_blocks, choice.splits) / choice.splits);
-  p.group = std::max(1, choice.group), p.total = int(total);
+  p.group = std::max(1, std::min(choice.group, p.tile_rows)), p.total = int(total);
+  p.tiles.set(p.tile_rows * p.tile_columns), p.matrices.set(p.batch), p.width.set(p.group * p.tile_columns);
+  p.height.set(p.group), p.last_height.set(p.tile_rows % p.group == 0 ? p.group : p.tile_rows % p.group);
   p.out_float = args.out_float, p.bias_float = args.bias_float;
   p.activation = raw ? Activation::kNone : args.activation;
   p.raw = raw, p.block_scales = args.block_scales;
