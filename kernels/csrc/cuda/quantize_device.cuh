@@ -66,11 +66,15 @@ __device__ __forceinline__ float larger(float a, float b) {
 template <int kWidth>
 __device__ __forceinline__ uint32_t group_max(uint32_t bits) {
 #if __CUDA_ARCH__ >= 800
-  if constexpr (kWidth == 32) return __reduce_max_sync(0xffffffffu, bits);
+  if constexpr (kWidth == 32) {
+    return __reduce_max_sync(0xffffffffu, bits);
+  } else
 #endif
+  {
 #pragma unroll
-  for (int step = kWidth / 2; step > 0; step /= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, step));
-  return bits;
+    for (int step = kWidth / 2; step > 0; step /= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, step));
+    return bits;
+  }
 }
 
 // 16 bytes of input as floats.

@@ -36,21 +36,32 @@ __device__ __forceinline__ float value(float x, float grad) {
 template <typename T, bool kBackward>
 __global__ void __launch_bounds__(kThreads)
     gelu_kernel(const T* x, const T* grad, int64_t count, T* result, uint32_t* amax) {
-  constexpr int kCount = Pack<T>::kCount;
+  constexpr int kCount = Pack<T>::kCount, kUnroll = 2;
   __shared__ uint32_t partial[kThreads / 32];
   const int64_t packs = count / kCount, step = static_cast<int64_t>(gridDim.x) * kThreads;
   float magnitude = 0.0f;
-#pragma unroll 2
-  for (int64_t p = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; p < packs; p += step) {
-    float v[kCount], g[kCount];
-    Pack<T>::unpack(__ldcs(reinterpret_cast<const uint4*>(x) + p), v);
-    if constexpr (kBackward) Pack<T>::unpack(__ldcs(reinterpret_cast<const uint4*>(grad) + p), g);
-    __align__(16) T out[kCount];
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; first < packs; first += kUnroll * step) {
+    uint4 raw[kUnroll], raw_grad[kUnroll];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) out[i] = from_float<T>(kBackward ? value(v[i], g[i]) : value(v[i]));
-    const uint4 raw = *reinterpret_cast<const uint4*>(out);
-    magnitude = larger(magnitude, Pack<T>::magnitude(raw));
-    reinterpret_cast<uint4*>(result)[p] = raw;
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t p = first + u * step;
+      if (p < packs) raw[u] = __ldcs(reinterpret_cast<const uint4*>(x) + p);
+      if (kBackward && p < packs) raw_grad[u] = __ldcs(reinterpret_cast<const uint4*>(grad) + p);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t p = first + u * step;
+      if (p >= packs) continue;
+      float v[kCount], g[kCount];
+      Pack<T>::unpack(raw[u], v);
+      if constexpr (kBackward) Pack<T>::unpack(raw_grad[u], g);
+      __align__(16) T out[kCount];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) out[i] = from_float<T>(kBackward ? value(v[i], g[i]) : value(v[i]));
+      const uint4 packed = *reinterpret_cast<const uint4*>(out);
+      magnitude = larger(magnitude, Pack<T>::magnitude(packed));
+      reinterpret_cast<uint4*>(result)[p] = packed;
+    }
   }
   for (int64_t i = packs * kCount + threadIdx.x; blockIdx.x == 0 && i < count; i += kThreads) {
     const float v = to_float(x[i]);
