@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qsync_opt.errors import NotReadyError, QSyncError, UnsupportedError
-from qsync_opt.kernels.toolchain import cutlass_version, find_cutlass, find_toolchain
+from qsync_opt.kernels.toolchain import find_toolchain
 
 CSRC = Path(__file__).resolve().parent / "csrc"
 CACHE_VARIABLE = "QSYNC_KERNEL_CACHE"
@@ -46,12 +46,10 @@ class Unit:
     Attributes:
         name: Stem that its sources' names begin with.
         targets: Targets it has a code path for.
-        cutlass: Whether its sources include CUTLASS.
     """
 
     name: str
     targets: tuple[str, ...] = TARGETS
-    cutlass: bool = False
 
 
 UNITS: dict[str, Unit] = {
@@ -110,13 +108,19 @@ def sources(unit: Unit, targets: Sequence[str]) -> dict[Path, tuple[str, ...]]:
     return chosen
 
 
+def _headers(unit: Unit) -> list[Path]:
+    """Headers that the unit's sources may include: all but those that bear another unit's name."""
+    others = tuple(name for name in UNITS if name != unit.name)
+    found = (path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh"))
+    return [path for path in found if not path.name.startswith(others)]
+
+
 def _digest(unit: Unit, targets: Sequence[str]) -> str:
     tools = find_toolchain()
     digest = hashlib.sha256()
-    facts = [unit.name, *targets, tools.nvcc_version, tools.torch_version, cutlass_version() if unit.cutlass else ""]
+    facts = [unit.name, *targets, tools.nvcc_version, tools.torch_version]
     digest.update("\0".join(facts).encode())
-    headers = [path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh")]
-    for path in sorted([*sources(unit, targets), *headers, Path(__file__)]):
+    for path in sorted([*sources(unit, targets), *_headers(unit), Path(__file__)]):
         digest.update(f"{path.name}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:20]
@@ -134,15 +138,14 @@ def _code(target: str) -> str:
     return f"-gencode=arch=compute_{number},code={code}"
 
 
-def _flags(unit: Unit, targets: Sequence[str]) -> list[str]:
+def _flags(targets: Sequence[str]) -> list[str]:
     tools = find_toolchain()
     include = tools.torch_folder / "include"
-    folders = [CSRC, *(find_cutlass() if unit.cutlass else ())]
     flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wno-psabi"]
     flags += ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000", "-DNDEBUG", "-diag-suppress=20012,20013,20015"]
     flags += [f"-DQSYNC_HAS_{target.upper().replace('_', '')}=1" for target in targets]
     flags += [f"-isystem={include}", f"-isystem={include / 'torch' / 'csrc' / 'api' / 'include'}"]
-    return flags + [f"-I{folder}" for folder in folders]
+    return [*flags, f"-I{CSRC}"]
 
 
 def _run(command: Sequence[str | os.PathLike[str]], what: str) -> None:
@@ -165,7 +168,7 @@ def _jobs(requested: int | None) -> int:
 
 def _compile(unit: Unit, targets: Sequence[str], output: Path, jobs: int) -> None:
     tools = find_toolchain()
-    flags = _flags(unit, targets)
+    flags = _flags(targets)
     chosen = sources(unit, targets)
     if not chosen:
         raise NotReadyError(f"unit {unit.name} has no source for {', '.join(targets)} in {CSRC / 'cuda'}")
@@ -215,7 +218,7 @@ def build(unit: Unit, targets: Sequence[str], jobs: int | None = None) -> Path:
         Path of a shared library for ``torch.ops.load_library``.
 
     Raises:
-        NotInstalledError: nvcc, torch's or CUTLASS's headers are missing.
+        NotInstalledError: nvcc or torch's headers are missing.
         NotReadyError: A source does not compile; the text holds the compiler's first error.
         UnsupportedError: A target that the unit has no code path for.
     """

@@ -62,5 +62,7 @@ def amax(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
 
 def scale_from(largest_magnitude: Tensor, form: EightBits) -> Tensor:
     """Scale of each slice: ``amax / largest``, at least the smallest normal number, NaN if a value is not finite."""
-    scale = (largest_magnitude / form.largest).clamp_min_(SMALLEST_NORMAL)
+    # A tensor as divisor: by a number, cards multiply with its reciprocal, which rounds differently.
+    divisor = largest_magnitude.new_full((), form.largest)
+    scale = (largest_magnitude / divisor).clamp_min_(SMALLEST_NORMAL)
     return scale + (scale - scale)  # an infinite amax becomes NaN, any other scale is unchanged

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qsync_opt.kernels import eight_bit, matmul_choices, onednn
+from qsync_opt.kernels import eight_bit, library, matmul_choices, onednn
+from qsync_opt.kernels.convolution import scaled_conv2d
 from qsync_opt.kernels.formats import INT8
 from qsync_opt.kernels.integer import exact_convolution, int8_bmm, int8_mm
 from qsync_opt.kernels.matmul import scaled_mm
@@ -64,6 +65,8 @@ def scaled_convolution(
     x: Quantized, weight: Quantized, bias: Tensor | None, geometry: tuple[Any, ...], dtype: torch.dtype, backend: str
 ) -> Tensor:
     """Convolution of quantized operands plus bias, in ``dtype``."""
+    if runs_compiled(x.codes, backend):
+        return convolve_on_card(x, weight, bias, geometry, dtype)
     fused = backend != "reference" and x.codes.device.type == "cpu" and dtype is not torch.float16
     if fused and x.scale.numel() == 1 and x.codes.numel() > 0 and onednn.has_onednn_convolution():
         return onednn.convolution(x, weight, bias, geometry, dtype)
@@ -71,6 +74,36 @@ def scaled_convolution(
     scale = x.scale * weight.scale.reshape(1, -1, *spatial)
     shaped = None if bias is None else bias.reshape(1, -1, *spatial)
     return _rescaled(exact_convolution(x.codes, weight.codes, geometry, backend), scale, shaped, dtype)
+
+
+def runs_compiled(x: Tensor, backend: str) -> bool:
+    """Whether the fused CUDA kernels convolve ``x``: (N, C, H, W) or (N, C, W), where they are built."""
+    return x.device.type == "cuda" and x.dim() in (3, 4) and backend != "reference" and library.activate("convolution")
+
+
+def convolve_on_card(
+    x: Quantized, weight: Quantized, bias: Tensor | None, geometry: tuple[Any, ...], dtype: torch.dtype
+) -> Tensor:
+    """Convolution of quantized operands plus bias by the fused CUDA kernels, in ``dtype``, channels-last."""
+    stride, padding, dilation, _, _, groups = geometry
+    x_codes, weight_codes, line = x.codes, weight.codes, x.codes.dim() == 3
+    if line:
+        # A sequence is an image of one row.
+        x_codes, weight_codes = x_codes.unsqueeze(2), weight_codes.unsqueeze(2)
+        stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
+    result = scaled_conv2d(
+        x_codes,
+        weight_codes,
+        x.scale,
+        weight.scale,
+        bias,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        out_dtype=dtype,
+    )
+    return result.squeeze(2) if line else result
 
 
 def weight_gradient(a: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,7 +135,7 @@ def convolution_slices(
 
 
 def _weight_codes(b: Tensor, dims: tuple[int, ...] | None, options: KernelOptions) -> Quantized:
-    if options.weights == "call" or b.dim() != 2:
+    if options.weights == "call":
         return quantize_int8(b, dims, options, stream=1)
     facts = ("INT8", dims, options.rounding, options.seed, options.backend)
     plain = b.detach()
@@ -114,7 +147,7 @@ class _Int8Product(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, options: KernelOptions) -> Tensor:
         a_dims, b_dims = product_slices(a, b, options)
         a_codes = quantize_int8(a, a_dims, options, stream=0)
-        b_codes = _weight_codes(b, b_dims, options)
+        b_codes = _weight_codes(b, b_dims, options) if b.dim() == 2 else quantize_int8(b, b_dims, options, stream=1)
         ctx.save_for_backward(*a_codes, *b_codes)
         ctx.dtypes = (a.dtype, b.dtype, None if bias is None else bias.dtype)
         ctx.half = HALF_DTYPES[options.half_format]
@@ -144,7 +177,10 @@ class _Int8Convolution(torch.autograd.Function):
     ) -> Tensor:
         x_dims, weight_dims = convolution_slices(x, weight, options)
         x_codes = quantize_int8(x, x_dims, options, stream=0)
-        weight_codes = quantize_int8(weight, weight_dims, options, stream=1)
+        weight_codes = _weight_codes(weight, weight_dims, options)
+        if x.dim() == 4 and runs_compiled(x, options.backend):
+            # Once, in one byte per element: the kernel, and cuDNN in the backward pass, read channels-last tensors.
+            x_codes = Quantized(x_codes.codes.contiguous(memory_format=torch.channels_last), x_codes.scale)
         ctx.save_for_backward(*x_codes, *weight_codes)
         ctx.geometry, ctx.half = geometry, HALF_DTYPES[options.half_format]
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)

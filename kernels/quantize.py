@@ -143,4 +143,12 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
         matrix, factors = (codes.t(), scale.t()) if turned else (codes, scale)
         values = dequantize_matrix(matrix, factors, dtype)
         return values.t() if turned else values
+    if codes.device.type == "cuda" and codes.dim() > 2:
+        # In memory order a tensor is a matrix whose rows have a scale each, or one of a single row.
+        order = _dense_order(codes)
+        dense, factors = codes.permute(order), scale.permute(order)
+        rows = 1 if scale.numel() == 1 else dense.shape[0]
+        if dense.is_contiguous() and scale.numel() == factors.shape[0] == rows and dense.numel() > 0:
+            values = dequantize_matrix(dense.reshape(rows, -1), factors.reshape(rows, 1), dtype)
+            return values.view(dense.shape).permute(_back(order))
     return codes.to(torch.float32).mul_(scale).to(dtype)

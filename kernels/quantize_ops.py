@@ -71,19 +71,49 @@ def _quantize(
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Plain PyTorch: ``codes = round(x * factor_of(scale))``; element (n, k) draws noise number n K + k."""
-    form = format_of(format)
     largest = _block_amax(x) if granularity == "block" else amax(x, _dims(granularity))
-    scale = scale_from(largest, form)
-    inverse = spread(factor_of(scale, form, rounding), *x.shape)
+    return _codes(x, scale_from(largest, format_of(format)), format, rounding, key, step, transposed)
+
+
+def _codes(
+    x: Tensor, scale: Tensor, format: torch.dtype, rounding: str, key: int, step: Tensor | None, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    form = format_of(format)
+    factor = spread(factor_of(scale, form, rounding), *x.shape)
     stream = stepped_key(key, step) if rounding == "stochastic" else None
     dense = x.contiguous()
     if format is torch.int8:
         codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-        int8_codes(codes.view(-1), dense, inverse, stream)
+        int8_codes(codes.view(-1), dense, factor, stream)
     else:
-        codes = fp8_codes(dense.to(torch.float32) * inverse, form, stream)
+        codes = fp8_codes(dense.to(torch.float32) * factor, form, stream)
     turned = codes.view(torch.uint8).t().contiguous().view(format) if transposed else codes.new_empty(0)
     return codes, scale, turned
+
+
+def _quantize_by_amax(
+    x: Tensor,
+    amax: Tensor,
+    format: torch.dtype,
+    rounding: str,
+    key: int,
+    step: Tensor | None,
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Plain PyTorch: as ``quantize`` per tensor, with the largest magnitude given."""
+    return _codes(x, scale_from(amax.reshape(1, 1), format_of(format)), format, rounding, key, step, transposed)
+
+
+def _quantize_by_amax_fake(
+    x: Tensor,
+    amax: Tensor,
+    format: torch.dtype,
+    rounding: str,
+    key: int,
+    step: Tensor | None,
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _quantize_fake(x, format, "tensor", rounding, key, step, transposed)
 
 
 def _quantize_fake(
@@ -139,6 +169,13 @@ _OPERATORS: dict[str, Any] = {
         plain=_quantize,
         fake=_quantize_fake,
     ),
+    "quantize_by_amax": library.define(
+        "quantize_by_amax(Tensor x, Tensor amax, ScalarType format, str rounding, int key, Tensor? step,"
+        " bool transposed) -> (Tensor, Tensor, Tensor)",
+        unit=UNIT,
+        plain=_quantize_by_amax,
+        fake=_quantize_by_amax_fake,
+    ),
     "dequantize": library.define(
         "dequantize(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
         unit=UNIT,
@@ -152,6 +189,12 @@ _OPERATORS: dict[str, Any] = {
         fake=_recast_fake,
     ),
 }
+_PLAIN: dict[str, Any] = {
+    "quantize": _quantize,
+    "quantize_by_amax": _quantize_by_amax,
+    "dequantize": _dequantize,
+    "recast": _recast,
+}
 
 
 def _operator(name: str, device: torch.device, backend: str) -> Any:
@@ -161,7 +204,7 @@ def _operator(name: str, device: torch.device, backend: str) -> Any:
         if backend == "compiled" and not compiled:
             raise UnsupportedError(f"backend 'compiled': {name} runs in plain PyTorch here: {library.reason(UNIT)}")
     elif backend == "reference":
-        return {"quantize": _quantize, "dequantize": _dequantize, "recast": _recast}[name]
+        return _PLAIN[name]
     return _OPERATORS[name]
 
 
@@ -219,6 +262,41 @@ def quantize_matrix(
         raise UnsupportedError("quantize: blocks have no transposed copy: quantize the transposed matrix by itself")
     operator = _operator("quantize", x.device, backend)
     codes, scale, turned = operator(x, format, granularity, rounding, signed(key), step, transposed)
+    return QuantizedMatrix(codes, scale, turned if transposed else None)
+
+
+def quantize_by_amax(
+    x: Tensor,
+    largest: Tensor,
+    format: torch.dtype,
+    *,
+    rounding: str = "stochastic",
+    key: int = 0,
+    step: Tensor | None = None,
+    transposed: bool = False,
+    backend: str = "auto",
+) -> QuantizedMatrix:
+    """:func:`quantize_matrix` per tensor in one pass, where the operator that made ``x`` found its largest magnitude.
+
+    Args:
+        x: As there, as are all arguments but the next.
+        largest: FP32, one element on the device of ``x``: no magnitude in ``x`` may be above it.
+        format: See there.
+        rounding: See there.
+        key: See there.
+        step: See there.
+        transposed: See there.
+        backend: See there.
+    """
+    if x.dim() != 2 or x.dtype not in _SOURCES or largest.numel() != 1 or largest.dtype is not torch.float32:
+        raise UnsupportedError(
+            f"quantize: a {x.dim()}-dimensional {x.dtype} tensor with {largest.numel()} magnitudes of {largest.dtype}; "
+            "a float32, bfloat16 or float16 matrix with one of float32 is needed"
+        )
+    format_of(format)
+    _check_choice("rounding", rounding, ROUNDINGS)
+    operator = _operator("quantize_by_amax", x.device, backend)
+    codes, scale, turned = operator(x, largest, format, rounding, signed(key), step, transposed)
     return QuantizedMatrix(codes, scale, turned if transposed else None)
 
 

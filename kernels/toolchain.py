@@ -1,4 +1,4 @@
-"""What it takes to compile the CUDA kernels, and what of it is present: nvcc, torch's headers, CUTLASS's headers."""
+"""What it takes to compile the CUDA kernels, and what of it is present: nvcc and torch's headers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from qsync_opt.errors import NotInstalledError
 
 # The stable C++ interface of torch that the sources are written against; a library built so also loads in later ones.
 OLDEST_TORCH = (2, 11)
-CUTLASS_VARIABLE = "QSYNC_CUTLASS_INCLUDE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,34 +80,3 @@ def find_toolchain() -> Toolchain:
     return Toolchain(
         nvcc=nvcc, nvcc_version=_nvcc_version(nvcc), torch_version=version, torch_folder=Path(spec.origin).parent
     )
-
-
-@functools.cache
-def find_cutlass() -> tuple[Path, ...]:
-    """Folders with CUTLASS's headers: of the variable ``QSYNC_CUTLASS_INCLUDE``, else of ``nvidia-cutlass``.
-
-    Raises:
-        NotInstalledError: Neither is there.
-    """
-    given = os.environ.get(CUTLASS_VARIABLE)
-    if given:
-        folders = tuple(Path(folder) for folder in given.split(os.pathsep))
-        if not any((folder / "cutlass" / "cutlass.h").is_file() for folder in folders):
-            raise NotInstalledError(f"{CUTLASS_VARIABLE}={given!r} holds no cutlass/cutlass.h: name its include folder")
-        return folders
-    spec = importlib.util.find_spec("cutlass_library")
-    for location in (spec.submodule_search_locations or ()) if spec else ():
-        source = Path(location) / "source"
-        if (source / "include" / "cutlass" / "cutlass.h").is_file():
-            return (source / "include", source / "tools" / "util" / "include")
-    raise NotInstalledError("the headers of CUTLASS are missing: pip install 'qsync-opt[kernels]'")
-
-
-def cutlass_version() -> str:
-    """Version of the headers that :func:`find_cutlass` finds, from ``cutlass/version.h``."""
-    for folder in find_cutlass():
-        header = folder / "cutlass" / "version.h"
-        if header.is_file():
-            numbers = re.findall(r"#define CUTLASS_(?:MAJOR|MINOR|PATCH) (\d+)", header.read_text())
-            return ".".join(numbers)
-    raise NotInstalledError("the headers of CUTLASS hold no cutlass/version.h: pip install 'qsync-opt[kernels]'")

@@ -64,6 +64,10 @@ void quantize_blocks(const Matrix& x, const Codes& out, float* scale, cudaStream
 void find_amax(const Matrix& x, Granularity granularity, uint32_t* amax, cudaStream_t stream);
 // Scales of `count` slices, and the factors that values are multiplied by before they are rounded.
 void find_scales(const Codes& out, const uint32_t* amax, float* scale, float* factors, int64_t count, cudaStream_t stream);
+// Whether quantize_by_amax() runs for this layout; else find_scales() and quantize_with() do.
+bool folds_scale(const Matrix& x, const Codes& out, Granularity granularity);
+// Codes, and their transposition if wanted, of a whole tensor by its largest magnitude; writes the scale.
+void quantize_by_amax(const Matrix& x, const Codes& out, const uint32_t* amax, float* scale, cudaStream_t stream);
 // Codes, and their transposition if wanted, by known factors.
 void quantize_with(const Matrix& x, const Codes& out, Granularity granularity, const float* factors, cudaStream_t stream);
 
@@ -72,6 +76,12 @@ void dequantize(Format format, const uint8_t* codes, int64_t rows, int64_t cols,
                 Granularity granularity, Element element, void* values, cudaStream_t stream);
 // Codes of one format from codes of another times `ratio`.
 void recast(Format from, const uint8_t* codes, int64_t count, float ratio, const Codes& out, cudaStream_t stream);
+
+// GELU of `count` dense elements, and the bits of the largest magnitude of the results (zeroed here).
+void gelu_amax(Element element, const void* x, int64_t count, void* result, uint32_t* amax, cudaStream_t stream);
+// The same of its gradient: grad times the derivative at x.
+void gelu_backward_amax(Element element, const void* grad, const void* x, int64_t count, void* result, uint32_t* amax,
+                        cudaStream_t stream);
 
 int blocks_per_wave(int per_multiprocessor);
 

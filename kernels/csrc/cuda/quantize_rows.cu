@@ -12,7 +12,7 @@ __device__ __forceinline__ void store_codes(const uint4& raw, float factor, uint
   float y[kCount];
   Pack<T>::unpack(raw, y);
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) y[i] *= factor;
+  for (int i = 0; i < kCount; ++i) y[i] = __fmul_rn(y[i], factor);
   const uint32_t low = round_four<F, kStochastic>(y, kStochastic ? random_word(count) : 0);
   if constexpr (kCount == 4) {
     *reinterpret_cast<uint32_t*>(out) = low;
@@ -78,7 +78,7 @@ void launch_rows(const Matrix& x, const Codes& out, float* scale, cudaStream_t s
 // Contract: quantize(granularity="block"), the same codes and scales bit for bit.
 template <typename T, Format F, bool kStochastic, int kUnroll>
 __global__ void __launch_bounds__(256) blocks_kernel(const T* x, int64_t row_stride, int64_t rows, int64_t cols,
-                                                     uint8_t* codes, float* scales, Stream stream) {
+                                                     bool dense, uint8_t* codes, float* scales, Stream stream) {
   constexpr int kCount = Pack<T>::kCount;
   constexpr int kLanes = kBlockLength / kCount;
   const int64_t blocks = (cols + kBlockLength - 1) / kBlockLength;
@@ -92,9 +92,10 @@ __global__ void __launch_bounds__(256) blocks_kernel(const T* x, int64_t row_str
 #pragma unroll
   for (int i = 0; i < kUnroll; ++i) {
     const int64_t b = group + i * groups;
-    const int64_t row = b / blocks;
+    // Whole blocks, one after the other in memory, need no division.
+    const int64_t row = dense ? 0 : b / blocks;
     const int64_t col = (b - row * blocks) * kBlockLength + lane * kCount;
-    const bool inside = b < total && col < cols;
+    const bool inside = b < total && (dense || col < cols);
     raw[i] = inside ? __ldcs(reinterpret_cast<const uint4*>(x + row * row_stride + col)) : make_uint4(0, 0, 0, 0);
     element[i] = inside ? row * cols + col : -1;
   }
@@ -141,11 +142,12 @@ void quantize_blocks(const Matrix& x, const Codes& out, float* scale, cudaStream
     constexpr int kUnroll = 4;
     const int64_t total = x.rows * ((x.cols + kBlockLength - 1) / kBlockLength);
     const int64_t grid = (total * kLanes + 256 * kUnroll - 1) / (256 * kUnroll);
+    const bool dense = x.row_stride == x.cols && x.cols % kBlockLength == 0;
     with_format(out.format, [&](auto format) {
       with_rounding(out.stochastic, [&](auto stochastic) {
         blocks_kernel<T, decltype(format)::value, decltype(stochastic)::value, kUnroll>
             <<<static_cast<unsigned>(grid), 256, 0, stream>>>(static_cast<const T*>(x.data), x.row_stride, x.rows, x.cols,
-                                                              out.codes, scale, out.stream);
+                                                              dense, out.codes, scale, out.stream);
       });
     });
   });

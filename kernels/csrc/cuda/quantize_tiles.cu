@@ -7,15 +7,31 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kTile = 128;
 
+// Where the factors of a launch come from: an array, or the largest magnitude of the whole tensor. In the second case the
+// first thread of the grid writes the scale.
+struct Scaling {
+  const float* factors;
+  const uint32_t* amax;
+  float* scale;
+};
+
+template <Format F, bool kStochastic>
+__device__ __forceinline__ float factor_of_tensor(const Scaling& scaling) {
+  if (scaling.amax == nullptr) return __ldg(scaling.factors);
+  const float scale = scale_of<F>(__uint_as_float(__ldg(scaling.amax)));
+  if (blockIdx.x == 0 && threadIdx.x == 0) *scaling.scale = scale;
+  return factor_of<F, kStochastic>(scale);
+}
+
 // Grid: a wave of blocks over the packs of a dense tensor, from its end to its start: what find_amax read last is still
 // in the second-level cache. Traffic: each element read once, each code written once.
 // Contract: quantize(granularity="tensor"), second pass.
 template <typename T, Format F, bool kStochastic>
 __global__ void __launch_bounds__(kThreads)
-    dense_kernel(const uint4* x, int64_t packs, const float* factors, uint8_t* codes, Stream stream) {
+    dense_kernel(const uint4* x, int64_t packs, Scaling scaling, uint8_t* codes, Stream stream) {
   constexpr int kCount = Pack<T>::kCount;
   constexpr int kUnroll = 4;
-  const float factor = __ldg(factors);
+  const float factor = factor_of_tensor<F, kStochastic>(scaling);
   const uint64_t key = kStochastic ? stream_key(stream) : 0;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -33,7 +49,7 @@ __global__ void __launch_bounds__(kThreads)
       float y[kCount];
       Pack<T>::unpack(raw[i], y);
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) y[j] *= factor;
+      for (int j = 0; j < kCount; ++j) y[j] = __fmul_rn(y[j], factor);
       const uint64_t count = kStochastic ? counter(key, static_cast<uint64_t>(p) * (kCount / 4)) : 0;
       const uint32_t low = round_four<F, kStochastic>(y, kStochastic ? random_word(count) : 0);
       if constexpr (kCount == 4) {
@@ -56,13 +72,13 @@ __device__ __forceinline__ void transpose_bytes(const uint32_t (&row)[4], uint32
   col[3] = __byte_perm(c, d, 0x7632);
 }
 
-// Grid: x over tiles of 128 x 128 elements, along a row of tiles first. Traffic: each element read once, each code
+// Grid: x over tiles of 128 x 128 elements, from the last to the first (dense_kernel says why). Traffic: each element read once, each code
 // written once, and once more, through shared memory, for the transposition.
 // Contract: quantize() of any granularity but blocks, second pass.
 template <typename T, Format F, bool kStochastic, bool kTransposed>
 __global__ void __launch_bounds__(kThreads) tiles_kernel(const T* x, int64_t row_stride, int64_t rows, int64_t cols,
                                                          int64_t tiles_across, Granularity granularity,
-                                                         const float* factors, uint8_t* codes, uint8_t* transposed,
+                                                         Scaling scaling, uint8_t* codes, uint8_t* transposed,
                                                          Stream stream) {
   constexpr int kCount = Pack<T>::kCount;
   constexpr int kAcross = kTile / kCount;           // threads along a row of the tile
@@ -71,15 +87,15 @@ __global__ void __launch_bounds__(kThreads) tiles_kernel(const T* x, int64_t row
   // Column c of the tile is line (c % kCount) * kAcross + c / kCount: a warp then writes to 32 banks.
   __shared__ uint32_t shared[kTransposed ? kTile : 1][kTile / 4 + 1];
   const int across = threadIdx.x % kAcross, line = threadIdx.x / kAcross;
-  const int64_t tile_row = blockIdx.x / tiles_across;
-  const int64_t top = tile_row * kTile, left = (blockIdx.x - tile_row * tiles_across) * kTile;
+  const int64_t tile = gridDim.x - 1 - blockIdx.x, tile_row = tile / tiles_across;
+  const int64_t top = tile_row * kTile, left = (tile - tile_row * tiles_across) * kTile;
   const int64_t col = left + across * kCount;
   const uint64_t key = kStochastic ? stream_key(stream) : 0;
   float factor[kCount];
+  const float whole = granularity == Granularity::kTensor ? factor_of_tensor<F, kStochastic>(scaling) : 0.0f;
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
-    const bool per_column = granularity == Granularity::kColumn;
-    factor[j] = per_column ? (col < cols ? __ldg(factors + col + j) : 0.0f) : __ldg(factors);
+    factor[j] = granularity == Granularity::kColumn && col < cols ? __ldg(scaling.factors + col + j) : whole;
   }
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
@@ -98,11 +114,11 @@ __global__ void __launch_bounds__(kThreads) tiles_kernel(const T* x, int64_t row
       const bool inside = row < rows && col < cols;
       const int64_t element = row * cols + col;
       const uint64_t count = kStochastic ? counter(key, static_cast<uint64_t>(element) / 4) : 0;
-      const float by_row = granularity == Granularity::kRow && inside ? __ldg(factors + row) : 1.0f;
+      const float by_row = granularity == Granularity::kRow && inside ? __ldg(scaling.factors + row) : 1.0f;
       float y[kCount];
       Pack<T>::unpack(raw[r], y);
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) y[j] *= granularity == Granularity::kRow ? by_row : factor[j];
+      for (int j = 0; j < kCount; ++j) y[j] = __fmul_rn(y[j], granularity == Granularity::kRow ? by_row : factor[j]);
 #pragma unroll
       for (int h = 0; h < kCount / 4; ++h) {
         packed[h][r] = round_four<F, kStochastic>(y + 4 * h, kStochastic ? random_word(count + h * kGolden) : 0);
@@ -154,7 +170,7 @@ __global__ void __launch_bounds__(kThreads)
                           : granularity == Granularity::kColumn ? col
                           : granularity == Granularity::kBlock  ? row * blocks + col / kBlockLength
                                                                 : 0;
-    const float y = to_float(x[row * shape.row_stride + col * shape.col_stride]) * factors[slice];
+    const float y = __fmul_rn(to_float(x[row * shape.row_stride + col * shape.col_stride]), factors[slice]);
     const int64_t element = row * shape.cols + col;
     const uint8_t code = round_at<F, kStochastic>(y, key, static_cast<uint64_t>(element));
     codes[element] = code;
@@ -162,46 +178,62 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+bool runs_tiles(const Matrix& x, const Codes& out, Granularity granularity) {
+  return is_packed(x) && granularity != Granularity::kBlock && (out.transposed == nullptr || x.rows % 4 == 0);
+}
+
 template <typename T, Format F, bool kStochastic>
-void launch_codes(const Matrix& x, const Codes& out, Granularity granularity, const float* factors, cudaStream_t stream) {
+void launch_codes(const Matrix& x, const Codes& out, Granularity granularity, const Scaling& scaling,
+                  cudaStream_t stream) {
   const T* data = static_cast<const T*>(x.data);
-  const bool whole = out.transposed == nullptr || x.rows % 4 == 0;
-  if (!is_packed(x) || granularity == Granularity::kBlock || !whole) {
+  if (!runs_tiles(x, out, granularity)) {
     const int64_t pieces = (x.cols + 1023) / 1024;
     any_kernel<T, F, kStochastic><<<static_cast<unsigned>(x.rows * pieces), kThreads, 0, stream>>>(
-        data, x, granularity, pieces, factors, out.codes, out.transposed, out.stream);
+        data, x, granularity, pieces, scaling.factors, out.codes, out.transposed, out.stream);
     return;
   }
   if (out.transposed == nullptr && granularity == Granularity::kTensor && x.row_stride == x.cols) {
     const int64_t packs = x.rows * x.cols / Pack<T>::kCount;
     const int64_t grid = std::min((packs + kThreads * 4 - 1) / (kThreads * 4), static_cast<int64_t>(blocks_per_wave(8)));
     dense_kernel<T, F, kStochastic><<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(
-        static_cast<const uint4*>(x.data), packs, factors, out.codes, out.stream);
+        static_cast<const uint4*>(x.data), packs, scaling, out.codes, out.stream);
     return;
   }
   const int64_t across = (x.cols + kTile - 1) / kTile, down = (x.rows + kTile - 1) / kTile;
   const unsigned grid = static_cast<unsigned>(across * down);
   if (out.transposed == nullptr) {
     tiles_kernel<T, F, kStochastic, false><<<grid, kThreads, 0, stream>>>(
-        data, x.row_stride, x.rows, x.cols, across, granularity, factors, out.codes, nullptr, out.stream);
+        data, x.row_stride, x.rows, x.cols, across, granularity, scaling, out.codes, nullptr, out.stream);
   } else {
     tiles_kernel<T, F, kStochastic, true><<<grid, kThreads, 0, stream>>>(
-        data, x.row_stride, x.rows, x.cols, across, granularity, factors, out.codes, out.transposed, out.stream);
+        data, x.row_stride, x.rows, x.cols, across, granularity, scaling, out.codes, out.transposed, out.stream);
   }
 }
 
-}  // namespace
-
-void quantize_with(const Matrix& x, const Codes& out, Granularity granularity, const float* factors, cudaStream_t stream) {
+void launch(const Matrix& x, const Codes& out, Granularity granularity, const Scaling& scaling, cudaStream_t stream) {
   if (x.rows == 0 || x.cols == 0) return;
   with_element(x.element, [&](auto element) {
     with_format(out.format, [&](auto format) {
       with_rounding(out.stochastic, [&](auto stochastic) {
         launch_codes<typename decltype(element)::type, decltype(format)::value, decltype(stochastic)::value>(
-            x, out, granularity, factors, stream);
+            x, out, granularity, scaling, stream);
       });
     });
   });
+}
+
+}  // namespace
+
+bool folds_scale(const Matrix& x, const Codes& out, Granularity granularity) {
+  return granularity == Granularity::kTensor && x.rows > 0 && x.cols > 0 && runs_tiles(x, out, granularity);
+}
+
+void quantize_by_amax(const Matrix& x, const Codes& out, const uint32_t* amax, float* scale, cudaStream_t stream) {
+  launch(x, out, Granularity::kTensor, {nullptr, amax, scale}, stream);
+}
+
+void quantize_with(const Matrix& x, const Codes& out, Granularity granularity, const float* factors, cudaStream_t stream) {
+  launch(x, out, granularity, {factors, nullptr, nullptr}, stream);
 }
 
 }  // namespace qsync

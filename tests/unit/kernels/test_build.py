@@ -1,5 +1,6 @@
 import concurrent.futures
 import os
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -145,6 +146,17 @@ def test_every_unit_has_sources_and_no_source_is_orphaned():
     names = [path.name for path in folder.iterdir() if path.suffix in (".cu", ".cpp")]
     assert all(any(name.startswith(unit) for unit in build.UNITS) for name in names)
     assert build.sources(UNIT, build.TARGETS)
+
+
+def test_no_unit_includes_a_header_of_another():
+    folder = Path(build.__file__).resolve().parent / "csrc"
+    for unit in build.UNITS.values():
+        allowed = {path.name for path in build._headers(unit)}
+        ours = {path.name for path in folder.rglob("*.cuh")} | {path.name for path in folder.rglob("*.h")}
+        for path in [*build.sources(unit, build.TARGETS), *build._headers(unit)]:
+            names = {Path(name).name for name in re.findall(r'#include "([^"]+)"', path.read_text())}
+            if not path.name.startswith(tuple(build.UNITS)) or path.name.startswith(unit.name):
+                assert not (names & ours) - allowed, path.name
 
 
 def test_without_a_card_the_plain_operators_run_and_say_so():
