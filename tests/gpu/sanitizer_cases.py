@@ -11,7 +11,7 @@ import torch
 
 from qsync_opt.kernels import feed_forward, library, matmul_choices
 from qsync_opt.kernels.formats import FORMATS
-from qsync_opt.kernels.matmul import scaled_mm
+from qsync_opt.kernels.matmul import scaled_mm, scaled_mm_aux
 from qsync_opt.kernels.quantize_ops import GRANULARITIES, UNIT, dequantize_matrix, quantize_matrix, recast_matrix
 
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,11 +46,33 @@ def _products() -> int:
     return count
 
 
+def _tiles() -> int:
+    """Every tile of the products, whole and split, with and without an activation."""
+    count = 0
+    for codes, promoting in itertools.product((torch.int8, torch.float8_e4m3fn), (False, True)):
+        name = {torch.int8: "INT8", torch.float8_e4m3fn: "E4M3"}[codes]
+        tiles = matmul_choices.variants(name, promoting=promoting)
+        for index, ((rows, columns, depth), splits) in itertools.product(
+            tiles, (((130, 72, 272), 1), ((300, 200, 1040), 2), ((33, 17, 50), 1))
+        ):
+            a, b = (matmul_tuning.random_codes((n, depth), codes) for n in (rows, columns))
+            blocks = -(-depth // 128) if promoting else 1
+            scales = [torch.rand(n, blocks, device="cuda") for n in (rows, columns)]
+            for out in (torch.bfloat16, torch.float32):
+                kind = matmul_choices.kind_of(a, b, out, promoting=promoting)
+                matmul_choices.remember(kind, matmul_choices.Choice(variant=index, splits=splits, group=2))
+                scaled_mm(a, b, *scales, out_dtype=out)
+                scaled_mm_aux(a, b, *scales, epilogue="gelu", out_dtype=out)
+                matmul_choices.forget(kind)
+                count += 2
+    return count
+
+
 def main() -> None:
     if not (library.activate(UNIT) and matmul_choices.activate()):
         raise SystemExit(f"the compiled kernels do not run here: {library.reason(UNIT) or library.reason('matmul')}")
     assert feed_forward.UNIT == UNIT  # declares the operators of GELU
-    calls = _quantizers() + _products()
+    calls = _quantizers() + _products() + _tiles()
     torch.cuda.synchronize()
     print(f"{calls} calls ran")
 

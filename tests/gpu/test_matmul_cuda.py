@@ -16,8 +16,8 @@ pytestmark = [
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 RESULTS = (torch.bfloat16, torch.float16, torch.float32)
-# Relative error (norms): one rounding to the result's type, at most its unit roundoff, and 1e-6 for FP32 arithmetic; FP8
-# sums of the tensor core have about 13 bits.
+# Relative error (norms): one rounding to the result's type, at most its unit roundoff, and 1e-6 for FP32 arithmetic.
+# FP8 sums of the tensor core have about 13 bits.
 BOUNDS = {torch.bfloat16: 2**-8 + 1e-6, torch.float16: 2**-11 + 1e-6, torch.float32: 1e-6}
 FAST_FP8, ACCURATE_FP8 = 1e-3, 2e-4
 
