@@ -5,7 +5,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check lint format types test-gpu test-all bench-solvers wheel clean
+.PHONY: demo test check lint format types test-gpu test-all bench-solvers wheel kernels sanitize clean
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	$(BASE_PYTHON) -m venv $(VENV)
@@ -41,6 +41,13 @@ types: $(STAMP)
 
 bench-solvers: $(STAMP) ## how near, sure and fast the solvers are; half an hour on two cores that are otherwise idle
 	$(PYTHON) benchmarks/solvers.py --cores 0,1
+
+kernels: $(STAMP) ## compile the CUDA kernels for every target
+	$(PYTHON) -m qsync_opt.kernels.build
+
+sanitize: $(STAMP) ## on a CUDA card: memory checks and race checks of the CUDA kernels
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) tests/gpu/sanitizer_cases.py
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) tests/gpu/sanitizer_cases.py
 
 wheel: $(STAMP)
 	$(PYTHON) tests/packaging/check_wheel.py

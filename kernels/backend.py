@@ -7,6 +7,8 @@ import functools
 import torch
 
 from qsync_opt.errors import UnsupportedError
+from qsync_opt.kernels import library
+from qsync_opt.kernels.build import UNITS
 from qsync_opt.kernels.integer import has_native_product
 from qsync_opt.kernels.onednn import has_onednn_convolution, has_onednn_linear
 
@@ -69,9 +71,8 @@ def half_format(device: torch.device | str) -> str:
     return "BF16" if "BF16" in device_precisions(device) else "FP16"
 
 
-def explain(device: torch.device | str) -> dict[str, str]:
-    """For each kind of 8-bit operator, which implementation ``backend="auto"`` runs on a device, and why."""
-    device = torch.device(device)
+def _explain_products(device: torch.device) -> dict[str, str]:
+    """What multiplies and convolves where the compiled kernels do not."""
     native = has_native_product(device)
     product = "torch._int_mm" if native else "float products of integer values: no exact INT8 product on this device"
     linear = convolution = product
@@ -85,7 +86,26 @@ def explain(device: torch.device | str) -> dict[str, str]:
     elif native:
         convolution = "patches copied as INT8, then torch._int_mm"
     batched = "FP16 products with FP32 sums, exact up to 1040 terms, else torch._int_mm per matrix"
-    result = {"linear": linear, "convolution": convolution, "batched": batched if device.type == "cuda" else product}
+    return {"linear": linear, "convolution": convolution, "batched": batched if device.type == "cuda" else product}
+
+
+def explain(device: torch.device | str) -> dict[str, str]:
+    """For each kind of 8-bit operator, which implementation ``backend="auto"`` runs on a device, and why.
+
+    On a card the compiled kernels are built and loaded by this call, if they were not yet; where that cannot be done,
+    the text says why and what to install.
+    """
+    device = torch.device(device)
+    result = _explain_products(device)
     if "FP8" in device_precisions(device):
         result["fp8"] = "torch._scaled_mm"
+    if device.type != "cuda":
+        return result
+    result["quantize"] = "plain PyTorch"
+    kinds = {"quantize": ("quantize",), "matmul": ("linear", "batched", "fp8"), "convolution": ("convolution",)}
+    for unit in UNITS:
+        compiled, why = library.activate(unit), library.reason(unit)
+        for kind in kinds[unit]:
+            if kind in result:
+                result[kind] = "compiled CUDA kernels" if compiled else f"{result[kind]}; no compiled kernels: {why}"
     return result

@@ -8,19 +8,27 @@ Axis letters: N rows, K contraction, M columns.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qsync_opt.kernels.int8 import HALF_DTYPES, weight_gradient
+from qsync_opt.kernels import eight_bit, matmul_choices
+from qsync_opt.kernels.formats import E4M3
+from qsync_opt.kernels.int8 import HALF_DTYPES, fused_product, weight_gradient
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize import Quantized, dequantize, quantize_fp8
+from qsync_opt.kernels.weight_cache import once_per_version
 
 
-def scaled_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def scaled_product(
+    a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype, backend: str = "auto"
+) -> Tensor:
     """``(a @ b) * scales + bias`` of E4M3 codes (N, K), (K, M) with one scale each, in ``dtype``."""
+    if a.codes.device.type == "cuda" and backend != "reference" and matmul_choices.activate():
+        return fused_product(a, b, bias, dtype)
     (n, k), m = a.codes.shape, b.codes.shape[1]
     if min(n, k, m) == 0:
         empty = torch.zeros((n, m), dtype=dtype, device=a.codes.device)
@@ -39,15 +47,23 @@ def scaled_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch
     return result if bias is None else result + bias.to(dtype)
 
 
+def _weight_codes(b: Tensor, options: KernelOptions) -> Quantized:
+    if options.weights == "call":
+        return quantize_fp8(b, None, options, stream=1)
+    facts = ("FP8", options.rounding, options.seed, options.backend)
+    plain = b.detach()
+    return once_per_version(b, facts, lambda: quantize_fp8(plain, None, options, stream=1))
+
+
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, options: KernelOptions) -> Tensor:
         a_codes = quantize_fp8(a, None, options, stream=0)
-        b_codes = quantize_fp8(b, None, options, stream=1)
+        b_codes = _weight_codes(b, options)
         ctx.save_for_backward(*a_codes, *b_codes)
         ctx.dtypes = (a.dtype, b.dtype, None if bias is None else bias.dtype)
         ctx.half = HALF_DTYPES[options.half_format]
-        return scaled_product(a_codes, b_codes, bias, ctx.half)
+        return scaled_product(a_codes, b_codes, bias, ctx.half, options.backend)
 
     @staticmethod
     @once_differentiable
@@ -66,5 +82,7 @@ class _Fp8Product(torch.autograd.Function):
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None, options: KernelOptions) -> Tensor:
     """FP8 product of (N, K) and (K, M) plus bias, with gradients; the result is in the 16-bit format."""
+    if options.backward == "eight":
+        return eight_bit.product(a, b, bias, E4M3.dtype, replace(options, weight_granularity="tensor"))
     result: Tensor = _Fp8Product.apply(a, b, bias, options)  # type: ignore[no-untyped-call]
     return result

@@ -17,10 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qsync_opt.kernels import onednn
+from qsync_opt.kernels import eight_bit, library, matmul_choices, onednn
+from qsync_opt.kernels.convolution import scaled_conv2d
+from qsync_opt.kernels.formats import INT8
 from qsync_opt.kernels.integer import exact_convolution, int8_bmm, int8_mm
+from qsync_opt.kernels.matmul import scaled_mm
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize import Quantized, dequantize, quantize_int8
+from qsync_opt.kernels.weight_cache import once_per_version
 
 HALF_DTYPES: dict[str, torch.dtype] = {"BF16": torch.bfloat16, "FP16": torch.float16}
 
@@ -33,11 +37,25 @@ def _rescaled(sums: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dty
     return result.to(dtype)
 
 
+def _contiguous_along_k(codes: Tensor) -> Tensor:
+    return codes if codes.stride(-1) == 1 else codes.contiguous()
+
+
+def fused_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The same by the fused CUDA kernels; codes that are not contiguous along K are copied once."""
+    a_codes, b_codes = _contiguous_along_k(a.codes), _contiguous_along_k(b.codes.mT)
+    return scaled_mm(a_codes, b_codes, a.scale, b.scale, bias, out_dtype=dtype)
+
+
 def scaled_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype, backend: str) -> Tensor:
     """``(a @ b) + bias`` of quantized operands: (N, K) (K, M) or (B, N, K) (B, K, M), in ``dtype``."""
+    if a.codes.device.type == "cuda" and backend != "reference" and matmul_choices.activate():
+        return fused_product(a, b, bias, dtype)
     if a.codes.dim() == 3:
         return _rescaled(int8_bmm(a.codes, b.codes, backend), a.scale * b.scale, bias, dtype)
-    fused = backend != "reference" and a.codes.device.type == "cpu" and dtype is not torch.float16
+    # oneDNN's packed weights cannot be traced.
+    fused = backend != "reference" and a.codes.device.type == "cpu" and not torch.compiler.is_compiling()
+    fused = fused and dtype is not torch.float16
     if fused and a.scale.numel() == 1 and min(a.codes.numel(), b.codes.numel()) > 0 and onednn.has_onednn_linear():
         return onednn.linear(a, b, bias, dtype)
     return _rescaled(int8_mm(a.codes, b.codes, backend), a.scale * b.scale, bias, dtype)
@@ -47,6 +65,8 @@ def scaled_convolution(
     x: Quantized, weight: Quantized, bias: Tensor | None, geometry: tuple[Any, ...], dtype: torch.dtype, backend: str
 ) -> Tensor:
     """Convolution of quantized operands plus bias, in ``dtype``."""
+    if runs_compiled(x.codes, backend):
+        return convolve_on_card(x, weight, bias, geometry, dtype)
     fused = backend != "reference" and x.codes.device.type == "cpu" and dtype is not torch.float16
     if fused and x.scale.numel() == 1 and x.codes.numel() > 0 and onednn.has_onednn_convolution():
         return onednn.convolution(x, weight, bias, geometry, dtype)
@@ -54,6 +74,36 @@ def scaled_convolution(
     scale = x.scale * weight.scale.reshape(1, -1, *spatial)
     shaped = None if bias is None else bias.reshape(1, -1, *spatial)
     return _rescaled(exact_convolution(x.codes, weight.codes, geometry, backend), scale, shaped, dtype)
+
+
+def runs_compiled(x: Tensor, backend: str) -> bool:
+    """Whether the fused CUDA kernels convolve ``x``: (N, C, H, W) or (N, C, W), where they are built."""
+    return x.device.type == "cuda" and x.dim() in (3, 4) and backend != "reference" and library.activate("convolution")
+
+
+def convolve_on_card(
+    x: Quantized, weight: Quantized, bias: Tensor | None, geometry: tuple[Any, ...], dtype: torch.dtype
+) -> Tensor:
+    """Convolution of quantized operands plus bias by the fused CUDA kernels, in ``dtype``, channels-last."""
+    stride, padding, dilation, _, _, groups = geometry
+    x_codes, weight_codes, line = x.codes, weight.codes, x.codes.dim() == 3
+    if line:
+        # A sequence is an image of one row.
+        x_codes, weight_codes = x_codes.unsqueeze(2), weight_codes.unsqueeze(2)
+        stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
+    result = scaled_conv2d(
+        x_codes,
+        weight_codes,
+        x.scale,
+        weight.scale,
+        bias,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        out_dtype=dtype,
+    )
+    return result.squeeze(2) if line else result
 
 
 def weight_gradient(a: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -84,12 +134,20 @@ def convolution_slices(
     )
 
 
+def _weight_codes(b: Tensor, dims: tuple[int, ...] | None, options: KernelOptions) -> Quantized:
+    if options.weights == "call":
+        return quantize_int8(b, dims, options, stream=1)
+    facts = ("INT8", dims, options.rounding, options.seed, options.backend)
+    plain = b.detach()
+    return once_per_version(b, facts, lambda: quantize_int8(plain, dims, options, stream=1))
+
+
 class _Int8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, options: KernelOptions) -> Tensor:
         a_dims, b_dims = product_slices(a, b, options)
         a_codes = quantize_int8(a, a_dims, options, stream=0)
-        b_codes = quantize_int8(b, b_dims, options, stream=1)
+        b_codes = _weight_codes(b, b_dims, options) if b.dim() == 2 else quantize_int8(b, b_dims, options, stream=1)
         ctx.save_for_backward(*a_codes, *b_codes)
         ctx.dtypes = (a.dtype, b.dtype, None if bias is None else bias.dtype)
         ctx.half = HALF_DTYPES[options.half_format]
@@ -119,7 +177,10 @@ class _Int8Convolution(torch.autograd.Function):
     ) -> Tensor:
         x_dims, weight_dims = convolution_slices(x, weight, options)
         x_codes = quantize_int8(x, x_dims, options, stream=0)
-        weight_codes = quantize_int8(weight, weight_dims, options, stream=1)
+        weight_codes = _weight_codes(weight, weight_dims, options)
+        if x.dim() == 4 and runs_compiled(x, options.backend):
+            # Once, in one byte per element: the kernel, and cuDNN in the backward pass, read channels-last tensors.
+            x_codes = Quantized(x_codes.codes.contiguous(memory_format=torch.channels_last), x_codes.scale)
         ctx.save_for_backward(*x_codes, *weight_codes)
         ctx.geometry, ctx.half = geometry, HALF_DTYPES[options.half_format]
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -153,7 +214,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, options: KernelOptions) -
         a: (N, K), or (B, N, K) when ``b`` is batched.
         b: (K, M), scaled as a weight; or (B, K, M), scaled as an activation.
         bias: (M,) or None.
-        options: Rounding, granularity, 16-bit format and random stream.
+        options: Rounding, granularity, 16-bit format, random stream, and in how many bits the backward pass runs.
 
     Returns:
         (N, M) or (B, N, M) in the 16-bit format.
@@ -161,6 +222,8 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, options: KernelOptions) -
     Source: Data flow of an INT8 operator as in QSync (INT8 forward, 16-bit backward, FP32 weight gradient); rounding
         unbiased instead of truncating, results in 16 bits instead of FP32.
     """
+    if options.backward == "eight" and b.dim() == 2:
+        return eight_bit.product(a, b, bias, INT8.dtype, options)
     result: Tensor = _Int8Product.apply(a, b, bias, options)  # type: ignore[no-untyped-call]
     return result
 

@@ -40,6 +40,7 @@ def native_product_works(device_type: str, index: int | None) -> bool:
     return bool((product[:, 0] == expected).all()) and bool((product[:, 1] == -expected).all())
 
 
+@torch.compiler.assume_constant_result
 def has_native_product(device: torch.device) -> bool:
     """Whether the device multiplies INT8 matrices into INT32 by itself."""
     return native_product_works(device.type, device.index)

@@ -47,9 +47,14 @@ def precisions_of(op_type: str, device: torch.device | str) -> tuple[str, ...]:
 
 
 @functools.cache
+def _supports(op_type: str, precision: str, device: torch.device | str) -> bool:
+    return precision in precisions_of(op_type, device)
+
+
+@torch.compiler.assume_constant_result
 def supports(op_type: str, precision: str, device: torch.device | str) -> bool:
     """Whether :func:`execute` can run an operator of this kind at a precision on a device."""
-    return precision in precisions_of(op_type, device)
+    return _supports(op_type, precision, device)
 
 
 def cast(x: Tensor, target: str, options: KernelOptions | None = None) -> Tensor | Quantized:

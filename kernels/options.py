@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
 
@@ -11,6 +14,8 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
     "activation_granularity": ("tensor", "row"),
     "weight_granularity": ("tensor", "channel"),
     "half_format": ("BF16", "FP16"),
+    "backward": ("half", "eight"),
+    "weights": ("call", "step"),
     "backend": ("auto", "compiled", "reference"),
 }
 
@@ -28,8 +33,16 @@ class KernelOptions:
         half_format: 16-bit format of the results and of the backward pass of 8-bit operators, ``"BF16"`` or ``"FP16"``.
         seed: Key of the random stream, any integer of 64 bits.
         offset: Position in the stream; a caller that wants fresh noise per step raises it per step.
+        backward: Products of the backward pass in ``"half"`` (the 16-bit format) or in ``"eight"`` bits: the gradient
+            of the result is rounded stochastically, whatever ``rounding`` says, and scaled per tensor. Matrix products
+            only; convolutions run theirs in 16 bits.
+        weights: Quantize the weight of a matrix product in every ``"call"``, or once per ``"step"``: its codes are kept
+            until it is written to in place (a write through ``weight.data`` is not seen), with the noise of the call
+            that made them.
         backend: ``"compiled"`` demands integer (or FP8) hardware products and refuses where there are none,
             ``"reference"`` demands the plain PyTorch ones, ``"auto"`` takes the compiled where they exist.
+        step: One int64 on the operator's device that is mixed into the random stream: raised in place between steps, it
+            gives replays of a compiled or captured graph noise of their own. None: ``offset`` alone decides.
 
     Raises:
         UnsupportedError: A field holds a value outside its list.
@@ -41,7 +54,10 @@ class KernelOptions:
     half_format: str = "BF16"
     seed: int = 0
     offset: int = 0
+    backward: str = "half"
+    weights: str = "call"
     backend: str = "auto"
+    step: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
@@ -51,6 +67,11 @@ class KernelOptions:
         for name in ("seed", "offset"):
             if not isinstance(getattr(self, name), int):
                 raise UnsupportedError(f"kernel option {name}={getattr(self, name)!r}: an integer is needed")
+
+    @property
+    def half_dtype(self) -> torch.dtype:
+        """Element type of the 16-bit format."""
+        return torch.bfloat16 if self.half_format == "BF16" else torch.float16
 
     def at(self, *, seed: int, offset: int) -> KernelOptions:
         """The same options at another place of the random stream."""

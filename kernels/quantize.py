@@ -1,4 +1,4 @@
-"""Quantizers: from floating point to codes and scales and back, unbiased or to nearest. The only place that rounds.
+"""Quantizers of tensors of any shape: from floating point to codes and scales and back, unbiased or to nearest.
 
 INT8: symmetric, zero point 0, codes in [-127, 127], ``scale = amax / 127`` of the slice that shares it.
 FP8 (E4M3): codes are ``float8_e4m3fn``, ``scale = amax / 448``.
@@ -12,22 +12,20 @@ Axis letters: N rows, K contraction, M columns or output channels.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from qsync_opt.kernels import library
+from qsync_opt.kernels.formats import E4M3, INT8, EightBits, amax, scale_from
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.random_bits import centred_noise, stream_key
+from qsync_opt.kernels.quantize_ops import UNIT, dequantize_matrix, quantize_matrix
+from qsync_opt.kernels.random_bits import stepped_key, stream_key
+from qsync_opt.kernels.rounding import CHUNK, factor_of, fp8_codes, int8_codes
 
 INT8_MAX = 127
-FP8_MAX = 448.0
-_FP8_MANTISSA_BITS = 3
-_FP8_MIN_EXPONENT = -6
-_SMALLEST_NORMAL = 2.0**-126
-_NOISE_STEP = 2.0**-16
-# On CPU, work in pieces that stay in the second-level cache (FP32 values, noise and codes together under 1 MiB).
-_CHUNK = 1 << 16
 
 
 class Quantized(NamedTuple):
@@ -37,32 +35,72 @@ class Quantized(NamedTuple):
     scale: Tensor
 
 
-def _amax(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
-    """Largest magnitude per slice, FP32, shaped to broadcast against ``x``; NaN where the slice holds NaN."""
-    shape = [1] * x.dim() if dims is None else [1 if d in dims else s for d, s in enumerate(x.shape)]
-    if x.numel() == 0:
-        return x.new_zeros(shape, dtype=torch.float32)
-    if dims is None:
-        low, high = torch.aminmax(x)
-        return torch.maximum(high, -low).to(torch.float32).reshape(shape)
-    reduced = list(dims)
-    return torch.maximum(x.amax(reduced, keepdim=True), -x.amin(reduced, keepdim=True)).to(torch.float32)
-
-
-def _scale(amax: Tensor, largest: float) -> Tensor:
-    scale = (amax / largest).clamp_min_(_SMALLEST_NORMAL)
-    return scale + (scale - scale)  # an infinite amax becomes NaN, any other scale is unchanged
-
-
 def _dense_order(x: Tensor) -> list[int]:
     """The dimensions of ``x`` from the slowest to the fastest in memory."""
     strides = x.stride()
     return sorted(range(x.dim()), key=lambda d: -strides[d])
 
 
+def _back(order: list[int]) -> list[int]:
+    back = [0] * len(order)
+    for position, dim in enumerate(order):
+        back[dim] = position
+    return back
+
+
 def int8_scale(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
     """Scale of each slice of ``x`` that is spanned by ``dims`` (None: all), FP32, sizes 1 along ``dims``."""
-    return _scale(_amax(x, dims), INT8_MAX)
+    return scale_from(amax(x, dims), INT8)
+
+
+def _on_card(
+    x: Tensor, dims: tuple[int, ...] | None, form: EightBits, options: KernelOptions, key: int
+) -> Quantized | None:
+    """The quantizer of matrices, where memory order makes ``dims`` the rows or the columns of one; else None."""
+    order = _dense_order(x)
+    dense = x.permute(order).contiguous()
+    shared = [dims is None or dim in dims for dim in order]
+    split = sum(1 for keep in shared if not keep)
+    if all(shared):
+        granularity, matrix = "tensor", dense.reshape(1, -1)
+    elif not any(shared[:split]):
+        granularity, matrix = "row", dense.reshape(math.prod(dense.shape[:split]), math.prod(dense.shape[split:]))
+    elif not any(shared[len(shared) - split :]):
+        lead = len(shared) - split
+        granularity, matrix = "channel", dense.reshape(math.prod(dense.shape[:lead]), math.prod(dense.shape[lead:]))
+    else:
+        return None
+    result = quantize_matrix(
+        matrix, form.dtype, granularity=granularity, rounding=options.rounding, key=key, step=options.step
+    )
+    sizes = [1 if together else size for together, size in zip(shared, dense.shape, strict=True)]
+    back = _back(order)
+    return Quantized(result.codes.view(dense.shape).permute(back), result.scale.view(sizes).permute(back))
+
+
+def _quantize(
+    x: Tensor, dims: tuple[int, ...] | None, form: EightBits, options: KernelOptions | None, stream: int
+) -> Quantized:
+    options = options or KernelOptions()
+    key = stream_key(options.seed, options.offset, stream)
+    if x.device.type == "cuda" and options.backend != "reference" and library.activate(UNIT):
+        found = _on_card(x, dims, form, options, key)
+        if found is not None:
+            return found
+    order = _dense_order(x)
+    dense = x.permute(order).contiguous()
+    scale = scale_from(amax(x, dims), form)
+    inverse = factor_of(scale, form, options.rounding).permute(order)
+    noise = stepped_key(key, options.step) if options.rounding == "stochastic" else None
+    if form is INT8:
+        codes = torch.empty(dense.shape, dtype=torch.int8, device=x.device)
+        if inverse.numel() == 1 or dense.device.type != "cpu" or dense.numel() <= CHUNK:
+            int8_codes(codes.view(-1), dense, inverse, noise)
+        else:
+            int8_codes(codes.view(-1), dense * inverse, None, noise)
+    else:
+        codes = fp8_codes(dense.to(torch.float32) * inverse, form, noise)
+    return Quantized(codes.permute(_back(order)), scale)
 
 
 def quantize_int8(
@@ -71,7 +109,7 @@ def quantize_int8(
     """INT8 codes of ``x`` and their scales.
 
     Args:
-        x: Floating tensor of any shape and layout.
+        x: Floating tensor of any shape and layout; one that is not dense in any order of its dimensions is copied.
         dims: Dimensions that share a scale; None for one scale in all. For rows of (N, K): ``(1,)``.
         options: Rounding, seed and offset; the default rounds stochastically from seed 0.
         stream: Number of this draw among those of one operator call (input 0, weight 1).
@@ -83,57 +121,14 @@ def quantize_int8(
     Source: Stochastic rounding as in S. Gupta et al., "Deep learning with limited numerical precision", ICML 2015;
         the counter-based noise is ours.
     """
-    options = options or KernelOptions()
-    order = _dense_order(x)
-    dense = x.permute(order).contiguous()
-    scale = int8_scale(x, dims)
-    inverse = scale.reciprocal().permute(order)
-    key = stream_key(options.seed, options.offset, stream) if options.rounding == "stochastic" else None
-    codes = torch.empty(dense.shape, dtype=torch.int8, device=x.device)
-    if inverse.numel() == 1 or dense.device.type != "cpu" or dense.numel() <= _CHUNK:
-        _round_to(codes.view(-1), dense, inverse, key)
-    else:
-        _round_to(codes.view(-1), dense * inverse, None, key)
-    back = [0] * x.dim()
-    for position, dim in enumerate(order):
-        back[dim] = position
-    return Quantized(codes.permute(back), scale)
-
-
-def _round_to(codes: Tensor, values: Tensor, inverse: Tensor | None, key: int | None) -> None:
-    """Write ``round(values * inverse)`` to ``codes`` (flat), piece by piece on CPU."""
-    count = codes.numel()
-    if count == 0:
-        return
-    per_slice = inverse is not None and inverse.numel() > 1
-    step = count if per_slice or values.device.type != "cpu" else _CHUNK
-    factor = inverse if per_slice or inverse is None else inverse.reshape(1)
-    flat = values if per_slice else values.view(-1)
-    for start in range(0, count, step):
-        piece = flat if per_slice else flat[start : start + step]
-        # Without a factor the values are a temporary of the caller, free to be overwritten.
-        scaled = (piece if factor is None else piece.to(torch.float32) * factor).view(-1)
-        if key is not None:
-            noise = centred_noise(key, start, scaled.numel(), codes.device)
-            scaled.add_(noise.to(torch.float32), alpha=_NOISE_STEP)
-        # A value of 127 with the largest noise may round to 128, hence the clamp.
-        codes[start : start + scaled.numel()].copy_(scaled.round_().clamp_(-INT8_MAX, INT8_MAX))
+    return _quantize(x, dims, INT8, options, stream)
 
 
 def quantize_fp8(
     x: Tensor, dims: tuple[int, ...] | None = None, options: KernelOptions | None = None, stream: int = 0
 ) -> Quantized:
     """E4M3 codes of ``x`` and their scales; arguments and result as for :func:`quantize_int8`."""
-    options = options or KernelOptions()
-    scale = _scale(_amax(x, dims), FP8_MAX)
-    scaled = x.to(torch.float32) / scale
-    if options.rounding == "stochastic":
-        key = stream_key(options.seed, options.offset, stream)
-        noise = centred_noise(key, 0, x.numel(), x.device).to(torch.float32).view(x.shape)
-        _, exponent = torch.frexp(scaled)  # |x| in [2**(e-1), 2**e)
-        step_exponent = (exponent - 1).clamp_min_(_FP8_MIN_EXPONENT) - _FP8_MANTISSA_BITS
-        scaled = torch.ldexp(torch.ldexp(scaled, -step_exponent).add_(noise, alpha=_NOISE_STEP).round_(), step_exponent)
-    return Quantized(scaled.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale)
+    return _quantize(x, dims, E4M3, options, stream)
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
@@ -142,4 +137,18 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     if scale.numel() == 1 and scale.device.type == "cpu" and codes.dtype is torch.int8:
         # Codes are exact in 16 bits; the product with a Python number is formed in FP32 and rounded once.
         return codes.to(dtype).mul_(scale.item())
+    if codes.device.type == "cuda" and codes.dim() == 2:
+        # A transposed matrix is dequantized in its own memory order.
+        turned = codes.stride(0) < codes.stride(1)
+        matrix, factors = (codes.t(), scale.t()) if turned else (codes, scale)
+        values = dequantize_matrix(matrix, factors, dtype)
+        return values.t() if turned else values
+    if codes.device.type == "cuda" and codes.dim() > 2:
+        # In memory order a tensor is a matrix whose rows have a scale each, or one of a single row.
+        order = _dense_order(codes)
+        dense, factors = codes.permute(order), scale.permute(order)
+        rows = 1 if scale.numel() == 1 else dense.shape[0]
+        if dense.is_contiguous() and scale.numel() == factors.shape[0] == rows and dense.numel() > 0:
+            values = dequantize_matrix(dense.reshape(rows, -1), factors.reshape(rows, 1), dtype)
+            return values.view(dense.shape).permute(_back(order))
     return codes.to(torch.float32).mul_(scale).to(dtype)

@@ -1,15 +1,17 @@
 """Random bits by counter: the same bits for the same key on every device and with any number of threads.
 
-Word ``i`` of a stream is ``mix(key + i * GOLDEN)``, where ``mix`` is the finaliser of SplitMix64, except that its first
-two shifts copy the sign, as torch shifts signed integers (a word then has two counters, 2**63 apart on average). There
-is no state, so a word depends on its index and on the key alone: not on how a loop was split over threads, nor on how
-many draws came before, nor on the device. A key is itself the mix of seed, offset and stream number, so that streams of
-different operators and steps start at unrelated points of the 2**64 cycle.
+Word ``i`` of a stream is ``mix(key + i * GOLDEN)`` in 64 bits, where ``mix`` is three times ``w ^= w >> 32`` with a
+multiplication by an odd constant between them. There is no state, so a word depends on its index and on the key alone:
+not on how a loop was split over threads, nor on how many draws came before, nor on the device. A key is itself a mix of
+seed, offset and stream number, so that streams of different operators and steps start at unrelated points of the 2**64
+cycle.
 
 ``torch.Generator`` was not used: its bits differ between CPU and CUDA, on CUDA also with the launch grid, and its
 state would have to be saved for a recomputation of the forward pass to round the same way.
 
-Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (SplitMix64).
+Source: The sequence of counters and the mix of keys are those of SplitMix64 (G. Steele, D. Lea, C. Flood, "Fast
+    splittable pseudorandom number generators", OOPSLA 2014). The words' mix shifts by half a word, which costs a card
+    with 32-bit registers one instruction instead of four; its multiplier is that of the public-domain degski64.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 _LOW_33_BITS = (1 << 33) - 1
+_WORD_MULTIPLIER = 0xD6E8FEB86659FD93
+_LOW_32_BITS = (1 << 32) - 1
 # The lowest bit of each of the four 16-bit lanes of a word.
 _ODD_LANES = 0x0001_0001_0001_0001
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """The int64 with the lowest 64 bits of ``value``."""
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
 
@@ -45,29 +50,50 @@ def stream_key(seed: int, offset: int, stream: int) -> int:
     return _mix(_mix(_mix(seed + _GOLDEN) + offset + _GOLDEN) + stream + _GOLDEN)
 
 
+def _mixed(value: Tensor) -> Tensor:
+    """:func:`_mix` of int64 tensors, whose shifts copy the sign."""
+    value = (value ^ ((value >> 30) & ((1 << 34) - 1))) * signed(_MULTIPLIER_1)
+    value = (value ^ ((value >> 27) & ((1 << 37) - 1))) * signed(_MULTIPLIER_2)
+    return value ^ ((value >> 31) & _LOW_33_BITS)
+
+
+def stepped_key(key: int, step: Tensor | None) -> int | Tensor:
+    """The key of one step: ``key`` mixed with a counter that lives on the device, so that graphs replay with new noise.
+
+    Args:
+        key: Of a stream.
+        step: One int64, which the caller raises between steps; None leaves the key as it is.
+    """
+    if step is None:
+        return key
+    return _mixed(step.reshape(1) + signed(key + _GOLDEN))
+
+
 # CPU callers draw in pieces of up to this many words; the multiples of GOLDEN for one piece are kept.
 _CACHED_WORDS = 1 << 14
 
 
 @functools.cache
 def _cached_steps() -> Tensor:
-    return torch.arange(_CACHED_WORDS, dtype=torch.int64).mul_(_signed(_GOLDEN))
+    return torch.arange(_CACHED_WORDS, dtype=torch.int64).mul_(signed(_GOLDEN))
 
 
-def random_words(key: int, start: int, count: int, device: torch.device) -> Tensor:
+def random_words(key: int | Tensor, start: int, count: int, device: torch.device) -> Tensor:
     """Words ``start`` to ``start + count - 1`` of the stream ``key``: int64, shape (count,)."""
-    first = _signed(key + start * _GOLDEN)
+    if isinstance(key, Tensor):
+        first: int | Tensor = key + signed(start * _GOLDEN)
+    else:
+        first = signed(key + start * _GOLDEN)
     if device.type == "cpu" and count <= _CACHED_WORDS:
         words = _cached_steps()[:count] + first
     else:
-        words = torch.arange(count, dtype=torch.int64, device=device).mul_(_signed(_GOLDEN)).add_(first)
-    words.bitwise_xor_(words >> 30).mul_(_signed(_MULTIPLIER_1))
-    words.bitwise_xor_(words >> 27).mul_(_signed(_MULTIPLIER_2))
-    # Here the copied sign must be masked off, or it would cancel the sign of every word.
-    return words.bitwise_xor_((words >> 31).bitwise_and_(_LOW_33_BITS))
+        words = torch.arange(count, dtype=torch.int64, device=device).mul_(signed(_GOLDEN)).add_(first)
+    for _ in range(2):
+        words.bitwise_xor_((words >> 32).bitwise_and_(_LOW_32_BITS)).mul_(signed(_WORD_MULTIPLIER))
+    return words.bitwise_xor_((words >> 32).bitwise_and_(_LOW_32_BITS))
 
 
-def centred_noise(key: int, start: int, count: int, device: torch.device) -> Tensor:
+def centred_noise(key: int | Tensor, start: int, count: int, device: torch.device) -> Tensor:
     """Uniform integers for elements ``start`` to ``start + count - 1``: odd, in [-32767, 32767], int16, shape (count,).
 
     ``start`` must be a multiple of four (four elements share a word). Odd values lie symmetrically around zero, so

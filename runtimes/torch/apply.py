@@ -12,6 +12,7 @@ tensor they write to, as in plain torch.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 import warnings
@@ -223,15 +224,8 @@ class AppliedPlan:
         result = {}
         for name, precision in self.precisions.items():
             if precision in ("INT8", "FP8"):
-                result[name] = KernelOptions(
-                    rounding=base.rounding,
-                    activation_granularity=base.activation_granularity,
-                    weight_granularity=base.weight_granularity,
-                    half_format=backend.half_format(device),
-                    backend=base.backend,
-                    seed=_seed(name, base.seed, rank),
-                    offset=base.offset,
-                )
+                half, seed = backend.half_format(device), _seed(name, base.seed, rank)
+                result[name] = dataclasses.replace(base, half_format=half, seed=seed)
         return result
 
     def __call__(self, call: OperatorCall) -> Any:

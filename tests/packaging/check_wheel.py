@@ -45,6 +45,12 @@ def main() -> None:
             for path in (ROOT / top).rglob(kind)
             if "__pycache__" not in path.parts and not any(p.is_symlink() for p in path.parents if p != ROOT)
         }
+        sources |= {
+            f"qsync_opt/{path.relative_to(ROOT)}"
+            for folder in ("csrc", "tables")
+            for path in (ROOT / "kernels" / folder).rglob("*")
+            if path.is_file()
+        }
         missing = sorted(sources - set(names))
         if missing:
             raise SystemExit(f"the wheel lacks {missing}")

@@ -8,13 +8,9 @@ CPU = torch.device("cpu")
 
 def _mix(value):
     mask = (1 << 64) - 1
-
-    def shifted(number, bits):  # copies the sign, as torch does
-        return ((number - (1 << 64) if number >> 63 else number) >> bits) & mask
-
-    value = ((value ^ shifted(value, 30)) * 0xBF58476D1CE4E5B9) & mask
-    value = ((value ^ shifted(value, 27)) * 0x94D049BB133111EB) & mask
-    value ^= value >> 31
+    for _ in range(2):
+        value = ((value ^ (value >> 32)) * 0xD6E8FEB86659FD93) & mask
+    value ^= value >> 32
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -50,3 +46,26 @@ def test_streams_differ_by_seed_offset_and_number():
     assert len(keys) == 64
     words = torch.stack([random_words(key, 0, 4096, CPU) for key in keys])
     assert words.unique().numel() == words.numel()
+
+
+def test_a_flipped_bit_of_the_counter_flips_half_of_the_word():
+    # The raw counters differ in one bit; each bit of the mixed words then differs in half of all cases.
+    golden = 0x9E3779B97F4A7C15
+    unit = pow(golden, -1, 1 << 64)  # golden * unit = 1: starts that move the counter by single bits
+    for bit in range(0, 64, 7):
+        here = random_words(stream_key(1, 1, 1), 0, 4096, CPU)
+        there = random_words(stream_key(1, 1, 1), (unit << bit) % (1 << 64), 4096, CPU)
+        flipped = (here ^ there)[:, None] >> torch.arange(64) & 1
+        assert flipped.double().mean(0).sub(0.5).abs().max().item() < 6 * 0.5 / 64
+
+
+def test_values_of_a_lane_are_equally_frequent():
+    lanes = random_words(stream_key(3, 1, 4), 0, 1 << 20, CPU).view(torch.int16).view(-1, 4).to(torch.int64) + 32768
+    for lane in lanes.T:
+        counts = torch.bincount(lane, minlength=1 << 16).double()
+        chi_square = ((counts - 16) ** 2 / 16).sum().item()
+        # 65535 degrees of freedom: standard deviation of sqrt(2 * 65535) = 362.
+        assert abs(chi_square - 65535) < 6 * 362
+    pairs = lanes[:, :2] >> 8
+    counts = torch.bincount(pairs[:, 0] * 256 + pairs[:, 1], minlength=1 << 16).double()
+    assert abs(((counts - 16) ** 2 / 16).sum().item() - 65535) < 6 * 362

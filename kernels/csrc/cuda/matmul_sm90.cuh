@@ -1,0 +1,333 @@
+// Scaled products of 8-bit codes on Hopper: tensor copies into shared memory, warpgroup products, fused epilogue.
+//
+// Grid: one block per multiprocessor that the stream has, in clusters; each walks over its share of the tiles. A block has
+// three warpgroups: one copies operands in, two multiply. Either both work on one tile (cooperative), or each has its own
+// and one multiplies while the other writes out (alternating). Blocks of a cluster share what they read of A and B.
+// Traffic: (kRows + kColumns) * 128 bytes of codes per tile and 128 k, less what the cluster shares; the result once.
+// Contract: INT8 sums are exact in INT32. FP8 sums are the tensor core's (FP32 with a shortened mantissa), or with
+// kPromote FP32 sums over blocks of 128 k. Scales and bias in FP32, one rounding to the result's type.
+// Specification: `product` in kernels/matmul.py.
+#pragma once
+
+#include "matmul_sm90_output.cuh"
+#include "matmul_sm90_tile.cuh"
+
+namespace qsync::matmul {
+
+// One thread: copies every stage of every tile of this block in.
+template <class T>
+__device__ __forceinline__ void copy_operands(const Launch& p, const Shared<T>& shared, int cluster, int clusters) {
+  constexpr int kSliceA = T::kRows / T::kClusterColumns, kSliceB = T::kColumns / T::kClusterRows;
+  const int rank = T::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
+  const int row = rank % T::kClusterRows, column = rank / T::kClusterRows;
+  uint16_t sharers_a = 0;
+  for (int i = 0; i < T::kClusterColumns; ++i) {
+    sharers_a |= uint16_t(1u << (row + i * T::kClusterRows));
+  }
+  const uint16_t sharers_b = uint16_t(((1u << T::kClusterRows) - 1) << (column * T::kClusterRows));
+  Ring<T::kStages> ring;
+  for (int index = cluster; index < p.total; index += clusters) {
+    const Work work = work_at(p, index);
+    const int first_row = (work.tile_row * T::kClusterRows + row) * T::kRows + column * kSliceA;
+    const int first_column = (work.tile_column * T::kClusterColumns + column) * T::kColumns + row * kSliceB;
+    for (int block = 0; block < work.blocks; ++block) {
+      const uint32_t full = shared.full + 8 * ring.stage;
+      barrier_wait(shared.empty + 8 * ring.stage, ring.parity ^ 1);
+      barrier_expect(full, T::kStageBytes);
+      const int k = (work.first_block + block) * kDepth;
+      const uint32_t to_a = shared.a(ring.stage) + column * kSliceA * kDepth;
+      const uint32_t to_b = shared.b(ring.stage) + row * kSliceB * kDepth;
+      if constexpr (T::kClusterColumns > 1) {
+        copy_in_to(sharers_a, to_a, &p.a, full, k, first_row, work.z);
+      } else {
+        copy_in(to_a, &p.a, full, k, first_row, work.z);
+      }
+      if constexpr (T::kClusterRows > 1) {
+        copy_in_to(sharers_b, to_b, &p.b, full, k, first_column, work.z);
+      } else {
+        copy_in(to_b, &p.b, full, k, first_column, work.z);
+      }
+      ring.next();
+    }
+  }
+}
+
+__device__ const float kOne = 1.0f;
+
+// One warp: copies the block scales of every stage in, four bytes at a time; each lane counts at the stage's barrier.
+template <class T>
+__device__ __forceinline__ void copy_scales(
+    const Launch& p, const Shared<T>& shared, int cluster, int clusters, int lane) {
+  const int rank = T::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
+  Ring<T::kStages> ring;
+  for (int index = cluster; index < p.total; index += clusters) {
+    const Work work = work_at(p, index);
+    const int first_row = (work.tile_row * T::kClusterRows + rank % T::kClusterRows) * T::kRows;
+    const int first_column = (work.tile_column * T::kClusterColumns + rank / T::kClusterRows) * T::kColumns;
+    for (int block = 0; block < work.blocks; ++block) {
+      barrier_wait(shared.empty + 8 * ring.stage, ring.parity ^ 1);
+      const uint32_t to = shared_address(shared.scale(ring.stage));
+      const int64_t k = work.first_block + block;
+      for (int i = lane; i < T::kRows + T::kColumns; i += 32) {
+        const bool of_a = i < T::kRows;
+        const int at = of_a ? first_row + i : first_column + i - T::kRows;
+        const float* from = &kOne;
+        int bytes = 4;
+        if (p.block_scales) {
+          from = of_a ? p.a_scale + work.z * p.a_scale_batch + at * p.a_scale_row + k * p.a_scale_block
+                      : p.b_scale + work.z * p.b_scale_batch + at * p.b_scale_row + k * p.b_scale_block;
+          if (at >= (of_a ? p.rows : p.columns)) {
+            from = &kOne;
+            bytes = 0;  // zeros instead
+          }
+        }
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to + 4 * i), "l"(from), "r"(bytes) : "memory");
+      }
+      asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared.full + 8 * ring.stage) : "memory");
+      ring.next();
+    }
+  }
+}
+
+// Tells every block that wrote into this stage that this warpgroup has read it.
+template <class T>
+__device__ __forceinline__ void release(const Shared<T>& shared, int stage, int thread, int rank) {
+  if constexpr (T::kCluster == 1) {
+    if (thread == 0) {
+      barrier_arrive(shared.empty + 8 * stage);
+    }
+  } else if (thread < T::kCluster) {
+    if (thread % T::kClusterRows == rank % T::kClusterRows || thread / T::kClusterRows == rank / T::kClusterRows) {
+      barrier_arrive_at(shared.empty + 8 * stage, thread);
+    }
+  }
+}
+
+// Multiplies one tile; `sums` is written, not added to.
+template <class T>
+__device__ __forceinline__ void multiply(
+    const Shared<T>& shared, Ring<T::kStages>& ring, int blocks, int group_row, int thread, int rank,
+    Sums<T> (&sums)[T::kSlabs][T::kColumns / 2]) {
+  using Product = Wgmma<T::kA, T::kB, T::kColumns>;
+  int previous = 0;
+  for (int block = 0; block < blocks; ++block) {
+    barrier_wait(shared.full + 8 * ring.stage, ring.parity);
+    const uint64_t a = matrix_descriptor(shared.a(ring.stage) + group_row * kDepth);
+    const uint64_t b = matrix_descriptor(shared.b(ring.stage));
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < kDepth / 32; ++step) {
+#pragma unroll
+      for (int slab = 0; slab < T::kSlabs; ++slab) {
+        // 64 rows further on are 64 * 128 bytes, 32 k are 32 bytes; descriptors count in 16 bytes.
+        Product::run(sums[slab], a + slab * (64 * kDepth / 16) + step * 2, b + step * 2, block + step);
+      }
+    }
+    products_commit();
+    if (block > 0) {
+      products_wait<1>();
+      release<T>(shared, previous, thread, rank);
+    }
+    previous = ring.stage;
+    ring.next();
+  }
+}
+
+// The same with a sum of its own for every 128 k, multiplied by the block's scales and added in FP32.
+template <class T>
+__device__ __forceinline__ void multiply_promoting(
+    const Shared<T>& shared, Ring<T::kStages>& ring, int blocks, int group_row, int group, int thread, int rank,
+    float (&sums)[T::kSlabs][T::kColumns / 2]) {
+  using Product = Wgmma<T::kA, T::kB, T::kColumns>;
+  static_assert(T::kSlabs == 1, "a second set of sums has room only beside 64 rows");
+  typename Sum<T::kA, T::kB>::type part[T::kColumns / 2];
+#pragma unroll
+  for (float& sum : sums[0]) {
+    sum = 0.0f;
+  }
+  const int row = group_row + thread / 32 * 16 + thread % 32 / 4;
+  for (int block = 0; block < blocks; ++block) {
+    barrier_wait(shared.full + 8 * ring.stage, ring.parity);
+    const uint64_t a = matrix_descriptor(shared.a(ring.stage) + group_row * kDepth);
+    const uint64_t b = matrix_descriptor(shared.b(ring.stage));
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < kDepth / 32; ++step) {
+      Product::run(part, a + step * 2, b + step * 2, step);
+    }
+    products_commit();
+    const float* scale = shared.scale(ring.stage);
+    const float upper = scale[row], lower = scale[row + 8];
+    const float2* columns = reinterpret_cast<const float2*>(scale + T::kRows) + thread % 4;
+    products_wait<0>();
+#pragma unroll
+    for (int j = 0; j < T::kColumns / 8; ++j) {
+      const float2 column = columns[4 * j];
+      sums[0][4 * j] = fmaf(static_cast<float>(part[4 * j]), upper * column.x, sums[0][4 * j]);
+      sums[0][4 * j + 1] = fmaf(static_cast<float>(part[4 * j + 1]), upper * column.y, sums[0][4 * j + 1]);
+      sums[0][4 * j + 2] = fmaf(static_cast<float>(part[4 * j + 2]), lower * column.x, sums[0][4 * j + 2]);
+      sums[0][4 * j + 3] = fmaf(static_cast<float>(part[4 * j + 3]), lower * column.y, sums[0][4 * j + 3]);
+    }
+    named_barrier(1 + group, kGroupThreads);  // every thread has read the scales
+    release<T>(shared, ring.stage, thread, rank);
+    ring.next();
+  }
+}
+
+// Two warpgroups: multiply and write out.
+template <class T>
+__device__ __forceinline__ void compute(
+    const Launch& p, const Shared<T>& shared, int cluster, int clusters, int group, int thread) {
+  constexpr int kTeam = T::kAlternating ? kGroupThreads : 2 * kGroupThreads;  // threads that share a tile's columns
+  constexpr int kEach = (T::kColumns + kTeam - 1) / kTeam;
+  const int rank = T::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
+  const int in_team = T::kAlternating ? thread : group * kGroupThreads + thread;
+  const int team_barrier = T::kAlternating ? 1 + group : 3;
+  const int group_row = T::kAlternating ? 0 : group * T::kGroupRows;
+  float* const columns = reinterpret_cast<float*>(shared.column_pairs(T::kAlternating ? group : 0));
+  Ring<T::kStages> ring;
+  Outlet<T> outlet(p, shared, group, thread);
+  Sums<T> sums[T::kSlabs][T::kColumns / 2];
+  uint32_t turn = 0;
+  int count = 0;
+  for (int index = cluster; index < p.total; index += clusters, ++count) {
+    const Work work = work_at(p, index);
+    if (T::kAlternating && count % 2 != group) {
+      ring.skip(work.blocks);
+      continue;
+    }
+    const int first_row = (work.tile_row * T::kClusterRows + rank % T::kClusterRows) * T::kRows + group_row;
+    const int first_column = (work.tile_column * T::kClusterColumns + rank / T::kClusterRows) * T::kColumns;
+    // Scales and bias are asked for now and needed after the product.
+    const bool scaled = !p.raw && !p.block_scales;
+    float row_scales[T::kSlabs][2], column_scale[kEach], bias[kEach];
+#pragma unroll
+    for (int i = 0; i < 2 * T::kSlabs; ++i) {
+      const int row = first_row + i / 2 * 64 + thread / 32 * 16 + i % 2 * 8 + thread % 32 / 4;
+      row_scales[i / 2][i % 2] =
+          scaled && row < p.rows ? p.a_scale[work.z * p.a_scale_batch + row * p.a_scale_row] : 1.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int column = first_column + in_team + i * kTeam;
+      const bool inside = column < p.columns && in_team + i * kTeam < T::kColumns;
+      column_scale[i] = scaled && inside ? p.b_scale[work.z * p.b_scale_batch + column * p.b_scale_row] : 1.0f;
+      bias[i] = p.bias != nullptr && inside ? load_float(p.bias, p.bias_float, column) : 0.0f;
+    }
+    if constexpr (T::kAlternating) {
+      // A warpgroup begins when the other has seen all of its stages: it may not run ahead by more than one round.
+      if (group == 1 || count > 1) {
+        barrier_wait(shared.turn + 8 * group, turn);
+        turn ^= 1;
+      }
+    }
+    if constexpr (T::kPromote) {
+      multiply_promoting<T>(shared, ring, work.blocks, group_row, group, thread, rank, sums);
+    } else {
+      multiply<T>(shared, ring, work.blocks, group_row, thread, rank, sums);
+    }
+    if constexpr (T::kAlternating) {
+      if (thread % 32 == 0) {
+        barrier_arrive(shared.turn + 8 * (1 - group));
+      }
+    }
+    if constexpr (!T::kPromote) {
+      products_wait<0>();
+      release<T>(shared, ring.stage == 0 ? T::kStages - 1 : ring.stage - 1, thread, rank);
+    }
+    named_barrier(team_barrier, kTeam);  // the last tile's columns have been read
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (in_team + i * kTeam < T::kColumns) {
+        columns[2 * (in_team + i * kTeam)] = column_scale[i];
+        columns[2 * (in_team + i * kTeam) + 1] = bias[i];
+      }
+    }
+    named_barrier(team_barrier, kTeam);
+    const float4* pairs = reinterpret_cast<const float4*>(columns);
+    const auto write = [&](auto format, auto plain) {
+      write_tile<T, decltype(format)::value, decltype(plain)::value>(
+          p, outlet, work, first_row, first_column, pairs, row_scales, sums);
+    };
+    const auto write_as = [&](auto format) {
+      if (p.activation == Activation::kNone && p.preactivation_pointer == nullptr && p.copy_out) {
+        write(format, std::true_type());
+      } else {
+        write(format, std::false_type());
+      }
+    };
+    if (p.raw || p.out_float == Float::kFP32) {
+      write_as(std::integral_constant<Float, Float::kFP32>());
+    } else if (p.out_float == Float::kBF16) {
+      write_as(std::integral_constant<Float, Float::kBF16>());
+    } else {
+      write_as(std::integral_constant<Float, Float::kFP16>());
+    }
+  }
+  if (thread == 0) {
+    copies_out_read<0>();
+  }
+}
+
+// What the host must know of an instance to launch it.
+struct Instance {
+  const void* kernel;
+  int rows, columns, cluster_rows, cluster_columns;
+  bool alternating, promote;
+  int shared_bytes;
+};
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_constant__ Launch p) {
+  extern __shared__ __align__(1024) char memory[];
+  const Shared<T> shared(memory);
+  const int group = threadIdx.x / kGroupThreads;
+  const int cluster = blockIdx.x / T::kCluster, clusters = gridDim.x / T::kCluster;
+  if (threadIdx.x == 0) {
+    constexpr int kReaders = (T::kAlternating ? 1 : 2) * (T::kClusterRows + T::kClusterColumns - 1);
+    for (int stage = 0; stage < T::kStages; ++stage) {
+      barrier_init(shared.full + 8 * stage, T::kPromote ? 33 : 1);
+      barrier_init(shared.empty + 8 * stage, kReaders);
+    }
+    barrier_init(shared.turn, 4);
+    barrier_init(shared.turn + 8, 4);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    prefetch_map(&p.a);
+    prefetch_map(&p.b);
+    prefetch_map(&p.out);
+  }
+  __syncthreads();
+  if constexpr (T::kCluster > 1) {
+    cluster_sync();
+  }
+  // All of the above overlaps with the end of the kernel before; nothing that it may have written has been read.
+  launch_next();
+  wait_for_previous();
+  if (group == 0) {
+    give_registers<40>();
+    const int warp = threadIdx.x / 32;
+    if (warp == 0 && threadIdx.x % 32 == 0) {
+      copy_operands<T>(p, shared, cluster, clusters);
+    }
+    if constexpr (T::kPromote) {
+      if (warp == 1) {
+        copy_scales<T>(p, shared, cluster, clusters, threadIdx.x % 32);
+      }
+    }
+    __syncwarp();
+  } else {
+    take_registers<232>();
+    compute<T>(p, shared, cluster, clusters, group - 1, threadIdx.x % kGroupThreads);
+  }
+  if constexpr (T::kCluster > 1) {
+    cluster_sync();  // nobody leaves while others still write into its shared memory
+  }
+}
+
+template <class T>
+Instance instance() {
+  return {reinterpret_cast<const void*>(&product_kernel<T>), T::kRows, T::kColumns, T::kClusterRows, T::kClusterColumns,
+          T::kAlternating, T::kPromote, T::kSharedBytes};
+}
+
+}  // namespace qsync::matmul

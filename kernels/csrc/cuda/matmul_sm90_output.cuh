@@ -1,0 +1,157 @@
+// How the sums of a Hopper product become results in memory: scales, bias, activation, rounding, tensor copies.
+#pragma once
+
+#include "matmul_epilogue.cuh"
+#include "matmul_sm90_tile.cuh"
+
+namespace qsync::matmul {
+
+// A warpgroup's way out: chunks of 64 rows x 128 bytes through shared memory, where they lie swizzled.
+template <class T>
+struct Outlet {
+  const Launch& p;
+  uint32_t chunks;
+  char* memory;
+  int group, thread;
+  int slot = 0;
+
+  __device__ __forceinline__ Outlet(const Launch& launch, const Shared<T>& shared, int group_, int thread_)
+      : p(launch), group(group_), thread(thread_) {
+    chunks = shared.chunks + group * T::kBuffers * kChunkBytes;
+    memory = shared.base + (chunks - shared.stages);
+  }
+
+  // Returns a buffer that nothing reads any more.
+  __device__ __forceinline__ uint32_t acquire() {
+    if (thread == 0) {
+      copies_out_read<T::kBuffers - 1>();
+    }
+    named_barrier(1 + group, kGroupThreads);
+    return chunks + slot * kChunkBytes;
+  }
+
+  // Sends the buffer that was acquired last to (row, column) of matrix z. kPlain: by the copy engine in any case.
+  template <bool kPlain>
+  __device__ __forceinline__ void send(
+      const CUtensorMap* map, void* pointer, int row, int column, int z, int bytes_each) {
+    if (kPlain || p.copy_out) {
+      fence_copies();
+      named_barrier(1 + group, kGroupThreads);
+      if (thread == 0) {
+        copy_out(map, chunks + slot * kChunkBytes, column, row, z);
+      }
+    } else {
+      named_barrier(1 + group, kGroupThreads);
+      const int each_row = 128 / bytes_each;
+      for (int i = thread; i < kChunkRows * each_row; i += kGroupThreads) {
+        const int r = i / each_row, c = i % each_row, byte = c * bytes_each;
+        if (row + r < p.rows && column + c < p.columns) {
+          const char* from = memory + slot * kChunkBytes + r * 128 + ((((byte >> 4) ^ (r & 7)) << 4) | (byte & 15));
+          const int64_t at = (int64_t{z} * p.rows + row + r) * p.columns + column + c;
+          if (bytes_each == 2) {
+            static_cast<uint16_t*>(pointer)[at] = *reinterpret_cast<const uint16_t*>(from);
+          } else {
+            static_cast<uint32_t*>(pointer)[at] = *reinterpret_cast<const uint32_t*>(from);
+          }
+        }
+      }
+    }
+    slot = slot + 1 == T::kBuffers ? 0 : slot + 1;
+  }
+};
+
+// Writes 64 x 64 values of 16 bits: value 4 * j + i of a thread is in row i / 2 * 8 + lane / 4 of its warp's 16 and in column
+// 8 * j + lane % 4 * 2 + i % 2.
+template <bool kBF16>
+__device__ __forceinline__ void put_chunk16(uint32_t buffer, const float (&v)[32], int thread) {
+  const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    const uint32_t at = buffer + row * 128 + (((j + lane / 16) ^ (row & 7)) << 4);
+    store_matrices(
+        at, pack_pair(v[4 * j], v[4 * j + 1], kBF16), pack_pair(v[4 * j + 2], v[4 * j + 3], kBF16),
+        pack_pair(v[4 * j + 4], v[4 * j + 5], kBF16), pack_pair(v[4 * j + 6], v[4 * j + 7], kBF16));
+  }
+}
+
+// Writes 64 x 32 values of 32 bits, in the same order.
+__device__ __forceinline__ void put_chunk32(uint32_t buffer, const float (&v)[16], int thread) {
+  const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = row + half * 8, byte = j * 32 + lane % 4 * 8;
+      const uint32_t at = buffer + r * 128 + ((((byte >> 4) ^ (r & 7)) << 4) | (byte & 15));
+      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(v[4 * j + 2 * half]), "f"(v[4 * j + 2 * half + 1])
+                   : "memory");
+    }
+  }
+}
+
+__device__ __forceinline__ float bits_of(int32_t sum) { return __int_as_float(sum); }
+__device__ __forceinline__ float bits_of(float sum) { return sum; }
+
+// Scales, adds, activates and sends a warpgroup's sums. kPlain: no activation, nobody wants what it would be applied to, and
+// the copy engine takes the result; apart from the rest, because jumping over that code costs more than running what is left.
+template <class T, Float kFloat, bool kPlain>
+__device__ __forceinline__ void write_tile(
+    const Launch& p, Outlet<T>& outlet, const Work& work, int first_row, int first_column, const float4* columns,
+    const float (&row_scales)[T::kSlabs][2], const Sums<T> (&sums)[T::kSlabs][T::kColumns / 2]) {
+  constexpr bool kWide = kFloat == Float::kFP32;
+  constexpr int kWidth = kWide ? 32 : 64, kValues = kWidth / 2, kBytes = kWide ? 4 : 2;
+  const int lane = outlet.thread % 32, z = p.raw ? work.split * p.batch + work.z : work.z;
+#pragma unroll
+  for (int slab = 0; slab < T::kSlabs; ++slab) {
+#pragma unroll
+    for (int chunk = 0; chunk < T::kColumns / kWidth; ++chunk) {
+      const int row = first_row + slab * 64, column = first_column + chunk * kWidth;
+      float v[kValues];
+      if (kWide && p.raw) {
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) {
+          v[i] = bits_of(sums[slab][chunk * kValues + i]);
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kWidth / 8; ++j) {
+          const float4 pair = columns[chunk * (kWidth / 2) + 4 * j + lane % 4];  // scale, bias of two columns
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float scale = row_scales[slab][i / 2] * (i % 2 ? pair.z : pair.x);
+            const float sum = static_cast<float>(sums[slab][chunk * kValues + 4 * j + i]);
+            v[4 * j + i] = fmaf(sum, scale, i % 2 ? pair.w : pair.y);
+          }
+        }
+      }
+      const auto send = [&](const CUtensorMap* map, void* pointer) {
+        const uint32_t buffer = outlet.acquire();
+        if constexpr (kWide) {
+          put_chunk32(buffer, v, outlet.thread);
+        } else {
+          put_chunk16<kFloat == Float::kBF16>(buffer, v, outlet.thread);
+        }
+        outlet.template send<kPlain>(map, pointer, row, column, z, kBytes);
+      };
+      if constexpr (!kPlain) {
+        if (p.preactivation_pointer != nullptr) {
+          send(&p.preactivation, p.preactivation_pointer);
+        }
+        if (p.activation == Activation::kRelu) {
+#pragma unroll
+          for (float& value : v) {
+            value = value < 0.0f ? 0.0f : value;
+          }
+        } else if (p.activation == Activation::kGelu) {
+#pragma unroll
+          for (float& value : v) {
+            value = gelu(value);
+          }
+        }
+      }
+      send(&p.out, p.out_pointer);
+    }
+  }
+}
+
+}  // namespace qsync::matmul

@@ -1,0 +1,52 @@
+// What every unit needs to be an operator of torch: the stable C++ interface, the current stream, the device of a tensor.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+namespace qsync {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Makes the tensor's card the current one until the end of the scope.
+class OnDeviceOf {
+ public:
+  explicit OnDeviceOf(const Tensor& x) : guard_(x.get_device_index()) {}
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+};
+
+// The stream that torch currently launches on, for the tensor's card.
+inline cudaStream_t stream_of(const Tensor& x) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// A new dense tensor on the card of another.
+inline Tensor empty_on(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {
+  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), dtype);
+}
+
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  STD_CUDA_CHECK(cudaGetDevice(&device));
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
+}  // namespace qsync

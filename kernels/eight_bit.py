@@ -1,0 +1,141 @@
+"""Matrix products with all three products in 8 bits: forward, input gradient and weight gradient.
+
+Every product reads codes that are contiguous along its contraction. With x (N, K) and a weight w (M, K):
+
+    forward            x (N, K)    w (M, K)    scales per tensor, row of x, row of w
+    input gradient     g (N, M)    w_T (K, M)  g per tensor, w_T per tensor or column of w
+    weight gradient    g_T (M, N)  x_T (K, N)  g per tensor, x_T per tensor or column of x
+
+The gradient g of the result is rounded stochastically, so that both gradients are unbiased given x and w. Where an
+operand has one scale for the whole tensor its transposed codes are written in the pass that rounds it; else its
+columns are scaled by themselves in a second pass, because a scale may not change along a contraction. Saved for the
+backward pass are the codes x_T and w_T alone.
+
+Axis letters: N rows, K contraction of the forward pass, M columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qsync_opt.kernels.formats import E5M2, INT8
+from qsync_opt.kernels.matmul import scaled_mm
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.kernels.quantize_ops import quantize_matrix
+from qsync_opt.kernels.random_bits import stream_key
+from qsync_opt.kernels.weight_cache import once_per_version
+
+# Numbers of the random streams of one call.
+_INPUT, _WEIGHT, _GRADIENT, _INPUT_COLUMNS, _WEIGHT_COLUMNS = 0, 1, 2, 3, 4
+
+
+class Operand(NamedTuple):
+    """Codes of a matrix along its rows and along its columns, each with its scales; what nobody needs is None."""
+
+    codes: Tensor
+    scale: Tensor
+    turned: Tensor | None
+    turned_scale: Tensor | None
+
+
+def quantize_operand(
+    x: Tensor, dtype: torch.dtype, granularity: str, options: KernelOptions, streams: tuple[int, int], turned: bool
+) -> Operand:
+    """Codes of ``x`` (N, K) with scales per ``"tensor"`` or ``"row"``; if wanted, codes of its transposition (K, N)."""
+
+    def run(by: str, stream: int, transposed: bool) -> Any:
+        return quantize_matrix(
+            x,
+            dtype,
+            granularity=by,
+            rounding=options.rounding,
+            key=stream_key(options.seed, options.offset, stream),
+            step=options.step,
+            transposed=transposed,
+            backend=options.backend,
+        )
+
+    forward = run(granularity, streams[0], turned and granularity == "tensor")
+    if not turned:
+        return Operand(forward.codes, forward.scale, None, None)
+    if granularity == "tensor":
+        return Operand(forward.codes, forward.scale, forward.transposed, forward.scale)
+    columns = run("channel", streams[1], True)
+    return Operand(forward.codes, forward.scale, columns.transposed, columns.scale)
+
+
+def weight_operand(
+    weight: Tensor,
+    dtype: torch.dtype,
+    options: KernelOptions,
+    turned: bool,
+    streams: tuple[int, int] = (_WEIGHT, _WEIGHT_COLUMNS),
+) -> Operand:
+    """:func:`quantize_operand` of a weight (M, K), computed once per step if the options say so."""
+    granularity = "row" if options.weight_granularity == "channel" else "tensor"
+    if options.weights == "call":
+        return quantize_operand(weight, dtype, granularity, options, streams, turned)
+    facts = (dtype, granularity, options.rounding, options.seed, options.backend, turned, streams)
+    plain = weight.detach()
+    return once_per_version(
+        weight, facts, lambda: quantize_operand(plain, dtype, granularity, options, streams, turned)
+    )
+
+
+class _EightBitProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, options: KernelOptions
+    ) -> Tensor:
+        granularity = "row" if options.activation_granularity == "row" else "tensor"
+        streams = (_INPUT, _INPUT_COLUMNS)
+        a = quantize_operand(x, dtype, granularity, options, streams, ctx.needs_input_grad[1])
+        b = weight_operand(weight, dtype, options, ctx.needs_input_grad[0])
+        ctx.save_for_backward(a.turned, a.turned_scale, b.turned, b.turned_scale)
+        ctx.options, ctx.gradient_dtype = options, dtype if dtype is INT8.dtype else E5M2.dtype
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return scaled_mm(a.codes, b.codes, a.scale, b.scale, bias, out_dtype=options.half_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_turned, x_scale, weight_turned, weight_scale = ctx.saved_tensors
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        options: KernelOptions = ctx.options
+        grad_x = grad_weight = grad_bias = None
+        if x_turned is not None or weight_turned is not None:
+            g = quantize_matrix(
+                grad,
+                ctx.gradient_dtype,
+                rounding="stochastic",
+                key=stream_key(options.seed, options.offset, _GRADIENT),
+                step=options.step,
+                transposed=x_turned is not None,
+                backend=options.backend,
+            )
+            if weight_turned is not None:
+                grad_x = scaled_mm(g.codes, weight_turned, g.scale, weight_scale, out_dtype=options.half_dtype)
+                grad_x = grad_x.to(x_dtype)
+            if x_turned is not None and g.transposed is not None:
+                wanted = torch.float32 if weight_dtype is torch.float32 else options.half_dtype
+                grad_weight = scaled_mm(g.transposed, x_turned, g.scale, x_scale, out_dtype=wanted).to(weight_dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0, dtype=torch.float32).to(bias_dtype)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype, options: KernelOptions) -> Tensor:
+    """``a @ b + bias`` of (N, K), (K, M) with codes of ``dtype``, both gradients in 8 bits too.
+
+    Gradients are in E5M2 where the codes are FP8, for its range. The result is in the 16-bit format.
+
+    Source: Unbiased 8-bit gradients as in R. Banner et al., "Scalable methods for 8-bit training of neural networks",
+        NeurIPS 2018, and J. Chen et al., "A statistical framework for low-bitwidth training", NeurIPS 2020; scales per
+        tensor and shared codes are ours.
+    """
+    result: Tensor = _EightBitProduct.apply(a, b.t(), bias, dtype, options)  # type: ignore[no-untyped-call]
+    return result

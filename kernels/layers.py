@@ -1,0 +1,185 @@
+"""Trainable layers in 8 bits: Linear, FeedForward and Embedding as modules, matmul and embedding as functions.
+
+Their parameters are FP32 or 16-bit master weights, as ``state_dict`` has them in the layers of torch. Rounding noise
+follows ``options``: raise ``options.step`` in place between training steps (or pass options with another offset) for
+noise that is new in every step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from qsync_opt.errors import UnsupportedError
+from qsync_opt.kernels import ops
+from qsync_opt.kernels.feed_forward import feed_forward
+from qsync_opt.kernels.formats import E4M3, INT8
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.kernels.quantize_ops import dequantize_matrix, quantize_matrix
+from qsync_opt.kernels.random_bits import stream_key
+
+_DTYPES = {"INT8": INT8.dtype, "FP8": E4M3.dtype}
+
+
+def _codes_dtype(precision: str) -> torch.dtype:
+    if precision not in _DTYPES:
+        raise UnsupportedError(f"layer precision {precision!r}: allowed are {', '.join(_DTYPES)}")
+    return _DTYPES[precision]
+
+
+class _RoundTrip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, granularity: str, options: KernelOptions) -> Tensor:
+        ctx.dtype = x.dtype
+        codes, scale, _ = quantize_matrix(
+            x.reshape(-1, x.shape[-1]),
+            dtype,
+            granularity=granularity,
+            rounding=options.rounding,
+            key=stream_key(options.seed, options.offset, 0),
+            step=options.step,
+            backend=options.backend,
+        )
+        return dequantize_matrix(codes, scale, options.half_dtype, backend=options.backend).view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad.to(ctx.dtype), None, None, None
+
+
+def embedding(
+    index: Tensor,
+    table: Tensor,
+    precision: str,
+    options: KernelOptions | None = None,
+    *,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Rows of a table as its 8-bit codes hold them: each with a scale of its own, in the 16-bit format.
+
+    Only the rows that are looked up are rounded. The gradient passes straight to the master rows.
+
+    Args:
+        index: Integers, any shape.
+        table: (rows, columns).
+        precision: ``"INT8"`` or ``"FP8"``.
+        options: Rounding, random stream, 16-bit format.
+        padding_idx: Row without gradient.
+    """
+    rows = F.embedding(index, table, padding_idx)
+    options = options or KernelOptions()
+    result: Tensor = _RoundTrip.apply(rows, _codes_dtype(precision), "row", options)  # type: ignore[no-untyped-call]
+    return result
+
+
+def matmul(a: Tensor, b: Tensor, precision: str, options: KernelOptions | None = None) -> Tensor:
+    """``torch.matmul`` in 8 bits: activation times activation, or times a weight of two dimensions."""
+    _codes_dtype(precision)
+    result: Tensor = ops.execute("matmul", precision, torch.matmul, (a, b), {}, options)
+    return result
+
+
+class Linear(nn.Linear):
+    """``torch.nn.Linear`` that computes in 8 bits.
+
+    Args:
+        in_features: As for ``torch.nn.Linear``, as are ``out_features``, ``bias``, ``device`` and ``dtype``.
+        out_features: See there.
+        bias: See there.
+        precision: ``"INT8"`` or ``"FP8"``.
+        options: How to round and scale, and in how many bits the backward pass runs.
+        device: See there.
+        dtype: See there.
+
+    Raises:
+        UnsupportedError: Another precision; at the call, a device that has no products in it.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        precision: str = "INT8",
+        options: KernelOptions | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        _codes_dtype(precision)
+        self.precision = precision
+        self.options = options or KernelOptions()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Result in the 16-bit format of the options."""
+        arguments = (input, self.weight, self.bias)
+        result: Tensor = ops.execute("linear", self.precision, F.linear, arguments, {}, self.options)
+        return result
+
+
+class FeedForward(nn.Module):
+    """Linear, GELU, Linear as one 8-bit operation (:func:`~qsync_opt.kernels.feed_forward.feed_forward`).
+
+    Args:
+        features: Of input and output.
+        hidden: Features between the two.
+        bias: Whether both have one.
+        precision: ``"INT8"`` or ``"FP8"``.
+        options: How to round; scales are per tensor and the backward pass is in 8 bits.
+        device: As for ``torch.nn.Linear``.
+        dtype: As for ``torch.nn.Linear``.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        bias: bool = True,
+        *,
+        precision: str = "INT8",
+        options: KernelOptions | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _codes_dtype(precision)
+        self.first = nn.Linear(features, hidden, bias, device, dtype)
+        self.second = nn.Linear(hidden, features, bias, device, dtype)
+        self.precision = precision
+        self.options = options or KernelOptions()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Result in the 16-bit format of the options."""
+        first, second = self.first, self.second
+        parameters = (first.weight, first.bias, second.weight, second.bias)
+        return feed_forward(input, *parameters, self.precision, self.options)
+
+
+class Embedding(nn.Embedding):
+    """``torch.nn.Embedding`` whose rows are rounded to 8 bits; without ``max_norm`` and sparse gradients."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        precision: str = "INT8",
+        options: KernelOptions | None = None,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        _codes_dtype(precision)
+        self.precision = precision
+        self.options = options or KernelOptions()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Rows in the 16-bit format of the options."""
+        return embedding(input, self.weight, self.precision, self.options, padding_idx=self.padding_idx)

@@ -1,0 +1,171 @@
+"""Training in 8 bits on the card: against float64, against the processor, compiled, and as a graph."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from qsync_opt.kernels import backend, layers, matmul_choices, ops
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.kernels.weight_cache import forget_weights, kept_bytes
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled():
+    if not matmul_choices.activate():
+        pytest.skip(f"the compiled products do not run here: {backend.explain(CUDA)['linear']}")
+
+
+def _norm_error(result, expected):
+    return ((result.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def _needs(precision):
+    if not ops.supports("linear", precision, CUDA):
+        pytest.skip(f"this card has no {precision}")
+
+
+def _run(x, w, b, precision, options):
+    y = ops.execute("linear", precision, F.linear, (x, w, b), {}, options)
+    grad = torch.arange(y.numel(), device=y.device).view(y.shape).mul(0.7).sin().to(y.dtype)
+    return (y, *torch.autograd.grad(y, (x, w, b), grad)), grad
+
+
+@pytest.mark.parametrize("precision", ["INT8", "FP8"])
+@pytest.mark.parametrize("backward", ["half", "eight"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_result_and_gradients_against_float64(precision, backward, rounding):
+    _needs(precision)
+    bound = {"INT8": 0.03, "FP8": 0.12}[precision]
+    granularities = itertools.product(("tensor", "row"), ("tensor", "channel"))
+    for (activation, weight), (n, k, m) in itertools.product(granularities, ((256, 512, 128), (33, 50, 17))):
+        options = KernelOptions(
+            rounding=rounding,
+            backward=backward,
+            activation_granularity=activation,
+            weight_granularity=weight,
+            half_format=backend.half_format(CUDA),
+        )
+        x, w, b = (torch.randn(s, device=CUDA).requires_grad_() for s in ((n, k), (m, k), (m,)))
+        mine, grad = _run(x, w, b, precision, options)
+        doubles = [t.detach().double().requires_grad_() for t in (x, w, b)]
+        exact = F.linear(*doubles)
+        theirs = (exact, *torch.autograd.grad(exact, doubles, grad.double()))
+        assert max(map(_norm_error, mine, theirs)) < bound
+
+
+@pytest.mark.parametrize("backward", ["half", "eight"])
+def test_the_card_and_the_processor_agree(backward):
+    options = KernelOptions(backward=backward, seed=3, half_format=backend.half_format(CUDA))
+    here = [torch.randn(s).requires_grad_() for s in ((64, 96), (32, 96), (32,))]
+    there = [t.detach().to(CUDA).requires_grad_() for t in here]
+    for mine, theirs in zip(_run(*there, "INT8", options)[0], _run(*here, "INT8", options)[0], strict=True):
+        # The codes are the same; sums of the gradients differ by a rounding of the 16-bit format.
+        assert _norm_error(mine.cpu(), theirs) < 4e-3
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.parametrize("backward", ["half", "eight"])
+def test_compiled_and_eager_agree(backward):
+    step = torch.zeros(1, dtype=torch.int64, device=CUDA)
+    options = KernelOptions(backward=backward, step=step, half_format=backend.half_format(CUDA))
+    tensors = [torch.randn(s, device=CUDA).requires_grad_() for s in ((128, 256), (64, 256), (64,))]
+
+    def run(x, w, b):
+        return ops.execute("linear", "INT8", F.linear, (x, w, b), {}, options)
+
+    compiled = torch.compile(run, fullgraph=True)
+    for _ in range(2):
+        y, z = run(*tensors), compiled(*tensors)
+        assert torch.equal(y, z)
+        grad = torch.randn_like(y)
+        pairs = zip(torch.autograd.grad(y, tensors, grad), torch.autograd.grad(z, tensors, grad), strict=True)
+        for mine, theirs in pairs:
+            assert _norm_error(mine, theirs) < 1e-3
+        step.add_(1)
+
+
+def test_a_graph_of_a_step_replays_with_new_noise():
+    step = torch.zeros(1, dtype=torch.int64, device=CUDA)
+    options = KernelOptions(backward="eight", step=step, half_format=backend.half_format(CUDA))
+    x, w, b = (torch.randn(s, device=CUDA).requires_grad_() for s in ((128, 256), (64, 256), (64,)))
+    expected = []
+    for _ in range(2):
+        expected.append(_run(x, w, b, "INT8", options)[0])
+        step.add_(1)
+    step.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result, _ = _run(x, w, b, "INT8", options)
+        step.add_(1)
+    for wanted in expected:
+        graph.replay()
+        for mine, theirs in zip(result, wanted, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_batched_products_and_embedding():
+    options = KernelOptions(activation_granularity="row", half_format=backend.half_format(CUDA))
+    a, b = torch.randn(6, 40, 64, device=CUDA), torch.randn(6, 64, 48, device=CUDA)
+    assert _norm_error(layers.matmul(a, b, "INT8", options), a.double() @ b.double()) < 0.02
+    assert _norm_error(layers.matmul(a, a.mT, "INT8", options), a.double() @ a.double().mT) < 0.02
+    table = layers.Embedding(100, 96, options=options, device=CUDA)
+    index = torch.randint(0, 100, (3, 50), device=CUDA)
+    assert _norm_error(table(index), table.weight[index]) < 0.02
+
+
+def test_weights_are_quantized_once_per_step():
+    forget_weights()
+    options = KernelOptions(backward="eight", weights="step", half_format=backend.half_format(CUDA))
+    linear = layers.Linear(64, 32, options=options, device=CUDA)
+    optimizer = torch.optim.AdamW(linear.parameters(), lr=0.1, fused=True)
+    x = torch.randn(16, 64, device=CUDA)
+    first = linear(x)
+    kept = kept_bytes()
+    assert torch.equal(first, linear(x))
+    assert kept == kept_bytes() >= 64 * 32
+    first.float().square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(first, linear(x))
+    del linear, optimizer, first
+    assert kept_bytes() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gelu_with_its_largest_magnitude(dtype):
+    for shape in ((300, 1000), (3, 7), (1, 1), (0, 4)):
+        x, grad = (torch.randn(shape, device=CUDA).mul_(3).to(dtype) for _ in range(2))
+        # Absolute error of the approximation, and one rounding.
+        absolute, relative = 5e-7, {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+        value, largest = torch.ops.qsync_opt.gelu_amax(x)
+        exact = x.double().requires_grad_()
+        theirs = F.gelu(exact)
+        assert bool(((value.double() - theirs).abs() <= 5 * absolute + relative * theirs.abs()).all())
+        assert largest.item() == (value.abs().max().item() if x.numel() else 0)
+        slope, largest = torch.ops.qsync_opt.gelu_backward_amax(grad, x)
+        (theirs,) = torch.autograd.grad(theirs, exact, grad.double())
+        bound = 5 * absolute * (1 + grad.double().abs()) + relative * theirs.abs()
+        assert bool(((slope.double() - theirs).abs() <= bound).all())
+        assert largest.item() == (slope.abs().max().item() if x.numel() else 0)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.parametrize("precision", ["INT8", "FP8"])
+def test_feed_forward_against_float64(precision):
+    _needs(precision)
+    options = KernelOptions(half_format=backend.half_format(CUDA))
+    model = layers.FeedForward(256, 512, precision=precision, options=options, device=CUDA)
+    x = torch.randn(384, 256, device=CUDA, requires_grad=True)
+    parameters = (x, model.first.weight, model.first.bias, model.second.weight, model.second.bias)
+    doubles = [t.detach().double().requires_grad_() for t in parameters]
+    exact = F.linear(F.gelu(F.linear(*doubles[:3])), *doubles[3:])
+    grad = torch.randn_like(exact)
+    theirs = (exact, *torch.autograd.grad(exact, doubles, grad))
+    for run in (model, torch.compile(model, fullgraph=True)):
+        y = run(x)
+        mine = (y, *torch.autograd.grad(y, parameters, grad.to(y.dtype)))
+        assert max(map(_norm_error, mine, theirs)) < {"INT8": 0.05, "FP8": 0.15}[precision]
