@@ -36,7 +36,7 @@ class KernelOptions:
         backward: Products of the backward pass in ``"half"`` (the 16-bit format) or in ``"eight"`` bits: the gradient
             of the result is rounded stochastically, whatever ``rounding`` says, and scaled per tensor. Matrix products
             only; convolutions run theirs in 16 bits.
-        weights: Quantize the weight of a matrix product in every ``"call"``, or once per ``"step"``: its codes are kept
+        weights: Quantize the weight of a product or convolution in every ``"call"``, or once per ``"step"``: its codes are kept
             until it is written to in place (a write through ``weight.data`` is not seen), with the noise of the call
             that made them.
         backend: ``"compiled"`` demands integer (or FP8) hardware products and refuses where there are none,
