@@ -68,12 +68,18 @@ def quantize_operand(
     return Operand(forward.codes, forward.scale, columns.transposed, columns.scale)
 
 
-def _weight_operand(weight: Tensor, dtype: torch.dtype, options: KernelOptions, turned: bool) -> Operand:
+def weight_operand(
+    weight: Tensor,
+    dtype: torch.dtype,
+    options: KernelOptions,
+    turned: bool,
+    streams: tuple[int, int] = (_WEIGHT, _WEIGHT_COLUMNS),
+) -> Operand:
+    """:func:`quantize_operand` of a weight (M, K), computed once per step if the options say so."""
     granularity = "row" if options.weight_granularity == "channel" else "tensor"
-    streams = (_WEIGHT, _WEIGHT_COLUMNS)
     if options.weights == "call":
         return quantize_operand(weight, dtype, granularity, options, streams, turned)
-    facts = (dtype, granularity, options.rounding, options.seed, options.backend, turned)
+    facts = (dtype, granularity, options.rounding, options.seed, options.backend, turned, streams)
     plain = weight.detach()
     return once_per_version(
         weight, facts, lambda: quantize_operand(plain, dtype, granularity, options, streams, turned)
@@ -88,7 +94,7 @@ class _EightBitProduct(torch.autograd.Function):
         granularity = "row" if options.activation_granularity == "row" else "tensor"
         streams = (_INPUT, _INPUT_COLUMNS)
         a = quantize_operand(x, dtype, granularity, options, streams, ctx.needs_input_grad[1])
-        b = _weight_operand(weight, dtype, options, ctx.needs_input_grad[0])
+        b = weight_operand(weight, dtype, options, ctx.needs_input_grad[0])
         ctx.save_for_backward(a.turned, a.turned_scale, b.turned, b.turned_scale)
         ctx.options, ctx.gradient_dtype = options, dtype if dtype is INT8.dtype else E5M2.dtype
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)

@@ -1,4 +1,4 @@
-"""Trainable layers in 8 bits: Linear and Embedding as modules, matmul and embedding as functions.
+"""Trainable layers in 8 bits: Linear, FeedForward and Embedding as modules, matmul and embedding as functions.
 
 Their parameters are FP32 or 16-bit master weights, as ``state_dict`` has them in the layers of torch. Rounding noise
 follows ``options``: raise ``options.step`` in place between training steps (or pass options with another offset) for
@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import ops
+from qsync_opt.kernels.feed_forward import feed_forward
 from qsync_opt.kernels.formats import E4M3, INT8
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize_ops import dequantize_matrix, quantize_matrix
@@ -120,6 +121,44 @@ class Linear(nn.Linear):
         arguments = (input, self.weight, self.bias)
         result: Tensor = ops.execute("linear", self.precision, F.linear, arguments, {}, self.options)
         return result
+
+
+class FeedForward(nn.Module):
+    """Linear, GELU, Linear as one 8-bit operation (:func:`~qsync_opt.kernels.feed_forward.feed_forward`).
+
+    Args:
+        features: Of input and output.
+        hidden: Features between the two.
+        bias: Whether both have one.
+        precision: ``"INT8"`` or ``"FP8"``.
+        options: How to round; scales are per tensor and the backward pass is in 8 bits.
+        device: As for ``torch.nn.Linear``.
+        dtype: As for ``torch.nn.Linear``.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        bias: bool = True,
+        *,
+        precision: str = "INT8",
+        options: KernelOptions | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _codes_dtype(precision)
+        self.first = nn.Linear(features, hidden, bias, device, dtype)
+        self.second = nn.Linear(hidden, features, bias, device, dtype)
+        self.precision = precision
+        self.options = options or KernelOptions()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Result in the 16-bit format of the options."""
+        first, second = self.first, self.second
+        parameters = (first.weight, first.bias, second.weight, second.bias)
+        return feed_forward(input, *parameters, self.precision, self.options)
 
 
 class Embedding(nn.Embedding):

@@ -260,14 +260,43 @@ def quantize_matrix(
     _check_choice("rounding", rounding, ROUNDINGS)
     if transposed and granularity == "block":
         raise UnsupportedError("quantize: blocks have no transposed copy: quantize the transposed matrix by itself")
-    if granularity == "tensor" and torch.compiler.is_compiling() and x.numel() > 0:
-        # In a traced graph the maximum is found in plain operators: the compiler fuses it into the one that makes x.
-        largest = x.abs().amax().to(torch.float32)
-        operator = _operator("quantize_by_amax", x.device, backend)
-        codes, scale, turned = operator(x, largest, format, rounding, signed(key), step, transposed)
-    else:
-        operator = _operator("quantize", x.device, backend)
-        codes, scale, turned = operator(x, format, granularity, rounding, signed(key), step, transposed)
+    operator = _operator("quantize", x.device, backend)
+    codes, scale, turned = operator(x, format, granularity, rounding, signed(key), step, transposed)
+    return QuantizedMatrix(codes, scale, turned if transposed else None)
+
+
+def quantize_by_amax(
+    x: Tensor,
+    largest: Tensor,
+    format: torch.dtype,
+    *,
+    rounding: str = "stochastic",
+    key: int = 0,
+    step: Tensor | None = None,
+    transposed: bool = False,
+    backend: str = "auto",
+) -> QuantizedMatrix:
+    """:func:`quantize_matrix` per tensor in one pass, where the operator that made ``x`` found its largest magnitude.
+
+    Args:
+        x: As there, as are all arguments but the next.
+        largest: FP32, one element on the device of ``x``: no magnitude in ``x`` may be above it.
+        format: See there.
+        rounding: See there.
+        key: See there.
+        step: See there.
+        transposed: See there.
+        backend: See there.
+    """
+    if x.dim() != 2 or x.dtype not in _SOURCES or largest.numel() != 1 or largest.dtype is not torch.float32:
+        raise UnsupportedError(
+            f"quantize: a {x.dim()}-dimensional {x.dtype} tensor with {largest.numel()} magnitudes of {largest.dtype}; "
+            "a float32, bfloat16 or float16 matrix with one of float32 is needed"
+        )
+    format_of(format)
+    _check_choice("rounding", rounding, ROUNDINGS)
+    operator = _operator("quantize_by_amax", x.device, backend)
+    codes, scale, turned = operator(x, largest, format, rounding, signed(key), step, transposed)
     return QuantizedMatrix(codes, scale, turned if transposed else None)
 
 

@@ -9,7 +9,7 @@ import itertools
 
 import torch
 
-from qsync_opt.kernels import library, matmul_choices
+from qsync_opt.kernels import feed_forward, library, matmul_choices
 from qsync_opt.kernels.formats import FORMATS
 from qsync_opt.kernels.matmul import scaled_mm
 from qsync_opt.kernels.quantize_ops import GRANULARITIES, UNIT, dequantize_matrix, quantize_matrix, recast_matrix
@@ -29,7 +29,8 @@ def _quantizers() -> int:
             dequantize_matrix(result.codes, result.scale, source, backend="compiled")
             count += 3
         recast_matrix(result.codes, result.scale, torch.int8, rounding="stochastic", backend="compiled")
-        count += 1
+        torch.ops.qsync_opt.gelu_backward_amax(x, torch.ops.qsync_opt.gelu_amax(x)[0])
+        count += 3
     return count
 
 
@@ -48,6 +49,7 @@ def _products() -> int:
 def main() -> None:
     if not (library.activate(UNIT) and matmul_choices.activate()):
         raise SystemExit(f"the compiled kernels do not run here: {library.reason(UNIT) or library.reason('matmul')}")
+    assert feed_forward.UNIT == UNIT  # declares the operators of GELU
     calls = _quantizers() + _products()
     torch.cuda.synchronize()
     print(f"{calls} calls ran")

@@ -133,3 +133,39 @@ def test_weights_are_quantized_once_per_step():
     assert not torch.equal(first, linear(x))
     del linear, optimizer, first
     assert kept_bytes() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gelu_with_its_largest_magnitude(dtype):
+    for shape in ((300, 1000), (3, 7), (1, 1), (0, 4)):
+        x, grad = (torch.randn(shape, device=CUDA).mul_(3).to(dtype) for _ in range(2))
+        # Absolute error of the approximation, and one rounding.
+        absolute, relative = 5e-7, {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+        value, largest = torch.ops.qsync_opt.gelu_amax(x)
+        exact = x.double().requires_grad_()
+        theirs = F.gelu(exact)
+        assert bool(((value.double() - theirs).abs() <= 5 * absolute + relative * theirs.abs()).all())
+        assert largest.item() == (value.abs().max().item() if x.numel() else 0)
+        slope, largest = torch.ops.qsync_opt.gelu_backward_amax(grad, x)
+        (theirs,) = torch.autograd.grad(theirs, exact, grad.double())
+        bound = 5 * absolute * (1 + grad.double().abs()) + relative * theirs.abs()
+        assert bool(((slope.double() - theirs).abs() <= bound).all())
+        assert largest.item() == (slope.abs().max().item() if x.numel() else 0)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.parametrize("precision", ["INT8", "FP8"])
+def test_feed_forward_against_float64(precision):
+    _needs(precision)
+    options = KernelOptions(half_format=backend.half_format(CUDA))
+    model = layers.FeedForward(256, 512, precision=precision, options=options, device=CUDA)
+    x = torch.randn(384, 256, device=CUDA, requires_grad=True)
+    parameters = (x, model.first.weight, model.first.bias, model.second.weight, model.second.bias)
+    doubles = [t.detach().double().requires_grad_() for t in parameters]
+    exact = F.linear(F.gelu(F.linear(*doubles[:3])), *doubles[3:])
+    grad = torch.randn_like(exact)
+    theirs = (exact, *torch.autograd.grad(exact, doubles, grad))
+    for run in (model, torch.compile(model, fullgraph=True)):
+        y = run(x)
+        mine = (y, *torch.autograd.grad(y, parameters, grad.to(y.dtype)))
+        assert max(map(_norm_error, mine, theirs)) < {"INT8": 0.05, "FP8": 0.15}[precision]

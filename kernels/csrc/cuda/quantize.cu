@@ -169,11 +169,47 @@ Tensor recast_cuda(const Tensor& codes, ScalarType format, double ratio, std::st
   return result;
 }
 
+namespace {
+
+// A dense tensor whose packs start on 16 bytes.
+Tensor packed(const Tensor& x) {
+  const bool fits = x.is_contiguous() && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+  return fits ? x : torch::stable::clone(torch::stable::contiguous(x));
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> gelu_amax_cuda(const Tensor& x) {
+  const OnDeviceOf guard(x);
+  const Tensor dense = packed(x);
+  Tensor result = torch::stable::new_empty(x, x.sizes(), x.scalar_type());
+  Tensor amax = empty_on(x, {1}, ScalarType::Float);
+  gelu_amax(element_of(x.scalar_type()), dense.const_data_ptr(), x.numel(), result.mutable_data_ptr(),
+            pointer<uint32_t>(amax), stream_of(x));
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return std::make_tuple(result, amax);
+}
+
+std::tuple<Tensor, Tensor> gelu_backward_amax_cuda(const Tensor& grad, const Tensor& x) {
+  STD_TORCH_CHECK(grad.scalar_type() == x.scalar_type() && grad.numel() == x.numel(),
+                  "gelu_backward_amax: grad and x must have one shape and element type");
+  const OnDeviceOf guard(x);
+  const Tensor dense = packed(x), dense_grad = packed(grad);
+  Tensor result = torch::stable::new_empty(x, x.sizes(), x.scalar_type());
+  Tensor amax = empty_on(x, {1}, ScalarType::Float);
+  gelu_backward_amax(element_of(x.scalar_type()), dense_grad.const_data_ptr(), dense.const_data_ptr(), x.numel(),
+                     result.mutable_data_ptr(), pointer<uint32_t>(amax), stream_of(x));
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return std::make_tuple(result, amax);
+}
+
 }  // namespace qsync
 
 STABLE_TORCH_LIBRARY_IMPL(qsync_opt, CUDA, m) {
   m.impl("quantize", TORCH_BOX(&qsync::quantize_cuda));
   m.impl("quantize_by_amax", TORCH_BOX(&qsync::quantize_by_amax_cuda));
+  m.impl("gelu_amax", TORCH_BOX(&qsync::gelu_amax_cuda));
+  m.impl("gelu_backward_amax", TORCH_BOX(&qsync::gelu_backward_amax_cuda));
   m.impl("dequantize", TORCH_BOX(&qsync::dequantize_cuda));
   m.impl("recast", TORCH_BOX(&qsync::recast_cuda));
 }

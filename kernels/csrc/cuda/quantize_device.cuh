@@ -10,6 +10,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace qsync {
 
@@ -143,6 +144,13 @@ __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
 
+template <typename T>
+__device__ __forceinline__ T from_float(float v) {
+  if constexpr (sizeof(T) == 4) return v;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16_rn(v);
+  if constexpr (std::is_same_v<T, __half>) return __float2half_rn(v);
+}
+
 template <Format F>
 __device__ __forceinline__ float scale_of(float amax) {
   const float scale = fmaxf(__fdiv_rn(amax, largest<F>()), kSmallestNormal);
@@ -168,7 +176,8 @@ __device__ constexpr uint32_t above_lane() {
   return F == Format::kInt8 ? 0x4b000000u : 0;
 }
 
-// One code, in byte code_byte(), from y = value * factor; `lane` is the element's 16 random bits, already odd, as an
+// One code, in byte code_byte(), from y = value * factor, which callers form with __fmul_rn: the sum below must not be
+// contracted with that product, which is rounded by itself; `lane` is the element's 16 random bits, already odd, as an
 // offset number in [1, 65535], with above_lane() above them.
 template <Format F, bool kStochastic>
 __device__ __forceinline__ uint32_t round_one(float y, uint32_t lane) {

@@ -77,6 +77,12 @@ void dequantize(Format format, const uint8_t* codes, int64_t rows, int64_t cols,
 // Codes of one format from codes of another times `ratio`.
 void recast(Format from, const uint8_t* codes, int64_t count, float ratio, const Codes& out, cudaStream_t stream);
 
+// GELU of `count` dense elements, and the bits of the largest magnitude of the results (zeroed here).
+void gelu_amax(Element element, const void* x, int64_t count, void* result, uint32_t* amax, cudaStream_t stream);
+// The same of its gradient: grad times the derivative at x.
+void gelu_backward_amax(Element element, const void* grad, const void* x, int64_t count, void* result, uint32_t* amax,
+                        cudaStream_t stream);
+
 int blocks_per_wave(int per_multiprocessor);
 
 }  // namespace qsync

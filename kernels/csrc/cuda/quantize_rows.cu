@@ -12,7 +12,7 @@ __device__ __forceinline__ void store_codes(const uint4& raw, float factor, uint
   float y[kCount];
   Pack<T>::unpack(raw, y);
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) y[i] *= factor;
+  for (int i = 0; i < kCount; ++i) y[i] = __fmul_rn(y[i], factor);
   const uint32_t low = round_four<F, kStochastic>(y, kStochastic ? random_word(count) : 0);
   if constexpr (kCount == 4) {
     *reinterpret_cast<uint32_t*>(out) = low;

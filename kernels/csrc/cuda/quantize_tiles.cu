@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads)
       float y[kCount];
       Pack<T>::unpack(raw[i], y);
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) y[j] *= factor;
+      for (int j = 0; j < kCount; ++j) y[j] = __fmul_rn(y[j], factor);
       const uint64_t count = kStochastic ? counter(key, static_cast<uint64_t>(p) * (kCount / 4)) : 0;
       const uint32_t low = round_four<F, kStochastic>(y, kStochastic ? random_word(count) : 0);
       if constexpr (kCount == 4) {
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads) tiles_kernel(const T* x, int64_t row
       float y[kCount];
       Pack<T>::unpack(raw[r], y);
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) y[j] *= granularity == Granularity::kRow ? by_row : factor[j];
+      for (int j = 0; j < kCount; ++j) y[j] = __fmul_rn(y[j], granularity == Granularity::kRow ? by_row : factor[j]);
 #pragma unroll
       for (int h = 0; h < kCount / 4; ++h) {
         packed[h][r] = round_four<F, kStochastic>(y + 4 * h, kStochastic ? random_word(count + h * kGolden) : 0);
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kThreads)
                           : granularity == Granularity::kColumn ? col
                           : granularity == Granularity::kBlock  ? row * blocks + col / kBlockLength
                                                                 : 0;
-    const float y = to_float(x[row * shape.row_stride + col * shape.col_stride]) * factors[slice];
+    const float y = __fmul_rn(to_float(x[row * shape.row_stride + col * shape.col_stride]), factors[slice]);
     const int64_t element = row * shape.cols + col;
     const uint8_t code = round_at<F, kStochastic>(y, key, static_cast<uint64_t>(element));
     codes[element] = code;

@@ -6,21 +6,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-template <typename T>
-__device__ __forceinline__ T from_float(float v);
-template <>
-__device__ __forceinline__ float from_float<float>(float v) {
-  return v;
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
-  return __float2bfloat16_rn(v);
-}
-template <>
-__device__ __forceinline__ __half from_float<__half>(float v) {
-  return __float2half_rn(v);
-}
-
 __device__ __forceinline__ float scale_at(const float* scale, Granularity granularity, int64_t row, int64_t col,
                                           int64_t blocks) {
   if (granularity == Granularity::kTensor) return __ldg(scale);
@@ -77,7 +62,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   float y[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) y[i] = decode<From>((raw >> (8 * i)) & 0xffu) * ratio;
+  for (int i = 0; i < 4; ++i) y[i] = __fmul_rn(decode<From>((raw >> (8 * i)) & 0xffu), ratio);
   const uint32_t result = round_four<To, kStochastic>(y, kStochastic ? random_word(counter(key, four)) : 0);
   if (left >= 4) {
     *reinterpret_cast<uint32_t*>(out + four * 4) = result;

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import layers, ops
+from qsync_opt.kernels.feed_forward import feed_forward
 from qsync_opt.kernels.options import KernelOptions
 
 
@@ -75,3 +76,47 @@ def test_matmul_and_refusals():
     for make in (lambda: layers.Linear(4, 4, precision="INT4"), lambda: layers.Embedding(4, 4, precision="BF16")):
         with pytest.raises(UnsupportedError, match="allowed are INT8, FP8"):
             make()
+
+
+@pytest.mark.parametrize("precision", ["INT8", "FP8"])
+def test_feed_forward_against_float64(precision):
+    model = layers.FeedForward(32, 64, precision=precision, options=KernelOptions(weights="step"))
+    x = torch.randn(3, 40, 32, requires_grad=True)
+    y = model(x)
+    assert y.dtype is torch.bfloat16
+    grad = torch.randn_like(y)
+    parameters = (x, model.first.weight, model.first.bias, model.second.weight, model.second.bias)
+    mine = torch.autograd.grad(y, parameters, grad)
+    doubles = [t.detach().double().requires_grad_() for t in parameters]
+    exact = F.linear(F.gelu(F.linear(*doubles[:3])), *doubles[3:])
+    bound = {"INT8": 0.04, "FP8": 0.15}[precision]
+    assert _norm_error(y, exact) < bound
+    for here, there in zip(mine, torch.autograd.grad(exact, doubles, grad.double()), strict=True):
+        assert here.dtype is torch.float32
+        assert _norm_error(here, there) < bound
+
+
+def test_feed_forward_computes_only_what_is_needed():
+    model = layers.FeedForward(16, 32, bias=False)
+    for parameter in model.first.parameters():
+        parameter.requires_grad_(False)
+    model(torch.randn(8, 16)).sum().backward()
+    assert model.first.weight.grad is None
+    assert model.second.weight.grad.shape == (16, 32)
+    with pytest.raises(UnsupportedError, match="allowed are INT8, FP8"):
+        feed_forward(torch.randn(2, 2), torch.randn(2, 2), None, torch.randn(2, 2), None, "INT4")
+
+
+def test_gelu_operators_find_the_largest_magnitude():
+    x, grad = torch.randn(7, 9).bfloat16(), torch.randn(7, 9).bfloat16()
+    value, largest = torch.ops.qsync_opt.gelu_amax(x)
+    assert torch.equal(value, F.gelu(x.float()).bfloat16())
+    assert largest.item() == value.abs().max().item()
+    slope, largest = torch.ops.qsync_opt.gelu_backward_amax(grad, x)
+    exact = x.double().requires_grad_()
+    (theirs,) = torch.autograd.grad(F.gelu(exact), exact, grad.double())
+    assert _norm_error(slope, theirs) < 3e-3
+    assert largest.item() == slope.abs().max().item()
+    torch.library.opcheck(torch.ops.qsync_opt.gelu_amax.default, (x,))
+    torch.library.opcheck(torch.ops.qsync_opt.gelu_backward_amax.default, (grad, x))
+    assert torch.ops.qsync_opt.gelu_amax(x[:0])[1].item() == 0

@@ -1,0 +1,92 @@
+// GELU and its gradient with the largest magnitude of what they write: the first of the two passes of a quantizer.
+#include "cuda/quantize_kernels.cuh"
+
+namespace qsync {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct Normal {
+  float below, density;  // distribution and density function of the standard normal
+};
+
+// Source: M. Abramowitz, I. Stegun, "Handbook of mathematical functions", 7.1.26: absolute error below 2e-7.
+__device__ __forceinline__ Normal normal(float x) {
+  const float z = fabsf(x) * 0.70710678f;
+  const float t = __fdividef(1.0f, fmaf(0.3275911f, z, 1.0f));
+  const float bell = __expf(-z * z);
+  float p = fmaf(1.061405429f, t, -1.453152027f);
+  p = fmaf(p, t, 1.421413741f);
+  p = fmaf(p, t, -0.284496736f);
+  p = fmaf(p, t, 0.254829592f);
+  const float tail = 0.5f * p * t * bell;
+  return {x < 0.0f ? tail : 1.0f - tail, 0.39894228f * bell};
+}
+
+__device__ __forceinline__ float value(float x) { return x * normal(x).below; }
+
+__device__ __forceinline__ float value(float x, float grad) {
+  const Normal n = normal(x);
+  return grad * fmaf(x, n.density, n.below);
+}
+
+// Grid: a wave of blocks over the packs of dense tensors; the elements that fill no pack go to the first block.
+// Traffic: each operand read once, each result written once, one atomic per block.
+// Contract: gelu_amax() and gelu_backward_amax() within 2e-7 (times grad) and the rounding of the element type.
+template <typename T, bool kBackward>
+__global__ void __launch_bounds__(kThreads)
+    gelu_kernel(const T* x, const T* grad, int64_t count, T* result, uint32_t* amax) {
+  constexpr int kCount = Pack<T>::kCount;
+  __shared__ uint32_t partial[kThreads / 32];
+  const int64_t packs = count / kCount, step = static_cast<int64_t>(gridDim.x) * kThreads;
+  float magnitude = 0.0f;
+#pragma unroll 2
+  for (int64_t p = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; p < packs; p += step) {
+    float v[kCount], g[kCount];
+    Pack<T>::unpack(__ldcs(reinterpret_cast<const uint4*>(x) + p), v);
+    if constexpr (kBackward) Pack<T>::unpack(__ldcs(reinterpret_cast<const uint4*>(grad) + p), g);
+    __align__(16) T out[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) out[i] = from_float<T>(kBackward ? value(v[i], g[i]) : value(v[i]));
+    const uint4 raw = *reinterpret_cast<const uint4*>(out);
+    magnitude = larger(magnitude, Pack<T>::magnitude(raw));
+    reinterpret_cast<uint4*>(result)[p] = raw;
+  }
+  for (int64_t i = packs * kCount + threadIdx.x; blockIdx.x == 0 && i < count; i += kThreads) {
+    const float v = to_float(x[i]);
+    result[i] = from_float<T>(kBackward ? value(v, to_float(grad[i])) : value(v));
+    magnitude = larger(magnitude, fabsf(to_float(result[i])));
+  }
+  uint32_t bits = group_max<32>(__float_as_uint(magnitude));
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = bits;
+  __syncthreads();
+  bits = group_max<32>(threadIdx.x % 32 < kThreads / 32 ? partial[threadIdx.x % 32] : 0);
+  if (threadIdx.x == 0) atomicMax(amax, bits);
+}
+
+template <bool kBackward>
+void launch(Element element, const void* x, const void* grad, int64_t count, void* result, uint32_t* amax,
+            cudaStream_t stream) {
+  cudaMemsetAsync(amax, 0, sizeof(uint32_t), stream);
+  if (count == 0) return;
+  with_element(element, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const int64_t needed = count / (kThreads * Pack<T>::kCount) + 1;
+    const int64_t grid = std::min(needed, static_cast<int64_t>(blocks_per_wave(8)));
+    gelu_kernel<T, kBackward><<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(
+        static_cast<const T*>(x), static_cast<const T*>(grad), count, static_cast<T*>(result), amax);
+  });
+}
+
+}  // namespace
+
+void gelu_amax(Element element, const void* x, int64_t count, void* result, uint32_t* amax, cudaStream_t stream) {
+  launch<false>(element, x, nullptr, count, result, amax, stream);
+}
+
+void gelu_backward_amax(Element element, const void* grad, const void* x, int64_t count, void* result, uint32_t* amax,
+                        cudaStream_t stream) {
+  launch<true>(element, x, grad, count, result, amax, stream);
+}
+
+}  // namespace qsync

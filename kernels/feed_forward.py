@@ -1,0 +1,183 @@
+"""Linear, GELU, Linear in 8 bits with all six products of a training step, as one operation.
+
+Against three operations this saves passes over the hidden activations: GELU and its gradient find the largest magnitude
+of what they write, so that the quantizer behind them reads it once. Codes are scaled per tensor. Saved for the backward
+pass are the transposed codes of the operands, and the 16-bit input of GELU, which its gradient needs.
+
+Axis letters: N rows, K input features, H hidden features, M output features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qsync_opt.errors import UnsupportedError
+from qsync_opt.kernels import library
+from qsync_opt.kernels.eight_bit import quantize_operand, weight_operand
+from qsync_opt.kernels.formats import E4M3, E5M2, INT8
+from qsync_opt.kernels.matmul import scaled_mm
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.kernels.quantize_ops import UNIT, quantize_by_amax, quantize_matrix
+from qsync_opt.kernels.random_bits import stream_key
+
+# Numbers of the random streams of one call; an operand's second is for columns, which are not scaled apart here.
+_INPUT, _FIRST, _SECOND, _HIDDEN, _GRADIENT, _HIDDEN_GRADIENT = (0, 0), (1, 1), (2, 2), 3, 4, 5
+
+
+def _with_amax(values: Tensor) -> tuple[Tensor, Tensor]:
+    if values.numel() == 0:
+        return values, values.new_zeros(1, dtype=torch.float32)
+    return values, values.abs().amax().to(torch.float32).reshape(1)
+
+
+def _gelu_amax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch: GELU formed in FP32, rounded once; and the largest magnitude of the result."""
+    return _with_amax(F.gelu(x.to(torch.float32)).to(x.dtype).contiguous())
+
+
+def _gelu_backward_amax(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch: gradient of GELU at ``x``, formed in FP32, rounded once; and its largest magnitude."""
+    exact = torch.ops.aten.gelu_backward(grad.to(torch.float32), x.to(torch.float32))
+    return _with_amax(exact.to(x.dtype).contiguous())
+
+
+def _gelu_amax_fake(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty((1,), dtype=torch.float32)
+
+
+def _gelu_backward_amax_fake(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return _gelu_amax_fake(x)
+
+
+_GELU_AMAX = library.define(
+    "gelu_amax(Tensor x) -> (Tensor, Tensor)", unit=UNIT, plain=_gelu_amax, fake=_gelu_amax_fake
+)
+_GELU_BACKWARD_AMAX = library.define(
+    "gelu_backward_amax(Tensor grad, Tensor x) -> (Tensor, Tensor)",
+    unit=UNIT,
+    plain=_gelu_backward_amax,
+    fake=_gelu_backward_amax_fake,
+)
+
+
+def _operator(compiled: Any, plain: Any, device: torch.device, backend: str) -> Any:
+    if backend == "reference":
+        return plain
+    if device.type == "cuda":
+        library.activate(UNIT)
+    return compiled
+
+
+class _FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        first: Tensor,
+        first_bias: Tensor | None,
+        second: Tensor,
+        second_bias: Tensor | None,
+        dtype: torch.dtype,
+        options: KernelOptions,
+    ) -> Tensor:
+        a = quantize_operand(x, dtype, "tensor", options, _INPUT, ctx.needs_input_grad[1])
+        w = weight_operand(first, dtype, options, ctx.needs_input_grad[0], _FIRST)
+        hidden = scaled_mm(a.codes, w.codes, a.scale, w.scale, first_bias, out_dtype=options.half_dtype)
+        gelu = _operator(_GELU_AMAX, _gelu_amax, x.device, options.backend)
+        activated, largest = gelu(hidden)
+        h = quantize_by_amax(
+            activated,
+            largest,
+            dtype,
+            rounding=options.rounding,
+            key=stream_key(options.seed, options.offset, _HIDDEN),
+            step=options.step,
+            transposed=True,
+            backend=options.backend,
+        )
+        v = weight_operand(second, dtype, options, True, _SECOND)
+        ctx.save_for_backward(a.turned, a.scale, w.turned, w.scale, hidden, h.transposed, h.scale, v.turned, v.scale)
+        ctx.options, ctx.gradient_dtype = options, dtype if dtype is INT8.dtype else E5M2.dtype
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, first, first_bias, second, second_bias)]
+        return scaled_mm(h.codes, v.codes, h.scale, v.scale, second_bias, out_dtype=options.half_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, a_scale, w, w_scale, hidden, h, h_scale, v, v_scale = ctx.saved_tensors
+        options: KernelOptions = ctx.options
+        x_dtype, first_dtype, first_bias_dtype, second_dtype, second_bias_dtype = ctx.dtypes
+        wanted = ctx.needs_input_grad
+
+        def choices(stream: int) -> dict[str, Any]:
+            key = stream_key(options.seed, options.offset, stream)
+            common = {"rounding": "stochastic", "key": key, "step": options.step, "backend": options.backend}
+            return {**common, "transposed": True}
+
+        def weight_gradient(g: Any, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+            result = torch.float32 if dtype is torch.float32 else options.half_dtype
+            return scaled_mm(g.transposed, codes, g.scale, scale, out_dtype=result).to(dtype)
+
+        g = quantize_matrix(grad, ctx.gradient_dtype, **choices(_GRADIENT))
+        grad_second = weight_gradient(g, h, h_scale, second_dtype) if wanted[3] else None
+        grad_second_bias = grad.sum(0, dtype=torch.float32).to(second_bias_dtype) if wanted[4] else None
+        grad_x = grad_first = grad_first_bias = None
+        if wanted[0] or wanted[1] or wanted[2]:
+            grad_gelu = scaled_mm(g.codes, v, g.scale, v_scale, out_dtype=options.half_dtype)
+            backward = _operator(_GELU_BACKWARD_AMAX, _gelu_backward_amax, grad.device, options.backend)
+            grad_hidden, largest = backward(grad_gelu, hidden)
+            if wanted[2]:
+                grad_first_bias = grad_hidden.sum(0, dtype=torch.float32).to(first_bias_dtype)
+            e = quantize_by_amax(grad_hidden, largest, ctx.gradient_dtype, **choices(_HIDDEN_GRADIENT))
+            if wanted[0]:
+                grad_x = scaled_mm(e.codes, w, e.scale, w_scale, out_dtype=options.half_dtype).to(x_dtype)
+            if wanted[1]:
+                grad_first = weight_gradient(e, a, a_scale, first_dtype)
+        return grad_x, grad_first, grad_first_bias, grad_second, grad_second_bias, None, None
+
+
+def feed_forward(
+    x: Tensor,
+    first: Tensor,
+    first_bias: Tensor | None,
+    second: Tensor,
+    second_bias: Tensor | None,
+    precision: str,
+    options: KernelOptions | None = None,
+) -> Tensor:
+    """``linear(gelu(linear(x, first, first_bias)), second, second_bias)`` in 8 bits, forward and backward.
+
+    Args:
+        x: (.., K).
+        first: (H, K).
+        first_bias: (H,) or None.
+        second: (M, H).
+        second_bias: (M,) or None.
+        precision: ``"INT8"`` or ``"FP8"`` (E4M3; gradients E5M2).
+        options: Rounding, random stream, 16-bit format; scales are per tensor and the backward pass is in 8 bits,
+            whatever they say.
+
+    Returns:
+        (.., M) in the 16-bit format.
+
+    Raises:
+        UnsupportedError: Another precision.
+
+    Source: ours.
+    """
+    dtypes = {"INT8": INT8.dtype, "FP8": E4M3.dtype}
+    if precision not in dtypes:
+        raise UnsupportedError(f"feed_forward precision {precision!r}: allowed are {', '.join(dtypes)}")
+    options = replace(
+        options or KernelOptions(), activation_granularity="tensor", weight_granularity="tensor", backward="eight"
+    )
+    rows = x.reshape(-1, x.shape[-1])
+    arguments = (rows, first, first_bias, second, second_bias, dtypes[precision], options)
+    result: Tensor = _FeedForward.apply(*arguments)  # type: ignore[no-untyped-call]
+    return result.view(*x.shape[:-1], second.shape[0])
