@@ -13,31 +13,44 @@ if TYPE_CHECKING:
     from qsync_opt.build import build_problem as build_problem
     from qsync_opt.cluster import Cluster as Cluster
     from qsync_opt.cluster import load_cluster as load_cluster
+    from qsync_opt.comparison import compare_plans as compare_plans
+    from qsync_opt.datasheets import DataSheet as DataSheet
+    from qsync_opt.datasheets import data_sheet as data_sheet
     from qsync_opt.device_profile import DeviceProfile as DeviceProfile
     from qsync_opt.device_profile import load_profile as load_profile
     from qsync_opt.errors import QSyncError as QSyncError
     from qsync_opt.evaluation import Evaluation as Evaluation
     from qsync_opt.evaluation import evaluate as evaluate
+    from qsync_opt.explanation import Explainer as Explainer
+    from qsync_opt.explanation import Explanation as Explanation
     from qsync_opt.graph import Operator as Operator
     from qsync_opt.graph import OpGraph as OpGraph
     from qsync_opt.graph import Role as Role
     from qsync_opt.graph_file import load_graph as load_graph
-    from qsync_opt.indicator import SensitivityTable as SensitivityTable
     from qsync_opt.indicator import sensitivities as sensitivities
     from qsync_opt.memory import memory_breakdown as memory_breakdown
     from qsync_opt.onnx_reader import read_onnx as read_onnx
+    from qsync_opt.onnx_reader import read_weights as read_weights
+    from qsync_opt.pareto import Front as Front
+    from qsync_opt.pareto import pareto_front as pareto_front
     from qsync_opt.plan import Plan as Plan
     from qsync_opt.plan import load_plan as load_plan
     from qsync_opt.planner import FastestPlan as FastestPlan
     from qsync_opt.planner import fastest as fastest
     from qsync_opt.planner import solve as solve
+    from qsync_opt.plugins import CostModel as CostModel
+    from qsync_opt.plugins import Indicator as Indicator
+    from qsync_opt.plugins import ModelKnowledge as ModelKnowledge
     from qsync_opt.problem import Problem as Problem
     from qsync_opt.problem_file import load_problem as load_problem
     from qsync_opt.replanning import Replanning as Replanning
     from qsync_opt.replanning import replan as replan
     from qsync_opt.replay import Timeline as Timeline
     from qsync_opt.replay import write_trace as write_trace
+    from qsync_opt.report import make_report as make_report
+    from qsync_opt.report import write_report as write_report
     from qsync_opt.roles import RoleTable as RoleTable
+    from qsync_opt.roofline import roofline_profile as roofline_profile
     from qsync_opt.runtimes.torch.apply import ApplyOptions as ApplyOptions
     from qsync_opt.runtimes.torch.apply import apply as apply
     from qsync_opt.runtimes.torch.apply import undo as undo
@@ -51,11 +64,13 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.profiler import profile as profile
     from qsync_opt.runtimes.torch.refresh import PlanRefresher as PlanRefresher
     from qsync_opt.runtimes.torch.statistics import collect_statistics as collect_statistics
+    from qsync_opt.sensitivity_table import SensitivityTable as SensitivityTable
     from qsync_opt.solution import PointStatus as PointStatus
     from qsync_opt.solution import Solution as Solution
     from qsync_opt.solution import TerminationStatus as TerminationStatus
     from qsync_opt.statistics_file import load_statistics as load_statistics
     from qsync_opt.statistics_file import save_statistics as save_statistics
+    from qsync_opt.weight_indicator import weight_sensitivities as weight_sensitivities
 
 __version__ = "0.1.0"
 
@@ -76,14 +91,18 @@ _PUBLIC = {
     "load_statistics": "qsync_opt.statistics_file",
     "save_statistics": "qsync_opt.statistics_file",
     "sensitivities": "qsync_opt.indicator",
-    "SensitivityTable": "qsync_opt.indicator",
+    "SensitivityTable": "qsync_opt.sensitivity_table",
     "build_problem": "qsync_opt.build",
     "uniform_plan": "qsync_opt.baselines",
     "memory_breakdown": "qsync_opt.memory",
     "write_trace": "qsync_opt.replay",
+    "make_report": "qsync_opt.report",
+    "write_report": "qsync_opt.report",
     "Timeline": "qsync_opt.replay",
     "Evaluation": "qsync_opt.evaluation",
     "evaluate": "qsync_opt.evaluation",
+    "Explainer": "qsync_opt.explanation",
+    "Explanation": "qsync_opt.explanation",
     "Plan": "qsync_opt.plan",
     "load_plan": "qsync_opt.plan",
     "FastestPlan": "qsync_opt.planner",
@@ -105,6 +124,17 @@ _PUBLIC = {
     "apply": "qsync_opt.runtimes.torch.apply",
     "undo": "qsync_opt.runtimes.torch.apply",
     "ApplyOptions": "qsync_opt.runtimes.torch.apply",
+    "CostModel": "qsync_opt.plugins",
+    "DataSheet": "qsync_opt.datasheets",
+    "data_sheet": "qsync_opt.datasheets",
+    "Front": "qsync_opt.pareto",
+    "Indicator": "qsync_opt.plugins",
+    "ModelKnowledge": "qsync_opt.plugins",
+    "compare_plans": "qsync_opt.comparison",
+    "pareto_front": "qsync_opt.pareto",
+    "read_weights": "qsync_opt.onnx_reader",
+    "roofline_profile": "qsync_opt.roofline",
+    "weight_sensitivities": "qsync_opt.weight_indicator",
     "auto_plan": "qsync_opt.runtimes.torch.planning",
     "PlanningOptions": "qsync_opt.runtimes.torch.job_options",
     "JobPlan": "qsync_opt.runtimes.torch.job_plan",

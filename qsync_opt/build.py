@@ -12,16 +12,17 @@ from qsync_opt.cluster import Cluster, DeviceRole, DeviceType
 from qsync_opt.costs import MeasuredCost
 from qsync_opt.device_profile import DeviceProfile, load_profile
 from qsync_opt.errors import ProblemError
+from qsync_opt.estimates import estimate_extras
 from qsync_opt.evaluation import BYTES_PER_KIB, evaluate, evaluate_device
 from qsync_opt.graph import OpGraph, Role
-from qsync_opt.indicator import SensitivityTable
 from qsync_opt.jsonio import check_number
-from qsync_opt.memory import MEMORY_KEY, StaticMemory, model_memory
+from qsync_opt.memory import MemoryModel, model_memory
 from qsync_opt.plan import Plan
 from qsync_opt.precision import FORMATS, PrecisionFormats
 from qsync_opt.pricing import device_tables, price_operators, problem_inputs, problem_role
 from qsync_opt.problem import CastCost, Communication, OperatorCost, Problem, ProblemDevice, ProblemOperator
 from qsync_opt.propagation import propagate
+from qsync_opt.sensitivity_table import SensitivityTable
 from qsync_opt.sensitivity_values import SensitivityValues
 
 Sensitivities = Mapping[str, Mapping[str, float]]
@@ -48,6 +49,7 @@ def build_problem(
     latency_limit_ns: int | None = None,
     fastest: Fastest | None = None,
     excluded: Excluded | None = None,
+    sensitivity_estimate: str | None = None,
     by_device: Mapping[str, Sensitivities] | None = None,
 ) -> Problem:
     """Build the precision-allocation problem of a model on a cluster.
@@ -65,11 +67,14 @@ def build_problem(
         fastest: Finds that plan; None: the planner's way.
         excluded: Precisions that an operator must not get, each with the reason in words; they leave its table. None:
             those that ``sensitivities`` names, if it is a `SensitivityTable` or `SensitivityValues`.
+        sensitivity_estimate: What the sensitivities were estimated by, if not from collected statistics.
         by_device: Sensitivities of single device types, in place of ``sensitivities``: border formats differ between
             types (8-bit operators answer in FP16 on a T4, in BF16 on an A10), and with them the noise.
 
     Returns:
-        The problem, named after the graph. Each device notes under ``x-memory`` what its static memory is made of.
+        The problem, named after the graph. Each device notes under ``x-memory`` what its static memory is made of, and
+        under ``x-memory-operators`` which operators it is charged to; ``x-estimates`` names the device types whose
+        profile is an estimate, and what ``sensitivity_estimate`` says.
 
     Raises:
         ProblemError: A device type without profile, a profile of another model (the first operators that differ are
@@ -99,16 +104,16 @@ def build_problem(
         for operator in graph
     )
     devices: dict[str, ProblemDevice] = {}
-    extras: dict[tuple[str, ...], object] = {}
+    extras: dict[tuple[str, ...], object] = {**estimate_extras(used, sensitivity_estimate)}
     for device in cluster.devices:
         table = by_device.get(device.name, sensitivities)
         shown = table if device.role is DeviceRole.PLANNED else None
         refused = _excluded(table) if excluded is None else excluded
-        devices[device.name], static = _device(
+        devices[device.name], memory = _device(
             graph, device, used[device.name], shown, refused, distributed, buckets.gradient_as_view
         )
         if device.role is DeviceRole.PLANNED:
-            extras["devices", device.name, MEMORY_KEY] = static.to_json()
+            extras |= memory.notes(device.name)
     allreduce_ns = tuple(
         sum(cluster.network.allreduce_ns(bucket.num_bytes, cluster.num_workers) for bucket in group) for group in groups
     )
@@ -160,7 +165,7 @@ def _device(
     excluded: Excluded,
     distributed: bool,
     gradient_as_view: bool,
-) -> tuple[ProblemDevice, StaticMemory]:
+) -> tuple[ProblemDevice, MemoryModel]:
     """One device type as it stands in a problem; ``sensitivities`` None counts none (fixed precision)."""
     tables = device_tables(graph, profile, device)
     if device.role is DeviceRole.PLANNED:
@@ -198,7 +203,7 @@ def _device(
             casts=_casts(profile, used),
             operators=operators,
         ),
-        memory.static,
+        memory,
     )
 
 

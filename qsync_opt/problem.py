@@ -53,7 +53,8 @@ class ProblemOperator:
         try:
             object.__setattr__(self, "role", Role(self.role))
         except ValueError:
-            raise ProblemError(f"{what}: role is {self.role!r}, but allowed are {', '.join(Role)}") from None
+            near = near_match(str(self.role), Role)
+            raise ProblemError(f"{what}: role is {self.role!r}{near}; allowed are {', '.join(Role)}") from None
         object.__setattr__(self, "inputs", tuple(self.inputs))
         check_integer(self.output_elements, f"{what}: output_elements")
         if self.bucket is not None:
@@ -358,7 +359,8 @@ class Problem:
             return self._devices[name]
         except KeyError:
             raise ProblemError(
-                f"problem {self.name!r} has no device type {name!r}; it has {', '.join(self._devices)}"
+                f"problem {self.name!r} has no device type {name!r}{near_match(name, self._devices)}; it has "
+                f"{', '.join(self._devices)}"
             ) from None
 
     def rank(self, format_name: str) -> int:
@@ -379,3 +381,19 @@ class Problem:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the problem file, whole or not at all."""
         write_json(path, self.to_json())
+
+    def to_pandas(self) -> Any:
+        """A pandas table with one row per device type, operator and precision; see `qsync_opt.tables`."""
+        from qsync_opt.tables import problem_table
+
+        return problem_table(self)
+
+    def __repr__(self) -> str:
+        from qsync_opt.display import problem_text
+
+        return problem_text(self)
+
+    def _repr_html_(self) -> str:
+        from qsync_opt.display import problem_html
+
+        return problem_html(self)
