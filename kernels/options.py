@@ -36,9 +36,9 @@ class KernelOptions:
         backward: Products of the backward pass in ``"half"`` (the 16-bit format) or in ``"eight"`` bits: the gradient
             of the result is rounded stochastically, whatever ``rounding`` says, and scaled per tensor. Matrix products
             only; convolutions run theirs in 16 bits.
-        weights: Quantize the weight of a matrix product in every ``"call"``, or once per ``"step"``: its codes are kept
-            until it is written to in place (a write through ``weight.data`` is not seen), with the noise of the call
-            that made them.
+        weights: Quantize the weight of a product or convolution in every ``"call"``, or once per ``"step"``: its codes
+            are kept until it is written to in place (a write through ``weight.data`` is not seen), with the noise of
+            the call that made them.
         backend: ``"compiled"`` demands integer (or FP8) hardware products and refuses where there are none,
             ``"reference"`` demands the plain PyTorch ones, ``"auto"`` takes the compiled where they exist.
         step: One int64 on the operator's device that is mixed into the random stream: raised in place between steps, it

@@ -20,7 +20,11 @@ int narrow(int64_t value, const char* what) {
 }
 
 int extent(int64_t size, int64_t taps, int64_t stride, int64_t padding, int64_t dilation) {
-  return narrow((size + 2 * padding - dilation * (taps - 1) - 1) / stride + 1, "an output size");
+  const int64_t room = size + 2 * padding - dilation * (taps - 1) - 1;
+  STD_TORCH_CHECK(
+      room >= 0, "scaled_conv2d: ", taps, " taps of dilation ", dilation, " do not fit an input of ", size,
+      " with padding ", padding);
+  return narrow(room / stride + 1, "an output size");
 }
 
 Geometry geometry_of(
@@ -87,6 +91,8 @@ Folding folding_of(const Geometry& g, Output output) {
   f.s = s;
   f.rows = g.p + f.r - 1;
   f.columns = g.q + f.s - 1;
+  // One block per folded row of every image.
+  if (int64_t{g.n} * f.rows > kIntMax) f.channels = 0;
   return f;
 }
 

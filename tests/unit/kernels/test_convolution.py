@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,7 +7,8 @@ from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.convolution import MAX_TERMS, scaled_conv2d
-from qsync_opt.kernels.int8 import scaled_convolution
+from qsync_opt.kernels.int8 import convolution, scaled_convolution
+from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize import quantize_int8
 
 
@@ -93,6 +95,24 @@ def test_a_compiled_function_gives_the_same_bits():
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*given), function(*given))
+
+
+def test_weights_are_quantized_once_per_step_where_that_is_asked_for():
+    zeros, weight = torch.zeros(2, 4, 6, 6), torch.nn.Parameter(torch.randn(8, 4, 3, 3))
+    options = KernelOptions(weights="step", backend="reference")
+    geometry = ((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+    other = options.at(seed=0, offset=1)
+    zeros[:, :, 3, 3] = 1  # exact in INT8: only the weight's noise is left
+
+    def result(chosen: KernelOptions) -> Tensor:
+        return convolution(zeros, weight, None, geometry, chosen).detach()
+
+    first = result(options)
+    assert torch.equal(result(other), first)
+    assert not torch.equal(result(replace(other, weights="call")), first)
+    with torch.no_grad():
+        weight.mul_(2)
+    assert torch.equal(result(options), 2 * first)
 
 
 GOOD = {
