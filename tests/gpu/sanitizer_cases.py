@@ -9,7 +9,7 @@ import itertools
 
 import torch
 
-from qsync_opt.kernels import feed_forward, library, matmul_choices
+from qsync_opt.kernels import feed_forward, library, matmul_choices, matmul_tuning
 from qsync_opt.kernels.formats import FORMATS
 from qsync_opt.kernels.matmul import scaled_mm, scaled_mm_aux
 from qsync_opt.kernels.quantize_ops import GRANULARITIES, UNIT, dequantize_matrix, quantize_matrix, recast_matrix
