@@ -98,6 +98,8 @@ def test_a_graph_of_a_step_replays_with_new_noise():
         expected.append(_run(x, w, b, "INT8", options)[0])
         step.add_(1)
     step.zero_()
+    # Leaves of their own: autograd may not wait, in a capture, for the stream on which others were used before.
+    x, w, b = (t.detach().requires_grad_() for t in (x, w, b))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result, _ = _run(x, w, b, "INT8", options)
