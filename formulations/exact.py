@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qsync_opt.formulations.assignment.effort import PASSES, SOLVER_PASS, Effort, Pass
+from qsync_opt.formulations.assignment.effort import PASSES, SOLVER_PASSES, Effort
 from qsync_opt.formulations.certified import plan_certified
 from qsync_opt.formulations.greedy import greedy_effort
 from qsync_opt.formulations.linear_solver import LinearSolver
@@ -22,10 +22,8 @@ from qsync_opt.problem import Problem
 from qsync_opt.registry import Kind, create, default_solver
 from qsync_opt.solution import Answer, SolveOptions
 
-QUICK_PASSES = PASSES[:4]
-"""Core searches before the core goes to a solver that was asked for by name."""
-THOROUGH_PASSES = (*PASSES[:6], Pass(600, 0, False), *PASSES[6:], SOLVER_PASS)
-"""Where no solver is named: one that is installed takes a small core before the widest searches, or else the last."""
+_ENOUGH = 5e-7
+"""Half of what counts as proved: closer than this, no dear search is begun."""
 
 
 class ExactFormulation:
@@ -41,8 +39,8 @@ class ExactFormulation:
         """Plan every device type; see `Formulation.solve`."""
         choice = options.solver or default_solver()
         solver: LinearSolver | None = None if choice is None else create(Kind.SOLVER, choice)
-        passes = (*QUICK_PASSES, SOLVER_PASS) if options.solver else THOROUGH_PASSES
-        effort = Effort(gap=options.gap, passes=passes, solver=solver)
+        passes = PASSES if solver is None else SOLVER_PASSES
+        effort = Effort(gap=options.gap, enough=_ENOUGH, passes=passes, join_passes=2, solver=solver)
         answer = plan_certified(
             problem,
             [greedy_effort(options.gap), effort],

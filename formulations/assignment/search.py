@@ -17,7 +17,7 @@ from typing import cast
 import numpy as np
 
 from qsync_opt.formulations.assignment.blend import blend
-from qsync_opt.formulations.assignment.core import extract
+from qsync_opt.formulations.assignment.core import Core, extract
 from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
 from qsync_opt.formulations.assignment.effort import Effort, Pass
 from qsync_opt.formulations.assignment.frontier import search
@@ -32,6 +32,8 @@ _MAX_PLANS = 60
 _BLENDS = 4
 _SHARE = 1e-3
 """Plans with a smaller weight in the dual do not count."""
+_EASY_NODES, _EASY_WIDTH = 40, 4096
+"""Cores of one row or so few nodes are closed by a bounded search of this width sooner than by a solver."""
 
 
 @dataclass(slots=True)
@@ -139,7 +141,8 @@ class BoundAndFix:
             count = 1
             while open_nodes and outcome.nodes < effort.max_nodes:
                 node = heapq.heappop(open_nodes)
-                if self._closed(node.bound, effort) or (outcome.nodes and node.bound >= self._target(effort.tree_gap)):
+                gap = max(effort.enough, effort.tree_gap) if outcome.nodes else 0.0
+                if self._closed(node.bound, effort) or node.bound >= self._target(gap):
                     closed = min(closed, node.bound)
                     continue
                 if time.monotonic() > self._deadline:
@@ -204,15 +207,17 @@ class BoundAndFix:
         split = self._fractional_join(dual)
         if split is not None:
             self._dive(allowed, dual, effort)
-        passes = effort.passes if split is None else effort.passes[:3]
+        passes = effort.passes if split is None else effort.passes[: effort.join_passes]
         if effort.solver is None:
             passes = tuple(each for each in passes if each.width)
         for each in passes:
             if self._closed(bound, effort) or time.monotonic() > self._deadline:
                 break
+            if each.is_dear and bound >= self._target(effort.enough):
+                break
             found, allowed = self._search_core(allowed, dual, each)
             bound = max(bound, found)
-        if self._closed(bound, effort):
+        if bound >= self._target(max(effort.gap, effort.enough)):
             return bound, dual.prices_R, []
         if split is None:
             split = self._widest_choice(allowed)
@@ -298,17 +303,30 @@ class BoundAndFix:
         tried_Z, ceiling = self._nearest(allowed_Z, least_Z, effort_pass.nodes)
         tried_Z[self.model.chosen(base_N)] = True
         core = extract(self.model, base_N, tried_Z, dual.prices_R)
-        if effort_pass.width:
-            result = search(
-                core, self._target(0.0), effort_pass.width, spread=effort_pass.spread, deadline=self._deadline
-            )
-        else:
-            left_s = self._deadline - time.monotonic()
-            solver = cast("LinearSolver", self._effort.solver)
-            result = close(core, self._target(0.0), solver, max(left_s, 0.01) if left_s < np.inf else None)
+        easy = len(core.excess_R) <= 1 or len(core.nodes) <= _EASY_NODES
+        bound = -np.inf
+        if effort_pass.width or easy:
+            width = effort_pass.width or _EASY_WIDTH
+            result = search(core, self._target(0.0), width, spread=effort_pass.spread, deadline=self._deadline)
+            if result.labels_N is not None:
+                self.offer(result.labels_N)
+            bound = result.bound
+        if not effort_pass.width and bound < self._target(self._effort.enough):
+            bound = max(bound, self._close(core, effort_pass, partial=ceiling < np.inf))
+        return min(bound, ceiling), allowed_Z
+
+    def _close(self, core: Core, effort_pass: Pass, *, partial: bool) -> float:
+        """Hand a core to the solver; returns its bound."""
+        left_s = self._deadline - time.monotonic()
+        upper = self._target(0.0)
+        tolerance = self._effort.enough / 2 * abs(self.upper + self._effort.offset) if self.best else 0.0
+        result = close(
+            core, upper, cast("LinearSolver", self._effort.solver), max(left_s, 0.01) if left_s < np.inf else None,
+            tolerance=tolerance, most_nodes=effort_pass.solver_nodes if partial else None,
+        )  # fmt: skip
         if result.labels_N is not None:
             self.offer(result.labels_N)
-        return min(result.bound, ceiling), allowed_Z
+        return result.bound
 
     def _nearest(self, allowed_Z: Bools, least_Z: Floats, most_nodes: int | None) -> tuple[Bools, float]:
         """Leave a choice only to the nodes whose second label is least dear; what goes costs the float or more."""
