@@ -32,6 +32,8 @@ _MAX_PLANS = 60
 _BLENDS = 4
 _SHARE = 1e-3
 """Plans with a smaller weight in the dual do not count."""
+_WHOLE = 4
+"""A solver gets all that is undecided rather than a part that is more than one such share of it."""
 _EASY_NODES, _EASY_WIDTH = 40, 4096
 """Cores of one row or so few nodes are closed by a bounded search of this width sooner than by a solver."""
 
@@ -300,7 +302,10 @@ class BoundAndFix:
         least_Z -= offset
         if self.best is not None:
             allowed_Z = allowed_Z & (least_Z < self.upper)
-        tried_Z, ceiling = self._nearest(allowed_Z, least_Z, effort_pass.nodes)
+        most = effort_pass.nodes
+        if most is not None and not effort_pass.width and self._undecided(allowed_Z) <= _WHOLE * most:
+            most = None
+        tried_Z, ceiling = self._nearest(allowed_Z, least_Z, most)
         tried_Z[self.model.chosen(base_N)] = True
         core = extract(self.model, base_N, tried_Z, dual.prices_R)
         easy = len(core.excess_R) <= 1 or len(core.nodes) <= _EASY_NODES
@@ -327,6 +332,10 @@ class BoundAndFix:
         if result.labels_N is not None:
             self.offer(result.labels_N)
         return result.bound
+
+    def _undecided(self, allowed_Z: Bools) -> int:
+        """How many nodes have more than one label left."""
+        return int(((self._exists_NA & allowed_Z[self._entry_NA]).sum(axis=1) > 1).sum())
 
     def _nearest(self, allowed_Z: Bools, least_Z: Floats, most_nodes: int | None) -> tuple[Bools, float]:
         """Leave a choice only to the nodes whose second label is least dear; what goes costs the float or more."""
