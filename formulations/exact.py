@@ -26,11 +26,17 @@ _ENOUGH = 5e-7
 """Half of what counts as proved: closer than this, no dear search is begun."""
 
 
+def exact_effort(gap: float, solver: LinearSolver | None) -> Effort:
+    """How hard to search for a proof; ``solver`` closes what bounded searches leave open, if there is one."""
+    passes = PASSES if solver is None else SOLVER_PASSES
+    return Effort(gap=gap, enough=_ENOUGH, passes=passes, join_passes=2, solver=solver)
+
+
 class ExactFormulation:
     """Optimal plans with proof; see the module.
 
-    The core goes to a solver of linear programs where one is named; without one, only what the core search of the
-    widest kind leaves open does, if a solver is installed.
+    What the quick core searches leave open goes to a solver of linear programs: the one that is named, or the first
+    that is installed. Without any, wider and wider searches take its place.
 
     Source: ours; cutting planes, reduced-cost fixing and bounded dynamic programming are standard.
     """
@@ -39,11 +45,9 @@ class ExactFormulation:
         """Plan every device type; see `Formulation.solve`."""
         choice = options.solver or default_solver()
         solver: LinearSolver | None = None if choice is None else create(Kind.SOLVER, choice)
-        passes = PASSES if solver is None else SOLVER_PASSES
-        effort = Effort(gap=options.gap, enough=_ENOUGH, passes=passes, join_passes=2, solver=solver)
         answer = plan_certified(
             problem,
-            [greedy_effort(options.gap), effort],
+            [greedy_effort(options.gap), exact_effort(options.gap, solver)],
             time_limit_s=options.time_limit_s,
             start=options.start,
             tied=options.tied,

@@ -14,19 +14,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.formulations.assignment.effort import Effort
+from qsync_opt.formulations.assignment.effort import PASSES, Effort, Pass
 from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome
 from qsync_opt.formulations.certified import DeviceSearch
-from qsync_opt.formulations.greedy import EFFORT_PASSES
-from qsync_opt.formulations.reasons import least_latency
+from qsync_opt.formulations.exact import exact_effort
+from qsync_opt.formulations.least_latency import least_latency
 from qsync_opt.formulations.tables import device_tables, graph_tables
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem
+from qsync_opt.registry import Kind, create, default_solver
 
 _LOOSE_NS = 2**60
 _BISECTIONS = 60
-_COARSE = 1e-3
+_COARSE = Effort(gap=1e-3, passes=PASSES[:2], max_nodes=1)
 """A front's fastest limit is sought to this relative precision."""
+_POINT_PASSES = (Pass(30, 32),)
+"""All that is searched for a point of a front with a gap; prices and plans come from its neighbour."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,7 @@ class FrontPoint:
 class Sweep:
     """A problem under changing limits."""
 
-    def __init__(self, problem: Problem, *, gap: float = 5e-3, tied: Sequence[Sequence[str]] = ()) -> None:
+    def __init__(self, problem: Problem, *, gap: float = 1e-2, tied: Sequence[Sequence[str]] = ()) -> None:
         """Build every device type once.
 
         Args:
@@ -58,7 +61,11 @@ class Sweep:
             tied: Groups of adjustable operators that must share one precision.
         """
         self.problem = problem
-        self._effort = Effort(gap=gap, passes=EFFORT_PASSES[:2], dives=1, max_nodes=1) if gap else Effort()
+        if gap:
+            self._effort = Effort(gap=gap, passes=_POINT_PASSES, dives=1, dive_passes=1, max_nodes=1)
+        else:
+            choice = default_solver()
+            self._effort = exact_effort(0.0, None if choice is None else create(Kind.SOLVER, choice))
         graph = graph_tables(problem)
         # At a latency limit of zero no row is dropped for being slack, so the rows serve every limit.
         tight = replace(problem, latency_limit_ns=0)
@@ -73,13 +80,18 @@ class Sweep:
         return self._searches[0].collapsed.rows.floor_ns
 
     def solve(
-        self, latency_limit_ns: int | None = None, memory_limits_kib: Mapping[str, int] | None = None
+        self,
+        latency_limit_ns: int | None = None,
+        memory_limits_kib: Mapping[str, int] | None = None,
+        *,
+        start: Plan | None = None,
     ) -> FrontPoint | None:
         """The best plan within limits, or None if there is none (or none was found).
 
         Args:
             latency_limit_ns: Another latency limit than the problem's.
             memory_limits_kib: Other memory limits, by device type.
+            start: A plan to start from, beside the last one found; it need not be feasible.
         """
         limit_ns = self.problem.latency_limit_ns if latency_limit_ns is None else latency_limit_ns
         if limit_ns < self.floor_ns:
@@ -91,7 +103,8 @@ class Sweep:
             limits[-1] += (memory_limits_kib or {}).get(search.device.name, search.device.memory_limit_kib)
             limits[-1] -= search.device.memory_limit_kib
             engine: BoundAndFix = self._engines[number].under(limits)
-            outcomes.append(engine.solve(self._effort))
+            labels_N = None if start is None else search.collapsed.labels(start.devices[search.device.name])
+            outcomes.append(engine.solve(self._effort, start=labels_N))
             if outcomes[-1].labels_N is None:
                 return None
             self._engines[number] = engine
@@ -123,14 +136,20 @@ class Sweep:
         """The best plan within memory, however long it takes."""
         return self.solve(_LOOSE_NS)
 
-    def fastest_ns(self) -> int | None:
-        """About the least latency limit at which there is a plan; None if memory alone forbids every plan."""
-        found = [least_latency(search.collapsed, math.inf, precision=_COARSE)[1] for search in self._searches]
-        return int(max(found)) if max(found) < math.inf else None
+    def fastest(self) -> tuple[int, Plan] | None:
+        """About the least latency limit at which there is a plan, and that plan; None if memory forbids every plan."""
+        reached, devices = float(self.floor_ns), {}
+        for search in self._searches:
+            relaxation = search.engine.relaxation
+            _, high, labels_N = least_latency(search.collapsed, math.inf, _COARSE, relaxation=relaxation)
+            if labels_N is None:
+                return None
+            reached, devices[search.device.name] = max(reached, high), search.collapsed.choices(labels_N)
+        return int(reached), Plan(problem=self.problem.name, devices=devices)
 
 
 def latency_front(
-    problem: Problem, *, points: int | None = 50, gap: float = 5e-3, tied: Sequence[Sequence[str]] = ()
+    problem: Problem, *, points: int | None = 50, gap: float = 1e-2, tied: Sequence[Sequence[str]] = ()
 ) -> tuple[FrontPoint, ...]:
     """Sensitivity against iteration time within the memory limits.
 
@@ -158,17 +177,20 @@ def latency_front(
     if points < 1:
         raise ProblemError(f"points is {points}, but a front needs at least 1")
     found.append(point)
-    fastest_ns = sweep.fastest_ns()
-    if fastest_ns is not None and points > 1:
-        for limit in np.linspace(point.iteration_ns, fastest_ns, points)[1:].astype(np.int64).tolist():
-            point = sweep.solve(max(limit, fastest_ns))
+    fastest = sweep.fastest()
+    if fastest is not None and points > 1:
+        fastest_ns, start = fastest
+        # From tight to loose every plan found stays feasible, and what it rules out stays ruled out.
+        for limit in np.linspace(fastest_ns, point.iteration_ns, points)[:-1].astype(np.int64).tolist():
+            point = sweep.solve(max(limit, fastest_ns), start=start)
             if point is not None:
                 found.append(point)
+                start = None  # the sweep keeps it
     return _undominated(found)
 
 
 def memory_front(
-    problem: Problem, device: str, *, points: int = 50, gap: float = 5e-3, tied: Sequence[Sequence[str]] = ()
+    problem: Problem, device: str, *, points: int = 50, gap: float = 1e-2, tied: Sequence[Sequence[str]] = ()
 ) -> tuple[FrontPoint, ...]:
     """Sensitivity against the memory of one device type within the latency limit; see `latency_front`."""
     problem.device(device)

@@ -143,8 +143,8 @@ def _compare(answer: Answer, evaluation: Evaluation, method: str) -> None:
 class FastestPlan:
     """The plan of least iteration time that keeps the memory limits.
 
-    ``bound_ns`` is a time that no such plan is below; ``proved`` tells that ``iteration_ns`` is the least. Without a
-    solver or enough time the plan is the best found, ``proved`` is False and ``method`` says so.
+    ``bound_ns`` is a time that no such plan is below; ``proved`` tells that ``iteration_ns`` is the least. Where time
+    was short the plan is the best found, ``proved`` is False and ``method`` says so.
     """
 
     plan: Plan
@@ -165,7 +165,7 @@ def fastest(problem: Problem, *, solver: Any = None, time_limit_s: float | None 
 
     Args:
         problem: The problem.
-        solver: As in `solve`; where none is installed the fastest plan is searched for and not proved.
+        solver: As in `solve`, for what the search by itself leaves undecided.
         time_limit_s: Seconds for the whole search.
 
     Returns:

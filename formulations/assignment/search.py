@@ -29,11 +29,12 @@ from qsync_opt.formulations.linear_solver import LinearSolver
 PROOF = 1e-9
 """Improvements below this share of the objective are not looked for."""
 _MAX_PLANS = 60
-_BLENDS = 4
+_BLENDS = 8
 _SHARE = 1e-3
 """Plans with a smaller weight in the dual do not count."""
 _WHOLE = 4
 """A solver gets all that is undecided rather than a part that is more than one such share of it."""
+_MUCH_BETTER = 0.5
 _EASY_NODES, _EASY_WIDTH = 40, 4096
 """Cores of one row or so few nodes are closed by a bounded search of this width sooner than by a solver."""
 
@@ -83,6 +84,7 @@ class BoundAndFix:
         self._entry_NA = np.where(self._exists_NA, model.offset_N[:, None] + np.arange(num_labels), 0)
         self._effort = Effort()
         self._towards_limits_R = np.zeros(len(model.limits_R))
+        self._affordable_Z, self._affordable_at = model.allowed_Z, np.inf
         self._dived: set[bytes] = set()
 
     def offer(self, labels_N: Ints) -> None:
@@ -105,6 +107,9 @@ class BoundAndFix:
         change_R = self.model.limits_R - limits_R
         other._known = [Priced(p.labels_N, p.objective, p.excess_R + change_R) for p in self._known]
         other._prices_R = self._prices_R
+        if (change_R <= 0).all():
+            # What cannot belong to a better plan than a known one cannot either where more plans are feasible.
+            other._affordable_Z, other._affordable_at = self._affordable_Z, self._affordable_at
         if self.best is not None:
             other.offer(self.best.labels_N)
         for plan in other._known:
@@ -139,7 +144,7 @@ class BoundAndFix:
             if infeasible:
                 return Outcome(None, np.inf, np.inf, zero, proved_infeasible=True)
             prices = zero if self._prices_R is None else self._prices_R
-            open_nodes = [_Node(-np.inf, 0, self.model.allowed_Z, prices, plans)]
+            open_nodes = [_Node(-np.inf, 0, self._root_entries(), prices, plans)]
             count = 1
             while open_nodes and outcome.nodes < effort.max_nodes:
                 node = heapq.heappop(open_nodes)
@@ -198,12 +203,12 @@ class BoundAndFix:
 
     def _process(self, node: _Node, effort: Effort) -> tuple[float, Floats, list[tuple[Bools, list[Priced]]]]:
         """Bound a node and close or split it; a closed node has no children."""
-        allowed = self._affordable(node.allowed_Z)
+        allowed = self._affordable(node.allowed_Z) if node.number else node.allowed_Z
         dual = self._dual(allowed, node.prices_R, node.plans, effort)
         bound = max(node.bound, dual.bound)
         if dual.proved_infeasible or self._closed(bound, effort):
             return bound, dual.prices_R, []
-        self._blend(dual)
+        self._blend(dual, effort)
         if self._closed(bound, effort):
             return bound, dual.prices_R, []
         split = self._fractional_join(dual)
@@ -219,7 +224,7 @@ class BoundAndFix:
                 break
             found, allowed = self._search_core(allowed, dual, each)
             bound = max(bound, found)
-        if bound >= self._target(max(effort.gap, effort.enough)):
+        if effort.max_nodes == 1 or bound >= self._target(max(effort.gap, effort.enough)):
             return bound, dual.prices_R, []
         if split is None:
             split = self._widest_choice(allowed)
@@ -234,12 +239,14 @@ class BoundAndFix:
             children.append((child, kept[-_MAX_PLANS:]))
         return bound, dual.prices_R, children
 
-    def _blend(self, dual: DualResult) -> None:
-        """Improve the incumbent by parts of the plans that share the dual's optimum."""
-        for index in np.argsort(-dual.weights_I, kind="stable")[:_BLENDS].tolist():
-            if self.best is not None and dual.weights_I[index] > _SHARE:
-                other_N = self.relaxation.labelling(dual.plans[index].labels_N)
-                self.offer(blend(self.model, self.best.labels_N, other_N, dual.prices_R))
+    def _blend(self, dual: DualResult, effort: Effort) -> None:
+        """Improve the incumbent by parts of the plans that come nearest to the bound at the dual's prices."""
+        value_I = np.array([p.objective + float(dual.prices_R @ p.excess_R) for p in dual.plans])
+        for index in np.argsort(value_I, kind="stable")[:_BLENDS].tolist():
+            if self.best is None or self._closed(dual.bound, effort):
+                break
+            other_N = self.relaxation.labelling(dual.plans[index].labels_N)
+            self.offer(blend(self.model, self.best.labels_N, other_N, dual.prices_R))
 
     def _fits(self, plan: Priced, allowed_Y: Bools) -> bool:
         return bool(allowed_Y[self.relaxation.model.chosen(plan.labels_N)].all())
@@ -265,6 +272,12 @@ class BoundAndFix:
                 found, held = self._search_core(held, inner, each)
                 bound = max(bound, found)
 
+    def _root_entries(self) -> Bools:
+        """Entries of the root; found again only when the incumbent has become much better."""
+        if self.upper < _MUCH_BETTER * self._affordable_at:
+            self._affordable_Z, self._affordable_at = self._affordable(self._affordable_Z), self.upper
+        return self._affordable_Z
+
     def _affordable(self, allowed_Z: Bools) -> Bools:
         """Without entries that no labelling better than the incumbent has, limits set aside."""
         if self.best is None:
@@ -283,7 +296,7 @@ class BoundAndFix:
             return DualResult(bound, self._towards_limits_R, [*known, plan], np.zeros(len(known) + 1), bound == np.inf)
         result = maximise(
             self.pricer, allowed_Y, prices_R=prices_R, plans=known, upper=self._target(effort.gap),
-            tolerance=max(effort.gap / 50, 1e-5), max_steps=400, deadline=self._deadline,
+            tolerance=max(effort.gap / 10, 1e-5), max_steps=400, deadline=self._deadline,
         )  # fmt: skip
         for plan in result.plans:
             self._offer_relaxed(plan)
