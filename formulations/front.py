@@ -8,8 +8,10 @@ last one.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -51,7 +53,15 @@ class FrontPoint:
 class Sweep:
     """A problem under changing limits."""
 
-    def __init__(self, problem: Problem, *, gap: float = 1e-2, tied: Sequence[Sequence[str]] = ()) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        gap: float = 1e-2,
+        tied: Sequence[Sequence[str]] = (),
+        solver: Any = None,
+        deadline: float = math.inf,
+    ) -> None:
         """Build every device type once.
 
         Args:
@@ -59,12 +69,15 @@ class Sweep:
             gap: Relative gap at which the search for a point stops, and it does little before it gives up; 0 proves
                 every point. Every point carries its own bound.
             tied: Groups of adjustable operators that must share one precision.
+            solver: Name of a solver, or an instance, for what a proof leaves open; by default the first installed.
+            deadline: ``time.monotonic()`` value at which every search stops.
         """
         self.problem = problem
+        self._deadline = deadline
         if gap:
             self._effort = Effort(gap=gap, passes=_POINT_PASSES, dives=1, dive_passes=1, max_nodes=1)
         else:
-            choice = default_solver()
+            choice = solver or default_solver()
             self._effort = exact_effort(0.0, None if choice is None else create(Kind.SOLVER, choice))
         graph = graph_tables(problem)
         # At a latency limit of zero no row is dropped for being slack, so the rows serve every limit.
@@ -85,6 +98,7 @@ class Sweep:
         memory_limits_kib: Mapping[str, int] | None = None,
         *,
         start: Plan | None = None,
+        aim: float | None = None,
     ) -> FrontPoint | None:
         """The best plan within limits, or None if there is none (or none was found).
 
@@ -92,6 +106,7 @@ class Sweep:
             latency_limit_ns: Another latency limit than the problem's.
             memory_limits_kib: Other memory limits, by device type.
             start: A plan to start from, beside the last one found; it need not be feasible.
+            aim: A sensitivity; whether it can be kept is all that is asked (heeded with one device type).
         """
         limit_ns = self.problem.latency_limit_ns if latency_limit_ns is None else latency_limit_ns
         if limit_ns < self.floor_ns:
@@ -104,7 +119,10 @@ class Sweep:
             limits[-1] -= search.device.memory_limit_kib
             engine: BoundAndFix = self._engines[number].under(limits)
             labels_N = None if start is None else search.collapsed.labels(start.devices[search.device.name])
-            outcomes.append(engine.solve(self._effort, start=labels_N))
+            effort = self._effort
+            if aim is not None and len(self._searches) == 1:
+                effort = replace(effort, aim=aim - search.collapsed.constant_objective)
+            outcomes.append(engine.solve(effort, start=labels_N, deadline=self._deadline))
             if outcomes[-1].labels_N is None:
                 return None
             self._engines[number] = engine
@@ -179,7 +197,8 @@ def latency_front(
     found.append(point)
     fastest = sweep.fastest()
     if fastest is not None and points > 1:
-        fastest_ns, start = fastest
+        fastest_ns = fastest[0]
+        start: Plan | None = fastest[1]
         # From tight to loose every plan found stays feasible, and what it rules out stays ruled out.
         for limit in np.linspace(fastest_ns, point.iteration_ns, points)[:-1].astype(np.int64).tolist():
             point = sweep.solve(max(limit, fastest_ns), start=start)
@@ -228,7 +247,12 @@ class FastestWithin:
 
 
 def fastest_within(
-    problem: Problem, sensitivity_budget: float, *, tied: Sequence[Sequence[str]] = ()
+    problem: Problem,
+    sensitivity_budget: float,
+    *,
+    tied: Sequence[Sequence[str]] = (),
+    solver: Any = None,
+    deadline: float = math.inf,
 ) -> FastestWithin | None:
     """The problem turned round: least iteration time with total sensitivity at most ``sensitivity_budget``.
 
@@ -236,26 +260,29 @@ def fastest_within(
         problem: The problem; its latency limit is set aside.
         sensitivity_budget: Most total sensitivity.
         tied: Groups of adjustable operators that must share one precision.
+        solver: As in `Sweep`.
+        deadline: ``time.monotonic()`` value at which to stop with the best plan and bound known.
 
     Returns:
-        The plan and a proved lower bound of the time, or None if no plan within memory keeps the budget.
+        The plan and a proved lower bound of the time, or None if no plan within memory keeps the budget (or none was
+        found before the deadline).
 
     Source: ours; bisection over the latency limit, in which every plan and every bound found moves an end.
     """
     if not (math.isfinite(sensitivity_budget) and sensitivity_budget >= 0):
         raise ProblemError(f"the sensitivity budget is {sensitivity_budget!r}, but it must be finite and at least 0")
-    sweep = Sweep(problem, gap=0.0, tied=tied)
+    sweep = Sweep(problem, gap=0.0, tied=tied, solver=solver, deadline=deadline)
     best = sweep.slowest()
     if best is None or best.objective > sensitivity_budget:
         return None
     low, high = sweep.floor_ns, best.iteration_ns
     for _ in range(_BISECTIONS):
-        if low >= high:
+        if low >= high or time.monotonic() > deadline:
             break
-        point = sweep.solve((low + high) // 2)
+        point = sweep.solve((low + high) // 2, aim=sensitivity_budget)
         if point is not None and point.objective <= sensitivity_budget:
             best, high = point, min(high, point.iteration_ns)
-        elif point is None or point.bound > sensitivity_budget:
+        elif (point is None and time.monotonic() < deadline) or (point and point.bound > sensitivity_budget):
             low = (low + high) // 2 + 1
         else:
             break

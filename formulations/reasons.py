@@ -43,13 +43,16 @@ def explain(problem: Problem, collapsed: Collapsed | None, deadline: float) -> s
         )
     device = collapsed.device
     memory, least_kib, labels = _least_memory(collapsed, _LOOSE_NS, deadline)
-    if memory > device.memory_limit_kib:
+    low, high, fastest = math.inf, math.inf, None
+    if memory <= device.memory_limit_kib:
+        low, high, fastest = least_latency(collapsed, deadline, _EFFORT)
+    if low == math.inf:  # memory alone forbids every plan, whether or not its least value was found in time
+        memory = max(memory, device.memory_limit_kib + 1)
         return (
             f"the memory limit of device {device.name!r}, {device.memory_limit_kib} KiB, cannot be met by any plan; "
             f"the least value that could be met is {_between(memory, least_kib, 'KiB')}"
             + _forced(collapsed, labels, by_memory=True)
         )
-    low, high, labels = least_latency(collapsed, deadline, _EFFORT)
     text = (
         f"the latency limit of {limit_ns} ns cannot be met on device {device.name!r} within its memory limit of "
         f"{device.memory_limit_kib} KiB; the least value that could be met is {_between(low, high, 'ns')}"
@@ -59,7 +62,7 @@ def explain(problem: Problem, collapsed: Collapsed | None, deadline: float) -> s
         text += f" (or keep it, and allow {_between(memory, least_kib, 'KiB')} of memory)"
     else:
         text += " (no amount of memory helps)"
-    return text + _forced(collapsed, labels, by_memory=False)
+    return text + _forced(collapsed, fastest, by_memory=False)
 
 
 def _floor(problem: Problem, collapsed: Collapsed | None) -> int:

@@ -53,6 +53,7 @@ class Effort:
         join_passes: How many of them to try before a node is split at a join.
         dives: Plans of the dual whose joins are held to look for a better incumbent.
         max_nodes: Most nodes of the tree.
+        aim: Objective that a labelling is sought below, or proved to be missed; then the search stops.
         tree_gap: Relative gap from which the tree is not opened further.
         offset: Constant that is part of the objective when gaps are measured.
         solver: Solver of linear programs for passes of width 0; without one they are left out.
@@ -65,6 +66,7 @@ class Effort:
     join_passes: int = 3
     dives: int = 2
     max_nodes: int = 100_000
+    aim: float | None = None
     tree_gap: float = 0.0
     offset: float = 0.0
     solver: LinearSolver | None = None

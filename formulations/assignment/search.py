@@ -178,6 +178,8 @@ class BoundAndFix:
         return outcome
 
     def _closed(self, bound: float, effort: Effort) -> bool:
+        if effort.aim is not None and (self.upper <= effort.aim or bound > effort.aim):
+            return True
         return bound >= self._target(effort.gap)
 
     def _target(self, gap: float) -> float:
