@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 _NS_PER_MS = 1e6
 _KIB_PER_MIB = 1024
+_NO_LIMIT_NS = 2**60
 
 
 def add_solve(parser: argparse.ArgumentParser) -> Runner:
@@ -100,9 +101,10 @@ def _solve_turned(problem: Problem, options: argparse.Namespace, tied: list[tupl
     if found is not None and options.output is not None:
         found.plan.save(options.output)
     if options.json:
-        print_json(_turned_json(found, options.sensitivity_budget))
+        ended, reason = ("", None) if found else _why_not(problem, options)
+        print_json(_turned_json(found, ended, reason))
     elif found is None:
-        print(f"{problem.name}: {_no_turned_plan(options.sensitivity_budget)}")
+        print(f"{problem.name}: {_why_not(problem, options)[1]}")
     else:
         proof = "proved least" if found.proved else f"at least {_milliseconds(found.bound_ns)}"
         print(f"{problem.name}: {found.method} in {found.solve_seconds:.2f} s")
@@ -111,14 +113,28 @@ def _solve_turned(problem: Problem, options: argparse.Namespace, tied: list[tupl
     return EXIT_OK if found is not None else EXIT_INFEASIBLE
 
 
-def _no_turned_plan(budget: float) -> str:
-    return f"no plan within the memory limits with a sensitivity of at most {budget:.9g} was found"
+def _why_not(problem: Problem, options: argparse.Namespace) -> tuple[str, str | None]:
+    """Termination and reason where no plan keeps the budget: the least sensitivity that memory allows."""
+    from dataclasses import replace
+
+    from qsync_opt.planner import solve
+
+    patient = replace(problem, latency_limit_ns=_NO_LIMIT_NS)
+    least = solve(patient, "exact", solver=options.solver, time_limit_s=options.time_limit)
+    if least.objective is None or least.bound is None:
+        return least.termination.value, least.reason
+    budget = options.sensitivity_budget
+    if least.bound > budget:
+        text = f"no plan within the memory limits keeps a sensitivity of {budget:.9g}; the least that could be met is "
+        return "infeasible", text + f"{least.objective:.9g}"
+    return "time_limit", f"no plan with a sensitivity of at most {budget:.9g} was found; allow more time"
 
 
-def _turned_json(found: FastestPlan | None, budget: float) -> dict[str, Any]:
+def _turned_json(found: FastestPlan | None, ended: str, reason: str | None) -> dict[str, Any]:
     """The keys of solve, and the bound of the iteration time; what is minimised has no bound of sensitivity."""
+    if found is not None:
+        ended = "optimal" if found.proved else "feasible"
     evaluation = None if found is None else found.evaluation
-    ended = "error" if found is None else "optimal" if found.proved else "feasible"
     return {
         "termination": ended,
         "point": "none" if found is None else "feasible",
@@ -129,11 +145,11 @@ def _turned_json(found: FastestPlan | None, budget: float) -> dict[str, Any]:
         "iteration_bound_ns": None if found is None else found.bound_ns,
         "memory_kib": None if evaluation is None else evaluation.memory_kib,
         "sensitivity": None if evaluation is None else evaluation.sensitivity,
-        "method": "fastest" if found is None else found.method,
-        "solver": None,
+        "method": "fastest",
+        "solver": None if found is None else found.method,
         "build_seconds": 0.0,
         "solve_seconds": 0.0 if found is None else found.solve_seconds,
-        "reason": _no_turned_plan(budget) if found is None else None,
+        "reason": reason,
     }
 
 

@@ -34,6 +34,7 @@ PASSES = (
 SOLVER_PASSES = (
     Pass(60, 64),
     Pass(150, 64),
+    Pass(150, 512),
     Pass(150, 0, solver_nodes=100),
     Pass(600, 0, solver_nodes=1000),
     Pass(None, 0),
