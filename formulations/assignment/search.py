@@ -144,7 +144,7 @@ class BoundAndFix:
             if infeasible:
                 return Outcome(None, np.inf, np.inf, zero, proved_infeasible=True)
             prices = zero if self._prices_R is None else self._prices_R
-            open_nodes = [_Node(-np.inf, 0, self._root_entries(), prices, plans)]
+            open_nodes = [_Node(self._least_objective(), 0, self._root_entries(), prices, plans)]
             count = 1
             while open_nodes and outcome.nodes < effort.max_nodes:
                 node = heapq.heappop(open_nodes)
@@ -273,6 +273,12 @@ class BoundAndFix:
                     break
                 found, held = self._search_core(held, inner, each)
                 bound = max(bound, found)
+
+    def _least_objective(self) -> float:
+        """Objective that no labelling is below, limits and forbidden entries set aside."""
+        starts = np.concatenate([self.model.offset_N, self.model.offset_E])
+        least = np.minimum.reduceat(self.model.objective_Z, starts) if len(starts) else np.zeros(0)
+        return float(least.sum()) * (1 - 1e-12) if (least >= 0).all() else -np.inf
 
     def _root_entries(self) -> Bools:
         """Entries of the root; found again only when the incumbent has become much better."""
