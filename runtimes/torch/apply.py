@@ -16,7 +16,7 @@ import hashlib
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -29,6 +29,8 @@ from qsync_opt.kernels import backend, ops
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.precision import number_format
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
+from qsync_opt.runtimes.torch.job_plan import JobPlan
+from qsync_opt.runtimes.torch.step_audit import StepAudit
 
 _SHOWN = 3
 _HALF = (torch.bfloat16, torch.float16)
@@ -180,7 +182,10 @@ def _lifted_kinds(graph: OpGraph) -> tuple[str, ...]:
 
 
 class AppliedPlan:
-    """A plan at work on a model: decides for every operator call how it runs."""
+    """A plan at work on a model: decides for every operator call how it runs.
+
+    ``audit`` compares the first steps with the prediction, if the plan came with one.
+    """
 
     def __init__(
         self, model: nn.Module, precisions: Mapping[str, str], graph: OpGraph | None, options: ApplyOptions
@@ -195,10 +200,22 @@ class AppliedPlan:
         self._device_type = device.type
         self._fixed = frozenset() if graph is None else frozenset(o.name for o in graph.by_role(Role.FIXED))
         self._kernels = self._stream_options(device, rank)
+        self.audit: StepAudit | None = None
         self._unplanned: list[str] = []
         self._checked = False
         kinds = () if graph is None else _lifted_kinds(graph)
         self.interception = Interception(model, self, kinds=kinds, on_pass_end=self._end_pass, recurrent_inputs=_lifted)
+
+    @property
+    def options(self) -> ApplyOptions:
+        """As given to `apply`, with the random stream where the next forward pass will be.
+
+        A plan that takes over goes on from here.
+        """
+        kernels = self._options.kernels
+        return replace(
+            self._options, kernels=kernels.at(seed=kernels.seed, offset=kernels.offset + self.interception.passes)
+        )
 
     def _stream_options(self, device: torch.device, rank: int) -> dict[str, KernelOptions]:
         """Kernel options of each 8-bit operator, with a seed of its own."""
@@ -277,7 +294,8 @@ def apply(
 
     Args:
         model: FP32 model on the device that it will run on; also one that ``DistributedDataParallel`` wraps already.
-        plan: Operator to precision, or a plan with such a mapping per device type.
+        plan: Operator to precision, or a plan with such a mapping per device type. A `JobPlan` that is not worthwhile
+            changes nothing.
         device_type: Which entry of the plan; may be left out if there is one only.
         graph: The captured graph; with it the plan is compared to the model name by name at once, without it module
             paths are compared now and operators after the first forward pass.
@@ -304,6 +322,8 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"cannot apply a plan to a {type(model).__name__}: a torch.nn.Module is needed")
+    if isinstance(plan, JobPlan) and not plan.worthwhile:
+        return model
     bare = _bare(model)
     if interception_of(bare) is not None:
         raise NotReadyError("a plan is applied to this model already: undo(model) before applying another")
@@ -311,8 +331,19 @@ def apply(
     _check_master_weights(bare)
     _check_names(bare, precisions, graph)
     adjustable = _check_precisions(precisions, graph, _model_device(bare))
-    AppliedPlan(bare, adjustable, graph, options or ApplyOptions())
+    applied = AppliedPlan(bare, adjustable, graph, options or ApplyOptions())
+    if isinstance(plan, JobPlan):
+        applied.audit = StepAudit(
+            bare, predicted_ns=plan.iteration_ns, predicted_bytes=plan.memory_bytes[plan.device_type]
+        )
     return model
+
+
+def applied_plan(model: nn.Module) -> AppliedPlan | None:
+    """The plan at work on a model (also inside ``DistributedDataParallel``), None if there is none."""
+    interception = interception_of(_bare(model))
+    handler = None if interception is None else interception.handler
+    return handler if isinstance(handler, AppliedPlan) else None
 
 
 def undo(model: nn.Module) -> nn.Module:
@@ -324,8 +355,10 @@ def undo(model: nn.Module) -> nn.Module:
     Raises:
         NotReadyError: No plan is applied, or the model is in the middle of a forward pass.
     """
-    interception = interception_of(_bare(model))
-    if interception is None or not isinstance(interception.handler, AppliedPlan):
+    applied = applied_plan(model)
+    if applied is None:
         raise NotReadyError("no plan is applied to this model: apply(model, plan) comes first")
-    interception.remove()
+    applied.interception.remove()
+    if applied.audit is not None:
+        applied.audit.stop()
     return model
