@@ -12,7 +12,6 @@ import numpy as np
 
 from qsync_opt.formulations.assignment.model import AssignmentModel, Floats, Ints
 
-
 _LARGE_PART = 300
 """Nodes of a part from which on it is cut."""
 

@@ -1,4 +1,4 @@
-"""Problems that try to break the solvers: extreme numbers, ties, symmetry, dense graphs, interrupts, other processes."""
+"""Problems that try to break the solvers: extreme numbers, ties, symmetry, dense graphs, interrupts, processes."""
 
 import json
 import math
