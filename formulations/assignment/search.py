@@ -17,6 +17,7 @@ from typing import cast
 import numpy as np
 
 from qsync_opt.formulations.assignment.blend import blend
+from qsync_opt.formulations.assignment.branching import SHARE, fractional_join, widest_choice
 from qsync_opt.formulations.assignment.core import Core, extract
 from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
 from qsync_opt.formulations.assignment.effort import Effort, Pass
@@ -30,8 +31,6 @@ PROOF = 1e-9
 """Improvements below this share of the objective are not looked for."""
 _MAX_PLANS = 60
 _BLENDS = 8
-_SHARE = 1e-3
-"""Plans with a smaller weight in the dual do not count."""
 _WHOLE = 4
 """A solver gets all that is undecided rather than a part that is more than one such share of it."""
 _MUCH_BETTER = 0.5
@@ -213,7 +212,7 @@ class BoundAndFix:
         self._blend(dual, effort)
         if self._closed(bound, effort):
             return bound, dual.prices_R, []
-        split = self._fractional_join(dual)
+        split = fractional_join(self.model, dual)
         if split is not None:
             self._dive(allowed, dual, effort)
         passes = effort.passes if split is None else effort.passes[: effort.join_passes]
@@ -229,7 +228,7 @@ class BoundAndFix:
         if effort.max_nodes == 1 or bound >= self._target(max(effort.gap, effort.enough)):
             return bound, dual.prices_R, []
         if split is None:
-            split = self._widest_choice(allowed)
+            split = widest_choice(self.model, allowed)
         if split is None:
             return bound, dual.prices_R, []
         children = []
@@ -259,7 +258,7 @@ class BoundAndFix:
         for index in by_weight:
             plan = dual.plans[index]
             groups = bytes(item.group_L[plan.labels_N[item.node]] for item in self.model.derived)
-            if dual.weights_I[index] < _SHARE or groups in self._dived:
+            if dual.weights_I[index] < SHARE or groups in self._dived:
                 continue
             self._dived.add(groups)
             held = allowed_Z.copy()
@@ -371,36 +370,3 @@ class BoundAndFix:
         out_NA[order[most_nodes:]] = self._exists_NA[order[most_nodes:]]
         tried_Z[self._entry_NA[out_NA]] = False
         return tried_Z, ceiling
-
-    def _fractional_join(self, dual: DualResult) -> tuple[Ints, Ints] | None:
-        """Entries to forbid on either side of a split at the middle join that the dual's plans disagree about."""
-        used = [(w, p) for w, p in zip(dual.weights_I, dual.plans, strict=True) if w > _SHARE]
-        split = []
-        for item in self.model.derived:
-            share: dict[int, float] = {}
-            for weight, plan in used:
-                group = item.group_L[plan.labels_N[item.node]]
-                share[group] = share.get(group, 0.0) + float(weight)
-            if len(share) > 1:
-                split.append((item, max(share)))
-        if not split:
-            return None
-        item, group = split[len(split) // 2]
-        inside = np.array(item.group_L) == group
-        offset = self.model.offset_N[item.node]
-        return offset + np.flatnonzero(inside), offset + np.flatnonzero(~inside)
-
-    def _widest_choice(self, allowed_Z: Bools) -> tuple[Ints, Ints] | None:
-        """Entries to forbid on either side of a split at the undecided node with the largest swing in objective."""
-        best: tuple[float, Ints] | None = None
-        for node in range(self.model.num_nodes):
-            entry = np.arange(self.model.sizes_N[node]) + self.model.offset_N[node]
-            left = entry[allowed_Z[entry]]
-            if len(left) > 1:
-                swing = float(np.ptp(self.model.objective_Z[left]))
-                if best is None or swing > best[0]:
-                    best = swing, left
-        if best is None:
-            return None
-        cheap = best[1][self.model.objective_Z[best[1]].argmin()]
-        return np.array([cheap]), best[1][best[1] != cheap]
