@@ -47,6 +47,7 @@ class Collapsed:
         tables: The device type's costs.
         constant_objective: Sensitivity of the operators that never change.
         memory_limit_kib: The memory limit that is in the model.
+        latency_limit_ns: The latency limit that is in the model.
     """
 
     problem: Problem
@@ -58,6 +59,7 @@ class Collapsed:
     model: AssignmentModel
     constant_objective: float
     memory_limit_kib: int
+    latency_limit_ns: int
 
     def precisions(self, labels_N: Ints) -> Ints:
         """Precision (rank) of every operator under a labelling."""
@@ -214,7 +216,7 @@ def collapse(
     constant_objective = float(tables.sensitivity_OP[constant, maps[map_O[constant], 0]].sum())
     return Collapsed(
         problem=problem, device=device, graph=graph, tables=tables, folding=folding, rows=rows, model=model,
-        constant_objective=constant_objective, memory_limit_kib=limit_kib,
+        constant_objective=constant_objective, memory_limit_kib=limit_kib, latency_limit_ns=limit_ns,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qsync_opt.formulations.assignment.effort import PASSES, SOLVER_PASS, Effort, Pass
+from qsync_opt.formulations.assignment.effort import PASSES, SOLVER_PASSES, Effort
 from qsync_opt.formulations.certified import plan_certified
 from qsync_opt.formulations.greedy import greedy_effort
 from qsync_opt.formulations.linear_solver import LinearSolver
@@ -22,17 +22,21 @@ from qsync_opt.problem import Problem
 from qsync_opt.registry import Kind, create, default_solver
 from qsync_opt.solution import Answer, SolveOptions
 
-QUICK_PASSES = PASSES[:4]
-"""Core searches before the core goes to a solver that was asked for by name."""
-THOROUGH_PASSES = (*PASSES[:6], Pass(600, 0, False), *PASSES[6:], SOLVER_PASS)
-"""Where no solver is named: one that is installed takes a small core before the widest searches, or else the last."""
+_ENOUGH = 5e-7
+"""Half of what counts as proved: closer than this, no dear search is begun."""
+
+
+def exact_effort(gap: float, solver: LinearSolver | None) -> Effort:
+    """How hard to search for a proof; ``solver`` closes what bounded searches leave open, if there is one."""
+    passes = PASSES if solver is None else SOLVER_PASSES
+    return Effort(gap=gap, enough=_ENOUGH, passes=passes, join_passes=2, solver=solver)
 
 
 class ExactFormulation:
     """Optimal plans with proof; see the module.
 
-    The core goes to a solver of linear programs where one is named; without one, only what the core search of the
-    widest kind leaves open does, if a solver is installed.
+    What the quick core searches leave open goes to a solver of linear programs: the one that is named, or the first
+    that is installed. Without any, wider and wider searches take its place.
 
     Source: ours; cutting planes, reduced-cost fixing and bounded dynamic programming are standard.
     """
@@ -41,11 +45,9 @@ class ExactFormulation:
         """Plan every device type; see `Formulation.solve`."""
         choice = options.solver or default_solver()
         solver: LinearSolver | None = None if choice is None else create(Kind.SOLVER, choice)
-        passes = (*QUICK_PASSES, SOLVER_PASS) if options.solver else THOROUGH_PASSES
-        effort = Effort(gap=options.gap, passes=passes, solver=solver)
         answer = plan_certified(
             problem,
-            [greedy_effort(options.gap), effort],
+            [greedy_effort(options.gap), exact_effort(options.gap, solver)],
             time_limit_s=options.time_limit_s,
             start=options.start,
             tied=options.tied,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from qsync_opt.formulations.least import least_time
+from qsync_opt.formulations.collapse import collapse
+from qsync_opt.formulations.exact import exact_effort
+from qsync_opt.formulations.front import fastest_within
+from qsync_opt.formulations.least_latency import least_latency
 from qsync_opt.formulations.linear_solver import LinearSolver
-from qsync_opt.formulations.paper_greedy import fast_start
 from qsync_opt.formulations.segments import peers_ns
+from qsync_opt.formulations.tables import device_tables, graph_tables
 from qsync_opt.problem import Problem
 
 
@@ -21,42 +25,55 @@ class Fastest:
     method: str
 
 
-def fastest_plan(problem: Problem, solver: LinearSolver | None, deadline: float) -> Fastest | None:
-    """Search by descent, then let a solver (if there is one) improve on it and prove it.
+def fastest_plan(
+    problem: Problem,
+    solver: LinearSolver | None,
+    deadline: float,
+    *,
+    budget: float | None = None,
+    tied: Sequence[Sequence[str]] = (),
+) -> Fastest | None:
+    """Search by bound and fix with time as the objective; under a budget of sensitivity, by the problem turned round.
 
     Args:
         problem: The problem; its latency limit is set aside.
-        solver: A solver, or None.
+        solver: A solver for what the search leaves undecided, or None.
         deadline: When to stop, on `time.monotonic`'s clock.
+        budget: Most total sensitivity, if any.
+        tied: Groups of adjustable operators that must share one precision.
 
     Returns:
-        The plan, or None if no plan keeps the memory limits or none was found.
+        The plan, or None if no plan keeps the memory limits and the budget, or none was found.
 
     Source: ours. Each device's least time is independent of the others, and the iteration time is their maximum.
     """
-    floor_ns = peers_ns(problem)
-    devices: dict[str, dict[str, str]] = {}
-    reached_ns, bound_ns, proved = floor_ns, floor_ns, True
-    patient = replace(problem, latency_limit_ns=2**62)  # the search is for speed, not for a limit
-    for device in problem.devices:
-        state = fast_start(patient, device, deadline)
-        fits = state.memory_kib <= device.memory_limit_kib
-        choices, time_ns = (state.choices(), state.iteration_ns) if fits else (None, 2**62)
-        exact = None if solver is None else least_time(problem, device, solver, deadline)
-        if exact is not None and exact.choices is not None and exact.value is not None and exact.value < time_ns:
-            choices, time_ns = exact.choices, exact.value
-        if choices is None:
+    label = "bound and fix" if solver is None else f"bound and fix with {solver.name} {solver.version}"
+    if budget is not None:
+        within = fastest_within(problem, budget, tied=tied, solver=solver, deadline=deadline)
+        if within is None:
             return None
-        devices[device.name] = choices
-        reached_ns = max(reached_ns, time_ns)
-        if exact is not None:
-            bound_ns = max(bound_ns, exact.bound)
-        proved = proved and exact is not None and exact.proved
-    proved = proved or bound_ns >= reached_ns
-    label = "search" if solver is None else f"search and {solver.name} {solver.version}"
+        chosen = {name: dict(choices) for name, choices in within.point.plan.devices.items()}
+        return _fastest(chosen, within.point.iteration_ns, within.bound_ns, label)
+    graph = graph_tables(problem)
+    effort = replace(exact_effort(0.0, solver), enough=0.0)
+    reached_ns = bound_ns = peers_ns(problem)
+    devices: dict[str, dict[str, str]] = {}
+    for device in problem.devices:
+        tables = device_tables(problem, device)
+        collapsed = collapse(problem, device, graph=graph, tables=tables, latency_limit_ns=0, tied=tied)
+        low, high, labels_N = least_latency(collapsed, deadline, effort)
+        if labels_N is None:
+            return None
+        devices[device.name] = collapsed.choices(labels_N)
+        reached_ns, bound_ns = max(reached_ns, int(high)), max(bound_ns, int(low))
+    return _fastest(devices, reached_ns, bound_ns, label)
+
+
+def _fastest(devices: dict[str, dict[str, str]], reached_ns: int, bound_ns: int, label: str) -> Fastest:
+    proved = bound_ns >= reached_ns
     return Fastest(
         devices=devices,
-        bound_ns=reached_ns if proved else min(bound_ns, reached_ns),
+        bound_ns=min(bound_ns, reached_ns),
         proved=proved,
         method=label if proved else f"{label}, not proved fastest",
     )

@@ -8,26 +8,30 @@ last one.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.formulations.assignment.effort import Effort
+from qsync_opt.formulations.assignment.effort import PASSES, Effort, Pass
 from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome
 from qsync_opt.formulations.certified import DeviceSearch
-from qsync_opt.formulations.greedy import EFFORT_PASSES
-from qsync_opt.formulations.reasons import least_latency
+from qsync_opt.formulations.exact import exact_effort
+from qsync_opt.formulations.least_latency import least_latency
 from qsync_opt.formulations.tables import device_tables, graph_tables
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem
+from qsync_opt.registry import Kind, create, default_solver
 
 _LOOSE_NS = 2**60
 _BISECTIONS = 60
-_COARSE = 1e-3
+_COARSE = Effort(gap=1e-3, passes=PASSES[:2], max_nodes=1)
 """A front's fastest limit is sought to this relative precision."""
+_POINT_PASSES = (Pass(30, 32),)
+"""All that is searched for a point of a front with a gap; prices and plans come from its neighbour."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +77,10 @@ class Sweep:
         self,
         problem: Problem,
         *,
-        gap: float = 5e-3,
+        gap: float = 1e-2,
         tied: Sequence[Sequence[str]] = (),
+        solver: Any = None,
+        deadline: float = math.inf,
         store: PointStore | None = None,
     ) -> None:
         """Build every device type once.
@@ -84,11 +90,18 @@ class Sweep:
             gap: Relative gap at which the search for a point stops, and it does little before it gives up; 0 proves
                 every point. Every point carries its own bound.
             tied: Groups of adjustable operators that must share one precision.
+            solver: Name of a solver, or an instance, for what a proof leaves open; by default the first installed.
+            deadline: ``time.monotonic()`` value at which every search stops.
             store: Where points are looked up before they are sought, and kept.
         """
         self.problem = problem
         self._store = store
-        self._effort = Effort(gap=gap, passes=EFFORT_PASSES[:2], dives=1, max_nodes=1) if gap else Effort()
+        self._deadline = deadline
+        if gap:
+            self._effort = Effort(gap=gap, passes=_POINT_PASSES, dives=1, dive_passes=1, max_nodes=1)
+        else:
+            choice = solver or default_solver()
+            self._effort = exact_effort(0.0, None if choice is None else create(Kind.SOLVER, choice))
         graph = graph_tables(problem)
         # At a latency limit of zero no row is dropped for being slack, so the rows serve every limit.
         tight = replace(problem, latency_limit_ns=0)
@@ -103,27 +116,37 @@ class Sweep:
         return self._searches[0].collapsed.rows.floor_ns
 
     def solve(
-        self, latency_limit_ns: int | None = None, memory_limits_kib: Mapping[str, int] | None = None
+        self,
+        latency_limit_ns: int | None = None,
+        memory_limits_kib: Mapping[str, int] | None = None,
+        *,
+        start: Plan | None = None,
+        aim: float | None = None,
     ) -> FrontPoint | None:
         """The best plan within limits, or None if there is none (or none was found).
 
         Args:
             latency_limit_ns: Another latency limit than the problem's.
             memory_limits_kib: Other memory limits, by device type.
+            start: A plan to start from, beside the last one found; it need not be feasible.
+            aim: A sensitivity; whether it can be kept is all that is asked (heeded with one device type).
         """
         limit_ns = self.problem.latency_limit_ns if latency_limit_ns is None else latency_limit_ns
         if limit_ns < self.floor_ns:
             return None
         if self._store is None:
-            return self._solve(limit_ns, memory_limits_kib)
+            return self._solve(limit_ns, memory_limits_kib, start, aim)
         known = self._store.get(limit_ns, memory_limits_kib or {})
         if known is not None:
             return known[0]
-        point = self._solve(limit_ns, memory_limits_kib)
-        self._store.put(limit_ns, memory_limits_kib or {}, point)
+        point = self._solve(limit_ns, memory_limits_kib, start, aim)
+        if aim is None:  # an aim asks less than the best plan, which is what a store keeps
+            self._store.put(limit_ns, memory_limits_kib or {}, point)
         return point
 
-    def _solve(self, limit_ns: int, memory_limits_kib: Mapping[str, int] | None) -> FrontPoint | None:
+    def _solve(
+        self, limit_ns: int, memory_limits_kib: Mapping[str, int] | None, start: Plan | None, aim: float | None
+    ) -> FrontPoint | None:
         outcomes: list[Outcome] = []
         for number, search in enumerate(self._searches):
             limits = search.collapsed.model.limits_R.copy()
@@ -131,7 +154,11 @@ class Sweep:
             limits[-1] += (memory_limits_kib or {}).get(search.device.name, search.device.memory_limit_kib)
             limits[-1] -= search.device.memory_limit_kib
             engine: BoundAndFix = self._engines[number].under(limits)
-            outcomes.append(engine.solve(self._effort))
+            labels_N = None if start is None else search.collapsed.labels(start.devices[search.device.name])
+            effort = self._effort
+            if aim is not None and len(self._searches) == 1:
+                effort = replace(effort, aim=aim - search.collapsed.constant_objective)
+            outcomes.append(engine.solve(effort, start=labels_N, deadline=self._deadline))
             if outcomes[-1].labels_N is None:
                 return None
             self._engines[number] = engine
@@ -163,17 +190,23 @@ class Sweep:
         """The best plan within memory, however long it takes."""
         return self.solve(_LOOSE_NS)
 
-    def fastest_ns(self) -> int | None:
-        """About the least latency limit at which there is a plan; None if memory alone forbids every plan."""
-        found = [least_latency(search.collapsed, math.inf, precision=_COARSE)[1] for search in self._searches]
-        return int(max(found)) if max(found) < math.inf else None
+    def fastest(self) -> tuple[int, Plan] | None:
+        """About the least latency limit at which there is a plan, and that plan; None if memory forbids every plan."""
+        reached, devices = float(self.floor_ns), {}
+        for search in self._searches:
+            relaxation = search.engine.relaxation
+            _, high, labels_N = least_latency(search.collapsed, math.inf, _COARSE, relaxation=relaxation)
+            if labels_N is None:
+                return None
+            reached, devices[search.device.name] = max(reached, high), search.collapsed.choices(labels_N)
+        return int(reached), Plan(problem=self.problem.name, devices=devices)
 
 
 def latency_front(
     problem: Problem,
     *,
     points: int | None = 50,
-    gap: float = 5e-3,
+    gap: float = 1e-2,
     tied: Sequence[Sequence[str]] = (),
     store: PointStore | None = None,
     progress: Progress | None = None,
@@ -208,13 +241,17 @@ def latency_front(
         return _undominated(found)
     found.append(point)
     tell(1, points)
-    fastest_ns = sweep.fastest_ns()
-    if fastest_ns is not None and points > 1:
-        limits = np.linspace(point.iteration_ns, fastest_ns, points)[1:].astype(np.int64).tolist()
+    fastest = sweep.fastest()
+    if fastest is not None and points > 1:
+        fastest_ns = fastest[0]
+        start: Plan | None = fastest[1]
+        # From tight to loose every plan found stays feasible, and what it rules out stays ruled out.
+        limits = np.linspace(fastest_ns, point.iteration_ns, points)[:-1].astype(np.int64).tolist()
         for tried, limit in enumerate(limits, start=2):
-            point = sweep.solve(max(limit, fastest_ns))
+            point = sweep.solve(max(limit, fastest_ns), start=start)
             if point is not None:
                 found.append(point)
+                start = None  # the sweep keeps it
             tell(tried, points)
     return _undominated(found)
 
@@ -233,7 +270,7 @@ def memory_front(
     device: str,
     *,
     points: int = 50,
-    gap: float = 5e-3,
+    gap: float = 1e-2,
     tied: Sequence[Sequence[str]] = (),
     store: PointStore | None = None,
     progress: Progress | None = None,
@@ -277,7 +314,12 @@ class FastestWithin:
 
 
 def fastest_within(
-    problem: Problem, sensitivity_budget: float, *, tied: Sequence[Sequence[str]] = ()
+    problem: Problem,
+    sensitivity_budget: float,
+    *,
+    tied: Sequence[Sequence[str]] = (),
+    solver: Any = None,
+    deadline: float = math.inf,
 ) -> FastestWithin | None:
     """The problem turned round: least iteration time with total sensitivity at most ``sensitivity_budget``.
 
@@ -285,26 +327,29 @@ def fastest_within(
         problem: The problem; its latency limit is set aside.
         sensitivity_budget: Most total sensitivity.
         tied: Groups of adjustable operators that must share one precision.
+        solver: As in `Sweep`.
+        deadline: ``time.monotonic()`` value at which to stop with the best plan and bound known.
 
     Returns:
-        The plan and a proved lower bound of the time, or None if no plan within memory keeps the budget.
+        The plan and a proved lower bound of the time, or None if no plan within memory keeps the budget (or none was
+        found before the deadline).
 
     Source: ours; bisection over the latency limit, in which every plan and every bound found moves an end.
     """
     if not (math.isfinite(sensitivity_budget) and sensitivity_budget >= 0):
         raise ProblemError(f"the sensitivity budget is {sensitivity_budget!r}, but it must be finite and at least 0")
-    sweep = Sweep(problem, gap=0.0, tied=tied)
+    sweep = Sweep(problem, gap=0.0, tied=tied, solver=solver, deadline=deadline)
     best = sweep.slowest()
     if best is None or best.objective > sensitivity_budget:
         return None
     low, high = sweep.floor_ns, best.iteration_ns
     for _ in range(_BISECTIONS):
-        if low >= high:
+        if low >= high or time.monotonic() > deadline:
             break
-        point = sweep.solve((low + high) // 2)
+        point = sweep.solve((low + high) // 2, aim=sensitivity_budget)
         if point is not None and point.objective <= sensitivity_budget:
             best, high = point, min(high, point.iteration_ns)
-        elif point is None or point.bound > sensitivity_budget:
+        elif (point is None and time.monotonic() < deadline) or (point and point.bound > sensitivity_budget):
             low = (low + high) // 2 + 1
         else:
             break

@@ -8,9 +8,13 @@ all moves of that search. The dual's value is the bound.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from qsync_opt.formulations.assignment.effort import Effort, Pass
 from qsync_opt.formulations.certified import plan_certified
+from qsync_opt.formulations.linear_solver import LinearSolver
 from qsync_opt.problem import Problem
+from qsync_opt.registry import Kind, create
 from qsync_opt.solution import Answer, SolveOptions
 
 _GAP = 1e-3
@@ -26,13 +30,23 @@ _TREE_GAP = 5e-3
 _MAX_NODES = 12
 
 
-def greedy_effort(gap: float) -> Effort:
+_SOLVER_PASS = Pass(150, 0, solver_nodes=100)
+"""What a solver that was asked for by name adds: the nodes nearest to a change, searched to a bounded depth."""
+
+
+def greedy_effort(gap: float, solver: LinearSolver | None = None) -> Effort:
     """How hard the default searches for a relative gap."""
-    return Effort(gap=gap or _GAP, passes=EFFORT_PASSES, max_nodes=_MAX_NODES, tree_gap=max(gap, 0.0) or _TREE_GAP)
+    passes = EFFORT_PASSES if solver is None else (*EFFORT_PASSES, _SOLVER_PASS)
+    return Effort(
+        gap=gap or _GAP, passes=passes, max_nodes=_MAX_NODES, tree_gap=max(gap, 0.0) or _TREE_GAP, solver=solver
+    )
 
 
 class GreedyFormulation:
     """Priced allocation with a certificate; see the module.
+
+    It needs no solver. One that is asked for by name works on the choices nearest to a change where the other searches
+    have not reached the gap.
 
     Source: in the spirit of QSync's allocator (IPDPS 2024), which takes the largest sensitivity first whatever it
         costs; prices, search and certificate are ours.
@@ -40,10 +54,12 @@ class GreedyFormulation:
 
     def solve(self, problem: Problem, options: SolveOptions) -> Answer:
         """Plan every device type; see `Formulation.solve`."""
-        return plan_certified(
+        solver: LinearSolver | None = None if options.solver is None else create(Kind.SOLVER, options.solver)
+        answer = plan_certified(
             problem,
-            [greedy_effort(options.gap)],
+            [greedy_effort(options.gap, solver)],
             time_limit_s=options.time_limit_s,
             start=options.start,
             tied=options.tied,
         )
+        return answer if solver is None else replace(answer, solver=f"{solver.name} {solver.version}")

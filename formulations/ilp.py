@@ -21,7 +21,8 @@ backward order. Nothing but T_max is common to two devices, so each is solved al
 
 **The collapse.** A dependent operator's precision follows from its inputs and adds no decision. What is left are
 choices, one per adjustable operator, and products: nodes whose state is a pair (g, h) of classes of two other nodes.
-A product carries what depends on both: casts on an edge, or the higher of two ranks at a join (`assignment`).
+A product carries what depends on both: casts on an edge, or the higher of two ranks at a join (`linear_assignment`,
+which says why this description is not that of the `assignment` package).
 
 **The linear program of one device.**
 

@@ -1,7 +1,9 @@
-"""A neutral assignment problem: pick one label per choice, pay additive loads, keep nested limits.
+"""The assignment problem as the linear programs of `ilp` see it: choices, products, shared loads, limits.
 
-Nothing here knows what a precision is. Other planning questions over the same core (stage placement, message widths)
-build the same objects.
+The neutral core for further formulations is the `assignment` package, which bounds and searches by itself. This second
+description is kept apart on purpose: `ilp` and `textbook` are the independent check of that core, so they must not
+share its reading of a problem, its reductions or its arithmetic. It also writes a shared load as one row, where the
+core needs nodes for it, which is the tighter program. Nothing here knows what a precision is.
 
 * A **choice** is a free decision between labels.
 * A **product** looks at two earlier nodes, each through a grouping of its states into classes; its state is the pair

@@ -25,10 +25,15 @@ class LinearStatus(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearOptions:
-    """How to solve: limits in seconds, gap relative to the objective, and a seed for repeatable runs."""
+    """How to solve: limits in seconds, gaps at which to stop, and a seed for repeatable runs.
+
+    ``node_limit`` bounds the solver's search tree; a solver that cannot count its nodes sets it aside.
+    """
 
     time_limit_s: float | None = None
     relative_gap: float = 0.0
+    absolute_gap: float = 0.0
+    node_limit: int | None = None
     seed: int = 1
 
 

@@ -1,9 +1,8 @@
-"""The default allocator: start from the fastest plan that fits, then give precision back where it matters most.
+"""QSync's own allocator: start from the fastest plan that fits, then give precision back where it matters most.
 
 QSync's recovery keeps one ladder of precisions per operator. A step that lowers sensitivity is taken, largest
 decrement first, if memory and latency still hold; else it is undone exactly. `qsync` is one pass, in which an operator
-whose step fails tries its next higher level. `greedy` repeats passes until none helps: an early refusal may fit later,
-once a neighbour's cast is gone.
+whose step fails tries its next higher level.
 """
 
 from __future__ import annotations

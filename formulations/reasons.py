@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
 
 import numpy as np
 
 from qsync_opt.formulations.assignment.effort import PASSES, Effort
-from qsync_opt.formulations.assignment.model import AssignmentModel, Ints
+from qsync_opt.formulations.assignment.model import Ints
 from qsync_opt.formulations.assignment.search import BoundAndFix
 from qsync_opt.formulations.collapse import Collapsed, collapse
+from qsync_opt.formulations.least_latency import least_latency, row_as_objective, with_objective
 from qsync_opt.problem import Problem
 
 _LOOSE_NS = 2**60
@@ -18,7 +18,7 @@ _SHOWN = 3
 """Operators named as those that force a limit."""
 _PASSES, _NODES = PASSES[:6], 6
 """How hard each search for a least value tries: an explanation must not take longer than the answer."""
-_STEPS = 80
+_EFFORT = Effort(passes=_PASSES, max_nodes=_NODES)
 
 
 def explain(problem: Problem, collapsed: Collapsed | None, deadline: float) -> str:
@@ -43,13 +43,16 @@ def explain(problem: Problem, collapsed: Collapsed | None, deadline: float) -> s
         )
     device = collapsed.device
     memory, least_kib, labels = _least_memory(collapsed, _LOOSE_NS, deadline)
-    if memory > device.memory_limit_kib:
+    low, high, fastest = math.inf, math.inf, None
+    if memory <= device.memory_limit_kib:
+        low, high, fastest = least_latency(collapsed, deadline, _EFFORT)
+    if low == math.inf:  # memory alone forbids every plan, whether or not its least value was found in time
+        memory = max(memory, device.memory_limit_kib + 1)
         return (
             f"the memory limit of device {device.name!r}, {device.memory_limit_kib} KiB, cannot be met by any plan; "
             f"the least value that could be met is {_between(memory, least_kib, 'KiB')}"
             + _forced(collapsed, labels, by_memory=True)
         )
-    low, high, labels = least_latency(collapsed, deadline)
     text = (
         f"the latency limit of {limit_ns} ns cannot be met on device {device.name!r} within its memory limit of "
         f"{device.memory_limit_kib} KiB; the least value that could be met is {_between(low, high, 'ns')}"
@@ -59,7 +62,7 @@ def explain(problem: Problem, collapsed: Collapsed | None, deadline: float) -> s
         text += f" (or keep it, and allow {_between(memory, least_kib, 'KiB')} of memory)"
     else:
         text += " (no amount of memory helps)"
-    return text + _forced(collapsed, labels, by_memory=False)
+    return text + _forced(collapsed, fastest, by_memory=False)
 
 
 def _floor(problem: Problem, collapsed: Collapsed | None) -> int:
@@ -102,10 +105,7 @@ def _least_memory(collapsed: Collapsed, limit_ns: int, deadline: float) -> tuple
     model = loose.model
     # The memory row becomes the objective; its constant part is what was taken off the right-hand side.
     constant = -int(model.limits_R[-1])
-    cost = np.zeros(len(model.objective_Z))
-    entry_T = np.repeat(np.arange(len(cost)), np.diff(model.pointer_Z1))
-    memory = model.load_T == model.rows_RS.shape[1] - 1
-    np.add.at(cost, entry_T[memory], model.value_T[memory].astype(np.float64))
+    cost = row_as_objective(model, -1)
     outcome = BoundAndFix(with_objective(model, cost, model.rows_RS[:-1], model.limits_R[:-1])).solve(
         Effort(passes=_PASSES, max_nodes=_NODES, offset=float(constant)), deadline=deadline
     )
@@ -118,44 +118,3 @@ def _least_memory(collapsed: Collapsed, limit_ns: int, deadline: float) -> tuple
         return 0.0, value, outcome.labels_N
     bound = math.ceil(outcome.bound + constant - 1e-2 - 1e-9 * abs(value))  # amounts are whole
     return min(bound, value), value, outcome.labels_N
-
-
-def with_objective(model: AssignmentModel, cost_Z: object, rows_RS: Ints, limits_R: Ints) -> AssignmentModel:
-    """The same graph and loads under another objective and other limits."""
-    return AssignmentModel(
-        sizes_N=model.sizes_N, edges_E2=model.edges_E2, objective_Z=np.asarray(cost_Z, dtype=np.float64),
-        allowed_Z=model.allowed_Z, pointer_Z1=model.pointer_Z1, load_T=model.load_T, value_T=model.value_T,
-        rows_RS=rows_RS, limits_R=limits_R, derived=model.derived,
-    )  # fmt: skip
-
-
-def least_latency(collapsed: Collapsed, deadline: float, *, precision: float = 0.0) -> tuple[float, float, Ints | None]:
-    """Bounds of the least iteration time of one device type within its memory limit, and a plan; by bisection.
-
-    Every plan found gives its own iteration time as the next upper end, and every proof that a limit cannot be met the
-    next lower end. With a ``precision`` above 0 the search ends at that relative distance and does little per limit, so
-    that the lower end is then no proof.
-    """
-    effort = Effort(passes=PASSES[:2], max_nodes=1) if precision else Effort(passes=_PASSES, max_nodes=_NODES)
-    low, high, best = collapsed.rows.floor_ns, math.inf, None
-    limit: float = _LOOSE_NS
-    for _ in range(_STEPS):
-        other = collapse(
-            collapsed.problem, collapsed.device, graph=collapsed.graph, tables=collapsed.tables,
-            latency_limit_ns=int(limit),
-        )  # fmt: skip
-        model = other.model
-        free = np.zeros(len(model.objective_Z))
-        engine = BoundAndFix(with_objective(model, free, model.rows_RS, model.limits_R))
-        outcome = engine.solve(effort, deadline=deadline)
-        if outcome.labels_N is not None:
-            best = outcome.labels_N
-            high = min(high, collapsed.iteration_ns(best))
-        elif outcome.proved_infeasible or (precision and high < math.inf):
-            low = int(limit) + 1
-        else:
-            break
-        if high - low <= precision * high or time.monotonic() > deadline or high == math.inf:
-            break
-        limit = (low + high) // 2
-    return low, high, best

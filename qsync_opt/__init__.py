@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qsync_opt.baselines import uniform_plan as uniform_plan
+    from qsync_opt.blocks import identical_blocks as identical_blocks
     from qsync_opt.build import build_problem as build_problem
     from qsync_opt.cluster import Cluster as Cluster
     from qsync_opt.cluster import load_cluster as load_cluster
@@ -94,6 +95,7 @@ _PUBLIC = {
     "SensitivityTable": "qsync_opt.sensitivity_table",
     "build_problem": "qsync_opt.build",
     "uniform_plan": "qsync_opt.baselines",
+    "identical_blocks": "qsync_opt.blocks",
     "memory_breakdown": "qsync_opt.memory",
     "write_trace": "qsync_opt.replay",
     "make_report": "qsync_opt.report",

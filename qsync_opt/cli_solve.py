@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qsync_opt.cli import EXIT_INFEASIBLE, EXIT_OK, Runner, print_json
 from qsync_opt.cli_text import add_quiet, estimate_notice, mebibytes, milliseconds, number, percent, print_table
 from qsync_opt.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from qsync_opt.planner import FastestPlan
     from qsync_opt.problem import Problem
     from qsync_opt.solution import Solution
 
 _LOGGER = logging.getLogger(__name__)
+_NO_LIMIT_NS = 2**60
 
 
 def add_solve(parser: argparse.ArgumentParser) -> Runner:
@@ -24,6 +26,16 @@ def add_solve(parser: argparse.ArgumentParser) -> Runner:
     parser.add_argument("--solver", help="ortools, pulp, highs, scip, cp-sat, ...; the first installed by default")
     parser.add_argument("--time-limit", type=float, metavar="S", help="seconds for the whole solve")
     parser.add_argument("--gap", type=float, metavar="G", help="relative gap at which to stop, such as 0.01")
+    parser.add_argument("--start", metavar="PLAN", help="plan file to start from; it need not be feasible")
+    parser.add_argument(
+        "--tied", metavar="GROUP", action="append", default=[],
+        help="operators that share one precision, names with commas between, or the word 'blocks': the same operator "
+        "of identical blocks; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sensitivity-budget", type=float, metavar="B",
+        help="turn the problem round: the least iteration time with at most this sensitivity",
+    )  # fmt: skip
     parser.add_argument("--output", metavar="PLAN", help="write the plan to this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_quiet(parser)
@@ -32,6 +44,7 @@ def add_solve(parser: argparse.ArgumentParser) -> Runner:
 
 def _solve(options: argparse.Namespace) -> int:
     from qsync_opt.jsonio import check_writable
+    from qsync_opt.plan import load_plan
     from qsync_opt.planner import solve
     from qsync_opt.problem_file import load_problem
     from qsync_opt.progress import waiting
@@ -39,10 +52,15 @@ def _solve(options: argparse.Namespace) -> int:
     if options.output is not None:
         check_writable(options.output)  # before the work, not after it
     problem = load_problem(options.problem)
+    tied = _tied(problem, options.tied)
+    if options.sensitivity_budget is not None:
+        return _solve_turned(problem, options, tied)
+    start = None if options.start is None else load_plan(options.start)
     with waiting(False if options.quiet else None, f"solving by {options.method}", options.time_limit):
         solution = solve(
-            problem, options.method, solver=options.solver, time_limit_s=options.time_limit, gap=options.gap
-        )
+            problem, options.method, solver=options.solver, time_limit_s=options.time_limit, gap=options.gap,
+            start=start, tied=tied,
+        )  # fmt: skip
     if solution.plan is not None and options.output is not None:
         solution.plan.save(options.output)
     if options.json:
@@ -51,6 +69,95 @@ def _solve(options: argparse.Namespace) -> int:
         print_solution(problem, solution)
         estimate_notice(problem.extras)
     return EXIT_OK if solution.plan is not None else EXIT_INFEASIBLE
+
+
+def _tied(problem: Problem, groups: list[str]) -> list[tuple[str, ...]]:
+    """Groups as they were asked for on the command line."""
+    from qsync_opt.blocks import identical_blocks
+
+    tied: list[tuple[str, ...]] = []
+    for text in groups:
+        if text == "blocks":
+            tied += identical_blocks(problem)
+            continue
+        names = tuple(name.strip() for name in text.split(",") if name.strip())
+        if len(names) < 2:
+            raise UnsupportedError(
+                f"--tied {text!r} names {len(names)} operators; give at least two with commas between, or 'blocks'"
+            )
+        tied.append(names)
+    return tied
+
+
+def _solve_turned(problem: Problem, options: argparse.Namespace, tied: list[tuple[str, ...]]) -> int:
+    """The least iteration time under a budget of sensitivity; the problem's latency limit is set aside."""
+    from qsync_opt.planner import fastest
+    from qsync_opt.progress import waiting
+
+    for name, given in (("--start", options.start), ("--gap", options.gap)):
+        if given is not None:
+            raise UnsupportedError(
+                f"{name} does not go with --sensitivity-budget, which proves least time; leave it out"
+            )
+    with waiting(False if options.quiet else None, "seeking the least iteration time", options.time_limit):
+        found = fastest(
+            problem, sensitivity_budget=options.sensitivity_budget, solver=options.solver,
+            time_limit_s=options.time_limit, tied=tied,
+        )  # fmt: skip
+    if found is not None and options.output is not None:
+        found.plan.save(options.output)
+    if options.json:
+        ended, reason = ("", None) if found else _why_not(problem, options)
+        print_json(_turned_json(found, ended, reason))
+    elif found is None:
+        print(f"{problem.name}: {_why_not(problem, options)[1]}")
+    else:
+        proof = "proved least" if found.proved else f"at least {milliseconds(found.bound_ns)}"
+        print(f"{problem.name}: {found.method} in {found.solve_seconds:.2f} s")
+        print(f"iteration time  {milliseconds(found.iteration_ns)} ({proof})")
+        print(f"objective       {found.evaluation.objective:.9g} (budget {options.sensitivity_budget:.9g})")
+        estimate_notice(problem.extras)
+    return EXIT_OK if found is not None else EXIT_INFEASIBLE
+
+
+def _why_not(problem: Problem, options: argparse.Namespace) -> tuple[str, str | None]:
+    """Termination and reason where no plan keeps the budget: the least sensitivity that memory allows."""
+    from dataclasses import replace
+
+    from qsync_opt.planner import solve
+
+    patient = replace(problem, latency_limit_ns=_NO_LIMIT_NS)
+    least = solve(patient, "exact", solver=options.solver, time_limit_s=options.time_limit)
+    if least.objective is None or least.bound is None:
+        return least.termination.value, least.reason
+    budget = options.sensitivity_budget
+    if least.bound > budget:
+        text = f"no plan within the memory limits keeps a sensitivity of {budget:.9g}; the least that could be met is "
+        return "infeasible", text + f"{least.objective:.9g}"
+    return "time_limit", f"no plan with a sensitivity of at most {budget:.9g} was found; allow more time"
+
+
+def _turned_json(found: FastestPlan | None, ended: str, reason: str | None) -> dict[str, Any]:
+    """The keys of solve, and the bound of the iteration time; what is minimised has no bound of sensitivity."""
+    if found is not None:
+        ended = "optimal" if found.proved else "feasible"
+    evaluation = None if found is None else found.evaluation
+    return {
+        "termination": ended,
+        "point": "none" if found is None else "feasible",
+        "objective": None if evaluation is None else evaluation.objective,
+        "bound": None,
+        "gap": None,
+        "iteration_ns": None if found is None else found.iteration_ns,
+        "iteration_bound_ns": None if found is None else found.bound_ns,
+        "memory_kib": None if evaluation is None else evaluation.memory_kib,
+        "sensitivity": None if evaluation is None else evaluation.sensitivity,
+        "method": "fastest",
+        "solver": None if found is None else found.method,
+        "build_seconds": 0.0,
+        "solve_seconds": 0.0 if found is None else found.solve_seconds,
+        "reason": reason,
+    }
 
 
 def add_evaluate(parser: argparse.ArgumentParser) -> Runner:

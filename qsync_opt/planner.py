@@ -149,8 +149,8 @@ def _compare(answer: Answer, evaluation: Evaluation, method: str) -> None:
 class FastestPlan:
     """The plan of least iteration time that keeps the memory limits.
 
-    ``bound_ns`` is a time that no such plan is below; ``proved`` tells that ``iteration_ns`` is the least. Without a
-    solver or enough time the plan is the best found, ``proved`` is False and ``method`` says so.
+    ``bound_ns`` is a time that no such plan is below; ``proved`` tells that ``iteration_ns`` is the least. Where time
+    was short the plan is the best found, ``proved`` is False and ``method`` says so.
     """
 
     plan: Plan
@@ -166,29 +166,41 @@ class FastestPlan:
         return self.evaluation.iteration_ns
 
 
-def fastest(problem: Problem, *, solver: Any = None, time_limit_s: float | None = None) -> FastestPlan | None:
+def fastest(
+    problem: Problem,
+    *,
+    sensitivity_budget: float | None = None,
+    solver: Any = None,
+    time_limit_s: float | None = None,
+    tied: Sequence[Sequence[str]] = (),
+) -> FastestPlan | None:
     """The plan of least iteration time that keeps every memory limit; the problem's latency limit is set aside.
 
     Args:
         problem: The problem.
-        solver: As in `solve`; where none is installed the fastest plan is searched for and not proved.
+        sensitivity_budget: Most total sensitivity of the plan; none by default.
+        solver: As in `solve`, for what the search by itself leaves undecided.
         time_limit_s: Seconds for the whole search.
+        tied: Groups of adjustable operators that must each run in one precision.
 
     Returns:
-        The plan, or None if no plan keeps the memory limits (`solve` gives the reason).
+        The plan, or None if no plan keeps the memory limits (`solve` gives the reason) and the budget.
 
     Raises:
+        ProblemError: An option is out of range.
         UnsupportedError: No such solver.
         SolverError: The solver failed, or its plan breaks a memory limit.
 
     Source: ours; QSync exhausts blocks of the graph for its starting plan.
     """
     started = time.monotonic()
-    deadline = math.inf if time_limit_s is None else started + time_limit_s
+    options = SolveOptions(time_limit_s=time_limit_s)
+    deadline = math.inf if options.time_limit_s is None else started + options.time_limit_s
     choice = solver if solver is not None else default_solver()
+    engine = None if choice is None else create(Kind.SOLVER, choice)
     # Formulations are reached by name only, as everywhere in the core.
     search = import_module("qsync_opt.formulations.fastest")
-    found = search.fastest_plan(problem, None if choice is None else create(Kind.SOLVER, choice), deadline)
+    found = search.fastest_plan(problem, engine, deadline, budget=sensitivity_budget, tied=tied)
     if found is None:
         return None
     plan = Plan(problem=problem.name, devices=found.devices)
@@ -196,6 +208,8 @@ def fastest(problem: Problem, *, solver: Any = None, time_limit_s: float | None 
     over = [device.name for device in evaluation.devices.values() if device.memory_kib > device.memory_limit_kib]
     if over:
         raise SolverError(f"the fastest plan found breaks the memory limit of {', '.join(over)}")
+    if sensitivity_budget is not None and evaluation.objective > sensitivity_budget * (1 + _AGREEMENT):
+        raise SolverError(f"the plan found has a sensitivity of {evaluation.objective!r}, above the budget")
     return FastestPlan(
         plan=plan,
         evaluation=evaluation,

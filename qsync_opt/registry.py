@@ -109,7 +109,7 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             Entry(
                 name="greedy",
                 target="qsync_opt.formulations.greedy:GreedyFormulation",
-                features=_CERTIFIED,
+                features=_CERTIFIED | {Feature.SOLVER},
             ),
             Entry(
                 name="qsync",

@@ -3,12 +3,17 @@
 Where two labellings differ, the differing nodes fall into parts without an edge between them. Every part can be taken
 over by itself, and what that changes simply adds up.
 
+A large part, as between plans of many equal blocks that differ everywhere, is cut once along the order of the nodes.
+
 Source: partition crossover (Whitley et al. 2009), with parts chosen by ratio as in a knapsack; ours.
 """
 
 import numpy as np
 
 from qsync_opt.formulations.assignment.model import AssignmentModel, Floats, Ints
+
+_LARGE_PART = 300
+"""Nodes of a part from which on it is cut."""
 
 
 def blend(model: AssignmentModel, feasible_N: Ints, other_N: Ints, prices_R: Floats) -> Ints:
@@ -48,7 +53,29 @@ def blend(model: AssignmentModel, feasible_N: Ints, other_N: Ints, prices_R: Flo
         if (left_R >= 0).all():
             slack_R = left_R
             taken[part] = True
-    return np.where(taken[part_N], other_N, feasible_N)  # part -1 reads the last entry, which is never taken
+    blended_N = np.where(taken[part_N], other_N, feasible_N)  # part -1 reads the last entry, which is never taken
+    if int(np.bincount(part_N[part_N >= 0]).max()) < _LARGE_PART:
+        return blended_N
+    return min((_cut(model, blended_N, other_N, turned=turned) for turned in (False, True)), key=model.objective)
+
+
+def _cut(model: AssignmentModel, feasible_N: Ints, other_N: Ints, *, turned: bool) -> Ints:
+    """Take over the first (or last) nodes of another labelling, as many as the limits allow; by bisection."""
+    number_N = np.arange(model.num_nodes)
+    best_N, best = feasible_N, model.objective(feasible_N)
+    low, high = 0, model.num_nodes
+    while low < high:
+        middle = (low + high + 1) // 2
+        takes_N = number_N >= model.num_nodes - middle if turned else number_N < middle
+        mixed_N = model.complete(np.where(takes_N, other_N, feasible_N))
+        value = model.objective(mixed_N)
+        if value < np.inf and (model.excess(mixed_N) <= 0).all():
+            low = middle
+            if value < best:
+                best_N, best = mixed_N, value
+        else:
+            high = middle - 1
+    return best_N
 
 
 def _parts(model: AssignmentModel, differs_N: np.ndarray) -> tuple[Ints, int]:

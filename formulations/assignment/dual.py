@@ -111,6 +111,10 @@ def maximise(
     best, best_prices = -np.inf, np.zeros(num_rows) if prices_R is None else prices_R
     query, weights = best_prices, np.zeros(0)
     master: _LazyMaster | None = None
+    if plans and prices_R is not None and num_rows:
+        # Plans of a neighbouring problem tell more about the prices than its prices do.
+        master = _LazyMaster(plans, weight)
+        query = master.solve(plans)[1]
     for step in range(max_steps):
         bound, plan = pricer.lagrangian(query, allowed_Z, weight)
         if bound == np.inf:

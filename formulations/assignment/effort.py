@@ -9,22 +9,37 @@ from qsync_opt.formulations.linear_solver import LinearSolver
 class Pass:
     """One core search: at most this many nodes (None: all that are undecided), states, and how states are kept.
 
-    A width of 0 hands the core to the solver.
+    A width of 0 hands the core to the solver, unless it is so easy that a bounded search closes it;
+    ``solver_nodes`` then bounds the solver's tree where the core is only a part of what is undecided.
     """
 
     nodes: int | None
     width: int
-    spread: bool
+    spread: bool = True
+    solver_nodes: int | None = None
+
+    @property
+    def is_dear(self) -> bool:
+        """True if it takes much longer than bounding a node."""
+        return not self.width or self.width > _DEAR_WIDTH
 
 
+_DEAR_WIDTH = 512
 PASSES = (
     Pass(60, 64, True),
     Pass(150, 64, True),
     *(Pass(None, width, spread) for width in (64, 256, 2048, 16384) for spread in (True, False)),
 )
 """Core searches from the quickest to the most thorough."""
-SOLVER_PASS = Pass(None, 0, False)
-"""Hands the whole core to the solver."""
+SOLVER_PASSES = (
+    Pass(60, 64),
+    Pass(150, 64),
+    Pass(150, 512),
+    Pass(150, 0, solver_nodes=100),
+    Pass(600, 0, solver_nodes=1000),
+    Pass(None, 0),
+)
+"""The same with a solver: its small cores improve the incumbent, which rules out most of what is undecided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,20 +48,26 @@ class Effort:
 
     Attributes:
         gap: Relative gap at which to stop.
+        enough: Relative gap from which dear passes and further nodes of the tree are not begun.
         passes: Core searches to try at a node, in this order.
         dive_passes: How many of them to try with the joins held.
+        join_passes: How many of them to try before a node is split at a join.
         dives: Plans of the dual whose joins are held to look for a better incumbent.
         max_nodes: Most nodes of the tree.
+        aim: Objective that a labelling is sought below, or proved to be missed; then the search stops.
         tree_gap: Relative gap from which the tree is not opened further.
         offset: Constant that is part of the objective when gaps are measured.
         solver: Solver of linear programs for passes of width 0; without one they are left out.
     """
 
     gap: float = 0.0
+    enough: float = 0.0
     passes: tuple[Pass, ...] = PASSES
     dive_passes: int = 2
+    join_passes: int = 3
     dives: int = 2
     max_nodes: int = 100_000
+    aim: float | None = None
     tree_gap: float = 0.0
     offset: float = 0.0
     solver: LinearSolver | None = None

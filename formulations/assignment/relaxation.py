@@ -41,6 +41,10 @@ class Relaxation:
         relaxed = true if self.entry_Y is None else self.model.with_limits(limits_R)
         return Relaxation(true, relaxed, self.elimination, self.entry_Y)
 
+    def with_model(self, model: AssignmentModel) -> "Relaxation":
+        """A relaxation of a model of the same graph, with other costs and limits."""
+        return relax(model) if self.entry_Y is not None else Relaxation(model, model, self.elimination, None)
+
     def allowed(self, allowed_Z: Bools) -> Bools:
         """Allowed entries of the relaxed model."""
         return allowed_Z if self.entry_Y is None else allowed_Z[self.entry_Y]

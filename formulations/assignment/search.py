@@ -17,7 +17,8 @@ from typing import cast
 import numpy as np
 
 from qsync_opt.formulations.assignment.blend import blend
-from qsync_opt.formulations.assignment.core import extract
+from qsync_opt.formulations.assignment.branching import SHARE, fractional_join, widest_choice
+from qsync_opt.formulations.assignment.core import Core, extract
 from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
 from qsync_opt.formulations.assignment.effort import Effort, Pass
 from qsync_opt.formulations.assignment.frontier import search
@@ -29,9 +30,12 @@ from qsync_opt.formulations.linear_solver import LinearSolver
 PROOF = 1e-9
 """Improvements below this share of the objective are not looked for."""
 _MAX_PLANS = 60
-_BLENDS = 4
-_SHARE = 1e-3
-"""Plans with a smaller weight in the dual do not count."""
+_BLENDS = 8
+_WHOLE = 4
+"""A solver gets all that is undecided rather than a part that is more than one such share of it."""
+_MUCH_BETTER = 0.5
+_EASY_NODES, _EASY_WIDTH = 40, 4096
+"""Cores of one row or so few nodes are closed by a bounded search of this width sooner than by a solver."""
 
 
 @dataclass(slots=True)
@@ -79,6 +83,7 @@ class BoundAndFix:
         self._entry_NA = np.where(self._exists_NA, model.offset_N[:, None] + np.arange(num_labels), 0)
         self._effort = Effort()
         self._towards_limits_R = np.zeros(len(model.limits_R))
+        self._affordable_Z, self._affordable_at = model.allowed_Z, np.inf
         self._dived: set[bytes] = set()
 
     def offer(self, labels_N: Ints) -> None:
@@ -101,6 +106,9 @@ class BoundAndFix:
         change_R = self.model.limits_R - limits_R
         other._known = [Priced(p.labels_N, p.objective, p.excess_R + change_R) for p in self._known]
         other._prices_R = self._prices_R
+        if (change_R <= 0).all():
+            # What cannot belong to a better plan than a known one cannot either where more plans are feasible.
+            other._affordable_Z, other._affordable_at = self._affordable_Z, self._affordable_at
         if self.best is not None:
             other.offer(self.best.labels_N)
         for plan in other._known:
@@ -135,11 +143,12 @@ class BoundAndFix:
             if infeasible:
                 return Outcome(None, np.inf, np.inf, zero, proved_infeasible=True)
             prices = zero if self._prices_R is None else self._prices_R
-            open_nodes = [_Node(-np.inf, 0, self.model.allowed_Z, prices, plans)]
+            open_nodes = [_Node(self._least_objective(), 0, self._root_entries(), prices, plans)]
             count = 1
             while open_nodes and outcome.nodes < effort.max_nodes:
                 node = heapq.heappop(open_nodes)
-                if self._closed(node.bound, effort) or (outcome.nodes and node.bound >= self._target(effort.tree_gap)):
+                gap = max(effort.enough, effort.tree_gap) if outcome.nodes else 0.0
+                if self._closed(node.bound, effort) or node.bound >= self._target(gap):
                     closed = min(closed, node.bound)
                     continue
                 if time.monotonic() > self._deadline:
@@ -168,6 +177,8 @@ class BoundAndFix:
         return outcome
 
     def _closed(self, bound: float, effort: Effort) -> bool:
+        if effort.aim is not None and (self.upper <= effort.aim or bound > effort.aim):
+            return True
         return bound >= self._target(effort.gap)
 
     def _target(self, gap: float) -> float:
@@ -193,29 +204,31 @@ class BoundAndFix:
 
     def _process(self, node: _Node, effort: Effort) -> tuple[float, Floats, list[tuple[Bools, list[Priced]]]]:
         """Bound a node and close or split it; a closed node has no children."""
-        allowed = self._affordable(node.allowed_Z)
+        allowed = self._affordable(node.allowed_Z) if node.number else node.allowed_Z
         dual = self._dual(allowed, node.prices_R, node.plans, effort)
         bound = max(node.bound, dual.bound)
         if dual.proved_infeasible or self._closed(bound, effort):
             return bound, dual.prices_R, []
-        self._blend(dual)
+        self._blend(dual, effort)
         if self._closed(bound, effort):
             return bound, dual.prices_R, []
-        split = self._fractional_join(dual)
+        split = fractional_join(self.model, dual)
         if split is not None:
             self._dive(allowed, dual, effort)
-        passes = effort.passes if split is None else effort.passes[:3]
+        passes = effort.passes if split is None else effort.passes[: effort.join_passes]
         if effort.solver is None:
             passes = tuple(each for each in passes if each.width)
         for each in passes:
             if self._closed(bound, effort) or time.monotonic() > self._deadline:
                 break
+            if each.is_dear and bound >= self._target(effort.enough):
+                break
             found, allowed = self._search_core(allowed, dual, each)
             bound = max(bound, found)
-        if self._closed(bound, effort):
+        if effort.max_nodes == 1 or bound >= self._target(max(effort.gap, effort.enough)):
             return bound, dual.prices_R, []
         if split is None:
-            split = self._widest_choice(allowed)
+            split = widest_choice(self.model, allowed)
         if split is None:
             return bound, dual.prices_R, []
         children = []
@@ -227,12 +240,14 @@ class BoundAndFix:
             children.append((child, kept[-_MAX_PLANS:]))
         return bound, dual.prices_R, children
 
-    def _blend(self, dual: DualResult) -> None:
-        """Improve the incumbent by parts of the plans that share the dual's optimum."""
-        for index in np.argsort(-dual.weights_I, kind="stable")[:_BLENDS].tolist():
-            if self.best is not None and dual.weights_I[index] > _SHARE:
-                other_N = self.relaxation.labelling(dual.plans[index].labels_N)
-                self.offer(blend(self.model, self.best.labels_N, other_N, dual.prices_R))
+    def _blend(self, dual: DualResult, effort: Effort) -> None:
+        """Improve the incumbent by parts of the plans that come nearest to the bound at the dual's prices."""
+        value_I = np.array([p.objective + float(dual.prices_R @ p.excess_R) for p in dual.plans])
+        for index in np.argsort(value_I, kind="stable")[:_BLENDS].tolist():
+            if self.best is None or self._closed(dual.bound, effort):
+                break
+            other_N = self.relaxation.labelling(dual.plans[index].labels_N)
+            self.offer(blend(self.model, self.best.labels_N, other_N, dual.prices_R))
 
     def _fits(self, plan: Priced, allowed_Y: Bools) -> bool:
         return bool(allowed_Y[self.relaxation.model.chosen(plan.labels_N)].all())
@@ -243,7 +258,7 @@ class BoundAndFix:
         for index in by_weight:
             plan = dual.plans[index]
             groups = bytes(item.group_L[plan.labels_N[item.node]] for item in self.model.derived)
-            if dual.weights_I[index] < _SHARE or groups in self._dived:
+            if dual.weights_I[index] < SHARE or groups in self._dived:
                 continue
             self._dived.add(groups)
             held = allowed_Z.copy()
@@ -257,6 +272,18 @@ class BoundAndFix:
                     break
                 found, held = self._search_core(held, inner, each)
                 bound = max(bound, found)
+
+    def _least_objective(self) -> float:
+        """Objective that no labelling is below, limits and forbidden entries set aside."""
+        starts = np.concatenate([self.model.offset_N, self.model.offset_E])
+        least = np.minimum.reduceat(self.model.objective_Z, starts) if len(starts) else np.zeros(0)
+        return float(least.sum()) * (1 - 1e-12) if (least >= 0).all() else -np.inf
+
+    def _root_entries(self) -> Bools:
+        """Entries of the root; found again only when the incumbent has become much better."""
+        if self.upper < _MUCH_BETTER * self._affordable_at:
+            self._affordable_Z, self._affordable_at = self._affordable(self._affordable_Z), self.upper
+        return self._affordable_Z
 
     def _affordable(self, allowed_Z: Bools) -> Bools:
         """Without entries that no labelling better than the incumbent has, limits set aside."""
@@ -276,7 +303,7 @@ class BoundAndFix:
             return DualResult(bound, self._towards_limits_R, [*known, plan], np.zeros(len(known) + 1), bound == np.inf)
         result = maximise(
             self.pricer, allowed_Y, prices_R=prices_R, plans=known, upper=self._target(effort.gap),
-            tolerance=max(effort.gap / 50, 1e-5), max_steps=400, deadline=self._deadline,
+            tolerance=max(effort.gap / 10, 1e-5), max_steps=400, deadline=self._deadline,
         )  # fmt: skip
         for plan in result.plans:
             self._offer_relaxed(plan)
@@ -295,20 +322,40 @@ class BoundAndFix:
         least_Z -= offset
         if self.best is not None:
             allowed_Z = allowed_Z & (least_Z < self.upper)
-        tried_Z, ceiling = self._nearest(allowed_Z, least_Z, effort_pass.nodes)
+        most = effort_pass.nodes
+        if most is not None and not effort_pass.width and self._undecided(allowed_Z) <= _WHOLE * most:
+            most = None
+        tried_Z, ceiling = self._nearest(allowed_Z, least_Z, most)
         tried_Z[self.model.chosen(base_N)] = True
         core = extract(self.model, base_N, tried_Z, dual.prices_R)
-        if effort_pass.width:
-            result = search(
-                core, self._target(0.0), effort_pass.width, spread=effort_pass.spread, deadline=self._deadline
-            )
-        else:
-            left_s = self._deadline - time.monotonic()
-            solver = cast("LinearSolver", self._effort.solver)
-            result = close(core, self._target(0.0), solver, max(left_s, 0.01) if left_s < np.inf else None)
+        easy = len(core.excess_R) <= 1 or len(core.nodes) <= _EASY_NODES
+        bound = -np.inf
+        if effort_pass.width or easy:
+            width = effort_pass.width or _EASY_WIDTH
+            result = search(core, self._target(0.0), width, spread=effort_pass.spread, deadline=self._deadline)
+            if result.labels_N is not None:
+                self.offer(result.labels_N)
+            bound = result.bound
+        if not effort_pass.width and bound < self._target(self._effort.enough):
+            bound = max(bound, self._close(core, effort_pass, partial=ceiling < np.inf))
+        return min(bound, ceiling), allowed_Z
+
+    def _close(self, core: Core, effort_pass: Pass, *, partial: bool) -> float:
+        """Hand a core to the solver; returns its bound."""
+        left_s = self._deadline - time.monotonic()
+        upper = self._target(0.0)
+        tolerance = self._effort.enough / 2 * abs(self.upper + self._effort.offset) if self.best else 0.0
+        result = close(
+            core, upper, cast("LinearSolver", self._effort.solver), max(left_s, 0.01) if left_s < np.inf else None,
+            tolerance=tolerance, most_nodes=effort_pass.solver_nodes if partial else None,
+        )  # fmt: skip
         if result.labels_N is not None:
             self.offer(result.labels_N)
-        return min(result.bound, ceiling), allowed_Z
+        return result.bound
+
+    def _undecided(self, allowed_Z: Bools) -> int:
+        """How many nodes have more than one label left."""
+        return int(((self._exists_NA & allowed_Z[self._entry_NA]).sum(axis=1) > 1).sum())
 
     def _nearest(self, allowed_Z: Bools, least_Z: Floats, most_nodes: int | None) -> tuple[Bools, float]:
         """Leave a choice only to the nodes whose second label is least dear; what goes costs the float or more."""
@@ -323,36 +370,3 @@ class BoundAndFix:
         out_NA[order[most_nodes:]] = self._exists_NA[order[most_nodes:]]
         tried_Z[self._entry_NA[out_NA]] = False
         return tried_Z, ceiling
-
-    def _fractional_join(self, dual: DualResult) -> tuple[Ints, Ints] | None:
-        """Entries to forbid on either side of a split at the middle join that the dual's plans disagree about."""
-        used = [(w, p) for w, p in zip(dual.weights_I, dual.plans, strict=True) if w > _SHARE]
-        split = []
-        for item in self.model.derived:
-            share: dict[int, float] = {}
-            for weight, plan in used:
-                group = item.group_L[plan.labels_N[item.node]]
-                share[group] = share.get(group, 0.0) + float(weight)
-            if len(share) > 1:
-                split.append((item, max(share)))
-        if not split:
-            return None
-        item, group = split[len(split) // 2]
-        inside = np.array(item.group_L) == group
-        offset = self.model.offset_N[item.node]
-        return offset + np.flatnonzero(inside), offset + np.flatnonzero(~inside)
-
-    def _widest_choice(self, allowed_Z: Bools) -> tuple[Ints, Ints] | None:
-        """Entries to forbid on either side of a split at the undecided node with the largest swing in objective."""
-        best: tuple[float, Ints] | None = None
-        for node in range(self.model.num_nodes):
-            entry = np.arange(self.model.sizes_N[node]) + self.model.offset_N[node]
-            left = entry[allowed_Z[entry]]
-            if len(left) > 1:
-                swing = float(np.ptp(self.model.objective_Z[left]))
-                if best is None or swing > best[0]:
-                    best = swing, left
-        if best is None:
-            return None
-        cheap = best[1][self.model.objective_Z[best[1]].argmin()]
-        return np.array([cheap]), best[1][best[1] != cheap]

@@ -96,8 +96,12 @@ class OrtoolsSolver:
         from ortools.math_opt.python import mathopt
 
         parameters = mathopt.SolveParameters(
-            random_seed=options.seed, relative_gap_tolerance=options.relative_gap, absolute_gap_tolerance=0.0
+            random_seed=options.seed,
+            relative_gap_tolerance=options.relative_gap,
+            absolute_gap_tolerance=options.absolute_gap,
         )
+        if self.engine is not Engine.CP_SAT:
+            parameters.node_limit = options.node_limit
         # HiGHS keeps one scheduler per process, so MathOpt refuses a number of threads for it.
         if self.engine is not Engine.HIGHS:
             parameters.threads = 1

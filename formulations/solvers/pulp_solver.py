@@ -95,7 +95,8 @@ class PulpSolver:
                 msg=False,
                 timeLimit=options.time_limit_s,
                 gapRel=options.relative_gap,
-                gapAbs=_ABSOLUTE_GAP,
+                gapAbs=max(_ABSOLUTE_GAP, options.absolute_gap),
+                maxNodes=options.node_limit,
                 logPath=str(log),
                 options=[
                     f"primalTolerance {_TOLERANCE}",

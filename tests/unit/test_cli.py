@@ -273,3 +273,59 @@ def test_the_demo_refuses_a_file_as_its_folder(tmp_path, capsys):
     assert main(["demo", "--output", str(path)]) == 2
     assert "must be a folder" in capsys.readouterr().err
     assert path.read_text() == "keep"
+
+
+def test_solve_starts_from_a_plan(capfd, problem_file, tmp_path):
+    plan = tmp_path / "plan.json"
+    assert _run(capfd, "solve", problem_file, "--output", plan)[0] == 0
+    status, out, _ = _run(capfd, "solve", problem_file, "--method", "exact", "--start", plan, "--json")
+    assert (status, json.loads(out)["objective"]) == (0, 0.25)
+    status, _, err = _run(capfd, "solve", problem_file, "--method", "qsync", "--start", plan)
+    assert status == 2
+    assert "lacks a feature" in err
+
+
+def test_solve_ties_operators(capfd, problem_file, tmp_path):
+    plan = tmp_path / "plan.json"
+    assert _run(capfd, "solve", problem_file, "--tied", "a,b,c", "--output", plan)[0] == 0
+    chosen = json.loads(plan.read_text())["devices"]["T4"]
+    assert len(set(chosen.values())) == 1
+    assert _run(capfd, "solve", problem_file, "--tied", "blocks")[0] == 0  # there are none, which is no error
+    for group, needle in (("a", "names 1 operators; give at least two"), ("a,nowhere", "'nowhere' is no adjustable")):
+        status, _, err = _run(capfd, "solve", problem_file, "--tied", group)
+        assert status == 2
+        assert needle in err
+
+
+def test_the_least_time_under_a_budget_of_sensitivity(capfd, problem_file, tmp_path):
+    plan = tmp_path / "plan.json"
+    status, out, _ = _run(capfd, "solve", problem_file, "--sensitivity-budget", "0.25", "--json", "--output", plan)
+    found = json.loads(out)
+    assert status == 0
+    assert found["termination"] == "optimal"
+    assert found["objective"] <= 0.25
+    assert found["iteration_ns"] == found["iteration_bound_ns"] == 15000
+    assert _run(capfd, "evaluate", problem_file, plan)[0] == 0
+    status, out, _ = _run(capfd, "solve", problem_file, "--sensitivity-budget", "0.25")
+    assert "(proved least)" in out
+
+
+def test_a_budget_that_no_plan_keeps_names_the_least(capfd, tmp_path):
+    problem = chain().problem
+    device = replace(problem.devices[0], memory_limit_kib=30)  # all in FP16
+    path = tmp_path / "p.json"
+    replace(problem, devices=(device,)).save(path)
+    status, out, _ = _run(capfd, "solve", path, "--sensitivity-budget", "0.1", "--json")
+    assert status == 3
+    found = json.loads(out)
+    assert (found["termination"], found["point"], found["iteration_ns"]) == ("infeasible", "none", None)
+    assert "the least that could be met is" in found["reason"]
+    status, _, err = _run(capfd, "solve", path, "--sensitivity-budget", "0.1", "--gap", "0.1")
+    assert status == 2
+    assert "--gap does not go with --sensitivity-budget" in err
+
+
+def test_a_solver_named_for_the_default_method_is_used(capfd, problem_file):
+    status, out, _ = _run(capfd, "solve", problem_file, "--solver", "ortools", "--json")
+    assert status == 0
+    assert json.loads(out)["solver"].startswith("ortools")

@@ -142,11 +142,11 @@ def test_the_fastest_plan_keeps_memory_and_counts_communication():
     assert fastest(late_peers().problem).iteration_ns == 11000
 
 
-def test_without_a_solver_the_fastest_plan_is_labelled(monkeypatch):
+def test_the_fastest_plan_is_proved_without_a_solver(monkeypatch):
     monkeypatch.setattr("qsync_opt.planner.default_solver", lambda: None)
     found = fastest(chain().problem)
-    assert (found.iteration_ns, found.proved, found.bound_ns) == (9000, False, 0)
-    assert found.method == "search, not proved fastest"
+    assert (found.iteration_ns, found.proved, found.bound_ns) == (9000, True, 9000)
+    assert found.method == "bound and fix"
 
 
 def test_without_a_solver_the_papers_allocator_claims_no_proof(monkeypatch):

@@ -64,7 +64,9 @@ def test_default_solver_is_the_first_available(monkeypatch):
 
 def test_refusals_list_who_has_the_feature():
     require(Kind.FORMULATION, "exact", Feature.GAP)
-    with pytest.raises(UnsupportedError, match=r"'exhaustive' lacks a feature: uses a solver; .*: qsync, exact, ilp"):
+    with pytest.raises(
+        UnsupportedError, match=r"'exhaustive' lacks a feature: uses a solver; .*: greedy, qsync, exact, ilp"
+    ):
         require(Kind.FORMULATION, "exhaustive", Feature.SOLVER)
 
 

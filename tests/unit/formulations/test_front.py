@@ -9,7 +9,7 @@ import pytest
 from qsync_opt import solve
 from qsync_opt.errors import ProblemError
 from qsync_opt.evaluation import evaluate
-from qsync_opt.formulations.front import fastest_within, latency_front, memory_front
+from qsync_opt.formulations.front import Sweep, fastest_within, latency_front, memory_front
 from qsync_opt.testing import chain, random_problem
 
 
@@ -52,3 +52,34 @@ def test_what_cannot_be_asked():
         latency_front(chain().problem, points=0)
     with pytest.raises(ProblemError, match="sensitivity budget is -1"):
         fastest_within(chain().problem, -1.0)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_sweep_solves_under_other_limits_as_a_fresh_solve_does(number):
+    problem = solvable(5)[number]
+    sweep = Sweep(problem, gap=0.0)
+    first = sweep.solve()
+    limits = [first.iteration_ns, problem.latency_limit_ns * 2, first.iteration_ns + 1]
+    for limit in limits:  # up and down: what one limit ruled out may come back under another
+        fresh = solve(replace(problem, latency_limit_ns=limit), "exact")
+        point = sweep.solve(limit, start=first.plan)
+        assert (point is None) == (fresh.plan is None)
+        if point is not None:
+            assert point.objective == pytest.approx(fresh.objective, rel=1e-6, abs=1e-15)
+            assert point.bound <= fresh.objective * (1 + 1e-9) + 1e-15
+
+
+def test_a_sweep_with_an_aim_says_whether_it_can_be_kept():
+    problem = chain().problem
+    sweep = Sweep(problem, gap=0.0)
+    best = sweep.solve().objective
+    assert sweep.solve(aim=best * 2).objective <= best * 2
+    assert sweep.solve(aim=best / 2).bound > best / 2
+
+
+def test_the_fastest_of_a_sweep_is_a_plan_that_keeps_memory():
+    problem = solvable(1)[0]
+    limit, plan = Sweep(problem).fastest()
+    found = evaluate(replace(problem, latency_limit_ns=limit), plan)
+    assert found.feasible
+    assert found.iteration_ns == limit

@@ -88,3 +88,14 @@ def test_bounds_are_read_from_cbc_and_never_rounded_up(status, values, log, boun
     model.add_column("a", cost=3.0)
     found = pulp_solver._bound(model, status, values, log)
     assert found == (None if bound is None else pytest.approx(bound))
+
+
+def test_gaps_and_node_limits_are_taken_and_never_spoil_a_bound(solver):
+    model = _knapsack(5)
+    for options in (LinearOptions(absolute_gap=2.0), LinearOptions(node_limit=1)):
+        found = solver.solve(model, options)
+        assert found.bound is None or found.bound <= 91 + 1e-6
+        if found.values is not None:
+            assert model.objective(found.values) >= 91 - 1e-6
+        if options.absolute_gap:
+            assert model.objective(found.values) <= 93 + 1e-6

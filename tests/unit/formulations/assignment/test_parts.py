@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
+from qsync_opt.formulations.assignment import blend as blending
 from qsync_opt.formulations.assignment import elimination, frontier
 from qsync_opt.formulations.assignment.blend import blend
 from qsync_opt.formulations.assignment.core import extract
 from qsync_opt.formulations.assignment.effort import Effort
 from qsync_opt.formulations.assignment.frontier import _narrow, search
+from qsync_opt.formulations.assignment.model import AssignmentModel
 from qsync_opt.formulations.assignment.program import close
 from qsync_opt.formulations.assignment.relaxation import relax
 from qsync_opt.formulations.assignment.search import BoundAndFix
@@ -107,3 +109,39 @@ def test_a_wide_fan_is_taken_narrowly():
     last = {node: max([place[o] for o in near[node]], default=place[node]) for node in order}
     widest = max(sum(place[n] <= step < last[n] for n in order) for step in range(len(order)))
     assert widest <= 2
+
+
+def test_two_plans_that_differ_everywhere_are_cut(random_model, monkeypatch):
+    # All zeros and all ones differ in every node of a chain, so in one part; only a cut mixes them.
+    monkeypatch.setattr(blending, "_LARGE_PART", 2)
+    nodes = 40
+    edges = np.stack([np.arange(nodes - 1), np.arange(1, nodes)], axis=1)
+    objective = np.concatenate([np.tile([1.0, 0.0], nodes), np.tile([0.0, 0.1, 0.1, 0.0], nodes - 1)])
+    # Load 0 is one unit for every node with label 1.
+    is_one = np.zeros(len(objective), dtype=np.int64)
+    is_one[1 : 2 * nodes : 2] = 1
+    model = AssignmentModel(
+        sizes_N=np.full(nodes, 2), edges_E2=edges, objective_Z=objective,
+        allowed_Z=np.ones(len(objective), dtype=np.bool_), pointer_Z1=np.concatenate([[0], np.cumsum(is_one)]),
+        load_T=np.zeros(nodes, dtype=np.int64), value_T=np.ones(nodes, dtype=np.int64),
+        rows_RS=np.ones((1, 1), dtype=np.int64), limits_R=np.array([25]),
+    )  # fmt: skip
+    zeros, ones = np.zeros(nodes, dtype=np.int64), np.ones(nodes, dtype=np.int64)
+    mixed = blend(model, zeros, ones, np.array([0.5]))
+    assert mixed.sum() == 25
+    assert model.objective(mixed) == pytest.approx(15.1)
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.5])
+def test_a_solver_may_stop_early_and_its_bound_says_so(random_model, every_labelling, tolerance):
+    for seed in range(6):
+        model = random_model(seed, rows=2)
+        truth = best_of(model, every_labelling(model))
+        prices = np.full(2, 0.1)
+        base = relax(model).elimination.minimise(model.priced(prices, model.allowed_Z))[1]
+        core = extract(model, base, model.allowed_Z, prices)
+        found = close(core, 1e6, OrtoolsSolver(), None, tolerance=tolerance, most_nodes=1)
+        if found.labels_N is not None:
+            assert (model.excess(found.labels_N) <= 0).all()
+            assert model.objective(found.labels_N) >= truth - 1e-9
+        assert found.bound <= truth + 1e-6

@@ -1,0 +1,38 @@
+"""Which operators are the same operator of identical blocks? Those may be asked to share one precision.
+
+Module paths of repeated blocks differ in their numbers only: ``layers.3.mlp/linear`` and ``layers.7.mlp/linear``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+from qsync_opt.problem import Problem
+
+_NUMBER = re.compile(r"\d+")
+
+
+def identical_blocks(problem: Problem) -> tuple[tuple[str, ...], ...]:
+    """Groups of adjustable operators that stand at the same place of identical blocks.
+
+    Two operators belong together if their names differ only in the numbers of the module path, and if type, elements of
+    output and the precisions of every device type agree. Costs may differ: measured ones always do.
+
+    Args:
+        problem: The problem.
+
+    Returns:
+        Groups of at least two names, in forward order; they fit the option ``tied`` of `planner.solve`.
+
+    Source: ours.
+    """
+    groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for operator in problem.adjustable:
+        path, slash, own = operator.name.rpartition("/")
+        if not slash:
+            path, own = own, ""
+        precisions = tuple(tuple(sorted(device.operators[operator.name])) for device in problem.devices)
+        key = (_NUMBER.sub("#", path), own, operator.type, operator.output_elements, precisions)
+        groups[key].append(operator.name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
