@@ -198,8 +198,8 @@ def _indicator(data: Record) -> str:
     )
     text += (
         "\nWhole networks: predicted over measured increase of the gradient's variance when one operator runs in low "
-        "precision (`one`), and for random whole plans (`plans`). `rank` is Spearman's correlation, `ratio` the median. "
-        "The first says whether the order of operators is right, which is what a plan depends on.\n\n"
+        "precision (`one`), and for random whole plans (`plans`). `rank` is Spearman's correlation and `ratio` the "
+        "median. The first says whether the order of operators is right, which is what a plan depends on.\n\n"
     )
     header = ("network", "steps trained", "indicator", "rank, one", "ratio, one", "rank, plans", "ratio, plans")
     rows = (
