@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import mathematics
 import reference_pages
 from command_line_page import command_line_page
+from figures import figures, with_figures
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -40,6 +43,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for plot in sorted(RESULTS.glob("*.svg")):
         files.append(File.generated(config, f"results/{plot.name}", abs_src_path=str(plot)))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Fill in figures from the measured results."""
+    return with_figures(markdown, _known_figures())
+
+
+@cache
+def _known_figures() -> dict[str, str]:
+    return figures()
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
