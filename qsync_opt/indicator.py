@@ -20,11 +20,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from qsync_opt.baseline_indicators import (
+    ElementNoise,
+    fisher_score,
+    hessian_increase,
+    random_score,
+    weight_variance,
+)
 from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
 from qsync_opt.graph import Operator, OpGraph, Role
 from qsync_opt.noise_propagation import Distances, Propagation, distances, operand_edges
 from qsync_opt.precision import PrecisionFormats
-from qsync_opt.statistics import GRADIENTS, ModelStatistics, OperatorKind, OperatorStatistics
+from qsync_opt.statistics import GRADIENTS, GradientNoise, ModelStatistics, OperatorKind, OperatorStatistics
 from qsync_opt.variances import (
     NoiseOptions,
     OperatorVariances,
@@ -44,6 +51,20 @@ class IndicatorKind(enum.StrEnum):
     """By the gains that were measured by differentiating the gradient once more; exact to first order."""
     DEPTH = "depth"
     """QSync's form ``gamma * (L - d) * Var[z] + d * (Var[dw] + Var[dx])`` with true distances and these variances."""
+    HESSIAN = "hessian"
+    """Trace of the loss's Hessian times perturbation; needs curvatures (``qsync_opt.baseline_indicators``)."""
+    FISHER = "fisher"
+    """Squared output gradient times squared output error (``qsync_opt.baseline_indicators``)."""
+    WEIGHT = "weight"
+    """Variance of the rounded weights alone (``qsync_opt.baseline_indicators``)."""
+    RANDOM = "random"
+    """Numbers that mean nothing: what any indicator has to beat (``qsync_opt.baseline_indicators``)."""
+
+    @property
+    def unit(self) -> str:
+        """What a sensitivity of this kind is measured in."""
+        units = {"hessian": "loss", "fisher": "squared loss", "weight": "squared weight", "random": "none"}
+        return units.get(self.value, "squared gradient")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +128,39 @@ class SensitivityTable(Mapping[str, Mapping[str, float]]):
     def __len__(self) -> int:
         return len(self.details)
 
+    def relative_to(self, noise: GradientNoise | None, *, workers: int) -> dict[str, dict[str, float]]:
+        """The same sensitivities as shares of the noise that the averaged gradient has anyway.
+
+        A plan whose total is 0.05 raises the variance of the gradient, averaged over all workers, by 5 %: the workers
+        average independent batches, so that the gradient's own variance is the batch's over N, and what one worker's
+        rounding adds is its sensitivity over N squared.
+
+        Args:
+            noise: From the statistics; two batches or more must have been collected.
+            workers: All workers of the job, planned or not.
+
+        Returns:
+            Operator to precision to share, to be handed to ``build_problem``.
+
+        Raises:
+            ProblemError: No noise was measured, or it is 0; fewer than one worker.
+            UnsupportedError: Sensitivities of a kind that is not a variance of the gradient.
+
+        Source:
+            Ours.
+        """
+        if self.kind.unit != "squared gradient":
+            raise UnsupportedError(
+                f"sensitivities of kind {str(self.kind)!r} are in units of {self.kind.unit}: only variances of the "
+                "gradient (probed, propagated, depth) can be compared with the gradient's own noise"
+            )
+        if noise is None or noise.variance <= 0:
+            raise ProblemError("the statistics hold no gradient noise: collect them over two different batches or more")
+        if workers < 1:
+            raise ProblemError(f"workers is {workers}: at least 1 is needed")
+        scale = 1.0 / (workers * noise.variance)
+        return {name: {precision: value * scale for precision, value in row.items()} for name, row in self.items()}
+
 
 def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator > 0 else 0.0
@@ -153,7 +207,7 @@ def _gained(statistics: OperatorStatistics, tensor: str, parts: Iterable[tuple[f
 
 def _element_noise(
     statistics: OperatorStatistics, precision: str, formats: PrecisionFormats, options: NoiseOptions
-) -> dict[str, tuple[tuple[float, str], ...]]:
+) -> ElementNoise:
     """Variance per element, with its shape, of every tensor that an operator rounds at a precision."""
     if statistics.kind is OperatorKind.ATTENTION:
         errors = statistics.measured.get(precision)
@@ -184,7 +238,7 @@ def _element_noise(
 def _probed(
     statistics: OperatorStatistics,
     found: OperatorVariances,
-    noise: Mapping[str, tuple[tuple[float, str], ...]],
+    noise: ElementNoise,
 ) -> OperatorSensitivity:
     """The probed total is exact to first order; its own part is the formula's, the rest is split by direction.
 
@@ -217,6 +271,27 @@ def _by_depth(
     )
 
 
+def _baseline(
+    kind: IndicatorKind,
+    statistics: OperatorStatistics,
+    precision: str,
+    found: OperatorVariances,
+    noise: ElementNoise,
+    seed: int,
+) -> OperatorSensitivity:
+    """A baseline's value, counted where its noise arises: in the weights (own) or in the forward pass."""
+    own = forward = 0.0
+    if kind is IndicatorKind.HESSIAN:
+        forward = hessian_increase(statistics, noise)
+    elif kind is IndicatorKind.FISHER:
+        forward = fisher_score(statistics, found)
+    elif kind is IndicatorKind.WEIGHT:
+        own = weight_variance(statistics, noise)
+    else:
+        own = random_score(statistics.name, precision, seed)
+    return OperatorSensitivity(own=own, backward=0.0, forward=forward, variances=found)
+
+
 def _check(graph: OpGraph, statistics: ModelStatistics, gamma: float) -> None:
     if not 0 <= gamma < float("inf"):
         raise UnsupportedError(f"gamma is {gamma!r}: a finite number of at least 0 is needed")
@@ -245,6 +320,10 @@ def _kind(kind: IndicatorKind | None, graph: OpGraph, statistics: ModelStatistic
             f"the statistics of graph {graph.name!r} hold no gains: collect them with probes=2 or more, or use "
             "kind='propagated'"
         )
+    if kind == IndicatorKind.HESSIAN and not any(operator.curvatures for operator in statistics.operators):
+        raise ProblemError(
+            f"the statistics of graph {graph.name!r} hold no curvatures: collect them with curvature_probes=8 or more"
+        )
     return IndicatorKind(kind)
 
 
@@ -256,6 +335,7 @@ def sensitivities(
     options: NoiseOptions | None = None,
     kind: IndicatorKind | None = None,
     gamma: float = 4.0,
+    seed: int = 0,
 ) -> SensitivityTable:
     """Sensitivity of every adjustable operator at every precision of a device.
 
@@ -267,10 +347,11 @@ def sensitivities(
         kind: How noise is weighed; None takes ``probed`` if the statistics hold gains and ``propagated`` if not. The
             table says which.
         gamma: Weight of forward against backward noise, for ``kind="depth"`` only.
+        seed: For ``kind="random"`` only.
 
     Returns:
-        Squared gradient units per training step of one worker. With gradients averaged over N workers, the share of
-        one worker in the variance of the averaged gradient is 1/N^2 of it.
+        Squared gradient units per training step of one worker (the baselines: ``kind.unit``). With gradients averaged
+        over N workers, the share of one worker in the variance of the averaged gradient is 1/N^2 of it.
 
     Raises:
         ModelError: The statistics belong to another graph.
@@ -298,13 +379,15 @@ def sensitivities(
                 refused[precision] = reason
                 continue
             found = variances(measured, precision, formats, options)
-            if kind is IndicatorKind.PROBED:
-                noise = _element_noise(measured, precision, formats, options)
-                row[precision] = _probed(measured, found, noise)
-            elif propagation is not None:
+            if propagation is not None:
                 row[precision] = _propagated(operator, measured, found, propagation)
-            else:
+            elif kind is IndicatorKind.DEPTH:
                 row[precision] = _by_depth(operator, measured, found, far, gamma)
+            elif kind is IndicatorKind.PROBED:
+                row[precision] = _probed(measured, found, _element_noise(measured, precision, formats, options))
+            else:
+                noise = _element_noise(measured, precision, formats, options)
+                row[precision] = _baseline(kind, measured, precision, found, noise, seed)
     return SensitivityTable(
         kind=kind,
         details=table,

@@ -169,6 +169,41 @@ class Gain:
             _finite(getattr(self, name), f"gain {name!r}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curvature:
+    """Trace of the loss's Hessian over one tensor of an operator, as Hutchinson's estimator found it.
+
+    Noise of variance v per element raises the expected loss by ``uniform * v / 2`` to second order if it is equal on
+    every element, and by ``floating * v / 2`` if it grows with the element's square, v being the mean. Estimates may
+    be negative.
+    """
+
+    uniform: float
+    floating: float
+
+    def __post_init__(self) -> None:
+        for name in ("uniform", "floating"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ProblemError(f"curvature {name!r} is {value!r}: a finite number is needed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientNoise:
+    """How much the gradient of one worker's batch scatters anyway, without any rounding.
+
+    ``mean_square_norm`` is the mean over batches of the gradient's squared norm, all parameters together; ``variance``
+    the unbiased estimate of its variance from batch to batch, summed over all parameters.
+    """
+
+    mean_square_norm: float
+    variance: float
+
+    def __post_init__(self) -> None:
+        _finite(self.mean_square_norm, "gradient noise 'mean_square_norm'")
+        _finite(self.variance, "gradient noise 'variance'")
+
+
 # Alignment: path > target, over the shape of the noise. "floating" noise grows with the element's square; the other
 # shapes are those of INT8 with one scale per tensor, channel or row.
 PATHS: tuple[str, ...] = (
@@ -193,7 +228,8 @@ class OperatorStatistics:
     ``first_parameter`` and ``second_parameter`` name the parameter that the operand is (or is a view of), else None.
     A missing ``*_gradient`` means that operand needs none (input data, frozen parameter, integer indices).
     ``alignment`` maps ``path/shape`` to the exact sum of noise times signal over what the mean-field formula gives;
-    a missing entry is 1. ``measured`` maps a precision to errors (attention only). ``gains`` is empty unless probed.
+    a missing entry is 1. ``measured`` maps a precision to errors (attention only). ``gains`` and ``curvatures`` are
+    empty unless probed.
     """
 
     name: str
@@ -214,6 +250,7 @@ class OperatorStatistics:
     alignment: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, MeasuredErrors] = field(default_factory=dict)
     gains: Mapping[str, Gain] = field(default_factory=dict)
+    curvatures: Mapping[str, Curvature] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _whole(self.calls, f"operator {self.name!r}: calls", 1)
@@ -233,12 +270,13 @@ class OperatorStatistics:
                     f"operator {self.name!r}: errors measured in unknown format {key!r}: "
                     f"allowed are {', '.join(CAST_FORMATS)}"
                 )
-        for key in self.gains:
-            if key not in TENSORS:
-                raise ProblemError(
-                    f"operator {self.name!r}: gain of unknown tensor {key!r}: allowed are {', '.join(TENSORS)}"
-                )
-        for name in ("alignment", "measured", "gains"):
+        for what, found in (("gain", self.gains), ("curvature", self.curvatures)):
+            for key in found:
+                if key not in TENSORS:
+                    raise ProblemError(
+                        f"operator {self.name!r}: {what} of unknown tensor {key!r}: allowed are {', '.join(TENSORS)}"
+                    )
+        for name in ("alignment", "measured", "gains", "curvatures"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def tensors(self) -> Iterator[tuple[str, TensorStatistics]]:
@@ -275,12 +313,14 @@ class ModelStatistics:
 
     ``model_fingerprint`` is the graph's, or None if none was given. ``signals`` holds what was
     seen around other operators (normalizations, softmax, sums, losses); it shows how strong residual streams are.
+    ``gradient_noise`` is None if fewer than two batches were seen by one rank.
     """
 
     batches: int
     operators: tuple[OperatorStatistics, ...]
     signals: Mapping[str, Signal] = field(default_factory=dict)
     model_fingerprint: str | None = None
+    gradient_noise: GradientNoise | None = None
     _index: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

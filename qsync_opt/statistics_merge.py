@@ -12,7 +12,9 @@ from typing import Any
 from qsync_opt.errors import ProblemError
 from qsync_opt.rounding import Granularity, Rounding, closed_form_variance
 from qsync_opt.statistics import (
+    Curvature,
     Gain,
+    GradientNoise,
     MeasuredErrors,
     ModelStatistics,
     OperatorStatistics,
@@ -32,6 +34,7 @@ _PATH_ENDS: dict[str, tuple[str, str]] = {
 }
 
 _NO_GAIN = Gain(uniform=0.0, floating=0.0)
+_FLAT = Curvature(uniform=0.0, floating=0.0)
 
 
 def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
@@ -116,7 +119,7 @@ def merge_operators(parts: Sequence[OperatorStatistics], weights: Sequence[int],
             raise ProblemError(f"operator {head.name!r} has gradients in some parts only: collect the parts alike")
         if part.alignment.keys() != head.alignment.keys() or part.measured.keys() != head.measured.keys():
             raise ProblemError(f"operator {head.name!r} was not measured alike in all parts: collect the parts alike")
-        if bool(part.gains) != bool(head.gains):
+        if bool(part.gains) != bool(head.gains) or bool(part.curvatures) != bool(head.curvatures):
             raise ProblemError(f"operator {head.name!r} was probed in some parts only: probe all parts or none")
     tensors: dict[str, Any] = {
         name: _merge_tensors(
@@ -151,6 +154,15 @@ def merge_operators(parts: Sequence[OperatorStatistics], weights: Sequence[int],
             )
             for key in gained
         },
+        curvatures={
+            key: Curvature(
+                **{
+                    field: _mean([getattr(part.curvatures.get(key, _FLAT), field) for part in parts], weights)
+                    for field in ("uniform", "floating")
+                }
+            )
+            for key in dict.fromkeys(key for part in parts for key in part.curvatures)
+        },
         **tensors,
     )
     alignment = {}
@@ -165,8 +177,22 @@ def merge_operators(parts: Sequence[OperatorStatistics], weights: Sequence[int],
     )
 
 
+def _merge_noise(parts: Sequence[ModelStatistics]) -> GradientNoise | None:
+    """Scatter within the parts, pooled by degrees of freedom; parts without one add nothing to it."""
+    known = [(part.gradient_noise, part.batches) for part in parts if part.gradient_noise is not None]
+    if not known:
+        return None
+    return GradientNoise(
+        mean_square_norm=_mean([noise.mean_square_norm for noise, _ in known], [batches for _, batches in known]),
+        variance=_mean([noise.variance for noise, _ in known], [batches - 1 for _, batches in known]),
+    )
+
+
 def merge_statistics(parts: Sequence[ModelStatistics]) -> ModelStatistics:
     """Average statistics of one model, each part weighted by its number of batches.
+
+    Gradient noise is pooled from the scatter within each part, so that ranks on different data need no gradient of
+    each other.
 
     The result does not depend on which rank merges, as long as the parts come in the same order.
 
@@ -212,4 +238,5 @@ def merge_statistics(parts: Sequence[ModelStatistics]) -> ModelStatistics:
             for key in head.signals
         },
         model_fingerprint=head.model_fingerprint,
+        gradient_noise=_merge_noise(parts),
     )

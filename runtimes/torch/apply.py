@@ -16,7 +16,7 @@ import hashlib
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -200,6 +200,17 @@ class AppliedPlan:
         kinds = () if graph is None else _lifted_kinds(graph)
         self.interception = Interception(model, self, kinds=kinds, on_pass_end=self._end_pass, recurrent_inputs=_lifted)
 
+    @property
+    def options(self) -> ApplyOptions:
+        """As given to `apply`, with the random stream where the next forward pass will be.
+
+        A plan that takes over goes on from here.
+        """
+        kernels = self._options.kernels
+        return replace(
+            self._options, kernels=kernels.at(seed=kernels.seed, offset=kernels.offset + self.interception.passes)
+        )
+
     def _stream_options(self, device: torch.device, rank: int) -> dict[str, KernelOptions]:
         """Kernel options of each 8-bit operator, with a seed of its own."""
         base = self._options.kernels
@@ -315,6 +326,13 @@ def apply(
     return model
 
 
+def applied_plan(model: nn.Module) -> AppliedPlan | None:
+    """The plan at work on a model (also inside ``DistributedDataParallel``), None if there is none."""
+    interception = interception_of(_bare(model))
+    handler = None if interception is None else interception.handler
+    return handler if isinstance(handler, AppliedPlan) else None
+
+
 def undo(model: nn.Module) -> nn.Module:
     """Take the plan off: the model runs as before :func:`apply`.
 
@@ -324,8 +342,8 @@ def undo(model: nn.Module) -> nn.Module:
     Raises:
         NotReadyError: No plan is applied, or the model is in the middle of a forward pass.
     """
-    interception = interception_of(_bare(model))
-    if interception is None or not isinstance(interception.handler, AppliedPlan):
+    applied = applied_plan(model)
+    if applied is None:
         raise NotReadyError("no plan is applied to this model: apply(model, plan) comes first")
-    interception.remove()
+    applied.interception.remove()
     return model

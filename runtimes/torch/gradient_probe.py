@@ -35,7 +35,8 @@ _NOMINAL_RATIO = 1e-3
 _WIDTH = 1.0 / (2.0 * math.sqrt(2.0))
 _RECTIFIERS = ("relu",)
 # Noise in the forward pass flips rectifiers; noise in gradients does not.
-_FORWARD = (*OPERANDS, "output")
+FORWARD_TENSORS = (*OPERANDS, "output")
+"""The tensors of an operator's forward pass."""
 
 
 class _SmoothStep(torch.autograd.Function):
@@ -66,17 +67,23 @@ class _SmoothRectifier(torch.autograd.Function):
         return grad * _SmoothStep.apply(z, width), None  # type: ignore[no-untyped-call]
 
 
-class _Tapper:
-    """Handler of an interception: keeps a node of the autograd graph for every tensor that can be noisy."""
+class Tapper:
+    """Handler of an interception: keeps a node of the autograd graph for every tensor that can be noisy.
 
-    def __init__(self, wanted: frozenset[str] | None, *, smooth: bool) -> None:
+    ``wanted`` limits the operators (None: all adjustable ones); ``smooth`` replaces rectifiers by smoothed ones;
+    ``gradients`` also taps what the backward pass computes.
+    """
+
+    def __init__(self, wanted: frozenset[str] | None, *, smooth: bool, gradients: bool = True) -> None:
         self._wanted = wanted
         self._smooth = smooth
+        self._gradients = gradients
         self.rectifiers = 0
         self.open = True
         self.taps: list[tuple[str, str, Tensor]] = []
 
     def __call__(self, call: OperatorCall) -> Any:
+        """Run an operator on taps of its operands, and hand on a tap of its result."""
         if call.op_type in _RECTIFIERS:
             return self._rectify(call)
         if call.op_type not in ADJUSTABLE or (self._wanted is not None and call.name not in self._wanted):
@@ -87,14 +94,15 @@ class _Tapper:
         for operand, gradient, slot in zip(OPERANDS[lead:], GRADIENTS[lead:], slots, strict=False):
             needed = slot.tensor.requires_grad
             tap = slot.tensor.view_as(slot.tensor) if needed else slot.tensor.detach().requires_grad_()
-            if needed:
+            if needed and self._gradients:
                 self._tap_gradient(call.name, gradient, tap)
             self.taps.append((call.name, operand, tap))
             operands.append(tap)
         args, kwargs = replace_operands(call.args, call.kwargs, slots, operands)
         output = call.run(*args, **kwargs)
         output = output.view_as(output)
-        self._tap_gradient(call.name, "output_gradient", output)
+        if self._gradients:
+            self._tap_gradient(call.name, "output_gradient", output)
         self.taps.append((call.name, "output", output))
         return output.clone()  # what follows may write into it
 
@@ -120,7 +128,8 @@ class _Tapper:
 
 
 @contextlib.contextmanager
-def _intercepted(model: nn.Module, handler: _Tapper) -> Iterator[None]:
+def tapped(model: nn.Module, handler: Tapper) -> Iterator[None]:
+    """Within the block, the handler sees every operator and rectifier of the model."""
     interception = Interception(model, handler, kinds=_RECTIFIERS)
     try:
         yield
@@ -128,7 +137,7 @@ def _intercepted(model: nn.Module, handler: _Tapper) -> Iterator[None]:
         interception.remove()
 
 
-def _refuse_dead_ends(gradients: Sequence[Tensor | None]) -> None:
+def refuse_dead_ends(gradients: Sequence[Tensor | None]) -> None:
     """Raise if a gradient came through a function marked as differentiable once.
 
     Autograd itself would raise only if the derivative had to pass there; taps before it would silently get none.
@@ -146,7 +155,7 @@ def _refuse_dead_ends(gradients: Sequence[Tensor | None]) -> None:
 
 
 def _squares(
-    loss_of: Callable[[], Tensor], model: nn.Module, tapper: _Tapper, probes: int, seed: int
+    loss_of: Callable[[], Tensor], model: nn.Module, tapper: Tapper, probes: int, seed: int
 ) -> dict[tuple[str, str], Tensor]:
     """Per operator and tensor: mean over probes of the squared derivatives, summed over elements, plain and weighted.
 
@@ -156,13 +165,13 @@ def _squares(
     generator = torch.Generator().manual_seed(seed)
     totals: dict[tuple[str, str], Tensor] = {}
     try:
-        with _intercepted(model, tapper), sdpa_kernel(SDPBackend.MATH):
+        with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):
             loss = loss_of()
             # What can be differentiated only once is marked as such only if what arrives at it requires a gradient.
             start = torch.ones_like(loss, requires_grad=True)
             gradients = torch.autograd.grad(loss, parameters, start, create_graph=True, allow_unused=True)
         tapper.open = False
-        _refuse_dead_ends(gradients)
+        refuse_dead_ends(gradients)
         used = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
         for probe in range(probes):
             signs = [torch.randint(0, 2, g.shape, generator=generator).to(g) * 2 - 1 for g in used]
@@ -219,23 +228,23 @@ def probe_gains(
         Ours; the estimator of a squared norm from random signs is Hutchinson's.
     """
     wanted = None if graph is None else frozenset(operator.name for operator in graph.by_role(Role.ADJUSTABLE))
-    tapper = _Tapper(wanted, smooth=False)
+    tapper = Tapper(wanted, smooth=False)
     plain = _squares(loss_of, model, tapper, probes, seed)
     smoothed = plain
     if tapper.rectifiers:
-        smoothed = _squares(loss_of, model, _Tapper(wanted, smooth=True), probes, seed)
+        smoothed = _squares(loss_of, model, Tapper(wanted, smooth=True), probes, seed)
     root = math.sqrt(_NOMINAL_RATIO)
     gains: dict[str, dict[str, Gain]] = {}
     for (name, tensor), values in plain.items():
         uniform, floating = values.tolist()
         kinks = [0.0, 0.0]
-        if tensor in _FORWARD:
+        if tensor in FORWARD_TENSORS:
             kinks = ((smoothed[name, tensor] - values).clamp(min=0) * root).tolist()
         gains.setdefault(name, {})[tensor] = Gain(
             uniform=uniform, floating=floating, kink_uniform=kinks[0], kink_floating=kinks[1]
         )
     for (name, tensor), values in smoothed.items():
-        if (name, tensor) not in plain and tensor in _FORWARD:
+        if (name, tensor) not in plain and tensor in FORWARD_TENSORS:
             kinks = (values * root).tolist()
             gains.setdefault(name, {})[tensor] = Gain(
                 uniform=0.0, floating=0.0, kink_uniform=kinks[0], kink_floating=kinks[1]

@@ -189,6 +189,11 @@ class Interception:
             module.forward = _Forward(self, path, module)
             self._modules.append((path, module))
 
+    @property
+    def passes(self) -> int:
+        """Outermost forward passes that have begun, recomputations not counted."""
+        return self._passes
+
     def outermost(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module of a pass."""
         self.recomputing = torch._C._current_graph_task_id() != -1

@@ -16,12 +16,14 @@ from qsync_opt.errors import ModelError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels.float_modes import fp32_mode
 from qsync_opt.runtimes.torch.attention_error import attention_call
+from qsync_opt.runtimes.torch.curvature_probe import probe_curvatures
+from qsync_opt.runtimes.torch.gradient_noise import GradientScatter
 from qsync_opt.runtimes.torch.gradient_probe import probe_gains
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
-from qsync_opt.statistics import GRADIENTS, Gain, ModelStatistics, OperatorKind, OperatorStatistics, Signal
+from qsync_opt.statistics import GRADIENTS, Curvature, Gain, ModelStatistics, OperatorKind, OperatorStatistics, Signal
 from qsync_opt.statistics_merge import merge_operators, merge_statistics
 
 Step = Callable[[nn.Module, Any], Tensor]
@@ -229,13 +231,17 @@ def check_model(model: nn.Module) -> None:
 
 
 def _finish_batch(
-    collector: _Collector, batch: int, graph: OpGraph | None, gains: Mapping[str, Mapping[str, Gain]]
+    collector: _Collector,
+    batch: int,
+    graph: OpGraph | None,
+    gains: Mapping[str, Mapping[str, Gain]],
+    curvatures: Mapping[str, Mapping[str, Curvature]],
 ) -> ModelStatistics:
     operators: list[OperatorStatistics] = []
     for name, records in collector.records.items():
         calls = [record.finish(batch) for record in records]
         merged = merge_operators(calls, [1] * len(calls), calls=len(calls))
-        operators.append(dataclasses.replace(merged, gains=gains.get(name, {})))
+        operators.append(dataclasses.replace(merged, gains=gains.get(name, {}), curvatures=curvatures.get(name, {})))
     signals = {}
     for name, seen in collector.signals.items():
         entering, leaving, curvature = torch.stack([values for _, values in seen]).mean(0).tolist()
@@ -270,6 +276,7 @@ def collect_statistics(
     step: Step | None = None,
     graph: OpGraph | None = None,
     probes: int = 0,
+    curvature_probes: int = 0,
     sample_elements: int = 1 << 18,
     progress: Callable[[int], None] | None = None,
 ) -> ModelStatistics:
@@ -286,6 +293,8 @@ def collect_statistics(
         probes: Random vectors per batch for the gains that ``kind="probed"`` of the indicator wants; 0 for none. Each
             batch then also takes one or two passes that are differentiated twice, with several times the memory of a
             training step. 2 to 8 are enough.
+        curvature_probes: Random vectors per batch for the traces that ``kind="hessian"`` of the indicator wants; 0 for
+            none. 8 to 64 are needed, each about as dear as a training step.
         sample_elements: About how many elements of an activation are looked at one by one for their rounding error;
             they are evenly spaced. Norms and largest magnitudes always take all elements.
         progress: Called after each batch with the number of batches done.
@@ -304,14 +313,17 @@ def collect_statistics(
         of weight gradients, rounding factors and alignments are ours.
     """
     check_model(model)
-    if sample_elements < 1 or probes < 0:
-        raise ModelError(
-            f"sample_elements is {sample_elements} and probes is {probes}: at least 1 and at least 0 are needed"
-        )
+    for name, value, least in (
+        ("sample_elements", sample_elements, 1),
+        ("probes", probes, 0),
+        ("curvature_probes", curvature_probes, 0),
+    ):
+        if value < least:
+            raise ModelError(f"{name} is {value}: at least {least} is needed")
     run = step or default_step
     total: ModelStatistics | None = None
     silent: dict[str, None] = {}
-    with model_unchanged(model), full_precision():
+    with model_unchanged(model), full_precision(), GradientScatter(model) as scatter:
         for number, batch in enumerate(batches):
             collector = _Collector(model, graph, sample_elements)
             with _watched(model, collector):
@@ -321,10 +333,9 @@ def collect_statistics(
                 raise ModelError(f"the step returned {kind}: it must return the loss, a tensor with one element")
             if not loss.requires_grad:
                 raise ModelError("the loss does not depend on any trainable parameter: nothing can be measured")
-            loss.backward()  # type: ignore[no-untyped-call]
+            with scatter.batch():
+                loss.backward()  # type: ignore[no-untyped-call]
             del loss
-            for parameter in model.parameters():
-                parameter.grad = None
             silent |= {
                 name: None for name, records in collector.records.items() if all(r.lacks_gradient for r in records)
             }
@@ -333,12 +344,19 @@ def collect_statistics(
                 gains = probe_gains(
                     model, functools.partial(run, model, batch), graph=graph, probes=probes, seed=number
                 )
-            found = _finish_batch(collector, number, graph, gains)
+            curvatures: Mapping[str, Mapping[str, Curvature]] = {}
+            if curvature_probes:
+                curvatures = probe_curvatures(
+                    model, functools.partial(run, model, batch), graph=graph, probes=curvature_probes, seed=number
+                )
+            found = _finish_batch(collector, number, graph, gains, curvatures)
             total = found if total is None else merge_statistics([total, found])
             if progress is not None:
                 progress(number + 1)
+        noise = scatter.noise()
     if total is None:
         raise ModelError("no batches: at least one is needed to collect statistics")
+    total = dataclasses.replace(total, gradient_noise=noise)
     _check_seen(total, graph)
     if silent:
         names = ", ".join(repr(name) for name in silent)

@@ -1,0 +1,122 @@
+"""Let all workers of a job hold the same data: JSON through the default process group, never pickled objects."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qsync_opt.errors import ModelError, NotReadyError
+
+
+def world() -> tuple[int, int]:
+    """Rank and number of workers; (0, 1) without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _device() -> torch.device:
+    """Where messages must lie: NCCL moves only what is on the card."""
+    if "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _encoded(value: Any) -> Tensor:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(_device())
+
+
+def _decoded(message: Tensor) -> Any:
+    return json.loads(bytes(message.cpu().tolist()).decode())
+
+
+def broadcast_json(value: Any, source: int = 0) -> Any:
+    """What rank ``source`` holds, on every rank; what the others pass is ignored.
+
+    Args:
+        value: Anything that JSON can hold; numbers must be finite.
+        source: Rank of the sender.
+
+    Returns:
+        The value as JSON gives it back (tuples become lists), on the sender too.
+    """
+    rank, size = world()
+    if size == 1:
+        return json.loads(json.dumps(value, allow_nan=False))
+    message = _encoded(value) if rank == source else None
+    length = torch.tensor([0 if message is None else message.numel()], dtype=torch.int64, device=_device())
+    dist.broadcast(length, source)
+    if message is None:
+        message = torch.empty(int(length), dtype=torch.uint8, device=_device())
+    dist.broadcast(message, source)
+    return _decoded(message)
+
+
+def gather_json(value: Any) -> list[Any]:
+    """What every rank holds, in order of rank, on every rank.
+
+    Args:
+        value: Anything that JSON can hold; numbers must be finite.
+    """
+    _, size = world()
+    if size == 1:
+        return [json.loads(json.dumps(value, allow_nan=False))]
+    message = _encoded(value)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=_device()) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([message.numel()], dtype=torch.int64, device=_device()))
+    sizes = [int(length) for length in lengths]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=_device())
+    padded[: message.numel()] = message
+    received = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(received, padded)
+    return [_decoded(part[:length]) for part, length in zip(received, sizes, strict=True)]
+
+
+def digest(value: Any) -> str:
+    """A short fingerprint of JSON data, the same on every machine."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def require_agreement(what: str, value: Any, advice: str) -> None:
+    """Stop all ranks together if they do not hold the same value.
+
+    Args:
+        what: Of what, for the error's text.
+        value: JSON data that must be equal on all ranks.
+        advice: What to do about it, for the error's text.
+
+    Raises:
+        ModelError: Raised on every rank; the text names the ranks that differ from rank 0, with both values if short.
+    """
+    held = gather_json({"digest": digest(value), "shown": value if len(json.dumps(value)) <= 80 else None})
+    different = [rank for rank, other in enumerate(held) if other["digest"] != held[0]["digest"]]
+    if different:
+        ranks = ", ".join(map(str, different[:8])) + (", ..." if len(different) > 8 else "")
+        values = [held[0]["shown"], held[different[0]]["shown"]]
+        shown = "" if None in values else f" ({values[0]!r} on rank 0, {values[1]!r} on rank {different[0]})"
+        raise ModelError(f"{what} differs between ranks: ranks {ranks} are not as rank 0{shown}; {advice}")
+
+
+def fail_together(error: Exception | None) -> None:
+    """Raise on every rank if any rank failed, so that none waits for one that is gone.
+
+    Args:
+        error: This rank's failure, None if all went well here.
+
+    Raises:
+        Exception: ``error`` itself on the rank that failed.
+        NotReadyError: On the others; the text names the first rank that failed and repeats what it said.
+    """
+    told = gather_json(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(told):
+        if text is not None:
+            raise NotReadyError(f"rank {rank} failed: {text}")

@@ -1,0 +1,101 @@
+"""How sharply does the loss curve along every operator's tensors? Traces of its Hessian, by Hutchinson's estimator.
+
+Let v be random signs on the elements of all tensors of all operators at once, and H the Hessian of the loss with
+respect to them. The mean over v of ``v_t * (H v)_t``, summed over the elements of one tensor t, is the trace of its own
+diagonal block, since signs of different elements are independent; weighting by t^2 gives the trace that noise in
+proportion to the element's square sees. One backward pass that is differentiated once more yields all tensors. It is
+the real Hessian, neither Gauss-Newton nor Fisher, so an estimate can be negative.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from qsync_opt.errors import ModelError
+from qsync_opt.graph import OpGraph, Role
+from qsync_opt.runtimes.torch.gradient_probe import FORWARD_TENSORS, Tapper, refuse_dead_ends, tapped
+from qsync_opt.statistics import Curvature
+
+
+def _traces(loss: Tensor, taps: list[tuple[str, str, Tensor]], probes: int, seed: int) -> list[Tensor | None]:
+    """Per tap: trace of its block of the Hessian, plain and weighted by the squared element over its mean."""
+    tensors = [tap for *_, tap in taps]
+    start = torch.ones_like(loss, requires_grad=True)
+    gradients = torch.autograd.grad(loss, tensors, start, create_graph=True, allow_unused=True)
+    refuse_dead_ends(gradients)
+    curved = [i for i, gradient in enumerate(gradients) if gradient is not None and gradient.requires_grad]
+    generator = torch.Generator().manual_seed(seed)
+    totals: list[Tensor | None] = [None] * len(taps)
+    for probe in range(probes):
+        signs = {i: torch.randint(0, 2, tensors[i].shape, generator=generator).to(tensors[i]) * 2 - 1 for i in curved}
+        projection = torch.stack([(gradients[i] * signs[i]).sum() for i in curved]).sum()
+        products = torch.autograd.grad(
+            projection, [tensors[i] for i in curved], allow_unused=True, retain_graph=probe + 1 < probes
+        )
+        for i, product in zip(curved, products, strict=True):
+            if product is None:  # typed as if it never were
+                continue  # type: ignore[unreachable]
+            diagonal, squares = product * signs[i], tensors[i].detach().square()
+            mean = squares.mean(dtype=torch.float64).clamp(min=torch.finfo(torch.float64).tiny)
+            sums = [diagonal.sum(dtype=torch.float64), (diagonal * squares).sum(dtype=torch.float64) / mean]
+            found, known = torch.stack(sums) / probes, totals[i]
+            totals[i] = found if known is None else known + found
+    return totals
+
+
+def probe_curvatures(
+    model: nn.Module, loss_of: Callable[[], Tensor], *, graph: OpGraph | None = None, probes: int, seed: int = 0
+) -> dict[str, dict[str, Curvature]]:
+    """Traces of the loss's Hessian over the operands and outputs of every adjustable operator, for one batch.
+
+    Needs the memory of a forward and backward pass that is differentiated again. Dropout draws anew in each call.
+
+    Args:
+        model: The model.
+        loss_of: Runs the model on the batch and returns the loss.
+        graph: Limits the operators to its adjustable ones.
+        probes: Random vectors. The noise of an estimate comes from the whole Hessian, so small blocks need more of
+            them than gains do: 8 to 64.
+        seed: Of the random vectors.
+
+    Returns:
+        Operator to tensor (``first``, ``second``, ``third``, ``output``) to curvature, summed over repeated calls.
+
+    Raises:
+        ModelError: Some operation of the model has no second derivative.
+
+    Source:
+        Hutchinson's estimator, as HAWQ-V2 (Dong et al., NeurIPS 2020) uses it for weights; over activations ours.
+    """
+    wanted = None if graph is None else frozenset(operator.name for operator in graph.by_role(Role.ADJUSTABLE))
+    tapper = Tapper(wanted, smooth=False, gradients=False)
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    try:
+        with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):
+            loss = loss_of()
+        taps = [tap for tap in tapper.taps if tap[1] in FORWARD_TENSORS]
+        for (name, tensor, _), total in zip(taps, _traces(loss, taps, probes, seed), strict=True):
+            if total is None:
+                continue
+            uniform, floating = total.tolist()
+            before = found.setdefault(name, {}).get(tensor, (0.0, 0.0))
+            found[name][tensor] = (before[0] + uniform, before[1] + floating)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(
+            f"the model cannot be differentiated twice, which probing needs ({reason}): collect with curvature_probes=0"
+        ) from error
+    finally:
+        tapper.taps.clear()
+    values = [number for tensors in found.values() for pair in tensors.values() for number in pair]
+    if not all(map(math.isfinite, values)):
+        raise ModelError("the loss has curvatures that are not finite: lower the learning rate or collect elsewhere")
+    return {
+        name: {tensor: Curvature(uniform=pair[0], floating=pair[1]) for tensor, pair in tensors.items()}
+        for name, tensors in found.items()
+    }

@@ -1,0 +1,69 @@
+"""How much does the gradient scatter from batch to batch? The noise that training has anyway.
+
+With G_b the gradient of batch b and n batches, ``(sum |G_b|^2 - |sum G_b|^2 / n) / (n - 1)`` is an unbiased estimate of
+the variance of one batch's gradient, summed over all parameters. ``|G_b|^2`` is taken where autograd hands a gradient
+over to its parameter, and the sum is what ``.grad`` accumulates anyway: no second copy of any gradient is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from qsync_opt.statistics import GradientNoise
+
+
+def _square_sum(gradient: Tensor) -> Tensor:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return values.detach().square().sum(dtype=torch.float64)
+
+
+class GradientScatter:
+    """Within its block, gradients accumulate in ``.grad`` and the squared norm of each batch's is added up."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._squares: dict[torch.device, Tensor] = {}
+        self._batches = 0
+
+    def __enter__(self) -> GradientScatter:
+        for parameter in self._parameters:
+            parameter.grad = None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _add(self, gradient: Tensor) -> None:
+        found = _square_sum(gradient)
+        known = self._squares.get(gradient.device)
+        self._squares[gradient.device] = found if known is None else known + found
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Count the backward pass within the block as one batch."""
+        handles = [parameter.register_hook(self._add) for parameter in self._parameters]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._batches += 1
+
+    def noise(self) -> GradientNoise | None:
+        """What was found; None after fewer than two batches."""
+        if self._batches < 2:
+            return None
+        squares = sum(value.item() for value in self._squares.values())
+        whole = [_square_sum(p.grad) for p in self._parameters if p.grad is not None]
+        of_sum = sum(value.item() for value in whole)
+        # Cancellation may leave a hair below zero where all batches are alike.
+        variance = max(0.0, (squares - of_sum / self._batches) / (self._batches - 1))
+        return GradientNoise(mean_square_norm=squares / self._batches, variance=variance)

@@ -1,0 +1,152 @@
+"""Look at a model again while it trains: statistics every k steps, and another plan if it is clearly better."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from qsync_opt.errors import ModelError, NotReadyError, ProblemError, QSyncError
+from qsync_opt.graph import OpGraph
+from qsync_opt.jsonio import check_integer
+from qsync_opt.plan import Plan, plan_from_json
+from qsync_opt.problem import Problem
+from qsync_opt.replanning import Replanning, replan
+from qsync_opt.runtimes.torch.agreement import broadcast_json, fail_together, world
+from qsync_opt.runtimes.torch.apply import applied_plan, apply, undo
+from qsync_opt.runtimes.torch.statistics import Step, collect_statistics
+from qsync_opt.statistics import ModelStatistics
+
+MakeProblem = Callable[[ModelStatistics], Problem]
+"""Builds the problem from new statistics, with the profiles and limits that the caller keeps."""
+
+
+class PlanRefresher:
+    """Keeps a plan up to date while the model trains under it.
+
+    Every worker calls :meth:`step` once per training step, after the optimizer's. In every ``every``-th call rank 0
+    takes the plan off its model, collects statistics on the batch it was given, solves the problem anew and decides by
+    `replan`; all ranks then put the plan that was decided for on their models. The random streams of the rounding go on
+    where they were, so that no rounding error is repeated.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        device_type: str | None,
+        *,
+        make_problem: MakeProblem,
+        every: int,
+        graph: OpGraph | None = None,
+        improvement: float = 0.1,
+        method: Any = "greedy",
+        loss_step: Step | None = None,
+        probes: int = 1,
+    ) -> None:
+        """Begin to count steps.
+
+        Args:
+            model: With the plan applied (also inside ``DistributedDataParallel``); on workers of a type with a fixed
+                precision without one.
+            plan: The whole plan, all device types.
+            device_type: Of this worker; None if its type is not planned.
+            make_problem: Called on rank 0 alone.
+            every: Steps between two looks.
+            graph: The captured graph.
+            improvement: As in `replan`.
+            method: As in `solve`.
+            loss_step: Function of bare model and batch that returns the loss; by default the model computes it.
+            probes: As in `collect_statistics`.
+
+        Raises:
+            NotReadyError: ``device_type`` is given but no plan is applied.
+            ModelError: The plan lacks the device type.
+        """
+        check_integer(every, "every", minimum=1)
+        if device_type is not None:
+            if device_type not in plan.devices:
+                raise ModelError(f"the plan has no device type {device_type!r}: it has {', '.join(plan.devices)}")
+            if applied_plan(model) is None:
+                raise NotReadyError("no plan is applied to this model: apply(model, plan) comes first")
+        self.plan = plan
+        self.steps = 0
+        self.decisions: list[Replanning] = []
+        self._model = model
+        self._device_type = device_type
+        self._make_problem = make_problem
+        self._every = every
+        self._graph = graph
+        self._improvement = improvement
+        self._method = method
+        self._loss_step = loss_step
+        self._probes = probes
+
+    def step(self, batch: Any) -> bool:
+        """Count one training step; look at the model again if it is time.
+
+        Args:
+            batch: What the last step was trained on; rank 0's is used.
+
+        Returns:
+            True if the model runs under another plan from now on. The same on every rank.
+
+        Raises:
+            NotReadyError: Rank 0 failed, which every other rank is told.
+            ProblemError: As in `replan`, on rank 0.
+        """
+        self.steps += 1
+        if self.steps % self._every:
+            return False
+        rank, _ = world()
+        decision, error = None, None
+        if rank == 0:
+            try:
+                decision = self._decide(batch)
+            except QSyncError as failure:
+                error = failure
+        fail_together(error)
+        replaced = bool(broadcast_json(decision is not None and decision.replaced))
+        if replaced:
+            told = broadcast_json(None if decision is None else decision.plan.to_json())
+            self._move(decision.plan if decision is not None else plan_from_json(told))
+        return replaced
+
+    def _decide(self, batch: Any) -> Replanning:
+        with self._bare() as model:
+            statistics = collect_statistics(
+                model, [batch], step=self._loss_step, graph=self._graph, probes=self._probes
+            )
+        decision = replan(self._make_problem(statistics), self.plan, improvement=self._improvement, method=self._method)
+        self.decisions.append(decision)
+        return decision
+
+    @contextlib.contextmanager
+    def _bare(self) -> Iterator[nn.Module]:
+        """The model without wrapper and plan; the plan is put back at the end."""
+        model = self._model.module if isinstance(self._model, DistributedDataParallel) else self._model
+        applied = applied_plan(model)
+        if applied is None:
+            yield model
+            return
+        precisions, options = applied.precisions, applied.options
+        undo(model)
+        try:
+            yield model
+        finally:
+            apply(model, precisions, graph=self._graph, options=options)
+
+    def _move(self, plan: Plan) -> None:
+        if self._device_type is not None:
+            applied = applied_plan(self._model)
+            if applied is None:
+                raise NotReadyError("the plan was taken off the model: put it on again, or refresh no further")
+            if self._device_type not in plan.devices:
+                raise ProblemError(f"the new plan has no device type {self._device_type!r}: check make_problem")
+            options = applied.options
+            undo(self._model)
+            apply(self._model, plan, self._device_type, graph=self._graph, options=options)
+        self.plan = plan

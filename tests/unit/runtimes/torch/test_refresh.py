@@ -1,0 +1,163 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from qsync_opt.build import build_problem
+from qsync_opt.cluster import Cluster, DeviceType, Network
+from qsync_opt.errors import ModelError, NotReadyError, ProblemError
+from qsync_opt.indicator import sensitivities
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.plan import Plan
+from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply, undo
+from qsync_opt.runtimes.torch.capabilities import device_formats
+from qsync_opt.runtimes.torch.capture import capture_model
+from qsync_opt.runtimes.torch.ddp import free_port
+from qsync_opt.runtimes.torch.profiler import profile
+from qsync_opt.runtimes.torch.refresh import PlanRefresher
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.c(torch.tanh(self.b(torch.tanh(self.a(x))))), y)
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 16, generator=generator), torch.randint(4, (8,), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def captured():
+    return capture_model(Net(), batch(), name="net")
+
+
+@pytest.fixture(scope="module")
+def make_problem(captured):
+    profiled = profile(captured, "cpu", precisions=("INT8", "BF16"), repeats=1, progress=False)
+    cluster = Cluster(
+        name="one",
+        devices=(DeviceType(name="cpu", count=1, memory_limit_bytes=1 << 30, precisions=("INT8", "BF16", "FP32")),),
+        network=Network(latency_s=0.0, bandwidth_bytes_per_s=1e9, source="none"),
+    )
+
+    def make(statistics):
+        table = sensitivities(captured.graph, statistics, device_formats("cpu"))
+        return build_problem(captured.graph, {"cpu": profiled}, table, cluster, latency_limit_ns=10**12)
+
+    return make
+
+
+LOW = {"a/linear": "INT8", "b/linear": "INT8", "c/linear": "INT8"}
+
+
+def refresher(model, make_problem, captured, **options):
+    plan = Plan(problem="net", devices={"cpu": LOW})
+    apply(model, plan, "cpu", graph=captured.graph, options=ApplyOptions(kernels=KernelOptions(seed=3, offset=100)))
+    settings = {"make_problem": make_problem, "every": 3, "graph": captured.graph, **options}
+    return PlanRefresher(model, plan, "cpu", **settings)
+
+
+def test_a_better_plan_is_put_on_after_every_steps(captured, make_problem):
+    model = Net()
+    refresh = refresher(model, make_problem, captured)
+    moved = []
+    for step in range(4):
+        model(*batch(step)).backward()
+        moved.append(refresh.step(batch(step)))
+    assert moved == [False, False, True, False]
+    # With a generous limit everything runs in FP32.
+    assert set(refresh.plan.devices["cpu"].values()) == {"FP32"}
+    assert set(applied_plan(model).precisions.values()) == {"FP32"}
+    (decision,) = refresh.decisions
+    assert decision.replaced
+    assert decision.before.objective > 0
+
+
+def test_the_random_stream_goes_on(captured, make_problem):
+    model = Net()
+    refresh = refresher(model, make_problem, captured, improvement=0.5)
+    for step in range(3):
+        model(*batch(step))
+        refresh.step(batch(step))
+    # 100 at the start, and three passes since.
+    assert applied_plan(model).options.kernels.offset == 103
+    assert applied_plan(model).options.kernels.seed == 3
+
+
+def test_a_plan_that_is_good_enough_stays(captured, make_problem):
+    model = Net()
+    plan = Plan(problem="net", devices={"cpu": dict.fromkeys(LOW, "FP32")})
+    apply(model, plan, "cpu")
+    refresh = PlanRefresher(model, plan, "cpu", make_problem=make_problem, every=1, graph=captured.graph)
+    model(*batch())
+    assert not refresh.step(batch())
+    assert refresh.plan is plan
+    assert applied_plan(model) is not None
+
+
+def test_the_model_keeps_its_plan_when_looking_fails(captured):
+    def broken(statistics):
+        raise ProblemError("no profile any more")
+
+    model = Net()
+    refresh = refresher(model, broken, captured, every=1)
+    model(*batch())
+    with pytest.raises(ProblemError, match="no profile any more"):
+        refresh.step(batch())
+    assert applied_plan(model).precisions == LOW
+
+
+def test_what_it_needs_is_checked_at_once(captured, make_problem):
+    plan = Plan(problem="net", devices={"cpu": LOW})
+    with pytest.raises(NotReadyError, match="no plan is applied"):
+        PlanRefresher(Net(), plan, "cpu", make_problem=make_problem, every=2)
+    with pytest.raises(ModelError, match="'T4'"):
+        PlanRefresher(apply(Net(), plan, "cpu"), plan, "T4", make_problem=make_problem, every=2)
+    with pytest.raises(ProblemError, match="every"):
+        PlanRefresher(apply(Net(), plan, "cpu"), plan, "cpu", make_problem=make_problem, every=0)
+
+
+def test_a_plan_that_somebody_took_off_is_reported(captured, make_problem):
+    model = Net()
+    refresh = refresher(model, make_problem, captured, every=1)
+    model(*batch())
+    undo(model)
+    with pytest.raises(NotReadyError, match="taken off"):
+        refresh.step(batch())
+
+
+def test_all_ranks_move_together():
+    script, port = Path(__file__).with_name("refresh_worker.py"), str(free_port())
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-P", str(script), str(rank), "2", port],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    results = []
+    for worker in workers:
+        output, errors = worker.communicate(timeout=120)
+        assert worker.returncode == 0, errors
+        results.append(json.loads(output.splitlines()[-1]))
+    first, second = results
+    assert first["moved"] == second["moved"] == [False, True, False, False]
+    assert first["plan"] == second["plan"]
+    assert first["precisions"] == {}
+    assert second["precisions"] == {"a/linear": "FP32", "c/linear": "FP32"}
+    assert first["weights"] == second["weights"]
+    assert second["said"].startswith("rank 0 failed: ProblemError: limits changed")
+    assert first["said"] == "limits changed"
+    assert second["differs"] == first["differs"]
+    assert "ranks 1 are not as rank 0" in first["differs"]
