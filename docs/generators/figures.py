@@ -1,12 +1,17 @@
-"""Single figures in running text: a page writes ``{{ name }}``, and the figure comes from ``benchmarks/results``."""
+"""Single figures in running text: a page writes ``{{ name }}``, and the figure comes from ``benchmarks/results``.
+
+``python docs/generators/figures.py`` writes the table of README anew; a test compares it.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
-from results_pages import Record, environment, load_results, percent
+from results_pages import ROOT, Record, environment, load_results, percent, table
 
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 _PLACE = re.compile(r"\{\{ ([\w.-]+) \}\}")
 
 
@@ -64,6 +69,7 @@ def _indicator(data: Record) -> dict[str, str]:
     return {
         "indicator.operators": _span(ratios, ".2f"),
         "indicator.cases": str(len(ratios)),
+        "indicator.networks": str(len(probed)),
         "indicator.probed.rank": _span((n["all"]["spearman"] for n in probed), ".2f"),
         "indicator.propagated.rank": _span((n["all"]["spearman"] for n in swept), ".2f"),
         "indicator.depth.rank": _span((n["all"]["spearman"] for n in by_depth), ".2f"),
@@ -98,3 +104,66 @@ def _capture(data: Record) -> dict[str, str]:
         "capture.seconds": _span((model["seconds"] for model in models), ".0f") + " s",
         "capture.operators": _span((model["operators"] for model in models), "d"),
     }
+
+
+def readme_table() -> str:
+    """The table of measured results that README shows; a test compares the two."""
+    known, results = figures(), load_results()
+
+    def row(what: str, result: str, name: str) -> tuple[str, str, str, str]:
+        found = environment(results[name])
+        date = found["date"] if found["date"][:1].isdigit() else "–"
+        return what, with_figures(result, known), f"{found['hardware']}, {date}", f"`{name}`"
+
+    rows = [
+        row(
+            f"Iteration time, predicted against measured: small transformer, {known['predicted.plans']} plans",
+            "uniform FP32 {{ predicted.time-fp32 }}; all plans {{ predicted.time }}",
+            "predicted-cuda.json",
+        ),
+        row("Memory, predicted against measured peak, same plans", "{{ predicted.memory }}", "predicted-cuda.json"),
+        row(
+            "Iteration measured, same model",
+            "FP32 {{ predicted.fp32.measured }}, TF32 {{ predicted.tf32.measured }}, "
+            "FP16 {{ predicted.fp16.measured }}, INT8 {{ predicted.int8.measured }}, FP8 {{ predicted.fp8.measured }}",
+            "predicted-cuda.json",
+        ),
+        row(
+            f"Variance of single operators, predicted over measured, {known['indicator.cases']} cases",
+            "{{ indicator.operators }}",
+            "indicator.json",
+        ),
+        row(
+            f"Rank correlation of operators' sensitivities with measured ones, {known['indicator.networks']} networks",
+            "{{ indicator.probed.rank }}",
+            "indicator.json",
+        ),
+        row(
+            "`exact`, 1,000 operators: proved; median time",
+            "{{ solvers.exact.1000.proved }}; {{ solvers.exact.1000.seconds }}",
+            "solvers.json",
+        ),
+        row(
+            "`greedy`, 1,000 operators: worst distance from the optimum; median time",
+            "{{ solvers.greedy.1000.worst-error }}; {{ solvers.greedy.1000.seconds }}",
+            "solvers.json",
+        ),
+        row(
+            f"Capture of {known['capture.models']} models with {known['capture.operators']} operators",
+            "{{ capture.seconds }}",
+            "capture.json",
+        ),
+    ]
+    return table(("measured", "result", "hardware, date", "file in `benchmarks/results/`"), rows)
+
+
+def write_readme_table(path: Path) -> None:
+    """Put the table between its two marks in a file."""
+    text = path.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    path.write_text(f"{before}{BEGIN}\n{readme_table()}{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_readme_table(ROOT / "README.md")

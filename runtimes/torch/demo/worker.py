@@ -146,7 +146,7 @@ def main(arguments: list[str]) -> None:
     """Run the phase that the spec file names."""
     spec, rank = load_spec(arguments[0]), int(arguments[1])
     torch.set_num_threads(1)
-    with process_group(rank, len(WORKERS), spec.port):
+    with process_group(rank, len(WORKERS), spec.port, timeout_s=WAIT_S):
         emit("result", **{"profile": _profile, "train": _train}[spec.phase](spec, rank))
 
 
