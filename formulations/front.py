@@ -8,8 +8,9 @@ last one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -45,10 +46,37 @@ class FrontPoint:
     plan: Plan
 
 
+class PointStore(Protocol):
+    """Keeps the points of a front, so that an interrupted one goes on where it stopped.
+
+    A point is found under the latency limit and the memory limits that it was sought for; None means that there is
+    none within them.
+    """
+
+    def get(self, latency_limit_ns: int, memory_limits_kib: Mapping[str, int]) -> tuple[FrontPoint | None] | None:
+        """The known answer in a tuple, or None if these limits were not tried yet."""
+        ...
+
+    def put(self, latency_limit_ns: int, memory_limits_kib: Mapping[str, int], point: FrontPoint | None) -> None:
+        """Keep an answer."""
+        ...
+
+
+Progress = Callable[[int, int], None]
+"""Called with how many points were tried and how many there are to try (0: not known)."""
+
+
 class Sweep:
     """A problem under changing limits."""
 
-    def __init__(self, problem: Problem, *, gap: float = 5e-3, tied: Sequence[Sequence[str]] = ()) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        gap: float = 5e-3,
+        tied: Sequence[Sequence[str]] = (),
+        store: PointStore | None = None,
+    ) -> None:
         """Build every device type once.
 
         Args:
@@ -56,8 +84,10 @@ class Sweep:
             gap: Relative gap at which the search for a point stops, and it does little before it gives up; 0 proves
                 every point. Every point carries its own bound.
             tied: Groups of adjustable operators that must share one precision.
+            store: Where points are looked up before they are sought, and kept.
         """
         self.problem = problem
+        self._store = store
         self._effort = Effort(gap=gap, passes=EFFORT_PASSES[:2], dives=1, max_nodes=1) if gap else Effort()
         graph = graph_tables(problem)
         # At a latency limit of zero no row is dropped for being slack, so the rows serve every limit.
@@ -84,6 +114,16 @@ class Sweep:
         limit_ns = self.problem.latency_limit_ns if latency_limit_ns is None else latency_limit_ns
         if limit_ns < self.floor_ns:
             return None
+        if self._store is None:
+            return self._solve(limit_ns, memory_limits_kib)
+        known = self._store.get(limit_ns, memory_limits_kib or {})
+        if known is not None:
+            return known[0]
+        point = self._solve(limit_ns, memory_limits_kib)
+        self._store.put(limit_ns, memory_limits_kib or {}, point)
+        return point
+
+    def _solve(self, limit_ns: int, memory_limits_kib: Mapping[str, int] | None) -> FrontPoint | None:
         outcomes: list[Outcome] = []
         for number, search in enumerate(self._searches):
             limits = search.collapsed.model.limits_R.copy()
@@ -130,7 +170,13 @@ class Sweep:
 
 
 def latency_front(
-    problem: Problem, *, points: int | None = 50, gap: float = 5e-3, tied: Sequence[Sequence[str]] = ()
+    problem: Problem,
+    *,
+    points: int | None = 50,
+    gap: float = 5e-3,
+    tied: Sequence[Sequence[str]] = (),
+    store: PointStore | None = None,
+    progress: Progress | None = None,
 ) -> tuple[FrontPoint, ...]:
     """Sensitivity against iteration time within the memory limits.
 
@@ -139,13 +185,17 @@ def latency_front(
         points: Latency limits to try, evenly spaced; None for every point of the front (with ``gap=0``, exactly).
         gap: Relative gap of every point.
         tied: Groups of adjustable operators that must share one precision.
+        store: Keeps the points, see `PointStore`.
+        progress: Called after every point.
 
     Returns:
         Points that no other found point beats in both, from the slowest to the fastest; empty if memory forbids all.
 
     Source: the epsilon-constraint method.
     """
-    sweep = Sweep(problem, gap=gap, tied=tied)
+    _check_points(points)
+    sweep = Sweep(problem, gap=gap, tied=tied, store=store)
+    tell = progress or _silent
     point = sweep.slowest()
     found: list[FrontPoint] = []
     if point is None:
@@ -153,30 +203,51 @@ def latency_front(
     if points is None:
         while point is not None:
             found.append(point)
+            tell(len(found), 0)
             point = sweep.solve(point.iteration_ns - 1)
         return _undominated(found)
-    if points < 1:
-        raise ProblemError(f"points is {points}, but a front needs at least 1")
     found.append(point)
+    tell(1, points)
     fastest_ns = sweep.fastest_ns()
     if fastest_ns is not None and points > 1:
-        for limit in np.linspace(point.iteration_ns, fastest_ns, points)[1:].astype(np.int64).tolist():
+        limits = np.linspace(point.iteration_ns, fastest_ns, points)[1:].astype(np.int64).tolist()
+        for tried, limit in enumerate(limits, start=2):
             point = sweep.solve(max(limit, fastest_ns))
             if point is not None:
                 found.append(point)
+            tell(tried, points)
     return _undominated(found)
 
 
+def _check_points(points: int | None) -> None:
+    if points is not None and points < 1:
+        raise ProblemError(f"points is {points}, but a front needs at least 1")
+
+
+def _silent(done: int, total: int) -> None:
+    """Tell nobody."""
+
+
 def memory_front(
-    problem: Problem, device: str, *, points: int = 50, gap: float = 5e-3, tied: Sequence[Sequence[str]] = ()
+    problem: Problem,
+    device: str,
+    *,
+    points: int = 50,
+    gap: float = 5e-3,
+    tied: Sequence[Sequence[str]] = (),
+    store: PointStore | None = None,
+    progress: Progress | None = None,
 ) -> tuple[FrontPoint, ...]:
     """Sensitivity against the memory of one device type within the latency limit; see `latency_front`."""
     problem.device(device)
-    sweep = Sweep(problem, gap=gap, tied=tied)
+    _check_points(points)
+    sweep = Sweep(problem, gap=gap, tied=tied, store=store)
+    tell = progress or _silent
     point = sweep.solve(memory_limits_kib={device: 2**50})
     found: list[FrontPoint] = []
     while point is not None and len(found) < points:
         found.append(point)
+        tell(len(found), points)
         # Equal steps down from what the first plan takes.
         step = max(1, found[0].memory_kib[device] // points)
         limit = min(point.memory_kib[device] - 1, found[0].memory_kib[device] - len(found) * step)

@@ -13,11 +13,16 @@ if TYPE_CHECKING:
     from qsync_opt.build import build_problem as build_problem
     from qsync_opt.cluster import Cluster as Cluster
     from qsync_opt.cluster import load_cluster as load_cluster
+    from qsync_opt.comparison import compare_plans as compare_plans
+    from qsync_opt.datasheets import DataSheet as DataSheet
+    from qsync_opt.datasheets import data_sheet as data_sheet
     from qsync_opt.device_profile import DeviceProfile as DeviceProfile
     from qsync_opt.device_profile import load_profile as load_profile
     from qsync_opt.errors import QSyncError as QSyncError
     from qsync_opt.evaluation import Evaluation as Evaluation
     from qsync_opt.evaluation import evaluate as evaluate
+    from qsync_opt.explanation import Explainer as Explainer
+    from qsync_opt.explanation import Explanation as Explanation
     from qsync_opt.graph import Operator as Operator
     from qsync_opt.graph import OpGraph as OpGraph
     from qsync_opt.graph import Role as Role
@@ -26,16 +31,23 @@ if TYPE_CHECKING:
     from qsync_opt.indicator import sensitivities as sensitivities
     from qsync_opt.memory import memory_breakdown as memory_breakdown
     from qsync_opt.onnx_reader import read_onnx as read_onnx
+    from qsync_opt.onnx_reader import read_weights as read_weights
+    from qsync_opt.pareto import Front as Front
+    from qsync_opt.pareto import pareto_front as pareto_front
     from qsync_opt.plan import Plan as Plan
     from qsync_opt.plan import load_plan as load_plan
     from qsync_opt.planner import FastestPlan as FastestPlan
     from qsync_opt.planner import fastest as fastest
     from qsync_opt.planner import solve as solve
+    from qsync_opt.plugins import CostModel as CostModel
+    from qsync_opt.plugins import Indicator as Indicator
+    from qsync_opt.plugins import ModelKnowledge as ModelKnowledge
     from qsync_opt.problem import Problem as Problem
     from qsync_opt.problem_file import load_problem as load_problem
     from qsync_opt.replay import Timeline as Timeline
     from qsync_opt.replay import write_trace as write_trace
     from qsync_opt.roles import RoleTable as RoleTable
+    from qsync_opt.roofline import roofline_profile as roofline_profile
     from qsync_opt.runtimes.torch.apply import ApplyOptions as ApplyOptions
     from qsync_opt.runtimes.torch.apply import apply as apply
     from qsync_opt.runtimes.torch.apply import undo as undo
@@ -50,6 +62,7 @@ if TYPE_CHECKING:
     from qsync_opt.solution import TerminationStatus as TerminationStatus
     from qsync_opt.statistics_file import load_statistics as load_statistics
     from qsync_opt.statistics_file import save_statistics as save_statistics
+    from qsync_opt.weight_indicator import weight_sensitivities as weight_sensitivities
 
 __version__ = "0.1.0"
 
@@ -78,6 +91,8 @@ _PUBLIC = {
     "Timeline": "qsync_opt.replay",
     "Evaluation": "qsync_opt.evaluation",
     "evaluate": "qsync_opt.evaluation",
+    "Explainer": "qsync_opt.explanation",
+    "Explanation": "qsync_opt.explanation",
     "Plan": "qsync_opt.plan",
     "load_plan": "qsync_opt.plan",
     "FastestPlan": "qsync_opt.planner",
@@ -97,6 +112,17 @@ _PUBLIC = {
     "apply": "qsync_opt.runtimes.torch.apply",
     "undo": "qsync_opt.runtimes.torch.apply",
     "ApplyOptions": "qsync_opt.runtimes.torch.apply",
+    "CostModel": "qsync_opt.plugins",
+    "DataSheet": "qsync_opt.datasheets",
+    "data_sheet": "qsync_opt.datasheets",
+    "Front": "qsync_opt.pareto",
+    "Indicator": "qsync_opt.plugins",
+    "ModelKnowledge": "qsync_opt.plugins",
+    "compare_plans": "qsync_opt.comparison",
+    "pareto_front": "qsync_opt.pareto",
+    "read_weights": "qsync_opt.onnx_reader",
+    "roofline_profile": "qsync_opt.roofline",
+    "weight_sensitivities": "qsync_opt.weight_indicator",
 }
 # Packages that only some names need, with what installs them.
 _EXTRAS = {"torch": "torch", "onnxscript": "torch"}

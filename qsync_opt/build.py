@@ -12,6 +12,7 @@ from qsync_opt.cluster import Cluster, DeviceRole, DeviceType
 from qsync_opt.costs import MeasuredCost
 from qsync_opt.device_profile import DeviceProfile, load_profile
 from qsync_opt.errors import ProblemError
+from qsync_opt.estimates import estimate_extras
 from qsync_opt.evaluation import BYTES_PER_KIB, evaluate, evaluate_device
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.indicator import SensitivityTable
@@ -47,6 +48,7 @@ def build_problem(
     latency_limit_ns: int | None = None,
     fastest: Fastest | None = None,
     excluded: Excluded | None = None,
+    sensitivity_estimate: str | None = None,
 ) -> Problem:
     """Build the precision-allocation problem of a model on a cluster.
 
@@ -63,9 +65,11 @@ def build_problem(
         fastest: Finds that plan; None: the planner's way.
         excluded: Precisions that an operator must not get, each with the reason in words; they leave its table. None:
             those that ``sensitivities`` names, if it is a `SensitivityTable`.
+        sensitivity_estimate: What the sensitivities were estimated by, if not from collected statistics.
 
     Returns:
-        The problem, named after the graph. Each device notes under ``x-memory`` what its static memory is made of.
+        The problem, named after the graph. Each device notes under ``x-memory`` what its static memory is made of;
+        ``x-estimates`` names the device types whose profile is an estimate, and what ``sensitivity_estimate`` says.
 
     Raises:
         ProblemError: A device type without profile, a profile of another model (the first operators that differ are
@@ -94,7 +98,7 @@ def build_problem(
         for operator in graph
     )
     devices: dict[str, ProblemDevice] = {}
-    extras: dict[tuple[str, ...], object] = {}
+    extras: dict[tuple[str, ...], object] = {**estimate_extras(used, sensitivity_estimate)}
     for device in cluster.devices:
         shown = sensitivities if device.role is DeviceRole.PLANNED else None
         devices[device.name], static = _device(

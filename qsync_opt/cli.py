@@ -30,6 +30,12 @@ COMMANDS: dict[str, str] = {
     "solve": "qsync_opt.cli_solve:add_solve",
     "evaluate": "qsync_opt.cli_solve:add_evaluate",
     "compare": "qsync_opt.cli_solve:add_compare",
+    "plan": "qsync_opt.cli_plan:add_plan",
+    "explain": "qsync_opt.cli_explain:add_explain",
+    "pareto": "qsync_opt.cli_pareto:add_pareto",
+    "diff": "qsync_opt.cli_diff:add_diff",
+    "doctor": "qsync_opt.cli_doctor:add_doctor",
+    "completion": "qsync_opt.cli_completion:add_completion",
     "demo": "qsync_opt.cli_demo:add_demo",
 }
 
@@ -71,8 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A foreign text may hold line breaks; the promise is one line.
         print(f"qsync-opt {options.command}: {' '.join(str(failure).split())}", file=sys.stderr)
         return EXIT_UNUSABLE
-    except KeyboardInterrupt:
-        print(f"qsync-opt {options.command}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        # A command that keeps what it has done says so in the exception.
+        kept = f"; {stop}" if str(stop) else ""
+        print(f"qsync-opt {options.command}: interrupted{kept}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_OK  # the reader has gone; there is nobody left to tell

@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from qsync_opt.cli import EXIT_INFEASIBLE, EXIT_OK, Runner, print_json
+from qsync_opt.cli_text import estimate_notice, mebibytes, milliseconds, number, percent, print_table
 from qsync_opt.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from qsync_opt.solution import Solution
 
 _LOGGER = logging.getLogger(__name__)
-_NS_PER_MS = 1e6
-_KIB_PER_MIB = 1024
 
 
 def add_solve(parser: argparse.ArgumentParser) -> Runner:
@@ -44,7 +43,8 @@ def _solve(options: argparse.Namespace) -> int:
     if options.json:
         print_json(solution.to_json())
     else:
-        _print_solution(problem, solution)
+        print_solution(problem, solution)
+        estimate_notice(problem.extras)
     return EXIT_OK if solution.plan is not None else EXIT_INFEASIBLE
 
 
@@ -66,15 +66,16 @@ def _evaluate(options: argparse.Namespace) -> int:
     if options.json:
         print_json(evaluation.to_json())
     else:
-        limit = _milliseconds(problem.latency_limit_ns)
+        limit = milliseconds(problem.latency_limit_ns)
         print(f"objective       {evaluation.objective:.9g}")
-        print(f"iteration time  {_milliseconds(evaluation.iteration_ns)} (limit {limit})")
+        print(f"iteration time  {milliseconds(evaluation.iteration_ns)} (limit {limit})")
         for device in evaluation.devices.values():
             print(
-                f"{device.name:<15} {_mebibytes(device.memory_kib)} of {_mebibytes(device.memory_limit_kib)}, "
+                f"{device.name:<15} {mebibytes(device.memory_kib)} of {mebibytes(device.memory_limit_kib)}, "
                 f"sensitivity {device.sensitivity:.9g}"
             )
         print("feasible" if evaluation.feasible else "\n".join(f"violated: {text}" for text in evaluation.violations))
+        estimate_notice(problem.extras)
     return EXIT_OK if evaluation.feasible else EXIT_INFEASIBLE
 
 
@@ -109,23 +110,24 @@ def _compare(options: argparse.Namespace) -> int:
     return EXIT_OK if any(solution.plan is not None for solution in results) else EXIT_INFEASIBLE
 
 
-def _print_solution(problem: Problem, solution: Solution) -> None:
+def print_solution(problem: Problem, solution: Solution) -> None:
+    """Print a solution for people."""
     solver = f" with {solution.solver}" if solution.solver else ""
     seconds = solution.build_seconds + solution.solve_seconds
     print(f"{problem.name}: {solution.termination} by {solution.method}{solver} in {seconds:.2f} s")
     if solution.plan is None or solution.evaluation is None:
         print(f"no plan: {solution.reason}")
         return
-    print(f"objective       {solution.objective:.9g}  (bound {_number(solution.bound)}, gap {_percent(solution.gap)})")
+    print(f"objective       {solution.objective:.9g}  (bound {number(solution.bound)}, gap {percent(solution.gap)})")
     iteration_ns, limit_ns = solution.evaluation.iteration_ns, problem.latency_limit_ns
-    print(f"iteration time  {_milliseconds(iteration_ns)} (limit {_milliseconds(limit_ns)})")
+    print(f"iteration time  {milliseconds(iteration_ns)} (limit {milliseconds(limit_ns)})")
     for device in problem.devices:
         found = solution.evaluation.devices[device.name]
         counts: dict[str, int] = {}
         for precision in solution.plan.devices[device.name].values():
             counts[precision] = counts.get(precision, 0) + 1
         levels = ", ".join(f"{counts[p]} {p}" for p in problem.formats if p in counts)
-        memory = f"{_mebibytes(found.memory_kib)} of {_mebibytes(found.memory_limit_kib)}"
+        memory = f"{mebibytes(found.memory_kib)} of {mebibytes(found.memory_limit_kib)}"
         print(
             f"{device.name:<15} {memory}, sensitivity {found.sensitivity:.9g}, adjustable operators: {levels or 'none'}"
         )
@@ -133,37 +135,19 @@ def _print_solution(problem: Problem, solution: Solution) -> None:
 
 def _print_comparison(results: list[Solution]) -> None:
     header = ("method", "ended", "objective", "bound", "gap", "iteration", "seconds")
-    rows = [
+    rows = (
         (
             solution.method,
             solution.termination.value,
-            _number(solution.objective),
-            _number(solution.bound),
-            _percent(solution.gap),
-            "-" if solution.iteration_ns is None else _milliseconds(solution.iteration_ns),
+            number(solution.objective),
+            number(solution.bound),
+            percent(solution.gap),
+            "-" if solution.iteration_ns is None else milliseconds(solution.iteration_ns),
             f"{solution.build_seconds + solution.solve_seconds:.2f}",
         )
         for solution in results
-    ]
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    for row in (header, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    )
+    print_table(header, rows)
     for solution in results:
         if solution.reason:
             print(f"{solution.method}: {solution.reason}")
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.9g}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.3g} %"
-
-
-def _milliseconds(value_ns: int) -> str:
-    return f"{value_ns / _NS_PER_MS:.3f} ms"
-
-
-def _mebibytes(value_kib: int) -> str:
-    return f"{value_kib / _KIB_PER_MIB:.1f} MiB"

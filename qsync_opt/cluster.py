@@ -7,6 +7,8 @@ A cluster file is YAML::
       - {name: A100, count: 8, role: fixed, memory: 40 GiB, precisions: [FP32], profile: a100.json}
       - {name: T4, count: 8, role: planned, memory: 15 GiB, precisions: [INT8, FP16, FP32], profile: t4.json}
     network: {latency: 20 us, bandwidth: 10 Gbit/s, source: data sheet}
+
+A type without ``profile`` is estimated from the data sheet of its ``hardware`` (or of the GPU that it is named after).
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class DeviceRole(enum.StrEnum):
 class DeviceType:
     """One kind of worker. ``precisions`` are those that a plan may use, or the single one of a fixed type.
 
-    ``profile`` is the path of its profile file, or None where the caller hands the profile over.
+    ``profile`` is the path of its profile file, or None where the caller hands the profile over. ``hardware`` is the
+    GPU model whose data sheet costs are estimated from where there is no profile; None: the type's own name.
     """
 
     name: str
@@ -47,6 +50,7 @@ class DeviceType:
     precisions: tuple[str, ...]
     role: DeviceRole = DeviceRole.PLANNED
     profile: Path | None = None
+    hardware: str | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name, "cluster: device name")
@@ -57,6 +61,8 @@ class DeviceType:
             object.__setattr__(self, "role", DeviceRole(self.role))
         except ValueError:
             raise ProblemError(f"{what}: role is {self.role!r}, but allowed are {', '.join(DeviceRole)}") from None
+        if self.hardware is not None:
+            check_name(self.hardware, f"{what}: hardware")
         object.__setattr__(self, "precisions", tuple(self.precisions))
         for precision in self.precisions:
             if precision not in FORMATS:
@@ -228,6 +234,7 @@ def _read_device(item: Any, where: str, folder: Path | None) -> DeviceType:
         memory_limit_bytes=int(parse_quantity(reader.take("memory"), SIZE_BYTES, f"{where}: memory")),
         precisions=reader.texts("precisions"),
         profile=None if profile is None else (folder or Path()) / profile,
+        hardware=reader.take_or("hardware", None),
     )
     reader.finish()
     return device

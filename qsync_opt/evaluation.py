@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from qsync_opt.plan import Plan
-from qsync_opt.problem import Problem, ProblemDevice
+from qsync_opt.problem import Problem, ProblemDevice, ProblemOperator
 
 NS_PER_S = 10**9
 BYTES_PER_KIB = 1024
@@ -120,6 +121,16 @@ class Evaluation:
             "violations": list(self.violations),
         }
 
+    def to_pandas(self) -> Any:
+        """A pandas table with one row per device type and operator. See `qsync_opt.tables`.
+
+        Raises:
+            NotInstalledError: pandas is missing; the text holds the install line.
+        """
+        from qsync_opt.tables import evaluation_table
+
+        return evaluation_table(self)
+
 
 def evaluate(problem: Problem, plan: Plan) -> Evaluation:
     """Time, memory, sensitivity and feasibility of a plan.
@@ -210,6 +221,41 @@ def evaluate_device(problem: Problem, device: ProblemDevice, precisions: Mapping
     )
 
 
+def edge_casts(
+    device: ProblemDevice,
+    producer: ProblemOperator,
+    consumer: ProblemOperator,
+    given_precision: str,
+    wanted_precision: str,
+) -> tuple[CastTime | None, CastTime | None]:
+    """Forward and backward cast of one edge, each None where the formats at its two ends agree.
+
+    The forward cast is charged to the consumer, the backward cast to the producer. ``given_precision`` is the
+    producer's, ``wanted_precision`` the consumer's. That casts of one output may be shared is the caller's business.
+    """
+    given, wanted = device.precisions[given_precision], device.precisions[wanted_precision]
+
+    def cast(source: str, target: str, charged_to: str) -> CastTime | None:
+        if source == target:
+            return None
+        return CastTime(
+            producer=producer.name,
+            consumer=consumer.name,
+            source=source,
+            target=target,
+            duration_ns=device.cast_ns(source, target, producer.output_elements),
+            charged_to=charged_to,
+        )
+
+    forward = cast(given.output, wanted_precision, consumer.name)
+    return forward, cast(wanted.gradient_output, given.gradient_input, producer.name)
+
+
+def cast_buffer_kib(problem: Problem, producer: ProblemOperator, target: str) -> int:
+    """Memory that a forward cast of an operator's output to a format takes, in KiB."""
+    return -(-producer.output_elements * problem.formats[target] // BYTES_PER_KIB)
+
+
 def _casts(
     problem: Problem, device: ProblemDevice, precisions: Mapping[str, str]
 ) -> tuple[dict[str, list[CastTime]], dict[str, list[CastTime]], int]:
@@ -222,32 +268,12 @@ def _casts(
         wanted = precisions[consumer.name]
         for name in consumer.inputs:
             producer = problem.operators[problem.index(name)]
-            given = device.precisions[precisions[name]]
-            elements = producer.output_elements
+            there, back = edge_casts(device, producer, consumer, precisions[name], wanted)
             cast_before = problem.cast_sharing == "producer" and (name, wanted) in shared
-            if given.output != wanted and not cast_before:
+            if there is not None and not cast_before:
                 shared.add((name, wanted))
-                buffers_kib += -(-elements * problem.formats[wanted] // BYTES_PER_KIB)
-                forward[consumer.name].append(
-                    CastTime(
-                        producer=name,
-                        consumer=consumer.name,
-                        source=given.output,
-                        target=wanted,
-                        duration_ns=device.cast_ns(given.output, wanted, elements),
-                        charged_to=consumer.name,
-                    )
-                )
-            delivered = device.precisions[wanted].gradient_output
-            if delivered != given.gradient_input:
-                backward[name].append(
-                    CastTime(
-                        producer=name,
-                        consumer=consumer.name,
-                        source=delivered,
-                        target=given.gradient_input,
-                        duration_ns=device.cast_ns(delivered, given.gradient_input, elements),
-                        charged_to=name,
-                    )
-                )
+                buffers_kib += cast_buffer_kib(problem, producer, wanted)
+                forward[consumer.name].append(there)
+            if back is not None:
+                backward[name].append(back)
     return forward, backward, buffers_kib

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from qsync_opt.errors import ModelError
 
@@ -251,3 +252,23 @@ class OpGraph:
             for o in self.operators
         ]
         return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+    def to_pandas(self) -> Any:
+        """A pandas table with one row per operator. See `qsync_opt.tables`.
+
+        Raises:
+            NotInstalledError: pandas is missing; the text holds the install line.
+        """
+        from qsync_opt.tables import graph_table
+
+        return graph_table(self)
+
+    def __repr__(self) -> str:
+        from qsync_opt.display import graph_text
+
+        return graph_text(self)
+
+    def _repr_html_(self) -> str:
+        from qsync_opt.display import graph_html
+
+        return graph_html(self)

@@ -25,6 +25,7 @@ from qsync_opt.graph import DTYPE_BYTES, OpGraph, TensorSpec
 from qsync_opt.onnx_graph import GRAPH_KEY, build_graph, match_graph
 from qsync_opt.onnx_model import AttributeValue, OnnxModel, OnnxNode
 from qsync_opt.roles import RoleTable
+from qsync_opt.weights import WeightStatistics, weight_statistics
 
 # Larger constants than this are weights: shape inference needs their sizes, not their values.
 _SMALL_ELEMENTS = 1024
@@ -36,6 +37,7 @@ _SHAPE_TEXT = """
 _SHAPE_KINDS = frozenset(_SHAPE_TEXT.split())
 _OWN_DOMAINS = ("", "ai.onnx")
 _STATE_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+_DOUBLE = onnx.TensorProto.DOUBLE
 _CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 
 
@@ -81,6 +83,36 @@ def read_onnx(
             stacklevel=2,
         )
     return graph
+
+
+def read_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> dict[str, WeightStatistics]:
+    """Read what rounding needs to know of the weights of an ONNX model; external files are read one by one.
+
+    Args:
+        source: Path of the file, or the model itself (whose external weights are looked for in the working directory).
+
+    Returns:
+        Initializer to statistics, for floating-point initializers of at least two dimensions.
+
+    Raises:
+        ModelError: No such file, not ONNX, or an external file of weights is missing or too short.
+    """
+    proto = source if isinstance(source, onnx.ModelProto) else _load(Path(source))
+    folder = "" if isinstance(source, onnx.ModelProto) else str(Path(source).parent)
+    found = {}
+    for tensor in proto.graph.initializer:
+        is_floating = "FLOAT" in onnx.TensorProto.DataType.Name(tensor.data_type) or tensor.data_type == _DOUBLE
+        if len(tensor.dims) < 2 or not is_floating or not math.prod(tensor.dims):
+            continue
+        try:
+            values = onnx.numpy_helper.to_array(tensor, base_dir=folder)
+        except (OSError, ValueError, onnx.checker.ValidationError) as error:
+            raise ModelError(
+                f"the values of weight {tensor.name!r} cannot be read: {_first_line(error)}; put its external file "
+                "beside the model, or estimate without weights"
+            ) from error
+        found[tensor.name] = weight_statistics(tensor.name, np.asarray(values, dtype=np.float32))
+    return found
 
 
 def _load(path: Path) -> onnx.ModelProto:

@@ -121,6 +121,26 @@ class Plan:
         """Write the plan file, whole or not at all."""
         write_json(path, self.to_json())
 
+    def to_pandas(self) -> Any:
+        """A pandas table with one row per device type and operator. See `qsync_opt.tables`.
+
+        Raises:
+            NotInstalledError: pandas is missing; the text holds the install line.
+        """
+        from qsync_opt.tables import plan_table
+
+        return plan_table(self)
+
+    def __repr__(self) -> str:
+        from qsync_opt.display import plan_text
+
+        return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        from qsync_opt.display import plan_html
+
+        return plan_html(self)
+
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read and check a plan file.

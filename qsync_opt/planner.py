@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from qsync_opt.errors import SolverError
+from qsync_opt.estimates import carried_estimates
 from qsync_opt.evaluation import Evaluation, evaluate
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem
@@ -113,7 +114,12 @@ def _checked(problem: Problem, answer: Answer, method: str) -> Solution:
         return solution
     return Solution(
         termination=solution.termination,
-        plan=Plan(problem=plan.problem, devices=plan.devices, solution=solution.provenance()),
+        plan=Plan(
+            problem=plan.problem,
+            devices=plan.devices,
+            solution=solution.provenance(),
+            extras=carried_estimates(problem.extras),
+        ),
         evaluation=evaluation,
         bound=solution.bound,
         method=method,

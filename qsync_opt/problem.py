@@ -379,3 +379,19 @@ class Problem:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the problem file, whole or not at all."""
         write_json(path, self.to_json())
+
+    def to_pandas(self) -> Any:
+        """A pandas table with one row per device type, operator and precision; see `qsync_opt.tables`."""
+        from qsync_opt.tables import problem_table
+
+        return problem_table(self)
+
+    def __repr__(self) -> str:
+        from qsync_opt.display import problem_text
+
+        return problem_text(self)
+
+    def _repr_html_(self) -> str:
+        from qsync_opt.display import problem_html
+
+        return problem_html(self)

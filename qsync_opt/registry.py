@@ -1,8 +1,9 @@
-"""Which formulations and solvers exist, and where their code is; nothing is imported until it is asked for.
+"""Which plug-ins exist of each kind, and where their code is; nothing is imported until it is asked for.
 
-Built-ins stand in the tables below. Other packages add theirs through the entry-point groups ``qsync_opt.solvers`` and
-``qsync_opt.formulations``; such an object declares what it can in a ``FEATURES`` attribute. Wherever a name is
-accepted, so is an instance.
+Built-ins stand in the tables below. Other packages add theirs through the entry-point groups ``qsync_opt.solvers``,
+``qsync_opt.formulations``, ``qsync_opt.indicators``, ``qsync_opt.cost_models`` and ``qsync_opt.runtimes``; such an
+object declares what it can in a ``FEATURES`` attribute. Wherever a name is accepted, so is an instance. The contracts
+are protocols (`qsync_opt.plugins`, and ``base`` beside formulations and runtimes); `qsync_opt.testing` checks them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,14 @@ class Kind(enum.StrEnum):
 
     SOLVER = "solver"
     FORMULATION = "formulation"
+    INDICATOR = "indicator"
+    COST_MODEL = "cost model"
+    RUNTIME = "runtime"
+
+    @property
+    def group(self) -> str:
+        """Entry-point group of other packages' plug-ins."""
+        return f"qsync_opt.{self.value.replace(' ', '_')}s"
 
 
 class Feature(enum.StrEnum):
@@ -128,6 +137,27 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
                 features=frozenset({Feature.PROOF, Feature.TIME_LIMIT}),
             ),
         ),
+        Kind.INDICATOR: tuple(
+            Entry(name=name, target=f"qsync_opt.indicators:{factory}", features=frozenset())
+            for name, factory in (
+                ("statistics", "StatisticsIndicator"),
+                ("weights", "WeightIndicator"),
+                ("formats", "FormatIndicator"),
+            )
+        ),
+        Kind.COST_MODEL: (
+            Entry(name="profile", target="qsync_opt.cost_models:ProfileCosts", features=frozenset()),
+            Entry(name="roofline", target="qsync_opt.cost_models:RooflineCosts", features=frozenset()),
+        ),
+        Kind.RUNTIME: (
+            Entry(
+                name="torch",
+                target="qsync_opt.runtimes.torch.runtime:TorchRuntime",
+                features=frozenset(),
+                packages=("torch", "onnxscript"),
+                install="pip install 'qsync-opt[torch]'",
+            ),
+        ),
     }
 )
 
@@ -151,7 +181,7 @@ def entries(kind: Kind) -> Mapping[str, Entry]:
 
 
 def _foreign(kind: Kind) -> Iterable[Entry]:
-    for point in importlib.metadata.entry_points(group=f"qsync_opt.{kind}s"):
+    for point in importlib.metadata.entry_points(group=kind.group):
         origin = point.dist.name if point.dist else point.value
         yield Entry(name=point.name, target=point.value, features=frozenset(), origin=origin)
 

@@ -163,3 +163,13 @@ class Solution:
             "solve_seconds": self.solve_seconds,
             "reason": self.reason,
         }
+
+    def __repr__(self) -> str:
+        from qsync_opt.display import solution_text
+
+        return solution_text(self)
+
+    def _repr_html_(self) -> str:
+        from qsync_opt.display import solution_html
+
+        return solution_html(self)

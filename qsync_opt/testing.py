@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qsync_opt.conformance import check_cost_model, check_indicator, check_runtime, expect
 from qsync_opt.graph import Role
 from qsync_opt.planner import solve
 from qsync_opt.problem import CastCost, Communication, OperatorCost, Problem, ProblemDevice, ProblemOperator
@@ -30,7 +31,10 @@ from qsync_opt.solution import PointStatus, Solution, TerminationStatus
 __all__ = [
     "INSTANCES",
     "Instance",
+    "check_cost_model",
     "check_formulation",
+    "check_indicator",
+    "check_runtime",
     "check_solution",
     "check_solver",
     "random_plan",
@@ -280,21 +284,21 @@ def check_solution(instance: Instance, solution: Solution, *, proves: bool) -> N
     """
     name = f"{instance.problem.name} by {solution.method}"
     if instance.objective is None:
-        _expect(solution.termination is TerminationStatus.INFEASIBLE, f"{name}: ended {solution.termination}")
+        expect(solution.termination is TerminationStatus.INFEASIBLE, f"{name}: ended {solution.termination}")
         missing = [text for text in instance.reason if text not in (solution.reason or "")]
-        _expect(not missing, f"{name}: the reason {solution.reason!r} lacks {missing}")
+        expect(not missing, f"{name}: the reason {solution.reason!r} lacks {missing}")
         return
-    _expect(solution.point is PointStatus.FEASIBLE, f"{name}: no plan, {solution.termination}: {solution.reason}")
+    expect(solution.point is PointStatus.FEASIBLE, f"{name}: no plan, {solution.termination}: {solution.reason}")
     found = solution.objective
     slack = _AGREEMENT * max(1e-300, abs(instance.objective))
-    _expect(found is not None and found >= instance.objective - slack, f"{name}: {found} is below the optimum")
-    _expect(
+    expect(found is not None and found >= instance.objective - slack, f"{name}: {found} is below the optimum")
+    expect(
         solution.bound is None or solution.bound <= instance.objective + slack,
         f"{name}: the bound {solution.bound} is above the optimum {instance.objective}",
     )
     if proves:
-        _expect(solution.termination is TerminationStatus.OPTIMAL, f"{name}: ended {solution.termination}")
-        _expect(
+        expect(solution.termination is TerminationStatus.OPTIMAL, f"{name}: ended {solution.termination}")
+        expect(
             found is not None and found <= instance.objective + slack,
             f"{name}: {found} is above the optimum {instance.objective}",
         )
@@ -334,8 +338,3 @@ def check_solver(solver: Any, *, random_problems: int = 20, seed: int = 0) -> No
         known = solve(problem, "exhaustive")
         instance = Instance(problem=problem, objective=known.objective)
         check_solution(instance, solve(problem, "exact", solver=solver), proves=True)
-
-
-def _expect(holds: bool, text: str) -> None:
-    if not holds:
-        raise AssertionError(text)

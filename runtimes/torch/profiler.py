@@ -18,12 +18,12 @@ from qsync_opt.kernels import backend
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.measurement_cache import MeasurementCache
 from qsync_opt.precision import PrecisionFormats
+from qsync_opt.progress import Report, reporting
 from qsync_opt.runtimes.torch.calls import RecordedCall
 from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.identity import identify
 from qsync_opt.runtimes.torch.measure import TrainingExample
 from qsync_opt.runtimes.torch.profile_run import ProfileRun, option_values
-from qsync_opt.runtimes.torch.progress import Report, reporting
 from qsync_opt.runtimes.torch.stopwatch import make_stopwatch
 from qsync_opt.runtimes.torch.uniform_iterations import measure_uniform
 

@@ -29,6 +29,8 @@ from qsync_opt.runtimes.torch.profiler import profile
 ALONE_STEPS = 12
 HELD_OUT_BATCHES = 24
 WARM_UP_STEPS = 3
+WAIT_S = 900.0
+"""How long a worker waits for the other: on a machine that does other work too, one may fall minutes behind."""
 
 
 def make_model(options: DemoOptions) -> Gpt:

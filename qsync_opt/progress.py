@@ -1,13 +1,10 @@
-"""Show how far a long run is: a bar on standard error, a caller's function, or nothing."""
+"""Show how far a long run is: a bar with the remaining time on standard error, a caller's function, or nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Report = Callable[[int, int, str], None]
 """Called with what is done, how much there is in all, and what comes next."""
@@ -24,9 +21,13 @@ def reporting(progress: Report | bool | None, title: str) -> Iterator[Report]:
     if callable(progress):
         yield progress
         return
-    if progress is False or (progress is None and not sys.stderr.isatty()):
+    if progress is False or (progress is None and not _is_terminal()):
         yield lambda done, total, label: None
         return
+    # Only a bar needs rich: a command that shows none starts without it.
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (
         TextColumn(title),
         BarColumn(),
@@ -34,6 +35,12 @@ def reporting(progress: Report | bool | None, title: str) -> Iterator[Report]:
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    # Once over, the bar goes: what follows is the result.
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total, label: bar.update(task, completed=done, total=total, description=label)
+
+
+def _is_terminal() -> bool:
+    # Standard error may be closed.
+    return sys.stderr is not None and sys.stderr.isatty()

@@ -1,0 +1,52 @@
+"""How the command line writes numbers, tables and notes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+
+from qsync_opt.jsonio import Extras
+
+_NS_PER_MS = 1e6
+_KIB_PER_MIB = 1024
+
+
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    """Add the option that takes the progress bar away."""
+    parser.add_argument("--quiet", action="store_true", help="no progress bar (there is none without a terminal)")
+
+
+def milliseconds(value_ns: int) -> str:
+    """A time for people."""
+    return f"{value_ns / _NS_PER_MS:.3f} ms"
+
+
+def mebibytes(value_kib: int) -> str:
+    """A size for people."""
+    return f"{value_kib / _KIB_PER_MIB:.1f} MiB"
+
+
+def number(value: float | None) -> str:
+    """A number to nine places, or a dash."""
+    return "-" if value is None else f"{value:.9g}"
+
+
+def percent(value: float | None) -> str:
+    """A share in percent, or a dash."""
+    return "-" if value is None else f"{100 * value:.3g} %"
+
+
+def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows under a header, columns aligned."""
+    lines = [tuple(header), *(tuple(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def estimate_notice(extras: Extras) -> None:
+    """Print what a problem or plan was estimated from, if anything was."""
+    from qsync_opt.estimates import estimate_lines
+
+    for line in estimate_lines(extras):
+        print(f"note: {line}")

@@ -1,0 +1,63 @@
+"""The indicators that come with this package, by what they need to know: statistics, weights, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.graph import OpGraph
+from qsync_opt.indicator import IndicatorKind, sensitivities
+from qsync_opt.plugins import ModelKnowledge
+from qsync_opt.precision import PrecisionFormats
+from qsync_opt.weight_indicator import FROM_FORMATS, FROM_WEIGHTS, weight_sensitivities
+
+Table = Mapping[str, Mapping[str, float]]
+
+
+class StatisticsIndicator:
+    """The variance that each operator adds to the gradient, from statistics collected on real batches."""
+
+    estimate = None
+
+    def __init__(self, kind: IndicatorKind | None = None) -> None:
+        self._kind = kind
+
+    def sensitivities(
+        self, graph: OpGraph, knowledge: ModelKnowledge, device_formats: Mapping[str, PrecisionFormats]
+    ) -> Table:
+        """Compute them; see `Indicator.sensitivities`."""
+        if knowledge.statistics is None:
+            raise ProblemError(
+                f"the indicator 'statistics' needs statistics of {graph.name!r}; collect them with "
+                "qsync_opt.collect_statistics, or use the indicator 'weights'"
+            )
+        return sensitivities(graph, knowledge.statistics, device_formats, kind=self._kind)
+
+
+class WeightIndicator:
+    """An estimate from the values of the weights alone."""
+
+    estimate = FROM_WEIGHTS
+
+    def sensitivities(
+        self, graph: OpGraph, knowledge: ModelKnowledge, device_formats: Mapping[str, PrecisionFormats]
+    ) -> Table:
+        """Estimate them; see `Indicator.sensitivities`."""
+        if knowledge.weights is None:
+            raise ProblemError(
+                f"the indicator 'weights' needs the values of the weights of {graph.name!r}; read them with "
+                "qsync_opt.read_weights, or use the indicator 'formats'"
+            )
+        return weight_sensitivities(graph, device_formats, knowledge.weights)
+
+
+class FormatIndicator:
+    """An estimate from the number formats alone: nothing of the model is looked at but its shapes."""
+
+    estimate = FROM_FORMATS
+
+    def sensitivities(
+        self, graph: OpGraph, knowledge: ModelKnowledge, device_formats: Mapping[str, PrecisionFormats]
+    ) -> Table:
+        """Estimate them; see `Indicator.sensitivities`."""
+        return weight_sensitivities(graph, device_formats, None)

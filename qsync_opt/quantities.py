@@ -1,0 +1,41 @@
+"""How quantities are written for people: times, memory and sensitivities with a unit that suits their size."""
+
+from __future__ import annotations
+
+_TIME_STEPS = ((1, "ns"), (10**3, "µs"), (10**6, "ms"), (10**9, "s"))
+_MEMORY_STEPS = ((1, "KiB"), (2**10, "MiB"), (2**20, "GiB"), (2**30, "TiB"))
+_DIGITS = 3
+"""Significant digits at least; more only to the left of the point."""
+
+
+def format_time(time_ns: float) -> str:
+    """Nanoseconds as text, such as ``"12.3 ms"``.
+
+    Example:
+        >>> format_time(12_345_678), format_time(0), format_time(-900)
+        ('12.3 ms', '0 ns', '-900 ns')
+    """
+    return _scaled(time_ns, _TIME_STEPS)
+
+
+def format_memory(memory_kib: float) -> str:
+    """KiB as text, such as ``"1.5 GiB"``."""
+    return _scaled(memory_kib, _MEMORY_STEPS)
+
+
+def format_sensitivity(value: float) -> str:
+    """A sensitivity as text: it has no unit."""
+    return "0" if value == 0 else f"{value:.4g}"
+
+
+def _scaled(value: float, steps: tuple[tuple[int, str], ...]) -> str:
+    size = abs(value)
+    # A value that rounding would carry to 1000 of a unit is written in the next one.
+    limit = 1000 - 0.5
+    factor, unit = next(((f, u) for f, u in steps if size / f < limit), steps[-1])
+    scaled = size / factor
+    whole = len(str(int(scaled)))
+    text = f"{scaled:.{max(0, _DIGITS - whole)}f}" if factor > 1 or scaled != int(scaled) else str(int(scaled))
+    if "." in text:
+        text = text.rstrip("0").rstrip(".")
+    return f"{'-' if value < 0 and text != '0' else ''}{text} {unit}"

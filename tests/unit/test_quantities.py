@@ -1,0 +1,32 @@
+import pytest
+
+from qsync_opt.quantities import format_memory, format_sensitivity, format_time
+
+
+@pytest.mark.parametrize(
+    ("time_ns", "text"),
+    [
+        (0, "0 ns"),
+        (999, "999 ns"),
+        (1000, "1 µs"),
+        (999_499, "999 µs"),
+        (999_500, "1 ms"),
+        (12_345_678, "12.3 ms"),
+        (-900, "-900 ns"),
+        (1_230_000_000, "1.23 s"),
+        (5_000_000_000_000, "5000 s"),
+    ],
+)
+def test_times_take_the_unit_that_suits_their_size(time_ns, text):
+    assert format_time(time_ns) == text
+
+
+@pytest.mark.parametrize(
+    ("memory_kib", "text"), [(0, "0 KiB"), (512, "512 KiB"), (1024, "1 MiB"), (1536 * 1024, "1.5 GiB"), (-3, "-3 KiB")]
+)
+def test_memory_counts_in_powers_of_1024(memory_kib, text):
+    assert format_memory(memory_kib) == text
+
+
+def test_sensitivity_has_four_digits_and_no_unit():
+    assert [format_sensitivity(v) for v in (0.0, 0.123456, 1234567.0)] == ["0", "0.1235", "1.235e+06"]
