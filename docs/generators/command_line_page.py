@@ -61,7 +61,8 @@ def command_line_page() -> str:
         "This page is generated from the argument parser. With `--json` exactly one JSON value goes to standard "
         "output; progress and logs go to standard error.\n\n"
         "| exit status | meaning |\n|---|---|\n"
-        "| 0 | done; for `solve`, `evaluate` and `compare`: there is a feasible plan |\n"
+        "| 0 | done; where a plan was wanted: there is a feasible one |\n"
+        "| 1 | `diff --exit-code`: the plans differ; `doctor`: something is broken or a required name is missing |\n"
         "| 2 | unusable arguments or file; one line on standard error says what, where, and what is allowed |\n"
         "| 3 | no feasible plan; the reason names the limit, the device and the least value that could be met |\n"
         "| 130 | interrupted |\n",
@@ -70,4 +71,6 @@ def command_line_page() -> str:
     for name, command in commands.items():
         description = (command.description or "").strip().rstrip(".")
         parts.append(f"## qsync-opt {name}\n\n{_cell(description)}.\n\n{_usage(command)}\n{_arguments(command)}")
+        if command.epilog:
+            parts.append(f"{_cell(command.epilog)}\n")
     return "\n".join(parts)

@@ -22,9 +22,9 @@ def modules(part: str) -> Iterator[str]:
     top = ROOT / FOLDERS[part]
     for path in sorted(top.rglob("*.py")):
         relative = path.relative_to(top)
-        linked = part == "" and len(relative.parts) > 1  # a sibling folder, seen through its link
+        linked = part == "" and relative.parts[0] in FOLDERS  # a sibling folder, seen through its link
         hidden = any(name.startswith("_") and name != "__init__.py" for name in relative.parts)
-        is_package = part == "" and path.stem == "__init__"  # has the page of public names
+        is_package = part == "" and relative == Path("__init__.py")  # has the page of public names
         if linked or hidden or is_package:
             continue
         names = [name for name in relative.with_suffix("").parts if name != "__init__"]

@@ -21,7 +21,7 @@ def public_names():
     for folder, package in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
             relative = path.relative_to(ROOT / folder)
-            if folder == "qsync_opt" and len(relative.parts) > 1:
+            if folder == "qsync_opt" and relative.parts[0] in SIBLINGS:
                 continue  # a sibling folder, seen through its link
             if any(part.startswith("_") and part != "__init__.py" for part in relative.parts):
                 continue
