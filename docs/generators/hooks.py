@@ -58,3 +58,9 @@ def _known_figures() -> dict[str, str]:
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn formulas into MathML."""
     return mathematics.with_mathml(html)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Name what the theme leaves without a name, for screen readers."""
+    dialog = '<div class="md-search" data-md-component="search" role="dialog"'
+    return output.replace(dialog, f'{dialog} aria-label="Search"')
