@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from qsync_opt.plugins import ModelKnowledge as ModelKnowledge
     from qsync_opt.problem import Problem as Problem
     from qsync_opt.problem_file import load_problem as load_problem
+    from qsync_opt.replanning import Replanning as Replanning
+    from qsync_opt.replanning import replan as replan
     from qsync_opt.replay import Timeline as Timeline
     from qsync_opt.replay import write_trace as write_trace
     from qsync_opt.roles import RoleTable as RoleTable
@@ -53,9 +55,13 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.apply import undo as undo
     from qsync_opt.runtimes.torch.capture import capture as capture
     from qsync_opt.runtimes.torch.capture import capture_model as capture_model
+    from qsync_opt.runtimes.torch.job_options import PlanningOptions as PlanningOptions
+    from qsync_opt.runtimes.torch.job_plan import JobPlan as JobPlan
     from qsync_opt.runtimes.torch.measure import TrainingExample as TrainingExample
     from qsync_opt.runtimes.torch.measure import measure_iteration as measure_iteration
+    from qsync_opt.runtimes.torch.planning import auto_plan as auto_plan
     from qsync_opt.runtimes.torch.profiler import profile as profile
+    from qsync_opt.runtimes.torch.refresh import PlanRefresher as PlanRefresher
     from qsync_opt.runtimes.torch.statistics import collect_statistics as collect_statistics
     from qsync_opt.solution import PointStatus as PointStatus
     from qsync_opt.solution import Solution as Solution
@@ -100,6 +106,8 @@ _PUBLIC = {
     "solve": "qsync_opt.planner",
     "Problem": "qsync_opt.problem",
     "load_problem": "qsync_opt.problem_file",
+    "replan": "qsync_opt.replanning",
+    "Replanning": "qsync_opt.replanning",
     "PointStatus": "qsync_opt.solution",
     "Solution": "qsync_opt.solution",
     "TerminationStatus": "qsync_opt.solution",
@@ -123,6 +131,10 @@ _PUBLIC = {
     "read_weights": "qsync_opt.onnx_reader",
     "roofline_profile": "qsync_opt.roofline",
     "weight_sensitivities": "qsync_opt.weight_indicator",
+    "auto_plan": "qsync_opt.runtimes.torch.planning",
+    "PlanningOptions": "qsync_opt.runtimes.torch.job_options",
+    "JobPlan": "qsync_opt.runtimes.torch.job_plan",
+    "PlanRefresher": "qsync_opt.runtimes.torch.refresh",
 }
 # Packages that only some names need, with what installs them.
 _EXTRAS = {"torch": "torch", "onnxscript": "torch"}

@@ -23,6 +23,7 @@ from qsync_opt.precision import FORMATS, PrecisionFormats
 from qsync_opt.pricing import device_tables, price_operators, problem_inputs, problem_role
 from qsync_opt.problem import CastCost, Communication, OperatorCost, Problem, ProblemDevice, ProblemOperator
 from qsync_opt.propagation import propagate
+from qsync_opt.sensitivity_values import SensitivityValues
 
 Sensitivities = Mapping[str, Mapping[str, float]]
 """Operator to precision to sensitivity of one worker."""
@@ -49,6 +50,7 @@ def build_problem(
     fastest: Fastest | None = None,
     excluded: Excluded | None = None,
     sensitivity_estimate: str | None = None,
+    by_device: Mapping[str, Sensitivities] | None = None,
 ) -> Problem:
     """Build the precision-allocation problem of a model on a cluster.
 
@@ -64,7 +66,9 @@ def build_problem(
         latency_limit_ns: Limit on the iteration time; None: that of the fastest plan that fits, times 1 + slack.
         fastest: Finds that plan; None: the planner's way.
         excluded: Precisions that an operator must not get, each with the reason in words; they leave its table. None:
-            those that ``sensitivities`` names, if it is a `SensitivityTable`.
+            those that ``sensitivities`` names, if it is a `SensitivityTable` or `SensitivityValues`.
+        by_device: Sensitivities of single device types, in place of ``sensitivities``: border formats differ between
+            types (8-bit operators answer in FP16 on a T4, in BF16 on an A10), and with them the noise.
         sensitivity_estimate: What the sensitivities were estimated by, if not from collected statistics.
 
     Returns:
@@ -79,8 +83,9 @@ def build_problem(
         `qsync_opt.memory`, launches by `qsync_opt.pricing`.
     """
     check_number(slack, "slack")
-    if excluded is None:
-        excluded = sensitivities.excluded if isinstance(sensitivities, SensitivityTable) else {}
+    by_device = by_device or {}
+    for name in by_device:
+        cluster.device(name)  # sensitivities for a type that the cluster lacks are a misspelling
     buckets = buckets or BucketOptions()
     used = _profiles(graph, profiles, cluster)
     distributed = cluster.num_workers > 1
@@ -100,9 +105,11 @@ def build_problem(
     devices: dict[str, ProblemDevice] = {}
     extras: dict[tuple[str, ...], object] = {**estimate_extras(used, sensitivity_estimate)}
     for device in cluster.devices:
-        shown = sensitivities if device.role is DeviceRole.PLANNED else None
+        table = by_device.get(device.name, sensitivities)
+        shown = table if device.role is DeviceRole.PLANNED else None
+        refused = _excluded(table) if excluded is None else excluded
         devices[device.name], static = _device(
-            graph, device, used[device.name], shown, excluded, distributed, buckets.gradient_as_view
+            graph, device, used[device.name], shown, refused, distributed, buckets.gradient_as_view
         )
         if device.role is DeviceRole.PLANNED:
             extras["devices", device.name, MEMORY_KEY] = static.to_json()
@@ -127,6 +134,10 @@ def build_problem(
     if latency_limit_ns is not None:
         return problem
     return replace(problem, latency_limit_ns=_latency_limit_ns(problem, slack, fastest))
+
+
+def _excluded(table: Sensitivities) -> Excluded:
+    return table.excluded if isinstance(table, SensitivityTable | SensitivityValues) else {}
 
 
 def _profiles(graph: OpGraph, profiles: Mapping[str, DeviceProfile], cluster: Cluster) -> dict[str, DeviceProfile]:

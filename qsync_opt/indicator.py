@@ -31,6 +31,7 @@ from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
 from qsync_opt.graph import Operator, OpGraph, Role
 from qsync_opt.noise_propagation import Distances, Propagation, distances, operand_edges
 from qsync_opt.precision import PrecisionFormats
+from qsync_opt.sensitivity_values import SensitivityValues
 from qsync_opt.statistics import GRADIENTS, GradientNoise, ModelStatistics, OperatorKind, OperatorStatistics
 from qsync_opt.variances import (
     NoiseOptions,
@@ -128,7 +129,13 @@ class SensitivityTable(Mapping[str, Mapping[str, float]]):
     def __len__(self) -> int:
         return len(self.details)
 
-    def relative_to(self, noise: GradientNoise | None, *, workers: int) -> dict[str, dict[str, float]]:
+    def values_only(self) -> SensitivityValues:
+        """The bare numbers with what is excluded, to be kept in a file or sent to other workers."""
+        return SensitivityValues(
+            unit=self.kind.unit, values_of={name: dict(row) for name, row in self.items()}, excluded=self.excluded
+        )
+
+    def relative_to(self, noise: GradientNoise | None, *, workers: int) -> SensitivityValues:
         """The same sensitivities as shares of the noise that the averaged gradient has anyway.
 
         A plan whose total is 0.05 raises the variance of the gradient, averaged over all workers, by 5 %: the workers
@@ -140,7 +147,7 @@ class SensitivityTable(Mapping[str, Mapping[str, float]]):
             workers: All workers of the job, planned or not.
 
         Returns:
-            Operator to precision to share, to be handed to ``build_problem``.
+            Shares, to be handed to ``build_problem``.
 
         Raises:
             ProblemError: No noise was measured, or it is 0; fewer than one worker.
@@ -159,7 +166,13 @@ class SensitivityTable(Mapping[str, Mapping[str, float]]):
         if workers < 1:
             raise ProblemError(f"workers is {workers}: at least 1 is needed")
         scale = 1.0 / (workers * noise.variance)
-        return {name: {precision: value * scale for precision, value in row.items()} for name, row in self.items()}
+        return SensitivityValues(
+            unit="gradient noise",
+            values_of={
+                name: {precision: value * scale for precision, value in row.items()} for name, row in self.items()
+            },
+            excluded=self.excluded,
+        )
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -29,6 +29,8 @@ from qsync_opt.kernels import backend, ops
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.precision import number_format
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
+from qsync_opt.runtimes.torch.job_plan import JobPlan
+from qsync_opt.runtimes.torch.step_audit import StepAudit
 
 _SHOWN = 3
 _HALF = (torch.bfloat16, torch.float16)
@@ -180,7 +182,10 @@ def _lifted_kinds(graph: OpGraph) -> tuple[str, ...]:
 
 
 class AppliedPlan:
-    """A plan at work on a model: decides for every operator call how it runs."""
+    """A plan at work on a model: decides for every operator call how it runs.
+
+    ``audit`` compares the first steps with the prediction, if the plan came with one.
+    """
 
     def __init__(
         self, model: nn.Module, precisions: Mapping[str, str], graph: OpGraph | None, options: ApplyOptions
@@ -195,6 +200,7 @@ class AppliedPlan:
         self._device_type = device.type
         self._fixed = frozenset() if graph is None else frozenset(o.name for o in graph.by_role(Role.FIXED))
         self._kernels = self._stream_options(device, rank)
+        self.audit: StepAudit | None = None
         self._unplanned: list[str] = []
         self._checked = False
         kinds = () if graph is None else _lifted_kinds(graph)
@@ -288,7 +294,8 @@ def apply(
 
     Args:
         model: FP32 model on the device that it will run on; also one that ``DistributedDataParallel`` wraps already.
-        plan: Operator to precision, or a plan with such a mapping per device type.
+        plan: Operator to precision, or a plan with such a mapping per device type. A `JobPlan` that is not worthwhile
+            changes nothing.
         device_type: Which entry of the plan; may be left out if there is one only.
         graph: The captured graph; with it the plan is compared to the model name by name at once, without it module
             paths are compared now and operators after the first forward pass.
@@ -315,6 +322,8 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"cannot apply a plan to a {type(model).__name__}: a torch.nn.Module is needed")
+    if isinstance(plan, JobPlan) and not plan.worthwhile:
+        return model
     bare = _bare(model)
     if interception_of(bare) is not None:
         raise NotReadyError("a plan is applied to this model already: undo(model) before applying another")
@@ -322,7 +331,11 @@ def apply(
     _check_master_weights(bare)
     _check_names(bare, precisions, graph)
     adjustable = _check_precisions(precisions, graph, _model_device(bare))
-    AppliedPlan(bare, adjustable, graph, options or ApplyOptions())
+    applied = AppliedPlan(bare, adjustable, graph, options or ApplyOptions())
+    if isinstance(plan, JobPlan):
+        applied.audit = StepAudit(
+            bare, predicted_ns=plan.iteration_ns, predicted_bytes=plan.memory_bytes[plan.device_type]
+        )
     return model
 
 
@@ -346,4 +359,6 @@ def undo(model: nn.Module) -> nn.Module:
     if applied is None:
         raise NotReadyError("no plan is applied to this model: apply(model, plan) comes first")
     applied.interception.remove()
+    if applied.audit is not None:
+        applied.audit.stop()
     return model

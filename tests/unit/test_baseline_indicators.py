@@ -77,13 +77,19 @@ def test_chance_is_the_same_everywhere_and_falls_with_precision():
 def table(kind):
     part = OperatorSensitivity(own=1.0, backward=2.0, forward=3.0, variances=output_noise(1.0))
     return SensitivityTable(
-        kind=kind, details={"a": {"INT8": part}}, excluded={}, distances=Distances(to_input={}, to_loss={})
+        kind=kind,
+        details={"a": {"INT8": part}},
+        excluded={"a": {"FP16": "overflows"}},
+        distances=Distances(to_input={}, to_loss={}),
     )
 
 
 def test_sensitivities_as_shares_of_the_gradients_own_noise():
     noise = GradientNoise(mean_square_norm=50.0, variance=30.0)
-    assert table(IndicatorKind.PROBED).relative_to(noise, workers=4) == {"a": {"INT8": pytest.approx(6 / (4 * 30))}}
+    shares = table(IndicatorKind.PROBED).relative_to(noise, workers=4)
+    assert {name: dict(row) for name, row in shares.items()} == {"a": {"INT8": pytest.approx(6 / (4 * 30))}}
+    assert shares.unit == "gradient noise"
+    assert shares.excluded == {"a": {"FP16": "overflows"}}
 
 
 @pytest.mark.parametrize(

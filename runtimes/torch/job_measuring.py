@@ -1,0 +1,227 @@
+"""The measuring stages of planning a job: each runs on all ranks, and fails on all if it fails on one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from qsync_opt.cluster import Cluster, DeviceType, Network
+from qsync_opt.device_profile import DeviceProfile
+from qsync_opt.errors import ModelError, NotReadyError
+from qsync_opt.indicator import sensitivities
+from qsync_opt.runtimes.torch.agreement import broadcast_json, fail_together, gather_json, world
+from qsync_opt.runtimes.torch.capture import CapturedModel
+from qsync_opt.runtimes.torch.ddp import measure_all_reduce
+from qsync_opt.runtimes.torch.device_memory import memory_budget
+from qsync_opt.runtimes.torch.identity import identify
+from qsync_opt.runtimes.torch.interception import interception_of
+from qsync_opt.runtimes.torch.job_options import PlanningOptions, cache_folder
+from qsync_opt.runtimes.torch.measure import Loss, TrainingExample, default_loss
+from qsync_opt.runtimes.torch.profiler import profile
+from qsync_opt.runtimes.torch.statistics import collect_statistics
+from qsync_opt.sensitivity_values import SensitivityValues
+from qsync_opt.statistics import ModelStatistics
+
+_LOGGER = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is planned, on this rank."""
+
+    model: nn.Module
+    example: TrainingExample
+    options: PlanningOptions
+
+    def check(self) -> None:
+        """Refuse a model that a plan is applied to.
+
+        Raises:
+            NotReadyError: It is.
+        """
+        if interception_of(self.model) is not None:
+            raise NotReadyError("a plan is applied to this model already: undo(model) before planning anew")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTypes:
+    """Device types of the job: name to the ranks that have it, and this rank's."""
+
+    ranks: Mapping[str, tuple[int, ...]]
+    memory_bytes: Mapping[str, int]
+    mine: str
+
+
+def together(work: Callable[[], T]) -> T:
+    """Run a stage on this rank; if it fails on any, it fails on all."""
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as failure:  # raised again below, on this rank as it is
+        error = failure
+    fail_together(error)
+    return result  # type: ignore[return-value]
+
+
+def example_of(model: nn.Module, batch: Any, loss: Loss | None) -> TrainingExample:
+    """A batch as users pass it: a mapping of keyword arguments, a tuple or list of positional ones, or the only one."""
+    if isinstance(batch, Mapping):
+        return TrainingExample(model=model, kwargs=batch, loss=loss)
+    args = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
+    return TrainingExample(model=model, args=args, loss=loss)
+
+
+def require_one_model(captured: CapturedModel) -> None:
+    """Refuse ranks that hold different models, naming the first operators that differ."""
+    prints = gather_json(captured.graph.fingerprint())
+    if len(set(prints)) == 1:
+        return
+    names = gather_json([f"{operator.name} {operator.signature}" for operator in captured.graph])
+    other = next(rank for rank, found in enumerate(prints) if found != prints[0])
+    pairs = [(a, b) for a, b in zip(names[0], names[other], strict=False) if a != b]
+    shown = "; ".join(f"{a!r} on rank 0, {b!r} on rank {other}" for a, b in pairs[:3])
+    lengths = f"{len(names[0])} operators on rank 0, {len(names[other])} on rank {other}"
+    raise ModelError(f"the ranks hold different models or batch shapes: {shown or lengths}; build the same on all")
+
+
+def find_device_types(job: Job) -> DeviceTypes:
+    """Group the ranks by device; ranks are of one type if hardware, threads and versions are equal.
+
+    Returns:
+        The types. The memory limit of one is the smallest of its ranks.
+
+    Raises:
+        UnsupportedError: The memory limit that was asked for cannot be.
+    """
+    device = job.example.device
+    rank, size = world()
+
+    def facts() -> dict[str, Any]:
+        identity = identify(device, job.options.device_type)
+        return {"identity": identity.to_json(), "memory": memory_budget(device, job.options.memory)}
+
+    told = gather_json(together(facts))
+    ranks: dict[str, list[int]] = {}
+    seen: dict[str, Any] = {}
+    for number, fact in enumerate(told):
+        identity = fact["identity"]
+        base = identity["name"]
+        name, suffix = base, 2
+        while name in seen and seen[name] != identity:  # the same name for other hardware or threads
+            name, suffix = f"{base} #{suffix}", suffix + 1
+        seen[name] = identity
+        ranks.setdefault(name, []).append(number)
+    memory = {name: min(told[number]["memory"] for number in members) for name, members in ranks.items()}
+    mine = next(name for name, members in ranks.items() if rank in members)
+    if rank == 0:
+        _LOGGER.info("%d workers of %d device types: %s", size, len(ranks), ", ".join(ranks))
+    return DeviceTypes(ranks={name: tuple(members) for name, members in ranks.items()}, memory_bytes=memory, mine=mine)
+
+
+def measure_profiles(
+    job: Job, captured: CapturedModel, types: DeviceTypes, optimizer: torch.optim.Optimizer | None
+) -> dict[str, DeviceProfile]:
+    """Profile of each type, measured by its first rank; all types at the same time."""
+    rank, _ = world()
+
+    def measure() -> Any:
+        if rank != types.ranks[types.mine][0]:
+            return None
+        return profile(
+            captured,
+            job.example.device,
+            precisions=job.options.precisions,
+            options=job.options.kernels,
+            optimizer=optimizer,
+            example=job.example,
+            cache_dir=cache_folder(job.options.cache_dir),
+            progress=job.options.progress,
+            name=job.options.device_type,
+        ).to_json()
+
+    told = gather_json(together(measure))
+    return {
+        name: DeviceProfile.from_json(told[ranks[0]], f"profile of {name!r}") for name, ranks in types.ranks.items()
+    }
+
+
+def measure_network(device: torch.device) -> Network:
+    """Time all-reduces on the real process group."""
+    _, size = world()
+    if size == 1:
+        return Network(latency_s=0.0, bandwidth_bytes_per_s=1e12, source="a single worker communicates with nobody")
+    found = together(lambda: measure_all_reduce(device=device))
+    # The fit is of whole all-reduces; a ring sends 2 (N - 1) messages of 1 / N of the bytes each.
+    messages = 2 * (size - 1)
+    return Network(
+        latency_s=found.latency_s / messages,
+        bandwidth_bytes_per_s=found.bandwidth_bytes_per_s * messages / size,
+        source=f"measured on {size} workers, relative residual {found.relative_residual:.2f}",
+    )
+
+
+def measure_sensitivities(
+    job: Job,
+    captured: CapturedModel,
+    types: DeviceTypes,
+    profiles: Mapping[str, DeviceProfile],
+    batches: Iterable[Any] | None,
+) -> dict[str, SensitivityValues]:
+    """Sensitivities for the formats of every type, from statistics of one rank: that with the most memory."""
+    rank, _ = world()
+    source = max(types.ranks, key=lambda name: (types.memory_bytes[name], -types.ranks[name][0]))
+    collector = types.ranks[source][0]
+
+    def collect() -> Any:
+        if rank != collector:
+            return None
+        found = _statistics(job, captured, batches)
+        return {
+            name: sensitivities(captured.graph, found, measured.formats).values_only().to_json()
+            for name, measured in profiles.items()
+        }
+
+    told = broadcast_json(together(collect), collector)
+    return {name: SensitivityValues.from_json(told[name], f"sensitivities of {name!r}") for name in profiles}
+
+
+def _statistics(job: Job, captured: CapturedModel, batches: Iterable[Any] | None) -> ModelStatistics:
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        example = example_of(model, batch, job.example.loss)
+        output = model(*example.args, **example.kwargs)
+        return (job.example.loss or default_loss)(output)
+
+    own = [job.example.kwargs or job.example.args]
+    seen = own if batches is None else list(batches)
+    try:
+        return collect_statistics(job.model, seen, step=step, graph=captured.graph, probes=job.options.probes)
+    except (ModelError, torch.cuda.OutOfMemoryError) as failure:
+        if not job.options.probes:
+            raise
+        # Without gains the noise is swept through the graph by formula instead: coarser, and the log says so.
+        _LOGGER.warning("sensitivities are propagated by formula and not probed: %s", str(failure).splitlines()[0])
+        return collect_statistics(job.model, seen, step=step, graph=captured.graph, probes=0)
+
+
+def job_cluster(types: DeviceTypes, profiles: Mapping[str, DeviceProfile], network: Network) -> Cluster:
+    """The job's workers as a cluster; every type is planned."""
+    return Cluster(
+        name="job",
+        devices=tuple(
+            DeviceType(
+                name=name,
+                count=len(ranks),
+                memory_limit_bytes=types.memory_bytes[name],
+                precisions=tuple(profiles[name].formats),
+            )
+            for name, ranks in types.ranks.items()
+        ),
+        network=network,
+    )

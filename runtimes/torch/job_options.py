@@ -1,0 +1,62 @@
+"""How a job is planned from inside its script: every choice that a user can make, with its default."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.jsonio import check_number
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.runtimes.torch.progress import Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningOptions:
+    """How a job is planned.
+
+    Attributes:
+        method: As in `solve`.
+        solver: As in `solve`.
+        slack: How much longer than the fastest plan's an iteration may take (0.1: 10 %).
+        least_gain: Least share of FP32's iteration time that a plan must save to be worth applying.
+        precisions: Allowed on this rank's device; None: all that it has.
+        memory: Limit of this rank's device, such as ``"12 GiB"`` or bytes; None: what is free.
+        device_type: Name of this rank's device type, where the hardware's own does not tell it from others.
+        cache_dir: Folder of measurements; None: ``QSYNC_CACHE``, else ``qsync_opt`` in the user's cache folder.
+        kernels: Rounding and granularity of 8-bit operators.
+        probes: As in `collect_statistics`.
+        trial: Run the plan once on every rank before it is handed out.
+        progress: As in `profile`.
+    """
+
+    method: Any = "greedy"
+    solver: Any = None
+    slack: float = 0.0
+    least_gain: float = 0.02
+    precisions: tuple[str, ...] | None = None
+    memory: str | int | None = None
+    device_type: str | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+    kernels: KernelOptions = dataclasses.field(default_factory=KernelOptions)
+    probes: int = 1
+    trial: bool = True
+    progress: Report | bool | None = None
+
+    def __post_init__(self) -> None:
+        check_number(self.slack, "slack")
+        check_number(self.least_gain, "least_gain")
+        if self.least_gain >= 1:
+            raise ProblemError(f"least_gain is {self.least_gain}: a share below 1 is needed, such as 0.02")
+
+
+def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
+    """Where measurements are kept: ``given``, else ``QSYNC_CACHE``, else ``qsync_opt`` in the user's cache folder."""
+    chosen = given or os.environ.get("QSYNC_CACHE")
+    if chosen:
+        return Path(chosen)
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "qsync_opt" / "measurements"

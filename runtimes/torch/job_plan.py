@@ -1,0 +1,173 @@
+"""What was planned for a running job: the plan, how it compares, and everything needed to plan it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from qsync_opt.baselines import uniform_plan
+from qsync_opt.build import build_problem
+from qsync_opt.cluster import Cluster
+from qsync_opt.device_profile import DeviceProfile
+from qsync_opt.errors import ProblemError
+from qsync_opt.evaluation import evaluate
+from qsync_opt.graph import OpGraph
+from qsync_opt.plan import Plan
+from qsync_opt.problem import Problem
+from qsync_opt.sensitivity_values import SensitivityValues
+from qsync_opt.solution import Solution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobModel:
+    """Everything that was measured about a job; from it a problem is built without measuring again.
+
+    ``sensitivities`` are by device type. ``cluster`` has the memory limits as they are now.
+    """
+
+    graph: OpGraph
+    profiles: Mapping[str, DeviceProfile]
+    sensitivities: Mapping[str, SensitivityValues]
+    cluster: Cluster
+
+    def __post_init__(self) -> None:
+        for name in ("profiles", "sensitivities"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    def problem(self, *, slack: float = 0.0) -> Problem:
+        """The problem as things are now.
+
+        Args:
+            slack: As in `build_problem`.
+
+        Raises:
+            ProblemError: As in `build_problem`.
+        """
+        first = next(iter(self.sensitivities.values()))
+        return build_problem(self.graph, self.profiles, first, self.cluster, slack=slack, by_device=self.sensitivities)
+
+    def with_memory(self, limits_bytes: Mapping[str, int]) -> JobModel:
+        """The same job with other memory limits for some device types.
+
+        Raises:
+            ProblemError: No such device type, or a limit below 1 byte.
+        """
+        for name in limits_bytes:
+            self.cluster.device(name)
+        devices = tuple(
+            replace(device, memory_limit_bytes=limits_bytes.get(device.name, device.memory_limit_bytes))
+            for device in self.cluster.devices
+        )
+        return replace(self, cluster=replace(self.cluster, devices=devices))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A plan that needs no solver, beside the one that was found: one precision everywhere.
+
+    Iteration time in nanoseconds, total sensitivity, and whether it keeps the memory limits.
+    """
+
+    name: str
+    iteration_ns: int
+    sensitivity: float
+    fits: bool
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Alternative:
+        """Read what `dataclasses.asdict` wrote."""
+        return cls(**data)
+
+
+def alternatives(problem: Problem) -> tuple[Alternative, ...]:
+    """Every uniform plan of a problem, from the finest precision to the coarsest.
+
+    Source:
+        The baselines of QSync (IPDPS 2024).
+    """
+    found = []
+    for precision in reversed(list(problem.formats)):
+        if not any(precision in table for device in problem.devices for table in device.operators.values()):
+            continue
+        evaluation = evaluate(problem, uniform_plan(problem, precision))
+        fits = all(d.memory_kib <= d.memory_limit_kib for d in evaluation.devices.values())
+        found.append(
+            Alternative(
+                name=precision, iteration_ns=evaluation.iteration_ns, sensitivity=evaluation.objective, fits=fits
+            )
+        )
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlan:
+    """The plan of a job as one worker holds it; `apply` takes it as it is.
+
+    ``device_type`` is this worker's. ``worthwhile`` is False if training in FP32 is predicted to be as good; `apply`
+    then leaves the model alone. ``reason`` says so in words, ``alternatives`` are what it was compared with.
+    ``iteration_ns`` is predicted. ``problem``, ``solution`` and ``model`` are on rank 0 only, None elsewhere.
+    """
+
+    plan: Plan
+    device_type: str
+    iteration_ns: int
+    memory_bytes: Mapping[str, int]
+    sensitivity: float
+    bound: float | None
+    worthwhile: bool
+    reason: str
+    alternatives: tuple[Alternative, ...]
+    digest: str
+    problem: Problem | None = None
+    solution: Solution | None = None
+    model: JobModel | None = None
+
+    def __post_init__(self) -> None:
+        if self.device_type not in self.plan.devices:
+            raise ProblemError(
+                f"the plan has no device type {self.device_type!r}: it has {', '.join(self.plan.devices)}"
+            )
+        object.__setattr__(self, "memory_bytes", MappingProxyType(dict(self.memory_bytes)))
+
+    @property
+    def devices(self) -> Mapping[str, Mapping[str, str]]:
+        """This worker's device type, operator and precision: what `apply` carries out here."""
+        return MappingProxyType({self.device_type: self.plan.devices[self.device_type]})
+
+    def describe(self) -> str:
+        """A few lines for people: what was decided and what it was compared with."""
+        rows = [self.reason]
+        for other in self.alternatives:
+            fits = "" if other.fits else ", does not fit into memory"
+            rows.append(
+                f"  all {other.name}: {other.iteration_ns / 1e6:.2f} ms, sensitivity {other.sensitivity:.4g}{fits}"
+            )
+        rows.append(f"  plan: {self.iteration_ns / 1e6:.2f} ms, sensitivity {self.sensitivity:.4g}")
+        return "\n".join(rows)
+
+
+def verdict(
+    iteration_ns: int, sensitivity: float, others: tuple[Alternative, ...], least_gain: float
+) -> tuple[bool, str]:
+    """Whether a plan is worth applying, and why.
+
+    FP32 is left alone if it fits and the plan is not faster by ``least_gain`` (a share of FP32's iteration time):
+    predictions are no better than a few percent, and a plan that runs nothing differently costs its interception.
+
+    Source:
+        Ours.
+    """
+    full = next((other for other in others if other.name == "FP32"), None)
+    if full is None:
+        return True, "a plan was found; FP32 is not possible on every device"
+    if not full.fits:
+        return True, "a plan was found; training in FP32 would not fit into memory"
+    gain = 1 - iteration_ns / full.iteration_ns
+    if gain >= least_gain:
+        return True, f"the plan is predicted to be {gain:.1%} faster per iteration than FP32"
+    return False, (
+        f"no plan is predicted to be faster than FP32 by {least_gain:.0%} (the best by {max(gain, 0.0):.1%}, at a "
+        f"sensitivity of {sensitivity:.3g}): the model is left alone"
+    )

@@ -1,0 +1,224 @@
+"""Plan a training job from inside its own script: every device type profiles itself, rank 0 solves, all ranks agree.
+
+The stages, each of which ends with all ranks knowing whether any of them failed: capture, profile, network, statistics,
+problem and plan, trial. Nothing of the model is changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_opt
+from qsync_opt.errors import ProblemError, SolverError
+from qsync_opt.plan import plan_from_json
+from qsync_opt.planner import solve
+from qsync_opt.runtimes.torch.agreement import broadcast_json, digest, gather_json, require_agreement, world
+from qsync_opt.runtimes.torch.capture import capture_model
+from qsync_opt.runtimes.torch.job_measuring import (
+    DeviceTypes,
+    Job,
+    example_of,
+    find_device_types,
+    job_cluster,
+    measure_network,
+    measure_profiles,
+    measure_sensitivities,
+    require_one_model,
+    together,
+)
+from qsync_opt.runtimes.torch.job_options import PlanningOptions
+from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, JobPlan, alternatives, verdict
+from qsync_opt.runtimes.torch.measure import Loss
+from qsync_opt.runtimes.torch.trial import Trial, try_plan
+
+_LOGGER = logging.getLogger(__name__)
+_TIGHTENED = 0.9
+_TRIALS = 6
+
+
+def auto_plan(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    batches: Iterable[Any] | None = None,
+    options: PlanningOptions | None = None,
+) -> JobPlan:
+    """Plan the precisions of a training job; every rank of the default process group must call it.
+
+    Without a process group the job is this process alone. The result goes to `apply`, before or after the model is
+    wrapped in ``DistributedDataParallel``.
+
+    Args:
+        model: In FP32, on the device that it will train on, before anything was applied to it.
+        batch: One batch as in training: keyword arguments as a mapping, positional ones as a tuple or list, or the
+            single argument. All ranks pass the same shapes.
+        loss: Function of the model's output that returns the loss; None: the model returns it, or its ``loss``.
+        optimizer: The one that will be used, whose step is timed on a copy. None: AdamW.
+        batches: For the statistics; None: ``batch`` alone. Two or more also tell how noisy the gradient is anyway.
+        options: Everything else.
+
+    Returns:
+        The plan, equal on all ranks but for ``device_type``.
+
+    Raises:
+        ModelError: The model cannot be captured, differs between ranks, or is not in FP32.
+        UnsupportedError: Ranks run different versions; the device lacks a precision; the memory limit cannot be.
+        ProblemError: No plan fits into the memory of some device type.
+        NotReadyError: A plan is applied already; or another rank failed, with what it said.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> plan = auto_plan(model, torch.zeros(4, 8), options=PlanningOptions(precisions=("FP32",)))
+        >>> plan.worthwhile
+        False
+
+    Source:
+        The steps are QSync's (IPDPS 2024); ranks there are planned offline from files.
+    """
+    options = options or PlanningOptions()
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    job = Job(bare, example_of(bare, batch, loss), options)
+    together(job.check)
+    require_agreement(
+        "the version of qsync_opt or torch",
+        {"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
+        "install the same versions everywhere",
+    )
+    captured = together(lambda: capture_model(bare, job.example.args, job.example.kwargs))
+    require_one_model(captured)
+    types = find_device_types(job)
+    profiles = measure_profiles(job, captured, types, optimizer)
+    network = measure_network(job.example.device)
+    tables = measure_sensitivities(job, captured, types, profiles, batches)
+    made = JobModel(
+        graph=captured.graph,
+        profiles=profiles,
+        sensitivities=tables,
+        cluster=job_cluster(types, profiles, network),
+    )
+    return _planned(job, made, types)
+
+
+def _planned(job: Job, made: JobModel, types: DeviceTypes) -> JobPlan:
+    """Solve, try, and solve again with less memory wherever the trial ran out of it."""
+    for attempt in range(_TRIALS):
+        found = _solved(job, made, types)
+        if not (job.options.trial and found.worthwhile):
+            return found
+        short = _short_of_memory(job, made, types, found)
+        if not short:
+            return found
+        limits = {name: int(_TIGHTENED * made.cluster.device(name).memory_limit_bytes) for name in short}
+        _LOGGER.warning(
+            "trial %d: the plan needs more memory than predicted on %s; planning with %s",
+            attempt + 1,
+            ", ".join(short),
+            ", ".join(f"{limit / 2**20:.0f} MiB on {name}" for name, limit in sorted(limits.items())),
+        )
+        made = made.with_memory(limits)
+    raise ProblemError(
+        f"after {_TRIALS} plans, each with less memory than the one before, the device type "
+        f"{', '.join(sorted(short))} still runs out of it: use a smaller batch there"
+    )
+
+
+def _short_of_memory(job: Job, made: JobModel, types: DeviceTypes, found: JobPlan) -> list[str]:
+    """Device types on which one iteration under the plan needs more than their limit, all ranks having tried."""
+    tried = together(lambda: try_plan(job.model, job.example, found, made.graph, job.options.kernels))
+    trials = [Trial.from_json(data) for data in gather_json(tried.to_json())]
+    # The trial runs neither the optimizer, whose state stays, nor DistributedDataParallel, whose buckets do.
+    _, size = world()
+    parameters = sum(p.numel() * p.element_size() for p in job.model.parameters() if p.requires_grad)
+    buckets_bytes = parameters if size > 1 else 0
+    return [
+        name
+        for name, ranks in types.ranks.items()
+        if any(
+            trials[rank].exceeds(types.memory_bytes[name] - made.profiles[name].optimizer.state_bytes - buckets_bytes)
+            for rank in ranks
+        )
+    ]
+
+
+def _solved(job: Job, made: JobModel, types: DeviceTypes) -> JobPlan:
+    """The plan, solved on rank 0 and checked to be the same everywhere."""
+    rank, _ = world()
+    local: JobPlan | None = None
+
+    def work() -> Any:
+        nonlocal local
+        if rank:
+            return None
+        local = plan_job(made, types.mine, job.options)
+        return _shared(local)
+
+    told = broadcast_json(together(work))
+    received = JobPlan(
+        plan=plan_from_json(told["plan"]),
+        device_type=types.mine,
+        alternatives=tuple(Alternative.from_json(entry) for entry in told["alternatives"]),
+        **{name: told[name] for name in _SHARED},
+    )
+    if digest(received.plan.to_json()) != received.digest:
+        raise SolverError("the plan that arrived is not the one that was sent: its digest differs")
+    require_agreement("the plan", received.digest, "report this: it is a fault of this package")
+    return received if local is None else local
+
+
+_SHARED = ("iteration_ns", "memory_bytes", "sensitivity", "bound", "worthwhile", "reason", "digest")
+
+
+def _shared(plan: JobPlan) -> dict[str, Any]:
+    return {
+        "plan": plan.plan.to_json(),
+        "alternatives": [dataclasses.asdict(other) for other in plan.alternatives],
+        **{name: getattr(plan, name) for name in _SHARED if name != "memory_bytes"},
+        "memory_bytes": dict(plan.memory_bytes),
+    }
+
+
+def plan_job(made: JobModel, device_type: str, options: PlanningOptions | None = None) -> JobPlan:
+    """Solve a job that was measured before; takes no measurement and no other rank.
+
+    Args:
+        made: What was measured, with the limits as they are now.
+        device_type: This worker's.
+        options: Method, slack and least gain; the rest is not used.
+
+    Raises:
+        ProblemError: No plan keeps the memory limits; the text names those that clash.
+        SolverError: No plan was found in time.
+    """
+    options = options or PlanningOptions()
+    problem = made.problem(slack=options.slack)
+    solution = solve(problem, options.method, solver=options.solver)
+    if solution.plan is None or solution.evaluation is None:
+        raise ProblemError(f"there is no plan for this job: {solution.reason}")
+    others = alternatives(problem)
+    worthwhile, reason = verdict(
+        solution.evaluation.iteration_ns, solution.evaluation.objective, others, options.least_gain
+    )
+    return JobPlan(
+        plan=solution.plan,
+        device_type=device_type,
+        iteration_ns=solution.evaluation.iteration_ns,
+        memory_bytes=solution.evaluation.memory_bytes,
+        sensitivity=solution.evaluation.objective,
+        bound=solution.bound,
+        worthwhile=worthwhile,
+        reason=reason,
+        alternatives=others,
+        digest=digest(solution.plan.to_json()),
+        problem=problem,
+        solution=solution,
+        model=made,
+    )

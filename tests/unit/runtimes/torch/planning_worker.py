@@ -1,0 +1,81 @@
+"""One worker of the planning tests: plans a job with another worker, trains under the plan, prints what it saw."""
+
+import json
+import sys
+import time
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from qsync_opt.errors import QSyncError
+from qsync_opt.runtimes.torch.apply import apply
+from qsync_opt.runtimes.torch.ddp import process_group
+from qsync_opt.runtimes.torch.job_options import PlanningOptions
+from qsync_opt.runtimes.torch.planning import auto_plan
+
+
+class Net(nn.Module):
+    def __init__(self, width=128):
+        super().__init__()
+        self.a, self.b = nn.Linear(32, width), nn.Linear(width, 4)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+def loss_of(output):
+    return nn.functional.cross_entropy(output.float(), torch.zeros(len(output), dtype=torch.int64))
+
+
+def options_of(rank, folder, case):
+    return PlanningOptions(
+        cache_dir=folder,
+        progress=False,
+        memory="3 lightyears" if case == "failure" and rank == 1 else "1 GiB",
+        precisions=("FP32",) if rank == 0 else ("INT8", "BF16"),
+        device_type=("big", "small")[rank],
+        least_gain=0.0,
+    )
+
+
+def plan_and_train(rank, case, folder):
+    torch.manual_seed(0)
+    model = Net(width=128 + (64 * rank if case == "models" else 0))
+    options = options_of(rank, folder, case)
+    x = torch.randn(16, 32)
+    seconds = []
+    for _ in range(2 if case == "train" else 1):
+        start = time.perf_counter()
+        plan = auto_plan(model, x, loss=loss_of, options=options)
+        seconds.append(time.perf_counter() - start)
+    apply(model, plan)
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(parallel(torch.randn(16, 32))).backward()
+        optimizer.step()
+    return {
+        "digest": plan.digest,
+        "types": sorted(plan.plan.devices),
+        "mine": plan.device_type,
+        "has_model": plan.model is not None,
+        "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).double().sum().item(),
+        "first": seconds[0],
+        "second": seconds[-1],
+    }
+
+
+def main(rank, world_size, port, case, folder):
+    torch.set_num_threads(1)
+    with process_group(rank, world_size, port, timeout_s=120):
+        try:
+            seen = plan_and_train(rank, case, folder)
+        except QSyncError as error:
+            seen = {"error": type(error).__name__, "said": str(error)}
+    sys.stdout.write(json.dumps(seen) + "\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])

@@ -1,0 +1,230 @@
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
+from qsync_opt.evaluation import evaluate
+from qsync_opt.runtimes.torch import planning
+from qsync_opt.runtimes.torch.apply import applied_plan, apply, undo
+from qsync_opt.runtimes.torch.ddp import free_port
+from qsync_opt.runtimes.torch.job_options import PlanningOptions
+from qsync_opt.runtimes.torch.job_plan import Alternative, verdict
+from qsync_opt.runtimes.torch.planning import auto_plan, plan_job
+from qsync_opt.runtimes.torch.trial import Trial
+
+
+class Net(nn.Module):
+    def __init__(self, width=256):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(64, width), nn.Linear(width, width), nn.Linear(width, 4)
+
+    def forward(self, x):
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+def cross_entropy(output):
+    return nn.functional.cross_entropy(output.float(), torch.zeros(len(output), dtype=torch.int64))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("measurements")
+
+
+@pytest.fixture
+def options(cache):
+    def make(**changes):
+        settings = {"cache_dir": cache, "progress": False, "memory": "1 GiB", "precisions": ("BF16", "INT8")}
+        return PlanningOptions(**{**settings, **changes})
+
+    return make
+
+
+def test_a_single_worker_plans_for_itself_and_changes_nothing(options):
+    model, x = Net(), torch.randn(32, 64)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plan = auto_plan(model, x, loss=cross_entropy, options=options(least_gain=0.0))
+    assert set(plan.plan.devices) == {plan.device_type}
+    assert set(plan.devices[plan.device_type]) >= {"a/linear", "b/linear", "c/linear"}
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert applied_plan(model) is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    found = evaluate(plan.problem, plan.plan)
+    assert (found.iteration_ns, found.objective) == (plan.iteration_ns, plan.sensitivity)
+    assert {other.name for other in plan.alternatives} == {"FP32", "BF16", "INT8"}
+    assert plan.iteration_ns <= min(other.iteration_ns for other in plan.alternatives if other.fits)
+    assert "sensitivity" in plan.describe()
+
+
+def test_a_batch_may_be_a_mapping_or_positional_arguments(options):
+    model, x = Net(), torch.randn(4, 64)
+    wanted = options(precisions=("FP32",), trial=False)
+    plans = [auto_plan(model, batch, loss=cross_entropy, options=wanted) for batch in ({"x": x}, (x,), [x], x)]
+    assert len({plan.digest for plan in plans}) == 1
+
+
+def test_fp32_is_left_alone_where_nothing_is_faster(options):
+    model = Net()
+    plan = auto_plan(model, torch.randn(4, 64), loss=cross_entropy, options=options(precisions=("FP32",)))
+    assert not plan.worthwhile
+    assert "left alone" in plan.reason
+    assert apply(model, plan) is model
+    assert applied_plan(model) is None
+
+
+def test_apply_takes_the_plan_as_it_is(options):
+    model, x = Net(), torch.randn(32, 64)
+    plan = auto_plan(model, x, loss=cross_entropy, options=options(least_gain=0.0))
+    object.__setattr__(plan, "worthwhile", True)
+    apply(model, plan)
+    cross_entropy(model(x)).backward()
+    assert applied_plan(model).precisions == {
+        name: precision
+        for name, precision in plan.devices[plan.device_type].items()
+        if name in "a/linear b/linear c/linear"
+    }
+    assert applied_plan(model).audit is not None
+    with pytest.raises(NotReadyError, match="applied to this model already"):
+        auto_plan(model, x, loss=cross_entropy, options=options())
+    undo(model)
+    assert not model._forward_pre_hooks
+
+
+def test_too_little_memory_is_an_error_that_says_so(options):
+    with pytest.raises(ProblemError, match="no plan for this job"):
+        auto_plan(Net(), torch.randn(4, 64), loss=cross_entropy, options=options(memory=1 << 20))
+
+
+def test_measured_once_planned_again_at_once(options):
+    model, x = Net(), torch.randn(1024, 64)  # activations outweigh what casts of weights cost
+    patient = options(trial=False, slack=9.0)
+    first = auto_plan(model, x, loss=cross_entropy, options=patient)
+    assert set(first.devices[first.device_type].values()) == {"FP32"}
+    limits = {first.device_type: first.memory_bytes[first.device_type] - 1024}
+    tighter = plan_job(first.model.with_memory(limits), first.device_type, patient)
+    assert tighter.memory_bytes[first.device_type] <= limits[first.device_type]
+    assert tighter.plan.devices != first.plan.devices
+    with pytest.raises(ProblemError, match="nowhere"):
+        first.model.with_memory({"nowhere": 1})
+
+
+def test_a_trial_that_runs_out_of_memory_tightens_the_plan(options, monkeypatch, caplog):
+    tried = []
+
+    def short_of_memory(model, example, plan, graph, kernels):
+        tried.append(plan)
+        return Trial(peak_bytes=0, out_of_memory=len(tried) < 3)
+
+    monkeypatch.setattr(planning, "try_plan", short_of_memory)
+    with caplog.at_level(logging.WARNING):
+        plan = auto_plan(
+            Net(), torch.randn(32, 64), loss=cross_entropy, options=options(least_gain=0.0, memory="64 MiB")
+        )
+    assert len(tried) == 3
+    device = plan.model.cluster.device(plan.device_type)
+    assert device.memory_limit_bytes == pytest.approx(0.81 * (64 << 20), rel=1e-3)
+    assert "needs more memory than predicted" in caplog.text
+
+
+def test_a_trial_that_never_fits_ends(options, monkeypatch):
+    monkeypatch.setattr(planning, "try_plan", lambda *_: Trial(peak_bytes=1 << 60, out_of_memory=False))
+    with pytest.raises(ProblemError, match="smaller batch"):
+        auto_plan(Net(), torch.randn(32, 64), loss=cross_entropy, options=options(least_gain=0.0))
+
+
+def test_a_model_without_second_derivatives_is_planned_all_the_same(options, caplog):
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, grad):
+            return grad * 2
+
+    def loss(output):
+        return cross_entropy(Once.apply(output))
+
+    with caplog.at_level(logging.WARNING):
+        auto_plan(Net(), torch.randn(4, 64), loss=loss, options=options(trial=False))
+    assert "propagated by formula" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"memory": "12"}, ProblemError, "memory"),
+        ({"memory": "1000 TiB"}, UnsupportedError, "at most"),
+        ({"precisions": ("FP7",)}, UnsupportedError, "FP7"),
+    ],
+)
+def test_unusable_options(options, changes, error, said):
+    with pytest.raises(error, match=said):
+        auto_plan(Net(), torch.randn(4, 64), loss=cross_entropy, options=options(**changes))
+
+
+def test_least_gain_is_a_share():
+    with pytest.raises(ProblemError, match="least_gain"):
+        PlanningOptions(least_gain=1.0)
+
+
+@pytest.mark.parametrize(
+    ("plan_ns", "full", "worthwhile"),
+    [(50, (100, True), True), (99, (100, True), False), (100, (100, True), False), (120, (100, False), True)],
+)
+def test_verdict(plan_ns, full, worthwhile):
+    others = (Alternative(name="FP32", iteration_ns=full[0], sensitivity=0.0, fits=full[1]),)
+    assert verdict(plan_ns, 1.0, others, 0.02)[0] is worthwhile
+    assert verdict(plan_ns, 1.0, (), 0.02)[0]
+
+
+def run_workers(case, tmp_path, world_size=2):
+    script, port = Path(__file__).with_name("planning_worker.py"), str(free_port())
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-P", str(script), str(rank), str(world_size), port, case, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    results = []
+    for worker in workers:
+        output, errors = worker.communicate(timeout=240)
+        assert worker.returncode == 0, errors
+        results.append(json.loads(output.splitlines()[-1]))
+    return results
+
+
+def test_two_types_profile_themselves_and_train_under_one_plan(tmp_path):
+    first, second = run_workers("train", tmp_path)
+    assert first["digest"] == second["digest"]
+    assert first["types"] == second["types"] == ["big", "small"]
+    assert (first["mine"], second["mine"]) == ("big", "small")
+    assert first["has_model"]
+    assert not second["has_model"]
+    assert first["weights"] == second["weights"]
+    assert second["second"] < 0.5 * second["first"]  # everything was measured before
+
+
+def test_ranks_with_different_models_are_told_which_operators_differ(tmp_path):
+    for result in run_workers("models", tmp_path):
+        assert result["error"] == "ModelError"
+        assert "hold different models" in result["said"]
+        assert "rank 0" in result["said"]
+        assert "rank 1" in result["said"]
+
+
+def test_a_failure_on_one_rank_stops_all(tmp_path):
+    first, second = run_workers("failure", tmp_path)
+    assert second["error"] == "ProblemError"
+    assert first["error"] == "NotReadyError"
+    assert first["said"].startswith("rank 1 failed: ProblemError: memory is '3 lightyears'")
