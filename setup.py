@@ -7,7 +7,7 @@ SIBLINGS = ("formulations", "runtimes", "kernels")
 
 def packages() -> list[str]:
     """Return the core package and its siblings under their installed names."""
-    core = find_packages(include=["qsync_opt"])
+    core = find_packages(include=["qsync_opt", "qsync_opt.report"])
     nested = find_packages(include=[p for s in SIBLINGS for p in (s, f"{s}.*")])
     return [*core, *(f"qsync_opt.{name}" for name in nested)]
 

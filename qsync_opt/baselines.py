@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qsync_opt.errors import ProblemError
+from qsync_opt.jsonio import near_match
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem
 
@@ -21,7 +22,10 @@ def uniform_plan(problem: Problem, precision: str | None = None) -> Plan:
     Source: the uniform-precision baseline of QSync (IPDPS 2024); the rule for missing entries is ours.
     """
     if precision is not None and precision not in problem.formats:
-        raise ProblemError(f"precision is {precision!r}, but problem {problem.name!r} has {', '.join(problem.formats)}")
+        near = near_match(precision, problem.formats)
+        raise ProblemError(
+            f"precision is {precision!r}{near}; problem {problem.name!r} has {', '.join(problem.formats)}"
+        )
     ranks = {name: rank for rank, name in enumerate(problem.formats)}
     wanted = -1 if precision is None else ranks[precision]
 

@@ -17,7 +17,7 @@ from qsync_opt.evaluation import BYTES_PER_KIB, evaluate, evaluate_device
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.indicator import SensitivityTable
 from qsync_opt.jsonio import check_number
-from qsync_opt.memory import MEMORY_KEY, StaticMemory, model_memory
+from qsync_opt.memory import MemoryModel, model_memory
 from qsync_opt.plan import Plan
 from qsync_opt.precision import FORMATS, PrecisionFormats
 from qsync_opt.pricing import device_tables, price_operators, problem_inputs, problem_role
@@ -72,8 +72,9 @@ def build_problem(
         sensitivity_estimate: What the sensitivities were estimated by, if not from collected statistics.
 
     Returns:
-        The problem, named after the graph. Each device notes under ``x-memory`` what its static memory is made of;
-        ``x-estimates`` names the device types whose profile is an estimate, and what ``sensitivity_estimate`` says.
+        The problem, named after the graph. Each device notes under ``x-memory`` what its static memory is made of, and
+        under ``x-memory-operators`` which operators it is charged to; ``x-estimates`` names the device types whose
+        profile is an estimate, and what ``sensitivity_estimate`` says.
 
     Raises:
         ProblemError: A device type without profile, a profile of another model (the first operators that differ are
@@ -108,11 +109,11 @@ def build_problem(
         table = by_device.get(device.name, sensitivities)
         shown = table if device.role is DeviceRole.PLANNED else None
         refused = _excluded(table) if excluded is None else excluded
-        devices[device.name], static = _device(
+        devices[device.name], memory = _device(
             graph, device, used[device.name], shown, refused, distributed, buckets.gradient_as_view
         )
         if device.role is DeviceRole.PLANNED:
-            extras["devices", device.name, MEMORY_KEY] = static.to_json()
+            extras |= memory.notes(device.name)
     allreduce_ns = tuple(
         sum(cluster.network.allreduce_ns(bucket.num_bytes, cluster.num_workers) for bucket in group) for group in groups
     )
@@ -164,7 +165,7 @@ def _device(
     excluded: Excluded,
     distributed: bool,
     gradient_as_view: bool,
-) -> tuple[ProblemDevice, StaticMemory]:
+) -> tuple[ProblemDevice, MemoryModel]:
     """One device type as it stands in a problem; ``sensitivities`` None counts none (fixed precision)."""
     tables = device_tables(graph, profile, device)
     if device.role is DeviceRole.PLANNED:
@@ -202,7 +203,7 @@ def _device(
             casts=_casts(profile, used),
             operators=operators,
         ),
-        memory.static,
+        memory,
     )
 
 

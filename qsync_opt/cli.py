@@ -18,6 +18,7 @@ from typing import Any
 
 import qsync_opt
 from qsync_opt.errors import QSyncError
+from qsync_opt.jsonio import near_match
 
 EXIT_OK, EXIT_UNUSABLE, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 2, 3, 130
 
@@ -33,6 +34,7 @@ COMMANDS: dict[str, str] = {
     "plan": "qsync_opt.cli_plan:add_plan",
     "explain": "qsync_opt.cli_explain:add_explain",
     "pareto": "qsync_opt.cli_pareto:add_pareto",
+    "report": "qsync_opt.cli_report:add_report",
     "diff": "qsync_opt.cli_diff:add_diff",
     "doctor": "qsync_opt.cli_doctor:add_doctor",
     "completion": "qsync_opt.cli_completion:add_completion",
@@ -41,7 +43,13 @@ COMMANDS: dict[str, str] = {
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """argparse, but an error is one line."""
+    """argparse, but an error is one line, and a misspelled choice gets the nearest one."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = [str(choice) for choice in action.choices]
+            near = near_match(str(value), names)
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{near}; allowed are {', '.join(names)}")
 
     def error(self, message: str) -> Any:
         self.exit(EXIT_UNUSABLE, f"{self.prog}: {message}; see {self.prog} --help\n")

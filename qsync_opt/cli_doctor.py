@@ -40,7 +40,8 @@ def _doctor(options: argparse.Namespace) -> int:
     for name in required:
         if name not in known:
             raise UnsupportedError(
-                f"--require names {name!r}{near_match(name, known)}; known are {', '.join(sorted(known))}"
+                f"--require names {name!r}{near_match(name, known)}; allowed are cuda and the names "
+                "that qsync-opt doctor lists"
             )
     present = {f.name for f in findings if f.health is Health.OK} | {
         "cuda" for f in findings if f.area == "device" and f.name.startswith("cuda:")

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from qsync_opt.cli import EXIT_INFEASIBLE, EXIT_OK, Runner, print_json
-from qsync_opt.cli_text import estimate_notice, mebibytes, milliseconds, number, percent, print_table
+from qsync_opt.cli_text import add_quiet, estimate_notice, mebibytes, milliseconds, number, percent, print_table
 from qsync_opt.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def add_solve(parser: argparse.ArgumentParser) -> Runner:
     parser.add_argument("--gap", type=float, metavar="G", help="relative gap at which to stop, such as 0.01")
     parser.add_argument("--output", metavar="PLAN", help="write the plan to this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_quiet(parser)
     return _solve
 
 
@@ -33,11 +34,15 @@ def _solve(options: argparse.Namespace) -> int:
     from qsync_opt.jsonio import check_writable
     from qsync_opt.planner import solve
     from qsync_opt.problem_file import load_problem
+    from qsync_opt.progress import waiting
 
     if options.output is not None:
         check_writable(options.output)  # before the work, not after it
     problem = load_problem(options.problem)
-    solution = solve(problem, options.method, solver=options.solver, time_limit_s=options.time_limit, gap=options.gap)
+    with waiting(False if options.quiet else None, f"solving by {options.method}", options.time_limit):
+        solution = solve(
+            problem, options.method, solver=options.solver, time_limit_s=options.time_limit, gap=options.gap
+        )
     if solution.plan is not None and options.output is not None:
         solution.plan.save(options.output)
     if options.json:
@@ -85,12 +90,14 @@ def add_compare(parser: argparse.ArgumentParser) -> Runner:
     parser.add_argument("--methods", default="greedy,exact", help="names with commas between (default: greedy,exact)")
     parser.add_argument("--time-limit", type=float, metavar="S", help="seconds for each method")
     parser.add_argument("--json", action="store_true", help="print one JSON list")
+    add_quiet(parser)
     return _compare
 
 
 def _compare(options: argparse.Namespace) -> int:
     from qsync_opt.planner import solve
     from qsync_opt.problem_file import load_problem
+    from qsync_opt.progress import waiting
     from qsync_opt.registry import Kind, find
 
     methods = [name.strip() for name in options.methods.split(",") if name.strip()]
@@ -102,7 +109,8 @@ def _compare(options: argparse.Namespace) -> int:
     results = []
     for name in methods:
         _LOGGER.info("solving %s by %s", problem.name, name)
-        results.append(solve(problem, name, time_limit_s=options.time_limit))
+        with waiting(False if options.quiet else None, f"solving by {name}", options.time_limit):
+            results.append(solve(problem, name, time_limit_s=options.time_limit))
     if options.json:
         print_json([{**solution.to_json(), "feasible": solution.plan is not None} for solution in results])
     else:

@@ -46,12 +46,12 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object."""
         return {
+            **self.data,
             "area": self.area,
             "name": self.name,
             "health": self.health.value,
             "detail": self.detail,
             "advice": self.advice,
-            **self.data,
         }
 
 

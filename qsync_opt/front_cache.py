@@ -67,7 +67,6 @@ class FrontCache:
 
     def put(self, latency_limit_ns: int, memory_limits_kib: Mapping[str, int], point: Any) -> None:
         """Keep an answer; see `PointStore.put`."""
-        self.num_new += 1
         self._cache.put(
             _key(latency_limit_ns, memory_limits_kib),
             {
@@ -83,6 +82,7 @@ class FrontCache:
                 }
             },
         )
+        self.num_new += 1
 
     def _read(self, fields: Fields) -> Any:
         memory = Fields(fields.take("memory_kib"), "cached point: memory_kib")

@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -33,8 +34,9 @@ def near_match(name: str, known: Iterable[str]) -> str:
 
     Source: ours.
     """
-    matches = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    by_lower = {str(candidate).lower(): str(candidate) for candidate in known}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[matches[0]]!r}?" if matches else ""
 
 
 def read_json(path: str | os.PathLike[str], formats: Iterable[str], *, error: type[QSyncError] = ProblemError) -> Any:
@@ -70,7 +72,9 @@ def parse_json(text: str, formats: Iterable[str], *, where: str, error: type[QSy
     """Parse a JSON object and check its ``"format"`` key; see `read_json`. ``where`` names the text in errors."""
 
     def refuse_constant(name: str) -> NoReturn:
-        raise error(f"{where}: the file holds {name}, but every number must be finite")
+        place = re.search(rf"[\[:,]\s*{name}", text)
+        line = 1 if place is None else text.count("\n", 0, place.end()) + 1
+        raise error(f"{where}: the file holds {name} (line {line}), but every number must be finite; correct it")
 
     def refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result: dict[str, Any] = {}
@@ -85,7 +89,7 @@ def parse_json(text: str, formats: Iterable[str], *, where: str, error: type[QSy
     except json.JSONDecodeError as failure:
         raise error(
             f"{where}: not valid JSON at line {failure.lineno}, column {failure.colno} ({failure.msg}); "
-            "the file may be truncated"
+            "the file may be truncated, write it again"
         ) from failure
     except RecursionError as failure:
         raise error(f"{where}: not usable JSON, it is nested too deeply") from failure
@@ -96,7 +100,8 @@ def parse_json(text: str, formats: Iterable[str], *, where: str, error: type[QSy
     allowed = tuple(formats)
     version = data.get("format")
     if version not in allowed:
-        raise error(f"{where}: format is {version!r}, but allowed is {' or '.join(map(repr, allowed))}")
+        kinds = " or ".join(map(repr, allowed))
+        raise error(f"{where}: format is {version!r}, but allowed is {kinds}; give a file of that kind")
     return data
 
 

@@ -45,6 +45,8 @@ GRADIENT_BYTES = 4
 """Bytes per element of a gradient of an activation at most (FP32)."""
 MEMORY_KEY = "x-memory"
 """Extension key of a device in a problem file: the part of its memory that no plan changes."""
+OPERATORS_KEY = "x-memory-operators"
+"""Extension key of a device in a problem file: which operators that part is charged to, in bytes; the rest have 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +95,14 @@ class MemoryModel:
     static: StaticMemory
     fixed_bytes: Mapping[str, int]
     activation_bytes: Mapping[str, Mapping[str, int]]
+
+    def notes(self, device: str) -> dict[tuple[str, ...], object]:
+        """What a problem file notes of it for one device, by path: see `MEMORY_KEY` and `OPERATORS_KEY`."""
+        charged = {name: num_bytes for name, num_bytes in self.fixed_bytes.items() if num_bytes}
+        return {
+            ("devices", device, MEMORY_KEY): self.static.to_json(),
+            ("devices", device, OPERATORS_KEY): charged,
+        }
 
     def kib(self, operator: str, precision: str) -> int:
         """Memory of an operator in a precision in KiB, rounded up."""
@@ -162,6 +172,7 @@ def model_memory(
         spent += state
         first = users.get(name, (0, 0))[0]
         fixed[graph.operators[first].name] += num_bytes * (2 if distributed else 1) + state
+    fixed[peak] += static.optimizer_bytes - spent  # state that belongs to no parameter
     return MemoryModel(static=static, fixed_bytes=fixed, activation_bytes=activations)
 
 

@@ -121,7 +121,7 @@ def _load(path: Path) -> onnx.ModelProto:
     except OSError as error:
         raise ModelError(f"cannot read ONNX file {path}: {error.strerror or error}") from error
     except DecodeError as error:
-        raise ModelError(f"ONNX file {path} is truncated or not ONNX: {error}") from error
+        raise ModelError(f"ONNX file {path} is truncated or not ONNX: {error}; export the model again") from error
     except ValueError as error:  # a path with a null character
         raise ModelError(f"cannot read ONNX file {str(path)!r}: {error}") from error
     if proto.ir_version <= 0 or not proto.opset_import:

@@ -195,7 +195,10 @@ def _device(problem: Problem, against: str, device: str | None, points: int | No
     if device is not None:
         return problem.device(device).name
     if len(names) > 1:
-        raise UnsupportedError(f"a front against memory needs a device type; the problem has {', '.join(names)}")
+        raise UnsupportedError(
+            f"a front against memory is that of one device type; the problem has {', '.join(names)}; name one of them "
+            "(--device NAME)"
+        )
     return names[0]
 
 

@@ -94,6 +94,7 @@ class Plan:
                     )
                     if names
                 )
+                + "; name a precision for each adjustable operator, or make a plan for this problem"
             )
         resolved = propagate(problem, device, plan)
         for operator in problem.operators:

@@ -53,7 +53,8 @@ class ProblemOperator:
         try:
             object.__setattr__(self, "role", Role(self.role))
         except ValueError:
-            raise ProblemError(f"{what}: role is {self.role!r}, but allowed are {', '.join(Role)}") from None
+            near = near_match(str(self.role), Role)
+            raise ProblemError(f"{what}: role is {self.role!r}{near}; allowed are {', '.join(Role)}") from None
         object.__setattr__(self, "inputs", tuple(self.inputs))
         check_integer(self.output_elements, f"{what}: output_elements")
         if self.bucket is not None:
@@ -358,7 +359,8 @@ class Problem:
             return self._devices[name]
         except KeyError:
             raise ProblemError(
-                f"problem {self.name!r} has no device type {name!r}; it has {', '.join(self._devices)}"
+                f"problem {self.name!r} has no device type {name!r}{near_match(name, self._devices)}; it has "
+                f"{', '.join(self._devices)}"
             ) from None
 
     def rank(self, format_name: str) -> int:

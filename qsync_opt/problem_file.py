@@ -7,7 +7,7 @@ from typing import Any
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.graph import Role
-from qsync_opt.jsonio import Fields, merge_extras, read_json, split_extras
+from qsync_opt.jsonio import Fields, merge_extras, near_match, read_json, split_extras
 from qsync_opt.precision import PrecisionFormats
 from qsync_opt.problem import (
     PROBLEM_FORMAT,
@@ -68,7 +68,7 @@ def _operator(data: Any, index: int) -> ProblemOperator:
     fields = Fields(data, f"operator {name!r}" if name else f"operators[{index}]")
     role = fields.text("role")
     if role not in set(Role):
-        fields.fail(f"role is {role!r}, but allowed are {', '.join(Role)}")
+        fields.fail(f"role is {role!r}{near_match(role, Role)}; allowed are {', '.join(Role)}")
     operator = ProblemOperator(
         name=fields.text("name"),
         type=fields.text("type"),

@@ -56,7 +56,7 @@ def propagate(problem: Problem, device: ProblemDevice, choices: Mapping[str, str
             if chosen is None or chosen not in table:
                 raise ProblemError(
                     f"device {device.name!r}: operator {operator.name!r} is planned at {chosen!r}, "
-                    f"but its table allows {', '.join(table)}"
+                    f"but its table allows {', '.join(table)}; choose one of them"
                 )
             result[operator.name] = chosen
         elif operator.role is Role.FIXED:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 _TIME_STEPS = ((1, "ns"), (10**3, "µs"), (10**6, "ms"), (10**9, "s"))
 _MEMORY_STEPS = ((1, "KiB"), (2**10, "MiB"), (2**20, "GiB"), (2**30, "TiB"))
+_PLAIN = (1e-4, 1e6)
+"""Sensitivities in this range are written without an exponent."""
 _DIGITS = 3
 """Significant digits at least; more only to the left of the point."""
 
@@ -24,8 +26,16 @@ def format_memory(memory_kib: float) -> str:
 
 
 def format_sensitivity(value: float) -> str:
-    """A sensitivity as text: it has no unit."""
-    return "0" if value == 0 else f"{value:.4g}"
+    """A sensitivity as text: four significant digits and no unit.
+
+    Example:
+        >>> format_sensitivity(0.00012345), format_sensitivity(1.2e-7), format_sensitivity(10530)
+        ('0.0001234', '1.2e-7', '10530')
+    """
+    if value == 0 or _PLAIN[0] <= abs(value) < _PLAIN[1]:
+        return f"{float(f'{value:.3e}'):.10f}".rstrip("0").rstrip(".")
+    mantissa, _, exponent = f"{value:.3e}".partition("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def _scaled(value: float, steps: tuple[tuple[int, str], ...]) -> str:

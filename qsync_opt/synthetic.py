@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from qsync_opt.baselines import uniform_plan
+from qsync_opt.build import build_problem
 from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, Network
 from qsync_opt.costs import CostFit, MeasuredCost
 from qsync_opt.device_profile import DeviceIdentity, DeviceProfile, IterationOverhead, OptimizerCost
+from qsync_opt.evaluation import evaluate
 from qsync_opt.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
 from qsync_opt.precision import FORMATS, formats_for
 from qsync_opt.pricing import problem_role
+from qsync_opt.problem import Problem
 
 SPEED: Mapping[str, int] = {"INT8": 4, "FP8": 4, "BF16": 2, "FP16": 2, "TF32": 2, "FP32": 1}
 """How many times faster than FP32 a made-up device computes."""
 FORWARD_NS = 4000
 """Time of a made-up operator in FP32."""
+_STACKED = ("INT8", "BF16", "FP32")
 
 
 def make_operator(
@@ -74,6 +80,74 @@ def residual_graph() -> OpGraph:
             make_operator("loss", Role.FIXED, ["head"], shape=(), op_type="cross_entropy_loss"),
         ],
         {"embed.weight": 65536, "norm.weight": 64, "up.weight": 262144, "up.bias": 256, "down.weight": 16384},
+    )
+
+
+def stacked_graph(blocks: int) -> OpGraph:
+    """Transformer blocks of ten operators, named by modules as captured models are; 10 * ``blocks`` + 3 operators."""
+    wide = (64, 256)
+    operators = [make_operator("embed/embedding", parameters=("embed.weight",), op_type="embedding")]
+    parameters = {"embed.weight": 65536}
+
+    def add(name: str, role: Role, reads: Sequence[str], shape: tuple[int, ...], kind: str, elements: int = 0) -> str:
+        weight = f"{name.rpartition('/')[0]}.weight"
+        if elements:
+            parameters[weight] = elements
+        used = (weight,) if elements else ()
+        operators.append(make_operator(name, role, reads, shape=shape, parameters=used, op_type=kind))
+        return name
+
+    x = operators[0].name
+    for block in range(blocks):
+        at = f"blocks.{block}"
+        y = add(f"{at}.norm1/layer_norm", Role.FIXED, [x], (64, 64), "layer_norm", 64)
+        y = add(f"{at}.attention.qkv/linear", Role.ADJUSTABLE, [y], (64, 192), "linear", 12288)
+        kind = "scaled_dot_product_attention"
+        y = add(f"{at}.attention/{kind}", Role.ADJUSTABLE, [y], (64, 64), kind)
+        y = add(f"{at}.attention.out/linear", Role.ADJUSTABLE, [y], (64, 64), "linear", 4096)
+        x = add(f"{at}/add", Role.DEPENDENT, [x, y], (64, 64), "add")
+        y = add(f"{at}.norm2/layer_norm", Role.FIXED, [x], (64, 64), "layer_norm", 64)
+        y = add(f"{at}.mlp.up/linear", Role.ADJUSTABLE, [y], wide, "linear", 16384)
+        y = add(f"{at}.mlp/gelu", Role.DEPENDENT, [y], wide, "gelu")
+        y = add(f"{at}.mlp.down/linear", Role.ADJUSTABLE, [y], (64, 64), "linear", 16384)
+        x = add(f"{at}/add_1", Role.DEPENDENT, [x, y], (64, 64), "add")
+    x = add("head/linear", Role.ADJUSTABLE, [x], (64, 1024), "linear", 65536)
+    add("cross_entropy_loss", Role.FIXED, [x], (), "cross_entropy_loss")
+    return make_graph(operators, parameters)
+
+
+def stacked_problem(blocks: int, *, devices: Sequence[str] = ("slow",), seed: int = 0) -> Problem:
+    """The problem of `stacked_graph` on made-up device types, with limits that force a mix of precisions.
+
+    Args:
+        blocks: Blocks of ten operators.
+        devices: Names of device types; each is slower than the one before.
+        seed: Of the sensitivities, which differ by operator over two decades.
+    """
+    graph = stacked_graph(blocks)
+    source = random.Random(seed)
+    scales = {operator.name: 10 ** source.uniform(-3, -1) for operator in graph}
+    sensitivities = {
+        name: {precision: scales[name] * value for precision, value in table.items()}
+        for name, table in make_sensitivities(graph).items()
+    }
+    cluster = Cluster(
+        name="synthetic",
+        devices=tuple(
+            DeviceType(name=name, count=2, memory_limit_bytes=2**40, precisions=_STACKED) for name in devices
+        ),
+        network=Network(latency_s=1e-5, bandwidth_bytes_per_s=1e9, source="made up"),
+    )
+    profiles = {name: make_profile(graph, _STACKED, scale=10 + 2 * i) for i, name in enumerate(devices)}
+    problem = build_problem(graph, profiles, sensitivities, cluster, latency_limit_ns=2**50)
+    low, high = (evaluate(problem, uniform_plan(problem, precision)) for precision in ("BF16", "FP32"))
+    return replace(
+        problem,
+        latency_limit_ns=(low.iteration_ns + high.iteration_ns) // 2,
+        devices=tuple(
+            replace(device, memory_limit_kib=(low.memory_kib[device.name] + 3 * high.memory_kib[device.name]) // 4)
+            for device in problem.devices
+        ),
     )
 
 

@@ -21,7 +21,7 @@ RATE_BYTES_PER_S: Mapping[str, float] = {
 }
 """Bytes per second per unit of bandwidth."""
 
-_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*(\S+)\s*")
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([^\s0-9.]\S*)\s*")
 
 
 def parse_quantity(value: object, units: Mapping[str, float], what: str) -> float:

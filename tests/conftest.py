@@ -1,5 +1,6 @@
 import importlib.util
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,7 +12,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
 
 
+def _browser() -> str | None:
+    """Path of a Chromium: what QSYNC_CHROMIUM names, else the first on the PATH."""
+    names = (os.environ.get("QSYNC_CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome")
+    return next((found for found in map(shutil.which, filter(None, names)) if found), None)
+
+
 def _present(name: str) -> bool:
+    if name == "chromium":
+        return _browser() is not None
     if name == "cuda":
         import torch
 
@@ -28,8 +37,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip GPU tests, visibly, where no CUDA device is present."""
+    """Skip GPU and browser tests, visibly, where what they need is not present."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not (importlib.util.find_spec("torch") and _present("cuda")):
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    missing = [name for name in ("playwright", "axe_playwright_python", "chromium") if not _present(name)]
+    for item in items:
+        if missing and item.get_closest_marker("browser"):
+            item.add_marker(pytest.mark.skip(reason=f"no {', '.join(missing)}"))
+
+
+@pytest.fixture(scope="session")
+def browser_path() -> str:
+    """Path of the Chromium that browser tests start."""
+    found = _browser()
+    assert found is not None
+    return found

@@ -19,7 +19,7 @@ CHECK = """
 import importlib, pathlib, sys
 import qsync_opt
 assert "site-packages" in qsync_opt.__file__, qsync_opt.__file__
-for name in ("formulations", "formulations.solvers", "runtimes", "kernels"):
+for name in ("formulations", "formulations.solvers", "report", "runtimes", "kernels"):
     importlib.import_module("qsync_opt." + name)
 assert "torch" not in sys.modules and "ortools" not in sys.modules
 problem = qsync_opt.load_problem(sys.argv[1])
@@ -41,7 +41,8 @@ def main() -> None:
         sources = {
             "qsync_opt/" + str(path.relative_to(ROOT)).removeprefix("qsync_opt/")
             for top in ("qsync_opt", "formulations", "runtimes", "kernels")
-            for path in (ROOT / top).rglob("*.py")
+            for kind in ("*.py", "page/*.*")
+            for path in (ROOT / top).rglob(kind)
             if "__pycache__" not in path.parts and not any(p.is_symlink() for p in path.parents if p != ROOT)
         }
         missing = sorted(sources - set(names))
@@ -56,7 +57,10 @@ def main() -> None:
         run(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
         problem = ROOT / "tests" / "data" / "instances" / "tiny.json"
         run(python, "-I", "-c", CHECK, problem, cwd=folder)
-        run(environment / "bin" / "qsync-opt", "--help", cwd=folder, stdout=subprocess.DEVNULL)
+        command = environment / "bin" / "qsync-opt"
+        run(command, "--help", cwd=folder, stdout=subprocess.DEVNULL)
+        run(command, "solve", problem, "--output", "plan.json", cwd=folder, stdout=subprocess.DEVNULL)
+        run(command, "report", problem, "plan.json", cwd=folder)
     print("wheel: all good")
 
 

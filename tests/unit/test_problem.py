@@ -70,7 +70,7 @@ FC1 = (*T4, "operators", "fc1", "FP16")
         (("operators", 0, "inputs"), ["fc1"], "'embed' reads 'fc1', which comes later"),
         (("operators", 0, "inputs"), ["embed"], "'embed' reads 'embed', which comes later or is itself"),
         (("operators", 1, "inputs"), ["embde"], "'fc1' reads 'embde', which is no operator; did you mean 'embed'?"),
-        (("operators", 0, "role"), "free", "role is 'free', but allowed are adjustable, dependent, fixed"),
+        (("operators", 0, "role"), "free", "role is 'free'; allowed are adjustable, dependent, fixed"),
         (("operators", 0, "output_elements"), -1, "operator 'embed': output_elements is -1"),
         (("operators", 0, "bucket"), 2, "operator 'embed': bucket is 2, but communication has 2 buckets"),
         (("operators", 0, "bucket"), _DELETE, "operator 'embed': the key 'bucket' is missing"),

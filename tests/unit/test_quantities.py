@@ -1,5 +1,8 @@
+import doctest
+
 import pytest
 
+import qsync_opt.quantities
 from qsync_opt.quantities import format_memory, format_sensitivity, format_time
 
 
@@ -28,5 +31,23 @@ def test_memory_counts_in_powers_of_1024(memory_kib, text):
     assert format_memory(memory_kib) == text
 
 
-def test_sensitivity_has_four_digits_and_no_unit():
-    assert [format_sensitivity(v) for v in (0.0, 0.123456, 1234567.0)] == ["0", "0.1235", "1.235e+06"]
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (0.123456, "0.1235"),
+        (0.000534, "0.000534"),
+        (1.17e-5, "1.17e-5"),
+        (10530.0, "10530"),
+        (123456.0, "123500"),
+        (1234567.0, "1.235e6"),
+        (-2.5, "-2.5"),
+    ],
+)
+def test_sensitivity_has_four_digits_and_no_unit(value, text):
+    assert format_sensitivity(value) == text
+
+
+def test_examples_in_docstrings_hold():
+    result = doctest.testmod(qsync_opt.quantities)
+    assert (result.failed, result.attempted > 0) == (0, True)

@@ -1,9 +1,14 @@
+from dataclasses import replace
+
+import pytest
 import torch
 from torch import nn
 
-from qsync_opt.graph import Role
+from qsync_opt.errors import NotReadyError
+from qsync_opt.graph import OpGraph, Role
 from qsync_opt.runtimes.base import Runtime
 from qsync_opt.runtimes.torch.runtime import TorchRuntime
+from qsync_opt.testing import check_runtime
 
 
 class Mlp(nn.Module):
@@ -37,3 +42,85 @@ def test_names_of_the_graph_are_those_that_apply_understands():
     runtime.undo(model)
     assert torch.equal(model(tokens), plain)
     assert set(runtime.device_formats("cpu")) == {"INT8", "BF16", "FP32"}
+
+
+def step(model, args):
+    result = model(*args)
+    result.float().sum().backward()
+    return result.detach()
+
+
+def conforms(runtime):
+    torch.manual_seed(0)
+    tokens = torch.randint(11, (2, 5))
+    check_runtime(runtime, model=Mlp(), args=(tokens,), device="cpu", outputs_equal=torch.equal, step=step)
+
+
+def test_the_torch_runtime_conforms():
+    conforms("torch")
+
+
+class Forgetful(TorchRuntime):
+    """Leaves the plan on."""
+
+    def undo(self, model):
+        return model
+
+
+class Careless(TorchRuntime):
+    """Undoes, but not quite."""
+
+    def undo(self, model):
+        super().undo(model)
+        with torch.no_grad():
+            model.down.bias.add_(1.0)
+        return model
+
+
+class Lax(TorchRuntime):
+    """Takes a second plan over the first."""
+
+    def apply(self, model, plan, device_type=None, *, graph=None, options=None):
+        try:
+            return super().apply(model, plan, device_type, graph=graph, options=options)
+        except NotReadyError:
+            return model
+
+
+class Renaming(TorchRuntime):
+    """Another set of names with every capture."""
+
+    captures = 0
+
+    def capture(self, model, args, kwargs=None):
+        graph = super().capture(model, args, kwargs)
+        self.captures += 1
+        first = replace(graph.operators[0], name=f"renamed{self.captures}")
+        return OpGraph(
+            name=graph.name,
+            operators=tuple(
+                replace(o, inputs=tuple(first.name if i == graph.operators[0].name else i for i in o.inputs))
+                for o in (first, *graph.operators[1:])
+            ),
+            parameters=graph.parameters,
+        )
+
+
+class Unordered(TorchRuntime):
+    def device_formats(self, device):
+        return dict(reversed(super().device_formats(device).items()))
+
+
+@pytest.mark.parametrize(
+    ("runtime", "needle"),
+    [
+        (Forgetful, "undo does not give the model back"),
+        (Careless, "undo does not give the model back"),
+        (Lax, "a second plan is applied over the first"),
+        (Renaming, "two captures of one model differ"),
+        (Unordered, "coarsest first, but are FP32, BF16, INT8"),
+    ],
+)
+def test_faulty_runtimes_are_found(runtime, needle):
+    with pytest.raises(AssertionError, match=needle):
+        conforms(runtime())

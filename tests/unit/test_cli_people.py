@@ -1,0 +1,331 @@
+"""The commands explain, pareto, diff, doctor and completion, run in this process."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+
+import qsync_opt.doctor as doctor
+from qsync_opt import evaluate, load_plan, uniform_plan
+from qsync_opt.cli import main
+from qsync_opt.registry import Kind, entries
+from qsync_opt.testing import buckets, diamond, no_memory
+
+COMMAND = [sys.executable, "-c", "import sys; from qsync_opt.cli import main; sys.exit(main())"]
+
+
+def run(capfd, *arguments):
+    """Exit status, standard output, standard error."""
+    try:
+        status = main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        status = stop.code
+    out, err = capfd.readouterr()
+    return status, out, err
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A problem, two plans for it, and a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    problem = diamond().problem
+    problem.save(tmp_path / "problem.json")
+    uniform_plan(problem, "FP16").save(tmp_path / "low.json")
+    uniform_plan(problem, "FP32").save(tmp_path / "high.json")
+    return tmp_path
+
+
+def test_explain_prices_what_evaluate_says(capfd, files):
+    status, out, _ = run(capfd, "explain", files / "problem.json", files / "low.json", "c", "--json")
+    data = json.loads(out)
+    assert (status, data["operator"]) == (0, "c")
+    raised = data["devices"]["T4"]["next_higher"]
+    (found,) = [a for a in data["devices"]["T4"]["alternatives"] if a["precision"] == raised]
+    problem = diamond().problem
+    plan = load_plan(files / "low.json")
+    changed = replace(plan, devices={"T4": {**plan.devices["T4"], "c": "FP32"}})
+    before, after = evaluate(problem, plan), evaluate(problem, changed)
+    assert found["iteration_change_ns"] == after.iteration_ns - before.iteration_ns == 4000
+    assert found["memory_change_kib"] == after.memory_kib["T4"] - before.memory_kib["T4"]
+    assert found["pushed"] == [{"operator": "add", "before": "FP16", "after": "FP32"}]
+
+
+def test_explain_for_people(capfd, files):
+    status, out, _ = run(capfd, "explain", files / "problem.json", files / "low.json", "c")
+    assert status == 0
+    assert out.startswith("c (MatMul, adjustable) on T4: FP16\n")
+    assert "FP32 would push add from FP16 to FP32" in out
+    status, out, _ = run(capfd, "explain", files / "problem.json", files / "low.json", "ad")  # part of one name only
+    assert status == 0
+    assert out.startswith("add (Add, dependent) on T4: FP16\n  Follows its inputs 'b' and 'c' into FP16.")
+
+
+def test_diff_lists_changes_and_their_cost(capfd, files):
+    arguments = ["diff", files / "low.json", files / "high.json", "--problem", files / "problem.json"]
+    status, out, _ = run(capfd, *arguments, "--json")
+    data = json.loads(out)
+    assert (status, data["equal"]) == (0, False)
+    assert [(c["operator"], c["decided"]) for c in data["devices"]["T4"]] == [
+        ("a", True),
+        ("b", True),
+        ("c", True),
+        ("add", False),
+    ]
+    assert data["cost"]["first"]["objective"] == 7.0
+    assert data["cost"]["second"]["objective"] == 0.0
+    status, out, _ = run(capfd, *arguments)
+    assert "T4: 3 FP16 > FP32; 1 operators follow" in out
+    assert "sensitivity     7" in out
+    assert run(capfd, *arguments, "--exit-code")[0] == 1
+
+
+def test_diff_of_equal_plans_and_of_plans_for_different_devices(capfd, files):
+    status, out, _ = run(capfd, "diff", files / "low.json", files / "low.json", "--exit-code")
+    assert (status, out) == (0, "T4: no change\n")
+    plan = load_plan(files / "low.json")
+    replace(plan, problem="elsewhere", devices={"A10": {"a": "FP16"}}).save(files / "other.json")
+    status, out, _ = run(capfd, "diff", files / "low.json", files / "other.json")
+    assert status == 0
+    assert "the plans are for 'diamond' and 'elsewhere'" in out
+    assert "T4: 3 FP16 > -" in out
+    assert "A10: 1 - > FP16" in out
+
+
+def test_pareto_writes_table_json_csv_svg_and_plans(capfd, files):
+    outputs = ["--csv", files / "f.csv", "--svg", files / "f.svg", "--plans", files / "plans"]
+    status, out, err = run(capfd, "pareto", files / "problem.json", "--whole", "--method", "exact", "--json", *outputs)
+    front = json.loads(out)
+    assert (status, err) == (0, "")
+    # The front of the instance's own list of plans, by time: memory excludes raising all and raising b and c.
+    points = [(p["iteration_ns"], p["objective"]) for p in front["points"]]
+    assert points == [(17200, 2.0), (14200, 3.0), (10200, 7.0)]
+    rows = list(csv.DictReader((files / "f.csv").read_text().splitlines()))
+    assert [(int(r["iteration_ns"]), float(r["objective"])) for r in rows] == points
+    tree = ElementTree.parse(files / "f.svg")
+    assert len(tree.findall(".//{http://www.w3.org/2000/svg}circle")) == 3
+    plans = [load_plan(path) for path in sorted((files / "plans").iterdir())]
+    assert [evaluate(diamond().problem, plan).iteration_ns for plan in plans] == [17200, 14200, 10200]
+
+
+def test_pareto_reuses_its_cache(capfd, files):
+    first = json.loads(run(capfd, "pareto", files / "problem.json", "--points", 4, "--json")[1])
+    second = json.loads(run(capfd, "pareto", files / "problem.json", "--points", 4, "--json")[1])
+    assert first["reused_points"] == 0
+    assert second["reused_points"] == len(list((files / "cache").rglob("*.json"))) > 0
+    assert first["points"] == second["points"]
+    anew = json.loads(run(capfd, "pareto", files / "problem.json", "--points", 4, "--no-cache", "--json")[1])
+    assert (anew["reused_points"], anew["points"]) == (0, first["points"])
+
+
+def test_pareto_trusts_no_cache(capfd, files, caplog):
+    run(capfd, "pareto", files / "problem.json", "--points", 2)
+    for path in (files / "cache").rglob("*.json"):
+        data = json.loads(path.read_text())
+        if data["measurement"]["point"]:
+            data["measurement"]["point"]["objective"] += 1.0
+            path.write_text(json.dumps(data))
+    status, _, err = run(capfd, "pareto", files / "problem.json", "--points", 2)
+    assert status == 2
+    assert "empty that folder" in err
+    for path in (files / "cache").rglob("*.json"):
+        data = json.loads(path.read_text())
+        data["measurement"] = {"point": {"limit": -1}}
+        path.write_text(json.dumps(data))
+    assert run(capfd, "pareto", files / "problem.json", "--points", 2)[0] == 0
+    assert "seeking again" in caplog.text
+
+
+def test_pareto_against_memory(capfd, files):
+    status, out, _ = run(capfd, "pareto", files / "problem.json", "--against", "memory", "--points", 50, "--json")
+    points = json.loads(out)["points"]
+    assert status == 0
+    assert [point["use"] for point in points] == sorted((p["memory_kib"]["T4"] for p in points), reverse=True)
+    assert points[0]["objective"] == 0.0
+    assert points[-1]["memory_kib"] == {"T4": 35}
+
+
+def test_pareto_without_any_plan_exits_3(capfd, files):
+    no_memory().problem.save(files / "problem.json")
+    status, out, _ = run(capfd, "pareto", files / "problem.json")
+    assert status == 3
+    assert "no plan keeps the limits" in out
+
+
+def test_pareto_refuses_what_makes_no_sense(capfd, files):
+    for arguments, needle in (
+        (["--device", "T4"], "'T4' is for a front against memory"),
+        (["--against", "memory", "--whole"], "give a number of points"),
+        (["--plans", files / "problem.json"], "cannot make the folder"),
+    ):
+        status, _, err = run(capfd, "pareto", files / "problem.json", *arguments)
+        assert (status, err.count("\n")) == (2, 1)
+        assert needle in err
+
+
+def test_an_interrupted_front_keeps_its_points_and_goes_on(instance_path, tmp_path):
+    """Ctrl-C after some points: exit status 130, nothing half-written, and the next run starts from the cache."""
+    script = (
+        "import sys, qsync_opt.cli\n"
+        "import qsync_opt.front_cache as cache\n"
+        "real = cache.FrontCache.put\n"
+        "def loud(self, *arguments):\n"
+        "    real(self, *arguments)\n"
+        "    print('kept', file=sys.stderr, flush=True)\n"
+        "cache.FrontCache.put = loud\n"
+        "sys.exit(qsync_opt.cli.main())\n"
+    )
+    arguments = ["pareto", str(instance_path("bertb-native")), "--points", "2000", "--cache", str(tmp_path / "cache")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *arguments, "--csv", str(tmp_path / "f.csv")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    for _ in range(3):
+        assert process.stderr.readline() == "kept\n"
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, ""), err
+    last = err.splitlines()[-1]
+    assert last.startswith("qsync-opt pareto: interrupted; ")
+    kept = list((tmp_path / "cache").rglob("*.json"))
+    # The interrupt may fall between the writing of a point and its counting.
+    assert any(f"; {count} points are kept in" in last for count in (len(kept), len(kept) - 1)), last
+    assert not (tmp_path / "f.csv").exists()
+    assert [path for path in tmp_path.rglob("*") if path.suffix == ".tmp"] == []
+    again = [*COMMAND, *arguments[:3], "2", *arguments[4:], "--json"]
+    done = subprocess.run(again, capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout)["reused_points"] >= 1
+
+
+def test_doctor_tells_what_is_there(capfd):
+    status, out, _ = run(capfd, "doctor", "--json")
+    data = json.loads(out)
+    assert (status, data["healthy"], data["lacking"]) == (0, True, [])
+    by_name = {(f["area"], f["name"]): f for f in data["findings"]}
+    assert by_name["core", "numpy"]["health"] == "ok"
+    assert by_name["device", "cpu"]["precisions"] == ["INT8", "BF16", "FP32"]
+    assert "linear" in by_name["device", "cpu"]["kernels"]
+    for kind in Kind:
+        for name in entries(kind):
+            assert (kind.value, name) in by_name
+    status, out, _ = run(capfd, "doctor")
+    assert (status, out.splitlines()[-1]) == (0, "healthy")
+
+
+def test_doctor_names_what_is_missing_without_importing_it(monkeypatch, capfd):
+    real = doctor.importlib.util.find_spec
+    hidden = {"torch", "onnxruntime", "pulp"}
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name in hidden else real(name))
+    with monkeypatch.context() as strict:
+        strict.setattr(doctor.importlib, "import_module", lambda name: pytest.fail(f"imports {name}"))
+        findings = {finding.name: finding for finding in doctor.examine()}
+    assert findings["torch"].health == "missing"
+    assert "pip install 'qsync-opt[torch]'" in findings["torch"].advice
+    assert (findings["pulp"].health, findings["pulp"].detail) == ("missing", "needs pulp")
+    status, out, _ = run(capfd, "doctor", "--require", "pulp,ortools")
+    assert status == 1
+    assert out.splitlines()[-2:] == ["required, but not here: pulp", "not healthy"]
+
+
+def test_doctor_reports_what_is_broken(monkeypatch, capfd):
+    def broken():
+        raise ImportError("libcudart.so.13: cannot open\nshared object file")
+
+    monkeypatch.setattr(doctor, "_devices", broken)
+    status, out, _ = run(capfd, "doctor")
+    assert status == 1
+    assert "BROKEN  torch devices" in out
+    assert "ImportError: libcudart.so.13: cannot open shared object file; reinstall it" in out
+
+
+def complete(script, *words):
+    """What bash proposes for the last word."""
+    listed = " ".join(f"'{word}'" for word in words)
+    text = f'source "$1"; COMP_WORDS=({listed}); COMP_CWORD={len(words) - 1}; _qsync_opt; echo "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", text, "bash", str(script)], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes(capfd, files, monkeypatch):
+    script = files / "completion.bash"
+    script.write_text(run(capfd, "completion", "bash")[1])
+    monkeypatch.chdir(files)
+    assert complete(script, "qsync-opt", "so") == ["solve"]
+    assert {"solve", "pareto", "doctor", "--version"} <= set(complete(script, "qsync-opt", ""))
+    assert complete(script, "qsync-opt", "solve", "--me") == ["--method"]
+    assert complete(script, "qsync-opt", "solve", "--method", "exa") == ["exact"]
+    assert complete(script, "qsync-opt", "solve", "--solver", "") == list(entries(Kind.SOLVER))
+    assert complete(script, "qsync-opt", "pareto", "--against", "") == ["latency", "memory"]
+    assert complete(script, "qsync-opt", "-v", "evaluate", "pro") == ["problem.json"]
+    assert complete(script, "qsync-opt", "solve", "--output", "lo") == ["low.json"]
+    assert complete(script, "qsync-opt", "solve", "--time-limit", "") == []
+    assert complete(script, "qsync-opt", "completion", "b") == ["bash"]
+    registered = subprocess.run(
+        ["bash", "-c", 'source "$1"; complete -p qsync-opt', "bash", str(script)], capture_output=True, text=True
+    )
+    assert "-F _qsync_opt qsync-opt" in registered.stdout
+
+
+@pytest.mark.parametrize(("shell", "check"), [("bash", "-n"), ("zsh", "-n"), ("fish", "--no-execute")])
+def test_completion_scripts_name_everything(capfd, tmp_path, shell, check):
+    status, script, _ = run(capfd, "completion", shell)
+    assert status == 0
+    for word in ("solve", "evaluate", "pareto", "explain", "doctor"):
+        assert word in script
+    for option in ("method", "against", "quiet", "exit-code", "require"):
+        assert option in script
+    if shutil.which(shell) is not None:
+        path = tmp_path / "script"
+        path.write_text(script)
+        subprocess.run([shell, check, str(path)], check=True, timeout=30)
+
+
+def test_help_is_quick():
+    """Under 0.3 s of processor time, and nothing heavy is loaded."""
+    code = (
+        "import sys, time\n"
+        "from qsync_opt.cli import main\n"
+        "try:\n"
+        "    main(['--help'])\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "heavy = {'numpy', 'onnx', 'torch', 'rich', 'yaml', 'matplotlib', 'pandas', 'ortools'} & set(sys.modules)\n"
+        "print(time.process_time(), *sorted(heavy), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    seconds, *heavy = done.stderr.split()
+    assert heavy == []
+    assert float(seconds) < 0.3
+
+
+def test_every_command_describes_itself(capfd):
+    started = time.monotonic()
+    for command in ("plan", "explain", "pareto", "diff", "doctor", "completion"):
+        status, out, _ = run(capfd, command, "--help")
+        assert status == 0
+        assert out.startswith(f"usage: qsync-opt {command}")
+    assert time.monotonic() - started < 30
+
+
+def test_two_devices_need_a_choice(capfd, files):
+    problem = buckets().problem
+    second = replace(problem.devices[0], name="A10")
+    replace(problem, devices=(problem.devices[0], second)).save(files / "problem.json")
+    status, _, err = run(capfd, "pareto", files / "problem.json", "--against", "memory")
+    assert status == 2
+    assert "T4, A10" in err
+    status, out, _ = run(capfd, "pareto", files / "problem.json", "--against", "memory", "--device", "A10", "--json")
+    assert (status, json.loads(out)["device"]) == (0, "A10")

@@ -1,0 +1,147 @@
+"""From an ONNX file and a cluster file to a plan: estimates are labelled wherever they go."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from qsync_opt import evaluate, load_cluster, load_plan, load_problem, read_onnx
+from qsync_opt.cli import main
+from qsync_opt.cluster import DeviceType
+from qsync_opt.estimates import ESTIMATES_KEY, estimate_lines
+from qsync_opt.synthetic import make_profile
+from qsync_opt.weight_indicator import FROM_FORMATS, FROM_WEIGHTS
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER = """\
+name: two
+devices:
+  - {name: A100, count: 2, role: fixed, memory: 40 GiB, precisions: [FP32]}
+  - {name: small, hardware: T4, count: 2, memory: 1 GiB, precisions: [INT8, FP16, FP32]}
+network: {latency: 20 us, bandwidth: 10 Gbit/s, source: assumed}
+"""
+
+
+def run(capfd, *arguments):
+    status = main([str(argument) for argument in arguments])
+    out, err = capfd.readouterr()
+    return status, out, err
+
+
+@pytest.fixture
+def files(tmp_path):
+    source = np.random.default_rng(0)
+    sizes = (256, 512, 512, 64)
+    nodes, weights, value = [], [], "x"
+    for layer, (width, after) in enumerate(itertools.pairwise(sizes)):
+        weights.append(numpy_helper.from_array(source.standard_normal((width, after), np.float32), f"w{layer}"))
+        nodes.append(helper.make_node("MatMul", [value, f"w{layer}"], [f"h{layer}"], name=f"fc{layer}"))
+        nodes.append(helper.make_node("Relu", [f"h{layer}"], [f"r{layer}"], name=f"relu{layer}"))
+        value = f"r{layer}"
+    graph = helper.make_graph(
+        nodes,
+        "mlp",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, (1024, sizes[0]))],
+        [helper.make_tensor_value_info(value, TensorProto.FLOAT, (1024, sizes[-1]))],
+        weights,
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "mlp.onnx")
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    return tmp_path
+
+
+def test_a_plan_its_problem_and_their_labels(capfd, files):
+    outputs = ["--output", files / "plan.json", "--save-problem", files / "problem.json"]
+    status, out, err = run(capfd, "plan", files / "mlp.onnx", files / "cluster.yaml", "--json", *outputs)
+    printed = json.loads(out)
+    assert (status, err) == (0, "")
+    problem, plan = load_problem(files / "problem.json"), load_plan(files / "plan.json")
+    note = {
+        "costs": {
+            "A100": "roofline from the NVIDIA A100 data sheet (40 GB; the 80 GB card has 2039 GB/s)",
+            "small": "roofline from the NVIDIA T4 data sheet",
+        },
+        "sensitivity": FROM_WEIGHTS,
+    }
+    assert printed["estimates"] == problem.extras[ESTIMATES_KEY,] == plan.extras[ESTIMATES_KEY,] == note
+    found = evaluate(problem, plan)
+    assert found.feasible
+    assert (found.objective, found.iteration_ns) == (printed["objective"], printed["iteration_ns"])
+    assert "from estimates" in repr(problem)
+    assert "from estimates" in repr(plan)
+
+
+def test_everything_that_shows_an_estimate_says_so(capfd, files, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(files / "cache"))
+    problem, plan = files / "problem.json", files / "plan.json"
+    commands = (
+        ["plan", files / "mlp.onnx", files / "cluster.yaml", "--output", plan, "--save-problem", problem],
+        ["solve", problem],
+        ["evaluate", problem, plan],
+        ["explain", problem, plan, "fc1"],
+        ["pareto", problem, "--points", 2],
+        ["diff", plan, plan, "--problem", problem],
+    )
+    for command in commands:
+        status, out, _ = run(capfd, *command)
+        assert status == 0
+        assert f"note: sensitivities are estimates: {FROM_WEIGHTS}" in out, command[0]
+        assert "note: costs of small are estimates: roofline" in out, command[0]
+
+
+def test_measured_profiles_carry_no_label(capfd, files):
+    graph = read_onnx(files / "mlp.onnx")
+    make_profile(graph).save(files / "measured.json")
+    measured = CLUSTER.replace("hardware: T4", "profile: measured.json").replace("FP16", "BF16")
+    (files / "cluster.yaml").write_text(measured)
+    status, out, _ = run(capfd, "plan", files / "mlp.onnx", files / "cluster.yaml", "--json", "--indicator", "formats")
+    assert status == 0
+    assert list(json.loads(out)["estimates"]["costs"]) == ["A100"]
+    assert json.loads(out)["estimates"]["sensitivity"] == FROM_FORMATS
+
+
+def test_limits_and_slack(capfd, files):
+    base = ["plan", files / "mlp.onnx", files / "cluster.yaml", "--json"]
+    tight = json.loads(run(capfd, *base)[1])
+    loose = json.loads(run(capfd, *base, "--slack", "1.0")[1])
+    assert loose["objective"] < tight["objective"]
+    given = json.loads(run(capfd, *base, "--latency-limit", "10 ms")[1])
+    assert given["objective"] == 0.0  # room for FP32 everywhere
+    status, out, _ = run(capfd, *base, "--latency-limit", "1 us")
+    assert status == 3
+    assert "latency" in json.loads(out)["reason"]
+
+
+def test_estimate_lines_ignore_foreign_notes():
+    assert estimate_lines({}) == ()
+    assert estimate_lines({(ESTIMATES_KEY,): "a text of somebody else"}) == ()
+
+
+def test_hardware_in_the_cluster_file(files):
+    cluster = load_cluster(files / "cluster.yaml")
+    assert [device.hardware for device in cluster.devices] == [None, "T4"]
+    with pytest.raises(Exception, match="hardware is 3"):
+        DeviceType(name="x", count=1, memory_limit_bytes=1, precisions=("FP32",), hardware=3)
+
+
+def test_resnet50_is_planned_in_seconds_without_torch(tmp_path):
+    """The example's model and cluster, as a process of its own: under 10 seconds, and torch is never loaded."""
+    model = tmp_path / "resnet50.onnx"
+    example = ROOT / "examples" / "plan_onnx_file"
+    subprocess.run([sys.executable, str(example / "resnet50.py"), str(model)], check=True, timeout=120)
+    script = "import sys\nsys.modules['torch'] = None\nfrom qsync_opt.cli import main\nsys.exit(main())\n"
+    command = [sys.executable, "-c", script, "plan", str(model), str(example / "cluster.yaml"), "--json"]
+    started = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ})
+    seconds = time.perf_counter() - started
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["point"] == "feasible"
+    assert seconds < 10, f"{seconds:.1f} s"

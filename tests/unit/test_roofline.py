@@ -1,0 +1,164 @@
+"""Estimated profiles: peaks, bytes and what is kept follow the stated rules and are labelled."""
+
+from dataclasses import replace
+
+import pytest
+
+from qsync_opt.cluster import DeviceType
+from qsync_opt.costs import MI_ELEMENTS
+from qsync_opt.datasheets import DATA_SHEETS, DataSheet, data_sheet
+from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.estimates import estimated_by
+from qsync_opt.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
+from qsync_opt.precision import FORMATS
+from qsync_opt.roofline import Assumptions, roofline_profile
+from qsync_opt.testing import check_cost_model
+
+IDEAL = Assumptions(efficiency=1.0, efficiency_8bit=1.0, memory_efficiency=1.0, kernel_ns=0, launch_ns=0)
+SHEET = DataSheet(
+    name="round",
+    peak_flops={"INT8": 4e12, "FP16": 2e12, "FP32": 1e12},
+    bandwidth_bytes_per_s=1e12,
+    half_format="FP16",
+    source="made up",
+)
+
+
+def spec(*shape: int) -> TensorSpec:
+    return TensorSpec(shape=shape, dtype="float32")
+
+
+def linear_graph(rows: int = 4096, width: int = 1024, kind: str = "linear") -> OpGraph:
+    """input -> linear -> relu -> view."""
+
+    def operator(name: str, op_type: str, role: Role, inputs: tuple[str, ...], **other: object) -> Operator:
+        defaults = {
+            "module": "",
+            "input_specs": (spec(rows, width),) if inputs else (),
+            "output_specs": (spec(rows, width),),
+            "parameters": (),
+            "onnx_nodes": (),
+            "flops": 0,
+            "num_bytes": 8 * rows * width,
+        }
+        return Operator(name=name, op_type=op_type, role=role, inputs=inputs, signature=name, **(defaults | other))
+
+    operators = (
+        operator("x", "input", Role.FIXED, (), num_bytes=0),
+        operator(
+            "fc",
+            kind,
+            Role.ADJUSTABLE,
+            ("x",),
+            input_specs=(spec(rows, width), spec(width, width)),
+            parameters=("fc.weight",),
+            flops=2 * rows * width * width,
+        ),
+        operator("relu", "relu", Role.DEPENDENT, ("fc",)),
+        operator("view", "view", Role.DEPENDENT, ("relu",), num_bytes=0),
+    )
+    return OpGraph(
+        name="one", operators=operators, parameters=(ParameterSpec(name="fc.weight", spec=spec(width, width)),)
+    )
+
+
+def test_a_large_product_takes_its_operations_at_the_peak():
+    graph = linear_graph()
+    costs = roofline_profile(graph, SHEET, assumptions=IDEAL).cost("fc")
+    flops = 2 * 4096 * 1024 * 1024
+    assert costs["FP32"].forward_ns == round(1e9 * flops / 1e12)
+    assert costs["FP16"].forward_ns == round(1e9 * flops / 2e12)
+    assert costs["INT8"].forward_ns == round(1e9 * flops / 4e12)
+    # The input is the model's own and needs no gradient: one gradient product; that of INT8 runs in FP16.
+    assert costs["FP32"].backward_ns == costs["FP32"].forward_ns
+    assert costs["INT8"].backward_ns == costs["FP16"].backward_ns == costs["FP16"].forward_ns
+
+
+def test_a_thin_product_takes_its_bytes_at_the_bandwidth():
+    costs = roofline_profile(linear_graph(rows=1), SHEET, assumptions=IDEAL).cost("fc")
+    weights = 1024 * 1024
+    assert costs["FP32"].forward_ns == round(1e-3 * (4 * weights + 8 * 1024))
+    assert costs["FP16"].forward_ns == round(1e-3 * (8 * weights + 4 * 1024))
+
+
+def test_efficiency_and_constants_are_added():
+    graph = linear_graph()
+    ideal = roofline_profile(graph, SHEET, assumptions=IDEAL).cost("fc")["FP32"]
+    half = roofline_profile(graph, SHEET, assumptions=replace(IDEAL, efficiency=0.5, kernel_ns=7, launch_ns=11))
+    found = half.cost("fc")["FP32"]
+    assert found.forward_ns == pytest.approx(2 * ideal.forward_ns + 7, abs=1)
+    assert found.host_forward_ns == 11
+
+
+def test_what_is_kept_for_backward_follows_the_kind():
+    profile = roofline_profile(linear_graph(), SHEET)
+    fc, relu, view = (profile.cost(name) for name in ("fc", "relu", "view"))
+    assert (fc["FP32"].saves_inputs, fc["FP32"].saved_bytes) == ((0,), 0)
+    assert fc["FP16"].saved_bytes == 2 * 1024 * 1024  # the cast copy of the weight
+    assert (fc["INT8"].saves_inputs, fc["INT8"].saved_bytes) == ((), 4096 * 1024 + 1024 * 1024)
+    assert (relu["FP32"].saves_output, relu["FP32"].saves_inputs) == (True, ())
+    assert (view["FP32"].alias_input, view["FP32"].forward_ns) == (0, 0)
+
+
+def test_casts_move_their_bytes():
+    profile = roofline_profile(linear_graph(), SHEET, assumptions=IDEAL)
+    assert profile.casts["FP32>FP16"].ns_per_mi_elements == round(1e-3 * 6 * MI_ELEMENTS)
+    assert profile.casts["FP32>INT8"].ns_per_mi_elements == round(1e-3 * 9 * MI_ELEMENTS)  # read twice: amax first
+    assert roofline_profile(linear_graph(), data_sheet("A100")).casts["FP32>TF32"].ns(MI_ELEMENTS) == 0
+
+
+def test_the_optimizer_is_one_of_three():
+    parameters = 4 * 1024 * 1024
+    states = {
+        name: roofline_profile(linear_graph(), SHEET, assumptions=Assumptions(optimizer=name)).optimizer.state_bytes
+        for name in ("adamw", "momentum", "sgd")
+    }
+    assert states == {"adamw": 2 * parameters, "momentum": parameters, "sgd": 0}
+    with pytest.raises(UnsupportedError, match="optimizer is 'lion', but allowed are adamw, momentum, sgd"):
+        Assumptions(optimizer="lion")
+
+
+def test_kinds_without_a_kernel_do_not_get_the_precision():
+    for kind, allowed in (
+        ("conv_transpose2d", {"FP16", "FP32"}),
+        ("einsum", {"FP16", "FP32"}),
+        ("conv2d", {*SHEET.peak_flops}),
+    ):
+        assert set(roofline_profile(linear_graph(kind=kind), SHEET).cost("fc")) == allowed
+    embedding = roofline_profile(linear_graph(kind="embedding"), SHEET).cost("fc")
+    assert set(embedding) == {"FP16", "FP32"}
+    assert embedding["FP32"].saves_inputs == ()
+
+
+def test_the_profile_says_what_it_is():
+    profile = roofline_profile(linear_graph(), data_sheet("t4"))
+    assert estimated_by(profile) == "roofline from the NVIDIA T4 data sheet"
+    assert profile.options["efficiency"] == Assumptions().efficiency
+
+
+@pytest.mark.parametrize("name", DATA_SHEETS)
+def test_every_data_sheet_prices_a_problem(name):
+    sheet = data_sheet(name.lower())
+    assert list(sheet.peak_flops) == sorted(sheet.peak_flops, key=lambda p: FORMATS[p].rank)
+    device = DeviceType(name=name, count=2, memory_limit_bytes=2**34, precisions=tuple(sheet.peak_flops))
+    check_cost_model("roofline", device=device)
+
+
+def test_hardware_names_the_data_sheet():
+    device = DeviceType(
+        name="pool", hardware="L4", count=1, memory_limit_bytes=2**34, precisions=("FP8", "BF16", "FP32")
+    )
+    check_cost_model("roofline", device=device)
+
+
+def test_unknown_and_unusable_data_sheets():
+    with pytest.raises(
+        UnsupportedError, match=r"no data sheet for 'H10'; did you mean 'H100'\?; there is one for V100"
+    ):
+        data_sheet("H10")
+    with pytest.raises(ProblemError, match="peak_flops lacks FP32"):
+        replace(SHEET, peak_flops={"FP16": 1e12})
+    with pytest.raises(ProblemError, match="bandwidth in bytes per second is 0"):
+        replace(SHEET, bandwidth_bytes_per_s=0.0)
+    with pytest.raises(ProblemError, match=r"efficiency is 1.5, but it is a share"):
+        Assumptions(efficiency=1.5)
