@@ -11,7 +11,7 @@ from typing import Any
 from qsync_opt.errors import ProblemError
 from qsync_opt.jsonio import check_number
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.progress import Report
+from qsync_opt.progress import Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
