@@ -28,7 +28,8 @@ SLOW = {
     "README.md",
     "docs/newcomer-walk.md",
     "docs/tutorial.md",
-    *(f"docs/how-to/{name}.md" for name in ("resume", "several-device-types", "your-own-model")),
+    *(f"docs/how-to/{name}.md" for name in ("add-a-solver", "add-other-plugins", "resume")),
+    *(f"docs/how-to/{name}.md" for name in ("several-device-types", "your-own-model")),
 }
 REASONS = {"needs a GPU", "installs packages", "runs for minutes"}
 NOT_RUN = {"README.md": 2, "docs/newcomer-walk.md": 1}
