@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ def _is_number(text: str) -> bool:
 def environment(data: Record) -> dict[str, str]:
     """Hardware, versions, date and command of a result file, as far as it records them."""
     places = [data, *(data[key] for key in ("environment", "provenance", "meta") if isinstance(data.get(key), dict))]
+    places += _sections(data).values()  # what the file as a whole does not say, its first section does
     merged: dict[str, Any] = {}
     for place in reversed(places):
         merged.update(place)
@@ -83,13 +84,14 @@ def environment(data: Record) -> dict[str, str]:
 
 def provenance(name: str, data: Record) -> str:
     """The lines under a heading: file, hardware, versions, date and command."""
+    return f"File `benchmarks/results/{name}`. {_described(data)}\n"
+
+
+def _described(data: Record) -> str:
     found = environment(data)
     command = found["command"]
     shown = command if command.startswith("not recorded") else f"`{command}`"
-    return (
-        f"File `benchmarks/results/{name}`. Hardware: {found['hardware']}. Versions: {found['versions']}. "
-        f"Date: {found['date']}. Command: {shown}.\n"
-    )
+    return f"Hardware: {found['hardware']}. Versions: {found['versions']}. Date: {found['date']}. Command: {shown}."
 
 
 def _predicted(data: Record) -> str:
@@ -242,23 +244,40 @@ def _flat(record: Record) -> dict[str, object]:
     return result
 
 
-def generic(data: Record) -> str:
-    """Every list of records in a file as a table, long ones cut with a line that says so."""
+def record_tables(records: Sequence[Record]) -> str:
+    """Records as tables, one for each set of keys, small ones first; long ones are cut with a line that says so."""
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for record in map(_flat, records):
+        groups.setdefault(tuple(record), []).append(record)
     parts = []
-    for key, value in data.items():
-        if not (isinstance(value, list) and value and all(isinstance(item, dict) for item in value)):
-            continue
-        flat = [_flat(item) for item in value]
-        columns = list(dict.fromkeys(name for item in flat for name in item))[:MOST_COLUMNS]
-        parts.append(f"`{key}`:\n\n" + table(columns, ([item.get(c) for c in columns] for item in flat[:MOST_ROWS])))
-        if len(flat) > MOST_ROWS:
-            parts.append(f"{len(flat) - MOST_ROWS} more rows stand in the file.\n")
-    scalars = {
-        k: v for k, v in data.items() if not isinstance(v, dict | list) and k not in ("format", "date", "command")
-    }
-    if not parts:
-        parts.append(table(("entry", "value"), scalars.items()))
+    for columns, rows in sorted(groups.items(), key=lambda group: len(group[1])):
+        parts.append(table(columns[:MOST_COLUMNS], (list(row.values())[:MOST_COLUMNS] for row in rows[:MOST_ROWS])))
+        if len(rows) > MOST_ROWS:
+            parts.append(f"{len(rows) - MOST_ROWS} more rows stand in the file.\n")
     return "\n".join(parts)
+
+
+def _lists_of_records(data: Record) -> Iterator[tuple[str, list[Record]]]:
+    for key, value in data.items():
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            yield key, value
+
+
+def generic(data: Record) -> str:
+    """Every list of records in a file as tables; where a file has sections, each with its own provenance."""
+    parts = [f"`{key}`:\n\n{record_tables(records)}" for key, records in _lists_of_records(data)]
+    for name, part in _sections(data).items():
+        parts.append(f"### {name}\n\n{_described(part)}\n")
+        parts += [record_tables(records) for _, records in _lists_of_records(part)]
+    if not parts:
+        shown = {k: v for k, v in _flat(data).items() if k not in ("format", "date", "command")}
+        parts.append(table(("entry", "value"), shown.items()))
+    return "\n".join(parts)
+
+
+def _sections(data: Record) -> Mapping[str, Record]:
+    found = data.get("sections")
+    return found if isinstance(found, dict) and all(isinstance(part, dict) for part in found.values()) else {}
 
 
 def _special(data: Record) -> tuple[str, Callable[[Record], str]] | None:

@@ -70,6 +70,20 @@ def test_an_unknown_kind_of_result_becomes_tables():
     assert "10 more rows stand in the file." in text
 
 
+def test_sections_of_a_result_file_keep_their_own_provenance():
+    import results_pages
+
+    def part(card, rows):
+        return {"date": "2026-01-02", "hardware": card, "versions": {"cuda": "13"}, "command": "run", "records": rows}
+
+    rows = [{"shape": 1, "seconds": 0.5}] * 3 + [{"mean": 1.5}]
+    data = {"format": "kernels/1", "sections": {"products": part("card A", rows), "casts": part("card B", rows[:1])}}
+    text = results_pages.section("kernels.json", data)
+    assert "### products\n\nHardware: card A. Versions: cuda 13. Date: 2026-01-02. Command: `run`." in text
+    assert "### casts\n\nHardware: card B." in text
+    assert text.index("| mean |") < text.index("| shape | seconds |")  # the smaller table first
+
+
 def test_formulas_become_mathml():
     import mathematics
 
