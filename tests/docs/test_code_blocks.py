@@ -42,6 +42,8 @@ FENCE = re.compile(
 )
 TITLE = re.compile(r'title="([^"]*)"')
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
+# A line that HiGHS writes past Python at times.
+NATIVE = re.compile(r"^Highs\w+::.*\n", re.MULTILINE)
 FILE_NAME = re.compile(r"^[\w./-]+\.\w+$")
 FILES = ("python", "yaml", "json", "toml", "text")
 SESSION = """
@@ -105,6 +107,7 @@ def name_of(path):
 
 
 def normal(text, *, figures_vary):
+    text = NATIVE.sub("", text)
     text = NUMBER.sub("#", text) if figures_vary else text
     lines = [re.sub(r"[ \t]+", " ", line).rstrip() if figures_vary else line.rstrip() for line in text.splitlines()]
     return "\n".join(lines).strip("\n")
