@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from qsync_opt.replanning import replan as replan
     from qsync_opt.replay import Timeline as Timeline
     from qsync_opt.replay import write_trace as write_trace
+    from qsync_opt.report import make_report as make_report
+    from qsync_opt.report import write_report as write_report
     from qsync_opt.roles import RoleTable as RoleTable
     from qsync_opt.roofline import roofline_profile as roofline_profile
     from qsync_opt.runtimes.torch.apply import ApplyOptions as ApplyOptions
@@ -94,6 +96,8 @@ _PUBLIC = {
     "uniform_plan": "qsync_opt.baselines",
     "memory_breakdown": "qsync_opt.memory",
     "write_trace": "qsync_opt.replay",
+    "make_report": "qsync_opt.report",
+    "write_report": "qsync_opt.report",
     "Timeline": "qsync_opt.replay",
     "Evaluation": "qsync_opt.evaluation",
     "evaluate": "qsync_opt.evaluation",

@@ -67,9 +67,9 @@ def build_problem(
         fastest: Finds that plan; None: the planner's way.
         excluded: Precisions that an operator must not get, each with the reason in words; they leave its table. None:
             those that ``sensitivities`` names, if it is a `SensitivityTable` or `SensitivityValues`.
+        sensitivity_estimate: What the sensitivities were estimated by, if not from collected statistics.
         by_device: Sensitivities of single device types, in place of ``sensitivities``: border formats differ between
             types (8-bit operators answer in FP16 on a T4, in BF16 on an A10), and with them the noise.
-        sensitivity_estimate: What the sensitivities were estimated by, if not from collected statistics.
 
     Returns:
         The problem, named after the graph. Each device notes under ``x-memory`` what its static memory is made of, and

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from qsync_opt.cluster import Cluster, DeviceType
     from qsync_opt.device_profile import DeviceProfile
     from qsync_opt.graph import OpGraph
-    from qsync_opt.plugins import Indicator, ModelKnowledge
-    from qsync_opt.precision import PrecisionFormats
+    from qsync_opt.plugins import ModelKnowledge
     from qsync_opt.problem import Problem
 
 _LOGGER = logging.getLogger(__name__)
@@ -91,15 +90,18 @@ def _problem(options: argparse.Namespace, report: Any) -> Problem:
     report(1, _STEPS, "costs of every operator")
     profiles = _profiles(graph, cluster, options)
     report(2, _STEPS, "sensitivities")
-    table = _sensitivities(graph, cluster, profiles, indicator, _knowledge(options))
+    # Border formats differ between device types, and with them the noise.
+    knowledge = _knowledge(options)
+    tables = {d.name: indicator.sensitivities(graph, knowledge, profiles[d.name].formats) for d in cluster.planned}
     report(3, _STEPS, "building the problem")
     return build_problem(
         graph,
         profiles,
-        table,
+        {},
         cluster,
         slack=options.slack,
         latency_limit_ns=limit_ns,
+        by_device=tables,
         sensitivity_estimate=indicator.estimate,
     )
 
@@ -129,17 +131,3 @@ def _knowledge(options: argparse.Namespace) -> ModelKnowledge:
         return ModelKnowledge(statistics=load_statistics(options.statistics))
     # Reading every weight takes most of the time; the formats alone need none.
     return ModelKnowledge(weights=None if options.indicator == "formats" else read_weights(options.model))
-
-
-def _sensitivities(
-    graph: OpGraph,
-    cluster: Cluster,
-    profiles: dict[str, DeviceProfile],
-    indicator: Indicator,
-    knowledge: ModelKnowledge,
-) -> Any:
-    """One table for all planned types, over the union of their formats; types differ in border formats."""
-    formats: dict[str, PrecisionFormats] = {}
-    for device in cluster.planned:
-        formats.update(profiles[device.name].formats)
-    return indicator.sensitivities(graph, knowledge, formats)

@@ -1,11 +1,10 @@
 """One self-contained HTML page about a plan: what was decided, why, what it costs and what else was possible.
 
-Pure numpy-free core: no torch, no solver; fronts and bounds are reached by a formulation's name.
+Core only: no torch and no solver; fronts and bounds are reached by a method's name.
 """
 
 from qsync_opt.report.contents import Report, make_report
-from qsync_opt.report.fragment import html_fragment
 from qsync_opt.report.measured import Measured, load_measured
 from qsync_opt.report.page import report_html, write_report
 
-__all__ = ["Measured", "Report", "html_fragment", "load_measured", "make_report", "report_html", "write_report"]
+__all__ = ["Measured", "Report", "load_measured", "make_report", "report_html", "write_report"]

@@ -9,6 +9,14 @@ import pytest
 from qsync_opt.progress import lasting_interrupts, reporting, waiting
 
 
+@pytest.fixture(autouse=True)
+def python_handles_interrupts():
+    """As in a shell's foreground; a job in the background starts with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Terminal:
     """Standard error of a terminal that keeps what is written."""
 

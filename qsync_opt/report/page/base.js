@@ -47,19 +47,22 @@ const LONG = 24; // Letters of a cell that may break into lines.
 const chip = (format) => element("span", { class: "chip p" + data.slots[format] }, data.formats[format]);
 const isChosen = (index) => data.roles[operators.role[index]] === "adjustable";
 
-// Ticks at 1, 2 or 5 times a power of ten; of memory at powers of two, so that its labels are round.
-function ticks(low, high, count, binary) {
+// Ticks at 1, 2 or 5 times a power of ten.
+function ticks(low, high, count) {
   const rough = Math.max((high - low) / count, Number.MIN_VALUE);
-  let step;
-  if (binary) {
-    step = 2 ** Math.ceil(Math.log2(rough));
-  } else {
-    const power = 10 ** Math.floor(Math.log10(rough));
-    step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * (1 - 1e-9));
-  }
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * (1 - 1e-9));
   const result = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high * (1 + 1e-9); i += 1) result.push(i * step);
   return result;
+}
+// Ticks of an axis, [value, text]: all in one unit, with as many decimals as their distance needs. ``size`` is what one
+// of the values is worth in the first unit of ``steps``.
+function labelledTicks(low, high, count, steps, size) {
+  const [factor, unit] = steps.find((step) => high * size / step[0] < 999.5) || steps[steps.length - 1];
+  const values = ticks(low * size / factor, high * size / factor, count);
+  const decimals = values.length > 1 ? Math.max(0, -Math.floor(Math.log10(values[1] - values[0]) + 1e-9)) : 2;
+  return values.map((value) => [value * factor / size, value ? value.toFixed(decimals) + " " + unit : "0"]);
 }
 
 // One tooltip for all drawings. What it says also stands in tables, so it is hidden from screen readers.

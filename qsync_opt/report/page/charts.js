@@ -1,40 +1,42 @@
 // Line drawings: the fronts, and memory over time.
 const MARGIN = { left: 74, right: 16, top: 14, bottom: 44 };
 
-// A scale knows where in its range (0 to 1) a value lies, and its ticks.
-function linear([low, high], binary) {
-  return { at: (value) => (value - low) / (high - low || 1), ticks: (count) => ticks(low, high, count, binary), note: "" };
+// A scale knows where in its range (0 to 1) a value lies, and its ticks with their texts.
+function linear([low, high], steps, size) {
+  const plain = (count) => ticks(low, high, count).map((value) => [value, formatNumber(value)]);
+  const ticksOf = steps ? (count) => labelledTicks(low, high, count, steps, size || 1) : plain;
+  return { at: (value) => (value - low) / (high - low || 1), ticks: ticksOf, note: "" };
 }
 // Values of many decades are drawn logarithmically; zero, which has no logarithm, gets a place below them.
 const DECADES = 50;
 function sensitivityScale(values) {
   const positive = values.filter((value) => value > 0);
   const [low, high] = [Math.min(...positive), Math.max(...positive)];
-  if (!positive.length || high / low < DECADES) return linear([0, high * 1.08 || 1], false);
+  if (!positive.length || high / low < DECADES) return linear([0, high * 1.08 || 1]);
   const [first, last] = [Math.floor(Math.log10(low)), Math.log10(high * 1.3)];
   const floor = values.length > positive.length ? 0.12 : 0;
   const at = (value) => (value > 0 ? floor + (1 - floor) * Math.max(0, (Math.log10(value) - first) / (last - first)) : 0);
   const decades = (count) => {
     const step = Math.max(1, Math.ceil((last - first) / count));
-    const result = floor ? [0] : [];
-    for (let power = first; power <= last; power += step) result.push(Number("1e" + power));
+    const result = floor ? [[0, "0"]] : [];
+    for (let power = first; power <= last; power += step) result.push([Number("1e" + power), formatNumber(Number("1e" + power))]);
     return result;
   };
   return { at, ticks: decades, note: " (logarithmic)" };
 }
 
-function frame(width, height, scaleX, scaleY, textX, textY, titleX, titleY) {
+function frame(width, height, scaleX, scaleY, titleX, titleY) {
   const plot = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
   const atX = (value) => plot.left + scaleX.at(value) * (plot.right - plot.left);
   const atY = (value) => plot.bottom - scaleY.at(value) * (plot.bottom - plot.top);
   const parts = [];
-  for (const value of scaleY.ticks(5)) {
+  for (const [value, text] of scaleY.ticks(5)) {
     parts.push(shape("path", { class: "grid", d: "M" + plot.left + " " + atY(value) + "H" + plot.right }),
-      shape("text", { x: plot.left - 8, y: atY(value) + 4, "text-anchor": "end" }, value ? textY(value) : "0"));
+      shape("text", { x: plot.left - 8, y: atY(value) + 4, "text-anchor": "end" }, text));
   }
-  for (const value of scaleX.ticks(Math.max(2, Math.floor(width / 100)))) {
+  for (const [value, text] of scaleX.ticks(Math.max(2, Math.floor(width / 100)))) {
     parts.push(shape("path", { class: "axis", d: "M" + atX(value) + " " + plot.bottom + "v4" }),
-      shape("text", { x: atX(value), y: plot.bottom + 17, "text-anchor": "middle" }, textX(value)));
+      shape("text", { x: atX(value), y: plot.bottom + 17, "text-anchor": "middle" }, text));
   }
   parts.push(shape("path", { class: "axis", d: "M" + plot.left + " " + plot.bottom + "H" + plot.right }),
     shape("text", { x: (plot.left + plot.right) / 2, y: height - 8, "text-anchor": "middle" }, titleX),
@@ -52,24 +54,31 @@ function beside(plot, x, y, text, kind, dy) {
   return shape("text", { class: kind, x: right ? x + 10 : x - 10, y: Math.max(plot.top + 10, y + dy), "text-anchor": right ? "start" : "end" }, text);
 }
 
-function frontChart(title, axis, format, binary, points, chosen, limit, uniform) {
+function frontChart(title, axis, format, steps, points, chosen, limit, uniform) {
   const drawing = shape("svg", { role: "img", height: 320, "aria-label": title + ". " + points.length + " plans, from " + describe(points[0], axis, format) +
     " to " + describe(points[points.length - 1], axis, format) + ". This plan: " + describe(chosen, axis, format) + "." });
   const chart = element("div", { class: "chart" }, drawing);
   whenSized(chart, (width) => {
     // The uniform plans are drawn where they lie within a margin of the front; the table has all.
-    const own = [...points.map((p) => p.x), chosen.x, limit];
+    const own = [...points.map((p) => p.x), chosen.x];
+    const [least, most] = [Math.min(...own), Math.max(...own)];
+    // A limit that is far beyond every plan would press them into a corner: it is told, not drawn.
+    const far = limit > most + Math.max(2 * (most - least), 0.5 * most);
+    if (!far) own.push(limit);
     const reach = (Math.max(...own) - Math.min(...own)) * 0.35;
     const near = uniform.filter((p) => p.x >= Math.min(...own) - reach && p.x <= Math.max(...own) + reach);
     const x = spread([...own, ...near.map((p) => p.x)], 0.06);
     const top = Math.max(...points.map((p) => p.y), chosen.y);
     const scale = sensitivityScale([...points, chosen, ...near.filter((p) => p.y <= top)].map((p) => p.y));
-    const { plot, atX, atY, parts } = frame(width, 320, linear(x, binary), scale, format, formatNumber, axis, "Sensitivity" + scale.note);
+    const { plot, atX, atY, parts } = frame(width, 320, linear(x, steps), scale, axis, "Sensitivity" + scale.note);
     const sorted = [...points].sort((a, b) => a.x - b.x);
     const path = (key) => sorted.map((p, i) => (i ? "H" + atX(p.x) + "V" + atY(p[key]) : "M" + atX(p.x) + " " + atY(p[key]))).join("");
-    parts.push(shape("path", { class: "limit", d: "M" + atX(limit) + " " + plot.top + "V" + plot.bottom }),
-      beside(plot, atX(limit), plot.top, "limit", "limit-text", 10),
-      shape("path", { class: "bound", d: path("bound") }), shape("path", { class: "front", d: path("y") }));
+    if (far) parts.push(shape("text", { class: "limit-text", x: plot.right, y: plot.top - 2, "text-anchor": "end" }, "limit " + format(limit) + " →"));
+    else {
+      parts.push(shape("path", { class: "limit", d: "M" + atX(limit) + " " + plot.top + "V" + plot.bottom }),
+        beside(plot, atX(limit), plot.top, "limit", "limit-text", 10));
+    }
+    parts.push(shape("path", { class: "bound", d: path("bound") }), shape("path", { class: "front", d: path("y") }));
     for (const p of sorted) parts.push(shape("circle", { class: "point", cx: atX(p.x), cy: atY(p.y), r: 3.5 }));
     const [cx, cy] = [atX(chosen.x), atY(chosen.y)];
     for (const p of near.filter((one) => one.y <= top)) {
@@ -108,13 +117,13 @@ function drawFronts() {
   const latency = data.fronts.latency.map(([y, bound, x]) => ({ x, y, bound }));
   const other = (value) => data.uniform.map((row) => ({ x: value(row), y: row.objective, label: uniformLabel(row) }));
   if (latency.length) {
-    charts.append(frontChart("Sensitivity against iteration time", "Iteration time", formatTime, false, latency,
+    charts.append(frontChart("Sensitivity against iteration time", "Iteration time", formatTime, TIME, latency,
       { x: data.iteration_ns, y: data.objective, label: "this plan" }, data.latency_limit_ns, other((row) => row.iteration_ns)));
   }
   data.devices.forEach((device, i) => {
     const points = data.fronts.memory[i].map(([y, bound, , memory]) => ({ x: memory[i], y, bound }));
     if (!points.length) return;
-    charts.append(frontChart("Sensitivity against memory of " + device.name, "Memory", formatMemory, true, points,
+    charts.append(frontChart("Sensitivity against memory of " + device.name, "Memory", formatMemory, MEMORY, points,
       { x: device.memory_kib, y: data.objective, label: "this plan" }, device.memory_limit_kib, other((row) => row.memory_kib[i])));
   });
   body.append(charts.children.length ? charts : element("p", { class: "note" }, "No plan keeps the other limits, so there is no front."));
@@ -151,7 +160,7 @@ function drawMemory(device, number) {
     ": at most " + format(peak) + ", limit " + format(limit) + "." });
   const label = memory ? "Activations and cast buffers" : "Operators so far, with their cast buffers";
   whenSized(place, (width) => {
-    const { plot, atX, atY, parts } = frame(width, 300, linear([0, end], false), linear([0, top], true), memory ? formatTime : String, format,
+    const { plot, atX, atY, parts } = frame(width, 300, linear([0, end], memory ? TIME : null), linear([0, top], MEMORY, 1 / 1024),
       memory ? "Time in the iteration" : "Operators, in model order", "Memory");
     let low = 0;
     bands.forEach((band, i) => {

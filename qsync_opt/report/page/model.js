@@ -152,8 +152,10 @@ function drawModel() {
   open.addEventListener("click", () => openAll(tree, true));
   close.addEventListener("click", () => openAll(tree, false));
   const list = element("ul", { class: "tree" }, ...[...tree.children.values()].map((child) => treeItem(child, 0)));
-  const many = ["", "", "two", "three", "four"][Math.min(data.devices.length, 4)];
-  document.getElementById("model-body").append(legend,
-    element("div", { class: many }, whole, element("div", { class: "controls" }, open, close), list));
+  // On wide screens devices are columns; readers hear the device's name in each cell instead.
+  const heads = element("div", { class: "row heads", "aria-hidden": "true" }, element("div"), ...data.devices.map((device) => element("div", {}, device.name)));
+  const body = element("div", {}, whole, element("div", { class: "controls" }, open, close), heads, list);
+  body.style.setProperty("--devices", data.devices.length);
+  document.getElementById("model-body").append(legend, body);
   unfoldSome(tree);
 }

@@ -112,10 +112,10 @@ function drawTimeline() {
       parts.push(shape("path", { class: kind, d: "M" + x + " 0V" + (bottom + 4) }),
         shape("text", { class: "strong", x: near ? x - 4 : x + 4, y: bottom + 36, "text-anchor": near ? "end" : "start" }, text));
     };
-    for (const time of ticks(span.from, span.to, Math.max(2, Math.floor(width / 100)), false)) {
+    for (const [time, text] of labelledTicks(span.from, span.to, Math.max(2, Math.floor(width / 100)), TIME, 1)) {
       const x = at(time);
       parts.push(shape("path", { class: "axis", d: "M" + x + " " + bottom + "v4" }),
-        shape("text", { x, y: bottom + 17, "text-anchor": x < 20 ? "start" : x > width - 24 ? "end" : "middle" }, formatTime(time)));
+        shape("text", { x, y: bottom + 17, "text-anchor": x < 20 ? "start" : x > width - 24 ? "end" : "middle" }, text));
     }
     parts.push(shape("path", { class: "axis", d: "M0 " + bottom + "H" + width }));
     line(data.latency_limit_ns, "limit", "limit " + formatTime(data.latency_limit_ns));
