@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from pathlib import Path
+
+import griffe
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"": "qsync_opt", "formulations": "formulations", "runtimes": "runtimes", "kernels": "kernels"}
@@ -55,6 +56,7 @@ def public_names_page() -> str:
     """Markdown of the page that lists the names of the package itself."""
     import qsync_opt
 
+    package = griffe.load("qsync_opt", search_paths=[str(ROOT)], resolve_aliases=True)
     lines = [
         "# Reference",
         "",
@@ -64,20 +66,13 @@ def public_names_page() -> str:
         "| name | what it is |",
         "|---|---|",
     ]
-    lines += [
-        f"| [`{name}`][qsync_opt.{name}] | {summary(module, name)} |"
-        for name, module in sorted(qsync_opt._PUBLIC.items())
-    ]
+    names = sorted(name for name in qsync_opt.__all__ if name != "__version__")
+    lines += [f"| [`{name}`][qsync_opt.{name}] | {summary(package[name])} |" for name in names]
     return "\n".join([*lines, "", "::: qsync_opt\n    options:\n      show_root_heading: false\n"])
 
 
-def summary(module: str, name: str) -> str:
-    """First paragraph of the docstring of a function or class, on one line, read without importing the module."""
-    path = ROOT.joinpath(*module.removeprefix("qsync_opt.").split(".")).with_suffix(".py")
-    if not path.exists():
-        path = ROOT / "qsync_opt" / path.relative_to(ROOT)
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
-            paragraph = (ast.get_docstring(node) or "").split("\n\n")[0]
-            return " ".join(paragraph.split()).replace("|", "\\|")
-    raise LookupError(f"{module} defines no function or class {name!r}")
+def summary(found: griffe.Object | griffe.Alias) -> str:
+    """First paragraph of an object's docstring, on one line; the object is read, not imported."""
+    if found.docstring is None:
+        raise LookupError(f"{found.path} has no docstring")
+    return " ".join(found.docstring.value.split("\n\n")[0].split()).replace("|", "\\|")
