@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qsync_opt.graph import OpGraph, Role
-from qsync_opt.indicator import IndicatorKind, SensitivityTable, sensitivities
+from qsync_opt.indicator import sensitivities
 from qsync_opt.kernels import ops
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.precision import PrecisionFormats
@@ -39,6 +39,7 @@ from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.interception import OperatorCall, intercepted
 from qsync_opt.runtimes.torch.statistics import collect_statistics
+from qsync_opt.sensitivity_table import IndicatorKind, SensitivityTable
 from qsync_opt.statistics import OperatorStatistics
 from qsync_opt.variances import NoiseOptions, variances
 

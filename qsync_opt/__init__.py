@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from qsync_opt.graph import OpGraph as OpGraph
     from qsync_opt.graph import Role as Role
     from qsync_opt.graph_file import load_graph as load_graph
-    from qsync_opt.indicator import SensitivityTable as SensitivityTable
     from qsync_opt.indicator import sensitivities as sensitivities
     from qsync_opt.memory import memory_breakdown as memory_breakdown
     from qsync_opt.onnx_reader import read_onnx as read_onnx
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.profiler import profile as profile
     from qsync_opt.runtimes.torch.refresh import PlanRefresher as PlanRefresher
     from qsync_opt.runtimes.torch.statistics import collect_statistics as collect_statistics
+    from qsync_opt.sensitivity_table import SensitivityTable as SensitivityTable
     from qsync_opt.solution import PointStatus as PointStatus
     from qsync_opt.solution import Solution as Solution
     from qsync_opt.solution import TerminationStatus as TerminationStatus
@@ -91,7 +91,7 @@ _PUBLIC = {
     "load_statistics": "qsync_opt.statistics_file",
     "save_statistics": "qsync_opt.statistics_file",
     "sensitivities": "qsync_opt.indicator",
-    "SensitivityTable": "qsync_opt.indicator",
+    "SensitivityTable": "qsync_opt.sensitivity_table",
     "build_problem": "qsync_opt.build",
     "uniform_plan": "qsync_opt.baselines",
     "memory_breakdown": "qsync_opt.memory",

@@ -15,7 +15,6 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.estimates import estimate_extras
 from qsync_opt.evaluation import BYTES_PER_KIB, evaluate, evaluate_device
 from qsync_opt.graph import OpGraph, Role
-from qsync_opt.indicator import SensitivityTable
 from qsync_opt.jsonio import check_number
 from qsync_opt.memory import MemoryModel, model_memory
 from qsync_opt.plan import Plan
@@ -23,6 +22,7 @@ from qsync_opt.precision import FORMATS, PrecisionFormats
 from qsync_opt.pricing import device_tables, price_operators, problem_inputs, problem_role
 from qsync_opt.problem import CastCost, Communication, OperatorCost, Problem, ProblemDevice, ProblemOperator
 from qsync_opt.propagation import propagate
+from qsync_opt.sensitivity_table import SensitivityTable
 from qsync_opt.sensitivity_values import SensitivityValues
 
 Sensitivities = Mapping[str, Mapping[str, float]]

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.graph import OpGraph
-from qsync_opt.indicator import IndicatorKind, sensitivities
+from qsync_opt.indicator import sensitivities
 from qsync_opt.plugins import ModelKnowledge
 from qsync_opt.precision import PrecisionFormats
+from qsync_opt.sensitivity_table import IndicatorKind
 from qsync_opt.weight_indicator import FROM_FORMATS, FROM_WEIGHTS, weight_sensitivities
 
 Table = Mapping[str, Mapping[str, float]]

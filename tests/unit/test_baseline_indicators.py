@@ -2,8 +2,8 @@ import pytest
 
 from qsync_opt.baseline_indicators import fisher_score, hessian_increase, random_score, weight_variance
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.indicator import IndicatorKind, OperatorSensitivity, SensitivityTable
 from qsync_opt.noise_propagation import Distances
+from qsync_opt.sensitivity_table import IndicatorKind, OperatorSensitivity, SensitivityTable
 from qsync_opt.statistics import (
     Curvature,
     GradientNoise,

@@ -4,9 +4,10 @@ import pytest
 
 from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
 from qsync_opt.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
-from qsync_opt.indicator import IndicatorKind, SensitivityTable, sensitivities
+from qsync_opt.indicator import sensitivities
 from qsync_opt.precision import PrecisionFormats
 from qsync_opt.rounding import Granularity
+from qsync_opt.sensitivity_table import IndicatorKind, SensitivityTable
 from qsync_opt.statistics import (
     Gain,
     MeasuredErrors,

@@ -32,7 +32,7 @@ def options_of(rank, folder, case):
     return PlanningOptions(
         cache_dir=folder,
         progress=False,
-        memory="3 lightyears" if case == "failure" and rank == 1 else "1 GiB",
+        memory="3 parsecs" if case == "failure" and rank == 1 else "1 GiB",
         precisions=("FP32",) if rank == 0 else ("INT8", "BF16"),
         device_type=("big", "small")[rank],
         least_gain=0.0,

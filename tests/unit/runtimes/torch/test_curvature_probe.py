@@ -4,11 +4,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt.errors import ModelError
-from qsync_opt.indicator import IndicatorKind, sensitivities
+from qsync_opt.indicator import sensitivities
 from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.curvature_probe import probe_curvatures
 from qsync_opt.runtimes.torch.statistics import collect_statistics
+from qsync_opt.sensitivity_table import IndicatorKind
 
 
 class Smooth(nn.Module):

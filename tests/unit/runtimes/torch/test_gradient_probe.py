@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt.errors import ModelError
-from qsync_opt.indicator import IndicatorKind, sensitivities
+from qsync_opt.indicator import sensitivities
 from qsync_opt.kernels import ops
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.torch.allocations import allocation_of
@@ -13,6 +13,7 @@ from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.gradient_probe import probe_gains
 from qsync_opt.runtimes.torch.interception import intercepted
 from qsync_opt.runtimes.torch.statistics import collect_statistics
+from qsync_opt.sensitivity_table import IndicatorKind
 
 
 class Smooth(nn.Module):

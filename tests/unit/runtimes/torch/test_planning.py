@@ -227,4 +227,4 @@ def test_a_failure_on_one_rank_stops_all(tmp_path):
     first, second = run_workers("failure", tmp_path)
     assert second["error"] == "ProblemError"
     assert first["error"] == "NotReadyError"
-    assert first["said"].startswith("rank 1 failed: ProblemError: memory is '3 lightyears'")
+    assert first["said"].startswith("rank 1 failed: ProblemError: memory is '3 parsecs'")
