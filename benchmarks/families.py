@@ -51,6 +51,8 @@ class Recipe:
         parts = [self.family, self.operators, f"f{self.formats}", limits, *flags, f"s{self.seed}"]
         if self.sharing != "edge":
             parts.append(self.sharing)
+        if self.sigma != 2.0:
+            parts.append(f"w{self.sigma}")
         if self.devices > 1:
             parts.append(f"d{self.devices}")
         return "-".join(map(str, parts))

@@ -1,223 +1,382 @@
-"""How near, how sure and how fast are the solvers? Writes results/solvers.json and two plots beside it.
+"""How near, how sure and how fast are the solvers? Measures, and writes results/solvers.json, tables and plots.
 
-Run: python -P benchmarks/solvers.py [--smoke] [--sizes 200,1000] [--seeds 3] [--general-limit 20]
+Sections, each measured by itself and merged into the results file:
+
+* quality: ``greedy`` and ``exact`` on all problems, 50 to 20,000 operators
+* baselines: the paper's greedy, ratio greedy without prices, rounding of the linear relaxation
+* general: HiGHS, SCIP, CBC and CP-SAT on the whole formulation, beside ``exact`` under the same limit (the long one)
+* front: fifty points, and a solve after a change of limits, against one solve
+* memory: peak memory at 20,000 operators
+* agreement: all exact ways on random small problems
+
+Every measurement runs in a process of its own, bound to one core, one at a time on each core of ``--cores``; solvers
+run single-threaded. Times are wall times; processor times stand beside them in the results.
+
+    python -P benchmarks/solvers.py [SECTION ...] [--cores 0,1] [--sizes 50,200] [--families cnn,moe] [--output FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
+import os
 import platform
-import statistics
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).parent))
-from families import Recipe, generate
+from families import Recipe
+from solvers_cases import FAMILIES, SEEDS, SMALL_FAMILIES, Case, captured, compared, generated, recorded
+from solvers_summary import analyse, comparisons, flat
 
-from qsync_opt import evaluate, solve
-from qsync_opt.formulations.front import latency_front
-from qsync_opt.plan import Plan
-from qsync_opt.propagation import ladder
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "solvers.json"
+FORMAT = "qsync-bench-solvers/2"
+SIZES = (50, 200, 1000, 5000, 20000)
+KINDS = (*FAMILIES, *SMALL_FAMILIES, "file")
+"""Families of problems; files are the recorded instances and the captured models."""
+EXACT_LIMIT_S = {50: 10.0, 200: 10.0, 1000: 15.0, 5000: 15.0, 20000: 35.0}
+"""Seconds for ``exact``; how many are proved within what is asked is counted afterwards."""
+GENERAL = {"HiGHS": "ortools", "SCIP": "scip", "CBC": "pulp", "CP-SAT": "cp-sat"}
+GENERAL_LIMIT_S = {50: 20.0, 200: 20.0, 1000: 60.0, 5000: 60.0}
+COMPARED_SEEDS = {50: 3, 200: 3, 1000: 3, 5000: 1}
+"""Seeds of each family on which the methods are compared."""
+GENERAL_SEEDS = {
+    "HiGHS": {50: 1, 200: 3, 1000: 3, 5000: 1},
+    "SCIP": {50: 1, 200: 3, 1000: 2},
+    "CBC": {50: 1, 200: 3, 1000: 1},
+    "CP-SAT": {50: 1, 200: 1, 1000: 1},
+}
+"""Seeds of each family that a general solver is run on: those that mostly end at their limit take fewer turns."""
+BASELINE_LIMIT_S = 30.0
+GRACE_S = 150.0
+"""A worker is stopped so long after its limits: building and overruns of a solver are not its limits."""
+AGREEMENT_BATCH = 50
+FRONT_STOP_S = 300.0
 
-RESULTS = Path(__file__).parent / "results"
-FAMILIES = ("cnn", "encoder", "decoder", "moe")
-CONFIGURATIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"memory": None},
-    {"formats": 4, "latency": 0.5},
-    {"copies": True, "latency": 0.5, "memory": 0.5},
-    {"formats": 2},
-)
-EXACT_LIMIT_S = {50: 10.0, 200: 10.0, 1000: 15.0, 5000: 5.0, 20000: 20.0}
-GENERAL = ("ortools", "scip", "pulp", "cp-sat")
-GENERAL_UP_TO = 200
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the command line chose."""
+
+    sizes: tuple[int, ...]
+    seeds: tuple[int, ...]
+    families: tuple[str, ...]
+    problems: int
+    points: int
+    most_s: float
+
+    def sizes_in(self, known: Iterable[int]) -> list[int]:
+        """Chosen sizes for which a section has limits."""
+        return [size for size in self.sizes if size in known]
+
+    def families_in(self, known: Iterable[str]) -> list[str]:
+        """Chosen families that a section has."""
+        return [family for family in known if family in self.families]
+
+    def limit_s(self, seconds: float) -> float:
+        """A section's limit, no more than the command line allows."""
+        return min(seconds, self.most_s)
 
 
-def timed(problem: Any, method: str, **options: Any) -> dict[str, Any]:
-    """One solve: what it claims, and the wall time around it."""
+Job = dict[str, Any]
+
+
+def _files(settings: Settings, *cases: Iterable[Case]) -> list[Case]:
+    """Problem files count as 200 operators, and as a family of their own."""
+    wanted = 200 in settings.sizes and "file" in settings.families
+    return [case for found in cases for case in found] if wanted else []
+
+
+def _run(label: str, method: str, limit_s: float | None, *, solver: str | None = None, repeats: int = 1) -> Job:
+    return {"label": label, "method": method, "solver": solver, "limit_s": limit_s, "repeats": repeats}
+
+
+def _case_job(case: Case, runs: list[Job]) -> Job:
+    longest = sum((run["limit_s"] or 60.0) * run["repeats"] for run in runs)
+    return {"kind": "case", "case": case.to_json(), "runs": runs, "title": case.name, "stop_s": longest + GRACE_S}
+
+
+def _repeats(size: int) -> int:
+    return 3 if size <= 1000 else 1
+
+
+def quality_jobs(settings: Settings) -> Iterator[Job]:
+    """The package's own methods on everything; the largest first, so that no core ends up waiting for one."""
+    made = generated(settings.sizes_in(EXACT_LIMIT_S), seeds=settings.seeds, families=settings.families)
+    for case in sorted([*made, *_files(settings, recorded(), captured())], key=lambda case: -case.size):
+        exact = _run("exact", "exact", settings.limit_s(EXACT_LIMIT_S[case.size]))
+        yield _case_job(case, [_run("greedy", "greedy", None, repeats=_repeats(case.size)), exact])
+
+
+def _compared(settings: Settings) -> Iterator[Case]:
+    for size in reversed(settings.sizes_in(GENERAL_LIMIT_S)):
+        yield from compared(size, seeds=settings.seeds[: COMPARED_SEEDS[size]], families=settings.families)
+    yield from _files(settings, captured())
+
+
+def baseline_jobs(settings: Settings) -> Iterator[Job]:
+    """What others would do, beside the package's own methods in the same process."""
+    for case in _compared(settings):
+        runs = [_run("greedy", "greedy", None, repeats=_repeats(case.size))]
+        runs += [_run("exact", "exact", settings.limit_s(GENERAL_LIMIT_S[case.size]))]
+        runs += [_run(name, name, settings.limit_s(BASELINE_LIMIT_S)) for name in ("qsync", "ratio", "lp-rounding")]
+        yield _case_job(case, runs)
+
+
+def _runs_on(label: str, case: Case, settings: Settings) -> bool:
+    """False where a general solver would only use up its limit once more."""
+    seeds = settings.seeds[: GENERAL_SEEDS[label].get(case.size, 0)]
+    return case.recipe is None or case.recipe.seed in seeds
+
+
+def general_jobs(settings: Settings) -> Iterator[Job]:
+    """General solvers, a process each, and `exact` under the same limit."""
+    for case in _compared(settings):
+        limit_s = settings.limit_s(GENERAL_LIMIT_S[case.size])
+        yield _case_job(case, [_run("exact", "exact", limit_s)])
+        for label, solver in GENERAL.items():
+            if _runs_on(label, case, settings):
+                yield _case_job(case, [_run(label, "ilp", limit_s, solver=solver)])
+
+
+def front_jobs(settings: Settings) -> Iterator[Job]:
+    """Fronts at 1,000 operators, or the largest size chosen below; proved ones for the first seed only."""
+    size = max((size for size in settings.sizes if size <= 1000), default=1000)
+    for method, seeds in (("exact", settings.seeds[:1]), ("greedy", settings.seeds)):
+        for family in settings.families_in(FAMILIES):
+            for seed in seeds:
+                case = Case(recipe=Recipe(family=family, operators=size, seed=seed))
+                title = f"front by {method} {case.name}"
+                yield {
+                    "kind": "front", "case": case.to_json(), "method": method, "points": settings.points,
+                    "title": title, "stop_s": FRONT_STOP_S,
+                }  # fmt: skip
+
+
+def agreement_jobs(settings: Settings) -> Iterator[Job]:
+    """Batches of random problems."""
+    for first in range(0, settings.problems, AGREEMENT_BATCH):
+        count = min(AGREEMENT_BATCH, settings.problems - first)
+        yield {"kind": "agreement", "first": first, "count": count, "title": f"problems from {first}", "stop_s": 900.0}
+
+
+def memory_jobs(settings: Settings, folder: Path) -> tuple[list[Job], list[Job]]:
+    """Files to write first, and then to load and solve each in a fresh process."""
+    writes, solves = [], []
+    for family in settings.families_in(FAMILIES):
+        case = Case(recipe=Recipe(family=family, operators=max(settings.sizes)))
+        path = str(folder / f"{case.name}.json")
+        writes.append({"kind": "write", "case": case.to_json(), "path": path, "title": case.name, "stop_s": 300.0})
+        solves.append({"kind": "memory", "path": path, "title": f"memory {case.name}", "stop_s": 300.0})
+    return writes, solves
+
+
+SECTIONS: dict[str, Callable[[Settings], Iterator[Job]] | None] = {
+    "quality": quality_jobs,
+    "baselines": baseline_jobs,
+    "general": general_jobs,
+    "front": front_jobs,
+    "memory": None,  # two steps, see `memory_jobs`
+    "agreement": agreement_jobs,
+}
+
+
+def run_jobs(jobs: Iterable[Job], cores: list[int]) -> list[dict[str, Any]]:
+    """Every job in a process of its own, one at a time on each core; outcomes in the order of the jobs."""
+    free: SimpleQueue[int] = SimpleQueue()
+    for core in cores:
+        free.put(core)
+
+    def work(job: Job) -> dict[str, Any]:
+        core = free.get()
+        try:
+            return run_job(job, core)
+        finally:
+            free.put(core)
+
+    with ThreadPoolExecutor(len(cores)) as pool:
+        return list(pool.map(work, jobs))
+
+
+def run_job(job: Job, core: int) -> dict[str, Any]:
+    """One worker process; what it could not finish is an outcome too."""
     started = time.perf_counter()
-    solution = solve(problem, method, **options)
-    return {
-        "objective": solution.objective,
-        "bound": solution.bound,
-        "gap": solution.gap,
-        "termination": solution.termination.value,
-        "seconds": solution.build_seconds + solution.solve_seconds,
-        "wall_seconds": time.perf_counter() - started,
+    with tempfile.TemporaryDirectory(prefix="qsync-bench-") as folder:
+        output = Path(folder) / "outcome.json"
+        worker = [sys.executable, "-P", str(HERE / "solvers_worker.py")]
+        text = json.dumps({**job, "core": core, "output": str(output)})
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        failure = None
+        try:
+            ended = subprocess.run(
+                worker, input=text, text=True, capture_output=True, timeout=job["stop_s"], env=environment, check=False
+            )
+            if ended.returncode:
+                failure = f"ended with {ended.returncode}: {ended.stderr[-2000:].strip()}"
+        except subprocess.TimeoutExpired:
+            failure = f"stopped after {job['stop_s']:.0f} s"
+        outcome = json.loads(output.read_text()) if failure is None else {"failure": failure}
+    outcome["job"] = {key: value for key, value in job.items() if key not in ("path", "output")}
+    outcome["job_wall_s"] = time.perf_counter() - started
+    print(f"core {core}  {outcome['job_wall_s']:7.1f} s  {_line(job, outcome)}", flush=True)
+    return outcome
+
+
+def _line(job: Job, outcome: dict[str, Any]) -> str:
+    if "failure" in outcome:
+        return f"{job['title']}: {outcome['failure']}"
+    runs = {
+        label: f"{run['wall_s']:.3g} s {run.get('gap') if run.get('gap') is None else format(run['gap'], '.1e')}"
+        for label, run in outcome.get("runs", {}).items()
     }
+    return f"{job['title']} {runs or ''}"
 
 
-def lowest(problem: Any) -> float:
-    """Sensitivity of all lowest precisions: the range that errors are also measured in."""
-    devices = {d.name: {o.name: ladder(problem, d, o.name)[0] for o in problem.adjustable} for d in problem.devices}
-    return evaluate(problem, Plan(problem=problem.name, devices=devices)).objective
+def _git(*words: str) -> str:
+    return subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True, check=False).stdout.strip()
 
 
-def run_case(recipe: Recipe, general_limit_s: float) -> dict[str, Any]:
-    """All methods on one problem."""
-    problem = generate(recipe)
-    size = recipe.operators
-    runs = {"greedy": timed(problem, "greedy")}
-    runs["exact"] = timed(problem, "exact", time_limit_s=EXACT_LIMIT_S[size])
-    if size <= 1000:
-        runs["qsync"] = timed(problem, "qsync", time_limit_s=general_limit_s)
-    for solver in GENERAL if size <= GENERAL_UP_TO else ("ortools",) if size == 1000 else ():
-        runs[f"ilp-{solver}"] = timed(problem, "ilp", solver=solver, time_limit_s=general_limit_s)
-    return {
-        "name": recipe.name, "family": recipe.family, "operators": len(problem.adjustable), "size": size,
-        "formats": recipe.formats, "seed": recipe.seed, "lowest": lowest(problem), "runs": runs,
-    }  # fmt: skip
+def revision() -> str | None:
+    """The commit measured; marked where files differ from it, results apart. None outside of a clone."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!results")
+    return f"{commit} and changes" if commit and changed else commit or None
 
 
-def quantiles(values: list[float]) -> dict[str, float] | None:
-    """Median, 95th percentile and worst."""
-    if not values:
-        return None
-    return {
-        "median": float(np.median(values)), "p95": float(np.quantile(values, 0.95)), "worst": max(values),
-        "count": len(values),
-    }  # fmt: skip
-
-
-def summarise(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """The table: errors against proved optima, printed gaps, times, and shares proved, by size and method."""
-    table: dict[str, Any] = {}
-    for size in sorted({case["size"] for case in cases}):
-        own = [case for case in cases if case["size"] == size]
-        for method in sorted({name for case in own for name in case["runs"]}):
-            have = [(case, case["runs"][method]) for case in own if method in case["runs"]]
-            errors, shares = [], []
-            for case, run in have:
-                best = max((r["bound"] for r in case["runs"].values() if r["bound"] is not None), default=None)
-                proved = [r["objective"] for r in case["runs"].values() if r["termination"] == "optimal"]
-                if proved and run["objective"] is not None:
-                    errors.append(max(0.0, run["objective"] / min(proved) - 1))
-                    shares.append(max(0.0, (run["objective"] - min(proved)) / (case["lowest"] - min(proved))))
-                elif best and run["objective"] is not None:
-                    errors.append(max(0.0, run["objective"] / best - 1))
-            table[f"{size} {method}"] = {
-                "error": quantiles(errors),
-                "error_share_of_range": quantiles(shares),
-                "printed_gap": quantiles([run["gap"] for _, run in have if run["gap"] is not None]),
-                "seconds": quantiles([run["seconds"] for _, run in have]),
-                "optimal": sum(run["termination"] == "optimal" for _, run in have),
-                "no_plan": sum(run["objective"] is None for _, run in have),
-                "cases": len(have),
-            }
-    return table
-
-
-def comparisons(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many times faster `exact` is than the fastest general solver, and how `greedy` grows."""
-    result: dict[str, Any] = {}
-    for size in sorted({case["size"] for case in cases}):
-        ratios = []
-        for case in (c for c in cases if c["size"] == size):
-            general = [r["seconds"] for name, r in case["runs"].items() if name.startswith("ilp-")]
-            if general:
-                ratios.append(min(general) / case["runs"]["exact"]["seconds"])
-        if ratios:
-            result[f"exact_speedup_{size}"] = statistics.geometric_mean(ratios)
-    points = [(case["operators"], case["runs"]["greedy"]["seconds"]) for case in cases]
-    slope, intercept = np.polyfit(*np.log(np.array(points)).T, 1)
-    result["greedy_growth_exponent"], result["greedy_growth_constant"] = float(slope), math.exp(float(intercept))
-    return result
-
-
-def front(size: int) -> dict[str, Any]:
-    """Fifty points of a front against one solve."""
-    problem = generate(Recipe(family="decoder", operators=size))
-    one = timed(problem, "greedy")["seconds"]
-    started = time.perf_counter()
-    points = latency_front(problem, points=50)
-    seconds = time.perf_counter() - started
-    return {"size": size, "solve_seconds": one, "front_seconds": seconds, "points": len(points), "ratio": seconds / one}
-
-
-def plot(cases: list[dict[str, Any]], path: Path, *, by_size: bool) -> None:
-    """An SVG scatter plot on logarithmic axes, written by hand: one mark per run."""
-    colours = {"greedy": "#1f77b4", "exact": "#2ca02c", "qsync": "#d62728", "ilp-ortools": "#9467bd",
-               "ilp-scip": "#8c564b", "ilp-pulp": "#e377c2", "ilp-cp-sat": "#7f7f7f"}  # fmt: skip
-    marks = []
-    for case in cases:
-        for method, run in case["runs"].items():
-            if by_size:
-                marks.append((method, case["operators"], run["seconds"]))
-            elif run["gap"] is not None:
-                marks.append((method, run["seconds"], max(run["gap"], 1e-9)))
-    logs = np.log10([[x, max(y, 1e-9)] for _, x, y in marks])
-    low, high = np.floor(logs.min(axis=0)), np.ceil(logs.max(axis=0))
-    span = np.maximum(high - low, 1)
-    body = []
-    for axis, label in enumerate(("operators", "seconds") if by_size else ("seconds", "relative gap")):
-        for power in range(int(low[axis]), int(high[axis]) + 1):
-            at = (power - low[axis]) / span[axis]
-            x, y = (70 + 500 * at, 395) if axis == 0 else (30, 370 - 340 * at)
-            body.append(f'<text x="{x:.0f}" y="{y:.0f}" font-size="11">1e{power}</text>')
-        x, y = (300, 420) if axis == 0 else (5, 15)
-        body.append(f'<text x="{x}" y="{y}" font-size="12">{label}</text>')
-    for (method, _, _), (x, y) in zip(marks, (logs - low) / span, strict=True):
-        body.append(f'<circle cx="{70 + 500 * x:.1f}" cy="{370 - 340 * y:.1f}" r="3" fill="{colours[method]}"/>')
-    for row, (method, colour) in enumerate(colours.items()):
-        body.append(f'<text x="590" y="{40 + 18 * row}" font-size="12" fill="{colour}">{method}</text>')
-    frame = '<rect x="70" y="30" width="500" height="340" fill="none" stroke="black"/>'
-    head = '<svg xmlns="http://www.w3.org/2000/svg" width="700" height="430" font-family="sans-serif">'
-    path.write_text("\n".join([head, frame, *body, "</svg>", ""]))
-
-
-def environment() -> dict[str, Any]:
-    """Hardware, versions and the command."""
+def environment(cores: list[int]) -> dict[str, Any]:
+    """Date, hardware, versions, command and revision."""
     versions = {}
-    for package in ("numpy", "ortools", "pulp", "qsync-opt"):
+    for package in ("qsync-opt", "numpy", "ortools", "pulp"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = None
-    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
-        "cpu": cpus[0].split(":")[1].strip() if cpus else platform.processor(), "cores": len(cpus),
-        "python": platform.python_version(), "versions": versions, "command": ["benchmarks/solvers.py", *sys.argv[1:]],
-    }  # fmt: skip
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": models[0].split(":")[1].strip() if models else platform.processor(),
+        "cores": len(models),
+        "cores_used": len(cores),
+        "load_before": round(os.getloadavg()[0], 2),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        "versions": versions,
+        "command": ["python", "-P", "benchmarks/solvers.py", *sys.argv[1:]],
+        "revision": revision(),
+    }
+
+
+def measure(section: str, settings: Settings, cores: list[int]) -> dict[str, Any]:
+    """One section of the results."""
+    described = environment(cores)
+    started = time.perf_counter()
+    make = SECTIONS[section]
+    if make is None:
+        with tempfile.TemporaryDirectory(prefix="qsync-bench-") as folder:
+            writes, solves = memory_jobs(settings, Path(folder))
+            run_jobs(writes, cores)
+            records = run_jobs(solves, cores)
+    else:
+        records = run_jobs(make(settings), cores)
+    return {"environment": {**described, "seconds": round(time.perf_counter() - started, 1)}, "records": records}
+
+
+def merge(path: Path, sections: dict[str, Any]) -> dict[str, Any]:
+    """Put measured sections into the results file, beside those that it has."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    kept = known.get("sections", {}) if known.get("format") == FORMAT else {}
+    merged = {name: {**kept, **sections}[name] for name in SECTIONS if name in {**kept, **sections}}
+    report = analyse(merged)
+    data = {
+        "format": FORMAT,
+        "environment": max((s["environment"] for s in merged.values()), key=lambda e: e["date"], default={}),
+        "summary": flat(report),
+        "comparisons": comparisons(report),
+        "report": report,
+        "sections": merged,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(_json(data))
+    temporary.replace(path)
+    return data
+
+
+def _json(data: dict[str, Any]) -> str:
+    """One line per record, so that files stay readable and differences small."""
+    parts = [f' "{key}": {json.dumps(value, indent=1)}' for key, value in data.items() if key != "sections"]
+    sections = []
+    for name, section in data["sections"].items():
+        records = ",\n   ".join(json.dumps(_rounded(record)) for record in section["records"])
+        described = json.dumps(section["environment"])
+        sections.append(f'  "{name}": {{\n   "environment": {described},\n   "records": [\n   {records}\n  ]}}')
+    joined = ",\n".join(sections)
+    parts.append(f' "sections": {{\n{joined}\n }}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _rounded(value: Any) -> Any:
+    """Times to microseconds: what is below is noise."""
+    if isinstance(value, dict):
+        return {k: round(v, 6) if k.endswith("_s") and isinstance(v, float) else _rounded(v) for k, v in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 0,1") from None
+
+
+def _families(text: str) -> tuple[str, ...]:
+    unknown = [name for name in text.split(",") if name not in KINDS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown family {unknown[0]!r}; allowed are {', '.join(KINDS)}")
+    return tuple(text.split(","))
 
 
 def main() -> None:
-    """Run all cases and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="one small case, nothing written")
-    parser.add_argument("--sizes", default="50,200,1000,5000,20000")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--general-limit", type=float, default=20.0)
-    options = parser.parse_args()
-    if options.smoke:
-        print(json.dumps(run_case(Recipe(family="decoder", operators=50), 5.0)))
-        return
-    cases = []
-    for size in map(int, options.sizes.split(",")):
-        for family in FAMILIES:
-            for seed in range(options.seeds):
-                for number, extra in enumerate(CONFIGURATIONS):
-                    # Each seed takes one configuration (small sizes two), different ones each time.
-                    turn = (number - seed - FAMILIES.index(family)) % len(CONFIGURATIONS)
-                    if turn >= (2 if size <= 200 else 1):
-                        continue
-                    case = run_case(Recipe(family=family, operators=size, seed=seed, **extra), options.general_limit)
-                    cases.append(case)
-                    print(case["name"], {m: (round(r["seconds"], 3), r["gap"]) for m, r in case["runs"].items()})
-    RESULTS.mkdir(exist_ok=True)
-    data = {
-        "environment": environment(), "summary": summarise(cases), "comparisons": comparisons(cases),
-        "front": front(1000), "cases": cases,
-    }  # fmt: skip
-    (RESULTS / "solvers.json").write_text(json.dumps(data, indent=1) + "\n")
-    plot(cases, RESULTS / "solvers-gap-time.svg", by_size=False)
-    plot(cases, RESULTS / "solvers-time-size.svg", by_size=True)
+    """Measure the chosen sections and write results, tables and plots."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all if none is given"
+    )
+    parser.add_argument("--cores", type=_numbers, help="cores to run on, one measurement on each; default one")
+    parser.add_argument("--sizes", type=_numbers, default=SIZES)
+    parser.add_argument("--seeds", type=_numbers, default=SEEDS)
+    parser.add_argument("--families", type=_families, default=KINDS, help=f"of {','.join(KINDS)}")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds, where a section's limit is longer")
+    parser.add_argument("--problems", type=int, default=2000, help="random problems of section agreement")
+    parser.add_argument("--points", type=int, default=50, help="points of a front")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--report-only", action="store_true", help="measure nothing: tables and plots from the file")
+    arguments = parser.parse_args()
+    for name in arguments.sections:
+        if name not in SECTIONS:
+            parser.error(f"unknown section {name!r}; allowed are {', '.join(SECTIONS)}")
+    settings = Settings(
+        sizes=arguments.sizes, seeds=arguments.seeds, families=arguments.families, problems=arguments.problems,
+        points=arguments.points, most_s=arguments.time_limit,
+    )  # fmt: skip
+    cores = list(arguments.cores or (min(os.sched_getaffinity(0)),))
+    for name in () if arguments.report_only else arguments.sections or SECTIONS:
+        merge(arguments.output, {name: measure(name, settings, cores)})
+    from solvers_report import write_report  # loads matplotlib, which takes a while
+
+    write_report(merge(arguments.output, {}), arguments.output)
 
 
 if __name__ == "__main__":

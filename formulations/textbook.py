@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from qsync_opt.errors import NotInstalledError, SolverError
 from qsync_opt.evaluation import BYTES_PER_KIB
 from qsync_opt.formulations.least import explain_infeasible
 from qsync_opt.formulations.linear_model import LinearModel
-from qsync_opt.formulations.linear_solver import LinearOptions, LinearSolver, LinearStatus
+from qsync_opt.formulations.linear_solver import LinearOptions, LinearResult, LinearSolver, LinearStatus
 from qsync_opt.graph import Role
 from qsync_opt.problem import Problem, ProblemDevice, ProblemOperator
 from qsync_opt.propagation import ladder
@@ -27,6 +28,8 @@ from qsync_opt.registry import Kind, create, default_solver
 from qsync_opt.solution import Answer, SolveOptions, TerminationStatus
 
 _SCALE = 1e3
+_FALL = 1e3
+"""When the optimum is further below the scale than this, the scale was wrong and the solve is repeated."""
 _TERMINATIONS = {
     LinearStatus.OPTIMAL: TerminationStatus.OPTIMAL,
     LinearStatus.LIMIT: TerminationStatus.TIME_LIMIT,
@@ -182,8 +185,7 @@ class TextbookFormulation:
         solver: LinearSolver = create(Kind.SOLVER, choice)
         model, devices = build_textbook(problem)
         built = time.monotonic()
-        limits = LinearOptions(time_limit_s=options.time_limit_s, relative_gap=options.gap)
-        result = solver.solve(model, limits)
+        result = _solve_scaled(model, solver, options, started)
         if result.status not in _TERMINATIONS:
             raise SolverError(f"{solver.name} failed: {result.native}; use another solver")
         termination = _TERMINATIONS[result.status]
@@ -199,6 +201,33 @@ class TextbookFormulation:
             solve_seconds=time.monotonic() - built,
             reason=_reason(problem, choice, options, started) if termination is TerminationStatus.INFEASIBLE else None,
         )
+
+
+def _solve_scaled(model: LinearModel, solver: LinearSolver, options: SolveOptions, started: float) -> LinearResult:
+    """Solve with the objective near 1000, and again where the optimum is far below that.
+
+    Solvers stop at absolute gaps of about 1e-6, which is more than the sensitivities of some problems. The bound is
+    in the problem's own units.
+    """
+    plain = tuple(model.columns)
+    scale = best = math.fsum(column.cost for column in plain)
+    while True:
+        unit = scale / _SCALE or 1.0
+        # A column that alone costs more than a known plan is in no better one, and its cost would spoil the scale.
+        model.columns[:] = [
+            replace(c, cost=c.cost / unit) if c.cost <= best * (1 + 1e-9) else replace(c, cost=0.0, upper=0.0)
+            for c in plain
+        ]
+        left_s = None if options.time_limit_s is None else max(0.1, started + options.time_limit_s - time.monotonic())
+        result = solver.solve(model, LinearOptions(time_limit_s=left_s, relative_gap=options.gap))
+        if result.bound is not None:
+            result = replace(result, bound=result.bound * unit)
+        if result.values is None or result.status is not LinearStatus.OPTIMAL:
+            return result
+        best = math.fsum(c.cost * round(value) for c, value in zip(plain, result.values, strict=True))
+        if best * _FALL >= scale or best <= 0.0:
+            return result
+        scale = best
 
 
 def _reason(problem: Problem, solver: Any, options: SolveOptions, started: float) -> str:

@@ -23,6 +23,8 @@ _OBJECTIVE_SCALE = 1e3
 """The incumbent's cost in units of the objective: solvers' absolute gaps of about 1e-6 are then 1e-9 of it."""
 _FALL = 1e3
 """When the incumbent falls by more than this, the scale was wrong and the solve is repeated."""
+_START_SHARE = 0.1
+"""Most of the time limit that the search for a plan to scale by may take."""
 _NO_SOLVER = "method 'ilp' needs a solver and none is installed; install one: pip install 'qsync-opt[solvers]'"
 
 
@@ -122,9 +124,11 @@ def _solve_device(
     shifted, lowest = _shift(assignment)
     answer = _DeviceAnswer(LinearStatus.LIMIT, lowest, build_seconds=time.monotonic() - started)
     started = time.monotonic()
-    state = fast_start(problem, device, deadline)
+    # On large problems the start could take all the time that the solver should have.
+    start_by = started + _START_SHARE * max(0.0, deadline - started)
+    state = fast_start(problem, device, start_by)
     if keeps_limits(state):
-        recover(state, passes=None, deadline=deadline)
+        recover(state, passes=None, deadline=start_by)
         chosen = state.choices()
         answer.labels = {node.name: chosen[node.name] for _, node in shifted.choices}
         answer.cost = shifted.cost(shifted.states(answer.labels))

@@ -18,6 +18,8 @@ from qsync_opt.formulations.assignment.core import Core, CoreEdge
 from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
 
 _MAX_COMPLETION_ENTRIES = 4096
+_MAX_AXES = 30
+"""Open nodes beyond which completions are not told apart; numpy before 2.0 has at most 32 axes."""
 _MAX_CODE = 1 << 40
 
 
@@ -130,13 +132,13 @@ def _steps(core: Core, order: list[int]) -> list[_Step]:
         steps.append(_Step(c, edges, kept, sizes, completion))
         node = core.nodes[c]
         shape = (*sizes, len(node.labels_A))
-        if math.prod(shape) > _MAX_COMPLETION_ENTRIES:
+        if len(shape) > _MAX_AXES or math.prod(shape) > _MAX_COMPLETION_ENTRIES:
             least = sum(float(edge.priced_AB.min()) for _, edge, _ in edges)
             value = completion.min() + node.priced_A.min() + least
-            completion = np.full((1,) * len(sizes), value)
+            completion = np.array(value)  # one value for all labels: there may be more axes than numpy allows
             continue
         absent = tuple(axis for axis in range(len(shape)) if axis not in kept)
-        table = np.expand_dims(completion, absent) + node.priced_A
+        table = (np.expand_dims(completion, absent) if completion.ndim else completion) + node.priced_A
         for slot, edge, is_first in edges:
             own = edge.priced_AB
             view = [1] * len(shape)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import math
 import re
 import tempfile
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,16 @@ from qsync_opt.errors import SolverError
 from qsync_opt.formulations.linear_model import LinearModel
 from qsync_opt.formulations.linear_solver import LinearOptions, LinearResult, LinearStatus
 
+_LOGGER = logging.getLogger(__name__)
 _TOLERANCE = 1e-9
 """Feasibility tolerance: rows are scaled to about 1e3, so that this is far below one nanosecond or KiB."""
 _ABSOLUTE_GAP = 1e-9
 """Objectives are scaled to about 1e3; CBC's own default would stop far earlier."""
+
+_PLAIN_COLUMNS = 200
+"""Programs up to this size are tried without CBC's preprocessing, which was seen to cut off the optimum of one such
+program in thousands. It cannot simply stay off: without it CBC misses some proofs of infeasibility, and crashes on some
+programs. Larger programs keep it, because it is what makes them small."""
 
 # PuLP's ``status`` says "Optimal" for any run that ended with a point; ``sol_status`` tells a proof from a time limit.
 # A test walks PuLP's own table.
@@ -58,6 +66,23 @@ class PulpSolver:
 
     def solve(self, model: LinearModel, options: LinearOptions) -> LinearResult:
         """Minimise ``model``; see `LinearSolver.solve`."""
+        started = time.monotonic()
+        if len(model.columns) > _PLAIN_COLUMNS:
+            return self._run(model, options, ())
+        try:
+            result = self._run(model, options, ("preprocess off",))
+        except SolverError:
+            _LOGGER.info("CBC failed on %r without preprocessing; trying with it", model.name)
+        else:
+            if result.status is LinearStatus.OPTIMAL:
+                return result
+        if options.time_limit_s is not None:
+            left_s = max(0.0, options.time_limit_s - (time.monotonic() - started))
+            options = replace(options, time_limit_s=left_s)
+        return self._run(model, options, ())
+
+    def _run(self, model: LinearModel, options: LinearOptions, words: tuple[str, ...]) -> LinearResult:
+        """One run of CBC, with further ``words`` on its command line."""
         import pulp
 
         started = time.monotonic()
@@ -76,6 +101,7 @@ class PulpSolver:
                     f"primalTolerance {_TOLERANCE}",
                     f"integerTolerance {_TOLERANCE}",
                     f"randomCbcSeed {options.seed}",
+                    *words,
                 ],
             )
             command.tmpDir = folder  # the model and solution files go with the folder, also after an interrupt

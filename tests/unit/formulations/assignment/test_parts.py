@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qsync_opt.formulations.assignment import elimination
+from qsync_opt.formulations.assignment import elimination, frontier
 from qsync_opt.formulations.assignment.blend import blend
 from qsync_opt.formulations.assignment.core import extract
 from qsync_opt.formulations.assignment.effort import Effort
@@ -65,6 +65,18 @@ def test_core_search_and_solver_agree(seed, random_model, every_labelling):
             assert (model.excess(found.labels_N) <= 0).all()
             assert model.objective(found.labels_N) == pytest.approx(truth, rel=1e-6, abs=1e-6)
             assert found.bound <= truth + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_open_nodes_beyond_the_axes_of_an_array_only_weaken_the_bound(seed, random_model, every_labelling, monkeypatch):
+    monkeypatch.setattr(frontier, "_MAX_AXES", 2)
+    model = random_model(seed, rows=2)
+    prices = np.full(2, 0.1)
+    base = relax(model).elimination.minimise(model.priced(prices, model.allowed_Z))[1]
+    found = search(extract(model, base, model.allowed_Z, prices), 1e6, 10_000, spread=False)
+    truth = best_of(model, every_labelling(model))
+    assert found.labels_N is None if truth == np.inf else model.objective(found.labels_N) == pytest.approx(truth)
+    assert found.bound <= truth + 1e-6
 
 
 @pytest.mark.parametrize("seed", range(10))
