@@ -5,7 +5,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check lint format types test-gpu test-all bench bench-smoke wheel docs docs-serve docs-check clean bench-solvers
+.PHONY: demo test check lint format types test-gpu test-all wheel docs docs-serve docs-check clean bench-solvers
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	$(BASE_PYTHON) -m venv $(VENV)
@@ -50,6 +50,7 @@ docs-serve: $(STAMP) ## the same, served at http://127.0.0.1:8000 and rebuilt on
 
 docs-check: $(STAMP) ## the built site, and every code block of the documentation
 	$(PYTHON) -m pytest -q tests/docs
+
 bench-solvers: $(STAMP) ## how near, sure and fast the solvers are; half an hour on two cores that are otherwise idle
 	$(PYTHON) benchmarks/solvers.py --cores 0,1
 
