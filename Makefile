@@ -5,7 +5,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check lint format types test-gpu test-all bench-solvers wheel kernels sanitize clean
+.PHONY: demo test check lint format types test-gpu test-all bench-solvers wheel kernels sanitize docs docs-serve docs-check clean
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	$(BASE_PYTHON) -m venv $(VENV)
@@ -39,6 +39,18 @@ format: $(STAMP)
 types: $(STAMP)
 	$(VENV)/bin/mypy
 
+# The theme prints an advertisement for its successor unless it is told not to.
+docs docs-serve: export NO_MKDOCS_2_WARNING := 1
+
+docs: $(STAMP) ## the documentation site in site/; a warning is an error
+	$(PYTHON) -m mkdocs build --strict
+
+docs-serve: $(STAMP) ## the same, served at http://127.0.0.1:8000 and rebuilt on change
+	$(PYTHON) -m mkdocs serve
+
+docs-check: $(STAMP) ## the built site, and every code block of the documentation
+	$(PYTHON) -m pytest -q tests/docs
+
 bench-solvers: $(STAMP) ## how near, sure and fast the solvers are; half an hour on two cores that are otherwise idle
 	$(PYTHON) benchmarks/solvers.py --cores 0,1
 
@@ -53,4 +65,4 @@ wheel: $(STAMP)
 	$(PYTHON) tests/packaging/check_wheel.py
 
 clean:
-	rm -rf build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist site *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -11,8 +11,10 @@ convolutions, calls and FLOPs, are compared module by module with those of the g
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import platform
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -165,6 +167,8 @@ def main() -> None:
         print(table(rows[-1:]).splitlines()[-1], flush=True)
     report = {
         "format": "qsync-bench-capture/1",
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {arguments.threads} thread(s)",

@@ -12,11 +12,13 @@ the prediction. Writes ``benchmarks/results/indicator.json``.
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import json
 import math
 import platform
 import statistics as python_statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -594,6 +596,8 @@ def main() -> None:
         )
     result = {
         "format": "qsync-indicator-check/1",
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "machine": platform.machine(),
         "draws": arguments.draws,

@@ -29,6 +29,8 @@ from qsync_opt.runtimes.torch.profiler import profile
 ALONE_STEPS = 12
 HELD_OUT_BATCHES = 24
 WARM_UP_STEPS = 3
+WAIT_S = 900.0
+"""How long a worker waits for the other: on a machine that does other work too, one may fall minutes behind."""
 
 
 def make_model(options: DemoOptions) -> Gpt:
@@ -146,7 +148,7 @@ def main(arguments: list[str]) -> None:
     """Run the phase that the spec file names."""
     spec, rank = load_spec(arguments[0]), int(arguments[1])
     torch.set_num_threads(1)
-    with process_group(rank, len(WORKERS), spec.port):
+    with process_group(rank, len(WORKERS), spec.port, timeout_s=WAIT_S):
         emit("result", **{"profile": _profile, "train": _train}[spec.phase](spec, rank))
 
 

@@ -1,0 +1,169 @@
+"""Single figures in running text: a page writes ``{{ name }}``, and the figure comes from ``benchmarks/results``.
+
+``python docs/generators/figures.py`` writes the table of README anew; a test compares it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from results_pages import ROOT, Record, environment, load_results, percent, table
+
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+_PLACE = re.compile(r"\{\{ ([\w.-]+) \}\}")
+
+
+def figures() -> dict[str, str]:
+    """Name to figure."""
+    results = load_results()
+    return {
+        **_predicted(results["predicted-cuda.json"]),
+        **_indicator(results["indicator.json"]),
+        **_solvers(results["solvers.json"]),
+        **_capture(results["capture.json"]),
+    }
+
+
+def with_figures(text: str, known: Mapping[str, str]) -> str:
+    """Fill in the figures of a page.
+
+    Raises:
+        KeyError: A page asks for a figure that is not known.
+    """
+    return _PLACE.sub(lambda found: known[found[1]], text)
+
+
+def _span(values: Iterable[float], form: str) -> str:
+    found = list(values)
+    return f"{min(found):{form}} to {max(found):{form}}"
+
+
+def _predicted(data: Record) -> dict[str, str]:
+    rows = data["rows"]
+    times, memories = ([row[key] for row in rows] for key in ("time_error", "memory_error"))
+    plain = next(row for row in rows if row["plan"] == "uniform FP32")
+    return {
+        "predicted.hardware": environment(data)["hardware"],
+        "predicted.date": environment(data)["date"],
+        "predicted.time": f"{percent(min(times))} to {percent(max(times))}",
+        "predicted.time-fp32": percent(plain["time_error"]),
+        "predicted.time-highest": percent(max(times)),
+        "predicted.memory": f"{percent(min(memories))} to {percent(max(memories))}",
+        "predicted.plans": str(len(rows)),
+        **{
+            f"predicted.{row['plan'].removeprefix('uniform ').lower()}.measured": f"{row['measured_ms']:.0f} ms"
+            for row in rows
+            if row["plan"].startswith("uniform ")
+        },
+    }
+
+
+def _indicator(data: Record) -> dict[str, str]:
+    kinds = ("output", "weight_gradient", "input_gradient")
+    ratios = [found[kind] for found in data["operators"] for kind in kinds if found.get(kind) is not None]
+    probed = [network for network in data["networks"] if network["indicator"] == "probed"]
+    swept = [network for network in data["networks"] if network["indicator"] == "propagated"]
+    by_depth = [network for network in data["networks"] if network["indicator"] == "depth"]
+    return {
+        "indicator.operators": _span(ratios, ".2f"),
+        "indicator.cases": str(len(ratios)),
+        "indicator.networks": str(len(probed)),
+        "indicator.probed.rank": _span((n["all"]["spearman"] for n in probed), ".2f"),
+        "indicator.propagated.rank": _span((n["all"]["spearman"] for n in swept), ".2f"),
+        "indicator.depth.rank": _span((n["all"]["spearman"] for n in by_depth), ".2f"),
+        "indicator.probed.plans": _span(
+            (n["plans"][end] for n in probed for end in ("ratio_lowest", "ratio_highest")), ".2f"
+        ),
+        "indicator.propagated.plans": _span(
+            (n["plans"][end] for n in swept for end in ("ratio_lowest", "ratio_highest")), ".2f"
+        ),
+    }
+
+
+def _solvers(data: Record) -> dict[str, str]:
+    found = {}
+    for key, values in data["summary"].items():
+        size, method = key.split(" ", 1)
+        name = f"solvers.{method}.{size}"
+        found[f"{name}.seconds"] = f"{values['seconds']['median']:.2g} s"
+        found[f"{name}.worst-seconds"] = f"{values['seconds']['worst']:.2g} s"
+        found[f"{name}.proved"] = f"{values['optimal']} of {values['cases']}"
+        found[f"{name}.worst-error"] = f"{100 * values['error']['worst']:.2g} %"
+        found[f"{name}.median-error"] = f"{100 * values['error']['median']:.3g} %"
+        found[f"{name}.median-share"] = f"{100 * values['error_share_of_range']['median']:.2g} %"
+    found["solvers.hardware"] = environment(data)["hardware"]
+    return found
+
+
+def _capture(data: Record) -> dict[str, str]:
+    models = [model for model in data["models"] if model["operators"] > 10]
+    return {
+        "capture.models": str(len(models)),
+        "capture.seconds": _span((model["seconds"] for model in models), ".0f") + " s",
+        "capture.operators": _span((model["operators"] for model in models), "d"),
+    }
+
+
+def readme_table() -> str:
+    """The table of measured results that README shows; a test compares the two."""
+    known, results = figures(), load_results()
+
+    def row(what: str, result: str, name: str) -> tuple[str, str, str, str]:
+        found = environment(results[name])
+        date = found["date"] if found["date"][:1].isdigit() else "–"
+        return what, with_figures(result, known), f"{found['hardware']}, {date}", f"`{name}`"
+
+    rows = [
+        row(
+            f"Iteration time, predicted against measured: small transformer, {known['predicted.plans']} plans",
+            "uniform FP32 {{ predicted.time-fp32 }}; all plans {{ predicted.time }}",
+            "predicted-cuda.json",
+        ),
+        row("Memory, predicted against measured peak, same plans", "{{ predicted.memory }}", "predicted-cuda.json"),
+        row(
+            "Iteration measured, same model",
+            "FP32 {{ predicted.fp32.measured }}, TF32 {{ predicted.tf32.measured }}, "
+            "FP16 {{ predicted.fp16.measured }}, INT8 {{ predicted.int8.measured }}, FP8 {{ predicted.fp8.measured }}",
+            "predicted-cuda.json",
+        ),
+        row(
+            f"Variance of single operators, predicted over measured, {known['indicator.cases']} cases",
+            "{{ indicator.operators }}",
+            "indicator.json",
+        ),
+        row(
+            f"Rank correlation of operators' sensitivities with measured ones, {known['indicator.networks']} networks",
+            "{{ indicator.probed.rank }}",
+            "indicator.json",
+        ),
+        row(
+            "`exact`, 1,000 operators: proved; median time",
+            "{{ solvers.exact.1000.proved }}; {{ solvers.exact.1000.seconds }}",
+            "solvers.json",
+        ),
+        row(
+            "`greedy`, 1,000 operators: worst distance from the optimum; median time",
+            "{{ solvers.greedy.1000.worst-error }}; {{ solvers.greedy.1000.seconds }}",
+            "solvers.json",
+        ),
+        row(
+            f"Capture of {known['capture.models']} models with {known['capture.operators']} operators",
+            "{{ capture.seconds }}",
+            "capture.json",
+        ),
+    ]
+    return table(("measured", "result", "hardware, date", "file in `benchmarks/results/`"), rows)
+
+
+def write_readme_table(path: Path) -> None:
+    """Put the table between its two marks in a file."""
+    text = path.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    path.write_text(f"{before}{BEGIN}\n{readme_table()}{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_readme_table(ROOT / "README.md")
