@@ -4,6 +4,7 @@ Both are processes of this machine that talk through gloo. On a cluster the same
 address of rank 0 and, on GPUs, the backend nccl.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -51,7 +52,9 @@ def work(rank: int, port: int, plan_file: str) -> None:
             losses.append(float(loss.detach()))
         # Equal gradients everywhere keep the weights equal, bit for bit, although the workers compute differently.
         total = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
-        print(f"{WORKERS[rank]}: loss {losses[0]:.3f} > {losses[-1]:.3f}, sum of weights {total!r}", flush=True)
+        # One write each: two processes share the terminal, and a line must not be broken by the other's.
+        line = f"{WORKERS[rank]}: loss {losses[0]:.3f} > {losses[-1]:.3f}, sum of weights {total!r}\n"
+        os.write(sys.stdout.fileno(), line.encode())
 
 
 def make_plan(path: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qsync_opt.blocks import joined
 from qsync_opt.errors import ProblemError
 from qsync_opt.evaluation import evaluate_device, iteration_time
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints, assemble
@@ -225,11 +226,11 @@ def _tied_to(
 ) -> dict[int, int]:
     index = {name: i for i, name in enumerate(graph.names)}
     result: dict[int, int] = {}
-    for group in tied:
+    for group in joined(tied):
         for name in group:
             if name not in index or problem.operators[index[name]].role is not Role.ADJUSTABLE:
                 raise ProblemError(f"tied operators: {name!r} is no adjustable operator; name adjustable ones only")
-        first, *others = sorted({index[name] for name in group})
+        first, *others = sorted(index[name] for name in group)
         for other in others:
             if (tables.available_OP[other] != tables.available_OP[first]).any():
                 raise ProblemError(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 
+from qsync_opt.errors import ProblemError
 from qsync_opt.problem import Problem
 
 _NUMBER = re.compile(r"\d+")
@@ -36,3 +38,32 @@ def identical_blocks(problem: Problem) -> tuple[tuple[str, ...], ...]:
         key = (_NUMBER.sub("#", path), own, operator.type, operator.output_elements, precisions)
         groups[key].append(operator.name)
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def joined(groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """Groups of which no two share a name: those that do are one, since a tie is transitive.
+
+    Args:
+        groups: Of names, in any order.
+
+    Returns:
+        Disjoint groups, those joined last at the end.
+
+    Raises:
+        ProblemError: A group is empty.
+
+    Source: ours.
+    """
+    result: list[dict[str, None]] = []
+    for group in groups:
+        if not group:
+            raise ProblemError("tied operators: a group is empty; name at least two operators in it, or leave it out")
+        merged = dict.fromkeys(group)
+        apart = []
+        for other in result:
+            if merged.keys() & other.keys():
+                merged = {**other, **merged}
+            else:
+                apart.append(other)
+        result = [*apart, merged]
+    return tuple(tuple(group) for group in result)

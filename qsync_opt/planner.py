@@ -88,7 +88,20 @@ def solve(
     if answer.devices is None and answer.reason is None and answer.termination is TerminationStatus.TIME_LIMIT:
         reason = f"no plan was found within the time limit of {time_limit_s} s, which proves nothing; allow more time"
         answer = replace(answer, reason=reason)
+    _check_ties(answer, tied, name)
     return _checked(problem, answer, name)
+
+
+def _check_ties(answer: Answer, tied: Sequence[Sequence[str]], method: str) -> None:
+    """Operators that were to share a precision must share it on every device type."""
+    for device, plan in (answer.devices or {}).items():
+        for group in tied:
+            found = {plan[name] for name in group}
+            if len(found) > 1:
+                raise SolverError(
+                    f"{method} gave the tied operators {', '.join(map(repr, group))} of device {device!r} different "
+                    f"precisions: {', '.join(sorted(found))}"
+                )
 
 
 def _checked(problem: Problem, answer: Answer, method: str) -> Solution:

@@ -2,8 +2,12 @@
 
 from dataclasses import replace
 
-from qsync_opt.blocks import identical_blocks
+import pytest
+
+from qsync_opt.blocks import identical_blocks, joined
+from qsync_opt.errors import ProblemError, SolverError
 from qsync_opt.planner import solve
+from qsync_opt.registry import Feature, Kind, create
 from qsync_opt.testing import chain
 
 
@@ -37,3 +41,42 @@ def test_the_groups_can_be_tied():
     problem = renamed(chain().problem, ["layers.0/linear", "layers.1/linear", "layers.2/linear"])
     plan = solve(problem, "exact", tied=identical_blocks(problem)).plan
     assert len(set(plan.devices["T4"].values())) == 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "wanted"),
+    [
+        ([], []),
+        ([["a", "b"], ["c", "d"]], [{"a", "b"}, {"c", "d"}]),
+        ([["a", "c"], ["b", "c"]], [{"a", "b", "c"}]),
+        ([["a", "b"], ["c", "d"], ["b", "c"]], [{"a", "b", "c", "d"}]),
+        ([["a", "a"]], [{"a"}]),
+    ],
+)
+def test_groups_that_share_a_name_are_one(groups, wanted):
+    found = joined(groups)
+    assert sorted(map(sorted, found)) == sorted(map(sorted, wanted))
+
+
+def test_an_empty_group_is_refused():
+    with pytest.raises(ProblemError, match="a group is empty"):
+        joined([["a", "b"], []])
+
+
+@pytest.mark.parametrize("method", ["greedy", "exact"])
+def test_a_tie_is_transitive(method):
+    # Free choice would leave one of the three low; tied in pairs they can only move together.
+    found = solve(chain().problem, method, tied=[["a", "c"], ["b", "c"]])
+    assert found.objective == pytest.approx(1.75)
+    assert len(set(found.plan.devices["T4"].values())) == 1
+
+
+def test_a_formulation_that_breaks_a_tie_is_caught():
+    class Deaf:
+        FEATURES = frozenset({Feature.TIED})
+
+        def solve(self, problem, options):
+            return create(Kind.FORMULATION, "exact").solve(problem, replace(options, tied=()))
+
+    with pytest.raises(SolverError, match="tied operators 'a', 'b', 'c'"):
+        solve(chain().problem, Deaf(), tied=[["a", "b", "c"]])
