@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from qsync_opt.cli import print_json
 from qsync_opt.errors import NotInstalledError, ProblemError
 
 WIDTH = 120
@@ -20,6 +21,8 @@ def add_demo(parser: argparse.ArgumentParser) -> Any:
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for the files it writes")
     parser.add_argument("--steps", type=_positive, default=120, help="training steps of each of the three runs")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; the steps go to standard error")
+    parser.add_argument("--quiet", action="store_true", help="do not show the steps")
     return run_demo
 
 
@@ -43,9 +46,11 @@ def run_demo(arguments: argparse.Namespace) -> int:
     # Runtimes are reached by name: the core does not depend on them.
     run = import_module("qsync_opt.runtimes.torch.demo.run")
     settings = import_module("qsync_opt.runtimes.torch.demo.settings")
-    console = import_module("rich.console").Console()
+    console = import_module("rich.console").Console(stderr=arguments.json, quiet=arguments.quiet)
     if not console.is_terminal:
         console.width = WIDTH
     options = settings.DemoOptions(steps=arguments.steps, seed=arguments.seed)
-    run.run_demo(arguments.output, options, console)
+    result = run.run_demo(arguments.output, options, console)
+    if arguments.json:
+        print_json(import_module("qsync_opt.runtimes.torch.demo.report").result_json(result))
     return 0

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -177,6 +178,40 @@ def print_plan(console: Console, problem: Problem, plan: Plan) -> None:
     chosen = Counter(plan.devices[INFERENCE].values())
     summary = ", ".join(f"{count} x {precision}" for precision, count in chosen.most_common())
     console.print(_table(f"plan of the inference device: {summary}", PLAN_HEADER, plan_rows(problem, plan)))
+
+
+def result_json(result: DemoResult) -> dict[str, Any]:
+    """Everything that the tables show, as plain JSON data: times in nanoseconds, memory in bytes, losses in nats."""
+    runs = {}
+    for label, run in result.measured.items():
+        evaluation = evaluate(result.whole, with_trainer(result.whole, run.plan))
+        workers = {
+            worker: {
+                "predicted_ns": evaluation.devices[worker].backward_end_ns + result.whole.optimizer_ns,
+                "measured_ns": round(1e9 * run.alone_s[worker]),
+                "predicted_bytes": evaluation.memory_bytes[worker],
+                "measured_bytes": run.peak_bytes[worker],
+            }
+            for worker in WORKERS
+        }
+        runs[label] = {
+            "workers": workers,
+            "predicted_ns": evaluation.iteration_ns,
+            "measured_ns": round(1e9 * run.pair_s),
+            "first_loss": run.losses[0],
+            "last_loss": run.losses[-1],
+            "held_out_loss": run.held_out_loss,
+        }
+    return {
+        "format": "qsync-demo/1",
+        "seconds": result.seconds,
+        "steps": result.options.steps,
+        "latency_limit_ns": result.problem.latency_limit_ns,
+        "memory_limit_kib": result.problem.device(INFERENCE).memory_limit_kib,
+        "solved": [solution.to_json() for solution in result.solved],
+        "plan": result.plan.to_json(),
+        "runs": runs,
+    }
 
 
 def write_report(folder: Path, result: DemoResult, console: Console) -> None:

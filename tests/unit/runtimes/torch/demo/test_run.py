@@ -4,10 +4,12 @@ import json
 import pytest
 from rich.console import Console
 
+from qsync_opt.cli import main
 from qsync_opt.evaluation import evaluate
 from qsync_opt.plan import load_plan
 from qsync_opt.problem_file import load_problem
 from qsync_opt.runtimes.torch.demo.model import GptConfig
+from qsync_opt.runtimes.torch.demo.report import result_json
 from qsync_opt.runtimes.torch.demo.run import run_demo
 from qsync_opt.runtimes.torch.demo.settings import INFERENCE, TRAINER, DemoOptions
 
@@ -43,3 +45,26 @@ def test_a_small_demo_runs_from_end_to_end(tmp_path):
     for text in (report, shown.getvalue()):
         assert "predicted" in text.lower()
         assert "blocks.0.qkv/linear" in text
+
+    told = json.loads(json.dumps(result_json(result), allow_nan=False))
+    assert told["plan"]["devices"] == {INFERENCE: dict(plan.devices[INFERENCE])}
+    assert [solution["method"] for solution in told["solved"]] == ["greedy", "exact"]
+    for label, run in result.measured.items():
+        assert told["runs"][label]["measured_ns"] == pytest.approx(1e9 * run.pair_s)
+        assert told["runs"][label]["workers"][INFERENCE]["measured_bytes"] == run.peak_bytes[INFERENCE]
+        assert told["runs"][label]["predicted_ns"] > 0
+
+
+@pytest.mark.parametrize(("arguments", "stream"), [(["--json"], "err"), (["--json", "--quiet"], None), ([], "out")])
+def test_json_goes_to_standard_output_alone(tmp_path, monkeypatch, capsys, arguments, stream):
+    def shown(folder, options, console):
+        console.print("a step")
+        return "result"
+
+    monkeypatch.setattr("qsync_opt.runtimes.torch.demo.run.run_demo", shown)
+    monkeypatch.setattr("qsync_opt.runtimes.torch.demo.report.result_json", lambda result: {"was": result})
+    assert main(["demo", "--output", str(tmp_path), *arguments]) == 0
+    captured = capsys.readouterr()
+    if "--json" in arguments:
+        assert json.loads(captured.out) == {"was": "result"}
+    assert [name for name in ("out", "err") if "a step" in getattr(captured, name)] == ([stream] if stream else [])
