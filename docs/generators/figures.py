@@ -23,6 +23,7 @@ def figures() -> dict[str, str]:
         **_indicator(results["indicator.json"]),
         **_solvers(results["solvers.json"]),
         **_capture(results["capture.json"]),
+        **_kernels(results["kernels.json"]["sections"]),
     }
 
 
@@ -106,6 +107,28 @@ def _capture(data: Record) -> dict[str, str]:
     }
 
 
+def _kernels(sections: Record) -> dict[str, str]:
+    """Ratios of speed on the whole card; geometric means as the benchmark formed them."""
+    found = {"kernels.hardware": sections["product"]["hardware"], "kernels.date": sections["product"]["date"]}
+    for record in sections["product"]["records"]:
+        if "summary" in record and record["multiprocessors"] == 132 and record["summary"].endswith("times_bf16"):
+            name = record["summary"].split()[1].lower()
+            found[f"kernels.product.{name}"] = f"{record['geometric_mean_mlp']:.2f}"
+    for record in sections["convolution"]["records"]:
+        if record.get("device") == "whole card" and "geometric_mean_of_23_shapes" in record:
+            found.setdefault("kernels.convolution", f"{record['geometric_mean_of_23_shapes']:.2f}")
+    layers = [r for r in sections["layer"]["records"] if "speed_up" in r]
+    found["kernels.layer"] = _span(
+        (r["speed_up"] for r in layers if r["implementation"].endswith("one operation")), ".2f"
+    )
+    found["kernels.layer-half"] = _span(
+        (r["speed_up"] for r in layers if "BF16 backward" in r["implementation"]), ".2f"
+    )
+    copies = [r["share_of_copy"] for r in sections["quantize"]["records"] if "share_of_copy" in r]
+    found["kernels.quantize"] = f"{100 * min(copies):.0f} to {100 * max(copies):.0f} %"
+    return found
+
+
 def readme_table() -> str:
     """The table of measured results that README shows; a test compares the two."""
     known, results = figures(), load_results()
@@ -127,6 +150,16 @@ def readme_table() -> str:
             "FP32 {{ predicted.fp32.measured }}, TF32 {{ predicted.tf32.measured }}, "
             "FP16 {{ predicted.fp16.measured }}, INT8 {{ predicted.int8.measured }}, FP8 {{ predicted.fp8.measured }}",
             "predicted-cuda.json",
+        ),
+        row(
+            "INT8 products against cuBLAS BF16; INT8 convolutions against cuDNN BF16, geometric means of speed",
+            "{{ kernels.product.int8 }} x; {{ kernels.convolution }} x",
+            "kernels.json",
+        ),
+        row(
+            "Linear-GELU-Linear in 8 bits, forward and backward with all quantization, against BF16",
+            "{{ kernels.layer }} x; with a 16-bit backward {{ kernels.layer-half }} x",
+            "kernels.json",
         ),
         row(
             f"Variance of single operators, predicted over measured, {known['indicator.cases']} cases",

@@ -28,7 +28,7 @@ SLOW = {
     "README.md",
     "docs/newcomer-walk.md",
     "docs/tutorial.md",
-    *(f"docs/how-to/{name}.md" for name in ("add-a-solver", "add-other-plugins", "resume")),
+    *(f"docs/how-to/{name}.md" for name in ("add-a-solver", "add-other-plugins", "resume", "in-your-script")),
     *(f"docs/how-to/{name}.md" for name in ("several-device-types", "your-own-model")),
 }
 REASONS = {"needs a GPU", "installs packages", "runs for minutes"}
