@@ -21,6 +21,8 @@ from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_CAP_BYTES = 25 << 20
+_RELEASE_S = 0.05
+"""Seconds that threads of a process group get to finish before it is left."""
 _MEASURING_ROUNDS = 4
 
 
@@ -115,6 +117,10 @@ def process_group(
     try:
         yield
     finally:
+        # A thread of gloo frees the tensors of the last collective after everybody has its result, for which it wants
+        # the interpreter. Whoever lets go of the group's last reference meanwhile (DistributedDataParallel holds one)
+        # waits for that thread without giving the interpreter up: both wait for ever. So it is given up here first.
+        time.sleep(_RELEASE_S)
         dist.destroy_process_group()
 
 
