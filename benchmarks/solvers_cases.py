@@ -61,12 +61,16 @@ class Case:
 
     def to_json(self) -> dict[str, Any]:
         """What a worker process needs to make it again."""
-        return {"recipe": asdict(self.recipe)} if self.recipe else {"path": str(self.path)}
+        if self.recipe:
+            return {"recipe": asdict(self.recipe)}
+        path = Path(self.path or "")
+        # Results name files as they lie in the repository, wherever that is.
+        return {"path": str(path.relative_to(HERE.parent) if path.is_relative_to(HERE.parent) else path)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Case:
         """The case of a worker's job."""
-        return cls(recipe=Recipe(**data["recipe"])) if "recipe" in data else cls(path=Path(data["path"]))
+        return cls(recipe=Recipe(**data["recipe"])) if "recipe" in data else cls(path=HERE.parent / data["path"])
 
 
 def generated(sizes: Iterable[int], *, seeds: Iterable[int], families: Container[str]) -> Iterator[Case]:
