@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync_opt.errors import ProblemError
+from qsync_opt.front_cache import default_cache_folder
 from qsync_opt.jsonio import check_number
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.progress import Report
@@ -26,7 +27,7 @@ class PlanningOptions:
         precisions: Allowed on this rank's device; None: all that it has.
         memory: Limit of this rank's device, such as ``"12 GiB"`` or bytes; None: what is free.
         device_type: Name of this rank's device type, where the hardware's own does not tell it from others.
-        cache_dir: Folder of measurements; None: ``QSYNC_CACHE``, else ``qsync_opt`` in the user's cache folder.
+        cache_dir: Folder of measurements; None: ``QSYNC_CACHE``, else beside this package's other caches.
         kernels: Rounding and granularity of 8-bit operators.
         probes: As in `collect_statistics`.
         trial: Run the plan once on every rank before it is handed out.
@@ -54,9 +55,6 @@ class PlanningOptions:
 
 
 def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
-    """Where measurements are kept: ``given``, else ``QSYNC_CACHE``, else ``qsync_opt`` in the user's cache folder."""
+    """Where measurements are kept: ``given``, else ``QSYNC_CACHE``, else beside the other caches of this package."""
     chosen = given or os.environ.get("QSYNC_CACHE")
-    if chosen:
-        return Path(chosen)
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "qsync_opt" / "measurements"
+    return Path(chosen) if chosen else default_cache_folder() / "measurements"

@@ -10,10 +10,11 @@ from torch import nn
 
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
 from qsync_opt.evaluation import evaluate
+from qsync_opt.front_cache import default_cache_folder
 from qsync_opt.runtimes.torch import planning
 from qsync_opt.runtimes.torch.apply import applied_plan, apply, undo
 from qsync_opt.runtimes.torch.ddp import free_port
-from qsync_opt.runtimes.torch.job_options import PlanningOptions
+from qsync_opt.runtimes.torch.job_options import PlanningOptions, cache_folder
 from qsync_opt.runtimes.torch.job_plan import Alternative, verdict
 from qsync_opt.runtimes.torch.planning import auto_plan, plan_job
 from qsync_opt.runtimes.torch.trial import Trial
@@ -228,3 +229,13 @@ def test_a_failure_on_one_rank_stops_all(tmp_path):
     assert second["error"] == "ProblemError"
     assert first["error"] == "NotReadyError"
     assert first["said"].startswith("rank 1 failed: ProblemError: memory is '3 parsecs'")
+
+
+def test_measurements_lie_beside_the_other_caches(monkeypatch, tmp_path):
+    monkeypatch.delenv("QSYNC_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == default_cache_folder() / "measurements"
+    assert cache_folder().is_relative_to(tmp_path)
+    monkeypatch.setenv("QSYNC_CACHE", str(tmp_path / "told"))
+    assert cache_folder() == tmp_path / "told"
+    assert cache_folder(tmp_path / "given") == tmp_path / "given"
