@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qsync_opt.kernels.formats import E5M2, INT8
-from qsync_opt.kernels.matmul import scaled_mm
+from qsync_opt.kernels.matmul import scaled_mm_unchecked
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize_ops import quantize_matrix
 from qsync_opt.kernels.random_bits import stream_key
@@ -98,7 +98,7 @@ class _EightBitProduct(torch.autograd.Function):
         ctx.save_for_backward(a.turned, a.turned_scale, b.turned, b.turned_scale)
         ctx.options, ctx.gradient_dtype = options, dtype if dtype is INT8.dtype else E5M2.dtype
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return scaled_mm(a.codes, b.codes, a.scale, b.scale, bias, out_dtype=options.half_dtype)
+        return scaled_mm_unchecked(a.codes, b.codes, a.scale, b.scale, bias, options.half_dtype)
 
     @staticmethod
     @once_differentiable
@@ -118,11 +118,14 @@ class _EightBitProduct(torch.autograd.Function):
                 backend=options.backend,
             )
             if weight_turned is not None:
-                grad_x = scaled_mm(g.codes, weight_turned, g.scale, weight_scale, out_dtype=options.half_dtype)
-                grad_x = grad_x.to(x_dtype)
+                # FP32 at once where it is wanted; a compiled graph fuses the cast with what reads it, and moves half.
+                wide = x_dtype is torch.float32 and not torch.compiler.is_compiling()
+                wanted = torch.float32 if wide else options.half_dtype
+                grad_x = scaled_mm_unchecked(g.codes, weight_turned, g.scale, weight_scale, None, wanted).to(x_dtype)
             if x_turned is not None and g.transposed is not None:
                 wanted = torch.float32 if weight_dtype is torch.float32 else options.half_dtype
-                grad_weight = scaled_mm(g.transposed, x_turned, g.scale, x_scale, out_dtype=wanted).to(weight_dtype)
+                grad_weight = scaled_mm_unchecked(g.transposed, x_turned, g.scale, x_scale, None, wanted)
+                grad_weight = grad_weight.to(weight_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0, dtype=torch.float32).to(bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None

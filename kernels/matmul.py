@@ -247,6 +247,16 @@ def scaled_mm(
     return result
 
 
+def scaled_mm_unchecked(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """:func:`scaled_mm` of operands that a quantizer has just made: the host checks nothing twice (CUDA code does)."""
+    if a.is_cuda:
+        matmul_choices.activate()
+    result: Tensor = _scaled_mm(a, b, a_scale, b_scale, bias, "none", out_dtype)
+    return result
+
+
 def scaled_mm_aux(
     a: Tensor,
     b: Tensor,

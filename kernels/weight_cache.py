@@ -19,14 +19,15 @@ def once_per_version(weight: Tensor, facts: Hashable, make: Callable[[], _Codes]
 
     A write is seen by the version counter that torch keeps per tensor (every in-place operation raises it, those of
     optimizers too) and by the address of the data. Writes through ``weight.data`` of unchanged address are not seen.
-    While a graph is traced nothing is kept: the graph itself holds the computation once.
+    While a graph is traced or captured nothing is kept or looked up: it must hold the computation itself, for the weight
+    will change between its runs.
 
     Args:
         weight: A parameter, or a view of one.
         facts: All else that the result depends on, besides the geometry of the view.
         make: Computes the result; it must not hold a reference to the weight.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make()
     base = weight._base if weight._base is not None else weight
     if base.is_inference():

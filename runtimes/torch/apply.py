@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
@@ -29,12 +29,12 @@ from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels import backend, ops
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.precision import number_format
+from qsync_opt.runtimes.torch.fixed_operators import lifted, run_fixed
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
 from qsync_opt.runtimes.torch.job_plan import JobPlan
 from qsync_opt.runtimes.torch.step_audit import StepAudit
 
 _SHOWN = 3
-_HALF = (torch.bfloat16, torch.float16)
 
 
 @runtime_checkable
@@ -163,15 +163,6 @@ def _seed(name: str, seed: int, rank: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _lifted(values: Any) -> Any:
-    """Cast 16-bit tensors among arguments of a call up to FP32."""
-    if isinstance(values, Tensor):
-        return values.float() if values.dtype in _HALF else values
-    if isinstance(values, (tuple, list)) and type(values) in (tuple, list):
-        return type(values)(_lifted(value) for value in values)
-    return values
-
-
 def _lifted_kinds(graph: OpGraph) -> tuple[str, ...]:
     """Kinds of fixed operators whose inputs must be cast to FP32.
 
@@ -201,11 +192,17 @@ class AppliedPlan:
         self._device_type = device.type
         self._fixed = frozenset() if graph is None else frozenset(o.name for o in graph.by_role(Role.FIXED))
         self._kernels = self._stream_options(device, rank)
+        # Traced passes are counted on the device, by what was traced; a counter of the caller's is the caller's to raise.
+        own = options.kernels.step is None
+        self._traced_passes = torch.zeros(1, dtype=torch.int64, device=device) if own else None
+        self._traced_kernels = {
+            name: replace(kernels, step=self._traced_passes) if own else kernels for name, kernels in self._kernels.items()
+        }
         self.audit: StepAudit | None = None
         self._unplanned: list[str] = []
         self._checked = False
         kinds = () if graph is None else _lifted_kinds(graph)
-        self.interception = Interception(model, self, kinds=kinds, on_pass_end=self._end_pass, recurrent_inputs=_lifted)
+        self.interception = Interception(model, self, kinds=kinds, on_pass_end=self._end_pass, recurrent_inputs=lifted)
 
     @property
     def options(self) -> ApplyOptions:
@@ -214,9 +211,8 @@ class AppliedPlan:
         A plan that takes over goes on from here.
         """
         kernels = self._options.kernels
-        return replace(
-            self._options, kernels=kernels.at(seed=kernels.seed, offset=kernels.offset + self.interception.passes)
-        )
+        passes = self.interception.passes + (0 if self._traced_passes is None else int(self._traced_passes.item()))
+        return replace(self._options, kernels=kernels.at(seed=kernels.seed, offset=kernels.offset + passes))
 
     def _stream_options(self, device: torch.device, rank: int) -> dict[str, KernelOptions]:
         """Kernel options of each 8-bit operator, with a seed of its own."""
@@ -233,7 +229,7 @@ class AppliedPlan:
         precision = self.precisions.get(call.name)
         if precision is None:
             if call.op_type not in ops.ADJUSTABLE:
-                return call.function(*_lifted(call.args), **{k: _lifted(v) for k, v in call.kwargs.items()})
+                return run_fixed(call)
             precision = "FP32"
             if call.name not in self._fixed and call.name not in self._unplanned:
                 self._unplanned.append(call.name)
@@ -241,10 +237,12 @@ class AppliedPlan:
             precision = "FP32"
         kernels = self._kernels.get(call.name)
         if kernels is not None:
-            if self.interception.training:
-                kernels = kernels.at(seed=kernels.seed, offset=kernels.offset + self.interception.pass_index)
-            else:
+            if not self.interception.training:
                 kernels = kernels.nearest()
+            elif self.interception.traced:
+                kernels = self._traced_kernels[call.name]
+            else:
+                kernels = kernels.at(seed=kernels.seed, offset=kernels.offset + self.interception.pass_index)
         if torch.is_autocast_enabled(self._device_type):
             raise NotReadyError(
                 f"operator {call.name!r} runs under torch.autocast, which would override its precision "
@@ -253,7 +251,9 @@ class AppliedPlan:
         return ops.execute(call.op_type, precision, call.function, call.args, call.kwargs, kernels)
 
     def _end_pass(self, path: str) -> None:
-        """After the first whole forward pass: was every planned operator met, and was every one met planned?"""
+        """Count a traced pass. After the first whole forward pass: was every planned operator met, and was every one met planned?"""
+        if self.interception.traced and self.interception.training and self._traced_passes is not None:
+            self._traced_passes.add_(1)
         if self._checked or path:
             return
         seen = set(self.interception.seen)

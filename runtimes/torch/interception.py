@@ -140,6 +140,8 @@ class Interception:
             repeats.
         training: Whether the outermost module of the present pass is in training mode.
         recomputing: Whether the present pass is a recomputation.
+        traced: Whether the present pass is being compiled or captured as a CUDA graph: whatever is decided now holds
+            in every run of what comes out, and ``pass_index`` says nothing.
         seen: Names met in the present or last pass.
     """
 
@@ -180,6 +182,8 @@ class Interception:
         self.pass_index = 0
         self.training = True
         self.recomputing = False
+        self.traced = False
+        self._on_cuda = any(parameter.is_cuda for parameter in model.parameters())
         self.seen: list[str] = []
         modules = list(model.named_modules())
         self._has_shared_modules = len(modules) < sum(1 for _ in model.named_modules(remove_duplicate=False))
@@ -196,15 +200,19 @@ class Interception:
 
     def outermost(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module of a pass."""
-        self.recomputing = torch._C._current_graph_task_id() != -1
+        # A traced pass is not counted here: a number that changes would be traced anew, or be frozen in a graph.
+        tracing = torch.compiler.is_compiling()
+        self.traced = tracing or (self._on_cuda and torch.cuda.is_current_stream_capturing())
+        self.recomputing = not tracing and torch._C._current_graph_task_id() != -1
         self.training = forward.module.training
         if self.recomputing:
             self._recall(forward.path)
         else:
             self._counts = {}
             self.seen.clear()
-            self.pass_index = self._passes
-            self._passes += 1
+            if not self.traced:
+                self.pass_index = self._passes
+                self._passes += 1
             self.enter(forward.path)
         self.path = forward.path
         try:
@@ -219,7 +227,7 @@ class Interception:
     def enter(self, path: str) -> None:
         """Note that a module begins to run inside the pass."""
         self.path = path
-        if self.recomputing:
+        if self.recomputing or torch.compiler.is_compiling():
             return
         entries = self._entries.get(path)
         if entries is None or entries[0].pass_index != self.pass_index:

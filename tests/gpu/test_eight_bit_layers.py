@@ -85,7 +85,8 @@ def test_compiled_and_eager_agree(backward):
         grad = torch.randn_like(y)
         pairs = zip(torch.autograd.grad(y, tensors, grad), torch.autograd.grad(z, tensors, grad), strict=True)
         for mine, theirs in pairs:
-            assert _norm_error(mine, theirs) < 1e-3
+            # The input's gradient is in FP32 here, and in the 16-bit format where it is compiled.
+            assert _norm_error(mine, theirs) < 4e-3
         step.add_(1)
 
 
