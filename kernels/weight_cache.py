@@ -19,8 +19,8 @@ def once_per_version(weight: Tensor, facts: Hashable, make: Callable[[], _Codes]
 
     A write is seen by the version counter that torch keeps per tensor (every in-place operation raises it, those of
     optimizers too) and by the address of the data. Writes through ``weight.data`` of unchanged address are not seen.
-    While a graph is traced or captured nothing is kept or looked up: it must hold the computation itself, for the weight
-    will change between its runs.
+    While a graph is traced or captured nothing is kept or looked up: it must hold the computation itself, because the
+    weight will change between its runs.
 
     Args:
         weight: A parameter, or a view of one.

@@ -192,11 +192,12 @@ class AppliedPlan:
         self._device_type = device.type
         self._fixed = frozenset() if graph is None else frozenset(o.name for o in graph.by_role(Role.FIXED))
         self._kernels = self._stream_options(device, rank)
-        # Traced passes are counted on the device, by what was traced; a counter of the caller's is the caller's to raise.
+        # Traced passes are counted on the device, by what was traced; a caller's own counter is the caller's to raise.
         own = options.kernels.step is None
         self._traced_passes = torch.zeros(1, dtype=torch.int64, device=device) if own else None
         self._traced_kernels = {
-            name: replace(kernels, step=self._traced_passes) if own else kernels for name, kernels in self._kernels.items()
+            name: replace(kernels, step=self._traced_passes) if own else kernels
+            for name, kernels in self._kernels.items()
         }
         self.audit: StepAudit | None = None
         self._unplanned: list[str] = []
@@ -251,7 +252,7 @@ class AppliedPlan:
         return ops.execute(call.op_type, precision, call.function, call.args, call.kwargs, kernels)
 
     def _end_pass(self, path: str) -> None:
-        """Count a traced pass. After the first whole forward pass: was every planned operator met, and was every one met planned?"""
+        """Count a traced pass; after the first whole pass: was every planned operator met, every one met planned?"""
         if self.interception.traced and self.interception.training and self._traced_passes is not None:
             self._traced_passes.add_(1)
         if self._checked or path:
