@@ -173,6 +173,13 @@ def _lifted_kinds(graph: OpGraph) -> tuple[str, ...]:
     return tuple(sorted(fixed - {operator.op_type for operator in graph.by_role(Role.DEPENDENT)}))
 
 
+@torch.compiler.assume_constant_result
+def _warn_compiled(name: str) -> bool:
+    """Say while a model is compiled, not while it runs, that an operator is in no plan."""
+    warnings.warn(f"adjustable operator {name!r} is not in the plan and runs in FP32", stacklevel=2)
+    return True
+
+
 class AppliedPlan:
     """A plan at work on a model: decides for every operator call how it runs.
 
@@ -232,8 +239,11 @@ class AppliedPlan:
             if call.op_type not in ops.ADJUSTABLE:
                 return run_fixed(call)
             precision = "FP32"
-            if call.name not in self._fixed and call.name not in self._unplanned:
-                self._unplanned.append(call.name)
+            if call.name not in self._fixed:
+                if torch.compiler.is_compiling():
+                    _warn_compiled(call.name)
+                elif call.name not in self._unplanned:
+                    self._unplanned.append(call.name)
         elif not self.interception.training and self._options.evaluate_in == "FP32":
             precision = "FP32"
         kernels = self._kernels.get(call.name)
@@ -255,7 +265,9 @@ class AppliedPlan:
         """Count a traced pass; after the first whole pass: was every planned operator met, every one met planned?"""
         if self.interception.traced and self.interception.training and self._traced_passes is not None:
             self._traced_passes.add_(1)
-        if self._checked or path:
+        # While a pass is compiled, nothing that changes between passes may be looked at: it would be compiled again.
+        tracing = torch.compiler.is_compiling()
+        if path or (not tracing and self._checked):
             return
         seen = set(self.interception.seen)
         missing = [name for name in self.precisions if name not in seen]
@@ -264,6 +276,8 @@ class AppliedPlan:
                 f"the plan is for another model: a forward pass did not meet {_some(missing)}; "
                 "undo it and capture this model again"
             )
+        if tracing:
+            return
         self._checked = True
         if self._unplanned:
             warnings.warn(

@@ -209,7 +209,7 @@ class Interception:
             self._recall(forward.path)
         else:
             self._counts = {}
-            self.seen.clear()
+            self.seen = []  # a new list: a compiled pass must not depend on what the old one held
             if not self.traced:
                 self.pass_index = self._passes
                 self._passes += 1
@@ -257,10 +257,13 @@ class Interception:
         key = (module, op_type)
         occurrence = self._counts.get(key, 0)
         self._counts[key] = occurrence + 1
-        names = self._operator_names.setdefault(key, [])
-        if occurrence == len(names):
-            names.append(operator_name(module, op_type, occurrence))
-        name = names[occurrence]
+        if torch.compiler.is_compiling():
+            name = operator_name(module, op_type, occurrence)
+        else:
+            names = self._operator_names.setdefault(key, [])
+            if occurrence == len(names):
+                names.append(operator_name(module, op_type, occurrence))
+            name = names[occurrence]
         self.seen.append(name)
         return self._handler(OperatorCall(name, op_type, module, function, args, kwargs))
 
