@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from qsync_opt.errors import ModelError, NotReadyError
+
+T = TypeVar("T")
 
 
 def world() -> tuple[int, int]:
@@ -120,3 +123,15 @@ def fail_together(error: Exception | None) -> None:
     for rank, text in enumerate(told):
         if text is not None:
             raise NotReadyError(f"rank {rank} failed: {text}")
+
+
+def together(work: Callable[[], T]) -> T:
+    """Run a stage on this rank; if it fails on any, it fails on all."""
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as failure:  # raised again below, on this rank as it is
+        error = failure
+    fail_together(error)
+    return result  # type: ignore[return-value]

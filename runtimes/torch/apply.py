@@ -22,7 +22,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
 from qsync_opt.graph import OpGraph, Role
@@ -32,6 +31,7 @@ from qsync_opt.precision import number_format
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
 from qsync_opt.runtimes.torch.job_plan import JobPlan
 from qsync_opt.runtimes.torch.step_audit import StepAudit
+from qsync_opt.runtimes.torch.wrappers import bare_model
 
 _SHOWN = 3
 _HALF = (torch.bfloat16, torch.float16)
@@ -185,20 +185,29 @@ def _lifted_kinds(graph: OpGraph) -> tuple[str, ...]:
 class AppliedPlan:
     """A plan at work on a model: decides for every operator call how it runs.
 
-    ``audit`` compares the first steps with the prediction, if the plan came with one.
+    ``audit`` compares the first steps with the prediction, if the plan came with one. ``device_type`` is the entry of
+    the plan that is carried out, None if it has no name.
     """
 
     def __init__(
-        self, model: nn.Module, precisions: Mapping[str, str], graph: OpGraph | None, options: ApplyOptions
+        self,
+        model: nn.Module,
+        precisions: Mapping[str, str],
+        graph: OpGraph | None,
+        options: ApplyOptions,
+        device_type: str | None = None,
     ) -> None:
         device = _model_device(model)
+        self.device_type = device_type
+        self.graph = graph
         rank = options.rank
         if rank is None:
             initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
             rank = torch.distributed.get_rank() if initialized else 0
         self.precisions = dict(precisions)
         self._options = options
-        self._device_type = device.type
+        self._device = device
+        self._rank = rank
         self._fixed = frozenset() if graph is None else frozenset(o.name for o in graph.by_role(Role.FIXED))
         self._kernels = self._stream_options(device, rank)
         self.audit: StepAudit | None = None
@@ -217,6 +226,26 @@ class AppliedPlan:
         return replace(
             self._options, kernels=kernels.at(seed=kernels.seed, offset=kernels.offset + self.interception.passes)
         )
+
+    @property
+    def half_formats(self) -> frozenset[str]:
+        """16-bit formats that gradients pass through: ``"BF16"``, ``"FP16"``, both or none."""
+        planned = {"BF16", "FP16"} & set(self.precisions.values())
+        return frozenset(planned | {kernels.half_format for kernels in self._kernels.values()})
+
+    def go_on_at(self, seed: int, offset: int, step: int | None = None) -> None:
+        """Move the rounding to a place in the random stream; the next forward pass begins there.
+
+        Args:
+            seed: As in `KernelOptions`.
+            offset: As in `KernelOptions`, of the next forward pass.
+            step: Value for the counter on the device, where the kernels have one.
+        """
+        kernels = self._options.kernels.at(seed=seed, offset=offset - self.interception.passes)
+        self._options = replace(self._options, kernels=kernels)
+        self._kernels = self._stream_options(self._device, self._rank)
+        if step is not None and kernels.step is not None:
+            kernels.step.fill_(step)
 
     def _stream_options(self, device: torch.device, rank: int) -> dict[str, KernelOptions]:
         """Kernel options of each 8-bit operator, with a seed of its own."""
@@ -245,7 +274,7 @@ class AppliedPlan:
                 kernels = kernels.at(seed=kernels.seed, offset=kernels.offset + self.interception.pass_index)
             else:
                 kernels = kernels.nearest()
-        if torch.is_autocast_enabled(self._device_type):
+        if torch.is_autocast_enabled(self._device.type):
             raise NotReadyError(
                 f"operator {call.name!r} runs under torch.autocast, which would override its precision "
                 f"{precision}: leave autocast while a plan is applied"
@@ -272,10 +301,6 @@ class AppliedPlan:
             )
 
 
-def _bare(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
 def apply(
     model: nn.Module,
     plan: Mapping[str, str] | DevicePlans,
@@ -287,7 +312,8 @@ def apply(
     """Make a model run under a plan, until :func:`undo`.
 
     Args:
-        model: FP32 model on the device that it will run on; also one that ``DistributedDataParallel`` wraps already.
+        model: FP32 model on the device that it will run on; also one that ``DistributedDataParallel`` wraps already, or
+            that ``torch.compile`` has.
         plan: Operator to precision, or a plan with such a mapping per device type. A `JobPlan` that is not worthwhile
             changes nothing.
         device_type: Which entry of the plan; may be left out if there is one only.
@@ -318,14 +344,17 @@ def apply(
         raise ModelError(f"cannot apply a plan to a {type(model).__name__}: a torch.nn.Module is needed")
     if isinstance(plan, JobPlan) and not plan.worthwhile:
         return model
-    bare = _bare(model)
+    bare = bare_model(model)
     if interception_of(bare) is not None:
         raise NotReadyError("a plan is applied to this model already: undo(model) before applying another")
     precisions = _of_device_type(plan, device_type)
     _check_master_weights(bare)
     _check_names(bare, precisions, graph)
     adjustable = _check_precisions(precisions, graph, _model_device(bare))
-    applied = AppliedPlan(bare, adjustable, graph, options or ApplyOptions())
+    name = device_type
+    if name is None and isinstance(plan, DevicePlans):
+        name = next(iter(plan.devices))
+    applied = AppliedPlan(bare, adjustable, graph, options or ApplyOptions(), name)
     if isinstance(plan, JobPlan):
         applied.audit = StepAudit(
             bare, predicted_ns=plan.iteration_ns, predicted_bytes=plan.memory_bytes[plan.device_type]
@@ -335,7 +364,7 @@ def apply(
 
 def applied_plan(model: nn.Module) -> AppliedPlan | None:
     """The plan at work on a model (also inside ``DistributedDataParallel``), None if there is none."""
-    interception = interception_of(_bare(model))
+    interception = interception_of(bare_model(model))
     handler = None if interception is None else interception.handler
     return handler if isinstance(handler, AppliedPlan) else None
 

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
 from qsync_opt.errors import ProblemError, SolverError
 from qsync_opt.plan import plan_from_json
 from qsync_opt.planner import solve
-from qsync_opt.runtimes.torch.agreement import broadcast_json, digest, gather_json, require_agreement, world
+from qsync_opt.runtimes.torch.agreement import broadcast_json, digest, gather_json, require_agreement, together, world
 from qsync_opt.runtimes.torch.capture import capture_model
 from qsync_opt.runtimes.torch.job_measuring import (
     DeviceTypes,
@@ -31,12 +30,12 @@ from qsync_opt.runtimes.torch.job_measuring import (
     measure_profiles,
     measure_sensitivities,
     require_one_model,
-    together,
 )
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
 from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, JobPlan, alternatives, verdict
 from qsync_opt.runtimes.torch.measure import Loss
 from qsync_opt.runtimes.torch.trial import Trial, try_plan
+from qsync_opt.runtimes.torch.wrappers import bare_model
 
 _LOGGER = logging.getLogger(__name__)
 _TIGHTENED = 0.9
@@ -85,7 +84,7 @@ def auto_plan(
         The steps are QSync's (IPDPS 2024); ranks there are planned offline from files.
     """
     options = options or PlanningOptions()
-    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    bare = bare_model(model)
     job = Job(bare, example_of(bare, batch, loss), options)
     together(job.check)
     require_agreement(
