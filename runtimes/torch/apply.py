@@ -27,6 +27,7 @@ from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels import backend, ops
 from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.kernels.random_bits import signed
 from qsync_opt.precision import number_format
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
 from qsync_opt.runtimes.torch.job_plan import JobPlan
@@ -185,7 +186,8 @@ def _lifted_kinds(graph: OpGraph) -> tuple[str, ...]:
 class AppliedPlan:
     """A plan at work on a model: decides for every operator call how it runs.
 
-    ``audit`` compares the first steps with the prediction, if the plan came with one. ``device_type`` is the entry of
+    ``audit`` compares the first steps with the prediction, if the plan came with one. ``counter`` is one integer on the
+    device, the number of passes, which a compiled graph draws its noise by. ``device_type`` is the entry of
     the plan that is carried out, None if it has no name.
     """
 
@@ -209,12 +211,25 @@ class AppliedPlan:
         self._device = device
         self._rank = rank
         self._fixed = frozenset() if graph is None else frozenset(o.name for o in graph.by_role(Role.FIXED))
-        self._kernels = self._stream_options(device, rank)
+        # A compiled graph is the same in every pass: what makes its noise new is this counter, which lies on the device.
+        own = options.kernels.step is None
+        self.counter = options.kernels.step
+        if own:
+            self.counter = torch.full((), signed(options.kernels.offset), dtype=torch.int64, device=device)
+        self._kernels, self._traced_kernels = self._stream_options(device, rank)
+        self._counts_passes = own and bool(self._kernels)
         self.audit: StepAudit | None = None
         self._unplanned: list[str] = []
         self._checked = False
         kinds = () if graph is None else _lifted_kinds(graph)
-        self.interception = Interception(model, self, kinds=kinds, on_pass_end=self._end_pass, recurrent_inputs=_lifted)
+        self.interception = Interception(
+            model,
+            self,
+            kinds=kinds,
+            on_pass_begin=self._begin_pass,
+            on_pass_end=self._end_pass,
+            recurrent_inputs=_lifted,
+        )
 
     @property
     def options(self) -> ApplyOptions:
@@ -223,9 +238,10 @@ class AppliedPlan:
         A plan that takes over goes on from here.
         """
         kernels = self._options.kernels
-        return replace(
-            self._options, kernels=kernels.at(seed=kernels.seed, offset=kernels.offset + self.interception.passes)
-        )
+        offset = kernels.offset + self.interception.passes
+        if self._counts_passes and self.counter is not None:
+            offset = int(self.counter)  # passes of a compiled graph are counted here alone
+        return replace(self._options, kernels=kernels.at(seed=kernels.seed, offset=offset))
 
     @property
     def half_formats(self) -> frozenset[str]:
@@ -239,23 +255,27 @@ class AppliedPlan:
         Args:
             seed: As in `KernelOptions`.
             offset: As in `KernelOptions`, of the next forward pass.
-            step: Value for the counter on the device, where the kernels have one.
+            step: Value for the kernels' own counter on the device, if they were given one; None leaves it as it is.
         """
         kernels = self._options.kernels.at(seed=seed, offset=offset - self.interception.passes)
         self._options = replace(self._options, kernels=kernels)
-        self._kernels = self._stream_options(self._device, self._rank)
-        if step is not None and kernels.step is not None:
-            kernels.step.fill_(step)
+        self._kernels, self._traced_kernels = self._stream_options(self._device, self._rank)
+        counted = offset if kernels.step is None else step
+        if counted is not None and self.counter is not None:
+            self.counter.fill_(signed(counted))
 
-    def _stream_options(self, device: torch.device, rank: int) -> dict[str, KernelOptions]:
-        """Kernel options of each 8-bit operator, with a seed of its own."""
+    def _stream_options(
+        self, device: torch.device, rank: int
+    ) -> tuple[dict[str, KernelOptions], dict[str, KernelOptions]]:
+        """Kernel options of each 8-bit operator, with a seed of its own; and the same for a compiled graph."""
         base = self._options.kernels
-        result = {}
+        result, traced = {}, {}
         for name, precision in self.precisions.items():
             if precision in ("INT8", "FP8"):
                 half, seed = backend.half_format(device), _seed(name, base.seed, rank)
                 result[name] = dataclasses.replace(base, half_format=half, seed=seed)
-        return result
+                traced[name] = dataclasses.replace(result[name], offset=0, step=self.counter)
+        return result, traced
 
     def __call__(self, call: OperatorCall) -> Any:
         """Run one operator as the plan wants."""
@@ -264,16 +284,18 @@ class AppliedPlan:
             if call.op_type not in ops.ADJUSTABLE:
                 return call.function(*_lifted(call.args), **{k: _lifted(v) for k, v in call.kwargs.items()})
             precision = "FP32"
-            if call.name not in self._fixed and call.name not in self._unplanned:
+            if call.name not in self._fixed and not torch.compiler.is_compiling() and call.name not in self._unplanned:
                 self._unplanned.append(call.name)
         elif not self.interception.training and self._options.evaluate_in == "FP32":
             precision = "FP32"
         kernels = self._kernels.get(call.name)
         if kernels is not None:
-            if self.interception.training:
-                kernels = kernels.at(seed=kernels.seed, offset=kernels.offset + self.interception.pass_index)
-            else:
+            if not self.interception.training:
                 kernels = kernels.nearest()
+            elif torch.compiler.is_compiling():
+                kernels = self._traced_kernels[call.name]
+            else:
+                kernels = kernels.at(seed=kernels.seed, offset=kernels.offset + self.interception.pass_index)
         if torch.is_autocast_enabled(self._device.type):
             raise NotReadyError(
                 f"operator {call.name!r} runs under torch.autocast, which would override its precision "
@@ -281,9 +303,13 @@ class AppliedPlan:
             )
         return ops.execute(call.op_type, precision, call.function, call.args, call.kwargs, kernels)
 
+    def _begin_pass(self) -> None:
+        if self._counts_passes and self.counter is not None:
+            self.counter.add_(1)
+
     def _end_pass(self, path: str) -> None:
         """After the first whole forward pass: was every planned operator met, and was every one met planned?"""
-        if self._checked or path:
+        if path or torch.compiler.is_compiling() or self._checked:
             return
         seen = set(self.interception.seen)
         missing = [name for name in self.precisions if name not in seen]

@@ -149,6 +149,7 @@ class Interception:
         handler: Handler,
         *,
         kinds: tuple[str, ...] = (),
+        on_pass_begin: Callable[[], None] | None = None,
         on_pass_end: Callable[[str], None] | None = None,
         recurrent_inputs: Callable[[Any], Any] | None = None,
     ) -> None:
@@ -158,6 +159,7 @@ class Interception:
             model: The root of the module paths.
             handler: Called with every named operator; what it returns is the result of the call.
             kinds: ATen names of operators to report besides the adjustable and the fixed ones.
+            on_pass_begin: Called before an outermost forward pass that is no recomputation.
             on_pass_end: Called after an outermost forward pass that did not raise, with the path of its module.
             recurrent_inputs: Applied to the arguments of recurrent modules, which compare the types of inputs and
                 weights before any operator runs.
@@ -167,6 +169,7 @@ class Interception:
             UnsupportedError: A module whose ``forward`` cannot be shadowed (a scripted one).
         """
         self._handler = handler
+        self._on_pass_begin = on_pass_begin
         self._on_pass_end = on_pass_end
         self.recurrent_inputs = recurrent_inputs
         self.function_names = function_names(kinds)
@@ -196,6 +199,8 @@ class Interception:
 
     def outermost(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module of a pass."""
+        if torch.compiler.is_compiling():
+            return self._traced(forward, args, kwargs)
         self.recomputing = torch._C._current_graph_task_id() != -1
         self.training = forward.module.training
         if self.recomputing:
@@ -205,6 +210,8 @@ class Interception:
             self.seen.clear()
             self.pass_index = self._passes
             self._passes += 1
+            if self._on_pass_begin is not None:
+                self._on_pass_begin()
             self.enter(forward.path)
         self.path = forward.path
         try:
@@ -216,10 +223,32 @@ class Interception:
             self._on_pass_end(forward.path)
         return result
 
+    def _traced(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the outermost module while ``torch.compile`` traces it.
+
+        Nothing may be read here that a pass changes, or the next pass would be traced anew. A recomputation is part of
+        the graph then and needs no memory of earlier calls.
+        """
+        self.recomputing = False
+        self.training = forward.module.training
+        self._counts = {}
+        self.seen = []
+        if self._on_pass_begin is not None:
+            self._on_pass_begin()
+        self.path = forward.path
+        try:
+            with self._mode:
+                result = forward.inner(*args, **kwargs)
+        finally:
+            self.path = None
+        if self._on_pass_end is not None:
+            self._on_pass_end(forward.path)
+        return result
+
     def enter(self, path: str) -> None:
         """Note that a module begins to run inside the pass."""
         self.path = path
-        if self.recomputing:
+        if self.recomputing or torch.compiler.is_compiling():
             return
         entries = self._entries.get(path)
         if entries is None or entries[0].pass_index != self.pass_index:
@@ -249,10 +278,13 @@ class Interception:
         key = (module, op_type)
         occurrence = self._counts.get(key, 0)
         self._counts[key] = occurrence + 1
-        names = self._operator_names.setdefault(key, [])
-        if occurrence == len(names):
-            names.append(operator_name(module, op_type, occurrence))
-        name = names[occurrence]
+        if torch.compiler.is_compiling():
+            name = operator_name(module, op_type, occurrence)
+        else:
+            names = self._operator_names.setdefault(key, [])
+            if occurrence == len(names):
+                names.append(operator_name(module, op_type, occurrence))
+            name = names[occurrence]
         self.seen.append(name)
         return self._handler(OperatorCall(name, op_type, module, function, args, kwargs))
 

@@ -213,8 +213,10 @@ def carry_out(model: nn.Module, rank: int, saved: Sequence[RankState], resumed: 
         applied.go_on_at(own.seed, own.offset, own.step)
         return
     # A rank that the checkpoint does not know: no noise of before may come again, so it begins where the last one was.
+    kernels = applied.options.kernels
     offset = max((state.offset for state in saved), default=0)
-    applied.go_on_at(applied.options.kernels.seed, max(offset, applied.options.kernels.offset), None)
+    counters = [state.step for state in saved if state.step is not None]
+    applied.go_on_at(kernels.seed, max(offset, kernels.offset), max(counters, default=None))
 
 
 def _adopted(model: nn.Module, applied: AppliedPlan | None, own: RankState) -> AppliedPlan | None:
