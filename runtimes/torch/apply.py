@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -119,6 +120,28 @@ def _check_master_weights(model: nn.Module) -> None:
                 f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}: a plan needs FP32 master "
                 "weights; call model.float() before"
             )
+
+
+def _check_sharding(model: nn.Module) -> None:
+    """Refuse wrappers that hand operators other weights than the FP32 ones; they are loaded only where they are used."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for path, module in model.named_modules():
+        name = path or "the root"
+        if isinstance(module, fsdp.FullyShardedDataParallel):
+            raise UnsupportedError(
+                f"module {name!r} is wrapped in FullyShardedDataParallel, which flattens parameters: operators have no "
+                "names there; use fully_shard (FSDP2) instead"
+            )
+        if isinstance(module, fsdp.FSDPModule):
+            policy = getattr(module._get_fsdp_state(), "_mp_policy", None)  # type: ignore[no-untyped-call]
+            given = getattr(policy, "param_dtype", None)
+            if given not in (None, torch.float32):
+                raise UnsupportedError(
+                    f"module {name!r} is sharded with param_dtype={given}: a plan decides the precision of each operator "
+                    "and needs the FP32 weights; leave param_dtype out of MixedPrecisionPolicy (reduce_dtype may stay)"
+                )
 
 
 def _check_names(model: nn.Module, plan: Mapping[str, str], graph: OpGraph | None) -> None:
@@ -375,6 +398,7 @@ def apply(
         raise NotReadyError("a plan is applied to this model already: undo(model) before applying another")
     precisions = _of_device_type(plan, device_type)
     _check_master_weights(bare)
+    _check_sharding(bare)
     _check_names(bare, precisions, graph)
     adjustable = _check_precisions(precisions, graph, _model_device(bare))
     name = device_type

@@ -57,34 +57,44 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     return tensors, told
 
 
+def require_same_optimizers(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], told: Any, where: str
+) -> None:
+    """Refuse optimizers that are not those of the checkpoint.
+
+    Raises:
+        ModelError: Their number or their parameters are others.
+        ProblemError: ``told`` is not what `optimizer_state` makes.
+    """
+    if len(told) != len(optimizers):
+        raise ModelError(f"{where} has {len(told)} optimizers and this job {len(optimizers)}: give as many")
+    for number, (optimizer, entry) in enumerate(zip(optimizers, told, strict=True)):
+        if not (
+            isinstance(entry, dict) and isinstance(entry.get("state"), dict) and _is_groups(entry.get("param_groups"))
+        ):
+            raise ProblemError(f"{where}: optimizer {number} is not as this package writes it; give a whole checkpoint")
+        known = set(_names(model, optimizer).values())
+        saved = [name for group in entry["param_groups"] for name in group["params"]]
+        unknown = [name for name in (*saved, *entry["state"]) if name not in known]
+        if unknown or len(saved) != len(known):
+            what = f"it has {unknown[0]!r}" if unknown else f"it has {len(saved)} parameters and not {len(known)}"
+            raise ModelError(
+                f"optimizer {number} of {where} is for other parameters: {what}; build the optimizer as before"
+            )
+
+
 def load_optimizers(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], told: Any, tensors: Mapping[str, Tensor], where: str
 ) -> None:
-    """Give optimizers their states back.
+    """Give optimizers their states back, after `require_same_optimizers`.
 
     Raises:
-        ModelError: Their number or their parameters are others than in the checkpoint.
         ProblemError: ``told`` is not what `optimizer_state` makes.
     """
-    if not isinstance(told, list) or not all(isinstance(entry, dict) for entry in told):
-        raise ProblemError(f"{where}: optimizer states that are not as this package writes them")
-    if len(told) != len(optimizers):
-        raise ModelError(f"the checkpoint has {len(told)} optimizers and this job {len(optimizers)}: give as many")
-    for number, (optimizer, entry) in enumerate(zip(optimizers, told, strict=True)):
+    for optimizer, entry in zip(optimizers, told, strict=True):
         numbers = {name: index for index, name in _names(model, optimizer).items()}
-        state, groups, rest = (
-            join_state(entry.get(key), tensors, where) for key in ("state", "param_groups", "rest")
-        )
-        if not (isinstance(state, dict) and isinstance(rest, dict) and _is_groups(groups)):
-            raise ProblemError(f"{where}: optimizer {number} is not as this package writes it")
-        mine = [name for group in optimizer.state_dict()["param_groups"] for name in group["params"]]
-        saved = [name for group in groups for name in group["params"]]
-        unknown = [name for name in (*saved, *state) if name not in numbers]
-        if unknown or len(saved) != len(mine):
-            what = f"it has {unknown[0]!r}" if unknown else f"it has {len(saved)} parameters and not {len(mine)}"
-            raise ModelError(
-                f"optimizer {number} of the checkpoint is for other parameters: {what}; build the optimizer as before"
-            )
+        state, groups = (join_state(entry[key], tensors, where) for key in ("state", "param_groups"))
+        rest = join_state(entry.get("rest", {}), tensors, where)
         optimizer.load_state_dict(
             {
                 **rest,

@@ -44,6 +44,7 @@ from qsync_opt.runtimes.torch.checkpoint_state import (
     model_tensors,
     optimizer_state,
     random_states,
+    require_same_optimizers,
     require_same_tensors,
     set_random_states,
 )
@@ -103,7 +104,9 @@ class Checkpoints:
             ProblemError: ``keep`` is below 1.
         """
         if importlib.util.find_spec("safetensors") is None:
-            raise NotInstalledError("checkpoints need safetensors, which is not installed: pip install 'qsync-opt[torch]'")
+            raise NotInstalledError(
+                "checkpoints need safetensors, which is not installed: pip install 'qsync-opt[torch]'"
+            )
         check_integer(keep, "keep", minimum=1)
         for name, other in others.items():
             if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
@@ -157,7 +160,9 @@ class Checkpoints:
 
         def hashes() -> Any:
             with _translated(f"the checkpoint of step {step} was not written"):
-                return {name: dict(fact) for name, fact in file_facts(temporary, files_in(temporary)[rank::size]).items()}
+                return {
+                    name: dict(fact) for name, fact in file_facts(temporary, files_in(temporary)[rank::size]).items()
+                }
 
         facts = {name: fact for part in gather_json(together(hashes)) for name, fact in part.items()}
 
@@ -169,7 +174,7 @@ class Checkpoints:
         together(complete)
         return step_folder(self._folder, step)
 
-    def load(self, step: int | None = None, *, plan: str = "checkpoint") -> Resumed | None:
+    def load(self, step: int | None = None, *, plan: str = "checkpoint", model_only: bool = False) -> Resumed | None:
         """Go on from a checkpoint, if there is one.
 
         If the job has as many ranks of the same device types as before, the checkpoint's plan goes on (it is put on
@@ -180,6 +185,7 @@ class Checkpoints:
         Args:
             step: Which; None: the last one.
             plan: ``"present"`` keeps the present plan also on the same cluster.
+            model_only: Load parameters and buffers and nothing else; the present plan stays.
 
         Returns:
             What was found and done, equal on all ranks; None if the folder has no checkpoint and no ``step`` was asked
@@ -206,9 +212,10 @@ class Checkpoints:
         ]
         together(lambda: require_same_operators(saved, present, state["versions"]))
         tight = broadcast_json(self._tight(state["memory_bytes"]) if rank == 0 else None)
-        resumed = decide(found, saved, present, tight, plan)
-        together(lambda: self._read(path, state))
-        together(lambda: carry_out(self._model, rank, saved, resumed))
+        resumed = decide(found, saved, present, tight, "present" if model_only else plan)
+        together(lambda: self._read(path, state, model_only))
+        if not model_only:
+            together(lambda: carry_out(self._model, rank, saved, resumed))
         if rank == 0:
             _LOGGER.log(logging.WARNING if resumed.replanned else logging.INFO, "%s", resumed.describe())
         return resumed
@@ -273,7 +280,7 @@ class Checkpoints:
         limits = {device.name: device.memory_limit_bytes for device in self._plan.model.cluster.devices}
         return [name for name, needed in needed_bytes.items() if name in limits and needed > limits[name]]
 
-    def _read(self, path: Path, state: dict[str, Any]) -> None:
+    def _read(self, path: Path, state: dict[str, Any], model_only: bool) -> None:
         rank, size = world()
         where = f"the checkpoint {str(path)!r}"
         model = bare_model(self._model)
@@ -284,15 +291,23 @@ class Checkpoints:
         sizes = {name: (entry.size, entry.properties.dtype) for name, entry in known.items()}
         wanted, _ = model_tensors(model)
         require_same_tensors(wanted, sizes, where)
-        if missing := values["others"].keys() ^ self._others.keys():
-            raise ModelError(
-                f"{where} and this job differ in {', '.join(sorted(missing))}: give the same names to Checkpoints"
-            )
-        wanted = {**wanted, **blank_optimizer_tensors(model, values["optimizers"], sizes)}
-        wanted.update(blank_tensors([values["others"], values["model"]], sizes))
-        wanted.update({n: torch.empty(s, dtype=d) for n, (s, d) in sizes.items() if n.startswith(f"{RANDOM}.{rank}.")})
+        others = [values["model"]]
+        if not model_only:
+            require_same_optimizers(model, self._optimizers, values["optimizers"], where)
+            if missing := values["others"].keys() ^ self._others.keys():
+                names = ", ".join(sorted(missing))
+                raise ModelError(f"{where} and this job differ in {names}: give the same names to Checkpoints")
+            wanted.update(blank_optimizer_tensors(model, values["optimizers"], sizes))
+            mine = f"{RANDOM}.{rank}."
+            wanted.update({name: torch.empty(s, dtype=d) for name, (s, d) in sizes.items() if name.startswith(mine)})
+            others.append(values["others"])
+        wanted.update(blank_tensors(others, sizes))
         with _translated(f"{where} was not loaded"):
             dcp.load(dict(wanted), storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=size == 1)
+        if extra := join_state(values["model"], wanted, where):
+            model.load_state_dict({**model.state_dict(), **extra})
+        if model_only:
+            return
         load_optimizers(model, self._optimizers, values["optimizers"], wanted, where)
         for name, other in self._others.items():
             other.load_state_dict(join_state(values["others"][name], wanted, where))
@@ -323,7 +338,9 @@ def _state_of(path: Path) -> dict[str, Any]:
     digest = fields.text("digest")
     for name in ("versions", "memory_bytes"):
         fields.mapping(name)
-    ranks = [RankState.from_fields(Fields(entry, f"{path}: rank {i}")) for i, entry in enumerate(fields.sequence("ranks"))]
+    ranks = [
+        RankState.from_fields(Fields(entry, f"{path}: rank {i}")) for i, entry in enumerate(fields.sequence("ranks"))
+    ]
     if digest_of_ranks(ranks) != digest:
         fields.fail("the plan is not the one that was saved: its digest differs")
     values = Fields(fields.mapping("values"), f"{path / STATE}: values")

@@ -128,7 +128,9 @@ class Resumed:
         return "\n".join(rows)
 
 
-def require_same_operators(saved: Sequence[RankState], present: Sequence[RankState], versions: Mapping[str, str]) -> None:
+def require_same_operators(
+    saved: Sequence[RankState], present: Sequence[RankState], versions: Mapping[str, str]
+) -> None:
     """Refuse a checkpoint whose plan names other operators than the present one.
 
     Raises:

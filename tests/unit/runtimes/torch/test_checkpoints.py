@@ -42,8 +42,10 @@ class Job:
         torch.manual_seed(0)
         self.model = Net(width)
         if plan is not None:
-            devices = plan if device_type is None else plan_of_ranks(
-                [RankState(device_type=device_type, precisions=plan, seed=0, offset=0, step=None)]
+            devices = (
+                plan
+                if device_type is None
+                else plan_of_ranks([RankState(device_type=device_type, precisions=plan, seed=0, offset=0, step=None)])
             )
             apply(self.model, devices, options=options)
         head = [*self.model.embed.parameters()]
@@ -211,7 +213,9 @@ def test_a_tight_budget_is_seen(folder, monkeypatch):
 def test_another_model_is_refused_by_its_parameters(folder, width):
     Job(folder).checkpoints.save(1)
     other = Job(folder, width=width)
-    with pytest.raises(ModelError, match=rf"'a.weight' is \(64, 32\) in the checkpoint and \({width}, 32\) in the model"):
+    with pytest.raises(
+        ModelError, match=rf"'a.weight' is \(64, 32\) in the checkpoint and \({width}, 32\) in the model"
+    ):
         other.checkpoints.load()
 
 
@@ -369,9 +373,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(folder):
 
 
 def test_killed_while_writing_every_checkpoint_is_whole_or_not_there(folder):
-    worker = subprocess.Popen(
-        [sys.executable, "-P", "-c", WRITER, str(folder), "0"], stdout=subprocess.PIPE, text=True
-    )
+    worker = subprocess.Popen([sys.executable, "-P", "-c", WRITER, str(folder), "0"], stdout=subprocess.PIPE, text=True)
     try:
         assert worker.stdout.readline() == "ready\n"
         deadline = time.monotonic() + 60
@@ -396,6 +398,12 @@ def test_rank_states_are_checked():
 
     state = replace(_rank("A", PLAN), step=3)
     assert RankState.from_fields(Fields(state.to_json(), "rank")) == state
-    for name, value in (("device_type", 3), ("precisions", [1]), ("precisions", {"a": 1}), ("step", "x"), ("seed", None)):
+    for name, value in (
+        ("device_type", 3),
+        ("precisions", [1]),
+        ("precisions", {"a": 1}),
+        ("step", "x"),
+        ("seed", None),
+    ):
         with pytest.raises(ProblemError, match=name):
             RankState.from_fields(Fields({**state.to_json(), name: value}, "rank"))
