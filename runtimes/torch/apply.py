@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
-import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -29,13 +27,19 @@ from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels import backend, ops
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.random_bits import signed
-from qsync_opt.precision import number_format
+from qsync_opt.runtimes.torch.apply_checks import (
+    check_master_weights,
+    check_names,
+    check_precisions,
+    check_sharding,
+    model_device,
+    some_names,
+)
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
 from qsync_opt.runtimes.torch.job_plan import JobPlan
 from qsync_opt.runtimes.torch.step_audit import StepAudit
 from qsync_opt.runtimes.torch.wrappers import bare_model
 
-_SHOWN = 3
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -74,20 +78,6 @@ class ApplyOptions:
             raise UnsupportedError(f"option evaluate_in={self.evaluate_in!r}: allowed are plan, FP32")
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(repr(name) for name in names[:_SHOWN]) + more
-
-
-def operator_kind(name: str) -> str | None:
-    """Kind of an adjustable operator from its name, None if the name is not of one."""
-    last = name.rsplit("/", 1)[-1]
-    if last in ops.ADJUSTABLE:
-        return last
-    kind = re.sub(r"_\d+$", "", last)
-    return kind if kind in ops.ADJUSTABLE else None
-
-
 def _of_device_type(plan: Mapping[str, str] | DevicePlans, device_type: str | None) -> dict[str, str]:
     if not isinstance(plan, DevicePlans):
         if not isinstance(plan, Mapping) or not all(isinstance(text, str) for entry in plan.items() for text in entry):
@@ -103,83 +93,6 @@ def _of_device_type(plan: Mapping[str, str] | DevicePlans, device_type: str | No
     if device_type not in plan.devices:
         raise ModelError(f"the plan has no device type {device_type!r}: it has {known}")
     return dict(plan.devices[device_type])
-
-
-def _model_device(model: nn.Module) -> torch.device:
-    tensors = [*model.parameters(), *model.buffers()]
-    devices = sorted({str(tensor.device) for tensor in tensors})
-    if len(devices) > 1:
-        raise ModelError(f"the model lies on several devices ({', '.join(devices)}): a plan is for a model on one")
-    return torch.device(devices[0]) if devices else torch.device("cpu")
-
-
-def _check_master_weights(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype is not torch.float32:
-            raise ModelError(
-                f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}: a plan needs FP32 master "
-                "weights; call model.float() before"
-            )
-
-
-def _check_sharding(model: nn.Module) -> None:
-    """Refuse wrappers that hand operators other weights than the FP32 ones; they are loaded only where they are used."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return
-    for path, module in model.named_modules():
-        name = path or "the root"
-        if isinstance(module, fsdp.FullyShardedDataParallel):
-            raise UnsupportedError(
-                f"module {name!r} is wrapped in FullyShardedDataParallel, which flattens parameters: operators have no "
-                "names there; use fully_shard (FSDP2) instead"
-            )
-        if isinstance(module, fsdp.FSDPModule):
-            policy = getattr(module._get_fsdp_state(), "_mp_policy", None)  # type: ignore[no-untyped-call]
-            given = getattr(policy, "param_dtype", None)
-            if given not in (None, torch.float32):
-                raise UnsupportedError(
-                    f"module {name!r} is sharded with param_dtype={given}: a plan decides the precision of each operator "
-                    "and needs the FP32 weights; leave param_dtype out of MixedPrecisionPolicy (reduce_dtype may stay)"
-                )
-
-
-def _check_names(model: nn.Module, plan: Mapping[str, str], graph: OpGraph | None) -> None:
-    """Refuse a plan for another model, naming the first operators that differ."""
-    paths = {path for path, _ in model.named_modules()}
-    unknown = [name for name in plan if (name.rsplit("/", 1)[0] if "/" in name else "") not in paths]
-    if graph is not None:
-        unknown = [name for name in plan if name not in graph]
-    if unknown:
-        where = "graph" if graph is not None else "model"
-        raise ModelError(f"the plan is for another model: it names {_some(unknown)}, which this {where} does not have")
-    if graph is None:
-        return
-    planned = [parameter.name for parameter in graph.parameters]
-    names = [name for name, _ in model.named_parameters()]
-    different = [a for a in planned if a not in set(names)] or [a for a in names if a not in set(planned)]
-    if planned and different:
-        raise ModelError(f"the graph is of another model: parameters differ, first {_some(different)}")
-
-
-def _check_precisions(plan: Mapping[str, str], graph: OpGraph | None, device: torch.device) -> dict[str, str]:
-    """Precision of each adjustable operator of the plan, every one possible on the device."""
-    adjustable = {}
-    for name, precision in plan.items():
-        number_format(precision)
-        kind = operator_kind(name)
-        role = Role.ADJUSTABLE if graph is None else graph[name].role
-        if kind is None or role is not Role.ADJUSTABLE:
-            if role is Role.FIXED and precision != "FP32":
-                raise UnsupportedError(
-                    f"operator {name!r} cannot run in {precision}: its role is fixed, it runs in FP32"
-                )
-            continue
-        if not ops.supports(kind, precision, device):
-            allowed = ", ".join(ops.precisions_of(kind, device))
-            raise UnsupportedError(f"operator {name!r} cannot run in {precision} on {device}: allowed are {allowed}")
-        adjustable[name] = precision
-    return adjustable
 
 
 def _seed(name: str, seed: int, rank: int) -> int:
@@ -222,7 +135,7 @@ class AppliedPlan:
         options: ApplyOptions,
         device_type: str | None = None,
     ) -> None:
-        device = _model_device(model)
+        device = model_device(model)
         self.device_type = device_type
         self.graph = graph
         rank = options.rank
@@ -234,7 +147,7 @@ class AppliedPlan:
         self._device = device
         self._rank = rank
         self._fixed = frozenset() if graph is None else frozenset(o.name for o in graph.by_role(Role.FIXED))
-        # A compiled graph is the same in every pass: what makes its noise new is this counter, which lies on the device.
+        # A compiled graph is the same in every pass: what makes its noise new is this counter on the device.
         own = options.kernels.step is None
         self.counter = options.kernels.step
         if own:
@@ -307,7 +220,8 @@ class AppliedPlan:
             if call.op_type not in ops.ADJUSTABLE:
                 return call.function(*_lifted(call.args), **{k: _lifted(v) for k, v in call.kwargs.items()})
             precision = "FP32"
-            if call.name not in self._fixed and not torch.compiler.is_compiling() and call.name not in self._unplanned:
+            noted = torch.compiler.is_compiling() or call.name in self._unplanned
+            if not noted and call.name not in self._fixed:
                 self._unplanned.append(call.name)
         elif not self.interception.training and self._options.evaluate_in == "FP32":
             precision = "FP32"
@@ -338,14 +252,14 @@ class AppliedPlan:
         missing = [name for name in self.precisions if name not in seen]
         if missing:
             raise ModelError(
-                f"the plan is for another model: a forward pass did not meet {_some(missing)}; "
+                f"the plan is for another model: a forward pass did not meet {some_names(missing)}; "
                 "undo it and capture this model again"
             )
         self._checked = True
         if self._unplanned:
             warnings.warn(
                 f"{len(self._unplanned)} adjustable operators are not in the plan and run in FP32: "
-                f"{_some(self._unplanned)}",
+                f"{some_names(self._unplanned)}",
                 stacklevel=2,
             )
 
@@ -397,10 +311,10 @@ def apply(
     if interception_of(bare) is not None:
         raise NotReadyError("a plan is applied to this model already: undo(model) before applying another")
     precisions = _of_device_type(plan, device_type)
-    _check_master_weights(bare)
-    _check_sharding(bare)
-    _check_names(bare, precisions, graph)
-    adjustable = _check_precisions(precisions, graph, _model_device(bare))
+    check_master_weights(bare)
+    check_sharding(bare)
+    check_names(bare, precisions, graph)
+    adjustable = check_precisions(precisions, graph, model_device(bare))
     name = device_type
     if name is None and isinstance(plan, DevicePlans):
         name = next(iter(plan.devices))

@@ -104,14 +104,12 @@ class Checkpoints:
             ProblemError: ``keep`` is below 1.
         """
         if importlib.util.find_spec("safetensors") is None:
-            raise NotInstalledError(
-                "checkpoints need safetensors, which is not installed: pip install 'qsync-opt[torch]'"
-            )
+            raise NotInstalledError("safetensors is missing, which checkpoints need: pip install 'qsync-opt[torch]'")
         check_integer(keep, "keep", minimum=1)
         for name, other in others.items():
             if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
                 raise ModelError(
-                    f"{name} is a {type(other).__name__}: a checkpoint holds what has state_dict() and load_state_dict()"
+                    f"{name} is a {type(other).__name__}: what has state_dict() and load_state_dict() can be kept"
                 )
         self._folder = Path(folder)
         self._model = model

@@ -78,8 +78,12 @@ def require_one_model(captured: CapturedModel) -> None:
     raise ModelError(f"the ranks hold different models or batch shapes: {shown or lengths}; build the same on all")
 
 
-def find_device_types(job: Job) -> DeviceTypes:
+def find_device_types(device: torch.device, options: PlanningOptions) -> DeviceTypes:
     """Group the ranks by device; ranks are of one type if hardware, threads and versions are equal.
+
+    Args:
+        device: This rank's.
+        options: Name and memory of it, where they are given.
 
     Returns:
         The types. The memory limit of one is the smallest of its ranks.
@@ -87,12 +91,11 @@ def find_device_types(job: Job) -> DeviceTypes:
     Raises:
         UnsupportedError: The memory limit that was asked for cannot be.
     """
-    device = job.example.device
     rank, size = world()
 
     def facts() -> dict[str, Any]:
-        identity = identify(device, job.options.device_type)
-        return {"identity": identity.to_json(), "memory": memory_budget(device, job.options.memory)}
+        identity = identify(device, options.device_type)
+        return {"identity": identity.to_json(), "memory": memory_budget(device, options.memory)}
 
     told = gather_json(together(facts))
     ranks: dict[str, list[int]] = {}

@@ -9,7 +9,7 @@ _COMPILED = "_orig_mod"
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    """The model inside ``DistributedDataParallel`` and ``torch.compile``, in any order; itself if it is wrapped in none."""
+    """The model inside ``DistributedDataParallel`` and ``torch.compile``, in any order."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module

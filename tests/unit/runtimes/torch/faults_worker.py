@@ -69,25 +69,27 @@ def arm(fault, model, optimizer, folder):
 def train(rank, world_size, port, folder, fault, timeout_s):
     torch.manual_seed(rank)
     model = apply(Net(), PLANS[rank % 2])
-    with open(folder / f"told-{rank}.txt", "a", encoding="utf-8") as told:
-        with process_group(rank, world_size, port, timeout_s=timeout_s):
-            parallel = DistributedDataParallel(model)
-            optimizer = torch.optim.AdamW(parallel.parameters(), 1e-2)
-            checkpoints = Checkpoints(folder / "checkpoints", parallel, optimizer)
-            resumed = checkpoints.load()
-            for step in range(resumed.step if resumed else 0, STEPS):
-                if fault and rank == 1 and step == FAULT_STEP:
-                    arm(fault, model, optimizer, folder / "checkpoints")
-                source = torch.Generator().manual_seed(2 * step + rank)
-                x = torch.randn(16, 16, generator=source)
-                optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(parallel(x).float(), (x[:, 0] > 0).long())
-                loss.backward()
-                optimizer.step()
-                told.write(json.dumps([step, loss.item()]) + "\n")
-                told.flush()
-                if (step + 1) % EVERY == 0:
-                    checkpoints.save(step + 1)
+    with (
+        open(folder / f"told-{rank}.txt", "a", encoding="utf-8") as told,
+        process_group(rank, world_size, port, timeout_s=timeout_s),
+    ):
+        parallel = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(parallel.parameters(), 1e-2)
+        checkpoints = Checkpoints(folder / "checkpoints", parallel, optimizer)
+        resumed = checkpoints.load()
+        for step in range(resumed.step if resumed else 0, STEPS):
+            if fault and rank == 1 and step == FAULT_STEP:
+                arm(fault, model, optimizer, folder / "checkpoints")
+            source = torch.Generator().manual_seed(2 * step + rank)
+            x = torch.randn(16, 16, generator=source)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(parallel(x).float(), (x[:, 0] > 0).long())
+            loss.backward()
+            optimizer.step()
+            told.write(json.dumps([step, loss.item()]) + "\n")
+            told.flush()
+            if (step + 1) % EVERY == 0:
+                checkpoints.save(step + 1)
 
 
 def worker(rank, port, folder, fault, timeout_s):

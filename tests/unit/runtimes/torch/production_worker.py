@@ -1,4 +1,4 @@
-"""One of two workers of the production tests: runs cases of ordinary training under different plans, prints what it saw.
+"""One of two workers of the production tests: runs cases of ordinary training under different plans.
 
 Rank 0 runs its planned operators in FP32 and BF16, rank 1 in INT8. Every case returns what its test compares. On two
 cards, with NCCL, there are cases more.

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -281,7 +280,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_loaded(folder):
             reader.checkpoints.load()
         os.rename(folder / "away", path / name)
     (path / "more.safetensors").write_bytes(b"x")
-    with pytest.raises(ProblemError, match="'more.safetensors', which its manifest does not name"):
+    with pytest.raises(ProblemError, match=r"'more\.safetensors', which its manifest does not name"):
         reader.checkpoints.load()
     assert all(torch.equal(a, b) for a, b in zip(before, reader.model.state_dict().values(), strict=True))
     assert reader.checkpoints.load(1).step == 1
@@ -290,7 +289,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_loaded(folder):
 def test_which_checkpoints_there_are(folder):
     job = Job(folder, keep=3)
     assert job.checkpoints.load() is None
-    with pytest.raises(ProblemError, match="no checkpoint of step 4 .*there are none"):
+    with pytest.raises(ProblemError, match=r"no checkpoint of step 4 .*there are none"):
         job.checkpoints.load(4)
     for step in (1, 2, 3, 4, 4):
         job.checkpoints.save(step)
@@ -313,7 +312,7 @@ def test_what_cannot_be_kept_is_named(folder):
 
     with pytest.raises(ModelError, match="other is a int"):
         Checkpoints(folder, Net(), other=3)
-    with pytest.raises(ModelError, match="'other.odd.value.function' is a builtin_function_or_method"):
+    with pytest.raises(ModelError, match=r"'other\.odd\.value\.function' is a builtin_function_or_method"):
         Checkpoints(folder, Net(), odd=Odd()).save(1)
     with pytest.raises(ProblemError, match="keep"):
         Checkpoints(folder, Net(), keep=0)

@@ -1,4 +1,4 @@
-"""Workers that are killed or hang in the middle of a step: the job ends, the checkpoints are whole, it goes on equally."""
+"""Workers that are killed or hang in the middle of a step: the job ends, checkpoints are whole, it goes on equally."""
 
 import json
 import signal
