@@ -57,7 +57,8 @@ def main() -> None:
     name = [tempfile.mkdtemp(prefix="accelerate-")]
     broadcast_object_list(name)
     labels = torch.randint(10, (32,), generator=torch.Generator().manual_seed(2))
-    options = qsync_opt.PlanningOptions(precisions=("INT8", "BF16", "FP32"), least_gain=0.0, progress=False)
+    # Many processors compute nothing faster than FP32; least_gain=0 applies the plan all the same.
+    options = qsync_opt.PlanningOptions(least_gain=0.0, progress=False)
     plan = qsync_opt.auto_plan(
         make_model(),
         torch.randn(32, 64),

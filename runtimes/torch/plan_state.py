@@ -44,7 +44,9 @@ class PlanState:
         """
         data = dict(state_dict)
         if data.pop("format", None) != PLAN_STATE_FORMAT:
-            raise ProblemError(f"the state of a plan must have the format {PLAN_STATE_FORMAT!r}; give what state_dict() gave")
+            raise ProblemError(
+                f"the state of a plan must have the format {PLAN_STATE_FORMAT!r}; give what state_dict() gave"
+            )
         said = data.pop("digest", None)
         state = RankState.from_fields(Fields(data, "state of a plan"))
         if said != digest(state.to_json()["precisions"]):
@@ -60,8 +62,8 @@ class PlanState:
             )
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise ModelError(
-                f"the checkpoint was made under another plan: {shown}{more}; apply the plan it was made under, or go on "
-                "under this one without loading the old plan's state"
+                f"the checkpoint was made under another plan: {shown}{more}; apply the plan it was made under, or go "
+                "on under this one without loading the old plan's state"
             )
         if applied is not None:
             applied.go_on_at(state.seed, state.offset, state.step)
