@@ -67,7 +67,8 @@ def scaled_convolution(
     """Convolution of quantized operands plus bias, in ``dtype``."""
     if runs_compiled(x.codes, backend):
         return convolve_on_card(x, weight, bias, geometry, dtype)
-    fused = backend != "reference" and x.codes.device.type == "cpu" and dtype is not torch.float16
+    fused = backend != "reference" and x.codes.device.type == "cpu" and not torch.compiler.is_compiling()
+    fused = fused and dtype is not torch.float16
     if fused and x.scale.numel() == 1 and x.codes.numel() > 0 and onednn.has_onednn_convolution():
         return onednn.convolution(x, weight, bias, geometry, dtype)
     spatial = (1,) * (x.codes.dim() - 2)

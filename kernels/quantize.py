@@ -38,7 +38,13 @@ class Quantized(NamedTuple):
 def _dense_order(x: Tensor) -> list[int]:
     """The dimensions of ``x`` from the slowest to the fastest in memory."""
     strides = x.stride()
-    return sorted(range(x.dim()), key=lambda d: -strides[d])
+    order: list[int] = []
+    for dim in range(x.dim()):  # sorted() cannot be traced where a size is symbolic; comparisons can
+        place = len(order)
+        while place and strides[order[place - 1]] < strides[dim]:
+            place -= 1
+        order.insert(place, dim)
+    return order
 
 
 def _back(order: list[int]) -> list[int]:
@@ -134,7 +140,8 @@ def quantize_fp8(
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     """Values of the codes in ``dtype``, rounded once (the product with the scale is formed in FP32)."""
     codes, scale = quantized
-    if scale.numel() == 1 and scale.device.type == "cpu" and codes.dtype is torch.int8:
+    on_host = scale.device.type == "cpu" and not torch.compiler.is_compiling()  # a number of the host breaks a graph
+    if scale.numel() == 1 and on_host and codes.dtype is torch.int8:
         # Codes are exact in 16 bits; the product with a Python number is formed in FP32 and rounded once.
         return codes.to(dtype).mul_(scale.item())
     if codes.device.type == "cuda" and codes.dim() == 2:

@@ -84,7 +84,7 @@ def random_words(key: int | Tensor, start: int, count: int, device: torch.device
         first: int | Tensor = key + signed(start * _GOLDEN)
     else:
         first = signed(key + start * _GOLDEN)
-    if device.type == "cpu" and count <= _CACHED_WORDS:
+    if device.type == "cpu" and count <= _CACHED_WORDS and not torch.compiler.is_compiling():
         words = _cached_steps()[:count] + first
     else:
         words = torch.arange(count, dtype=torch.int64, device=device).mul_(signed(_GOLDEN)).add_(first)

@@ -52,15 +52,19 @@ if TYPE_CHECKING:
     from qsync_opt.report import write_report as write_report
     from qsync_opt.roles import RoleTable as RoleTable
     from qsync_opt.roofline import roofline_profile as roofline_profile
+    from qsync_opt.runtimes.torch.adapting import PlanAdapter as PlanAdapter
     from qsync_opt.runtimes.torch.apply import ApplyOptions as ApplyOptions
     from qsync_opt.runtimes.torch.apply import apply as apply
     from qsync_opt.runtimes.torch.apply import undo as undo
     from qsync_opt.runtimes.torch.capture import capture as capture
     from qsync_opt.runtimes.torch.capture import capture_model as capture_model
+    from qsync_opt.runtimes.torch.checkpoints import Checkpoints as Checkpoints
     from qsync_opt.runtimes.torch.job_options import PlanningOptions as PlanningOptions
     from qsync_opt.runtimes.torch.job_plan import JobPlan as JobPlan
+    from qsync_opt.runtimes.torch.loss_scaling import LossScaler as LossScaler
     from qsync_opt.runtimes.torch.measure import TrainingExample as TrainingExample
     from qsync_opt.runtimes.torch.measure import measure_iteration as measure_iteration
+    from qsync_opt.runtimes.torch.plan_state import PlanState as PlanState
     from qsync_opt.runtimes.torch.planning import auto_plan as auto_plan
     from qsync_opt.runtimes.torch.profiler import profile as profile
     from qsync_opt.runtimes.torch.refresh import PlanRefresher as PlanRefresher
@@ -141,6 +145,10 @@ _PUBLIC = {
     "PlanningOptions": "qsync_opt.runtimes.torch.job_options",
     "JobPlan": "qsync_opt.runtimes.torch.job_plan",
     "PlanRefresher": "qsync_opt.runtimes.torch.refresh",
+    "PlanAdapter": "qsync_opt.runtimes.torch.adapting",
+    "PlanState": "qsync_opt.runtimes.torch.plan_state",
+    "Checkpoints": "qsync_opt.runtimes.torch.checkpoints",
+    "LossScaler": "qsync_opt.runtimes.torch.loss_scaling",
 }
 # Packages that only some names need, with what installs them.
 _EXTRAS = {"torch": "torch", "onnxscript": "torch"}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from qsync_opt.errors import ModelError, NotReadyError
+
+T = TypeVar("T")
 
 
 def world() -> tuple[int, int]:
@@ -20,7 +23,7 @@ def world() -> tuple[int, int]:
     return 0, 1
 
 
-def _device() -> torch.device:
+def message_device() -> torch.device:
     """Where messages must lie: NCCL moves only what is on the card."""
     if "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
@@ -29,7 +32,7 @@ def _device() -> torch.device:
 
 def _encoded(value: Any) -> Tensor:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(_device())
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(message_device())
 
 
 def _decoded(message: Tensor) -> Any:
@@ -50,10 +53,10 @@ def broadcast_json(value: Any, source: int = 0) -> Any:
     if size == 1:
         return json.loads(json.dumps(value, allow_nan=False))
     message = _encoded(value) if rank == source else None
-    length = torch.tensor([0 if message is None else message.numel()], dtype=torch.int64, device=_device())
+    length = torch.tensor([0 if message is None else message.numel()], dtype=torch.int64, device=message_device())
     dist.broadcast(length, source)
     if message is None:
-        message = torch.empty(int(length), dtype=torch.uint8, device=_device())
+        message = torch.empty(int(length), dtype=torch.uint8, device=message_device())
     dist.broadcast(message, source)
     return _decoded(message)
 
@@ -68,10 +71,10 @@ def gather_json(value: Any) -> list[Any]:
     if size == 1:
         return [json.loads(json.dumps(value, allow_nan=False))]
     message = _encoded(value)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=_device()) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([message.numel()], dtype=torch.int64, device=_device()))
+    lengths = [torch.zeros(1, dtype=torch.int64, device=message_device()) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([message.numel()], dtype=torch.int64, device=message_device()))
     sizes = [int(length) for length in lengths]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=_device())
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=message_device())
     padded[: message.numel()] = message
     received = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(received, padded)
@@ -120,3 +123,15 @@ def fail_together(error: Exception | None) -> None:
     for rank, text in enumerate(told):
         if text is not None:
             raise NotReadyError(f"rank {rank} failed: {text}")
+
+
+def together(work: Callable[[], T]) -> T:
+    """Run a stage on this rank; if it fails on any, it fails on all."""
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as failure:  # raised again below, on this rank as it is
+        error = failure
+    fail_together(error)
+    return result  # type: ignore[return-value]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,19 +21,25 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels import backend, ops
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.precision import number_format
+from qsync_opt.kernels.random_bits import signed
+from qsync_opt.runtimes.torch.apply_checks import (
+    check_master_weights,
+    check_names,
+    check_precisions,
+    check_sharding,
+    model_device,
+    some_names,
+)
 from qsync_opt.runtimes.torch.fixed_operators import lifted, run_fixed
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
 from qsync_opt.runtimes.torch.job_plan import JobPlan
 from qsync_opt.runtimes.torch.step_audit import StepAudit
-
-_SHOWN = 3
+from qsync_opt.runtimes.torch.wrappers import bare_model
 
 
 @runtime_checkable
@@ -72,20 +77,6 @@ class ApplyOptions:
             raise UnsupportedError(f"option evaluate_in={self.evaluate_in!r}: allowed are plan, FP32")
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(repr(name) for name in names[:_SHOWN]) + more
-
-
-def operator_kind(name: str) -> str | None:
-    """Kind of an adjustable operator from its name, None if the name is not of one."""
-    last = name.rsplit("/", 1)[-1]
-    if last in ops.ADJUSTABLE:
-        return last
-    kind = re.sub(r"_\d+$", "", last)
-    return kind if kind in ops.ADJUSTABLE else None
-
-
 def _of_device_type(plan: Mapping[str, str] | DevicePlans, device_type: str | None) -> dict[str, str]:
     if not isinstance(plan, DevicePlans):
         if not isinstance(plan, Mapping) or not all(isinstance(text, str) for entry in plan.items() for text in entry):
@@ -101,61 +92,6 @@ def _of_device_type(plan: Mapping[str, str] | DevicePlans, device_type: str | No
     if device_type not in plan.devices:
         raise ModelError(f"the plan has no device type {device_type!r}: it has {known}")
     return dict(plan.devices[device_type])
-
-
-def _model_device(model: nn.Module) -> torch.device:
-    tensors = [*model.parameters(), *model.buffers()]
-    devices = sorted({str(tensor.device) for tensor in tensors})
-    if len(devices) > 1:
-        raise ModelError(f"the model lies on several devices ({', '.join(devices)}): a plan is for a model on one")
-    return torch.device(devices[0]) if devices else torch.device("cpu")
-
-
-def _check_master_weights(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype is not torch.float32:
-            raise ModelError(
-                f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}: a plan needs FP32 master "
-                "weights; call model.float() before"
-            )
-
-
-def _check_names(model: nn.Module, plan: Mapping[str, str], graph: OpGraph | None) -> None:
-    """Refuse a plan for another model, naming the first operators that differ."""
-    paths = {path for path, _ in model.named_modules()}
-    unknown = [name for name in plan if (name.rsplit("/", 1)[0] if "/" in name else "") not in paths]
-    if graph is not None:
-        unknown = [name for name in plan if name not in graph]
-    if unknown:
-        where = "graph" if graph is not None else "model"
-        raise ModelError(f"the plan is for another model: it names {_some(unknown)}, which this {where} does not have")
-    if graph is None:
-        return
-    planned = [parameter.name for parameter in graph.parameters]
-    names = [name for name, _ in model.named_parameters()]
-    different = [a for a in planned if a not in set(names)] or [a for a in names if a not in set(planned)]
-    if planned and different:
-        raise ModelError(f"the graph is of another model: parameters differ, first {_some(different)}")
-
-
-def _check_precisions(plan: Mapping[str, str], graph: OpGraph | None, device: torch.device) -> dict[str, str]:
-    """Precision of each adjustable operator of the plan, every one possible on the device."""
-    adjustable = {}
-    for name, precision in plan.items():
-        number_format(precision)
-        kind = operator_kind(name)
-        role = Role.ADJUSTABLE if graph is None else graph[name].role
-        if kind is None or role is not Role.ADJUSTABLE:
-            if role is Role.FIXED and precision != "FP32":
-                raise UnsupportedError(
-                    f"operator {name!r} cannot run in {precision}: its role is fixed, it runs in FP32"
-                )
-            continue
-        if not ops.supports(kind, precision, device):
-            allowed = ", ".join(ops.precisions_of(kind, device))
-            raise UnsupportedError(f"operator {name!r} cannot run in {precision} on {device}: allowed are {allowed}")
-        adjustable[name] = precision
-    return adjustable
 
 
 def _seed(name: str, seed: int, rank: int) -> int:
@@ -183,34 +119,50 @@ def _warn_compiled(name: str) -> bool:
 class AppliedPlan:
     """A plan at work on a model: decides for every operator call how it runs.
 
-    ``audit`` compares the first steps with the prediction, if the plan came with one.
+    ``audit`` compares the first steps with the prediction, if the plan came with one. ``counter`` is one integer on the
+    device, the number of passes, which a compiled graph draws its noise by. ``device_type`` is the entry of
+    the plan that is carried out, None if it has no name.
     """
 
     def __init__(
-        self, model: nn.Module, precisions: Mapping[str, str], graph: OpGraph | None, options: ApplyOptions
+        self,
+        model: nn.Module,
+        precisions: Mapping[str, str],
+        graph: OpGraph | None,
+        options: ApplyOptions,
+        device_type: str | None = None,
     ) -> None:
-        device = _model_device(model)
+        device = model_device(model)
+        self.device_type = device_type
+        self.graph = graph
         rank = options.rank
         if rank is None:
             initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
             rank = torch.distributed.get_rank() if initialized else 0
         self.precisions = dict(precisions)
         self._options = options
-        self._device_type = device.type
+        self._device = device
+        self._rank = rank
         self._fixed = frozenset() if graph is None else frozenset(o.name for o in graph.by_role(Role.FIXED))
-        self._kernels = self._stream_options(device, rank)
-        # Traced passes are counted on the device, by what was traced; a caller's own counter is the caller's to raise.
+        # A compiled or captured graph is the same in every pass: this counter on the device makes its noise new.
         own = options.kernels.step is None
-        self._traced_passes = torch.zeros(1, dtype=torch.int64, device=device) if own else None
-        self._traced_kernels = {
-            name: replace(kernels, step=self._traced_passes) if own else kernels
-            for name, kernels in self._kernels.items()
-        }
+        self.counter = options.kernels.step
+        if own:
+            self.counter = torch.full((), signed(options.kernels.offset), dtype=torch.int64, device=device)
+        self._kernels, self._traced_kernels = self._stream_options(device, rank)
+        self._counts_passes = own and bool(self._kernels)
         self.audit: StepAudit | None = None
         self._unplanned: list[str] = []
         self._checked = False
         kinds = () if graph is None else _lifted_kinds(graph)
-        self.interception = Interception(model, self, kinds=kinds, on_pass_end=self._end_pass, recurrent_inputs=lifted)
+        self.interception = Interception(
+            model,
+            self,
+            kinds=kinds,
+            on_pass_begin=self._begin_pass,
+            on_pass_end=self._end_pass,
+            recurrent_inputs=lifted,
+        )
 
     @property
     def options(self) -> ApplyOptions:
@@ -219,18 +171,45 @@ class AppliedPlan:
         A plan that takes over goes on from here.
         """
         kernels = self._options.kernels
-        passes = self.interception.passes + (0 if self._traced_passes is None else int(self._traced_passes.item()))
-        return replace(self._options, kernels=kernels.at(seed=kernels.seed, offset=kernels.offset + passes))
+        kernels = self._options.kernels
+        offset = kernels.offset + self.interception.passes
+        if self._counts_passes and self.counter is not None:
+            offset = int(self.counter)  # passes of a compiled graph are counted here alone
+        return replace(self._options, kernels=kernels.at(seed=kernels.seed, offset=offset))
 
-    def _stream_options(self, device: torch.device, rank: int) -> dict[str, KernelOptions]:
-        """Kernel options of each 8-bit operator, with a seed of its own."""
+    @property
+    def half_formats(self) -> frozenset[str]:
+        """16-bit formats that gradients pass through: ``"BF16"``, ``"FP16"``, both or none."""
+        planned = {"BF16", "FP16"} & set(self.precisions.values())
+        return frozenset(planned | {kernels.half_format for kernels in self._kernels.values()})
+
+    def go_on_at(self, seed: int, offset: int, step: int | None = None) -> None:
+        """Move the rounding to a place in the random stream; the next forward pass begins there.
+
+        Args:
+            seed: As in `KernelOptions`.
+            offset: As in `KernelOptions`, of the next forward pass.
+            step: Value for the kernels' own counter on the device, if they were given one; None leaves it as it is.
+        """
+        kernels = self._options.kernels.at(seed=seed, offset=offset - self.interception.passes)
+        self._options = replace(self._options, kernels=kernels)
+        self._kernels, self._traced_kernels = self._stream_options(self._device, self._rank)
+        counted = offset if kernels.step is None else step
+        if counted is not None and self.counter is not None:
+            self.counter.fill_(signed(counted))
+
+    def _stream_options(
+        self, device: torch.device, rank: int
+    ) -> tuple[dict[str, KernelOptions], dict[str, KernelOptions]]:
+        """Kernel options of each 8-bit operator, with a seed of its own; and the same for a compiled graph."""
         base = self._options.kernels
-        result = {}
+        result, traced = {}, {}
         for name, precision in self.precisions.items():
             if precision in ("INT8", "FP8"):
                 half, seed = backend.half_format(device), _seed(name, base.seed, rank)
                 result[name] = dataclasses.replace(base, half_format=half, seed=seed)
-        return result
+                traced[name] = dataclasses.replace(result[name], offset=0, step=self.counter)
+        return result, traced
 
     def __call__(self, call: OperatorCall) -> Any:
         """Run one operator as the plan wants."""
@@ -254,17 +233,19 @@ class AppliedPlan:
                 kernels = self._traced_kernels[call.name]
             else:
                 kernels = kernels.at(seed=kernels.seed, offset=kernels.offset + self.interception.pass_index)
-        if torch.is_autocast_enabled(self._device_type):
+        if torch.is_autocast_enabled(self._device.type):
             raise NotReadyError(
                 f"operator {call.name!r} runs under torch.autocast, which would override its precision "
                 f"{precision}: leave autocast while a plan is applied"
             )
         return ops.execute(call.op_type, precision, call.function, call.args, call.kwargs, kernels)
 
+    def _begin_pass(self) -> None:
+        if self._counts_passes and self.counter is not None:
+            self.counter.add_(1)
+
     def _end_pass(self, path: str) -> None:
-        """Count a traced pass; after the first whole pass: was every planned operator met, every one met planned?"""
-        if self.interception.traced and self.interception.training and self._traced_passes is not None:
-            self._traced_passes.add_(1)
+        """After the first whole forward pass: was every planned operator met, and was every one met planned?"""
         # While a pass is compiled, nothing that changes between passes may be looked at: it would be compiled again.
         tracing = torch.compiler.is_compiling()
         if path or (not tracing and self._checked):
@@ -273,7 +254,7 @@ class AppliedPlan:
         missing = [name for name in self.precisions if name not in seen]
         if missing:
             raise ModelError(
-                f"the plan is for another model: a forward pass did not meet {_some(missing)}; "
+                f"the plan is for another model: a forward pass did not meet {some_names(missing)}; "
                 "undo it and capture this model again"
             )
         if tracing:
@@ -282,13 +263,9 @@ class AppliedPlan:
         if self._unplanned:
             warnings.warn(
                 f"{len(self._unplanned)} adjustable operators are not in the plan and run in FP32: "
-                f"{_some(self._unplanned)}",
+                f"{some_names(self._unplanned)}",
                 stacklevel=2,
             )
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def apply(
@@ -302,7 +279,8 @@ def apply(
     """Make a model run under a plan, until :func:`undo`.
 
     Args:
-        model: FP32 model on the device that it will run on; also one that ``DistributedDataParallel`` wraps already.
+        model: FP32 model on the device that it will run on; also one that ``DistributedDataParallel`` wraps already, or
+            that ``torch.compile`` has.
         plan: Operator to precision, or a plan with such a mapping per device type. A `JobPlan` that is not worthwhile
             changes nothing.
         device_type: Which entry of the plan; may be left out if there is one only.
@@ -333,14 +311,18 @@ def apply(
         raise ModelError(f"cannot apply a plan to a {type(model).__name__}: a torch.nn.Module is needed")
     if isinstance(plan, JobPlan) and not plan.worthwhile:
         return model
-    bare = _bare(model)
+    bare = bare_model(model)
     if interception_of(bare) is not None:
         raise NotReadyError("a plan is applied to this model already: undo(model) before applying another")
     precisions = _of_device_type(plan, device_type)
-    _check_master_weights(bare)
-    _check_names(bare, precisions, graph)
-    adjustable = _check_precisions(precisions, graph, _model_device(bare))
-    applied = AppliedPlan(bare, adjustable, graph, options or ApplyOptions())
+    check_master_weights(bare)
+    check_sharding(bare)
+    check_names(bare, precisions, graph)
+    adjustable = check_precisions(precisions, graph, model_device(bare))
+    name = device_type
+    if name is None and isinstance(plan, DevicePlans):
+        name = next(iter(plan.devices))
+    applied = AppliedPlan(bare, adjustable, graph, options or ApplyOptions(), name)
     if isinstance(plan, JobPlan):
         applied.audit = StepAudit(
             bare, predicted_ns=plan.iteration_ns, predicted_bytes=plan.memory_bytes[plan.device_type]
@@ -350,7 +332,7 @@ def apply(
 
 def applied_plan(model: nn.Module) -> AppliedPlan | None:
     """The plan at work on a model (also inside ``DistributedDataParallel``), None if there is none."""
-    interception = interception_of(_bare(model))
+    interception = interception_of(bare_model(model))
     handler = None if interception is None else interception.handler
     return handler if isinstance(handler, AppliedPlan) else None
 

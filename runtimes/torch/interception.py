@@ -151,6 +151,7 @@ class Interception:
         handler: Handler,
         *,
         kinds: tuple[str, ...] = (),
+        on_pass_begin: Callable[[], None] | None = None,
         on_pass_end: Callable[[str], None] | None = None,
         recurrent_inputs: Callable[[Any], Any] | None = None,
     ) -> None:
@@ -160,6 +161,7 @@ class Interception:
             model: The root of the module paths.
             handler: Called with every named operator; what it returns is the result of the call.
             kinds: ATen names of operators to report besides the adjustable and the fixed ones.
+            on_pass_begin: Called before an outermost forward pass that is no recomputation.
             on_pass_end: Called after an outermost forward pass that did not raise, with the path of its module.
             recurrent_inputs: Applied to the arguments of recurrent modules, which compare the types of inputs and
                 weights before any operator runs.
@@ -169,6 +171,7 @@ class Interception:
             UnsupportedError: A module whose ``forward`` cannot be shadowed (a scripted one).
         """
         self._handler = handler
+        self._on_pass_begin = on_pass_begin
         self._on_pass_end = on_pass_end
         self.recurrent_inputs = recurrent_inputs
         self.function_names = function_names(kinds)
@@ -200,19 +203,21 @@ class Interception:
 
     def outermost(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module of a pass."""
-        # A traced pass is not counted here: a number that changes would be traced anew, or be frozen in a graph.
-        tracing = torch.compiler.is_compiling()
-        self.traced = tracing or (self._on_cuda and torch.cuda.is_current_stream_capturing())
-        self.recomputing = not tracing and torch._C._current_graph_task_id() != -1
+        if torch.compiler.is_compiling():
+            return self._traced(forward, args, kwargs)
+        self.traced = self._on_cuda and torch.cuda.is_current_stream_capturing()
+        self.recomputing = torch._C._current_graph_task_id() != -1
         self.training = forward.module.training
         if self.recomputing:
             self._recall(forward.path)
         else:
             self._counts = {}
-            self.seen = []  # a new list: a compiled pass must not depend on what the old one held
-            if not self.traced:
+            self.seen.clear()
+            if not self.traced:  # a captured pass does not run now, and runs many times later
                 self.pass_index = self._passes
                 self._passes += 1
+            if self._on_pass_begin is not None:
+                self._on_pass_begin()
             self.enter(forward.path)
         self.path = forward.path
         try:
@@ -221,6 +226,29 @@ class Interception:
         finally:
             self.path = None
         if self._on_pass_end is not None and not self.recomputing:
+            self._on_pass_end(forward.path)
+        return result
+
+    def _traced(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the outermost module while ``torch.compile`` traces it.
+
+        Nothing may be read here that a pass changes, or the next pass would be traced anew. A recomputation is part of
+        the graph then and needs no memory of earlier calls.
+        """
+        self.traced = True
+        self.recomputing = False
+        self.training = forward.module.training
+        self._counts = {}
+        self.seen = []  # a new list: a compiled pass must not depend on what the old one held
+        if self._on_pass_begin is not None:
+            self._on_pass_begin()
+        self.path = forward.path
+        try:
+            with self._mode:
+                result = forward.inner(*args, **kwargs)
+        finally:
+            self.path = None
+        if self._on_pass_end is not None:
             self._on_pass_end(forward.path)
         return result
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.device_profile import DeviceProfile
 from qsync_opt.errors import ModelError, NotReadyError
 from qsync_opt.indicator import sensitivities
-from qsync_opt.runtimes.torch.agreement import broadcast_json, fail_together, gather_json, world
+from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json, together, world
 from qsync_opt.runtimes.torch.capture import CapturedModel
 from qsync_opt.runtimes.torch.ddp import measure_all_reduce
 from qsync_opt.runtimes.torch.device_memory import memory_budget
@@ -28,7 +28,6 @@ from qsync_opt.sensitivity_values import SensitivityValues
 from qsync_opt.statistics import ModelStatistics
 
 _LOGGER = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +57,6 @@ class DeviceTypes:
     mine: str
 
 
-def together(work: Callable[[], T]) -> T:
-    """Run a stage on this rank; if it fails on any, it fails on all."""
-    result: T | None = None
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as failure:  # raised again below, on this rank as it is
-        error = failure
-    fail_together(error)
-    return result  # type: ignore[return-value]
-
-
 def example_of(model: nn.Module, batch: Any, loss: Loss | None) -> TrainingExample:
     """A batch as users pass it: a mapping of keyword arguments, a tuple or list of positional ones, or the only one."""
     if isinstance(batch, Mapping):
@@ -91,8 +78,12 @@ def require_one_model(captured: CapturedModel) -> None:
     raise ModelError(f"the ranks hold different models or batch shapes: {shown or lengths}; build the same on all")
 
 
-def find_device_types(job: Job) -> DeviceTypes:
+def find_device_types(device: torch.device, options: PlanningOptions) -> DeviceTypes:
     """Group the ranks by device; ranks are of one type if hardware, threads and versions are equal.
+
+    Args:
+        device: This rank's.
+        options: Name and memory of it, where they are given.
 
     Returns:
         The types. The memory limit of one is the smallest of its ranks.
@@ -100,12 +91,11 @@ def find_device_types(job: Job) -> DeviceTypes:
     Raises:
         UnsupportedError: The memory limit that was asked for cannot be.
     """
-    device = job.example.device
     rank, size = world()
 
     def facts() -> dict[str, Any]:
-        identity = identify(device, job.options.device_type)
-        return {"identity": identity.to_json(), "memory": memory_budget(device, job.options.memory)}
+        identity = identify(device, options.device_type)
+        return {"identity": identity.to_json(), "memory": memory_budget(device, options.memory)}
 
     told = gather_json(together(facts))
     ranks: dict[str, list[int]] = {}

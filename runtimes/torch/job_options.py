@@ -28,6 +28,9 @@ class PlanningOptions:
         memory: Limit of this rank's device, such as ``"12 GiB"`` or bytes; None: what is free.
         device_type: Name of this rank's device type, where the hardware's own does not tell it from others.
         cache_dir: Folder of measurements; None: ``QSYNC_CACHE``, else beside this package's other caches.
+        job_file: Where rank 0 keeps everything that was measured. A later start whose model, batch shapes, versions and
+            device types are those of the file plans from it, whatever the number of workers and their memory, and
+            measures nothing; any other start measures and writes it anew. None: only single measurements are kept.
         kernels: Rounding and granularity of 8-bit operators.
         probes: As in `collect_statistics`.
         trial: Run the plan once on every rank before it is handed out.
@@ -42,6 +45,7 @@ class PlanningOptions:
     memory: str | int | None = None
     device_type: str | None = None
     cache_dir: str | os.PathLike[str] | None = None
+    job_file: str | os.PathLike[str] | None = None
     kernels: KernelOptions = dataclasses.field(default_factory=KernelOptions)
     probes: int = 1
     trial: bool = True

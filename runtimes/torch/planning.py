@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 import qsync_opt
 from qsync_opt.errors import ProblemError, SolverError
 from qsync_opt.plan import plan_from_json
 from qsync_opt.planner import solve
-from qsync_opt.runtimes.torch.agreement import broadcast_json, digest, gather_json, require_agreement, world
+from qsync_opt.runtimes.torch.agreement import broadcast_json, digest, gather_json, require_agreement, together, world
 from qsync_opt.runtimes.torch.capture import capture_model
+from qsync_opt.runtimes.torch.job_file import load_job, save_job, with_workers
 from qsync_opt.runtimes.torch.job_measuring import (
     DeviceTypes,
     Job,
@@ -31,12 +34,12 @@ from qsync_opt.runtimes.torch.job_measuring import (
     measure_profiles,
     measure_sensitivities,
     require_one_model,
-    together,
 )
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
 from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, JobPlan, alternatives, verdict
 from qsync_opt.runtimes.torch.measure import Loss
 from qsync_opt.runtimes.torch.trial import Trial, try_plan
+from qsync_opt.runtimes.torch.wrappers import bare_model
 
 _LOGGER = logging.getLogger(__name__)
 _TIGHTENED = 0.9
@@ -85,7 +88,7 @@ def auto_plan(
         The steps are QSync's (IPDPS 2024); ranks there are planned offline from files.
     """
     options = options or PlanningOptions()
-    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    bare = bare_model(model)
     job = Job(bare, example_of(bare, batch, loss), options)
     together(job.check)
     require_agreement(
@@ -93,9 +96,12 @@ def auto_plan(
         {"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
         "install the same versions everywhere",
     )
+    found = _from_file(job)
+    if found is not None:
+        return found
     captured = together(lambda: capture_model(bare, job.example.args, job.example.kwargs))
     require_one_model(captured)
-    types = find_device_types(job)
+    types = find_device_types(job.example.device, job.options)
     profiles = measure_profiles(job, captured, types, optimizer)
     network = measure_network(job.example.device)
     tables = measure_sensitivities(job, captured, types, profiles, batches)
@@ -105,13 +111,64 @@ def auto_plan(
         sensitivities=tables,
         cluster=job_cluster(types, profiles, network),
     )
+    _keep(job, made)
     return _planned(job, made, types)
+
+
+def _facts(job: Job) -> dict[str, Any]:
+    """What two starts must have in common for one to use the other's measurements."""
+    leaves = tree_leaves((job.example.args, dict(job.example.kwargs)))
+    return {
+        "versions": {"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
+        "parameters": [[name, list(p.shape), p.requires_grad] for name, p in job.model.named_parameters()],
+        "batch": [[str(x.dtype), list(x.shape)] for x in leaves if isinstance(x, torch.Tensor)],
+        "kernels": {
+            field.name: getattr(job.options.kernels, field.name)
+            for field in dataclasses.fields(job.options.kernels)
+            if field.name not in ("seed", "offset", "step")
+        },
+    }
+
+
+def _keep(job: Job, made: JobModel) -> None:
+    rank, _ = world()
+    path = job.options.job_file
+    together(lambda: save_job(made, path, _facts(job)) if path is not None and rank == 0 else None)
+
+
+def _from_file(job: Job) -> JobPlan | None:
+    """The plan from what an earlier start measured, None if there is no such file or it is of another job."""
+    path = job.options.job_file
+    rank, _ = world()
+    if not broadcast_json(path is not None and Path(path).exists()) or path is None:
+        return None
+    types = find_device_types(job.example.device, job.options)
+    require_agreement("the model or the batch", _facts(job), "build the same on all ranks")
+
+    def read() -> tuple[JobModel | None, str]:
+        if rank:
+            return None, ""
+        made, facts = load_job(path)
+        different = [name for name, fact in _facts(job).items() if facts.get(name) != fact]
+        different += [f"device type {name!r}" for name in types.ranks if name not in made.profiles]
+        if different:
+            return None, f"{os.fspath(path)!r} is of a job with other {', '.join(different)}: measuring anew"
+        made = with_workers(made, {name: len(ranks) for name, ranks in types.ranks.items()})
+        return made.with_memory(types.memory_bytes), ""
+
+    made, reason = together(read)
+    if reason:
+        _LOGGER.warning("%s", reason)
+    if not broadcast_json(made is not None):
+        return None
+    # Every rank was tried when it was measured; memory that is scarcer now is in the limits.
+    return shared_plan(made, types.mine, job.options)
 
 
 def _planned(job: Job, made: JobModel, types: DeviceTypes) -> JobPlan:
     """Solve, try, and solve again with less memory wherever the trial ran out of it."""
     for attempt in range(_TRIALS):
-        found = _solved(job, made, types)
+        found = shared_plan(made, types.mine, job.options)
         if not (job.options.trial and found.worthwhile):
             return found
         short = _short_of_memory(job, made, types, found)
@@ -149,22 +206,33 @@ def _short_of_memory(job: Job, made: JobModel, types: DeviceTypes, found: JobPla
     ]
 
 
-def _solved(job: Job, made: JobModel, types: DeviceTypes) -> JobPlan:
-    """The plan, solved on rank 0 and checked to be the same everywhere."""
+def shared_plan(made: JobModel | None, device_type: str, options: PlanningOptions) -> JobPlan:
+    """The plan, solved on rank 0 and checked to be the same everywhere; every rank must call it.
+
+    Args:
+        made: What was measured, on rank 0; the others' is not used.
+        device_type: This rank's.
+        options: As in `plan_job`, on rank 0.
+
+    Raises:
+        ProblemError: No plan keeps the memory limits, on rank 0.
+        NotReadyError: On the others then.
+        SolverError: Ranks received different plans.
+    """
     rank, _ = world()
     local: JobPlan | None = None
 
     def work() -> Any:
         nonlocal local
-        if rank:
+        if rank or made is None:
             return None
-        local = plan_job(made, types.mine, job.options)
+        local = plan_job(made, device_type, options)
         return _shared(local)
 
     told = broadcast_json(together(work))
     received = JobPlan(
         plan=plan_from_json(told["plan"]),
-        device_type=types.mine,
+        device_type=device_type,
         alternatives=tuple(Alternative.from_json(entry) for entry in told["alternatives"]),
         **{name: told[name] for name in _SHARED},
     )

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.errors import ModelError, NotReadyError, ProblemError, QSyncError
 from qsync_opt.graph import OpGraph
@@ -18,6 +17,7 @@ from qsync_opt.replanning import Replanning, replan
 from qsync_opt.runtimes.torch.agreement import broadcast_json, fail_together, world
 from qsync_opt.runtimes.torch.apply import applied_plan, apply, undo
 from qsync_opt.runtimes.torch.statistics import Step, collect_statistics
+from qsync_opt.runtimes.torch.wrappers import bare_model
 from qsync_opt.statistics import ModelStatistics
 
 MakeProblem = Callable[[ModelStatistics], Problem]
@@ -127,7 +127,7 @@ class PlanRefresher:
     @contextlib.contextmanager
     def _bare(self) -> Iterator[nn.Module]:
         """The model without wrapper and plan; the plan is put back at the end."""
-        model = self._model.module if isinstance(self._model, DistributedDataParallel) else self._model
+        model = bare_model(self._model)
         applied = applied_plan(model)
         if applied is None:
             yield model

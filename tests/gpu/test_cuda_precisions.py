@@ -11,7 +11,8 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import backend, float_modes, integer, ops, reference
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize import dequantize, quantize_fp8, quantize_int8
-from qsync_opt.runtimes.torch.apply import apply, operator_kind, undo
+from qsync_opt.runtimes.torch.apply import apply, undo
+from qsync_opt.runtimes.torch.apply_checks import operator_kind
 from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.interception import intercepted
 

@@ -49,6 +49,41 @@ def test_hugging_face_fine_tuning():
     assert float(last) < 0.5 * float(first)
 
 
+def test_hugging_face_trainer():
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    out = run("huggingface_trainer.py")
+    first, last = re.search(r"^loss (\S+) at first, (\S+) after", out, re.MULTILINE).groups()
+    assert float(last) < 0.7 * float(first)
+    assert "resumed to the same weights: True" in out
+
+
+def test_hugging_face_accelerate():
+    pytest.importorskip("accelerate")
+    out = run("huggingface_accelerate.py")
+    first, last = re.search(r"^loss (\S+) at first, (\S+) after", out, re.MULTILINE).groups()
+    assert float(last) < float(first)
+    assert "resumed to the same losses: True" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["huggingface_trainer", "huggingface_accelerate"])
+def test_hugging_face_on_two_workers(name, tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(EXAMPLES / f"{name}.py")],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"resumed to the same \w+: True", done.stdout)
+    assert ": False" not in done.stdout
+
+
 def test_hybrid_ddp():
     out = run("hybrid_ddp.py")
     sums = re.findall(r"sum of weights (\S+)", out)

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
 from qsync_opt.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, operator_kind, undo
+from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.apply_checks import operator_kind
 from qsync_opt.runtimes.torch.interception import intercepted
 
 

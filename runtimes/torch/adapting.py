@@ -1,0 +1,148 @@
+"""Follow a cluster that changes while the job runs: another plan for all ranks at the same step, without measuring."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from qsync_opt.jsonio import check_integer, check_number
+from qsync_opt.runtimes.torch.agreement import gather_json, message_device, world
+from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply, undo
+from qsync_opt.runtimes.torch.device_memory import memory_budget
+from qsync_opt.runtimes.torch.job_file import with_speed
+from qsync_opt.runtimes.torch.job_options import PlanningOptions
+from qsync_opt.runtimes.torch.job_plan import JobPlan
+from qsync_opt.runtimes.torch.planning import shared_plan
+from qsync_opt.runtimes.torch.wrappers import bare_model
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class PlanAdapter:
+    """Moves all ranks to another plan when a device's memory or speed has changed.
+
+    Every rank calls :meth:`step` once per training step, after the optimizer's. Every ``every`` steps the ranks tell
+    each other, in one small all-reduce, whether anything changed; only then rank 0 solves the job again, from what was
+    measured at its start. The noise of the rounding goes on where it was.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: JobPlan,
+        *,
+        options: PlanningOptions | None = None,
+        every: int = 10,
+        memory: Callable[[], int] | None = None,
+        speed: Callable[[], float] | None = None,
+        tolerance: float = 0.1,
+    ) -> None:
+        """Begin to watch.
+
+        Args:
+            model: As it was given to `apply`.
+            plan: As `auto_plan` gave it on this rank.
+            options: As for `auto_plan`.
+            every: Steps between two looks.
+            memory: Bytes that the job may use on this rank's device now; None: as `auto_plan` finds them out.
+            speed: How many times longer this rank's device takes now than when it was measured; None: as long.
+            tolerance: Relative change of memory or time from which on the job is planned again. Less memory than the
+                plan needs is a change always.
+
+        Raises:
+            ProblemError: ``every`` or ``tolerance`` is unusable.
+        """
+        check_integer(every, "every", minimum=1)
+        check_number(tolerance, "tolerance")
+        self.plan = plan
+        self.steps = 0
+        self._model = model
+        self._options = options or PlanningOptions()
+        self._every = every
+        self._memory = memory
+        self._speed = speed
+        self._tolerance = tolerance
+        self._device = next((p.device for p in bare_model(model).parameters()), torch.device("cpu"))
+        self._apply_options = ApplyOptions(kernels=self._options.kernels)
+        self._facts = self._now()
+
+    def step(self) -> JobPlan | None:
+        """Count one training step; look at the cluster if it is time.
+
+        Returns:
+            The new plan, if the model runs under another one from now on; on every rank or on none.
+
+        Raises:
+            ProblemError: No plan keeps the limits as they are now; the text names those that clash.
+            NotReadyError: Another rank failed, with what it said.
+        """
+        self.steps += 1
+        if self.steps % self._every:
+            return None
+        now = self._now()
+        if not self._anywhere(self._changed(now)):
+            return None
+        began = time.perf_counter()
+        found = self._solved(now)
+        moved = self._move(found)
+        rank, _ = world()
+        if rank == 0:
+            _LOGGER.warning(
+                "the cluster changed: planned again in %.2f s, %s", time.perf_counter() - began, found.reason
+            )
+        self.plan, self._facts = found, now
+        return found if moved else None
+
+    def _now(self) -> dict[str, Any]:
+        memory = memory_budget(self._device, self._options.memory) if self._memory is None else self._memory()
+        return {"memory": int(memory), "speed": 1.0 if self._speed is None else float(self._speed())}
+
+    def _changed(self, now: dict[str, Any]) -> bool:
+        if now["memory"] < self.plan.memory_bytes.get(self.plan.device_type, 0) and now != self._facts:
+            return True
+        return any(abs(now[name] - self._facts[name]) > self._tolerance * self._facts[name] for name in now)
+
+    def _anywhere(self, changed: bool) -> bool:
+        if world()[1] == 1:
+            return changed
+        flag = torch.tensor([int(changed)], dtype=torch.int32, device=message_device())
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def _solved(self, now: dict[str, Any]) -> JobPlan:
+        """A plan for the smallest memory and the slowest worker of each type."""
+        told = gather_json({**now, "type": self.plan.device_type})
+        made = self.plan.model
+        if made is not None:
+            limits: dict[str, int] = {}
+            factors: dict[str, float] = {}
+            for fact in told:
+                name = fact["type"]
+                limits[name] = min(fact["memory"], limits.get(name, fact["memory"]))
+                factors[name] = max(fact["speed"], factors.get(name, 0.0))
+            changed = with_speed(made.with_memory(limits), factors)
+            found = shared_plan(changed, self.plan.device_type, self._options)
+            # Speeds are told relative to the first measurement, which is therefore what must be kept.
+            return replace(found, model=made.with_memory(limits))
+        return shared_plan(None, self.plan.device_type, self._options)
+
+    def _move(self, found: JobPlan) -> bool:
+        """Put the plan on the model if it is another one than is applied now; True if any rank changed anything."""
+        applied = applied_plan(self._model)
+        before = None if applied is None else dict(applied.precisions)
+        options, graph = self._apply_options, None
+        if applied is not None:
+            options, graph = applied.options, applied.graph
+            undo(self._model)
+        apply(self._model, found, graph=graph, options=options)
+        fresh = applied_plan(self._model)
+        if fresh is not None:
+            self._apply_options = fresh.options
+        return self._anywhere(before != (None if fresh is None else dict(fresh.precisions)))

@@ -1,0 +1,162 @@
+"""Checkpoints as folders: written beside, renamed when whole, and never read when anything in them differs.
+
+A checkpoint is a folder ``step-00000100`` of safetensors files, ``state.json`` and ``manifest.json``, which lists every
+other file with its size and SHA-256. It is written as ``.step-00000100.tmp``; the rename at the end is what makes it
+a checkpoint. So a job that is killed while it writes leaves the older checkpoints as they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.jsonio import Fields, read_json, write_json
+
+MANIFEST_FORMAT = "qsync-manifest/1"
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFT_OVER = re.compile(r"\.step-\d{8,}\.(tmp|old)")
+_PIECE_BYTES = 1 << 22
+
+FileFact = Mapping[str, Any]
+"""Size in bytes and SHA-256 of a file."""
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return folder / f"step-{step:08d}"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of which there is a checkpoint, ascending."""
+    if not folder.is_dir():
+        return []
+    found = (_NAME.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty folder to write the checkpoint of a step into; what an interrupted job left is removed.
+
+    Raises:
+        ProblemError: The folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for entry in folder.iterdir():
+            if _LEFT_OVER.fullmatch(entry.name):
+                shutil.rmtree(entry)
+        temporary = folder / f".{step_folder(folder, step).name}.tmp"
+        temporary.mkdir()
+    except OSError as failure:
+        raise ProblemError(
+            f"cannot write checkpoints into {str(folder)!r}: {failure.strerror or failure}; give a folder that may be "
+            "written"
+        ) from failure
+    return temporary
+
+
+def files_in(path: Path) -> list[str]:
+    """Names of the files of a checkpoint but for the manifest, sorted."""
+    return sorted(entry.name for entry in path.iterdir() if entry.name != MANIFEST)
+
+
+def file_facts(path: Path, names: Sequence[str]) -> dict[str, FileFact]:
+    """Size and hash of some files of a checkpoint."""
+    facts = {}
+    for name in names:
+        sha, size = hashlib.sha256(), 0
+        with open(path / name, "rb") as stream:
+            while piece := stream.read(_PIECE_BYTES):
+                sha.update(piece)
+                size += len(piece)
+        facts[name] = {"bytes": size, "sha256": sha.hexdigest()}
+    return facts
+
+
+def finish(temporary: Path, step: int, facts: Mapping[str, FileFact], keep: int) -> Path:
+    """Write the manifest, make the folder a checkpoint, and remove those that are too many.
+
+    Args:
+        temporary: From `begin`, with everything written.
+        step: Its step.
+        facts: Of every file in it.
+        keep: How many checkpoints stay, this one included; those with the highest steps do.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    write_json(temporary / MANIFEST, {"format": MANIFEST_FORMAT, "files": {n: dict(facts[n]) for n in sorted(facts)}})
+    folder = temporary.parent
+    _flush(temporary / MANIFEST)
+    _flush(temporary)
+    final = step_folder(folder, step)
+    old = folder / f".{final.name}.old"
+    if final.exists():
+        os.replace(final, old)
+    os.replace(temporary, final)
+    _flush(folder)
+    if old.exists():
+        shutil.rmtree(old)
+    for other in steps_in(folder)[:-keep]:
+        if other != step:
+            shutil.rmtree(step_folder(folder, other))
+    return final
+
+
+def _flush(path: Path) -> None:
+    """Have what was written reach the disk, so that the rename does not come before its contents."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def manifest_of(path: Path) -> dict[str, FileFact]:
+    """What a checkpoint must hold: file to size and hash.
+
+    Raises:
+        ProblemError: No manifest or a damaged one; or the folder has files that are not in it, or lacks some.
+    """
+    fields = Fields(read_json(path / MANIFEST, (MANIFEST_FORMAT,)), str(path / MANIFEST))
+    fields.version(MANIFEST_FORMAT)
+    facts: dict[str, FileFact] = {}
+    for name, entry in fields.children("files"):
+        if Path(name).name != name:
+            fields.fail(f"files name {name!r}, but a file of this folder is needed")
+        facts[name] = {"bytes": entry.integer("bytes"), "sha256": entry.text("sha256")}
+        entry.finish()
+    fields.finish()
+    there = set(files_in(path))
+    if there != facts.keys():
+        missing, unknown = sorted(facts.keys() - there), sorted(there - facts.keys())
+        what = f"lacks {missing[0]!r}" if missing else f"has {unknown[0]!r}, which its manifest does not name"
+        raise ProblemError(f"the checkpoint {str(path)!r} {what}")
+    return facts
+
+
+def check_files(path: Path, facts: Mapping[str, FileFact], names: Sequence[str]) -> None:
+    """Compare files of a checkpoint with its manifest.
+
+    Raises:
+        ProblemError: One of them is not what was written.
+    """
+    for name in names:
+        try:
+            found = file_facts(path, [name])[name]
+        except OSError as failure:
+            raise ProblemError(f"cannot read {str(path / name)!r}: {failure.strerror or failure}") from failure
+        if found["bytes"] != facts[name]["bytes"]:
+            raise ProblemError(
+                f"the checkpoint {str(path)!r} is damaged: {name} has {found['bytes']} bytes instead of "
+                f"{facts[name]['bytes']}"
+            )
+        if found["sha256"] != facts[name]["sha256"]:
+            raise ProblemError(f"the checkpoint {str(path)!r} is damaged: {name} was changed after it was written")

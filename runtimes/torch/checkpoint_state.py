@@ -1,0 +1,195 @@
+"""What a training job must keep: tensors under the names of the plain model, everything else as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qsync_opt.errors import ModelError, ProblemError
+from qsync_opt.runtimes.torch.state_values import join_state, split_state, tensors_named
+from qsync_opt.runtimes.torch.wrappers import plain_name
+
+MODEL, OPTIMIZER, OTHER, RANDOM = "model", "optimizer", "other", "random"
+"""First parts of the tensors' names."""
+_SHOWN = 3
+
+
+def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], Any]:
+    """Tensors of the model's ``state_dict`` by ``model.<name>``, and the rest of it (extra state) as JSON."""
+    tensors: dict[str, Tensor] = {}
+    rest = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            tensors[f"{MODEL}.{plain_name(name)}"] = value
+        else:
+            rest[name] = split_state(value, f"{MODEL}.{plain_name(name)}", tensors)
+    return tensors, rest
+
+
+def buffer_names(model: nn.Module) -> set[str]:
+    """Names of the model's buffers in a checkpoint."""
+    return {f"{MODEL}.{plain_name(name)}" for name, _ in model.named_buffers(remove_duplicate=False)}
+
+
+def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], Any]:
+    """States of optimizers, keyed by the names of the parameters instead of their numbers."""
+    tensors: dict[str, Tensor] = {}
+    told = []
+    for number, optimizer in enumerate(optimizers):
+        names = _names(model, optimizer)
+        state = optimizer.state_dict()
+        place = f"{OPTIMIZER}.{number}"
+        groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
+        rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+        told.append(
+            {
+                "state": {
+                    names[index]: split_state(values, f"{place}.{names[index]}", tensors)
+                    for index, values in state["state"].items()
+                },
+                "param_groups": split_state(groups, f"{place}.groups", tensors),
+                "rest": split_state(rest, f"{place}.rest", tensors),
+            }
+        )
+    return tensors, told
+
+
+def require_same_optimizers(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], told: Any, where: str
+) -> None:
+    """Refuse optimizers that are not those of the checkpoint.
+
+    Raises:
+        ModelError: Their number or their parameters are others.
+        ProblemError: ``told`` is not what `optimizer_state` makes.
+    """
+    if len(told) != len(optimizers):
+        raise ModelError(f"{where} has {len(told)} optimizers and this job {len(optimizers)}: give as many")
+    for number, (optimizer, entry) in enumerate(zip(optimizers, told, strict=True)):
+        if not (
+            isinstance(entry, dict) and isinstance(entry.get("state"), dict) and _is_groups(entry.get("param_groups"))
+        ):
+            raise ProblemError(f"{where}: optimizer {number} is not as this package writes it; give a whole checkpoint")
+        known = set(_names(model, optimizer).values())
+        saved = [name for group in entry["param_groups"] for name in group["params"]]
+        unknown = [name for name in (*saved, *entry["state"]) if name not in known]
+        if unknown or len(saved) != len(known):
+            what = f"it has {unknown[0]!r}" if unknown else f"it has {len(saved)} parameters and not {len(known)}"
+            raise ModelError(
+                f"optimizer {number} of {where} is for other parameters: {what}; build the optimizer as before"
+            )
+
+
+def load_optimizers(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], told: Any, tensors: Mapping[str, Tensor], where: str
+) -> None:
+    """Give optimizers their states back, after `require_same_optimizers`.
+
+    Raises:
+        ProblemError: ``told`` is not what `optimizer_state` makes.
+    """
+    for optimizer, entry in zip(optimizers, told, strict=True):
+        numbers = {name: index for index, name in _names(model, optimizer).items()}
+        state, groups = (join_state(entry[key], tensors, where) for key in ("state", "param_groups"))
+        rest = join_state(entry.get("rest", {}), tensors, where)
+        optimizer.load_state_dict(
+            {
+                **rest,
+                "state": {numbers[name]: values for name, values in state.items()},
+                "param_groups": [{**group, "params": [numbers[n] for n in group["params"]]} for group in groups],
+            }
+        )
+
+
+def _is_groups(groups: Any) -> bool:
+    return isinstance(groups, list) and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """Name of each parameter of an optimizer by the number that its ``state_dict`` gives it."""
+    by_identity = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    names: dict[int, str] = {}
+    for position, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            names[len(names)] = by_identity.get(id(parameter), f"parameter {place} of group {position}")
+    return names
+
+
+def blank_optimizer_tensors(
+    model: nn.Module, told: Any, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, Tensor]:
+    """Tensors to load optimizer states into: laid out as the parameters that they belong to, others on the CPU."""
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    blanks = {}
+    for number, entry in enumerate(told if isinstance(told, list) else []):
+        owner = {
+            key: name
+            for name, values in (entry.get("state") or {}).items()
+            for key in tensors_named(values)
+            if name in parameters
+        }
+        for key in tensors_named(entry):
+            if key not in sizes or not key.startswith(f"{OPTIMIZER}.{number}."):
+                raise ProblemError(f"the checkpoint names the tensor {key!r}, which it does not have")
+            size, dtype = sizes[key]
+            like = parameters.get(owner.get(key, ""))
+            if like is not None and like.shape == size and like.dim():
+                blanks[key] = torch.empty_like(like, dtype=dtype, requires_grad=False)
+            else:
+                blanks[key] = torch.empty(size, dtype=dtype)
+    return blanks
+
+
+def blank_tensors(data: Any, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+    """Tensors on the CPU to load what `join_state` will ask for."""
+    blanks = {}
+    for key in tensors_named(data):
+        if key not in sizes:
+            raise ProblemError(f"the checkpoint names the tensor {key!r}, which it does not have")
+        blanks[key] = torch.empty(sizes[key][0], dtype=sizes[key][1])
+    return blanks
+
+
+def require_same_tensors(
+    mine: Mapping[str, Tensor], sizes: Mapping[str, tuple[torch.Size, torch.dtype]], where: str
+) -> None:
+    """Refuse a checkpoint of another model.
+
+    Raises:
+        ModelError: The text names the first parameters or buffers that differ.
+    """
+    saved = {name for name in sizes if name.startswith(f"{MODEL}.")}
+    plain = len(MODEL) + 1
+    different = [f"{name[plain:]!r} is in the checkpoint only" for name in sorted(saved - mine.keys())]
+    different += [f"{name[plain:]!r} is in the model only" for name in sorted(mine.keys() - saved)]
+    different += [
+        f"{name[plain:]!r} is {tuple(sizes[name][0])} in the checkpoint and {tuple(tensor.shape)} in the model"
+        for name, tensor in mine.items()
+        if name in saved and sizes[name][0] != tensor.shape
+    ]
+    if different:
+        more = f" and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+        raise ModelError(
+            f"{where} is of another model: {'; '.join(different[:_SHOWN])}{more}; build the model that was trained"
+        )
+
+
+def random_states(model: nn.Module, rank: int) -> dict[str, Tensor]:
+    """States of this rank's generators: of the CPU and, if the model lies on one, of the card."""
+    states = {f"{RANDOM}.{rank}.cpu": torch.get_rng_state()}
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        states[f"{RANDOM}.{rank}.cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_states(model: nn.Module, rank: int, tensors: Mapping[str, Tensor]) -> None:
+    """Put this rank's generators where they were, as far as the checkpoint has them."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if (state := tensors.get(f"{RANDOM}.{rank}.cpu")) is not None:
+        torch.set_rng_state(state)
+    if device.type == "cuda" and (state := tensors.get(f"{RANDOM}.{rank}.cuda")) is not None:
+        torch.cuda.set_rng_state(state, device)

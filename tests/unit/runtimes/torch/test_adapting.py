@@ -1,0 +1,113 @@
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qsync_opt.errors import ProblemError, QSyncError
+from qsync_opt.runtimes.torch.ddp import free_port
+from qsync_opt.runtimes.torch.job_file import load_job, save_job, with_speed, with_workers
+from qsync_opt.runtimes.torch.planning import plan_job
+
+
+def run(case, folder, world_size=2):
+    script, port = Path(__file__).with_name("adapting_worker.py"), str(free_port())
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-P", str(script), str(rank), str(world_size), port, case, str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    texts = [worker.communicate(timeout=240) for worker in workers]
+    for worker, (_, errors) in zip(workers, texts, strict=True):
+        assert worker.returncode == 0, errors
+    return [json.loads(output.splitlines()[-1]) for output, _ in texts]
+
+
+@pytest.fixture(scope="module")
+def job_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("job")
+
+
+@pytest.fixture(scope="module")
+def followed(job_folder):
+    return run("follow", job_folder)
+
+
+def test_all_ranks_move_at_the_same_step(followed):
+    first, second = followed
+    assert [move["step"] for move in first["moves"]] == [move["step"] for move in second["moves"]] == [5, 9]
+    assert [move["digest"] for move in first["moves"]] == [move["digest"] for move in second["moves"]]
+    assert first["weights"] == second["weights"]
+    shrunk, grown = second["moves"]
+    assert shrunk["memory"] <= second["needed"] - 4096
+    assert set(shrunk["applied"]) & {"BF16", "INT8"}
+    assert not grown["applied"]  # FP32 is as good again: the model is left alone
+    assert first["slower"]
+    assert second["slower"]
+
+
+def test_too_little_memory_stops_all_ranks(followed):
+    assert followed[0]["said"].startswith("ProblemError: there is no plan for this job")
+    assert followed[1]["said"].startswith("NotReadyError: rank 0 failed: ProblemError")
+
+
+def test_workers_that_start_again_measure_nothing(followed, job_folder):
+    assert followed[0]["again"] == followed[1]["again"]
+    assert followed[0]["again"]["types"] == ["big", "small"]
+    (alone,) = run("restart", job_folder, world_size=1)
+    assert alone["left"]["types"] == ["small"]  # the other worker has left
+    assert alone["unknown"]["said"] == "measured again"
+    assert any(
+        "is of a job with other device type 'other': measuring anew" in text for text in alone["unknown"]["told"]
+    )
+    assert any("with other parameters: measuring anew" in text for text in alone["model"]["told"])
+
+
+def test_a_job_file_is_the_job(followed, job_folder, tmp_path):
+    made, facts = load_job(job_folder / "job.json")
+    save_job(made, tmp_path / "again.json", facts)
+    assert (tmp_path / "again.json").read_text() == (job_folder / "job.json").read_text()
+    plan = plan_job(made, "small")
+    assert plan.plan.devices == plan_job(load_job(tmp_path / "again.json")[0], "small").plan.devices
+    slow = plan_job(with_speed(made, {"small": 3.0, "big": 1.0}), "small")
+    assert slow.iteration_ns > 2 * plan.iteration_ns
+    with pytest.raises(ProblemError, match="'nobody'"):
+        with_workers(made, {"nobody": 1})
+    with pytest.raises(ProblemError, match="above 0"):
+        with_speed(made, {"small": 0.0})
+    more = with_workers(made, {"small": 7})
+    assert more.cluster.num_workers == 7
+    assert set(more.profiles) == set(more.sensitivities) == {"small"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.pop("network"),
+        lambda data: data.update(format="qsync-job/9"),
+        lambda data: data.update(unknown=1),
+        lambda data: data["profiles"].pop("small"),
+        lambda data: data["graph"]["operators"].pop(),
+        lambda data: data["devices"][0].update(count=0),
+    ],
+)
+def test_a_job_file_that_is_not_whole_is_refused(followed, job_folder, tmp_path, change):
+    data = json.loads((job_folder / "job.json").read_text())
+    change(data)
+    (tmp_path / "bad.json").write_text(json.dumps(data))
+    with pytest.raises(QSyncError):
+        load_job(tmp_path / "bad.json")
+
+
+def test_a_truncated_job_file_is_refused(followed, job_folder, tmp_path):
+    text = (job_folder / "job.json").read_text()
+    (tmp_path / "short.json").write_text(text[: len(text) // 2])
+    with pytest.raises(ProblemError, match="truncated"):
+        load_job(tmp_path / "short.json")
+    assert dataclasses.is_dataclass(load_job(job_folder / "job.json")[0])
