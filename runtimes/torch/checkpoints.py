@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import qsync_opt
 from qsync_opt.errors import ModelError, NotInstalledError, ProblemError
 from qsync_opt.jsonio import Fields, check_integer, read_json, write_json
-from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json, together, world
+from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json, others_needed, together, world
 from qsync_opt.runtimes.torch.checkpoint_files import (
     begin,
     check_files,
@@ -362,7 +362,8 @@ def _translated(what: str) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            yield
+            with others_needed():
+                yield
     except CheckpointException as failure:
         rank, (cause, _) = next(iter(failure.failures.items()))
         if isinstance(cause, ProblemError | ModelError):
