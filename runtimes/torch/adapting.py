@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from qsync_opt.jsonio import check_integer, check_number
-from qsync_opt.runtimes.torch.agreement import gather_json, message_device, world
+from qsync_opt.runtimes.torch.agreement import gather_json, message_device, others_needed, world
 from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.device_memory import memory_budget
 from qsync_opt.runtimes.torch.job_file import with_speed
@@ -113,7 +113,8 @@ class PlanAdapter:
         if world()[1] == 1:
             return changed
         flag = torch.tensor([int(changed)], dtype=torch.int32, device=message_device())
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        with others_needed():
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 
     def _solved(self, now: dict[str, Any]) -> JobPlan:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,23 @@ def world() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+@contextlib.contextmanager
+def others_needed() -> Iterator[None]:
+    """Say what to do where the other ranks do not answer.
+
+    Raises:
+        NotReadyError: In place of what torch raises when a rank is gone, or after the process group's timeout.
+    """
+    try:
+        yield
+    except RuntimeError as failure:
+        said = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
+        raise NotReadyError(
+            f"the other ranks do not answer ({said[:200]}): one of them ended or hangs, and its log says why; "
+            "start the job again, it goes on from its last checkpoint"
+        ) from failure
 
 
 def message_device() -> torch.device:
@@ -54,10 +72,11 @@ def broadcast_json(value: Any, source: int = 0) -> Any:
         return json.loads(json.dumps(value, allow_nan=False))
     message = _encoded(value) if rank == source else None
     length = torch.tensor([0 if message is None else message.numel()], dtype=torch.int64, device=message_device())
-    dist.broadcast(length, source)
-    if message is None:
-        message = torch.empty(int(length), dtype=torch.uint8, device=message_device())
-    dist.broadcast(message, source)
+    with others_needed():
+        dist.broadcast(length, source)
+        if message is None:
+            message = torch.empty(int(length), dtype=torch.uint8, device=message_device())
+        dist.broadcast(message, source)
     return _decoded(message)
 
 
@@ -72,12 +91,14 @@ def gather_json(value: Any) -> list[Any]:
         return [json.loads(json.dumps(value, allow_nan=False))]
     message = _encoded(value)
     lengths = [torch.zeros(1, dtype=torch.int64, device=message_device()) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([message.numel()], dtype=torch.int64, device=message_device()))
+    with others_needed():
+        dist.all_gather(lengths, torch.tensor([message.numel()], dtype=torch.int64, device=message_device()))
     sizes = [int(length) for length in lengths]
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=message_device())
     padded[: message.numel()] = message
     received = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(received, padded)
+    with others_needed():
+        dist.all_gather(received, padded)
     return [_decoded(part[:length]) for part, length in zip(received, sizes, strict=True)]
 
 

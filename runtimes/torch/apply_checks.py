@@ -69,7 +69,7 @@ def check_sharding(model: nn.Module) -> None:
                 "names there; use fully_shard (FSDP2) instead"
             )
         if isinstance(module, fsdp.FSDPModule):
-            policy = getattr(module._get_fsdp_state(), "_mp_policy", None)  # type: ignore[no-untyped-call]
+            policy = getattr(module._get_fsdp_state(), "_mp_policy", None)
             given = getattr(policy, "param_dtype", None)
             if given not in (None, torch.float32):
                 raise UnsupportedError(

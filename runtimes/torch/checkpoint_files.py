@@ -69,7 +69,7 @@ def files_in(path: Path) -> list[str]:
 
 def file_facts(path: Path, names: Sequence[str]) -> dict[str, FileFact]:
     """Size and hash of some files of a checkpoint."""
-    facts = {}
+    facts: dict[str, FileFact] = {}
     for name in names:
         sha, size = hashlib.sha256(), 0
         with open(path / name, "rb") as stream:

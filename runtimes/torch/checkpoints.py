@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import qsync_opt
 from qsync_opt.errors import ModelError, NotInstalledError, ProblemError
 from qsync_opt.jsonio import Fields, check_integer, read_json, write_json
-from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json, together, world
+from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json, others_needed, together, world
 from qsync_opt.runtimes.torch.checkpoint_files import (
     begin,
     check_files,
@@ -149,8 +152,8 @@ class Checkpoints:
 
         def write() -> None:
             with _translated(f"the checkpoint of step {step} was not written"):
-                writer = dcp.HuggingFaceStorageWriter(str(temporary), save_distributed=True)
-                dcp.save(tensors, storage_writer=writer, no_dist=size == 1)
+                writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
+                save(tensors, storage_writer=writer, no_dist=size == 1)
                 if rank == 0:
                     write_json(temporary / STATE, self._described(step, ranks, values))
 
@@ -284,9 +287,9 @@ class Checkpoints:
         model = bare_model(self._model)
         values = state["values"]
         with _translated(f"{where} was not loaded"):
-            reader = dcp.HuggingFaceStorageReader(str(path))
+            reader = HuggingFaceStorageReader(str(path))
             known = reader.read_metadata().state_dict_metadata
-        sizes = {name: (entry.size, entry.properties.dtype) for name, entry in known.items()}
+        sizes = {n: (e.size, e.properties.dtype) for n, e in known.items() if isinstance(e, TensorStorageMetadata)}
         wanted, _ = model_tensors(model)
         require_same_tensors(wanted, sizes, where)
         others = [values["model"]]
@@ -301,7 +304,7 @@ class Checkpoints:
             others.append(values["others"])
         wanted.update(blank_tensors(others, sizes))
         with _translated(f"{where} was not loaded"):
-            dcp.load(dict(wanted), storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=size == 1)
+            load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=size == 1)
         if extra := join_state(values["model"], wanted, where):
             model.load_state_dict({**model.state_dict(), **extra})
         if model_only:
@@ -359,7 +362,8 @@ def _translated(what: str) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            yield
+            with others_needed():
+                yield
     except CheckpointException as failure:
         rank, (cause, _) = next(iter(failure.failures.items()))
         if isinstance(cause, ProblemError | ModelError):

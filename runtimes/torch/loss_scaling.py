@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
-from qsync_opt.runtimes.torch.agreement import gather_json, world
+from qsync_opt.runtimes.torch.agreement import gather_json, others_needed, world
 from qsync_opt.runtimes.torch.apply import applied_plan
 from qsync_opt.runtimes.torch.wrappers import bare_model
 
@@ -60,7 +60,8 @@ class LossScaler(torch.amp.GradScaler):
             return
         found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         for overflow in found.values():
-            dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
+            with others_needed():
+                dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's step unless any rank met an overflow; see ``torch.amp.GradScaler.step``.

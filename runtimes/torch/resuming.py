@@ -43,7 +43,8 @@ class RankState:
         """What a rank's model runs under now."""
         applied = applied_plan(model)
         if applied is None:
-            return cls(device_type=plan and plan.device_type, precisions=None, seed=0, offset=0, step=None)
+            name = None if plan is None else plan.device_type
+            return cls(device_type=name, precisions=None, seed=0, offset=0, step=None)
         kernels = applied.options.kernels
         return cls(
             device_type=applied.device_type or (plan.device_type if plan else f"rank {rank}"),

@@ -45,9 +45,9 @@ def split_state(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         for key in value:
             if not isinstance(key, str | int) or isinstance(key, bool):
                 raise ModelError(f"the state at {place!r} has the key {key!r}: texts and integers can be kept")
-        parts = {key: split_state(part, f"{place}.{key}", tensors) for key, part in value.items()}
-        plain = all(isinstance(key, str) for key in parts) and not _MARKS & parts.keys()
-        return parts if plain else {_ITEMS: [[key, part] for key, part in parts.items()]}
+        entries = {key: split_state(part, f"{place}.{key}", tensors) for key, part in value.items()}
+        plain = all(isinstance(key, str) for key in entries) and not _MARKS & entries.keys()
+        return entries if plain else {_ITEMS: [[key, part] for key, part in entries.items()]}
     raise ModelError(
         f"the state at {place!r} is a {type(value).__name__}, which a checkpoint cannot hold: tensors, numbers, texts, "
         "lists, tuples and dictionaries can be; leave it out of state_dict()"

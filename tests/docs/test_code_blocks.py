@@ -30,9 +30,10 @@ SLOW = {
     "docs/tutorial.md",
     *(f"docs/how-to/{name}.md" for name in ("add-a-solver", "add-other-plugins", "resume", "in-your-script")),
     *(f"docs/how-to/{name}.md" for name in ("several-device-types", "your-own-model")),
+    *(f"docs/how-to/{name}.md" for name in ("changing-cluster", "checkpoints", "frameworks", "ordinary-training")),
 }
 REASONS = {"needs a GPU", "installs packages", "runs for minutes"}
-NOT_RUN = {"README.md": 2, "docs/newcomer-walk.md": 1}
+NOT_RUN = {"README.md": 2, "docs/newcomer-walk.md": 1, "docs/how-to/frameworks.md": 1}
 """How many blocks of a page are left out: a block more or less must be entered here."""
 
 FENCE = re.compile(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import qsync_opt
 from qsync_opt.errors import QSyncError
 from qsync_opt.runtimes.torch.apply import apply
 from qsync_opt.runtimes.torch.ddp import process_group
@@ -67,9 +68,17 @@ def plan_and_train(rank, case, folder):
     }
 
 
+def other_version(rank):
+    """Pretend that rank 1 has another version of this package."""
+    if rank == 1:
+        qsync_opt.__version__ = "9.9.9"
+
+
 def main(rank, world_size, port, case, folder):
     torch.set_num_threads(1)
     with process_group(rank, world_size, port, timeout_s=120):
+        if case == "versions":
+            other_version(rank)
         try:
             seen = plan_and_train(rank, case, folder)
         except QSyncError as error:

@@ -224,6 +224,14 @@ def test_ranks_with_different_models_are_told_which_operators_differ(tmp_path):
         assert "rank 1" in result["said"]
 
 
+def test_ranks_with_different_versions_are_told_which(tmp_path):
+    for result in run_workers("versions", tmp_path):
+        assert result["error"] == "ModelError"
+        assert "the version of qsync_opt or torch differs between ranks: ranks 1 are not as rank 0" in result["said"]
+        assert "'9.9.9'" in result["said"]
+        assert "install the same versions everywhere" in result["said"]
+
+
 def test_a_failure_on_one_rank_stops_all(tmp_path):
     first, second = run_workers("failure", tmp_path)
     assert second["error"] == "ProblemError"

@@ -1,0 +1,141 @@
+"""What a plan costs and gains in training: beside plain DistributedDataParallel, over many steps, on a hybrid cluster.
+
+Three parts, each of one or two workers that this script starts:
+
+* ``overhead``: a plan of FP32 or BF16 alone beside what plain DDP does in that precision, steps of both in turn.
+* ``soak``: thousands of steps, planned again every hundred: memory and time per step, block by block.
+* ``throughput``: samples per second of the plan, of every uniform precision, of autocast, of local batches sized by
+  speed, and of both together. On CUDA the second worker is a partition of its card with a memory limit of its own.
+
+With ``--device cuda`` and two cards the workers talk through NCCL; with one card, or on the CPU, through gloo. Writes
+``benchmarks/results/runtime.json`` after every part and model, keeping what other hardware measured.
+
+    python benchmarks/runtime.py [--device cpu|cuda] [--parts overhead soak throughput] [--models bert-base ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qsync_opt.jsonio import write_json
+from qsync_opt.runtimes.torch.ddp import free_port
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "runtime.json"
+FORMAT = "qsync-bench-runtime/1"
+PARTS = ("overhead", "soak", "throughput")
+MODELS = ("bert-base", "gpt2", "resnet50", "vit-base")
+
+
+def hardware_of(device: str, sms: int) -> str:
+    if device == "cpu":
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()}, {os.cpu_count()} cores, a thread per worker"
+        return platform.machine()
+    count = torch.cuda.device_count()
+    return f"{torch.cuda.get_device_name()} x {count}, the last worker on {sms} SMs"
+
+
+def merged(records: list[dict[str, Any]], part: str, arguments: argparse.Namespace, hardware: str) -> dict[str, Any]:
+    """The result file with these records in place of what the same hardware measured before."""
+    data: dict[str, Any] = {"format": FORMAT}
+    if arguments.output.exists():
+        data = json.loads(arguments.output.read_text(encoding="utf-8"))
+    facts = {
+        "hardware": hardware,
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    new = [{**record, **facts} for record in records]
+    keys = {(record["hardware"], record["model"]) for record in new}
+    kept = [record for record in data.get(part, []) if (record["hardware"], record["model"]) not in keys]
+    options = " ".join(f"--{name} {value}" for name, value in (("device", arguments.device), ("sms", arguments.sms)))
+    return {
+        **data,
+        "date": facts["date"],
+        "hardware": "; ".join(dict.fromkeys(r["hardware"] for r in [*kept, *new])),
+        "versions": {"python": facts["python"], "torch": facts["torch"]},
+        "command": f"python benchmarks/runtime.py {options}",
+        part: [*kept, *new],
+    }
+
+
+def run_workers(part: str, model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Start the workers of one part; what rank 0 wrote, also where they failed or took too long."""
+    world = 2 if arguments.device == "cpu" or torch.cuda.device_count() > 1 else 1
+    with tempfile.TemporaryDirectory() as folder:
+        port, output = str(free_port()), Path(folder) / "records.jsonl"
+        environment = {
+            **os.environ,
+            "NCCL_NVLS_ENABLE": "0",
+            "OMP_NUM_THREADS": "1" if arguments.device == "cpu" else "8",
+        }
+        command = [
+            sys.executable,
+            "-P",
+            str(HERE / "runtime_worker.py"),
+            part,
+            model,
+            arguments.device,
+            port,
+            str(world),
+        ]
+        command += [str(output), str(arguments.sms), arguments.memory, str(arguments.steps), str(arguments.cache)]
+        workers = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(world)]
+        deadline = time.monotonic() + arguments.timeout
+        try:
+            while any(worker.poll() is None for worker in workers):
+                failed = any(worker.poll() not in (None, 0) for worker in workers)
+                if failed or time.monotonic() > deadline:
+                    print(f"{part} {model}: {'a worker failed' if failed else 'took too long'}", flush=True)
+                    break
+                time.sleep(0.2)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        if not output.exists():
+            return []
+        return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of throughput")
+    parser.add_argument("--sms", type=int, default=16, help="multiprocessors of the second worker's partition")
+    parser.add_argument("--memory", default="16 GiB", help="limit of the second worker on CUDA")
+    parser.add_argument("--steps", type=int, default=2000, help="of the soak")
+    parser.add_argument("--timeout", type=float, default=540.0, help="seconds for one part and model")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(tempfile.gettempdir()) / "qsync-runtime", help="measurements"
+    )
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    hardware = hardware_of(arguments.device, arguments.sms)
+    for part in arguments.parts:
+        for model in arguments.models if part == "throughput" else ("gpt",):
+            began = time.monotonic()
+            records = run_workers(part, model, arguments)
+            if records:
+                write_json(arguments.output, merged(records, part, arguments, hardware))
+            print(f"{part} {model}: {len(records)} records in {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
