@@ -123,21 +123,28 @@ def write_json(path: str | os.PathLike[str], data: Any, *, error: type[QSyncErro
 
 def write_text(path: str | os.PathLike[str], text: str, *, error: type[QSyncError] = ProblemError) -> None:
     """Write ``text`` to ``path`` whole or not at all; see `write_json`. A link stays one: its target is replaced."""
+    try:
+        data = text.encode("utf-8")
+    except UnicodeEncodeError as failure:
+        raise error(f"cannot write {os.fspath(path)!r}: the text has no form in UTF-8 ({failure.reason})") from failure
+    write_bytes(path, data, error=error)
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes, *, error: type[QSyncError] = ProblemError) -> None:
+    """Write ``data`` to ``path`` whole or not at all; see `write_text`."""
     check_writable(path, error=error)
     target = Path(os.path.realpath(path))
     temporary: str | None = None
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)  # mkstemp makes private files; ours are ordinary ones
         os.replace(temporary, target)
     except OSError as failure:
         raise error(f"cannot write {os.fspath(path)!r}: {failure.strerror or failure}") from failure
-    except UnicodeEncodeError as failure:
-        raise error(f"cannot write {os.fspath(path)!r}: the text has no form in UTF-8 ({failure.reason})") from failure
     finally:
         # Also after an interrupt: the rename either happened or the temporary file is still there.
         if temporary is not None and os.path.exists(temporary):
