@@ -36,10 +36,12 @@ class Quantized:
 class Workshop:
     """What an integer form is made with.
 
-    ``add`` appends a node, ``store`` an initializer and returns its name, ``quantized`` gives an input in codes,
-    ``in_fp32`` an input in FP32, ``constant`` the values of an input that never changes, None for others.
+    ``fresh`` makes a name that nothing has yet, ``add`` appends a node, ``store`` an initializer and returns its name,
+    ``quantized`` gives an input in codes, ``in_fp32`` an input in FP32, ``constant`` the values of an input that never
+    changes, None for others.
     """
 
+    fresh: Callable[[str], str]
     add: Callable[[onnx.NodeProto], None]
     store: Callable[[onnx.TensorProto], str]
     quantized: Callable[[str], Quantized]
@@ -83,7 +85,7 @@ class _Form:
 
     def _add(self, kind: str, inputs: list[str], what: str, **attributes: Any) -> str:
         """Add a node with one result; ``what`` names it, "" is the result of the whole form."""
-        output = self._inner(what) if what else self._output
+        output = self._shop.fresh(self._inner(what)) if what else self._output
         name = f"{self.name}__{what or 'result'}"
         self._shop.add(helper.make_node(kind, inputs, [output], name=name, **attributes))
         return output
@@ -132,7 +134,7 @@ class _Form:
             raise UnsupportedError(f"node {self.name!r} convolves with a computed weight, which has no integer form")
         x = self._shop.quantized(self._node.input[0])
         codes, scales = self._weight(weight, 0)
-        sums = self._inner("sums")
+        sums = self._shop.fresh(self._inner("sums"))
         node = helper.make_node("ConvInteger", [x.codes, codes, x.zero], [sums], name=f"{self.name}__sums")
         node.attribute.extend(self._node.attribute)
         self._shop.add(node)

@@ -21,8 +21,8 @@ there without notice, 2 x 255 x 63 does not. The bit is given up so that every p
 """
 
 
-def stored(values: Array, name: str, number_format: str) -> TensorProto:
-    """Return FP32 values as a tensor of a format, rounded to nearest, ties to even.
+def stored(values: Array, name: str, number_format: str, *, label: str | None = None) -> TensorProto:
+    """Return FP32 values as a tensor of a format, rounded to nearest, ties to even; ``label`` names it in errors.
 
     Raises:
         UnsupportedError: A finite value is beyond the largest of the format.
@@ -36,7 +36,8 @@ def stored(values: Array, name: str, number_format: str) -> TensorProto:
         if lost.any():
             worst = float(np.abs(values[lost]).max())
             raise UnsupportedError(
-                f"weight {name!r} holds {worst:g}, but the largest number in FP16 is 65504; keep its operator in FP32"
+                f"weight {label or name!r} holds {worst:g}, but the largest number in FP16 is 65504; "
+                "keep its operator in FP32"
             )
         return numpy_helper.from_array(half, name)
     return TensorProto(

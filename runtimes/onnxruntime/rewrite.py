@@ -169,7 +169,7 @@ class _Writer:
         constant = self._model.constants.get(value)
         if constant is not None:
             name = self._fresh(f"{value}__{target}")
-            self._new_tensors.append(stored(constant, name, target))
+            self._new_tensors.append(stored(constant, name, target, label=value))
             return name
         if source == "INT8":
             raise ModelError(f"value {value!r} arrives in codes and is wanted in {target}, which is not measured so")
@@ -213,6 +213,7 @@ class _Writer:
 
     def _integer(self, node: onnx.NodeProto) -> None:
         shop = Workshop(
+            fresh=self._fresh,
             add=self._nodes.append,
             store=self._store,
             quantized=self._quantize,
