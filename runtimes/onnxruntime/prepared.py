@@ -22,6 +22,7 @@ from qsync_opt.roles import RoleTable
 LARGEST_BYTES = 2**31 - 1
 """Protocol buffers hold no more, and a model is handed to its session as one."""
 _FLOATING = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
+_INVALID = (onnx.checker.ValidationError, shape_inference.InferenceError)
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -70,7 +71,8 @@ def prepare(
     try:
         types = _types(proto)
         onnx.checker.check_model(proto)
-    except (onnx.checker.ValidationError, shape_inference.InferenceError, EncodeError, ValueError) as error:
+        constants = _constants(proto, types)
+    except (*_INVALID, EncodeError, ValueError, TypeError, IndexError) as error:
         raise ModelError(f"the ONNX model {graph.name!r} is not valid: {_first_line(error)}") from error
     for value, kind in types.items():
         if kind in _FLOATING and kind != TensorProto.FLOAT:
@@ -78,10 +80,6 @@ def prepare(
                 f"value {value!r} of the ONNX model {graph.name!r} is {TensorProto.DataType.Name(kind)}, but a plan "
                 "starts from a model in FP32 (FLOAT): export it without lower or double precision"
             )
-    constants = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer if t.data_type == TensorProto.FLOAT}
-    for node in proto.graph.node:
-        if node.op_type == "Constant" and types.get(node.output[0]) == TensorProto.FLOAT:
-            constants[node.output[0]] = _constant_value(node)
     return PreparedModel(
         proto=proto,
         graph=graph,
@@ -132,6 +130,16 @@ def _types(proto: onnx.ModelProto) -> dict[str, int]:
         if info.type.HasField("tensor_type"):
             types[info.name] = info.type.tensor_type.elem_type
     return types
+
+
+def _constants(proto: onnx.ModelProto, types: Mapping[str, int]) -> dict[str, Array]:
+    """Values of the FP32 initializers and ``Constant`` nodes."""
+    tensors = [tensor for tensor in proto.graph.initializer if tensor.data_type == TensorProto.FLOAT]
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in tensors}
+    for node in proto.graph.node:
+        if node.op_type == "Constant" and types.get(node.output[0]) == TensorProto.FLOAT:
+            constants[node.output[0]] = _constant_value(node)
+    return constants
 
 
 def _constant_value(node: onnx.NodeProto) -> Array:
