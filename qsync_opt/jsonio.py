@@ -25,6 +25,11 @@ EXTENSION_PREFIX = "x-"
 LARGEST_INTEGER = 2**63 - 1
 """Integers beyond this are refused: every reader of a file must be able to hold them."""
 
+LARGEST_JSON_BYTES = 256 * 2**20
+"""Larger files are refused: what is parsed takes several times the memory, and no file of ours comes near."""
+
+_READ_BYTES = 2**22
+
 Extras = Mapping[tuple[str, ...], Any]
 """Extension keys by their path; an element of a list is addressed by its ``name`` where it has one, else by number."""
 
@@ -56,16 +61,54 @@ def read_json(path: str | os.PathLike[str], formats: Iterable[str], *, error: ty
 
     Source: ours.
     """
+    text = read_text(path, "JSON", LARGEST_JSON_BYTES, error=error)
+    return parse_json(text, formats, where=os.fspath(path), error=error)
+
+
+def read_bounded(path: str | os.PathLike[str], largest_bytes: int) -> bytes | None:
+    """Return what a file holds, or None if that is more than ``largest_bytes``.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: The path has a null character.
+    """
+    parts, left = [], largest_bytes
+    with open(path, "rb") as stream:
+        while part := stream.read(min(_READ_BYTES, left + 1)):  # a read of a given size takes that much memory at once
+            left -= len(part)
+            if left < 0:
+                return None
+            parts.append(part)
+    return b"".join(parts)
+
+
+def read_text(
+    path: str | os.PathLike[str], kind: str, largest_bytes: int, *, error: type[QSyncError] = ProblemError
+) -> str:
+    """Read a UTF-8 file of bounded size, also where its end is nowhere to be seen (a device, a pipe).
+
+    Args:
+        path: The file.
+        kind: Of file, for errors: ``"JSON"``.
+        largest_bytes: A larger file is refused.
+        error: Kind of error to raise.
+
+    Raises:
+        QSyncError: Of kind ``error``: missing, unreadable, too large, or not UTF-8.
+    """
     where = os.fspath(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        data = read_bounded(path, largest_bytes)
+        if data is None:
+            raise error(f"{where}: the file has more than the {largest_bytes} bytes that are read; give a {kind} file")
+        return data.decode("utf-8")
     except OSError as failure:
-        raise error(f"cannot read {where!r}: {failure.strerror or failure}; give the path of a JSON file") from failure
+        advice = f"give the path of a {kind} file"
+        raise error(f"cannot read {where!r}: {failure.strerror or failure}; {advice}") from failure
     except UnicodeDecodeError as failure:
-        raise error(f"{where}: not UTF-8 text (byte {failure.start}); give a JSON file") from failure
+        raise error(f"{where}: not UTF-8 text (byte {failure.start}); give a {kind} file") from failure
     except ValueError as failure:  # a path with a null character
-        raise error(f"cannot read {where!r}: {failure}; give the path of a JSON file") from failure
-    return parse_json(text, formats, where=where, error=error)
+        raise error(f"cannot read {where!r}: {failure}; give the path of a {kind} file") from failure
 
 
 def parse_json(text: str, formats: Iterable[str], *, where: str, error: type[QSyncError] = ProblemError) -> Any:

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError, EncodeError
-from onnx import TensorProto, inliner, numpy_helper, shape_inference
+from google.protobuf.message import EncodeError
+from onnx import TensorProto, numpy_helper, shape_inference
 
 from qsync_opt.errors import ModelError
 from qsync_opt.graph import OpGraph
-from qsync_opt.onnx_reader import read_onnx
+from qsync_opt.onnx_reader import inline_functions, load_proto, read_onnx
 from qsync_opt.roles import RoleTable
 
 LARGEST_BYTES = 2**31 - 1
@@ -65,8 +65,8 @@ def prepare(
             session takes as one, or it computes in floating-point types other than FP32; the first value is named.
     """
     proto = _with_weights(source)
-    if len(proto.functions):
-        proto = inliner.inline_local_functions(proto)
+    where = "the ONNX model" if isinstance(source, onnx.ModelProto) else f"ONNX file {os.fspath(source)}"
+    proto = inline_functions(proto, where)
     graph = read_onnx(proto, roles=roles, name=name)
     try:
         types = _types(proto)
@@ -100,16 +100,14 @@ def _with_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> onnx.Mode
                     "the path of the model's file, or load it with its external data"
                 )
         return proto
-    path = Path(source)
+    proto = load_proto(Path(source))
     try:
         # onnx refuses external files outside of the model's folder.
-        proto = onnx.load(path, format="protobuf")
-    except OSError as error:
-        raise ModelError(f"cannot read ONNX file {str(path)!r}: {error.strerror or error}") from error
-    except (DecodeError, ValueError, onnx.checker.ValidationError) as error:
+        onnx.load_external_data_for_model(proto, str(Path(source).parent))
+    except (OSError, ValueError, onnx.checker.ValidationError) as error:
         raise ModelError(
-            f"ONNX file {str(path)!r} cannot be read with its weights: {_first_line(error)}; export it again, with its "
-            "external data beside it"
+            f"ONNX file {str(source)!r} cannot be read with its weights: {_first_line(error)}; export it again, with "
+            "its external data beside it"
         ) from error
     return proto
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 import json
 import os
@@ -223,8 +224,8 @@ def onnx_models() -> list[bytes]:
     return [first.SerializeToString(), second.SerializeToString()]
 
 
-def loaders() -> list[Loader]:
-    """All of them; those of parts whose packages are missing are left out."""
+def loaders(*, core_only: bool = False) -> list[Loader]:
+    """All of them; those of parts whose packages are missing, or that are no part of the core, are left out."""
     problem = json.loads((ROOT / "tests" / "data" / "instances" / "tiny.json").read_text())
     made = random_problem(random.Random(5))
     small_plan = random_plan(random.Random(5), made).to_json()
@@ -275,9 +276,13 @@ def loaders() -> list[Loader]:
         Loader("onnx", "onnx", onnx_models(), _read_onnx),
         Loader("onnx weights", "onnx", onnx_models(), read_weights),
     ]
+    if core_only:
+        return found
     if importlib.util.find_spec("onnxruntime"):
+        importlib.import_module("qsync_opt.runtimes.onnxruntime.prepared")
         found.append(Loader("onnx with weights", "onnx", onnx_models(), _runnable))
     if importlib.util.find_spec("torch"):
+        importlib.import_module("qsync_opt.kernels.matmul_choices")  # before memory and time are limited
         table = json.loads(next((ROOT / "kernels" / "tables").glob("*.json")).read_text())
         table["choices"] = table["choices"][:3]
         spec = {
