@@ -287,7 +287,7 @@ class DeviceProfile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON, whole or not at all."""
-        write_json(path, self.to_json())
+        write_json(path, self.to_json(), digest=True)
 
     @classmethod
     def from_json(cls, data: Any, where: str = "profile") -> Self:

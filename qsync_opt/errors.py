@@ -13,6 +13,8 @@ class QSyncError(Exception):
 
 
 def _shortened(text: str) -> str:
+    # Half of a surrogate pair, which JSON can hold, has no form that could be printed.
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     if len(text) <= LONGEST_TEXT:
         return text
     return f"{text[: LONGEST_TEXT - _SHOWN_END]} [...] {text[-_SHOWN_END:]}"

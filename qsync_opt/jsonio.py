@@ -8,6 +8,7 @@ writing. Writing goes to a temporary file that is then renamed, so a reader neve
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import math
 import os
@@ -21,6 +22,9 @@ from qsync_opt.errors import ProblemError, QSyncError
 
 EXTENSION_PREFIX = "x-"
 """Keys that begin with this are kept and never interpreted."""
+
+DIGEST_KEY = "x-digest"
+"""Key of the digest that some of our files carry of themselves; it may be left out."""
 
 LARGEST_INTEGER = 2**63 - 1
 """Integers beyond this are refused: every reader of a file must be able to hold them."""
@@ -140,6 +144,7 @@ def parse_json(text: str, formats: Iterable[str], *, where: str, error: type[QSy
         raise error(f"{where}: not usable JSON ({failure})") from failure
     if not isinstance(data, dict):
         raise error(f"{where}: the file holds {_kind(data)}, but a JSON object is needed")
+    _check_digest(data, where, error)
     allowed = tuple(formats)
     version = data.get("format")
     if version not in allowed:
@@ -148,8 +153,37 @@ def parse_json(text: str, formats: Iterable[str], *, where: str, error: type[QSy
     return data
 
 
-def write_json(path: str | os.PathLike[str], data: Any, *, error: type[QSyncError] = ProblemError) -> None:
+def _digest(data: Any) -> str:
+    """Of JSON data as it is parsed, whatever its layout in the file."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _check_digest(data: dict[str, Any], where: str, error: type[QSyncError]) -> None:
+    """Take the digest out of what was parsed, and refuse data that is not what it was made of."""
+    stated = data.pop(DIGEST_KEY, None)
+    try:
+        fits = stated is None or stated == _digest(data)
+    except (RecursionError, ValueError) as failure:  # nested as deep as parses, or a number of too many digits
+        raise error(f"{where}: not usable JSON ({failure})") from failure
+    if not fits:
+        raise error(
+            f"{where}: {DIGEST_KEY} is {stated!r}, but that is not the digest of what the file holds: it was damaged "
+            f"or changed after it was written; write it again, or remove {DIGEST_KEY} if the change was meant"
+        )
+
+
+def write_json(
+    path: str | os.PathLike[str], data: Any, *, digest: bool = False, error: type[QSyncError] = ProblemError
+) -> None:
     """Write ``data`` as JSON to ``path``: to a temporary file beside it, then renamed.
+
+    Args:
+        path: The file.
+        data: What it is to hold.
+        digest: Add a digest of the data (``x-digest``), which `read_json` compares: a bit that turns over on a disk or
+            on the way would else make another number of the same form.
+        error: Kind of error to raise.
 
     Raises:
         QSyncError: Of kind ``error``: the folder cannot be written, or ``data`` holds NaN, infinity or another value
@@ -159,6 +193,9 @@ def write_json(path: str | os.PathLike[str], data: Any, *, error: type[QSyncErro
     """
     try:
         text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+        if digest:
+            parsed = json.loads(text)
+            text = json.dumps({**parsed, DIGEST_KEY: _digest(parsed)}, indent=1, allow_nan=False) + "\n"
     except (TypeError, ValueError, RecursionError) as failure:
         raise error(f"cannot write {os.fspath(path)!r}: {failure}") from failure
     write_text(path, text, error=error)

@@ -115,7 +115,8 @@ def main() -> int:
                     first, running = event["end"] + 1, None
             if process.wait() != 0:
                 last = (folder / "errors").read_text(errors="replace")
-                last = " | ".join(last[last.rfind("Fatal Python error") :].split("\n")[:12])
+                last = last[max(last.rfind("Fatal Python error"), last.rfind("Traceback")) :]
+                last = " | ".join(last.split("\n")[:12] + last.split("\n")[-3:])
                 failure = f"the process ended with {process.returncode}: {last[:600]}"
                 if running is None:
                     print(failure, file=sys.stderr)
