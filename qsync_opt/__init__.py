@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from qsync_opt.plugins import CostModel as CostModel
     from qsync_opt.plugins import Indicator as Indicator
     from qsync_opt.plugins import ModelKnowledge as ModelKnowledge
+    from qsync_opt.plugins import Runtime as Runtime
     from qsync_opt.problem import Problem as Problem
     from qsync_opt.problem_file import load_problem as load_problem
     from qsync_opt.replanning import Replanning as Replanning
@@ -131,6 +132,7 @@ _PUBLIC = {
     "undo": "qsync_opt.runtimes.torch.apply",
     "ApplyOptions": "qsync_opt.runtimes.torch.apply",
     "CostModel": "qsync_opt.plugins",
+    "Runtime": "qsync_opt.plugins",
     "DataSheet": "qsync_opt.datasheets",
     "data_sheet": "qsync_opt.datasheets",
     "Front": "qsync_opt.pareto",

@@ -14,7 +14,9 @@ A type without ``profile`` is estimated from the data sheet of its ``hardware`` 
 from __future__ import annotations
 
 import enum
+import itertools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -22,9 +24,16 @@ from typing import Any, Self
 import yaml
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.jsonio import Fields, check_integer, check_name, check_number, near_match
+from qsync_opt.jsonio import Fields, check_integer, check_name, check_number, near_match, read_text
 from qsync_opt.precision import FORMATS
 from qsync_opt.units import RATE_BYTES_PER_S, SIZE_BYTES, TIME_S, parse_quantity
+
+LARGEST_BYTES = 2**20
+"""Of a cluster file; reading YAML is slow."""
+LARGEST_VALUES = 100_000
+"""That a cluster file may stand for, aliases written out."""
+LONGEST_NUMBER = 300
+"""Characters of an integer."""
 
 
 class DeviceRole(enum.StrEnum):
@@ -195,18 +204,9 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
             precision, a device type named twice.
     """
     where = os.fspath(path)
+    text = read_text(path, "cluster (YAML)", LARGEST_BYTES)
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as failure:
-        raise ProblemError(
-            f"cannot read {where!r}: {failure.strerror or failure}; give the path of a cluster file"
-        ) from failure
-    except UnicodeDecodeError as failure:
-        raise ProblemError(f"{where}: not UTF-8 text (byte {failure.start}); give a YAML file") from failure
-    except ValueError as failure:  # a path with a null character
-        raise ProblemError(f"cannot read {where!r}: {failure}; give the path of a cluster file") from failure
-    try:
-        _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), where)
+        _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), where, itertools.count())
         data = yaml.safe_load(text)
     except yaml.YAMLError as failure:
         reason = " ".join(str(failure).split())
@@ -250,11 +250,21 @@ def _read_network(reader: Fields) -> Network:
     return network
 
 
-def _refuse_repeated_keys(node: yaml.Node | None, where: str) -> None:
+def _refuse_repeated_keys(node: yaml.Node | None, where: str, seen_values: Iterator[int]) -> None:
     """YAML lets a later key hide an earlier one; a file that says two things is refused instead."""
+    # An alias stands for all that it names, so a few lines can stand for more than any memory holds.
+    if next(seen_values) >= LARGEST_VALUES:
+        raise ProblemError(
+            f"{where}: with its aliases the file stands for more than {LARGEST_VALUES} values; shorten it"
+        )
+    if isinstance(node, yaml.ScalarNode) and len(node.value) > LONGEST_NUMBER and "int" in node.tag:
+        raise ProblemError(
+            f"{where}: a number of {len(node.value)} characters (line {node.start_mark.line + 1}); allowed are "
+            f"{LONGEST_NUMBER}"
+        )
     if isinstance(node, yaml.SequenceNode):
         for child in node.value:
-            _refuse_repeated_keys(child, where)
+            _refuse_repeated_keys(child, where, seen_values)
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
@@ -262,10 +272,11 @@ def _refuse_repeated_keys(node: yaml.Node | None, where: str) -> None:
                 raise ProblemError(
                     f"{where}: a key is no plain text (line {key.start_mark.line + 1}); keys must be names"
                 )
+            _refuse_repeated_keys(key, where, seen_values)
             if key.value in seen:
                 raise ProblemError(
                     f"{where}: the key {key.value!r} stands twice in one mapping (line {key.start_mark.line + 1}); "
                     "keep one"
                 )
             seen.add(key.value)
-            _refuse_repeated_keys(value, where)
+            _refuse_repeated_keys(value, where, seen_values)

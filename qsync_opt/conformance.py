@@ -11,11 +11,12 @@ from typing import Any
 
 from qsync_opt.build import build_problem
 from qsync_opt.cluster import Cluster, DeviceType, Network
+from qsync_opt.device_profile import DeviceProfile
 from qsync_opt.errors import QSyncError
 from qsync_opt.graph import OpGraph, ParameterSpec, Role, TensorSpec
 from qsync_opt.indicators import FormatIndicator
 from qsync_opt.planner import solve
-from qsync_opt.plugins import ModelKnowledge
+from qsync_opt.plugins import ModelKnowledge, Runtime
 from qsync_opt.precision import FORMATS, PrecisionFormats, formats_for
 from qsync_opt.registry import Kind, create
 from qsync_opt.synthetic import make_operator
@@ -137,14 +138,19 @@ def check_runtime(
         args: Arguments of one forward pass.
         device: The device, as the runtime names it.
         outputs_equal: ``outputs_equal(a, b)`` says whether two results of the model are the same, bit for bit.
-        step: ``step(model, args)`` runs forward and backward and returns the result of forward.
+        step: ``step(model, args)`` runs forward, and backward if the runtime trains, and returns the result of forward.
 
     Raises:
-        AssertionError: Formats are unknown or FP32 is missing, names change from one capture to the next, a plan does
-            not run, is not refused twice, or ``undo`` does not give the model back as it was.
+        AssertionError: A part of the contract is missing, formats are unknown or FP32 is missing, names change from one
+            capture to the next, a plan does not run, is not refused twice, ``undo`` does not give the model back as it
+            was, or the profile makes no problem whose plan can be applied.
     """
     plugin = create(Kind.RUNTIME, runtime)
+    lacking = [name for name in ("name", "trains", *_RUNTIME_METHODS) if not hasattr(plugin, name)]
+    expect(not lacking, f"the runtime lacks {', '.join(lacking)}")
+    expect(isinstance(plugin, Runtime), "the runtime does not keep to the protocol qsync_opt.plugins.Runtime")
     expect(isinstance(plugin.name, str) and bool(plugin.name), f"name is {plugin.name!r}: a text is needed")
+    expect(isinstance(plugin.trains, bool), f"trains is {plugin.trains!r}: True or False is needed")
     formats = plugin.device_formats(device)
     _check_formats(formats)
     graph = plugin.capture(model, args)
@@ -156,12 +162,39 @@ def check_runtime(
         can = plugin.operator_precisions(operator.op_type, device)
         expect(bool(can) and set(can) <= set(formats), f"operator {operator.name!r} can run in {can!r}")
         plan[operator.name] = can[0]
-    for choices in (plan, dict.fromkeys(plan, "FP32")):
+    profile = plugin.profile(model, args, device=device, repeats=2)
+    solved = _plan_from(profile, graph, plugin.trains)
+    for choices in (plan, dict.fromkeys(plan, "FP32"), solved):
         applied = plugin.apply(model, choices, graph=graph)
         step(applied, args)
         expect(_refuses(plugin, applied, choices, graph), "a second plan is applied over the first without undo")
         model = plugin.undo(applied)
         expect(bool(outputs_equal(step(model, args), before)), "undo does not give the model back as it was")
+
+
+_RUNTIME_METHODS = ("capture", "device_formats", "operator_precisions", "profile", "apply", "undo")
+
+
+def _plan_from(profile: DeviceProfile, graph: OpGraph, trains: bool) -> dict[str, str]:
+    """The adjustable part of a plan that is solved from a measured profile."""
+    expect(profile.fingerprint == graph.fingerprint(), "the profile is of another graph")
+    expect(DeviceProfile.from_json(profile.to_json()) == profile, "the profile is not the same after a file")
+    backward = {cost.backward_ns for table in profile.measurements.values() for cost in table.values()}
+    expect(trains or backward == {0}, "a runtime that does not train has backward times in its profile")
+    device = DeviceType(name="here", count=1, memory_limit_bytes=2**50, precisions=tuple(profile.formats))
+    network = Network(latency_s=1e-5, bandwidth_bytes_per_s=1e9, source="made up")
+    table = FormatIndicator().sensitivities(graph, ModelKnowledge(), profile.formats)
+    try:
+        problem = build_problem(
+            graph, {"here": profile}, table, Cluster(name="sample", devices=(device,), network=network), slack=0.1
+        )
+        solution = solve(problem)
+    except QSyncError as failure:
+        raise AssertionError(f"the profile makes no usable problem: {failure}") from failure
+    expect(solution.plan is not None, f"the problem of the profile has no plan: {solution.reason}")
+    assert solution.plan is not None
+    names = {operator.name for operator in graph.by_role(Role.ADJUSTABLE)}
+    return {name: precision for name, precision in solution.plan.devices["here"].items() if name in names}
 
 
 def _refuses(plugin: Any, model: Any, plan: Mapping[str, str], graph: OpGraph) -> bool:

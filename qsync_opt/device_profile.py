@@ -7,6 +7,7 @@ maps each name to a measurement key, ``measurements`` maps the key to a cost per
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -180,11 +181,18 @@ class DeviceProfile:
     def __post_init__(self) -> None:
         check_name(self.model, "profile: model")
         check_name(self.fingerprint, "profile: fingerprint")
+        for name, value in self.options.items():
+            check_name(name, "profile: option")
+            if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
+                raise ProblemError(
+                    f"profile: option {name!r} is {value!r}, but it must be a text, a finite number, true or false"
+                )
         for precision, borders in self.formats.items():
             for name in (precision, borders.output, borders.gradient_input, borders.gradient_output):
                 _check_format(name, f"profile: formats of {precision!r}")
         for name, key in self.operators.items():
             check_name(name, "profile: operator")
+            check_name(key, f"profile: measurement of operator {name!r}")
             if key not in self.measurements:
                 raise ProblemError(f"profile: operator {name!r} refers to measurement {key!r}, which is not there")
         for key, costs in self.measurements.items():
@@ -279,7 +287,7 @@ class DeviceProfile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON, whole or not at all."""
-        write_json(path, self.to_json())
+        write_json(path, self.to_json(), digest=True)
 
     @classmethod
     def from_json(cls, data: Any, where: str = "profile") -> Self:

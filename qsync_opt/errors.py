@@ -1,8 +1,23 @@
 """What can go wrong, by kind: every error this package raises on purpose derives from QSyncError."""
 
+LONGEST_TEXT = 2000
+"""Characters of an error's text; of a longer one the middle is left out: a file may hold values of any length."""
+_SHOWN_END = 500
+
 
 class QSyncError(Exception):
     """Base of all errors raised on purpose; the text says what is wrong, what is allowed, what to do."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(_shortened(argument) if isinstance(argument, str) else argument for argument in args))
+
+
+def _shortened(text: str) -> str:
+    # Half of a surrogate pair, which JSON can hold, has no form that could be printed.
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    if len(text) <= LONGEST_TEXT:
+        return text
+    return f"{text[: LONGEST_TEXT - _SHOWN_END]} [...] {text[-_SHOWN_END:]}"
 
 
 class ModelError(QSyncError):

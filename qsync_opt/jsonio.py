@@ -8,6 +8,7 @@ writing. Writing goes to a temporary file that is then renamed, so a reader neve
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import math
 import os
@@ -22,8 +23,16 @@ from qsync_opt.errors import ProblemError, QSyncError
 EXTENSION_PREFIX = "x-"
 """Keys that begin with this are kept and never interpreted."""
 
+DIGEST_KEY = "x-digest"
+"""Key of the digest that some of our files carry of themselves; it may be left out."""
+
 LARGEST_INTEGER = 2**63 - 1
 """Integers beyond this are refused: every reader of a file must be able to hold them."""
+
+LARGEST_JSON_BYTES = 256 * 2**20
+"""Larger files are refused: what is parsed takes several times the memory, and no file of ours comes near."""
+
+_READ_BYTES = 2**22
 
 Extras = Mapping[tuple[str, ...], Any]
 """Extension keys by their path; an element of a list is addressed by its ``name`` where it has one, else by number."""
@@ -56,16 +65,54 @@ def read_json(path: str | os.PathLike[str], formats: Iterable[str], *, error: ty
 
     Source: ours.
     """
+    text = read_text(path, "JSON", LARGEST_JSON_BYTES, error=error)
+    return parse_json(text, formats, where=os.fspath(path), error=error)
+
+
+def read_bounded(path: str | os.PathLike[str], largest_bytes: int) -> bytes | None:
+    """Return what a file holds, or None if that is more than ``largest_bytes``.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: The path has a null character.
+    """
+    parts, left = [], largest_bytes
+    with open(path, "rb") as stream:
+        while part := stream.read(min(_READ_BYTES, left + 1)):  # a read of a given size takes that much memory at once
+            left -= len(part)
+            if left < 0:
+                return None
+            parts.append(part)
+    return b"".join(parts)
+
+
+def read_text(
+    path: str | os.PathLike[str], kind: str, largest_bytes: int, *, error: type[QSyncError] = ProblemError
+) -> str:
+    """Read a UTF-8 file of bounded size, also where its end is nowhere to be seen (a device, a pipe).
+
+    Args:
+        path: The file.
+        kind: Of file, for errors: ``"JSON"``.
+        largest_bytes: A larger file is refused.
+        error: Kind of error to raise.
+
+    Raises:
+        QSyncError: Of kind ``error``: missing, unreadable, too large, or not UTF-8.
+    """
     where = os.fspath(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        data = read_bounded(path, largest_bytes)
+        if data is None:
+            raise error(f"{where}: the file has more than the {largest_bytes} bytes that are read; give a {kind} file")
+        return data.decode("utf-8")
     except OSError as failure:
-        raise error(f"cannot read {where!r}: {failure.strerror or failure}; give the path of a JSON file") from failure
+        advice = f"give the path of a {kind} file"
+        raise error(f"cannot read {where!r}: {failure.strerror or failure}; {advice}") from failure
     except UnicodeDecodeError as failure:
-        raise error(f"{where}: not UTF-8 text (byte {failure.start}); give a JSON file") from failure
+        raise error(f"{where}: not UTF-8 text (byte {failure.start}); give a {kind} file") from failure
     except ValueError as failure:  # a path with a null character
-        raise error(f"cannot read {where!r}: {failure}; give the path of a JSON file") from failure
-    return parse_json(text, formats, where=where, error=error)
+        raise error(f"cannot read {where!r}: {failure}; give the path of a {kind} file") from failure
 
 
 def parse_json(text: str, formats: Iterable[str], *, where: str, error: type[QSyncError] = ProblemError) -> Any:
@@ -97,6 +144,7 @@ def parse_json(text: str, formats: Iterable[str], *, where: str, error: type[QSy
         raise error(f"{where}: not usable JSON ({failure})") from failure
     if not isinstance(data, dict):
         raise error(f"{where}: the file holds {_kind(data)}, but a JSON object is needed")
+    _check_digest(data, where, error)
     allowed = tuple(formats)
     version = data.get("format")
     if version not in allowed:
@@ -105,8 +153,37 @@ def parse_json(text: str, formats: Iterable[str], *, where: str, error: type[QSy
     return data
 
 
-def write_json(path: str | os.PathLike[str], data: Any, *, error: type[QSyncError] = ProblemError) -> None:
+def _digest(data: Any) -> str:
+    """Of JSON data as it is parsed, whatever its layout in the file."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _check_digest(data: dict[str, Any], where: str, error: type[QSyncError]) -> None:
+    """Take the digest out of what was parsed, and refuse data that is not what it was made of."""
+    stated = data.pop(DIGEST_KEY, None)
+    try:
+        fits = stated is None or stated == _digest(data)
+    except (RecursionError, ValueError) as failure:  # nested as deep as parses, or a number of too many digits
+        raise error(f"{where}: not usable JSON ({failure})") from failure
+    if not fits:
+        raise error(
+            f"{where}: {DIGEST_KEY} is {stated!r}, but that is not the digest of what the file holds: it was damaged "
+            f"or changed after it was written; write it again, or remove {DIGEST_KEY} if the change was meant"
+        )
+
+
+def write_json(
+    path: str | os.PathLike[str], data: Any, *, digest: bool = False, error: type[QSyncError] = ProblemError
+) -> None:
     """Write ``data`` as JSON to ``path``: to a temporary file beside it, then renamed.
+
+    Args:
+        path: The file.
+        data: What it is to hold.
+        digest: Add a digest of the data (``x-digest``), which `read_json` compares: a bit that turns over on a disk or
+            on the way would else make another number of the same form.
+        error: Kind of error to raise.
 
     Raises:
         QSyncError: Of kind ``error``: the folder cannot be written, or ``data`` holds NaN, infinity or another value
@@ -116,6 +193,9 @@ def write_json(path: str | os.PathLike[str], data: Any, *, error: type[QSyncErro
     """
     try:
         text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+        if digest:
+            parsed = json.loads(text)
+            text = json.dumps({**parsed, DIGEST_KEY: _digest(parsed)}, indent=1, allow_nan=False) + "\n"
     except (TypeError, ValueError, RecursionError) as failure:
         raise error(f"cannot write {os.fspath(path)!r}: {failure}") from failure
     write_text(path, text, error=error)
@@ -123,21 +203,28 @@ def write_json(path: str | os.PathLike[str], data: Any, *, error: type[QSyncErro
 
 def write_text(path: str | os.PathLike[str], text: str, *, error: type[QSyncError] = ProblemError) -> None:
     """Write ``text`` to ``path`` whole or not at all; see `write_json`. A link stays one: its target is replaced."""
+    try:
+        data = text.encode("utf-8")
+    except UnicodeEncodeError as failure:
+        raise error(f"cannot write {os.fspath(path)!r}: the text has no form in UTF-8 ({failure.reason})") from failure
+    write_bytes(path, data, error=error)
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes, *, error: type[QSyncError] = ProblemError) -> None:
+    """Write ``data`` to ``path`` whole or not at all; see `write_text`."""
     check_writable(path, error=error)
     target = Path(os.path.realpath(path))
     temporary: str | None = None
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)  # mkstemp makes private files; ours are ordinary ones
         os.replace(temporary, target)
     except OSError as failure:
         raise error(f"cannot write {os.fspath(path)!r}: {failure.strerror or failure}") from failure
-    except UnicodeEncodeError as failure:
-        raise error(f"cannot write {os.fspath(path)!r}: the text has no form in UTF-8 ({failure.reason})") from failure
     finally:
         # Also after an interrupt: the rename either happened or the temporary file is still there.
         if temporary is not None and os.path.exists(temporary):

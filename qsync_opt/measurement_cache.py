@@ -7,6 +7,7 @@ interrupted run keeps what it had finished, and two that measure the same at onc
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -20,6 +21,7 @@ from qsync_opt.jsonio import Fields, read_json, write_json
 
 MEASUREMENT_FORMAT = "qsync-measurement/1"
 _LOGGER = logging.getLogger(__name__)
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
 class MeasurementCache:
@@ -29,6 +31,9 @@ class MeasurementCache:
         folder: Where to keep them; made if missing. None keeps them for this process only.
         environment: All that a measurement depends on besides its key, as plain JSON data.
 
+    A folder that is there but takes no files (read-only, full) is read as far as it goes; a warning says that nothing
+    is kept. The digest of each file tells a damaged one from a good one, which is then measured again.
+
     Raises:
         ProblemError: The folder cannot be made.
     """
@@ -37,11 +42,21 @@ class MeasurementCache:
         self._environment = dict(environment)
         self._known: dict[str, dict[str, Any]] = {}
         self._folder: Path | None = None
+        self._warned = False
         if folder is not None:
             self._folder = Path(folder) / _digest(json.dumps(self._environment, sort_keys=True))
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
             except OSError as failure:
+                if Path(folder).is_dir() and failure.errno in _NOT_WRITABLE:
+                    _LOGGER.warning(
+                        "measurements are not kept for other runs: cannot make the folder %r (%s); name another cache "
+                        "folder, or make room",
+                        str(self._folder),
+                        failure.strerror,
+                    )
+                    self._folder = None
+                    return
                 raise ProblemError(
                     f"cannot make the folder {str(self._folder)!r} for measurements: {failure.strerror or failure}; "
                     "name another cache folder"
@@ -81,7 +96,13 @@ class MeasurementCache:
                 "key": key,
                 "measurement": self._known[key],
             }
-            write_json(self._path(key), data)
+            try:
+                write_json(self._path(key), data, digest=True)
+            except ProblemError as failure:
+                # The measurement is good all the same; only the next job has to make it again.
+                if not self._warned:
+                    _LOGGER.warning("measurements are not kept for other runs: %s", failure)
+                self._warned = True
 
     def _path(self, key: str) -> Path:
         assert self._folder is not None

@@ -65,13 +65,23 @@ def node_flops(node: OnnxNode, model: OnnxModel) -> int:
     A multiply-add is two operations.
 
     Raises:
-        ModelError: A shape that is needed is not known.
+        ModelError: A shape that is needed is not known, or operands do not fit together.
 
     Source:
         Ours, by the operators' definitions in the ONNX specification; same convention as torch.utils.flop_counter.
     """
     if node.kind not in _FLOP_KINDS:
         return 0
+    try:
+        return _product_flops(node, model)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"ONNX node {node.name!r} ({node.kind}) has operands or attributes that do not fit together ({error}): "
+            "export the model again"
+        ) from error
+
+
+def _product_flops(node: OnnxNode, model: OnnxModel) -> int:
     # Bias, state and length, which come last, cost no products.
     operands = node.inputs if node.kind == "Einsum" else node.inputs[:3] if node.kind in _THREE else node.inputs[:2]
     shapes = [spec.shape if (spec := model.spec(value, node)) else () for value in operands]

@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError, EncodeError
+from google.protobuf.message import DecodeError
 from onnx import inliner, shape_inference
 from onnx.reference import ReferenceEvaluator
 
 from qsync_opt.errors import ModelError
 from qsync_opt.graph import DTYPE_BYTES, OpGraph, TensorSpec
+from qsync_opt.jsonio import read_bounded
 from qsync_opt.onnx_graph import GRAPH_KEY, build_graph, match_graph
 from qsync_opt.onnx_model import AttributeValue, OnnxModel, OnnxNode
 from qsync_opt.roles import RoleTable
@@ -29,6 +30,8 @@ from qsync_opt.weights import WeightStatistics, weight_statistics
 
 # Larger constants than this are weights: shape inference needs their sizes, not their values.
 _SMALL_ELEMENTS = 1024
+_LARGEST_EXPANSION = 1_000_000
+_LARGEST_BYTES = 2**31 - 1  # of a protocol buffer
 # Kinds that exporters compute shapes with.
 _SHAPE_TEXT = """
     Constant ConstantOfShape Identity Cast CastLike Gather Concat Slice Squeeze Unsqueeze Reshape
@@ -63,13 +66,12 @@ def read_onnx(
         proto = onnx.ModelProto()
         proto.CopyFrom(source)
     else:
-        proto = _load(Path(source))
+        proto = load_proto(Path(source))
     _drop_weights(proto)
     where = "the ONNX model" if isinstance(source, onnx.ModelProto) else f"ONNX file {source}"
     if not proto.graph.node:
         raise ModelError(f"{where} has no nodes: a model with at least one operation is needed")
-    if len(proto.functions):
-        proto = inliner.inline_local_functions(proto)
+    proto = inline_functions(proto, where)
     model = _records(_with_shapes(proto, where), where, name)
     if GRAPH_KEY in model.metadata:
         if roles is not None:
@@ -85,6 +87,52 @@ def read_onnx(
     return graph
 
 
+def inline_functions(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
+    """Return a model in which the bodies of its own functions stand in place of their calls.
+
+    Raises:
+        ModelError: A function calls itself, or written out there are too many nodes.
+    """
+    if not len(proto.functions):
+        return proto
+    bodies = {(function.domain, function.name): function.node for function in proto.functions}
+    sizes: dict[tuple[str, str], int] = {}
+    try:
+        total = _expanded_nodes(proto.graph.node, bodies, sizes, ())
+    except RecursionError as error:
+        raise ModelError(f"{where} has functions or graphs that are nested too deeply; inline them before") from error
+    if total > _LARGEST_EXPANSION:
+        raise ModelError(
+            f"{where} has {min(total, 10**18)} nodes or more with its functions written out, but at most "
+            f"{_LARGEST_EXPANSION} can be read"
+        )
+    try:
+        return inliner.inline_local_functions(proto)
+    except Exception as error:  # whatever a malformed function makes happen inside of the library
+        raise ModelError(f"the functions of {where} cannot be written out: {_first_line(error)}") from error
+
+
+def _expanded_nodes(
+    nodes: Iterable[onnx.NodeProto],
+    bodies: Mapping[tuple[str, str], Iterable[onnx.NodeProto]],
+    sizes: dict[tuple[str, str], int],
+    callers: tuple[tuple[str, str], ...],
+) -> int:
+    """How many nodes there are once every call is replaced by what it calls."""
+    total = 0
+    for node in nodes:
+        call = (node.domain, node.op_type)
+        if call in callers:
+            raise ModelError(f"ONNX function {node.op_type!r} calls itself, which no model may do")
+        if call in bodies and call not in sizes:
+            sizes[call] = _expanded_nodes(bodies[call], bodies, sizes, (*callers, call))
+        total += sizes.get(call, 1)
+        for attribute in node.attribute:
+            for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                total += _expanded_nodes(graph.node, bodies, sizes, callers)
+    return total
+
+
 def read_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> dict[str, WeightStatistics]:
     """Read what rounding needs to know of the weights of an ONNX model; external files are read one by one.
 
@@ -97,11 +145,11 @@ def read_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> dict[str, 
     Raises:
         ModelError: No such file, not ONNX, or an external file of weights is missing or too short.
     """
-    proto = source if isinstance(source, onnx.ModelProto) else _load(Path(source))
+    proto = source if isinstance(source, onnx.ModelProto) else load_proto(Path(source))
     folder = "" if isinstance(source, onnx.ModelProto) else str(Path(source).parent)
     found = {}
     for tensor in proto.graph.initializer:
-        is_floating = "FLOAT" in onnx.TensorProto.DataType.Name(tensor.data_type) or tensor.data_type == _DOUBLE
+        is_floating = "FLOAT" in _type_name(tensor.data_type) or tensor.data_type == _DOUBLE
         if len(tensor.dims) < 2 or not is_floating or not math.prod(tensor.dims):
             continue
         try:
@@ -115,9 +163,19 @@ def read_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> dict[str, 
     return found
 
 
-def _load(path: Path) -> onnx.ModelProto:
+def load_proto(path: Path) -> onnx.ModelProto:
+    """Read an ONNX file without its external weights.
+
+    Raises:
+        ModelError: No such file, too large, truncated, or not ONNX.
+    """
     try:
-        proto = onnx.load(path, load_external_data=False, format="protobuf")
+        data = read_bounded(path, _LARGEST_BYTES)
+        if data is None:
+            raise ModelError(
+                f"ONNX file {path} has more than {_LARGEST_BYTES} bytes: keep its weights in external files"
+            )
+        proto = onnx.load_model_from_string(data)
     except OSError as error:
         raise ModelError(f"cannot read ONNX file {path}: {error.strerror or error}") from error
     except DecodeError as error:
@@ -155,7 +213,8 @@ def _with_shapes(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
         if any(value not in known for node in proto.graph.node for value in node.output if value):
             # Only strict inference tells why; it takes no values along, because there it refuses sound models.
             shape_inference.infer_shapes(scratch, strict_mode=True)
-    except (shape_inference.InferenceError, EncodeError, ValueError, RuntimeError, TypeError, IndexError) as error:
+    # Inference and the reference implementation raise whatever a malformed node makes happen inside of them.
+    except Exception as error:
         raise ModelError(f"shape inference fails on {where}: {_first_line(error)}") from error
     for field in ("value_info", "output"):
         proto.graph.ClearField(field)
@@ -279,11 +338,16 @@ def _note_spec(
 
 
 def _dtype(element_type: Any, name: str, where: str) -> str:
-    text = str(onnx.TensorProto.DataType.Name(element_type)).lower()
+    text = _type_name(element_type).lower()
     dtype = {"float": "float32", "double": "float64"}.get(text, text)
     if dtype not in DTYPE_BYTES:
         raise ModelError(f"tensor {name!r} in {where} has element type {dtype}: allowed are {', '.join(DTYPE_BYTES)}")
     return dtype
+
+
+def _type_name(element_type: Any) -> str:
+    known = onnx.TensorProto.DataType.values()
+    return str(onnx.TensorProto.DataType.Name(element_type)) if element_type in known else f"number {element_type}"
 
 
 def _node(node: onnx.NodeProto, position: int, where: str) -> OnnxNode:
@@ -296,20 +360,25 @@ def _node(node: onnx.NodeProto, position: int, where: str) -> OnnxNode:
         kind=node.op_type if node.domain in _OWN_DOMAINS else f"{node.domain}.{node.op_type}",
         inputs=tuple(node.input),
         outputs=outputs,
-        attributes={attribute.name: _attribute(attribute) for attribute in node.attribute},
+        attributes={attribute.name: _attribute(attribute, name, where) for attribute in node.attribute},
         metadata={entry.key: entry.value for entry in node.metadata_props},
     )
 
 
-def _attribute(attribute: onnx.AttributeProto) -> AttributeValue:
-    value: Any = onnx.helper.get_attribute_value(attribute)
+def _attribute(attribute: onnx.AttributeProto, node: str, where: str) -> AttributeValue:
+    try:
+        value: Any = onnx.helper.get_attribute_value(attribute)
+    except ValueError as error:
+        raise ModelError(
+            f"attribute {attribute.name!r} of ONNX node {node!r} in {where} has no value: {_first_line(error)}"
+        ) from error
     match value:
         case bytes():
             return value.decode("utf-8", "replace")
         case int() | float() | str():
             return value
         case onnx.TensorProto():
-            return f"tensor {onnx.TensorProto.DataType.Name(value.data_type)} {list(value.dims)}"
+            return f"tensor {_type_name(value.data_type)} {list(value.dims)}"
     if isinstance(value, Iterable):
         return tuple(item.decode("utf-8", "replace") if isinstance(item, bytes) else item for item in value)
     return type(value).__name__

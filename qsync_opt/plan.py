@@ -37,9 +37,11 @@ class Plan:
             raise ProblemError("the plan has no devices; it must name at least one device type")
         check_name(self.problem, "plan: problem name")
         for device, plan in self.devices.items():
+            check_name(device, "plan: device name")
             if not isinstance(plan, Mapping):
                 raise ProblemError(f"plan for device {device!r} is {plan!r}, but it must map operator to precision")
             for operator, precision in plan.items():
+                check_name(operator, f"plan for device {device!r}: operator name")
                 if not isinstance(precision, str) or not precision:
                     raise ProblemError(
                         f"plan for device {device!r}: operator {operator!r} has {precision!r}, "
@@ -120,7 +122,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan file, whole or not at all."""
-        write_json(path, self.to_json())
+        write_json(path, self.to_json(), digest=True)
 
     def to_pandas(self) -> Any:
         """A pandas table with one row per device type and operator. See `qsync_opt.tables`.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -19,7 +20,8 @@ from qsync_opt.rounding import CAST_FORMATS, Granularity, Rounding, closed_form_
 
 
 def _finite(value: float, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+    # No comparison converts: an integer may be too large for a float.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise ProblemError(
             f"{what} is {value!r}: a finite number of at least 0 is needed; collect the statistics again"
         )

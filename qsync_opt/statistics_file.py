@@ -108,7 +108,7 @@ def save_statistics(statistics: ModelStatistics, path: str | os.PathLike[str]) -
     Raises:
         ProblemError: The folder cannot be written.
     """
-    write_json(path, {"format": FORMAT, **_encode(statistics)})
+    write_json(path, {"format": FORMAT, **_encode(statistics)}, digest=True)
 
 
 def load_statistics(path: str | os.PathLike[str]) -> ModelStatistics:

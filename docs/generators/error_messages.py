@@ -61,6 +61,7 @@ def write_inputs(folder: Path) -> None:
     data = problem.to_json()
     plan = uniform_plan(problem, "FP16")
     plan.save(folder / "plan.json")
+    (folder / "damaged.json").write_text((folder / "plan.json").read_text().replace("FP16", "FP32", 1))
     buckets().problem.save(folder / "other.json")
     (folder / "truncated.json").write_text((folder / "problem.json").read_text()[:400])
     for name, change in _PROBLEM_CHANGES.items():
@@ -164,6 +165,13 @@ CASES: tuple[Case, ...] = (
         value="truncated.json",
         allowed="JSON",
         advice="write it again",
+    ),
+    Case(
+        what="a plan that was damaged, or changed by hand",
+        run=("evaluate", "problem.json", "damaged.json"),
+        value="x-digest is",
+        allowed="the digest of what the file holds",
+        advice="write it again, or remove x-digest",
     ),
     Case(
         what="a file of another kind",

@@ -4,47 +4,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qsync_opt.device_profile import OptimizerCost
-from qsync_opt.graph import OpGraph, TensorSpec
+from qsync_opt.graph import TensorSpec
 from qsync_opt.kernels import ops
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.precision import PrecisionFormats
+from qsync_opt.runtimes.estimate import steady_medians
 from qsync_opt.runtimes.torch.allocations import allocation_of
-from qsync_opt.runtimes.torch.estimate import steady_medians
 from qsync_opt.runtimes.torch.operator_bench import DTYPES, ROUND_BYTES
 from qsync_opt.runtimes.torch.stopwatch import Stopwatch
 
-MAX_SIZES = 6
-"""Sizes that a cast is measured at: the smallest, the largest, and some between."""
 _ROTATED = 4
-
-
-def cast_pairs(formats: Mapping[str, PrecisionFormats]) -> tuple[tuple[str, str], ...]:
-    """Pairs of unlike formats that can meet on an edge, forward or backward."""
-    forward = [(borders.output, precision) for borders in formats.values() for precision in formats]
-    backward = [(v.gradient_output, u.gradient_input) for v in formats.values() for u in formats.values()]
-    return tuple(dict.fromkeys((a, b) for a, b in (*forward, *backward) if a != b))
-
-
-def edge_sizes(graph: OpGraph) -> tuple[TensorSpec, ...]:
-    """Results of the graph to measure casts on: real shapes, their sizes spread over the range that edges have."""
-    read = {source for operator in graph for source in operator.inputs}
-    by_size: dict[int, TensorSpec] = {}
-    for operator in graph:
-        if operator.name in read:
-            for spec in operator.output_specs:
-                if spec.is_floating and spec.elements:
-                    by_size.setdefault(spec.elements, spec)
-    sizes = sorted(by_size)
-    if len(sizes) > MAX_SIZES:
-        sizes = [sizes[round(i * (len(sizes) - 1) / (MAX_SIZES - 1))] for i in range(MAX_SIZES)]
-    return tuple(by_size[size] for size in sizes)
 
 
 def time_cast(

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.errors import ModelError
 from qsync_opt.jsonio import check_integer
+from qsync_opt.runtimes.estimate import steady_medians
 from qsync_opt.runtimes.torch.allocations import allocation_of
-from qsync_opt.runtimes.torch.estimate import steady_medians
 from qsync_opt.runtimes.torch.extra_bench import state_bytes
 from qsync_opt.runtimes.torch.stopwatch import cpu_clock
 

@@ -24,9 +24,9 @@ from qsync_opt.costs import MeasuredCost
 from qsync_opt.graph import Operator, Role
 from qsync_opt.kernels import ops
 from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.runtimes.estimate import steady_medians
 from qsync_opt.runtimes.torch.allocations import allocations_of
 from qsync_opt.runtimes.torch.calls import RecordedCall, TensorArgument
-from qsync_opt.runtimes.torch.estimate import steady_medians
 from qsync_opt.runtimes.torch.stopwatch import Elapsed, Stopwatch
 
 DTYPES: dict[str, torch.dtype] = {

@@ -21,14 +21,9 @@ from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.measurement_cache import MeasurementCache
 from qsync_opt.precision import PrecisionFormats, number_format
 from qsync_opt.pricing import problem_role
+from qsync_opt.runtimes.edges import cast_pairs, edge_sizes
 from qsync_opt.runtimes.torch.calls import RecordedCall
-from qsync_opt.runtimes.torch.extra_bench import (
-    cast_pairs,
-    edge_sizes,
-    measure_optimizer,
-    time_cast,
-    time_gradient_sum,
-)
+from qsync_opt.runtimes.torch.extra_bench import measure_optimizer, time_cast, time_gradient_sum
 from qsync_opt.runtimes.torch.operator_bench import OperatorBench
 from qsync_opt.runtimes.torch.stopwatch import Stopwatch
 

@@ -74,7 +74,7 @@ def profile(
         cache_dir: Folder of measurements; None keeps none.
         progress: True shows a bar on standard error, None does so if that is a terminal, False shows nothing; or a
             function that is called with (done, total, what comes next).
-        repeats: Runs per round; there are rounds until two agree (`qsync_opt.runtimes.torch.estimate`).
+        repeats: Runs per round; there are rounds until two agree (`qsync_opt.runtimes.estimate`).
         name: Of the device, where that of the hardware does not tell it from others (a partition of a card).
 
     Returns:

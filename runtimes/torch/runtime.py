@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from qsync_opt.device_profile import DeviceProfile
 from qsync_opt.graph import OpGraph
 from qsync_opt.precision import PrecisionFormats
 from qsync_opt.runtimes.torch import capabilities
 from qsync_opt.runtimes.torch.apply import ApplyOptions, DevicePlans, apply, undo
-from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.capture import capture, capture_model
+from qsync_opt.runtimes.torch.profiler import profile
 
 
 class TorchRuntime:
     """Plans for PyTorch models, on ``cpu`` and ``cuda``."""
 
     name = "torch"
+    trains = True
 
     def capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> OpGraph:
         """Operators of one training forward pass; see ``capture``."""
@@ -31,6 +35,29 @@ class TorchRuntime:
     def operator_precisions(self, op_type: str, device: torch.device | str) -> tuple[str, ...]:
         """Precisions in which a kind of operator can run; see ``capabilities.operator_precisions``."""
         return capabilities.operator_precisions(op_type, device)
+
+    def profile(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        precisions: Sequence[str] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        repeats: int = 6,
+        name: str | None = None,
+    ) -> DeviceProfile:
+        """Capture a model and measure it; see `profile`, which can also measure whole iterations."""
+        return profile(
+            capture_model(model, args, kwargs),
+            device,
+            precisions=precisions,
+            cache_dir=cache_dir,
+            repeats=repeats,
+            name=name,
+            progress=False,
+        )
 
     def apply(
         self,

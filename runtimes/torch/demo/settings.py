@@ -68,7 +68,7 @@ def load_spec(path: str | os.PathLike[str]) -> WorkerSpec:
     fields.text("format")
     phase, folder, label = fields.text("phase"), fields.text("folder"), fields.text("label")
     port = fields.integer("port", minimum=1)
-    plan = fields.take_or("plan", None)
+    plan = None if fields.take_or("plan", None) is None else fields.text("plan")
     model = Fields(fields.mapping("model"), "demo worker: model")
     sizes = GptConfig(**{name: model.integer(name, minimum=1) for name in GptConfig.__dataclass_fields__})
     model.finish()

@@ -6,7 +6,7 @@ from torch import nn
 
 from qsync_opt.errors import NotReadyError
 from qsync_opt.graph import OpGraph, Role
-from qsync_opt.runtimes.base import Runtime
+from qsync_opt.plugins import Runtime
 from qsync_opt.runtimes.torch.runtime import TorchRuntime
 from qsync_opt.testing import check_runtime
 

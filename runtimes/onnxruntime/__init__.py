@@ -1,0 +1,1 @@
+"""ONNX Runtime: profile a plain ONNX model, and run it as a mixed-precision graph under a plan; inference only."""

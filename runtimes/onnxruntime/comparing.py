@@ -1,0 +1,92 @@
+"""How far is a model under a plan from the same model in FP32? Result by result, and operator by operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from qsync_opt.runtimes.onnxruntime.parts import Feeds, run_exposed
+from qsync_opt.runtimes.onnxruntime.prepared import Array
+from qsync_opt.runtimes.onnxruntime.runnable import RunnableModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Relative errors against FP32: the root of the summed squares of the differences over that of the FP32 values.
+
+    ``results`` by name of the model's result, ``operators`` by operator, for its first floating-point result, errors
+    of everything before it included. Infinity where the FP32 values are all zero and the others are not.
+    """
+
+    results: Mapping[str, float]
+    operators: Mapping[str, float]
+
+    def worst(self, count: int = 5) -> list[tuple[str, float]]:
+        """The operators with the largest errors, largest first."""
+        return sorted(self.operators.items(), key=lambda entry: -entry[1])[:count]
+
+
+def compare(model: RunnableModel, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Comparison:
+    """Run a model under its plan and in FP32 on the same inputs, and compare all that operators deliver.
+
+    Results of all operators are held at once.
+
+    Args:
+        model: With a plan applied; without one every error is zero.
+        args: Inputs in the model's order.
+        kwargs: Inputs by name.
+
+    Raises:
+        ModelError: The inputs do not fit, or the model fails on them.
+    """
+    feeds = model.feeds(args, kwargs)
+    prepared = model.prepared
+    first: dict[str, str] = {}
+    for node, owner in zip(prepared.proto.graph.node, prepared.owners, strict=True):
+        for value in node.output:
+            if prepared.is_floating(value) and value not in prepared.constants:
+                # The last node of an operator delivers its result.
+                first[owner] = value
+                break
+    results = [info.name for info in prepared.proto.graph.output if prepared.is_floating(info.name)]
+    values = list(dict.fromkeys([*first.values(), *results]))
+    plain = dict(zip(values, run_exposed(prepared.proto, values, prepared.types, feeds, model.device), strict=True))
+    mixed = _mixed_values(model, values, feeds)
+    errors = {value: relative_error(mixed[value], plain[value]) for value in values}
+    return Comparison(
+        results={name: errors[name] for name in results},
+        operators={owner: errors[value] for owner, value in first.items()},
+    )
+
+
+def relative_error(found: Array, wanted: Array) -> float:
+    """Norm of the difference over the norm of ``wanted``; equal arrays, infinities included, have none."""
+    if np.array_equal(found, wanted, equal_nan=True):
+        return 0.0
+    with np.errstate(invalid="ignore", over="ignore"):
+        difference = float(np.linalg.norm(found.astype(np.float64) - wanted.astype(np.float64)))
+    norm = float(np.linalg.norm(wanted.astype(np.float64)))
+    return difference / norm if norm > 0 else float("inf")
+
+
+def _mixed_values(model: RunnableModel, values: list[str], feeds: Feeds) -> dict[str, Array]:
+    """The values of the graph that runs, in FP32: what is in another format is cast on its way out."""
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.proto)
+    formats: Mapping[str, str] = {} if model.mixed is None else model.mixed.formats
+    names: Mapping[str, str] = {} if model.mixed is None else model.mixed.names
+    exposed = {}
+    for position, value in enumerate(values):
+        exposed[value] = value
+        if formats.get(value, "FP32") != "FP32":
+            exposed[value] = f"{value}__compared_{position}"
+            node = helper.make_node("Cast", [names.get(value, value)], [exposed[value]], to=TensorProto.FLOAT)
+            proto.graph.node.append(node)
+    types = dict.fromkeys(exposed.values(), int(TensorProto.FLOAT))
+    found = run_exposed(proto, list(exposed.values()), types, feeds, model.device)
+    return dict(zip(values, found, strict=True))

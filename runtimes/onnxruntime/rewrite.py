@@ -1,0 +1,285 @@
+"""Write a mixed-precision ONNX graph: every node in its format, with explicit casts where formats meet.
+
+A value is cast once per format, however many nodes want it; no value is cast twice in a row. Weights are stored in the
+format that they are read in. What a model returns stays FP32. A node that no format was lowered for is copied as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+from google.protobuf.message import EncodeError
+from onnx import TensorProto, helper, shape_inference
+
+from qsync_opt.errors import ModelError, UnsupportedError
+from qsync_opt.onnx_graph import GRAPH_KEY
+from qsync_opt.runtimes.onnxruntime.integer import INTEGER_KINDS, Quantized, Workshop, integer_form
+from qsync_opt.runtimes.onnxruntime.number_types import ELEMENT_TYPE, TYPE_TEXT, stored
+from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel
+
+_OWN_DOMAINS = ("", "ai.onnx")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeCast:
+    """A value that is cast: once, for all nodes that want it in ``target``.
+
+    ``for_result`` tells that the model returns the value, and nothing else wanted it so.
+    """
+
+    value: str
+    source: str
+    target: str
+    for_result: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedGraph:
+    """A rewritten model; ``formats`` has the format of each floating-point value, ``names`` what it is called now."""
+
+    proto: onnx.ModelProto
+    casts: tuple[EdgeCast, ...]
+    formats: Mapping[str, str]
+    names: Mapping[str, str]
+
+
+def rewrite(
+    model: PreparedModel,
+    node_formats: Sequence[str],
+    *,
+    arrivals: Mapping[str, str] | None = None,
+    results_as_they_are: bool = False,
+) -> MixedGraph:
+    """Return the model with every node in its format.
+
+    Args:
+        model: In FP32.
+        node_formats: Format of each node: FP32, FP16, BF16, or INT8 for those that have an integer form.
+        arrivals: Inputs of the model that arrive in another format than FP32, for measuring parts of a model. One in
+            INT8 arrives as three: codes, scale and zero point.
+        results_as_they_are: Return results in the format that they come in, instead of FP32.
+
+    Raises:
+        UnsupportedError: A node cannot be written in its format; the text names it and says why.
+        ModelError: The result is not a valid model.
+    """
+    writer = _Writer(model, arrivals or {}, results_as_they_are)
+    for node, node_format in zip(model.proto.graph.node, node_formats, strict=True):
+        writer.node(node, node_format)
+    return writer.finish()
+
+
+class _Writer:
+    def __init__(self, model: PreparedModel, arrivals: Mapping[str, str], results_as_they_are: bool) -> None:
+        self._model = model
+        self._keep_results = results_as_they_are
+        self._nodes: list[onnx.NodeProto] = []
+        self._new_tensors: list[TensorProto] = []
+        self._taken = {*model.types, *(v for node in model.proto.graph.node for v in (*node.input, *node.output))}
+        self._results = {info.name for info in model.proto.graph.output}
+        self._arrivals = dict(arrivals)
+        self._formats: dict[str, str] = {v: "FP32" for v in model.types if model.is_floating(v)} | self._arrivals
+        self._names: dict[str, str] = {}
+        self._available: dict[tuple[str, str], str] = {}
+        self._quantized: dict[str, Quantized] = {}
+        self._casts: dict[tuple[str, str], EdgeCast] = {}
+
+    def _fresh(self, base: str) -> str:
+        name, count = base, 1
+        while name in self._taken:
+            count += 1
+            name = f"{base}_{count}"
+        self._taken.add(name)
+        return name
+
+    def node(self, node: onnx.NodeProto, node_format: str) -> None:
+        """Write one node in its format, its casts before it."""
+        label = node.name or next(iter(node.output), node.op_type)
+        if node_format == "INT8":
+            if node.op_type in INTEGER_KINDS and node.domain in _OWN_DOMAINS:
+                self._integer(node)
+                return
+            node_format = "FP32"  # the rest of an operator of several nodes
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node)
+        bound = self._bind(copy, node, node_format, label)
+        for position, value in enumerate(node.output):
+            if value and self._model.is_floating(value):
+                self._deliver(copy, position, value, bound)
+        if node.op_type == "Constant":
+            # What reads it in another format has a copy of its own.
+            self._formats[node.output[0]] = "FP32"
+        self._nodes.append(copy)
+
+    def _bind(self, copy: onnx.NodeProto, node: onnx.NodeProto, node_format: str, label: str) -> Mapping[int, str]:
+        """Point the inputs of a node to values in its format; return the format of each floating-point result."""
+        floating = [(i, value) for i, value in enumerate(node.input) if value and self._model.is_floating(value)]
+        results = [i for i, value in enumerate(node.output) if value and self._model.is_floating(value)]
+        if node_format == "FP32" or not floating:
+            for i, value in floating:
+                copy.input[i] = self._wanted(value, "FP32")
+            return dict.fromkeys(results, "FP32")
+        schema = self._schema(node, label)
+        wanted = TYPE_TEXT[node_format]
+        bound: dict[str, str] = {}
+        for i, value in floating:
+            kind, allowed = _constraint(schema, schema.inputs, i)
+            # Some parameters, such as the scales of Resize, are FP32 whatever the data is.
+            chosen = node_format if wanted in allowed else "FP32"
+            copy.input[i] = self._wanted(value, chosen)
+            bound[kind] = chosen
+        if node_format not in bound.values():
+            version = schema.since_version
+            raise UnsupportedError(
+                f"node {label!r} ({node.op_type}, version {version}) takes no {node_format}: convert the model to a "
+                "later operator set, or keep the operator in FP32"
+            )
+        return {i: bound.get(_constraint(schema, schema.outputs, i)[0], "FP32") for i in results}
+
+    def _schema(self, node: onnx.NodeProto, label: str) -> onnx.defs.OpSchema:
+        try:
+            return onnx.defs.get_schema(
+                node.op_type, self._model.opset, "" if node.domain in _OWN_DOMAINS else node.domain
+            )
+        except onnx.defs.SchemaError as error:
+            raise UnsupportedError(
+                f"node {label!r} is {node.domain or 'ai.onnx'}.{node.op_type}, whose types are not known here: keep "
+                "its operator in FP32"
+            ) from error
+
+    def _deliver(self, copy: onnx.NodeProto, position: int, value: str, formats: Mapping[int, str]) -> None:
+        """Note the format of a result; what the model returns keeps its name for the FP32 form."""
+        self._formats[value] = formats[position]
+        if formats[position] != "FP32" and value in self._results and not self._keep_results:
+            self._names[value] = copy.output[position] = self._fresh(f"{value}__{formats[position]}")
+
+    def _value(self, value: str, target: str) -> str:
+        """Name of a value in a format; a cast, or a copy of a weight, is made the first time that it is wanted."""
+        source = self._formats[value]
+        if source == target:
+            return self._names.get(value, value)
+        if (value, target) not in self._available:
+            self._available[value, target] = self._converted(value, source, target)
+        return self._available[value, target]
+
+    def _converted(self, value: str, source: str, target: str) -> str:
+        constant = self._model.constants.get(value)
+        if constant is not None:
+            name = self._fresh(f"{value}__{target}")
+            self._new_tensors.append(stored(constant, name, target, label=value))
+            return name
+        if source == "INT8":
+            raise ModelError(f"value {value!r} arrives in codes and is wanted in {target}, which is not measured so")
+        returned = value in self._results and target == "FP32" and not self._keep_results
+        name = value if returned else self._fresh(f"{value}__{target}")
+        node = helper.make_node("Cast", [self._names.get(value, value)], [name], to=ELEMENT_TYPE[target])
+        node.name = self._fresh(f"cast__{value}__{target}")
+        self._nodes.append(node)
+        return name
+
+    def _quantize(self, value: str) -> Quantized:
+        """A value in 8-bit codes, made once; the operator takes FP32 only, so that other formats go by way of it."""
+        if value not in self._quantized:
+            source = self._formats[value]
+            parts = [f"{value}__{part}" for part in ("codes", "scale", "zero")]
+            if source != "INT8":
+                wide = self._value(value, "FP32")
+                parts = [self._fresh(part) for part in parts]
+                node = helper.make_node("DynamicQuantizeLinear", [wide], parts)
+                node.name = self._fresh(f"cast__{value}__INT8")
+                self._nodes.append(node)
+                self._note(value, "INT8")
+            self._quantized[value] = Quantized(codes=parts[0], scale=parts[1], zero=parts[2])
+        return self._quantized[value]
+
+    def _note(self, value: str, target: str, *, for_result: bool = False) -> None:
+        source = self._formats[value]
+        if source != target and value not in self._model.constants and (value, target) not in self._casts:
+            cast = EdgeCast(value=value, source=source, target=target, for_result=for_result)
+            self._casts[value, target] = cast
+
+    def _wanted(self, value: str, target: str) -> str:
+        """Name of a value in the format that a node wants it in; the cast is one of the plan's."""
+        self._note(value, target)
+        return self._value(value, target)
+
+    def _store(self, tensor: TensorProto) -> str:
+        tensor.name = self._fresh(tensor.name)
+        self._new_tensors.append(tensor)
+        return tensor.name
+
+    def _integer(self, node: onnx.NodeProto) -> None:
+        shop = Workshop(
+            fresh=self._fresh,
+            add=self._nodes.append,
+            store=self._store,
+            quantized=self._quantize,
+            in_fp32=lambda value: self._wanted(value, "FP32"),
+            constant=self._constant,
+        )
+        integer_form(node, node.output[0], shop)
+        self._formats[node.output[0]] = "FP32"
+
+    def _constant(self, value: str) -> Array | None:
+        return self._model.constants.get(value)
+
+    def finish(self) -> MixedGraph:
+        """Cast what the model returns back to FP32, leave out what nobody reads, and check the whole."""
+        for info in self._model.proto.graph.output:
+            if info.name in self._names:
+                self._note(info.name, "FP32", for_result=True)
+                self._value(info.name, "FP32")
+        before = self._model.proto
+        read = {value for node in self._nodes for value in node.input} | self._results
+        graph = onnx.GraphProto(name=before.graph.name, doc_string=before.graph.doc_string)
+        graph.node.extend(node for node in self._nodes if node.op_type != "Constant" or node.output[0] in read)
+        graph.initializer.extend(tensor for tensor in before.graph.initializer if tensor.name in read)
+        graph.initializer.extend(self._new_tensors)
+        weights = {tensor.name for tensor in before.graph.initializer}
+        graph.input.extend(i for info in before.graph.input if info.name not in weights for i in self._arriving(info))
+        graph.output.extend(before.graph.output)
+        for info in graph.output if self._keep_results else ():
+            if info.name in self._formats:
+                info.type.tensor_type.elem_type = ELEMENT_TYPE[self._formats[info.name]]
+        proto = onnx.ModelProto(ir_version=before.ir_version, producer_name="qsync_opt", graph=graph)
+        proto.opset_import.extend(before.opset_import)
+        proto.metadata_props.extend(entry for entry in before.metadata_props if entry.key != GRAPH_KEY)
+        _check(proto)
+        return MixedGraph(
+            proto=proto, casts=tuple(self._casts.values()), formats=dict(self._formats), names=dict(self._names)
+        )
+
+    def _arriving(self, info: onnx.ValueInfoProto) -> list[onnx.ValueInfoProto]:
+        """An input in the format that it arrives in; one in codes is three."""
+        arrival = self._arrivals.get(info.name, "FP32")
+        if arrival == "FP32":
+            return [info]
+        shape = [dim.dim_value for dim in info.type.tensor_type.shape.dim]
+        if arrival != "INT8":
+            return [helper.make_tensor_value_info(info.name, ELEMENT_TYPE[arrival], shape)]
+        return [
+            helper.make_tensor_value_info(f"{info.name}__codes", TensorProto.UINT8, shape),
+            helper.make_tensor_value_info(f"{info.name}__scale", TensorProto.FLOAT, []),
+            helper.make_tensor_value_info(f"{info.name}__zero", TensorProto.UINT8, []),
+        ]
+
+
+def _constraint(schema: onnx.defs.OpSchema, formal: Sequence[Any], position: int) -> tuple[str, frozenset[str]]:
+    """Name of the type of a parameter, and the types it may be; all of a variadic parameter are of one."""
+    parameter = formal[min(position, len(formal) - 1)]
+    for constraint in schema.type_constraints:
+        if constraint.type_param_str == parameter.type_str:
+            return parameter.type_str, frozenset(constraint.allowed_type_strs)
+    return parameter.type_str, frozenset({parameter.type_str})
+
+
+def _check(proto: onnx.ModelProto) -> None:
+    """Refuse a result that ONNX's own checks refuse, types and shapes included."""
+    try:
+        onnx.checker.check_model(proto, full_check=True)
+    except (onnx.checker.ValidationError, shape_inference.InferenceError, EncodeError, ValueError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ModelError(f"the mixed-precision graph of {proto.graph.name!r} is not valid: {reason}") from error

@@ -1,0 +1,117 @@
+"""ONNX Runtime as a runtime: the functions of this package behind the common contract."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx
+
+from qsync_opt.device_profile import DeviceProfile
+from qsync_opt.errors import ModelError, UnsupportedError
+from qsync_opt.graph import OpGraph
+from qsync_opt.precision import PrecisionFormats
+from qsync_opt.roles import RoleTable
+from qsync_opt.runtimes.onnxruntime.profiler import profile
+from qsync_opt.runtimes.onnxruntime.runnable import DevicePlans, RunnableModel
+from qsync_opt.runtimes.onnxruntime.sessions import find_device
+from qsync_opt.runtimes.onnxruntime.support import FORMATS, border_formats, kind_precisions
+
+Model = RunnableModel | onnx.ModelProto | str | os.PathLike[str]
+"""A model with a session, or what one is made of, which then runs on the processor."""
+
+
+class OnnxRuntime:
+    """Plans for ONNX models, on ``cpu`` and, where ``onnxruntime-gpu`` is installed, ``cuda``; inference only."""
+
+    name = "onnxruntime"
+    trains = False
+
+    def load(
+        self,
+        source: Model,
+        device: str = "cpu",
+        *,
+        threads: int | None = None,
+        roles: RoleTable | None = None,
+        name: str | None = None,
+    ) -> RunnableModel:
+        """Return a model with a session; see `RunnableModel`."""
+        if isinstance(source, RunnableModel):
+            return source
+        return RunnableModel(source, device, threads=threads, roles=roles, name=name)
+
+    def capture(self, model: Model, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> OpGraph:
+        """Operators of the model; inputs, which are not needed, must fit where they are given."""
+        runnable = self.load(model)
+        if args or kwargs:
+            runnable.feeds(args, kwargs)
+        return runnable.graph
+
+    def device_formats(self, device: Any) -> dict[str, PrecisionFormats]:
+        """Precisions in which matrix products run on a device; a model's own operators may have fewer."""
+        able = set(kind_precisions("MatMul", find_device(device))) | set(kind_precisions("Gather", find_device(device)))
+        return {precision: border_formats(precision) for precision in FORMATS if precision in able}
+
+    def operator_precisions(self, op_type: str, device: Any) -> tuple[str, ...]:
+        """Precisions in which a small operator of a kind runs on a device; FP32 alone for kinds not adjustable."""
+        return kind_precisions(op_type, find_device(device))
+
+    def profile(
+        self,
+        model: Model,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        device: Any = "cpu",
+        precisions: Sequence[str] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        repeats: int = 6,
+        name: str | None = None,
+    ) -> DeviceProfile:
+        """Measure a model on a device; see `profile`.
+
+        Raises:
+            UnsupportedError: The model is on another device already.
+        """
+        runnable = self.load(model, device)
+        if runnable.device.kind != find_device(device).kind:
+            raise UnsupportedError(
+                f"the model is on {runnable.device.kind}, but device is {device!r}: load it on that device"
+            )
+        return profile(
+            runnable,
+            args,
+            kwargs,
+            precisions=precisions,
+            cache_dir=cache_dir,
+            repeats=repeats,
+            name=name,
+            progress=False,
+        )
+
+    def apply(
+        self,
+        model: Model,
+        plan: Mapping[str, str] | DevicePlans,
+        device_type: str | None = None,
+        *,
+        graph: OpGraph | None = None,
+    ) -> RunnableModel:
+        """Run a model as a mixed-precision graph; see `RunnableModel.apply`.
+
+        Raises:
+            ModelError: Besides, ``graph`` is of another model.
+        """
+        runnable = self.load(model)
+        if graph is not None and graph.fingerprint() != runnable.graph.fingerprint():
+            raise ModelError(f"the graph {graph.name!r} is of another model than {runnable.graph.name!r}: capture this")
+        runnable.apply(plan, device_type)
+        return runnable
+
+    def undo(self, model: RunnableModel) -> RunnableModel:
+        """Take the plan off again."""
+        runnable = self.load(model)
+        runnable.undo()
+        return runnable

@@ -1,0 +1,137 @@
+"""Start ONNX Runtime on a model, on a named device, and hand tensors of every format in and out."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from google.protobuf.message import EncodeError
+
+import qsync_opt
+from qsync_opt.device_profile import DeviceIdentity
+from qsync_opt.errors import ModelError, UnsupportedError
+from qsync_opt.jsonio import check_integer
+from qsync_opt.runtimes.onnxruntime.prepared import Array
+
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_QUIET, _ERRORS = 4, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Where sessions run: ``kind`` is cpu or cuda, ``threads`` those of one operator on the processor."""
+
+    kind: str
+    index: int
+    threads: int
+
+    def identity(self, name: str | None) -> DeviceIdentity:
+        """Device and versions that times depend on; ``name`` in place of the hardware's."""
+        versions = {
+            "onnxruntime": ort.__version__,
+            "onnx": onnx.__version__,
+            "python": platform.python_version(),
+            "qsync_opt": qsync_opt.__version__,
+        }
+        hardware = _cpu_name() if self.kind == "cpu" else f"CUDA device {self.index}"
+        return DeviceIdentity(name=name or hardware, kind=self.kind, threads=self.threads, versions=versions)
+
+
+def find_device(name: str, threads: int | None = None) -> Device:
+    """Return a device by its name.
+
+    Args:
+        name: ``cpu``, ``cuda`` or ``cuda:1``.
+        threads: For one operator on the processor; None: as many as there are cores for this process.
+
+    Raises:
+        UnsupportedError: No such device, or the installed ONNX Runtime has no provider for it.
+    """
+    kind, _, index = str(name).partition(":")
+    if kind not in _PROVIDERS or (index and (kind == "cpu" or not index.isascii() or not index.isdigit())):
+        raise UnsupportedError(f"device {name!r} is unknown: allowed are cpu, cuda, and cuda:1 for the second card")
+    provided = ort.get_available_providers()
+    if _PROVIDERS[kind] not in provided:
+        raise UnsupportedError(
+            f"device {name!r} needs {_PROVIDERS[kind]}, but the installed ONNX Runtime {ort.__version__} has "
+            f"{', '.join(provided)}; install onnxruntime-gpu in place of onnxruntime"
+        )
+    if threads is None:
+        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    check_integer(threads, "threads", minimum=1, error=UnsupportedError)
+    return Device(kind=kind, index=int(index or 0), threads=threads)
+
+
+def start_session(proto: onnx.ModelProto, device: Device, what: str, *, own_device_only: bool = False) -> Any:
+    """Start a session.
+
+    Args:
+        proto: The model.
+        device: Where.
+        what: Names the model in errors.
+        own_device_only: Refuse a model of which a part would run on the processor in place of the card.
+
+    Raises:
+        ModelError: The model is too large to be handed over.
+        UnsupportedError: ONNX Runtime cannot run it there; the text has its reason.
+    """
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = device.threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = _QUIET if own_device_only else _ERRORS
+    if own_device_only and device.kind != "cpu":
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    provider: Any = _PROVIDERS[device.kind]
+    providers = [provider] if device.kind == "cpu" else [(provider, {"device_id": device.index}), _PROVIDERS["cpu"]]
+    try:
+        data = proto.SerializeToString()
+    except (EncodeError, ValueError) as error:
+        raise ModelError(f"{what} is too large for ONNX Runtime to take as one: {error}") from error
+    try:
+        return ort.InferenceSession(data, options, providers=providers)
+    except Exception as error:  # the library's errors have no base of their own
+        raise UnsupportedError(f"{what} cannot run on {device.kind}: {reason_of(error)}") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """What ONNX Runtime says, in one line and without its error codes."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    parts = line.split(" : ", 3)
+    return parts[3] if line.startswith("[ONNXRuntimeError]") and len(parts) == 4 else line
+
+
+def tensor_on(values: Array, number_format: str, device: Device) -> Any:
+    """Hand FP32, integer or boolean values to the device; FP32 ones in a 16-bit format if that is asked for."""
+    if number_format == "BF16":
+        from qsync_opt.runtimes.onnxruntime.number_types import bfloat16_bits
+
+        bits = bfloat16_bits(values)
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, onnx.TensorProto.BFLOAT16)
+    array = values.astype(np.float16) if number_format == "FP16" else values
+    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), device.kind, device.index)
+
+
+def bound_run(session: Any, tensors: Mapping[str, Any], device: Device) -> Any:
+    """Bind inputs and results of a session to its device, so that running it copies nothing."""
+    binding = session.io_binding()
+    for name, tensor in tensors.items():
+        binding.bind_ortvalue_input(name, tensor)
+    for output in session.get_outputs():
+        binding.bind_output(output.name, device.kind, device.index)
+    return binding
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
