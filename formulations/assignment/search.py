@@ -18,6 +18,7 @@ import numpy as np
 
 from qsync_opt.formulations.assignment.blend import blend
 from qsync_opt.formulations.assignment.branching import SHARE, fractional_join, widest_choice
+from qsync_opt.formulations.assignment.condense import condense
 from qsync_opt.formulations.assignment.core import Core, extract
 from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
 from qsync_opt.formulations.assignment.effort import Effort, Pass
@@ -332,7 +333,8 @@ class BoundAndFix:
         bound = -np.inf
         if effort_pass.width or easy:
             width = effort_pass.width or _EASY_WIDTH
-            result = search(core, self._target(0.0), width, spread=effort_pass.spread, deadline=self._deadline)
+            small = condense(core, self._target(0.0), merge=True)
+            result = search(small, self._target(0.0), width, spread=effort_pass.spread, deadline=self._deadline)
             if result.labels_N is not None:
                 self.offer(result.labels_N)
             bound = result.bound
@@ -346,7 +348,7 @@ class BoundAndFix:
         upper = self._target(0.0)
         tolerance = self._effort.enough / 2 * abs(self.upper + self._effort.offset) if self.best else 0.0
         result = close(
-            core, upper, cast("LinearSolver", self._effort.solver), max(left_s, 0.01) if left_s < np.inf else None,
+            condense(core, upper, merge=False), upper, cast("LinearSolver", self._effort.solver), max(left_s, 0.01) if left_s < np.inf else None,
             tolerance=tolerance, most_nodes=effort_pass.solver_nodes if partial else None,
         )  # fmt: skip
         if result.labels_N is not None:
