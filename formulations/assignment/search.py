@@ -35,6 +35,8 @@ _BLENDS = 8
 _WHOLE = 4
 """A solver gets all that is undecided rather than a part that is more than one such share of it."""
 _MUCH_BETTER = 0.5
+_STATES = 6000
+"""States of a whole core search that always pay: a short core is searched more widely than its pass asks for."""
 _EASY_NODES, _EASY_WIDTH = 40, 4096
 """Cores of one row or so few nodes are closed by a bounded search of this width sooner than by a solver."""
 
@@ -332,8 +334,10 @@ class BoundAndFix:
         easy = len(core.excess_R) <= 1 or len(core.nodes) <= _EASY_NODES
         bound = -np.inf
         if effort_pass.width or easy:
-            width = effort_pass.width or _EASY_WIDTH
-            small = condense(core, self._target(0.0), merge=True)
+            # A split node's copies make the base no priced minimum, and then nothing is too dear by itself.
+            certain = self._target(0.0) if self.relaxation.entry_Y is None else np.inf
+            small = condense(core, certain, merge=True)
+            width = max(effort_pass.width or _EASY_WIDTH, _STATES // max(len(small.nodes), 1))
             result = search(small, self._target(0.0), width, spread=effort_pass.spread, deadline=self._deadline)
             if result.labels_N is not None:
                 self.offer(result.labels_N)
