@@ -15,7 +15,10 @@ SHARE = 1e-3
 
 
 def fractional_join(model: AssignmentModel, dual: DualResult) -> tuple[Ints, Ints] | None:
-    """Entries to forbid on either side of a split at the middle join that the dual's plans disagree about."""
+    """Entries to forbid on either side of a split at the middle join that the dual's plans disagree about.
+
+    The first side keeps the value that has the larger share of the dual's plans.
+    """
     used = [(w, p) for w, p in zip(dual.weights_I, dual.plans, strict=True) if w > SHARE]
     split = []
     for item in model.derived:
@@ -24,13 +27,13 @@ def fractional_join(model: AssignmentModel, dual: DualResult) -> tuple[Ints, Int
             group = item.group_L[plan.labels_N[item.node]]
             share[group] = share.get(group, 0.0) + float(weight)
         if len(share) > 1:
-            split.append((item, max(share)))
+            split.append((item, max(share, key=lambda group: (share[group], group))))
     if not split:
         return None
     item, group = split[len(split) // 2]
     inside = np.array(item.group_L) == group
     offset = model.offset_N[item.node]
-    return offset + np.flatnonzero(inside), offset + np.flatnonzero(~inside)
+    return offset + np.flatnonzero(~inside), offset + np.flatnonzero(inside)
 
 
 def widest_choice(model: AssignmentModel, allowed_Z: Bools) -> tuple[Ints, Ints] | None:

@@ -64,6 +64,17 @@ class _Node:
     plans: list[Priced] = field(compare=False)
 
 
+def _take(open_nodes: list[_Node], number: int) -> _Node:
+    """Take the node of a number out of the heap; of number 0, or if it is not there: the one of least bound."""
+    for position, node in enumerate(open_nodes) if number else ():
+        if node.number == number:
+            open_nodes[position] = open_nodes[-1]
+            open_nodes.pop()
+            heapq.heapify(open_nodes)
+            return node
+    return heapq.heappop(open_nodes)
+
+
 class BoundAndFix:
     """Solves one assignment problem; keeps what it learnt, so that a second solve after new limits is quick."""
 
@@ -148,8 +159,9 @@ class BoundAndFix:
             prices = zero if self._prices_R is None else self._prices_R
             open_nodes = [_Node(self._least_objective(), 0, self._root_entries(), prices, plans)]
             count = 1
+            plunge = 0  # number of the child to go on with, until a node has none; 0: the node of least bound
             while open_nodes and outcome.nodes < effort.max_nodes:
-                node = heapq.heappop(open_nodes)
+                node = _take(open_nodes, plunge)
                 gap = max(effort.enough, effort.tree_gap) if outcome.nodes else 0.0
                 if self._closed(node.bound, effort) or node.bound >= self._target(gap):
                     closed = min(closed, node.bound)
@@ -167,6 +179,7 @@ class BoundAndFix:
                     outcome.prices_R = self._prices_R = prices
                 if not children:
                     closed = min(closed, bound)
+                plunge = count if children and (plunge or outcome.nodes == 1) else 0
                 for allowed, kept in children:
                     heapq.heappush(open_nodes, _Node(bound, count, allowed, prices, kept))
                     count += 1
