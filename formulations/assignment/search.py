@@ -17,8 +17,8 @@ from typing import cast
 import numpy as np
 
 from qsync_opt.formulations.assignment.blend import blend
-from qsync_opt.formulations.assignment.branching import SHARE, fractional_join, widest_choice
-from qsync_opt.formulations.assignment.condense import condense
+from qsync_opt.formulations.assignment.branching import SHARE, fractional_join, split_count, widest_choice
+from qsync_opt.formulations.assignment.condense import Condensed, condense
 from qsync_opt.formulations.assignment.core import Core, extract
 from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
 from qsync_opt.formulations.assignment.effort import Effort, Pass
@@ -35,8 +35,8 @@ _BLENDS = 8
 _WHOLE = 4
 """A solver gets all that is undecided rather than a part that is more than one such share of it."""
 _MUCH_BETTER = 0.5
-_STATES = 6000
-"""States of a whole core search that always pay: a short core is searched more widely than its pass asks for."""
+_STATES, _NARROW = 6000, 64
+"""States of a whole core search that pay at this width, and in proportion: short cores are searched more widely."""
 _EASY_NODES, _EASY_WIDTH = 40, 4096
 """Cores of one row or so few nodes are closed by a bounded search of this width sooner than by a solver."""
 
@@ -99,6 +99,9 @@ class BoundAndFix:
         self._towards_limits_R = np.zeros(len(model.limits_R))
         self._affordable_Z, self._affordable_at = model.allowed_Z, np.inf
         self._dived: set[bytes] = set()
+        self._equal: Condensed | None = None  # the last core of all that is undecided, for its equal parts
+        # What the last bounded search was given, how wide it was, and the bound it found.
+        self._searched: tuple[tuple[bytes, bytes, float] | None, bool, int, float] = (None, False, 0, -np.inf)
 
     def offer(self, labels_N: Ints) -> None:
         """Keep a labelling if it is feasible and better than the incumbent."""
@@ -231,6 +234,7 @@ class BoundAndFix:
         split = fractional_join(self.model, dual)
         if split is not None:
             self._dive(allowed, dual, effort)
+        self._equal = None
         passes = effort.passes if split is None else effort.passes[: effort.join_passes]
         if effort.solver is None:
             passes = tuple(each for each in passes if each.width)
@@ -243,6 +247,8 @@ class BoundAndFix:
             bound = max(bound, found)
         if effort.max_nodes == 1 or bound >= self._target(max(effort.gap, effort.enough)):
             return bound, dual.prices_R, []
+        if split is None and self._equal is not None and self.relaxation.entry_Y is None:
+            split = split_count(self.model, self._equal, dual)
         if split is None:
             split = widest_choice(self.model, allowed)
         if split is None:
@@ -343,6 +349,9 @@ class BoundAndFix:
             most = None
         tried_Z, ceiling = self._nearest(allowed_Z, least_Z, most)
         tried_Z[self.model.chosen(base_N)] = True
+        key = (tried_Z.tobytes(), dual.prices_R.tobytes(), self.upper)
+        if effort_pass.width and self._searched[:2] == (key, effort_pass.spread) and effort_pass.width <= self._searched[2]:
+            return min(self._searched[3], ceiling), allowed_Z
         core = extract(self.model, base_N, tried_Z, dual.prices_R)
         easy = len(core.excess_R) <= 1 or len(core.nodes) <= _EASY_NODES
         bound = -np.inf
@@ -350,11 +359,15 @@ class BoundAndFix:
             # A split node's copies make the base no priced minimum, and then nothing is too dear by itself.
             certain = self._target(0.0) if self.relaxation.entry_Y is None else np.inf
             small = condense(core, certain, merge=True)
-            width = max(effort_pass.width or _EASY_WIDTH, _STATES // max(len(small.nodes), 1))
+            if ceiling == np.inf and isinstance(small, Condensed):
+                self._equal = small
+            width = effort_pass.width or _EASY_WIDTH
+            width = max(width, _STATES * max(width // _NARROW, 1) // max(len(small.nodes), 1))
             result = search(small, self._target(0.0), width, spread=effort_pass.spread, deadline=self._deadline)
             if result.labels_N is not None:
                 self.offer(result.labels_N)
             bound = result.bound
+            self._searched = key, effort_pass.spread, width, bound
         if not effort_pass.width and bound < self._target(self._effort.enough):
             bound = max(bound, self._close(core, effort_pass, partial=ceiling < np.inf))
         return min(bound, ceiling), allowed_Z
