@@ -212,6 +212,7 @@ def collapse(
         rows=rows_RS,
         limits=limits,
         derived=tuple(folding.derived),
+        wanted=folding.wanted(),
     )
     constant = carrier == CONSTANT
     constant_objective = float(tables.sensitivity_OP[constant, maps[map_O[constant], 0]].sum())

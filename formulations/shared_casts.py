@@ -1,7 +1,9 @@
 """Casts that are counted once per output and target format, however many users want it (producer sharing).
 
-"Some user of u wants format f" is an OR over the nodes that carry u's users. It becomes a chain of join nodes over
-zeros and ones (their largest value is the OR), and the cast's price stands between u's carrier and the chain's end.
+"Some user of u wants format f" is an OR over the nodes that carry u's users. It becomes a node of its own that may be 0
+only beside labels that do not want f; the cast's price stands between u's carrier and that node. Nothing forces it to
+be 0, but a cast costs time and memory, so it never helps to pay for one that nobody wants. Users are tied to this node
+alone, not to each other, so however many there are, they are minimised out one by one.
 
 Axes: A labels of u's carrier, B labels or states of the other node.
 """
@@ -13,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from qsync_opt.formulations.assignment.model import Ints
-from qsync_opt.formulations.fold import CONSTANT, Folding, chain_stages
+from qsync_opt.formulations.fold import CONSTANT, Folding
 from qsync_opt.formulations.tables import DeviceTables, GraphTables, cast_forward
 
 FORWARD, MEMORY = 0, 2
@@ -109,8 +111,6 @@ def _any_user_wants(folding: Folding, targets: list[int], precision: int) -> tup
             flags[carrier] = tuple(map(max, flags.get(carrier, own), own))
     if any(all(states) for states in flags.values()):
         return CONSTANT, (1,)
-    node, *others = flags
-    stages = chain_stages([flags[node], *(flags[other] for other in others)])
-    for other, stage in zip(others, stages, strict=True):
-        node = folding.add_join(node, other, stage)
-    return node, stages[-1].values if stages else flags[node]
+    if len(flags) > 1:
+        return folding.add_wanted(flags), (0, 1)
+    return next(iter(flags.items()))

@@ -105,13 +105,16 @@ class BoundAndFix:
 
     def offer(self, labels_N: Ints) -> None:
         """Keep a labelling if it is feasible and better than the incumbent."""
+        if self.model.wanted is not None:
+            labels_N = labels_N.copy()
+            self.model.wanted.fill(labels_N)
         plan = Priced(labels_N, self.model.objective(labels_N), self.model.excess(labels_N))
         if plan.feasible and plan.objective < self.upper:
             self.best = plan
 
     def _offer_relaxed(self, plan: Priced) -> None:
         """Offer a plan of the relaxed model."""
-        if self.relaxation.entry_Y is not None:
+        if self.relaxation.entry_Y is not None or self.model.wanted is not None:
             self.offer(self.relaxation.labelling(plan.labels_N))
         elif plan.feasible and plan.objective < self.upper:
             self.best = plan
