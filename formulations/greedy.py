@@ -37,7 +37,12 @@ def greedy_effort(gap: float, solver: LinearSolver | None = None) -> Effort:
     """How hard the default searches for a relative gap."""
     passes = EFFORT_PASSES if solver is None else (*EFFORT_PASSES, _SOLVER_PASS)
     return Effort(
-        gap=gap or _GAP, passes=passes, max_nodes=_MAX_NODES, join_passes=2, tree_gap=max(gap, 0.0) or _TREE_GAP, solver=solver
+        gap=gap or _GAP,
+        passes=passes,
+        max_nodes=_MAX_NODES,
+        join_passes=2,
+        tree_gap=max(gap, 0.0) or _TREE_GAP,
+        solver=solver,
     )
 
 

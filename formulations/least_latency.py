@@ -17,7 +17,8 @@ import numpy as np
 from qsync_opt.formulations.assignment.effort import Effort
 from qsync_opt.formulations.assignment.model import AssignmentModel, Floats, Ints
 from qsync_opt.formulations.assignment.relaxation import Relaxation, relax
-from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome
+from qsync_opt.formulations.assignment.search import BoundAndFix
+from qsync_opt.formulations.assignment.tree import Outcome
 from qsync_opt.formulations.collapse import Collapsed, collapse
 
 _STEPS = 80

@@ -88,7 +88,9 @@ def split_count(model: AssignmentModel, core: Condensed, dual: DualResult) -> tu
             for label in labels_A.tolist():
                 mean = float(weight_I @ (labels_IN[:, numbers] == label).sum(axis=1))
                 swing = abs(float(model.objective_Z[offset + label] - model.objective_Z[offset + labels_A[0]]))
-                score = min(mean % 1.0, 1.0 - mean % 1.0) * (swing or float(np.ptp(model.objective_Z[offset + labels_A])))
+                score = min(mean % 1.0, 1.0 - mean % 1.0) * (
+                    swing or float(np.ptp(model.objective_Z[offset + labels_A]))
+                )
                 if score > 1e-6 * swing and (best is None or score > best[0]):
                     best = score, numbers, label, int(mean) + 1
     if best is None:

@@ -103,7 +103,7 @@ def condense(core: Core, upper: float, *, merge: bool) -> Core:
         else:
             kept.append(number)
     items = _merge(items, room)
-    classes = []
+    classes: list[Ints] = []
     for members in equal:
         nodes, edges = parts[members[0]]
         item = _enumerate(core, nodes, edges, room)
@@ -228,15 +228,15 @@ def _worth(objective_K: Floats, rows_KR: Ints, priced_K: Floats, room: float) ->
     if len(kept) < 2:
         return kept
     objective_K, rows_KR = objective_K[kept], rows_KR[kept]
-    better: Bools = objective_K[:, None] <= objective_K[None]
+    better: Bools = np.array(objective_K[:, None] <= objective_K[None])
     for row_K in rows_KR.T:
         better &= row_K[:, None] <= row_K[None]
     # Of two equal ones the first stays.
     better &= ~better.T | np.tri(len(kept), k=-1, dtype=np.bool_).T
     np.fill_diagonal(better, val=False)
-    beaten = better.any(axis=0)
-    beaten[0] = False
-    return kept[~beaten]
+    stays = ~better.any(axis=0) | (np.arange(len(kept)) == 0)
+    result: Ints = kept[stays]
+    return result
 
 
 def _merge(items: list[_Item], room: float) -> list[_Item]:
@@ -279,11 +279,16 @@ def _counts(item: _Item, copies: int, number: int, room: float) -> list[_Item]:
             digits = [np.arange(step), np.arange(0, most + 1, step)]
         else:
             digits = [np.arange(most + 1)]
-        for counts in digits:
-            result.append(
-                _Item(
-                    item.positions, item.choice_AC[k : k + 1], counts * item.objective_A[k],
-                    counts[:, None] * item.rows_AR[k], counts * item.priced_A[k], copies=number, counts_A=counts,
-                )
-            )  # fmt: skip
+        result += [
+            _Item(
+                item.positions,
+                item.choice_AC[k : k + 1],
+                counts * item.objective_A[k],
+                counts[:, None] * item.rows_AR[k],
+                counts * item.priced_A[k],
+                copies=number,
+                counts_A=counts,
+            )
+            for counts in digits
+        ]
     return result
