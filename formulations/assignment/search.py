@@ -65,6 +65,7 @@ class BoundAndFix:
         self._towards_limits_R = np.zeros(len(model.limits_R))
         self._affordable_Z, self._affordable_at = model.allowed_Z, np.inf
         self._dived: set[bytes] = set()
+        self._on_join = False  # whether the last node was split at a join
         self._equal: list[Condensed] = []  # cores of all that was undecided at this node, for their equal parts
         # What the last bounded search was given, how wide it was, and the bound it found.
         self._searched: tuple[tuple[bytes, bytes, float] | None, bool, int, float] = (None, False, 0, -np.inf)
@@ -131,9 +132,10 @@ class BoundAndFix:
             prices = zero if self._prices_R is None else self._prices_R
             open_nodes = [Node(self._least_objective(), 0, self._root_entries(), prices, plans)]
             count = 1
-            plunge = 0  # number of the child to go on with, until a node has none; 0: the node of least bound
+            plunge = 0  # number of the child to go on with, at first; 0: the node of least bound
             while open_nodes and outcome.nodes < effort.max_nodes:
-                node = take(open_nodes, plunge)
+                plunging = plunge or not outcome.nodes
+                node, plunge = take(open_nodes, plunge), 0
                 gap = max(effort.enough, effort.tree_gap) if outcome.nodes else 0.0
                 if self._closed(node.bound, effort) or node.bound >= self._target(gap):
                     closed = min(closed, node.bound)
@@ -151,7 +153,8 @@ class BoundAndFix:
                     outcome.prices_R = self._prices_R = prices
                 if not children:
                     closed = min(closed, bound)
-                plunge = count if children and (plunge or outcome.nodes == 1) else 0
+                if children and plunging and self._on_join:
+                    plunge = count
                 for allowed, kept in children:
                     heapq.heappush(open_nodes, Node(bound, count, allowed, prices, kept))
                     count += 1
@@ -201,6 +204,7 @@ class BoundAndFix:
         if self._closed(bound, effort):
             return bound, dual.prices_R, []
         split = fractional_join(self.model, dual)
+        self._on_join = split is not None
         if split is not None:
             self._dive(allowed, dual, effort)
         self._equal.clear()
@@ -329,9 +333,7 @@ class BoundAndFix:
         easy = len(core.excess_R) <= 1 or len(core.nodes) <= _EASY_NODES
         bound = -np.inf
         if effort_pass.width or easy:
-            # A split node's copies make the base no priced minimum, and then nothing is too dear by itself.
-            certain = self._target(0.0) if self.relaxation.entry_Y is None else np.inf
-            small = condense(core, certain, merge=True)
+            small = condense(core, self._too_dear(), merge=True)
             if ceiling == np.inf and isinstance(small, Condensed):
                 self._equal.append(small)
             width = effort_pass.width or _EASY_WIDTH
@@ -352,7 +354,7 @@ class BoundAndFix:
         tolerance = self._effort.enough / 2 * abs(self.upper + self._effort.offset) if self.best else 0.0
         left_s = max(left_s, 0.01) if left_s < np.inf else np.inf
         result = close(
-            condense(core, upper, merge=False),
+            condense(core, self._too_dear(), merge=False),
             upper,
             cast("LinearSolver", self._effort.solver),
             left_s if left_s < np.inf else None,
@@ -362,6 +364,11 @@ class BoundAndFix:
         if result.labels_N is not None:
             self.offer(result.labels_N)
         return result.bound
+
+    def _too_dear(self) -> float:
+        """Priced cost from which on a part of a core cannot belong to a better labelling."""
+        # Where nodes are split into copies the base is no priced minimum, and then no part is too dear by itself.
+        return self._target(0.0) if self.relaxation.entry_Y is None else np.inf
 
     def _undecided(self, allowed_Z: Bools) -> int:
         """How many nodes have more than one label left."""
