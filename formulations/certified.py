@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from qsync_opt.formulations.assignment.effort import Effort
-from qsync_opt.formulations.assignment.search import PROOF, BoundAndFix, Outcome
+from qsync_opt.formulations.assignment.search import PROOF, BoundAndFix
+from qsync_opt.formulations.assignment.tree import Outcome
 from qsync_opt.formulations.collapse import Collapsed, collapse
 from qsync_opt.formulations.reasons import explain
 from qsync_opt.formulations.tables import DeviceTables, GraphTables, device_tables, graph_tables

@@ -189,10 +189,10 @@ def collapse(
     carrier, map_O = np.array(folding.carrier_O, dtype=np.int64), np.array(folding.map_O, dtype=np.int64)
     objective = _operator_terms(terms, tables, folding, carrier, maps[map_O])
     _cast_terms(terms, graph, tables, folding, carrier, maps[map_O], shared=shared)
-    for pair, kind, table in sharing.edges:
-        terms.add_edge(np.array([pair]), terms.load(kind, np.zeros(1, dtype=np.int64)), table[None])
-    for node, kind, row in sharing.nodes:
-        terms.add_node(np.array([node]), terms.load(kind, np.zeros(1, dtype=np.int64)), row[None])
+    for kind, pair_X2, value_XAB in sharing.edge_batches():
+        terms.add_edge(pair_X2, terms.load(kind, pair_X2[:, 0]), value_XAB)
+    for kind, node_X, value_XA in sharing.node_batches():
+        terms.add_node(node_X, terms.load(kind, node_X), value_XA)
     for kind, value in sharing.constants:
         terms.add_constant(terms.load(kind, np.zeros(1, dtype=np.int64)), np.array([value]))
     prefix = np.tril(np.ones((num_times, num_times), dtype=np.int64))
@@ -212,6 +212,7 @@ def collapse(
         rows=rows_RS,
         limits=limits,
         derived=tuple(folding.derived),
+        wanted=folding.wanted(),
     )
     constant = carrier == CONSTANT
     constant_objective = float(tables.sensitivity_OP[constant, maps[map_O[constant], 0]].sum())

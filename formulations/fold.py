@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from qsync_opt.formulations.assignment.model import Bools, Derived, Ints
+from qsync_opt.formulations.assignment.model import Bools, Derived, Ints, Wanted
 from qsync_opt.formulations.tables import DeviceTables, GraphTables
 
 CONSTANT = -1
@@ -66,6 +66,8 @@ class Folding:
     maps: list[tuple[int, ...]] = field(default_factory=list)
     derived: list[Derived] = field(default_factory=list)
     ties: list[tuple[int, int, Bools]] = field(default_factory=list)
+    _wanted: list[tuple[int, dict[int, tuple[int, ...]]]] = field(default_factory=list)
+    _wanted_ties: dict[tuple[int, ...], Bools] = field(default_factory=dict)
     _map_ids: dict[tuple[int, ...], int] = field(default_factory=dict)
     _stage_parts: dict[_Stage, tuple[tuple[tuple[int, ...], ...], Bools, Bools]] = field(default_factory=dict)
 
@@ -92,6 +94,32 @@ class Folding:
         self.ties.append((left, node, parts[1]))
         self.ties.append((right, node, parts[2]))
         return node
+
+    def add_wanted(self, flags: dict[int, tuple[int, ...]]) -> int:
+        """Add a node that must be 1 where any of these nodes takes a label marked 1; returns it."""
+        node = len(self.sizes)
+        self.sizes.append(2)
+        for source, own in flags.items():
+            tie = self._wanted_ties.get(own)
+            if tie is None:
+                tie = self._wanted_ties[own] = np.array([[not flag, True] for flag in own])
+            self.ties.append((source, node, tie))
+        self._wanted.append((node, flags))
+        return node
+
+    def wanted(self) -> Wanted | None:
+        """What `add_wanted` has added."""
+        if not self._wanted:
+            return None
+        pairs = [pair for _, flags in self._wanted for pair in flags.items()]
+        width = max(len(flags) for _, flags in pairs)
+        counts = [len(flags) for _, flags in self._wanted]
+        return Wanted(
+            node_H=np.array([node for node, _ in self._wanted], dtype=np.int64),
+            start_H=np.cumsum(counts) - np.array(counts, dtype=np.int64),
+            source_P=np.array([source for source, _ in pairs], dtype=np.int64),
+            flag_PA=np.array([(*flags, *(0,) * (width - len(flags))) for _, flags in pairs], dtype=np.int64),
+        )
 
     def map_array(self) -> Ints:
         """All maps as one array, padded with zeros, shape (maps, labels)."""

@@ -17,14 +17,17 @@ import numpy as np
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.formulations.assignment.effort import PASSES, Effort, Pass
-from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome
+from qsync_opt.formulations.assignment.search import BoundAndFix
+from qsync_opt.formulations.assignment.tree import Outcome
 from qsync_opt.formulations.certified import DeviceSearch
 from qsync_opt.formulations.exact import exact_effort
+from qsync_opt.formulations.greedy import greedy_effort
 from qsync_opt.formulations.least_latency import least_latency
 from qsync_opt.formulations.tables import device_tables, graph_tables
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem
 from qsync_opt.registry import Kind, create, default_solver
+from qsync_opt.solution import relative_gap
 
 _LOOSE_NS = 2**60
 _BISECTIONS = 60
@@ -82,6 +85,7 @@ class Sweep:
         solver: Any = None,
         deadline: float = math.inf,
         store: PointStore | None = None,
+        thorough: bool = False,
     ) -> None:
         """Build every device type once.
 
@@ -93,10 +97,12 @@ class Sweep:
             solver: Name of a solver, or an instance, for what a proof leaves open; by default the first installed.
             deadline: ``time.monotonic()`` value at which every search stops.
             store: Where points are looked up before they are sought, and kept.
+            thorough: Where a point's quick search misses the gap, search on as the default method does.
         """
         self.problem = problem
         self._store = store
         self._deadline = deadline
+        self._further = greedy_effort(gap) if gap and thorough else None
         if gap:
             self._effort = Effort(gap=gap, passes=_POINT_PASSES, dives=1, dive_passes=1, max_nodes=1)
         else:
@@ -158,11 +164,18 @@ class Sweep:
             effort = self._effort
             if aim is not None and len(self._searches) == 1:
                 effort = replace(effort, aim=aim - search.collapsed.constant_objective)
-            outcomes.append(engine.solve(effort, start=labels_N, deadline=self._deadline))
+            outcome = engine.solve(effort, start=labels_N, deadline=self._deadline)
+            if self._further is not None and not self._reached(outcome):
+                outcome = engine.solve(self._further, deadline=self._deadline).above(outcome.bound)
+            outcomes.append(outcome)
             if outcomes[-1].labels_N is None:
                 return None
             self._engines[number] = engine
         return self._point(limit_ns, outcomes)
+
+    def _reached(self, outcome: Outcome) -> bool:
+        gap = relative_gap(outcome.objective, outcome.bound) if outcome.labels_N is not None else None
+        return outcome.proved_infeasible or (gap is not None and gap <= self._effort.gap)
 
     def _point(self, limit_ns: int, outcomes: list[Outcome]) -> FrontPoint:
         iteration_ns, memory, devices = self.floor_ns, {}, {}
@@ -210,6 +223,7 @@ def latency_front(
     tied: Sequence[Sequence[str]] = (),
     store: PointStore | None = None,
     progress: Progress | None = None,
+    thorough: bool = False,
 ) -> tuple[FrontPoint, ...]:
     """Sensitivity against iteration time within the memory limits.
 
@@ -220,6 +234,7 @@ def latency_front(
         tied: Groups of adjustable operators that must share one precision.
         store: Keeps the points, see `PointStore`.
         progress: Called after every point.
+        thorough: Search on where the quick search for a point misses ``gap``, see `Sweep`.
 
     Returns:
         Points that no other found point beats in both, from the slowest to the fastest; empty if memory forbids all.
@@ -227,7 +242,7 @@ def latency_front(
     Source: the epsilon-constraint method.
     """
     _check_points(points)
-    sweep = Sweep(problem, gap=gap, tied=tied, store=store)
+    sweep = Sweep(problem, gap=gap, tied=tied, store=store, thorough=thorough)
     tell = progress or _silent
     point = sweep.slowest()
     found: list[FrontPoint] = []
@@ -274,11 +289,12 @@ def memory_front(
     tied: Sequence[Sequence[str]] = (),
     store: PointStore | None = None,
     progress: Progress | None = None,
+    thorough: bool = False,
 ) -> tuple[FrontPoint, ...]:
     """Sensitivity against the memory of one device type within the latency limit; see `latency_front`."""
     problem.device(device)
     _check_points(points)
-    sweep = Sweep(problem, gap=gap, tied=tied, store=store)
+    sweep = Sweep(problem, gap=gap, tied=tied, store=store, thorough=thorough)
     tell = progress or _silent
     point = sweep.solve(memory_limits_kib={device: 2**50})
     found: list[FrontPoint] = []

@@ -23,7 +23,6 @@ EFFORT_PASSES = (
     Pass(60, 64, True),
     Pass(150, 64, True),
     Pass(600, 64, True),
-    Pass(600, 64, False),
     Pass(300, 512, True),
 )
 _TREE_GAP = 5e-3
@@ -38,7 +37,12 @@ def greedy_effort(gap: float, solver: LinearSolver | None = None) -> Effort:
     """How hard the default searches for a relative gap."""
     passes = EFFORT_PASSES if solver is None else (*EFFORT_PASSES, _SOLVER_PASS)
     return Effort(
-        gap=gap or _GAP, passes=passes, max_nodes=_MAX_NODES, tree_gap=max(gap, 0.0) or _TREE_GAP, solver=solver
+        gap=gap or _GAP,
+        passes=passes,
+        max_nodes=_MAX_NODES,
+        join_passes=2,
+        tree_gap=max(gap, 0.0) or _TREE_GAP,
+        solver=solver,
     )
 
 

@@ -17,7 +17,8 @@ import numpy as np
 from qsync_opt.formulations.assignment.effort import Effort
 from qsync_opt.formulations.assignment.model import AssignmentModel, Floats, Ints
 from qsync_opt.formulations.assignment.relaxation import Relaxation, relax
-from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome
+from qsync_opt.formulations.assignment.search import BoundAndFix
+from qsync_opt.formulations.assignment.tree import Outcome
 from qsync_opt.formulations.collapse import Collapsed, collapse
 
 _STEPS = 80
@@ -28,7 +29,7 @@ def with_objective(model: AssignmentModel, cost_Z: Floats, rows_RS: Ints, limits
     return AssignmentModel(
         sizes_N=model.sizes_N, edges_E2=model.edges_E2, objective_Z=cost_Z, allowed_Z=model.allowed_Z,
         pointer_Z1=model.pointer_Z1, load_T=model.load_T, value_T=model.value_T, rows_RS=rows_RS, limits_R=limits_R,
-        derived=model.derived,
+        derived=model.derived, wanted=model.wanted,
     )  # fmt: skip
 
 

@@ -1,18 +1,21 @@
 """Casts that are counted once per output and target format, however many users want it (producer sharing).
 
-"Some user of u wants format f" is an OR over the nodes that carry u's users. It becomes a chain of join nodes over
-zeros and ones (their largest value is the OR), and the cast's price stands between u's carrier and the chain's end.
+"Some user of u wants format f" is an OR over the nodes that carry u's users. It becomes a node of its own that may be 0
+only beside labels that do not want f; the cast's price stands between u's carrier and that node. Nothing forces it to
+be 0, but a cast costs time and memory, so it never helps to pay for one that nobody wants. Users are tied to this node
+alone, not to each other, so however many there are, they are minimised out one by one.
 
 Axes: A labels of u's carrier, B labels or states of the other node.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from qsync_opt.formulations.assignment.model import Ints
-from qsync_opt.formulations.fold import CONSTANT, Folding, chain_stages
+from qsync_opt.formulations.fold import CONSTANT, Folding
 from qsync_opt.formulations.tables import DeviceTables, GraphTables, cast_forward
 
 FORWARD, MEMORY = 0, 2
@@ -20,30 +23,52 @@ FORWARD, MEMORY = 0, 2
 
 @dataclass(slots=True)
 class SharedCasts:
-    """Forward cast times and buffers to be added: (place, kind, amounts)."""
+    """Forward cast times and buffers to be added, as Python numbers: what they are charged to, kind, amounts.
 
-    edges: list[tuple[tuple[int, int], int, Ints]] = field(default_factory=list)
-    nodes: list[tuple[int, int, Ints]] = field(default_factory=list)
+    An edge's amounts are a row for its first node and one for its second: its table is their outer product.
+    """
+
+    edges: list[tuple[tuple[int, int], int, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    nodes: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
     constants: list[tuple[int, int]] = field(default_factory=list)
 
-    def add(self, producer: int, cost_A: Ints, wanted: tuple[int, tuple[int, ...]], kind: int) -> None:
+    def add(self, producer: int, cost_A: tuple[int, ...], wanted: tuple[int, tuple[int, ...]], kind: int) -> None:
         """Charge ``cost_A`` (by label of the producer's carrier) where the node ``wanted`` is in a state marked 1."""
-        node, flags = wanted
-        flags_B = np.array(flags, dtype=np.int64)
-        if not cost_A.any():
+        node, flags_B = wanted
+        if not any(cost_A):
             return
         if node == CONSTANT and producer == CONSTANT:
-            self.constants.append((kind, int(cost_A[0])))
+            self.constants.append((kind, cost_A[0]))
         elif node == CONSTANT:
             self.nodes.append((producer, kind, cost_A))
         elif producer == CONSTANT:
-            self.nodes.append((node, kind, cost_A[0] * flags_B))
+            self.nodes.append((node, kind, tuple(cost_A[0] * flag for flag in flags_B)))
         elif producer == node:
-            self.nodes.append((node, kind, cost_A * flags_B))
+            both = zip(cost_A, flags_B, strict=True)
+            self.nodes.append((node, kind, tuple(cost * flag for cost, flag in both)))
         elif producer < node:
-            self.edges.append(((producer, node), kind, np.outer(cost_A, flags_B)))
+            self.edges.append(((producer, node), kind, cost_A, flags_B))
         else:
-            self.edges.append(((node, producer), kind, np.outer(flags_B, cost_A)))
+            self.edges.append(((node, producer), kind, flags_B, cost_A))
+
+    def edge_batches(self) -> Iterator[tuple[int, Ints, Ints]]:
+        """Kind, node pairs (X, 2) and tables (X, A, B) of edges of equal shape."""
+        groups: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        for number, (_, kind, first, second) in enumerate(self.edges):
+            groups[kind, len(first), len(second)].append(number)
+        for (kind, _, _), members in groups.items():
+            pairs, _, firsts, seconds = zip(*(self.edges[number] for number in members), strict=True)
+            one, two = np.array(firsts, dtype=np.int64), np.array(seconds, dtype=np.int64)
+            yield kind, np.array(pairs, dtype=np.int64), one[:, :, None] * two[:, None, :]
+
+    def node_batches(self) -> Iterator[tuple[int, Ints, Ints]]:
+        """Kind, nodes (X,) and amounts (X, A) of nodes of equally many labels."""
+        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, (_, kind, amounts) in enumerate(self.nodes):
+            groups[kind, len(amounts)].append(number)
+        for (kind, _), members in groups.items():
+            nodes, _, amounts_X = zip(*(self.nodes[number] for number in members), strict=True)
+            yield kind, np.array(nodes, dtype=np.int64), np.array(amounts_X, dtype=np.int64)
 
 
 def share_casts(graph: GraphTables, tables: DeviceTables, folding: Folding) -> SharedCasts:
@@ -54,16 +79,19 @@ def share_casts(graph: GraphTables, tables: DeviceTables, folding: Folding) -> S
     users: dict[int, list[int]] = defaultdict(list)
     for source, target in zip(graph.source_X.tolist(), graph.target_X.tolist(), strict=True):
         users[source].append(target)
+    rank = np.arange(len(tables.bytes_P))
+    every = (graph.elements_O[:, None, None], rank[None, :, None], rank[None, None, :])
+    time_OPP, buffer_OPP = (amounts.transpose(0, 2, 1).tolist() for amounts in cast_forward(tables, *every))
     result = SharedCasts()
     for operator, targets in users.items():
-        precisions = np.array(folding.maps[folding.map_O[operator]], dtype=np.int64)
-        elements = graph.elements_O[operator : operator + 1]
+        precisions = folding.maps[folding.map_O[operator]]
         wanted: set[int] = set()
         for target in targets:
             wanted.update(folding.maps[folding.map_O[target]])
         for precision in sorted(wanted):
-            time, buffer = cast_forward(tables, elements, precisions, np.full(len(precisions), precision))
-            if time.any() or buffer.any():
+            times, buffers = time_OPP[operator][precision], buffer_OPP[operator][precision]
+            time, buffer = tuple(times[p] for p in precisions), tuple(buffers[p] for p in precisions)
+            if any(time) or any(buffer):
                 some = _any_user_wants(folding, targets, precision)
                 result.add(folding.carrier_O[operator], time, some, FORWARD)
                 result.add(folding.carrier_O[operator], buffer, some, MEMORY)
@@ -83,8 +111,6 @@ def _any_user_wants(folding: Folding, targets: list[int], precision: int) -> tup
             flags[carrier] = tuple(map(max, flags.get(carrier, own), own))
     if any(all(states) for states in flags.values()):
         return CONSTANT, (1,)
-    node, *others = flags
-    stages = chain_stages([flags[node], *(flags[other] for other in others)])
-    for other, stage in zip(others, stages, strict=True):
-        node = folding.add_join(node, other, stage)
-    return node, stages[-1].values if stages else flags[node]
+    if len(flags) > 1:
+        return folding.add_wanted(flags), (0, 1)
+    return next(iter(flags.items()))

@@ -27,6 +27,7 @@ class CoreNode:
     objective_A: Floats
     rows_AR: Ints
     priced_A: Floats
+    counted: bool = False  # labels are numbers of copies, and every table is proportional to them
 
 
 @dataclass(slots=True)

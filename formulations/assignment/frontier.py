@@ -160,6 +160,18 @@ def _future_rows(core: Core, order: list[int]) -> Ints:
     return result
 
 
+def _last_use(core: Core, order: list[int]) -> Ints:
+    """Last step that adds to each row, shape (R,); -1 where none does."""
+    place = {c: i for i, c in enumerate(order)}
+    last_R = np.full(len(core.excess_R), -1, dtype=np.int64)
+    for c, node in enumerate(core.nodes):
+        last_R[node.rows_AR.any(axis=0)] = np.maximum(last_R[node.rows_AR.any(axis=0)], place[c])
+    for edge in core.edges:
+        used = edge.rows_ABR.any(axis=(0, 1))
+        last_R[used] = np.maximum(last_R[used], max(place[edge.first], place[edge.second]))
+    return last_R
+
+
 def search(core: Core, upper: float, width: int, *, spread: bool, deadline: float = np.inf) -> FrontierResult:
     """Best labelling of the core within the limits, with at most ``width`` states at a time.
 
@@ -184,10 +196,14 @@ def search(core: Core, upper: float, width: int, *, spread: bool, deadline: floa
     )  # fmt: skip
     trail: list[tuple[Ints, Ints]] = []
     lost = np.inf
+    last_R = _last_use(core, order)
     for number, step in enumerate(steps):
         if number % 64 == 0 and time.monotonic() > deadline:
             return FrontierResult(None, upper, -np.inf, number)
-        slack_R = -core.excess_R - future[number + 1]
+        over = (last_R < number) & (last_R >= 0)
+        if over.any():  # limits that nothing left to take touches hold, so states need not differ in them any more
+            states.rows[:, over] = 0
+        slack_R = np.where(over, 0, -core.excess_R - future[number + 1])
         states, parent, label, gone = _take(core, step, states, slack_R, upper, width, spread=spread)
         lost = min(lost, gone)
         if not len(parent):

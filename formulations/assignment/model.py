@@ -40,6 +40,31 @@ class Derived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Wanted:
+    """Nodes of two labels that must be 1 where any of some other nodes takes a label that wants it.
+
+    Being 1 never lowers a load, so a least labelling has 0 where nobody wants 1. Axes: H such nodes, P pairs of one
+    and a node that may want it, ordered by the first.
+
+    Attributes:
+        node_H: The nodes.
+        start_H: First pair of each.
+        source_P: Nodes that may want it.
+        flag_PA: 1 for the labels of ``source_P`` that do, padded with zeros.
+    """
+
+    node_H: Ints
+    start_H: Ints
+    source_P: Ints
+    flag_PA: Ints
+
+    def fill(self, labels_N: Ints) -> None:
+        """Set the nodes, in place, to what the others want."""
+        flag_P = self.flag_PA[np.arange(len(self.source_P)), labels_N[self.source_P]]
+        labels_N[self.node_H] = np.maximum.reduceat(flag_P, self.start_H)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AssignmentModel:
     """An assignment problem over flat tables; build it with :func:`assemble`.
 
@@ -54,6 +79,7 @@ class AssignmentModel:
         rows_RS: Coefficients (0 or 1) of the limits.
         limits_R: Right-hand sides.
         derived: Derived nodes, each after its parents.
+        wanted: Nodes that are 1 where another one wants it, if there are any.
         offset_N: First table entry of each node.
         offset_E: First table entry of each edge.
     """
@@ -68,6 +94,7 @@ class AssignmentModel:
     rows_RS: Ints
     limits_R: Ints
     derived: tuple[Derived, ...] = ()
+    wanted: Wanted | None = None
     offset_N: Ints = field(init=False)
     offset_E: Ints = field(init=False)
     _layers: list[tuple[Ints, Ints, Floats]] = field(init=False, repr=False)
@@ -147,10 +174,12 @@ class AssignmentModel:
         return other
 
     def complete(self, labels_N: Ints) -> Ints:
-        """Set every derived node to what its parents say; a new array."""
+        """Set every derived node to what its parents say, and what is wanted to 1; a new array."""
         result = labels_N.copy()
         for item in self.derived:
             result[item.node] = item.label_AB[result[item.first]][result[item.second]]
+        if self.wanted is not None:
+            self.wanted.fill(result)
         return result
 
 
@@ -165,6 +194,7 @@ def assemble(
     rows: Ints,
     limits: Ints,
     derived: tuple[Derived, ...],
+    wanted: Wanted | None = None,
 ) -> AssignmentModel:
     """Sum terms into flat tables.
 
@@ -178,6 +208,7 @@ def assemble(
         rows: Limit coefficients, shape (R, S).
         limits: Right-hand sides, shape (R,).
         derived: Derived nodes, each after its parents.
+        wanted: Nodes that are 1 where another one wants it; ``ties`` must say so too.
 
     Returns:
         The model.
@@ -208,7 +239,7 @@ def assemble(
     objective_Z[:num_node_entries] = node_objective
     return AssignmentModel(
         sizes_N=sizes, edges_E2=edges_E2, objective_Z=objective_Z, allowed_Z=allowed_Z, pointer_Z1=pointer,
-        load_T=load_T, value_T=value_T, rows_RS=rows, limits_R=limits, derived=derived,
+        load_T=load_T, value_T=value_T, rows_RS=rows, limits_R=limits, derived=derived, wanted=wanted,
     )  # fmt: skip
 
 

@@ -11,13 +11,13 @@ Source: ours; each part is standard (cutting planes, reduced-cost fixing, bounde
 
 import heapq
 import time
-from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
 
 from qsync_opt.formulations.assignment.blend import blend
-from qsync_opt.formulations.assignment.branching import SHARE, fractional_join, widest_choice
+from qsync_opt.formulations.assignment.branching import SHARE, fractional_join, split_count, widest_choice
+from qsync_opt.formulations.assignment.condense import Condensed, condense
 from qsync_opt.formulations.assignment.core import Core, extract
 from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
 from qsync_opt.formulations.assignment.effort import Effort, Pass
@@ -25,6 +25,7 @@ from qsync_opt.formulations.assignment.frontier import search
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
 from qsync_opt.formulations.assignment.program import close
 from qsync_opt.formulations.assignment.relaxation import Relaxation, relax
+from qsync_opt.formulations.assignment.tree import Node, Outcome, take
 from qsync_opt.formulations.linear_solver import LinearSolver
 
 PROOF = 1e-9
@@ -34,31 +35,10 @@ _BLENDS = 8
 _WHOLE = 4
 """A solver gets all that is undecided rather than a part that is more than one such share of it."""
 _MUCH_BETTER = 0.5
+_STATES, _NARROW = 6000, 64
+"""States of a whole core search that pay at this width, and in proportion: short cores are searched more widely."""
 _EASY_NODES, _EASY_WIDTH = 40, 4096
 """Cores of one row or so few nodes are closed by a bounded search of this width sooner than by a solver."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a search knows: the best labelling, a bound, and whether it was cut short."""
-
-    labels_N: Ints | None
-    objective: float
-    bound: float
-    prices_R: Floats
-    nodes: int = 0
-    out_of_time: bool = False
-    interrupted: bool = False
-    proved_infeasible: bool = False
-
-
-@dataclass(order=True, slots=True)
-class _Node:
-    bound: float
-    number: int
-    allowed_Z: Bools = field(compare=False)
-    prices_R: Floats = field(compare=False)
-    plans: list[Priced] = field(compare=False)
 
 
 class BoundAndFix:
@@ -85,16 +65,23 @@ class BoundAndFix:
         self._towards_limits_R = np.zeros(len(model.limits_R))
         self._affordable_Z, self._affordable_at = model.allowed_Z, np.inf
         self._dived: set[bytes] = set()
+        self._on_join = False  # whether the last node was split at a join
+        self._equal: list[Condensed] = []  # cores of all that was undecided at this node, for their equal parts
+        # What the last bounded search was given, how wide it was, and the bound it found.
+        self._searched: tuple[tuple[bytes, bytes, float] | None, bool, int, float] = (None, False, 0, -np.inf)
 
     def offer(self, labels_N: Ints) -> None:
         """Keep a labelling if it is feasible and better than the incumbent."""
+        if self.model.wanted is not None:
+            labels_N = labels_N.copy()
+            self.model.wanted.fill(labels_N)
         plan = Priced(labels_N, self.model.objective(labels_N), self.model.excess(labels_N))
         if plan.feasible and plan.objective < self.upper:
             self.best = plan
 
     def _offer_relaxed(self, plan: Priced) -> None:
         """Offer a plan of the relaxed model."""
-        if self.relaxation.entry_Y is not None:
+        if self.relaxation.entry_Y is not None or self.model.wanted is not None:
             self.offer(self.relaxation.labelling(plan.labels_N))
         elif plan.feasible and plan.objective < self.upper:
             self.best = plan
@@ -136,17 +123,19 @@ class BoundAndFix:
             self.offer(start)
         zero = np.zeros(len(self.model.limits_R))
         outcome = Outcome(None, np.inf, -np.inf, zero)
-        open_nodes: list[_Node] = []
+        open_nodes: list[Node] = []
         closed = np.inf
         try:
             plans, infeasible = self._feasible_start()
             if infeasible:
                 return Outcome(None, np.inf, np.inf, zero, proved_infeasible=True)
             prices = zero if self._prices_R is None else self._prices_R
-            open_nodes = [_Node(self._least_objective(), 0, self._root_entries(), prices, plans)]
+            open_nodes = [Node(self._least_objective(), 0, self._root_entries(), prices, plans)]
             count = 1
+            plunge = 0  # number of the child to go on with, at first; 0: the node of least bound
             while open_nodes and outcome.nodes < effort.max_nodes:
-                node = heapq.heappop(open_nodes)
+                plunging = plunge or not outcome.nodes
+                node, plunge = take(open_nodes, plunge), 0
                 gap = max(effort.enough, effort.tree_gap) if outcome.nodes else 0.0
                 if self._closed(node.bound, effort) or node.bound >= self._target(gap):
                     closed = min(closed, node.bound)
@@ -164,8 +153,10 @@ class BoundAndFix:
                     outcome.prices_R = self._prices_R = prices
                 if not children:
                     closed = min(closed, bound)
+                if children and plunging and self._on_join:
+                    plunge = count
                 for allowed, kept in children:
-                    heapq.heappush(open_nodes, _Node(bound, count, allowed, prices, kept))
+                    heapq.heappush(open_nodes, Node(bound, count, allowed, prices, kept))
                     count += 1
         except KeyboardInterrupt:
             outcome.out_of_time = outcome.interrupted = True
@@ -202,7 +193,7 @@ class BoundAndFix:
         certain = result.bound > 1e-9 * float(result.prices_R @ limits)
         return plans, bool(result.proved_infeasible or (certain and self.best is None))
 
-    def _process(self, node: _Node, effort: Effort) -> tuple[float, Floats, list[tuple[Bools, list[Priced]]]]:
+    def _process(self, node: Node, effort: Effort) -> tuple[float, Floats, list[tuple[Bools, list[Priced]]]]:
         """Bound a node and close or split it; a closed node has no children."""
         allowed = self._affordable(node.allowed_Z) if node.number else node.allowed_Z
         dual = self._dual(allowed, node.prices_R, node.plans, effort)
@@ -213,8 +204,10 @@ class BoundAndFix:
         if self._closed(bound, effort):
             return bound, dual.prices_R, []
         split = fractional_join(self.model, dual)
+        self._on_join = split is not None
         if split is not None:
             self._dive(allowed, dual, effort)
+        self._equal.clear()
         passes = effort.passes if split is None else effort.passes[: effort.join_passes]
         if effort.solver is None:
             passes = tuple(each for each in passes if each.width)
@@ -227,6 +220,8 @@ class BoundAndFix:
             bound = max(bound, found)
         if effort.max_nodes == 1 or bound >= self._target(max(effort.gap, effort.enough)):
             return bound, dual.prices_R, []
+        if split is None and self._equal and self.relaxation.entry_Y is None:
+            split = split_count(self.model, self._equal[-1], dual)
         if split is None:
             split = widest_choice(self.model, allowed)
         if split is None:
@@ -327,15 +322,27 @@ class BoundAndFix:
             most = None
         tried_Z, ceiling = self._nearest(allowed_Z, least_Z, most)
         tried_Z[self.model.chosen(base_N)] = True
+        key = (tried_Z.tobytes(), dual.prices_R.tobytes(), self.upper)
+        if (
+            effort_pass.width
+            and self._searched[:2] == (key, effort_pass.spread)
+            and effort_pass.width <= self._searched[2]
+        ):
+            return min(self._searched[3], ceiling), allowed_Z
         core = extract(self.model, base_N, tried_Z, dual.prices_R)
         easy = len(core.excess_R) <= 1 or len(core.nodes) <= _EASY_NODES
         bound = -np.inf
         if effort_pass.width or easy:
+            small = condense(core, self._too_dear(), merge=True)
+            if ceiling == np.inf and isinstance(small, Condensed):
+                self._equal.append(small)
             width = effort_pass.width or _EASY_WIDTH
-            result = search(core, self._target(0.0), width, spread=effort_pass.spread, deadline=self._deadline)
+            width = max(width, _STATES * width // _NARROW // max(len(small.nodes), 1))
+            result = search(small, self._target(0.0), width, spread=effort_pass.spread, deadline=self._deadline)
             if result.labels_N is not None:
                 self.offer(result.labels_N)
             bound = result.bound
+            self._searched = key, effort_pass.spread, width, bound
         if not effort_pass.width and bound < self._target(self._effort.enough):
             bound = max(bound, self._close(core, effort_pass, partial=ceiling < np.inf))
         return min(bound, ceiling), allowed_Z
@@ -345,13 +352,23 @@ class BoundAndFix:
         left_s = self._deadline - time.monotonic()
         upper = self._target(0.0)
         tolerance = self._effort.enough / 2 * abs(self.upper + self._effort.offset) if self.best else 0.0
+        left_s = max(left_s, 0.01) if left_s < np.inf else np.inf
         result = close(
-            core, upper, cast("LinearSolver", self._effort.solver), max(left_s, 0.01) if left_s < np.inf else None,
-            tolerance=tolerance, most_nodes=effort_pass.solver_nodes if partial else None,
-        )  # fmt: skip
+            condense(core, self._too_dear(), merge=False),
+            upper,
+            cast("LinearSolver", self._effort.solver),
+            left_s if left_s < np.inf else None,
+            tolerance=tolerance,
+            most_nodes=effort_pass.solver_nodes if partial else None,
+        )
         if result.labels_N is not None:
             self.offer(result.labels_N)
         return result.bound
+
+    def _too_dear(self) -> float:
+        """Priced cost from which on a part of a core cannot belong to a better labelling."""
+        # Where nodes are split into copies the base is no priced minimum, and then no part is too dear by itself.
+        return self._target(0.0) if self.relaxation.entry_Y is None else np.inf
 
     def _undecided(self, allowed_Z: Bools) -> int:
         """How many nodes have more than one label left."""

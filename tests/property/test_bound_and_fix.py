@@ -47,6 +47,30 @@ def test_exact_is_exhaustive_and_greedy_is_bounded(seed):
         assert greedy.objective <= truth.objective * 1.03 + slack
 
 
+def with_equal_operators(problem):
+    """The same problem where adjustable operators of the same precisions cost the same on a device."""
+    devices = []
+    for device in problem.devices:
+        first = {}
+        for operator in problem.adjustable:
+            first.setdefault(tuple(device.operators[operator.name]), device.operators[operator.name])
+        names = {operator.name for operator in problem.adjustable}
+        tables = {n: first[tuple(table)] if n in names else table for n, table in device.operators.items()}
+        devices.append(replace(device, operators=tables))
+    return replace(problem, devices=tuple(devices))
+
+
+@pytest.mark.parametrize("sharing", ["edge", "producer"])
+def test_equal_operators_are_solved_exactly(sharing):
+    for seed in range(25):
+        problem = replace(with_equal_operators(random_problem(random.Random(seed))), cast_sharing=sharing)
+        truth, exact, greedy = (solve(problem, method) for method in ("exhaustive", "exact", "greedy"))
+        assert (truth.objective is None) == (exact.objective is None) == (greedy.objective is None)
+        if truth.objective is not None:
+            assert exact.objective == pytest.approx(truth.objective, rel=1e-8, abs=1e-15)
+            assert greedy.bound <= truth.objective * (1 + 1e-9) + 1e-15
+
+
 @pytest.mark.parametrize("factor", [0.0, 1e-12, 1e6])
 def test_scale_of_sensitivities_does_not_matter(factor):
     for seed in range(5):

@@ -47,6 +47,22 @@ def test_points_of_a_front_carry_bounds():
     assert [p.objective for p in memory] == sorted(p.objective for p in memory)
 
 
+def test_a_thorough_front_keeps_its_gap():
+    for problem in solvable(6):
+        for point in latency_front(problem, points=6, gap=1e-3, thorough=True):
+            assert point.objective - point.bound <= 1e-3 * point.objective + 1e-12
+
+
+def test_a_point_takes_what_its_plan_takes_where_casts_are_shared():
+    for problem in solvable(12):
+        shared = replace(problem, cast_sharing="producer")
+        point = Sweep(shared, gap=1e-2).slowest()
+        if point is not None:
+            found = evaluate(replace(shared, latency_limit_ns=point.iteration_ns), point.plan)
+            assert found.feasible
+            assert (found.iteration_ns, dict(found.memory_kib)) == (point.iteration_ns, dict(point.memory_kib))
+
+
 def test_what_cannot_be_asked():
     with pytest.raises(ProblemError, match="points is 0"):
         latency_front(chain().problem, points=0)
