@@ -44,6 +44,8 @@ LARGEST: Mapping[str, float] = MappingProxyType({"INT8": 127.0, "FP8": 448.0, "F
 
 SCALED_FORMATS: tuple[str, ...] = ("INT8", "FP8")
 CAST_FORMATS: tuple[str, ...] = ("BF16", "FP16", "TF32")
+# How the gradient of a result is rounded where an 8-bit operator also runs backward in 8 bits.
+GRADIENT_KINDS: Mapping[str, str] = MappingProxyType({"INT8": "INT8/tensor", "FP8": "E5M2/tensor"})
 
 
 def smallest_exponent(format_name: str) -> int:

@@ -154,8 +154,8 @@ class Gain:
     """How strongly noise on one tensor of an operator moves the gradient of all parameters.
 
     Noise of variance v per element adds ``gain * v`` to the variance of the gradient, summed over all parameters.
-    ``uniform`` holds for noise of equal variance on every element (fixed point), ``floating`` for noise in proportion
-    to the element's square (floating point), with v the mean. Flips of rectifiers add ``kink * v / sqrt(r)``, where r
+    ``uniform`` holds for fixed-point noise, which is of equal variance on every element but for those near or below one
+    step, ``floating`` for noise in proportion to the element's square (floating point), with v the mean. Flips of rectifiers add ``kink * v / sqrt(r)``, where r
     is the noise-to-signal ratio of the operator's output.
     """
 
