@@ -1,11 +1,12 @@
 """Does the indicator tell the truth, and do its plans train better? Writes ``benchmarks/results/quality.json``.
 
-    python benchmarks/quality.py --part NAME [--part NAME ...] --folder FOLDER [--device cuda] [--scale full|tiny]
+    python benchmarks/quality.py --part NAME [--part NAME ...] --folder FOLDER [--device cuda] [--scale full]
     python benchmarks/quality.py --merge FOLDER [--output PATH]
 
 Every part writes a file of its own into FOLDER, again after every record, and ends when its time is used up, so that
 parts can run side by side and nothing is lost; ``--merge`` makes one file of them. Parts: operators, whole-model,
-harm:MODEL:SHARD (small-gpt, cnn; shards have repeats of their own), cost, train:MODEL (gpt, cnn).
+harm:MODEL:SHARD[:sgd] (small-gpt, cnn; shards have repeats of their own; by the model's own optimizer or by plain SGD),
+cost, train:MODEL (gpt, cnn; goes on where its file in FOLDER ends).
 """
 
 from __future__ import annotations
@@ -53,22 +54,22 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> None:
     """Run one part and keep its records as they come."""
-    tiny, folder = arguments.scale == "tiny", arguments.folder
+    scale, folder = arguments.scale, arguments.folder
     kind, *rest = part.split(":")
     clock, begin = Clock(arguments.seconds), time.monotonic()
     found: Iterator[dict[str, Any]]
     if kind == "train":
         found = train(rest[0], device, clock, arguments)
     elif kind == "harm":
-        found = harm.section(device, tiny, clock, name=rest[0], shard=int(rest[1]))
+        found = harm.section(device, scale, clock, name=rest[0], shard=int(rest[1]), optimizer=(rest[2:] or ["own"])[0])
     else:
         sections = {"operators": operators.section, "whole-model": whole_model.section, "cost": cost.section}
-        found = sections[kind](device, tiny, clock)
+        found = sections[kind](device, scale, clock)
     records: list[dict[str, Any]] = []
     path = folder / f"{part.replace(':', '-')}.json"
     for record in found:
-        if kind == "train":
-            records = [record]  # each holds all runs so far
+        if kind in ("train", "harm"):
+            records = [record]  # each holds all that is known so far
         else:
             records.append(record)
         data = {"format": PART, "part": part, **environment(device), "seconds": time.monotonic() - begin}
@@ -79,7 +80,9 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
 def train(name: str, device: torch.device, clock: Clock, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Runs of one model, several side by side, in two waves; every record holds all that is known so far."""
     seeds, steps = range(arguments.seeds), arguments.steps
-    comparison = training.Comparison(name, device, arguments.scale == "tiny", arguments.folder)
+    comparison = training.Comparison(name, device, arguments.scale, arguments.folder)
+    before = arguments.folder / f"train-{name}.json"
+    known = read_json(before, (PART,))["records"][-1]["runs"] if before.is_file() else []
     sign = -1.0 if training.better_when_higher(name) else 1.0
     record: dict[str, Any] = {
         "model": name,
@@ -87,13 +90,14 @@ def train(name: str, device: torch.device, clock: Clock, arguments: argparse.Nam
         "score": "accuracy on held-out fonts" if sign < 0 else "held-out loss, nats per byte",
         "steps": steps,
         "cost_model": COST_MODEL,
-        "runs": [],
+        "runs": list(known),
     }
+    done_before = {training.key(run) for run in known}
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
 
         def wave(jobs: list[training.Job]) -> Iterator[dict[str, Any]]:
-            waiting = [pool.submit(training.train, job) for job in jobs]
+            waiting = [pool.submit(training.train, job) for job in jobs if training.key(job) not in done_before]
             try:
                 for done in concurrent.futures.as_completed(waiting, timeout=clock.left()):
                     record["runs"].append(significant(done.result(), 6))
@@ -127,8 +131,9 @@ def merge(folder: Path, output: Path) -> None:
             continue
         records = [record for part in chosen for record in part["records"]]
         if kind == "harm":
-            models = dict.fromkeys(record["model"] for record in records)
-            records = [harm.merged([r for r in records if r["model"] == model]) for model in models]
+            kinds = dict.fromkeys((record["model"], record["optimizer"]) for record in records)
+            groups = [[r for r in records if (r["model"], r["optimizer"]) == which] for which in kinds]
+            records = [harm.merged(group) for group in groups if any(r["indicators"] for r in group)]
         head = {key: chosen[0][key] for key in ("date", "hardware", "versions")}
         commands = sorted({part["command"] for part in chosen})
         sections[kind] = {**head, "command": "; ".join(commands), "records": records}
@@ -140,7 +145,7 @@ def main() -> int:
     parser.add_argument("--part", action="append", default=[])
     parser.add_argument("--folder", type=Path, help="where parts write their files")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
+    parser.add_argument("--scale", choices=("full", "small", "tiny"), default="full", help="small: for a CPU")
     parser.add_argument("--seconds", type=float, default=120.0, help="for each part")
     parser.add_argument("--workers", type=int, default=6, help="training runs side by side")
     parser.add_argument("--seeds", type=int, default=4, help="training runs of every policy")

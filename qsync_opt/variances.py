@@ -26,9 +26,9 @@ from qsync_opt.rounding import (
     GRADIENT_KINDS,
     LARGEST,
     SCALED_FORMATS,
+    WIDE_FP8,
     Granularity,
     Rounding,
-    floating_point_variance,
     noise_kind,
 )
 from qsync_opt.statistics import OperatorKind, OperatorStatistics
@@ -122,10 +122,10 @@ def tensor_rounding(
     """How an operator's tensors are rounded when it runs at a precision.
 
     INT8 and FP8 quantize both operands, save them so, and run backward in a 16-bit format into which gradient and
-    dequantized operands are rounded. With ``backward="eight"`` the gradient is quantized instead and the operands' codes
-    are used again (with scales per row or channel they are made anew along the other side, which is counted as the same
-    error), and weight gradients keep their FP32 sums. BF16 and FP16 cast everything. TF32 rounds what is multiplied and
-    nothing else.
+    dequantized operands are rounded. With ``backward="eight"`` the gradient is quantized instead and the operands'
+    codes are used again (with scales per row or channel they are made anew along the other side, which is counted as
+    the same error), and weight gradients keep their FP32 sums. BF16 and FP16 cast everything. TF32 rounds what is
+    multiplied and nothing else.
     A lookup rounds the rows it delivers, once, and sums gradients in FP32.
 
     Args:
@@ -213,10 +213,7 @@ def noise_parts(
         rounding = options.rounding if name in SCALED_FORMATS else Rounding.NEAREST
         if kind in GRADIENT_KINDS.values() and tensor == "output_gradient":
             rounding = Rounding.STOCHASTIC
-        if name == "E5M2":  # no plan names it: the closed form, whose range is wide enough to need no measured factor
-            parts.append((floating_point_variance(2, getattr(operator, tensor).mean_square, rounding), "floating"))
-            continue
-        shape = granularity if number_format(name).is_integer else "floating"
+        shape = granularity if name != WIDE_FP8 and number_format(name).is_integer else "floating"
         parts.append((getattr(operator, tensor).variance(kind, rounding), shape))
     return tuple(parts)
 

@@ -98,12 +98,12 @@ def measure(subject: Subject, device: torch.device) -> dict[str, Any]:
     return significant(record)  # type: ignore[no-any-return]
 
 
-def section(device: torch.device, tiny: bool, clock: Clock) -> Iterator[dict[str, Any]]:
+def section(device: torch.device, scale: str, clock: Clock) -> Iterator[dict[str, Any]]:
     """BERT-base, ResNet-50, and a model of a thousand million parameters."""
     for name in ("bert", "resnet50"):
         if not clock.over():
-            yield measure(subject_of(name, device, tiny=tiny), device)
-    if tiny:
+            yield measure(subject_of(name, device, scale=scale), device)
+    if scale == "tiny":
         config = GptConfig(width=64, layers=2, heads=2, context=32)
     else:
         config = GptConfig(width=2048, layers=20, heads=16, context=512)

@@ -26,7 +26,6 @@ from estimates import ceiling, reliability, spearman, standard_error
 from noisy import added_variance, exact_gradient, planned
 from plans import magnified
 from subjects import Batch, Subject, subject_of, train_briefly
-from torch import nn
 from work import Clock, significant
 
 from qsync_opt.graph import OpGraph, Role
@@ -43,6 +42,8 @@ from qsync_opt.variances import NoiseOptions
 FACTOR = 8.0
 PRECISION = "INT8"
 STEPS = 3
+SGD_RATE = 0.1
+OPTIMIZERS = {"own": "the one it was trained by", "sgd": f"SGD at rate {SGD_RATE}"}
 ROUNDING = NoiseOptions(weight_granularity="tensor")  # type: ignore[arg-type]
 MEASURES = ("after_steps", "at_once", "gradient")
 _BATCHES, _HARM_BATCHES = 4, 10**6
@@ -56,10 +57,12 @@ def options(offset: int) -> ApplyOptions:
 class Bench:
     """A trained model whose state can be put back, and the losses that follow from it."""
 
-    def __init__(self, subject: Subject, device: torch.device, train_steps: int) -> None:
+    def __init__(self, subject: Subject, device: torch.device, train_steps: int, optimizer: str) -> None:
         self.subject = subject
         self.model = subject.model(0, device)
         self.optimizer = train_briefly(subject, self.model, train_steps)
+        if optimizer == "sgd":
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=SGD_RATE)
         self.graph: OpGraph = capture(self.model, subject.batch(_HARM_BATCHES), name=subject.name)
         self._held_out = [_double(batch) for batch in subject.held_out(4)]
         self._twin = copy.deepcopy(self.model).double()
@@ -123,11 +126,15 @@ def measured_operators(graph: OpGraph, device: torch.device) -> list[str]:
     return [o.name for o in graph.by_role(Role.ADJUSTABLE) if ops.supports(o.op_type, PRECISION, device)]
 
 
-def tables(bench: Bench, device: torch.device, tiny: bool) -> dict[str, dict[str, float]]:
+def tables(bench: Bench, device: torch.device, scale: str) -> dict[str, dict[str, float]]:
     """Sensitivity of every operator at INT8 by every indicator, at the magnified error."""
     batches = [bench.subject.batch(_HARM_BATCHES + i) for i in range(_BATCHES)]
     found = collect_statistics(
-        bench.model, batches, graph=bench.graph, probes=2 if tiny else 8, curvature_probes=2 if tiny else 32
+        bench.model,
+        batches,
+        graph=bench.graph,
+        probes=2 if scale == "tiny" else 8,
+        curvature_probes=2 if scale == "tiny" else 16,
     )
     larger = magnified(found, FACTOR)
     result = {}
@@ -137,20 +144,23 @@ def tables(bench: Bench, device: torch.device, tiny: bool) -> dict[str, dict[str
     return result
 
 
-def section(device: torch.device, tiny: bool, clock: Clock, *, name: str, shard: int) -> Iterator[dict[str, Any]]:
+def section(
+    device: torch.device, scale: str, clock: Clock, *, name: str, shard: int, optimizer: str = "own"
+) -> Iterator[dict[str, Any]]:
     """One record: what was measured per operator and repeat, with the indicators. A shard has repeats of its own."""
-    subject = subject_of(name, device, tiny=tiny)
-    bench = Bench(subject, device, 5 if tiny else 300)
+    subject = subject_of(name, device, scale=scale)
+    bench = Bench(subject, device, 5 if scale == "tiny" else 300, optimizer)
     names = measured_operators(bench.graph, device)
     record: dict[str, Any] = {
         "model": name,
         "what": subject.what,
         "factor": FACTOR,
         "steps": STEPS,
-        "indicators": tables(bench, device, tiny) if shard == 0 else {},
+        "optimizer": OPTIMIZERS[optimizer],
+        "indicators": tables(bench, device, scale) if shard == 0 else {},
         **{measure: {operator: [] for operator in names} for measure in MEASURES},
     }
-    for repeat in range(shard * 10**4, shard * 10**4 + (2 if tiny else 10**3)):
+    for repeat in range(shard * 10**4, shard * 10**4 + (2 if scale == "tiny" else 10**3)):
         started = clock.left()
         batches = bench.batches(repeat)
         clean = bench.after_steps(batches, None, repeat, 1.0)
@@ -169,6 +179,8 @@ def section(device: torch.device, tiny: bool, clock: Clock, *, name: str, shard:
             record["gradient"][operator].extend(added)
         if clock.left() < 1.2 * (started - clock.left()):
             break
+        if repeat % 4 == 3:
+            yield record
     yield record
 
 
@@ -176,7 +188,7 @@ def merged(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """All shards of one model as one record, with ranks and reliabilities."""
     head = next(shard for shard in shards if shard["indicators"])
     names = list(head["after_steps"])
-    found: dict[str, Any] = {key: head[key] for key in ("model", "what", "factor", "steps", "indicators")}
+    found: dict[str, Any] = {key: head[key] for key in ("model", "what", "factor", "steps", "optimizer", "indicators")}
     for measure in MEASURES:
         repeats = {name: [v for shard in shards for v in shard[measure][name]] for name in names}
         means = [statistics.fmean(repeats[name]) for name in names]

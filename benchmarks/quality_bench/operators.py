@@ -138,9 +138,7 @@ def rows(
             if options.backward == "eight" and entry.call.op_type.startswith("conv"):
                 supported = False  # runs backward in 16 bits, which is another case
             if supported and not clock.over():
-                ratios[operator] = compare(
-                    entry, statistics_found[operator], precision, options, device, draws
-                )
+                ratios[operator] = compare(entry, statistics_found[operator], precision, options, device, draws)
         if ratios:
             yield {"case": name, **summary(ratios), "ratios": significant(ratios)}
 
@@ -156,13 +154,13 @@ def summary(ratios: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     }
 
 
-def section(device: torch.device, tiny: bool, clock: Clock) -> Iterator[dict[str, Any]]:
+def section(device: torch.device, scale: str, clock: Clock) -> Iterator[dict[str, Any]]:
     """Records of the section, one per model and case."""
     for name in ("bert", "resnet50"):
-        subject = subject_of(name, device, tiny=tiny)
+        subject = subject_of(name, device, scale=scale)
         model = subject.model(0, device)
-        train_briefly(subject, model, 3 if tiny else 60)
+        train_briefly(subject, model, 3 if scale == "tiny" else 60)
         batch = subject.batch(10**6)
         entries = record(model, batch)
-        for found in rows(entries, model, batch, device, 2 if tiny else 8, clock):
+        for found in rows(entries, model, batch, device, 2 if scale == "tiny" else 8, clock):
             yield {"model": subject.name, "what": subject.what, **found}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def sgd(rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
-def gpt(device: torch.device, config: GptConfig, batch: int, *, rate: float = 6e-4) -> Subject:
+def gpt(device: torch.device, config: GptConfig, batch: int, *, name: str = "gpt", rate: float = 6e-4) -> Subject:
     """A byte-level language model over the sources of Python's standard library."""
     texts = [text.to(device) for text in standard_library_text(max_bytes=32 << 20)]
     offsets = torch.arange(config.context + 1, device=device)
@@ -79,13 +79,13 @@ def gpt(device: torch.device, config: GptConfig, batch: int, *, rate: float = 6e
 
     size = sum(p.numel() for p in Gpt(config).parameters())
     return Subject(
-        name="gpt",
+        name=name,
         make=lambda: Gpt(config),
         batch=lambda seed: window(texts[0], torch.Generator().manual_seed(seed + 1000), batch),
         held_out=held_out,
         optimizer=adamw(rate),
-        what=f"decoder-only transformer of {size / 1e6:.1f} M parameters ({config.layers} layers, width {config.width}),"
-        f" bytes of Python's standard library ({len(texts[0]) / 1e6:.1f} MB, every tenth file held out), "
+        what=f"decoder-only transformer, {size / 1e6:.1f} M parameters ({config.layers} layers, width {config.width}), "
+        f"bytes of Python's standard library ({len(texts[0]) / 1e6:.1f} MB, every tenth file held out), "
         f"{batch} x {config.context} bytes a step",
     )
 
@@ -260,11 +260,19 @@ class ResNet(nn.Module):
 
 
 def cnn(
-    device: torch.device, blocks: tuple[int, ...], width: int, *, batch: int, size: int, large: bool, rate: float
+    device: torch.device,
+    blocks: tuple[int, ...],
+    width: int,
+    *,
+    batch: int,
+    size: int,
+    large: bool,
+    rate: float,
+    classes: int | None = None,
 ) -> Subject:
     """A residual network that reads characters."""
-    classes = characters()
-    train, held = (Images(fonts, classes, size, device) for fonts in (FONTS, HELD_OUT_FONTS))
+    shown = characters()[:classes]
+    train, held = (Images(fonts, shown, size, device) for fonts in (FONTS, HELD_OUT_FONTS))
     channels = 3 if large else 1
 
     def draw(images: Images, generator: torch.Generator) -> Batch:
@@ -275,7 +283,7 @@ def cnn(
         generator = torch.Generator().manual_seed(1)
         return [draw(held, generator) for _ in range(count)]
 
-    make = lambda: ResNet(blocks, width, channels, len(classes), large=large)  # noqa: E731
+    make = lambda: ResNet(blocks, width, channels, len(shown), large=large)  # noqa: E731
     size_of = sum(p.numel() for p in make().parameters())
     layers = 3 * sum(blocks) + 2
     return Subject(
@@ -285,7 +293,7 @@ def cnn(
         held_out=held_out,
         optimizer=sgd(rate),
         what=f"residual network of {layers} layers and {size_of / 1e6:.1f} M parameters with batch normalization, "
-        f"{len(classes)} characters in {len(FONTS)} fonts, drawn anew for every batch, {len(HELD_OUT_FONTS)} fonts "
+        f"{len(shown)} characters in {len(FONTS)} fonts, drawn anew for every batch, {len(HELD_OUT_FONTS)} fonts "
         f"held out, {batch} images of {size} x {size} a step",
     )
 
@@ -304,24 +312,42 @@ def train_briefly(subject: Subject, model: nn.Module, steps: int, first: int = 0
     return optimizer
 
 
-def subject_of(name: str, device: torch.device, *, tiny: bool) -> Subject:
-    """The subjects by name: ``bert``, ``resnet50``, ``gpt``, ``small-gpt``, ``cnn``."""
+def subject_of(name: str, device: torch.device, *, scale: str) -> Subject:
+    """The subjects by name: ``bert``, ``resnet50``, ``gpt``, ``small-gpt``, ``cnn``.
+
+    ``scale`` is ``full`` for a card, ``small`` for a CPU in minutes, ``tiny`` for a test.
+    """
     if name == "bert":
-        return bert(device, tiny=tiny, batch=2 if tiny else 8, length=16 if tiny else 128)
+        return bert(
+            device, tiny=scale != "full", batch=2 if scale == "tiny" else 8, length=16 if scale == "tiny" else 128
+        )
     if name == "resnet50":
-        if tiny:
+        if scale == "tiny":
             return cnn(device, (1, 1), 8, batch=4, size=32, large=True, rate=0.05)
-        return cnn(device, (3, 4, 6, 3), 64, batch=32, size=64, large=True, rate=0.05)
+        return cnn(device, (3, 4, 6, 3), 64, batch=32 if scale == "full" else 8, size=64, large=True, rate=0.05)
     if name == "cnn":
-        if tiny:
-            return cnn(device, (1, 1), 8, batch=16, size=16, large=False, rate=0.05)
-        return cnn(device, (2, 2, 2), 32, batch=128, size=24, large=False, rate=0.1)
-    if name == "gpt":
-        config = GptConfig(width=512, heads=8, layers=8, context=256)
-        return gpt(device, GptConfig(width=32, layers=2, context=32) if tiny else config, 4 if tiny else 16)
-    if name == "small-gpt":
-        config = GptConfig(width=192, heads=6, layers=6, context=128)
-        return gpt(device, GptConfig(width=32, layers=2, context=32) if tiny else config, 4 if tiny else 16)
-    raise SystemExit(f"no subject {name!r}: allowed are bert, resnet50, cnn, gpt, small-gpt")
+        return cnn(device, **_CNNS[scale])
+    if name in _GPTS:
+        config, batch, rate = _GPTS[name][scale]
+        return gpt(device, config, batch, name=name, rate=rate)
+    raise SystemExit(f"no subject {name!r}: allowed are bert, resnet50, cnn, {', '.join(_GPTS)}")
 
 
+_TINY = (GptConfig(width=32, layers=2, context=32), 4, 6e-4)
+_GPTS: dict[str, dict[str, tuple[GptConfig, int, float]]] = {
+    "gpt": {
+        "full": (GptConfig(width=512, heads=8, layers=8, context=256), 16, 6e-4),
+        "small": (GptConfig(width=64, heads=4, layers=3, context=32), 16, 3e-3),
+        "tiny": _TINY,
+    },
+    "small-gpt": {
+        "full": (GptConfig(width=192, heads=6, layers=6, context=128), 16, 6e-4),
+        "small": (GptConfig(width=64, heads=4, layers=4, context=32), 16, 2e-3),
+        "tiny": _TINY,
+    },
+}
+_CNNS: dict[str, dict[str, Any]] = {
+    "full": {"blocks": (2, 2, 2), "width": 32, "batch": 128, "size": 24, "large": False, "rate": 0.1},
+    "small": {"blocks": (1, 1, 1), "width": 12, "batch": 48, "size": 16, "large": False, "rate": 0.1, "classes": 40},
+    "tiny": {"blocks": (1, 1), "width": 8, "batch": 16, "size": 16, "large": False, "rate": 0.05},
+}

@@ -83,17 +83,17 @@ class Job:
     steps: int
     plan: Mapping[str, str]
     graph: str
-    tiny: bool
+    scale: str
     device: str
 
 
-_CACHE: dict[tuple[str, bool], Subject] = {}
+_CACHE: dict[tuple[str, str], Subject] = {}
 
 
-def _subject(name: str, device: torch.device, tiny: bool) -> Subject:
-    if (name, tiny) not in _CACHE:
-        _CACHE[name, tiny] = subject_of(name, device, tiny=tiny)
-    return _CACHE[name, tiny]
+def _subject(name: str, device: torch.device, scale: str) -> Subject:
+    if (name, scale) not in _CACHE:
+        _CACHE[name, scale] = subject_of(name, device, scale=scale)
+    return _CACHE[name, scale]
 
 
 def rate_at(step: int, steps: int) -> float:
@@ -108,7 +108,7 @@ def train(job: Job) -> dict[str, Any]:
     """Train from scratch under a plan; the score of the result in full precision."""
     torch.set_num_threads(1)
     device = torch.device(job.device)
-    subject = _subject(job.subject, device, job.tiny)
+    subject = _subject(job.subject, device, job.scale)
     model = subject.model(job.seed, device)
     optimizer = subject.optimizer(model)
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -128,7 +128,7 @@ def train(job: Job) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     model.eval()
     with torch.no_grad():
-        scores = [float(model(*batch)) for batch in subject.held_out(2 if job.tiny else 40)]
+        scores = [float(model(*batch)) for batch in subject.held_out(2 if job.scale else 40)]
     return {
         "policy": job.policy,
         "setting": job.setting.name,
@@ -142,18 +142,22 @@ def train(job: Job) -> dict[str, Any]:
 class Comparison:
     """What is common to all runs of a subject: graph, statistics of a model that has trained a little, plans."""
 
-    def __init__(self, name: str, device: torch.device, tiny: bool, folder: Path) -> None:
-        self.name, self.tiny, self.device = name, tiny, device
-        subject = _subject(name, device, tiny)
+    def __init__(self, name: str, device: torch.device, scale: str, folder: Path) -> None:
+        self.name, self.scale, self.device = name, scale, device
+        subject = _subject(name, device, scale)
         self.what = subject.what
         model = subject.model(0, device)
-        train_briefly(subject, model, 3 if tiny else 150, first=10**7)
+        train_briefly(subject, model, 3 if scale == "tiny" else 150, first=10**7)
         batches = [subject.batch(10**6 + i) for i in range(2)]
         self.graph = capture(model, batches[0], name=name)
         self.path = folder / f"{name}-graph.json"
         save_graph(self.graph, self.path)
         self.statistics = collect_statistics(
-            model, batches, graph=self.graph, probes=2 if tiny else 4, curvature_probes=2 if tiny else 16
+            model,
+            batches,
+            graph=self.graph,
+            probes=2 if scale == "tiny" else 4,
+            curvature_probes=2 if scale == "tiny" else 16,
         )
         adjustable = [o for o in self.graph.by_role(Role.ADJUSTABLE)]
         self.multiplications = {
@@ -191,7 +195,7 @@ class Comparison:
             steps=steps,
             plan=self.plan(policy, setting, seed),
             graph=str(self.path),
-            tiny=self.tiny,
+            scale=self.scale,
             device=str(self.device),
         )
 
@@ -258,6 +262,13 @@ def summary(runs: Sequence[Mapping[str, Any]], setting: str, sign: float) -> dic
             "recovered": recovered(gap, 0.0, mean),
         }
     return found
+
+
+def key(run: Mapping[str, Any] | Job) -> tuple[str, str, int]:
+    """What tells runs apart."""
+    if isinstance(run, Job):
+        return run.policy, run.setting.name, run.seed
+    return str(run["policy"]), str(run["setting"]), int(run["seed"])
 
 
 def first_jobs(comparison: Comparison, seeds: Sequence[int], steps: int) -> Iterator[Job]:

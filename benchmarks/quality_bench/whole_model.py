@@ -45,17 +45,17 @@ def total(table: Mapping[str, Mapping[str, float]], plan: Mapping[str, str]) -> 
     return sum(table[name][precision] for name, precision in plan.items())
 
 
-def section(device: torch.device, tiny: bool, clock: Clock) -> Iterator[dict[str, Any]]:
+def section(device: torch.device, scale: str, clock: Clock) -> Iterator[dict[str, Any]]:
     """One record per model."""
     subjects = ("gpt", "bert", "resnet50")
     for position, name in enumerate(subjects):
         share = Clock(clock.left() / (len(subjects) - position))
-        subject = subject_of(name, device, tiny=tiny)
+        subject = subject_of(name, device, scale=scale)
         model = subject.model(0, device)
-        train_briefly(subject, model, 3 if tiny else 60)
+        train_briefly(subject, model, 3 if scale == "tiny" else 60)
         batch = subject.batch(10**6)
         graph = capture(model, batch, name=name)
-        found = collect_statistics(model, [batch], graph=graph, probes=2 if tiny else 8)
+        found = collect_statistics(model, [batch], graph=graph, probes=2 if scale == "tiny" else 8)
         others = collect_statistics(model, [subject.batch(10**6 + i) for i in (1, 2)], graph=graph, probes=2)
         formats = device_formats(device)
         tables = {
@@ -64,10 +64,10 @@ def section(device: torch.device, tiny: bool, clock: Clock) -> Iterator[dict[str
             "probed, other batches": sensitivities(graph, others, formats),
         }
         exact, options = exact_gradient(model, batch), ApplyOptions()
-        plans = {f"mixed {i}": plan for i, plan in enumerate(mixed_plans(graph, device, 2 if tiny else 8))}
+        plans = {f"mixed {i}": plan for i, plan in enumerate(mixed_plans(graph, device, 2 if scale == "tiny" else 8))}
         plans |= {f"uniform {p}": _uniform(graph, p, device) for p in PRECISIONS[:3] if p in formats}
         rows = []
-        draws = 2 if tiny else 6
+        draws = 2 if scale == "tiny" else 6
         for label, plan in plans.items():
             measured = added_variance(model, batch, exact, plan, graph, options, draws)
             mean = statistics.fmean(measured)

@@ -29,8 +29,7 @@ from qsync_opt.statistics import (
     TensorStatistics,
 )
 
-
-_GRADIENT_KIND = GRADIENT_KINDS["INT8"]
+_INTEGER_GRADIENT = GRADIENT_KINDS["INT8"]
 
 
 def _total(x: Tensor) -> Tensor:
@@ -177,12 +176,13 @@ class OperatorRecord:
     def output_gradient(self, g: Tensor) -> None:
         """The gradient of the result: completes what waits for it."""
         self.plain("output_gradient", g)
-        if self.form is not None:
-            # An 8-bit backward pass quantizes it with one scale.
+        if self._runs_backward_in_8_bits:
+            # It is quantized with one scale there.
             amax = torch.maximum(g.amax(), -g.amin())
             self.scalars[f"output_gradient.amax.{Granularity.TENSOR}"] = amax.to(torch.float64).square()
-            errors = kind_errors(_strided(g, self.sample), _GRADIENT_KIND, {Granularity.TENSOR: amax})
-            self._errors("output_gradient", _GRADIENT_KIND, errors)
+            part = _strided(g, self.sample)
+            for kind in GRADIENT_KINDS.values():
+                self._errors("output_gradient", kind, kind_errors(part, kind, {Granularity.TENSOR: amax}))
         if self.attention is not None:
             for name, errors in attention_errors(self.attention, g).items():
                 for target, error in zip(("output", *GRADIENTS), errors, strict=True):
@@ -194,17 +194,23 @@ class OperatorRecord:
         if self.form is not None:
             self._meet_gradient(self.form, self.form.result(g))
 
+    @property
+    def _runs_backward_in_8_bits(self) -> bool:
+        """Whether there are 8-bit kernels for its backward pass: of matrix products, not of convolutions."""
+        return self.kind is OperatorKind.PRODUCT and not self.op_type.startswith("conv")
+
     def _meet_gradient(self, form: ProductForm, g: Tensor) -> None:
         g2 = g.square()
         row_g2, column_g2 = form.result_by_row(g2), form.result_by_column(g2)
-        errors = kind_errors(g, _GRADIENT_KIND, {Granularity.TENSOR: g.abs().amax()}).stochastic
-        self.scalars["gradient_error"] = _mean(errors)
-        self.scalars["xg/gradient"] = _dot(self.by_row["floating"][0], form.result_by_row(errors))
-        self.scalars["gw/gradient"] = _dot(self.by_column["floating"], form.result_by_column(errors))
         for shape, (reduced, rows) in self.by_row.items():
             self.scalars[f"xg/{shape}"] = _dot(reduced, form.sampled_rows(row_g2, rows))
         for shape, reduced in self.by_column.items():
             self.scalars[f"gw/{shape}"] = _dot(reduced, column_g2)
+        if self._runs_backward_in_8_bits:
+            errors = kind_errors(g, _INTEGER_GRADIENT, {Granularity.TENSOR: g.abs().amax()}).stochastic
+            self.scalars["gradient_error"] = _mean(errors)
+            self.scalars["xg/gradient"] = _dot(self.by_row["floating"][0], form.result_by_row(errors))
+            self.scalars["gw/gradient"] = _dot(self.by_column["floating"], form.result_by_column(errors))
         self.form = None
         self.by_row.clear()
         self.by_column.clear()
@@ -248,9 +254,7 @@ class OperatorRecord:
             self.elements.setdefault(name, size)
         self.elements.setdefault("output_gradient", self.elements["output"])
         values = self.values(batch)
-        tensors: dict[str, Any] = {
-            name: _tensor_statistics(name, size, values) for name, size in self.elements.items()
-        }
+        tensors: dict[str, Any] = {name: _tensor_statistics(name, size, values) for name, size in self.elements.items()}
         return OperatorStatistics(
             name=self.name,
             op_type=self.op_type,
@@ -305,7 +309,7 @@ def _tensor_statistics(name: str, elements: int, values: dict[str, float]) -> Te
     square_sum = values.get(f"{name}.square_sum", 0.0)
     amaxes = {str(g): values[f"{name}.amax.{g}"] for g in Granularity if f"{name}.amax.{g}" in values}
     factors = {}
-    for kind in noise_kinds(scaled=bool(amaxes)):
+    for kind in dict.fromkeys((*noise_kinds(scaled=bool(amaxes)), *GRADIENT_KINDS.values())):
         if f"{name}.{kind}.nearest" not in values:
             continue
         ratios = {}
