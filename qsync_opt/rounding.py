@@ -44,6 +44,11 @@ LARGEST: Mapping[str, float] = MappingProxyType({"INT8": 127.0, "FP8": 448.0, "F
 
 SCALED_FORMATS: tuple[str, ...] = ("INT8", "FP8")
 CAST_FORMATS: tuple[str, ...] = ("BF16", "FP16", "TF32")
+# How the gradient of a result is rounded where an 8-bit operator also runs backward in 8 bits. No operator is planned
+# in E5M2, so it is no precision: two mantissa bits, five exponent bits.
+WIDE_FP8 = "E5M2"
+WIDE_FP8_MANTISSA_BITS, WIDE_FP8_SMALLEST_EXPONENT, WIDE_FP8_LARGEST = 2, -14, 57344.0
+GRADIENT_KINDS: Mapping[str, str] = MappingProxyType({"INT8": "INT8/tensor", "FP8": f"{WIDE_FP8}/tensor"})
 
 
 def smallest_exponent(format_name: str) -> int:
@@ -118,6 +123,8 @@ def closed_form_variance(
         UnsupportedError: ``kind`` is unknown, or needs a granularity that ``mean_square_amax`` lacks.
     """
     name, _, granularity = kind.partition("/")
+    if kind == GRADIENT_KINDS["FP8"]:
+        return floating_point_variance(WIDE_FP8_MANTISSA_BITS, mean_square, rounding)
     if kind not in noise_kinds(scaled=True):
         raise UnsupportedError(f"unknown rounding {kind!r}: allowed are {', '.join(noise_kinds(scaled=True))}")
     if not number_format(name).is_integer:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.rounding import CAST_FORMATS, Granularity, Rounding, closed_form_variance, noise_kinds
+from qsync_opt.rounding import CAST_FORMATS, GRADIENT_KINDS, Granularity, Rounding, closed_form_variance, noise_kinds
 
 
 def _finite(value: float, what: str) -> None:
@@ -82,9 +82,12 @@ class TensorStatistics:
             if key not in list(Granularity):
                 raise ProblemError(f"unknown granularity {key!r}: allowed are {', '.join(Granularity)}")
             _finite(value, f"mean_square_amax[{key!r}]")
+        kinds = noise_kinds(scaled=bool(self.mean_square_amax))
+        if self.mean_square_amax:
+            kinds = tuple(dict.fromkeys((*kinds, *GRADIENT_KINDS.values())))
         for key in self.rounding:
-            if key not in noise_kinds(scaled=bool(self.mean_square_amax)):
-                allowed = ", ".join(noise_kinds(scaled=bool(self.mean_square_amax)))
+            if key not in kinds:
+                allowed = ", ".join(kinds)
                 raise ProblemError(f"unknown rounding {key!r}: allowed for this tensor are {allowed}")
         object.__setattr__(self, "mean_square_amax", MappingProxyType(dict(self.mean_square_amax)))
         object.__setattr__(self, "rounding", MappingProxyType(dict(self.rounding)))
@@ -156,9 +159,9 @@ class Gain:
     """How strongly noise on one tensor of an operator moves the gradient of all parameters.
 
     Noise of variance v per element adds ``gain * v`` to the variance of the gradient, summed over all parameters.
-    ``uniform`` holds for noise of equal variance on every element (fixed point), ``floating`` for noise in proportion
-    to the element's square (floating point), with v the mean. Flips of rectifiers add ``kink * v / sqrt(r)``, where r
-    is the noise-to-signal ratio of the operator's output.
+    ``uniform`` holds for fixed-point noise, which is of equal variance on every element but for those near or below one
+    step, ``floating`` for noise in proportion to the element's square (floating point), with v the mean. Flips of
+    rectifiers add ``kink * v / sqrt(r)``, where r is the noise-to-signal ratio of the operator's output.
     """
 
     uniform: float

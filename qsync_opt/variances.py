@@ -21,7 +21,16 @@ from typing import TypeVar
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.precision import PrecisionFormats, number_format
-from qsync_opt.rounding import CAST_FORMATS, LARGEST, SCALED_FORMATS, Granularity, Rounding, noise_kind
+from qsync_opt.rounding import (
+    CAST_FORMATS,
+    GRADIENT_KINDS,
+    LARGEST,
+    SCALED_FORMATS,
+    WIDE_FP8,
+    Granularity,
+    Rounding,
+    noise_kind,
+)
 from qsync_opt.statistics import OperatorKind, OperatorStatistics
 
 # Variance per element and its alignment shape, one pair for each independent rounding of a tensor.
@@ -42,11 +51,15 @@ class NoiseOptions:
 
     ``rounding`` is that of the quantizers with scales (INT8, FP8); casts between floating formats round to nearest.
     ``activation_granularity`` also holds for the second operand of a batch of products, there per column.
+    ``backward`` says in how many bits an 8-bit operator runs backward: in ``"half"`` the 16-bit format, or in
+    ``"eight"`` bits, where the gradient of the result is rounded stochastically with one scale for the whole tensor
+    (INT8, or E5M2 for FP8); convolutions and batches of products stay in 16 bits.
     """
 
     rounding: Rounding = Rounding.STOCHASTIC
     activation_granularity: Granularity = Granularity.TENSOR
     weight_granularity: Granularity = Granularity.CHANNEL
+    backward: str = "half"
 
     def __post_init__(self) -> None:
         checks = (
@@ -56,6 +69,8 @@ class NoiseOptions:
         )
         for name, kind, allowed in checks:
             object.__setattr__(self, name, _member(kind, getattr(self, name), name, allowed))  # type: ignore[type-var]
+        if self.backward not in ("half", "eight"):
+            raise UnsupportedError(f"backward is {self.backward!r}: allowed are half, eight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +122,10 @@ def tensor_rounding(
     """How an operator's tensors are rounded when it runs at a precision.
 
     INT8 and FP8 quantize both operands, save them so, and run backward in a 16-bit format into which gradient and
-    dequantized operands are rounded. BF16 and FP16 cast everything. TF32 rounds what is multiplied and nothing else.
+    dequantized operands are rounded. With ``backward="eight"`` the gradient is quantized instead and the operands'
+    codes are used again (with scales per row or channel they are made anew along the other side, which is counted as
+    the same error), and weight gradients keep their FP32 sums. BF16 and FP16 cast everything. TF32 rounds what is
+    multiplied and nothing else.
     A lookup rounds the rows it delivers, once, and sums gradients in FP32.
 
     Args:
@@ -138,15 +156,16 @@ def tensor_rounding(
     backward = "TF32" if precision == "TF32" else cast(formats.gradient_input)
     scaled = precision in SCALED_FORMATS
     batch = not operator.op_type.startswith("conv") and operator.products[0].products > 1
+    eight = scaled and options.backward == "eight" and not batch and not operator.op_type.startswith("conv")
     columns = Granularity.CHANNEL if options.activation_granularity is Granularity.ROW else Granularity.TENSOR
     return TensorRounding(
         first=noise_kind(precision, options.activation_granularity) if scaled else cast(precision),
         second=noise_kind(precision, columns if batch else options.weight_granularity) if scaled else cast(precision),
-        backward=backward if scaled else None,
-        gradient=backward,
+        backward=backward if scaled and not eight else None,
+        gradient=GRADIENT_KINDS[precision] if eight else backward,
         output=cast(formats.output),
         input_gradient=cast(formats.gradient_output),
-        weight_gradient=cast(formats.gradient_input),
+        weight_gradient=None if eight else cast(formats.gradient_input),
     )
 
 
@@ -184,15 +203,17 @@ def noise_parts(
         operator: Its statistics.
         tensor: Name of the tensor, such as ``first``.
         kinds: Noise kinds; None is no rounding.
-        options: Stochastic or nearest, for the kinds with scales.
+        options: Stochastic or nearest, for the kinds with scales; a gradient is always rounded stochastically.
     """
-    parts = []
+    parts: list[tuple[float, str]] = []
     for kind in kinds:
         if kind is None:
             continue
         name, _, granularity = kind.partition("/")
         rounding = options.rounding if name in SCALED_FORMATS else Rounding.NEAREST
-        shape = granularity if number_format(name).is_integer else "floating"
+        if kind in GRADIENT_KINDS.values() and tensor == "output_gradient":
+            rounding = Rounding.STOCHASTIC
+        shape = granularity if name != WIDE_FP8 and number_format(name).is_integer else "floating"
         parts.append((getattr(operator, tensor).variance(kind, rounding), shape))
     return tuple(parts)
 

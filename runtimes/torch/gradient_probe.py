@@ -27,6 +27,7 @@ from qsync_opt.errors import ModelError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, replace_operands
+from qsync_opt.runtimes.torch.rounding_error import scaled_errors
 from qsync_opt.statistics import GRADIENTS, OPERANDS, Gain
 
 _NOMINAL_RATIO = 1e-3
@@ -35,6 +36,7 @@ _NOMINAL_RATIO = 1e-3
 _WIDTH = 1.0 / (2.0 * math.sqrt(2.0))
 _RECTIFIERS = ("relu",)
 # Noise in the forward pass flips rectifiers; noise in gradients does not.
+_QUANTIZED = ("first", "second", "output_gradient")
 FORWARD_TENSORS = (*OPERANDS, "output")
 """The tensors of an operator's forward pass."""
 
@@ -154,12 +156,33 @@ def refuse_dead_ends(gradients: Sequence[Tensor | None]) -> None:
         nodes.extend(following for following, _ in node.next_functions)
 
 
+def _noise_shapes(tensor: str, values: Tensor) -> tuple[Tensor | None, Tensor]:
+    """How fixed-point and floating noise spread over the elements of a tensor; None is evenly.
+
+    With one scale per tensor, zeros and numbers on the grid do not err, and numbers below a step err in proportion.
+    """
+    uniform = None
+    if tensor in _QUANTIZED:
+        uniform = scaled_errors(values, "INT8", torch.maximum(values.amax(), -values.amin())).stochastic
+    return uniform, values.square()
+
+
+def _weighted(squares: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum of squares times weights of mean 1; weights that are all zero count as none."""
+    plain = squares.sum(dtype=torch.float64)
+    if weights is None:
+        return plain
+    mean = weights.mean(dtype=torch.float64)
+    weighted = (squares * weights).sum(dtype=torch.float64) / mean.clamp(min=torch.finfo(torch.float64).tiny)
+    return torch.where(mean > 0, weighted, plain)
+
+
 def _squares(
     loss_of: Callable[[], Tensor], model: nn.Module, tapper: Tapper, probes: int, seed: int
 ) -> dict[tuple[str, str], Tensor]:
-    """Per operator and tensor: mean over probes of the squared derivatives, summed over elements, plain and weighted.
+    """Per operator and tensor: mean over probes of the squared derivatives, summed over elements with two weights.
 
-    The weighted sum is that of ``derivative**2 * t**2`` over the mean of ``t**2``.
+    Weights are those of `_noise_shapes`, over their mean.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     generator = torch.Generator().manual_seed(seed)
@@ -182,9 +205,8 @@ def _squares(
             for (name, tensor, tap), derivative in zip(tapper.taps, derivatives, strict=True):
                 if derivative is None:  # typed as if it never were
                     continue  # type: ignore[unreachable]
-                squares, weights = derivative.square(), tap.detach().square()
-                mean = weights.mean(dtype=torch.float64).clamp(min=torch.finfo(torch.float64).tiny)
-                sums = [squares.sum(dtype=torch.float64), (squares * weights).sum(dtype=torch.float64) / mean]
+                squares = derivative.square()
+                sums = [_weighted(squares, shape) for shape in _noise_shapes(tensor, tap.detach())]
                 found = torch.stack(sums) / probes
                 totals[name, tensor] = totals.get((name, tensor), 0) + found
     except RuntimeError as error:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qsync_opt.errors import ModelError
-from qsync_opt.rounding import Granularity, Rounding, closed_form_variance, noise_kinds
+from qsync_opt.rounding import GRADIENT_KINDS, Granularity, Rounding, closed_form_variance, noise_kinds
 from qsync_opt.runtimes.torch.attention_error import AttentionCall, attention_errors
 from qsync_opt.runtimes.torch.product_calls import Product
 from qsync_opt.runtimes.torch.product_forms import ProductForm
@@ -28,6 +28,8 @@ from qsync_opt.statistics import (
     RoundingFactor,
     TensorStatistics,
 )
+
+_INTEGER_GRADIENT = GRADIENT_KINDS["INT8"]
 
 
 def _total(x: Tensor) -> Tensor:
@@ -72,7 +74,6 @@ class OperatorRecord:
     """Elements of each operand that a gradient is due for, by the gradient's name."""
     elements: dict[str, int] = field(default_factory=dict)
     scalars: dict[str, Tensor] = field(default_factory=dict)
-    scaled: set[str] = field(default_factory=set)
     # Of a product, from its forward to its backward pass: per shape the reductions that wait for the gradient.
     form: ProductForm | None = None
     factor: float = 1.0
@@ -103,7 +104,6 @@ class OperatorRecord:
         self.scalars[f"{tensor}.{kind}.nearest"] = _mean(errors.nearest)
 
     def _amaxes(self, tensor: str, x: Tensor, dims: dict[Granularity, tuple[int, ...]]) -> dict[Granularity, Tensor]:
-        self.scaled.add(tensor)
         amaxes = {}
         for granularity in Granularity:
             amax = x.abs().amax(dims[granularity], keepdim=True)
@@ -150,7 +150,6 @@ class OperatorRecord:
         self.products = (size,)
         one = torch.ones((), dtype=torch.float64, device=table.device)
         self.elements["first"] = size.rows * size.contraction
-        self.scaled.add("first")
         self.scalars["first.amax"] = one
         self.scalars["first.square_sum"] = one * size.rows
         for granularity in Granularity:
@@ -177,6 +176,13 @@ class OperatorRecord:
     def output_gradient(self, g: Tensor) -> None:
         """The gradient of the result: completes what waits for it."""
         self.plain("output_gradient", g)
+        if self._runs_backward_in_8_bits:
+            # It is quantized with one scale there.
+            amax = torch.maximum(g.amax(), -g.amin())
+            self.scalars[f"output_gradient.amax.{Granularity.TENSOR}"] = amax.to(torch.float64).square()
+            part = _strided(g, self.sample)
+            for kind in GRADIENT_KINDS.values():
+                self._errors("output_gradient", kind, kind_errors(part, kind, {Granularity.TENSOR: amax}))
         if self.attention is not None:
             for name, errors in attention_errors(self.attention, g).items():
                 for target, error in zip(("output", *GRADIENTS), errors, strict=True):
@@ -186,14 +192,25 @@ class OperatorRecord:
             rows = g.square().reshape(-1, g.shape[-1]).sum(1)
             self.scalars["xg/floating"] = _total(rows if self.counted is None else rows[self.counted])
         if self.form is not None:
-            self._meet_gradient(self.form, self.form.result(g).square())
+            self._meet_gradient(self.form, self.form.result(g))
 
-    def _meet_gradient(self, form: ProductForm, g2: Tensor) -> None:
+    @property
+    def _runs_backward_in_8_bits(self) -> bool:
+        """Whether there are 8-bit kernels for its backward pass: of matrix products, not of convolutions."""
+        return self.kind is OperatorKind.PRODUCT and not self.op_type.startswith("conv")
+
+    def _meet_gradient(self, form: ProductForm, g: Tensor) -> None:
+        g2 = g.square()
         row_g2, column_g2 = form.result_by_row(g2), form.result_by_column(g2)
         for shape, (reduced, rows) in self.by_row.items():
             self.scalars[f"xg/{shape}"] = _dot(reduced, form.sampled_rows(row_g2, rows))
         for shape, reduced in self.by_column.items():
             self.scalars[f"gw/{shape}"] = _dot(reduced, column_g2)
+        if self._runs_backward_in_8_bits:
+            errors = kind_errors(g, _INTEGER_GRADIENT, {Granularity.TENSOR: g.abs().amax()}).stochastic
+            self.scalars["gradient_error"] = _mean(errors)
+            self.scalars["xg/gradient"] = _dot(self.by_row["floating"][0], form.result_by_row(errors))
+            self.scalars["gw/gradient"] = _dot(self.by_column["floating"], form.result_by_column(errors))
         self.form = None
         self.by_row.clear()
         self.by_column.clear()
@@ -237,9 +254,7 @@ class OperatorRecord:
             self.elements.setdefault(name, size)
         self.elements.setdefault("output_gradient", self.elements["output"])
         values = self.values(batch)
-        tensors: dict[str, Any] = {
-            name: _tensor_statistics(name, size, values, name in self.scaled) for name, size in self.elements.items()
-        }
+        tensors: dict[str, Any] = {name: _tensor_statistics(name, size, values) for name, size in self.elements.items()}
         return OperatorStatistics(
             name=self.name,
             op_type=self.op_type,
@@ -283,14 +298,18 @@ class OperatorRecord:
         # Both ends of these paths are squares: the same sum, whichever of the two is noisy.
         found["gradient>second_gradient/floating"] = found["first>second_gradient/floating"]
         found["gradient>first_gradient/floating"] = found["second>first_gradient/floating"]
+        if "gradient_error" in values:
+            error = values["gradient_error"]
+            found["gradient>second_gradient/tensor"] = ratio("xg/gradient", squares["first"], error)
+            found["gradient>first_gradient/tensor"] = ratio("gw/gradient", squares["second"], error)
         return found
 
 
-def _tensor_statistics(name: str, elements: int, values: dict[str, float], scaled: bool) -> TensorStatistics:
+def _tensor_statistics(name: str, elements: int, values: dict[str, float]) -> TensorStatistics:
     square_sum = values.get(f"{name}.square_sum", 0.0)
-    amaxes = {str(g): values[f"{name}.amax.{g}"] for g in Granularity} if scaled else {}
+    amaxes = {str(g): values[f"{name}.amax.{g}"] for g in Granularity if f"{name}.amax.{g}" in values}
     factors = {}
-    for kind in noise_kinds(scaled=scaled):
+    for kind in dict.fromkeys((*noise_kinds(scaled=bool(amaxes)), *GRADIENT_KINDS.values())):
         if f"{name}.{kind}.nearest" not in values:
             continue
         ratios = {}

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from qsync_opt.precision import number_format
-from qsync_opt.rounding import LARGEST, Granularity, smallest_exponent
+from qsync_opt.rounding import (
+    LARGEST,
+    WIDE_FP8,
+    WIDE_FP8_LARGEST,
+    WIDE_FP8_MANTISSA_BITS,
+    WIDE_FP8_SMALLEST_EXPONENT,
+    Granularity,
+    smallest_exponent,
+)
 
 # A slice whose largest magnitude is below this many times the largest code uses the smallest normal FP32 scale.
 _SMALLEST_NORMAL = 2.0**-126
@@ -40,13 +48,19 @@ def cast_errors(x: Tensor, format_name: str) -> ElementErrors:
 
     Args:
         x: FP32, any shape, finite.
-        format_name: ``BF16``, ``FP16``, ``TF32`` or ``FP8`` (elements then in units of the scale).
+        format_name: ``BF16``, ``FP16``, ``TF32``, or ``FP8`` and ``E5M2`` (elements then in units of the scale).
 
     Source:
         Ours.
     """
+    if format_name == WIDE_FP8:
+        return _floating_errors(x, WIDE_FP8_MANTISSA_BITS, WIDE_FP8_SMALLEST_EXPONENT)
+    return _floating_errors(x, number_format(format_name).mantissa_bits, smallest_exponent(format_name))
+
+
+def _floating_errors(x: Tensor, mantissa_bits: int, least_exponent: int) -> ElementErrors:
     _, exponent = torch.frexp(x)  # |x| in [2**(exponent - 1), 2**exponent)
-    step_exponent = (exponent - 1).clamp_(min=smallest_exponent(format_name)) - number_format(format_name).mantissa_bits
+    step_exponent = (exponent - 1).clamp_(min=least_exponent) - mantissa_bits
     step = torch.ldexp(torch.ones_like(x), step_exponent)
     return _errors(x / step, step)
 
@@ -56,14 +70,15 @@ def scaled_errors(x: Tensor, format_name: str, amax: Tensor) -> ElementErrors:
 
     Args:
         x: FP32, any shape, finite.
-        format_name: ``INT8`` or ``FP8``.
+        format_name: ``INT8``, ``FP8`` or ``E5M2``.
         amax: Largest magnitude per slice, broadcasting against ``x``.
 
     Source:
         Ours.
     """
-    scale = (amax / LARGEST[format_name]).clamp(min=_SMALLEST_NORMAL)
-    if number_format(format_name).is_integer:
+    largest = WIDE_FP8_LARGEST if format_name == WIDE_FP8 else LARGEST[format_name]
+    scale = (amax / largest).clamp(min=_SMALLEST_NORMAL)
+    if format_name != WIDE_FP8 and number_format(format_name).is_integer:
         return _errors(x / scale, scale)
     errors = cast_errors(x / scale, format_name)
     return ElementErrors(*(error * scale.square() for error in errors))

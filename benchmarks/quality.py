@@ -1,0 +1,169 @@
+"""Does the indicator tell the truth, and do its plans train better? Writes ``benchmarks/results/quality.json``.
+
+    python benchmarks/quality.py --part NAME [--part NAME ...] --folder FOLDER [--device cuda] [--scale full]
+    python benchmarks/quality.py --merge FOLDER [--output PATH]
+
+Every part writes a file of its own into FOLDER, again after every record, and ends when its time is used up, so that
+parts can run side by side and nothing is lost; ``--merge`` makes one file of them. Parts: operators, whole-model,
+harm:MODEL:SHARD[:sgd] (small-gpt, cnn; shards have repeats of their own; by the model's own optimizer or by plain SGD),
+cost, train:MODEL (gpt, cnn; goes on where its file in FOLDER ends).
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import datetime
+import multiprocessing
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "quality_bench"))
+
+import cost
+import harm
+import operators
+import training
+import whole_model
+from plans import COST_MODEL
+from work import Clock, significant
+
+from qsync_opt.jsonio import read_json, write_json
+
+FORMAT = "qsync-bench-quality/1"
+PART = "qsync-bench-quality-part/1"
+RESULTS = Path(__file__).parent / "results" / "quality.json"
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Where and with what a part was run."""
+    cuda = device.type == "cuda"
+    return {
+        "date": datetime.date.today().isoformat(),
+        "hardware": torch.cuda.get_device_name() if cuda else platform.machine(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> None:
+    """Run one part and keep its records as they come."""
+    scale, folder = arguments.scale, arguments.folder
+    kind, *rest = part.split(":")
+    clock, begin = Clock(arguments.seconds), time.monotonic()
+    found: Iterator[dict[str, Any]]
+    if kind == "train":
+        found = train(rest[0], device, clock, arguments)
+    elif kind == "harm":
+        found = harm.section(device, scale, clock, name=rest[0], shard=int(rest[1]), optimizer=(rest[2:] or ["own"])[0])
+    else:
+        sections = {"operators": operators.section, "whole-model": whole_model.section, "cost": cost.section}
+        found = sections[kind](device, scale, clock)
+    records: list[dict[str, Any]] = []
+    path = folder / f"{part.replace(':', '-')}.json"
+    for record in found:
+        if kind in ("train", "harm"):
+            records = [record]  # each holds all that is known so far
+        else:
+            records.append(record)
+        data = {"format": PART, "part": part, **environment(device), "seconds": time.monotonic() - begin}
+        write_json(path, {**data, "records": records})
+        print(f"{part}: record {len(records)} after {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def train(name: str, device: torch.device, clock: Clock, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Runs of one model, several side by side, in two waves; every record holds all that is known so far."""
+    seeds, steps = range(arguments.seeds), arguments.steps
+    comparison = training.Comparison(name, device, arguments.scale, arguments.folder)
+    before = arguments.folder / f"train-{name}.json"
+    known = read_json(before, (PART,))["records"][-1]["runs"] if before.is_file() else []
+    sign = -1.0 if training.better_when_higher(name) else 1.0
+    record: dict[str, Any] = {
+        "model": name,
+        "what": comparison.what,
+        "score": "accuracy on held-out fonts" if sign < 0 else "held-out loss, nats per byte",
+        "steps": steps,
+        "cost_model": COST_MODEL,
+        "runs": list(known),
+    }
+    done_before = {training.key(run) for run in known}
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
+
+        def wave(jobs: list[training.Job]) -> Iterator[dict[str, Any]]:
+            waiting = [pool.submit(training.train, job) for job in jobs if training.key(job) not in done_before]
+            try:
+                for done in concurrent.futures.as_completed(waiting, timeout=clock.left()):
+                    record["runs"].append(significant(done.result(), 6))
+                    yield record
+            except TimeoutError:
+                print(f"train:{name}: time is up with {len(record['runs'])} runs", flush=True)
+                for one in waiting:
+                    one.cancel()
+
+        yield from wave(list(training.first_jobs(comparison, seeds, steps)))
+        settings = training.SETTINGS[name]
+        chosen = training.harsh_enough(record["runs"], settings, sign)
+        record["chosen"] = chosen.name
+        record["plans"] = comparison.planned(chosen)
+        yield from wave(list(training.second_jobs(comparison, chosen, seeds, steps)))
+    record["summary"] = significant(
+        {setting.name: training.summary(record["runs"], setting.name, sign) for setting in settings}
+    )
+    yield record
+
+
+def merge(folder: Path, output: Path) -> None:
+    """One file from all parts; sections that no part holds are kept as the output has them."""
+    sections: dict[str, Any] = {}
+    if output.is_file():
+        sections = dict(read_json(output, (FORMAT,))["sections"])
+    parts = [read_json(path, (PART,)) for path in sorted(folder.glob("*.json")) if not path.stem.endswith("-graph")]
+    for kind in ("operators", "whole-model", "cost", "harm", "train"):
+        chosen = [part for part in parts if part["part"].split(":")[0] == kind]
+        if not chosen:
+            continue
+        records = [record for part in chosen for record in part["records"]]
+        if kind == "harm":
+            kinds = dict.fromkeys((record["model"], record["optimizer"]) for record in records)
+            groups = [[r for r in records if (r["model"], r["optimizer"]) == which] for which in kinds]
+            records = [harm.merged(group) for group in groups if any(r["indicators"] for r in group)]
+        head = {key: chosen[0][key] for key in ("date", "hardware", "versions")}
+        commands = sorted({part["command"] for part in chosen})
+        sections[kind] = {**head, "command": "; ".join(commands), "records": records}
+    write_json(output, {"format": FORMAT, "sections": sections})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", default=[])
+    parser.add_argument("--folder", type=Path, help="where parts write their files")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--scale", choices=("full", "small", "tiny"), default="full", help="small: for a CPU")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for each part")
+    parser.add_argument("--workers", type=int, default=6, help="training runs side by side")
+    parser.add_argument("--seeds", type=int, default=4, help="training runs of every policy")
+    parser.add_argument("--steps", type=int, default=500, help="of every training run")
+    parser.add_argument("--merge", type=Path, metavar="FOLDER")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    if arguments.merge is not None:
+        merge(arguments.merge, arguments.output)
+        return 0
+    if not arguments.part or arguments.folder is None:
+        parser.error("give --part and --folder, or --merge")
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    for part in arguments.part:
+        run_part(part, torch.device(arguments.device), arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

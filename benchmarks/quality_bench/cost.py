@@ -1,0 +1,111 @@
+"""What does scoring cost? Time and memory of collecting statistics against training steps."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from subjects import Subject, gpt, subject_of
+from torch import nn
+from work import Clock, significant
+
+from qsync_opt.graph import OpGraph
+from qsync_opt.indicator import sensitivities
+from qsync_opt.runtimes.torch.capabilities import device_formats
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.demo.model import GptConfig
+from qsync_opt.runtimes.torch.statistics import collect_statistics, full_precision
+
+
+class Meter:
+    """Seconds and peak memory of a function, caches warm."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+
+    def __call__(self, function: Callable[[], object]) -> tuple[float, int]:
+        """Seconds, and bytes at the peak (0 on a CPU)."""
+        gc.collect()
+        if self._cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        function()
+        if self._cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin, torch.cuda.max_memory_allocated() if self._cuda else 0
+
+
+def _training_step(subject: Subject, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with full_precision():
+        optimizer.zero_grad(set_to_none=True)
+        model(*subject.batch(1)).backward()
+        optimizer.step()
+
+
+def measure(subject: Subject, device: torch.device) -> dict[str, Any]:
+    """Training step, statistics with and without probes, and the table of all precisions."""
+    meter = Meter(device)
+    model = subject.model(0, device)
+    graph: OpGraph | None = None
+
+    def captured() -> None:
+        nonlocal graph
+        graph = capture(model, subject.batch(0), name=subject.name)
+
+    capture_s, _ = meter(captured)
+    assert graph is not None
+    optimizer = subject.optimizer(model)
+    steps = [meter(lambda: _training_step(subject, model, optimizer)) for _ in range(6)][2:]
+    step_s, step_bytes = statistics.median(s for s, _ in steps), max(b for _, b in steps)
+    formats = device_formats(device)
+    record: dict[str, Any] = {
+        "model": subject.name,
+        "what": subject.what,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "operators": sum(1 for _ in graph.operators),
+        "precisions": len(formats),
+        "capture_s": capture_s,
+        "step_s": step_s,
+        "step_bytes": step_bytes,
+        "scoring": [],
+    }
+    for probes in (0, 1, 2):
+        found: list[Any] = []
+
+        def score(probes: int = probes, found: list[Any] = found) -> None:
+            assert graph is not None
+            known = collect_statistics(model, [subject.batch(2)], graph=graph, probes=probes)
+            found.append(sensitivities(graph, known, formats))
+
+        if probes == 0:
+            meter(score)  # the first use of every kernel
+        seconds, peak = meter(score)
+        record["scoring"].append(
+            {
+                "probes": probes,
+                "indicator": str(found[-1].kind),
+                "seconds": seconds,
+                "steps_per_precision": seconds / step_s / len(formats),
+                "peak_bytes": peak,
+                "extra_memory": peak / step_bytes - 1 if step_bytes else None,
+            }
+        )
+    return significant(record)  # type: ignore[no-any-return]
+
+
+def section(device: torch.device, scale: str, clock: Clock) -> Iterator[dict[str, Any]]:
+    """BERT-base, ResNet-50, and a model of a thousand million parameters."""
+    for name in ("bert", "resnet50"):
+        if not clock.over():
+            yield measure(subject_of(name, device, scale=scale), device)
+    if scale == "tiny":
+        config = GptConfig(width=64, layers=2, heads=2, context=32)
+    else:
+        config = GptConfig(width=2048, layers=20, heads=16, context=512)
+    if not clock.over():
+        yield measure(gpt(device, config, 2), device)

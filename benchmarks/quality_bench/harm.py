@@ -1,0 +1,206 @@
+"""Does the indicator rank operators by the harm they do? One operator at a time in INT8.
+
+Harm is measured in three ways:
+
+- ``after_steps``: from one state of model and optimizer, one training step is taken with the operator in INT8 and then
+  a few in full precision, over the same batches as a run that is in full precision throughout; the difference of the
+  losses on held-out batches. Rounding adds a part to the loss that is odd in the error, far larger than the harm and
+  zero in the mean; it is taken out by taking every step twice, with the same random numbers, once with the error as it
+  is and once with it reversed, and averaging. The loss is evaluated in double precision. The error is magnified by a
+  factor, the same for all operators, so that its effect stands clear of the arithmetic of the training step.
+- ``at_once``: the change of the training loss when the operator runs in INT8, weights as they are; the same way.
+- ``gradient``: the variance that is added to the gradient, magnified by nothing.
+
+Each repeat has batches and random numbers of its own; the reliability says how well as many fresh repeats would agree.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from estimates import ceiling, reliability, spearman, standard_error
+from noisy import added_variance, exact_gradient, planned
+from plans import magnified
+from subjects import Batch, Subject, subject_of, train_briefly
+from work import Clock, significant
+
+from qsync_opt.graph import OpGraph, Role
+from qsync_opt.indicator import sensitivities
+from qsync_opt.kernels import ops
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.runtimes.torch.apply import ApplyOptions
+from qsync_opt.runtimes.torch.capabilities import device_formats
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.statistics import collect_statistics, full_precision
+from qsync_opt.sensitivity_table import IndicatorKind
+from qsync_opt.variances import NoiseOptions
+
+FACTOR = 8.0
+PRECISION = "INT8"
+STEPS = 3
+SGD_RATE = 0.1
+OPTIMIZERS = {"own": "the one it was trained by", "sgd": f"SGD at rate {SGD_RATE}"}
+ROUNDING = NoiseOptions(weight_granularity="tensor")  # type: ignore[arg-type]
+MEASURES = ("after_steps", "at_once", "gradient")
+_BATCHES, _HARM_BATCHES = 4, 10**6
+
+
+def options(offset: int) -> ApplyOptions:
+    """Scales per tensor, and a place in the random stream."""
+    return ApplyOptions(kernels=KernelOptions(weight_granularity="tensor", offset=offset))
+
+
+class Bench:
+    """A trained model whose state can be put back, and the losses that follow from it."""
+
+    def __init__(self, subject: Subject, device: torch.device, train_steps: int, optimizer: str) -> None:
+        self.subject = subject
+        self.model = subject.model(0, device)
+        self.optimizer = train_briefly(subject, self.model, train_steps)
+        if optimizer == "sgd":
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=SGD_RATE)
+        self.graph: OpGraph = capture(self.model, subject.batch(_HARM_BATCHES), name=subject.name)
+        self._held_out = [_double(batch) for batch in subject.held_out(4)]
+        self._twin = copy.deepcopy(self.model).double()
+        self._weights = {key: value.detach().clone() for key, value in self.model.state_dict().items()}
+        self._moments = copy.deepcopy(self.optimizer.state_dict())
+
+    def restore(self) -> None:
+        """Put weights, buffers and moments back."""
+        self.model.load_state_dict(self._weights)
+        self.optimizer.load_state_dict(copy.deepcopy(self._moments))
+
+    def step(self, batch: Batch) -> None:
+        """One training step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model(*batch).backward()
+        self.optimizer.step()
+
+    def held_out_loss(self) -> float:
+        """In double precision; batch normalization goes by the batch."""
+        self._twin.load_state_dict(self.model.state_dict())
+        with torch.no_grad():
+            return float(torch.stack([self._twin(*batch) for batch in self._held_out]).mean())
+
+    def batches(self, repeat: int) -> list[Batch]:
+        """Of one repeat, seen by no one else."""
+        return [self.subject.batch(2 * 10**6 + repeat * STEPS + i) for i in range(STEPS)]
+
+    def after_steps(self, batches: Sequence[Batch], operator: str | None, repeat: int, factor: float) -> float:
+        """Held-out loss after the steps, the first of them with an operator in INT8."""
+        self.restore()
+        with full_precision():
+            if operator is None:
+                self.step(batches[0])
+            else:
+                with planned(self.model, {operator: PRECISION}, self.graph, options(repeat * 1000), factor=factor):
+                    self.step(batches[0])
+            for batch in batches[1:]:
+                self.step(batch)
+            return self.held_out_loss()
+
+    def at_once(self, batch: Batch, operator: str | None, repeat: int, factor: float) -> float:
+        """Training loss with an operator in INT8, weights as they are (put back before)."""
+        with full_precision(), torch.no_grad():
+            if operator is None:
+                return float(self.model(*batch).double())
+            with planned(self.model, {operator: PRECISION}, self.graph, options(repeat * 1000), factor=factor):
+                return float(self.model(*batch).double())
+
+
+def _double(batch: Batch) -> Batch:
+    return tuple(x.double() if x.is_floating_point() else x for x in batch)
+
+
+def even_part(losses: Sequence[float], clean: float) -> float:
+    """Mean of the losses with error and with the reversed error, less the one without."""
+    return statistics.fmean(losses) - clean
+
+
+def measured_operators(graph: OpGraph, device: torch.device) -> list[str]:
+    """Those that can run in INT8."""
+    return [o.name for o in graph.by_role(Role.ADJUSTABLE) if ops.supports(o.op_type, PRECISION, device)]
+
+
+def tables(bench: Bench, device: torch.device, scale: str) -> dict[str, dict[str, float]]:
+    """Sensitivity of every operator at INT8 by every indicator, at the magnified error."""
+    batches = [bench.subject.batch(_HARM_BATCHES + i) for i in range(_BATCHES)]
+    found = collect_statistics(
+        bench.model,
+        batches,
+        graph=bench.graph,
+        probes=2 if scale == "tiny" else 8,
+        curvature_probes=2 if scale == "tiny" else 16,
+    )
+    larger = magnified(found, FACTOR)
+    result = {}
+    for kind in IndicatorKind:
+        table = sensitivities(bench.graph, larger, device_formats(device), options=ROUNDING, kind=kind)
+        result[str(kind)] = {name: table[name][PRECISION] for name in measured_operators(bench.graph, device)}
+    return result
+
+
+def section(
+    device: torch.device, scale: str, clock: Clock, *, name: str, shard: int, optimizer: str = "own"
+) -> Iterator[dict[str, Any]]:
+    """One record: what was measured per operator and repeat, with the indicators. A shard has repeats of its own."""
+    subject = subject_of(name, device, scale=scale)
+    bench = Bench(subject, device, 5 if scale == "tiny" else 300, optimizer)
+    names = measured_operators(bench.graph, device)
+    record: dict[str, Any] = {
+        "model": name,
+        "what": subject.what,
+        "factor": FACTOR,
+        "steps": STEPS,
+        "optimizer": OPTIMIZERS[optimizer],
+        "indicators": tables(bench, device, scale) if shard == 0 else {},
+        **{measure: {operator: [] for operator in names} for measure in MEASURES},
+    }
+    for repeat in range(shard * 10**4, shard * 10**4 + (2 if scale == "tiny" else 10**3)):
+        started = clock.left()
+        batches = bench.batches(repeat)
+        clean = bench.after_steps(batches, None, repeat, 1.0)
+        for operator in names:
+            both = [bench.after_steps(batches, operator, repeat, sign * FACTOR) for sign in (1, -1)]
+            record["after_steps"][operator].append(even_part(both, clean))
+        bench.restore()
+        clean = bench.at_once(batches[0], None, repeat, 1.0)
+        exact = exact_gradient(bench.model, batches[0])
+        for operator in names:
+            both = [bench.at_once(batches[0], operator, repeat, sign * FACTOR) for sign in (1, -1)]
+            record["at_once"][operator].append(even_part(both, clean))
+            added = added_variance(
+                bench.model, batches[0], exact, {operator: PRECISION}, bench.graph, options(repeat * 1000), 1
+            )
+            record["gradient"][operator].extend(added)
+        if clock.left() < 1.2 * (started - clock.left()):
+            break
+        if repeat % 4 == 3:
+            yield record
+    yield record
+
+
+def merged(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All shards of one model as one record, with ranks and reliabilities."""
+    head = next(shard for shard in shards if shard["indicators"])
+    names = list(head["after_steps"])
+    found: dict[str, Any] = {key: head[key] for key in ("model", "what", "factor", "steps", "optimizer", "indicators")}
+    for measure in MEASURES:
+        repeats = {name: [v for shard in shards for v in shard[measure][name]] for name in names}
+        means = [statistics.fmean(repeats[name]) for name in names]
+        certain = reliability([repeats[name] for name in names])
+        found[measure] = {
+            "repeats": len(repeats[names[0]]),
+            "mean": dict(zip(names, means, strict=True)),
+            "standard_error": {name: standard_error(repeats[name]) for name in names},
+            "reliability": certain,
+            "ceiling": ceiling(certain),
+            "spearman": {
+                kind: spearman([values[name] for name in names], means) for kind, values in head["indicators"].items()
+            },
+        }
+    return significant(found)  # type: ignore[no-any-return]

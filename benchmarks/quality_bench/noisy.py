@@ -1,0 +1,96 @@
+"""Models under a plan, with the error of their low-precision operators as it is or made larger.
+
+A factor A runs an 8-bit operator twice, in the reference precision and through the real kernel, and hands on
+``reference + A * (kernel - reference)``, gradients likewise: the kernel's own error, A times as large (for a grid, what
+log2(A) bits less would make). Variances grow by A squared, nothing else changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qsync_opt.graph import OpGraph, Role
+from qsync_opt.kernels import ops
+from qsync_opt.runtimes.torch.apply import AppliedPlan, ApplyOptions
+from qsync_opt.runtimes.torch.interception import OperatorCall
+from qsync_opt.runtimes.torch.statistics import full_precision
+
+EIGHT_BITS = ("INT8", "FP8")
+
+
+class MagnifiedPlan(AppliedPlan):
+    """A plan whose 8-bit operators err ``factor`` times as much as their kernels do."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Mapping[str, str],
+        graph: OpGraph,
+        options: ApplyOptions,
+        *,
+        factor: float = 1.0,
+        reference: str = "FP32",
+    ) -> None:
+        self._factor, self._reference = factor, reference
+        adjustable = {operator.name: plan.get(operator.name, "FP32") for operator in graph.by_role(Role.ADJUSTABLE)}
+        super().__init__(model, adjustable, graph, options)
+
+    def __call__(self, call: OperatorCall) -> Any:
+        """Run one operator."""
+        low = super().__call__(call)
+        if self._factor == 1.0 or self.precisions.get(call.name) not in EIGHT_BITS or not self.interception.training:
+            return low
+        exact = ops.execute(call.op_type, self._reference, call.function, call.args, call.kwargs)
+        magnified = torch.lerp(exact.float(), low.float(), self._factor)
+        return magnified if self._reference == "FP32" else magnified.to(low.dtype)
+
+
+@contextlib.contextmanager
+def planned(
+    model: nn.Module, plan: Mapping[str, str], graph: OpGraph, options: ApplyOptions, **magnified: Any
+) -> Iterator[MagnifiedPlan]:
+    """The model under a plan within the block."""
+    applied = MagnifiedPlan(model, plan, graph, options, **magnified)
+    try:
+        yield applied
+    finally:
+        applied.interception.remove()
+
+
+def gradient(model: nn.Module, batch: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of all parameters for one batch."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(model(*batch), parameters, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+
+
+def squared_distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """Squared norm of the difference, all parameters together."""
+    sums = [(x.float() - y.float()).square().sum(dtype=torch.float64) for x, y in zip(a, b, strict=True)]
+    return float(torch.stack(sums).sum())
+
+
+def added_variance(
+    model: nn.Module,
+    batch: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    plan: Mapping[str, str],
+    graph: OpGraph,
+    options: ApplyOptions,
+    draws: int,
+    factor: float = 1.0,
+) -> list[float]:
+    """Squared distance of the gradient under a plan from the exact one, per draw of the rounding."""
+    with full_precision(), planned(model, plan, graph, options, factor=factor):
+        return [squared_distance(gradient(model, batch), exact) for _ in range(draws)]
+
+
+def exact_gradient(model: nn.Module, batch: Sequence[Tensor]) -> list[Tensor]:
+    """In true FP32."""
+    with full_precision():
+        return gradient(model, batch)

@@ -1,0 +1,124 @@
+"""Do sensitivities add up? Predicted against measured increase of the whole gradient's variance, for mixed plans."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from estimates import spearman, standard_error
+from noisy import added_variance, exact_gradient
+from subjects import subject_of, train_briefly
+from work import Clock, significant
+
+from qsync_opt.graph import OpGraph, Role
+from qsync_opt.indicator import sensitivities
+from qsync_opt.kernels import ops
+from qsync_opt.runtimes.torch.apply import ApplyOptions
+from qsync_opt.runtimes.torch.capabilities import device_formats
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.statistics import collect_statistics
+
+PRECISIONS = ("INT8", "FP8", "BF16", "FP32")
+
+
+def mixed_plans(graph: OpGraph, device: torch.device, count: int) -> list[dict[str, str]]:
+    """Random plans; every operator draws among the precisions it has, plan by plan more of the low ones."""
+    source = random.Random(7)
+    plans = []
+    for number in range(count):
+        weights = (1 + number, 1 + number, 2, 2)
+        plan = {}
+        for operator in graph.by_role(Role.ADJUSTABLE):
+            choices = [
+                (p, w) for p, w in zip(PRECISIONS, weights, strict=True) if ops.supports(operator.op_type, p, device)
+            ]
+            plan[operator.name] = source.choices([p for p, _ in choices], [w for _, w in choices])[0]
+        plans.append(plan)
+    return plans
+
+
+def total(table: Mapping[str, Mapping[str, float]], plan: Mapping[str, str]) -> float:
+    """Predicted increase of a plan."""
+    return sum(table[name][precision] for name, precision in plan.items())
+
+
+def section(device: torch.device, scale: str, clock: Clock) -> Iterator[dict[str, Any]]:
+    """One record per model."""
+    subjects = ("gpt", "bert", "resnet50")
+    for position, name in enumerate(subjects):
+        share = Clock(clock.left() / (len(subjects) - position))
+        subject = subject_of(name, device, scale=scale)
+        model = subject.model(0, device)
+        train_briefly(subject, model, 3 if scale == "tiny" else 60)
+        batch = subject.batch(10**6)
+        graph = capture(model, batch, name=name)
+        found = collect_statistics(model, [batch], graph=graph, probes=2 if scale == "tiny" else 8)
+        others = collect_statistics(model, [subject.batch(10**6 + i) for i in (1, 2)], graph=graph, probes=2)
+        formats = device_formats(device)
+        tables = {
+            "probed": sensitivities(graph, found, formats),
+            "propagated": sensitivities(graph, found, formats, kind="propagated"),  # type: ignore[arg-type]
+            "probed, other batches": sensitivities(graph, others, formats),
+        }
+        exact, options = exact_gradient(model, batch), ApplyOptions()
+        plans = {f"mixed {i}": plan for i, plan in enumerate(mixed_plans(graph, device, 2 if scale == "tiny" else 8))}
+        plans |= {f"uniform {p}": _uniform(graph, p, device) for p in PRECISIONS[:3] if p in formats}
+        rows = []
+        draws = 2 if scale == "tiny" else 6
+        for label, plan in plans.items():
+            measured = added_variance(model, batch, exact, plan, graph, options, draws)
+            mean = statistics.fmean(measured)
+            rows.append(
+                {
+                    "plan": label,
+                    "measured": mean,
+                    "standard_error": standard_error(measured),
+                    "ratios": {kind: total(table, plan) / mean for kind, table in tables.items()},
+                }
+            )
+        singles: dict[str, dict[str, Any]] = {}
+        for operator in graph.by_role(Role.ADJUSTABLE):
+            for precision in PRECISIONS[:3]:
+                if share.over() or not ops.supports(operator.op_type, precision, device):
+                    continue
+                alone = added_variance(model, batch, exact, {operator.name: precision}, graph, options, 2)
+                entry = {"measured": statistics.fmean(alone)}
+                entry |= {kind: table[operator.name].get(precision, 0.0) for kind, table in tables.items()}
+                singles.setdefault(precision, {})[operator.name] = entry
+        for row in rows:
+            row["measured_alone_over_together"] = _alone(plans[str(row["plan"])], singles, float(row["measured"]))
+        noise = others.gradient_noise
+        yield significant(
+            {
+                "model": subject.name,
+                "what": subject.what,
+                "gradient_noise": None if noise is None else noise.variance,
+                "plans": rows,
+                "ranks": {
+                    precision: {
+                        kind: spearman([e[kind] for e in entries.values()], [e["measured"] for e in entries.values()])
+                        for kind in tables
+                    }
+                    for precision, entries in singles.items()
+                },
+                "singles": singles,
+            }
+        )
+
+
+def _uniform(graph: OpGraph, precision: str, device: torch.device) -> dict[str, str]:
+    return {
+        o.name: precision if ops.supports(o.op_type, precision, device) else "FP32"
+        for o in graph.by_role(Role.ADJUSTABLE)
+    }
+
+
+def _alone(plan: Mapping[str, str], singles: Mapping[str, Mapping[str, Any]], together: float) -> float | None:
+    """Sum of what was measured one operator at a time over what was measured of all together; None if any lacks."""
+    low = [(name, precision) for name, precision in plan.items() if precision != "FP32"]
+    if any(name not in singles.get(precision, {}) for name, precision in low):
+        return None
+    return float(sum(singles[precision][name]["measured"] for name, precision in low)) / together

@@ -1,0 +1,162 @@
+"""Small pieces of the quality benchmark: its statistics, plans at equal time, what it makes of runs."""
+
+import math
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks" / "quality_bench"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules():
+    """The benchmark's modules import each other by their bare names."""
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture
+def estimates():
+    import estimates
+
+    return estimates
+
+
+@pytest.fixture
+def plans():
+    import plans
+
+    return plans
+
+
+@pytest.fixture
+def training():
+    pytest.importorskip("matplotlib")
+    import training
+
+    return training
+
+
+def test_rank_correlation_shares_ranks_of_equal_values(estimates):
+    assert estimates.ranks([10.0, 20.0, 10.0, 30.0]) == [1.5, 3.0, 1.5, 4.0]
+    assert estimates.spearman([1.0, 2.0, 3.0], [10.0, 100.0, 1000.0]) == pytest.approx(1)
+    assert estimates.spearman([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1)
+    assert estimates.spearman([0.0, 0.0, 0.0], [3.0, 2.0, 1.0]) is None
+
+
+def test_reliability_tells_signal_from_noise(estimates):
+    source = random.Random(0)
+    truth = [float(i) for i in range(40)]
+    clear = [[t + source.gauss(0, 0.1) for _ in range(20)] for t in truth]
+    noisy = [[t + source.gauss(0, 1e4) for _ in range(20)] for t in truth]
+    assert estimates.reliability(clear) > 0.99
+    assert abs(estimates.reliability(noisy)) < 0.6
+    assert estimates.ceiling(0.25) == pytest.approx(0.5)
+    assert estimates.ceiling(-0.2) == 0
+
+
+def test_paired_difference_drops_what_both_share(estimates):
+    mean, error = estimates.paired([101.0, 205.0, 303.0], [100.0, 203.0, 300.0])
+    assert mean == pytest.approx(2)
+    assert error == pytest.approx(1 / math.sqrt(3))
+
+
+def test_recovered_share_of_the_gap(estimates):
+    assert estimates.recovered(3.0, 1.0, 1.5) == pytest.approx(0.75)
+    assert estimates.recovered(1.0, 1.0, 1.0) is None
+
+
+WORK = {"a": 1 << 20, "b": 1 << 20, "c": 1 << 21, "d": 1 << 22}
+TABLE = {"a": (9.0, 0.1), "b": (1.0, 0.1), "c": (5.0, 0.1), "d": (4.0, 0.1)}
+
+
+@pytest.mark.parametrize("backward", ["half", "eight"])
+def test_plan_is_the_best_of_all_that_are_as_fast(plans, backward):
+    table = {name: dict(zip((plans.LOW, plans.HIGH), values, strict=True)) for name, values in TABLE.items()}
+    chosen = plans.plan_half_way(WORK, table, backward)
+
+    def time(plan):
+        costs = [plans.operator_cost(WORK[name], precision, backward, 0.0) for name, precision in plan.items()]
+        return sum(cost.forward_ns + cost.backward_ns for cost in costs)
+
+    def harm(plan):
+        return sum(table[name][precision] for name, precision in plan.items())
+
+    every = [
+        {name: (plans.LOW if bits >> i & 1 else plans.HIGH) for i, name in enumerate(WORK)} for bits in range(1 << 4)
+    ]
+    limit = (time(every[0]) + time(every[-1])) // 2
+    assert time(chosen) <= limit
+    assert harm(chosen) == pytest.approx(min(harm(plan) for plan in every if time(plan) <= limit))
+    assert plans.low_share(chosen, WORK) >= 0.5
+
+
+def test_magnified_statistics_scale_8_bit_rounding_alone(plans):
+    from qsync_opt.precision import formats_for
+    from qsync_opt.runtimes.torch.statistics import collect_statistics
+    from qsync_opt.variances import variances
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    found = collect_statistics(model, [(torch.randn(16, 8),)], step=lambda m, b: m(*b).square().sum())
+    larger = plans.magnified(found, 3.0)
+    full = formats_for(("FP32",), "BF16")["FP32"]
+    name = found.operators[0].name
+    before, after = (variances(s[name], "INT8", full).second_gradient for s in (found, larger))
+    assert before is not None and after is not None
+    assert after.total == pytest.approx(9 * before.total)
+    before, after = (variances(s[name], "BF16", full).output for s in (found, larger))
+    assert after == before
+
+
+def _run(policy, setting, seed, score):
+    return {"policy": policy, "setting": setting, "seed": seed, "score": score}
+
+
+def test_first_setting_that_clearly_harms_is_taken(training):
+    settings = training.SETTINGS["gpt"]
+    harmless, harmful = settings[0].name, settings[1].name
+    runs = [_run("full precision", harmless, seed, 2.0 + 0.1 * seed) for seed in range(3)]
+    runs += [_run("uniform INT8", harmless, seed, 2.0 + 0.1 * seed + (-1) ** seed * 0.01) for seed in range(3)]
+    runs += [_run("uniform INT8", harmful, seed, 2.1 + 0.1 * seed + (-1) ** seed * 0.01) for seed in range(3)]
+    assert training.harsh_enough(runs, settings, 1.0).name == harmful
+    # Where a higher score is better the same numbers are an improvement everywhere: the harshest is taken.
+    assert training.harsh_enough(runs, settings[:2], -1.0).name == harmful
+
+
+def test_summary_compares_policies_on_the_seeds_they_share(training):
+    name = training.SETTINGS["gpt"][0].name
+    runs = [_run("full precision", name, seed, 2.0 + seed) for seed in range(2)]
+    runs += [_run("uniform INT8", name, seed, 2.4 + seed) for seed in range(2)]
+    runs += [_run("probed", name, 1, 3.1)]
+    found = training.summary(runs, name, 1.0)
+    assert found["uniform INT8"]["worse_than_full"] == pytest.approx(0.4)
+    assert found["probed"]["seeds"] == 1
+    assert found["probed"]["worse_than_full"] == pytest.approx(0.1)
+    assert found["probed"]["recovered"] == pytest.approx(0.75)
+    assert found["probed"]["worse_than_full_error"] is None
+
+
+def test_magnified_plan_errs_in_proportion(training):
+    """The output of an 8-bit operator under a factor is the exact one plus the factor times the kernel's error."""
+    from noisy import planned
+
+    from qsync_opt.runtimes.torch.apply import ApplyOptions
+    from qsync_opt.runtimes.torch.capture import capture
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    x = torch.randn(5, 16)
+    graph = capture(model, (x,))
+
+    def run(factor):
+        with planned(model, {"2/linear": "INT8"}, graph, ApplyOptions(), factor=factor):
+            return model(x).detach().float()
+
+    exact, once, twice, reversed_ = model(x).detach(), run(1.0), run(2.0), run(-1.0)
+    assert not torch.equal(once, exact)
+    torch.testing.assert_close(twice - exact, 2 * (once - exact))
+    torch.testing.assert_close(reversed_ - exact, exact - once)

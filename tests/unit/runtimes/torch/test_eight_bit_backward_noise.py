@@ -1,0 +1,102 @@
+"""Variance of 8-bit operators whose backward pass is in 8 bits too: predicted against the kernels, over many draws."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qsync_opt.errors import UnsupportedError
+from qsync_opt.kernels import eight_bit
+from qsync_opt.kernels.formats import E4M3, INT8
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.precision import formats_for
+from qsync_opt.rounding import Granularity
+from qsync_opt.runtimes.torch.gradient_probe import probe_gains
+from qsync_opt.runtimes.torch.statistics import collect_statistics
+from qsync_opt.statistics_file import statistics_from_json, statistics_to_json
+from qsync_opt.variances import NoiseOptions, variances
+
+FORMATS = formats_for(("INT8", "FP8"), "BF16")
+EIGHT = NoiseOptions(weight_granularity=Granularity.TENSOR, backward="eight")
+DRAWS = 24
+
+
+class Single(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x, g):
+        return (F.linear(x, self.weight) * g).sum()
+
+
+@pytest.fixture(scope="module")
+def data():
+    generator = torch.Generator().manual_seed(3)
+    x, w = torch.randn(96, 64, generator=generator), 0.1 * torch.randn(48, 64, generator=generator)
+    # As gradients are: most elements far below a step of their common scale, sizes that differ from row to row.
+    g = torch.randn(96, 48, generator=generator) * torch.exp(2 * torch.randn(96, 1, generator=generator))
+    return x, w, g
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("INT8", INT8.dtype), ("FP8", E4M3.dtype)])
+def test_predicted_variance_is_that_of_the_kernels(data, precision, dtype):
+    x, w, g = data
+    statistics = collect_statistics(Single(w.clone()), [(x.clone().requires_grad_(), g)])
+    # Through a file: what an 8-bit backward pass needs is kept there.
+    operator = statistics_from_json(statistics_to_json(statistics)).operators[0]
+    found = variances(operator, precision, FORMATS[precision], EIGHT)
+    exact = (F.linear(x, w), g.T @ x, g @ w)
+    measured = [0.0, 0.0, 0.0]
+    for draw in range(DRAWS):
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        options = KernelOptions(weight_granularity="tensor", backward="eight", offset=draw)
+        z = eight_bit.product(a, b.t(), None, dtype, options)
+        da, db = torch.autograd.grad(z, (a, b), g.to(z.dtype))
+        for i, (low, true) in enumerate(zip((z, db, da), exact, strict=True)):
+            measured[i] += float((low.detach().float() - true).square().sum()) / DRAWS
+    for noise, real in zip((found.output, found.second_gradient, found.first_gradient), measured, strict=True):
+        assert noise is not None
+        assert noise.total / real == pytest.approx(1, abs=0.1)
+
+
+def test_an_8_bit_backward_pass_adds_noise_to_gradients_alone(data):
+    x, w, g = data
+    operator = collect_statistics(Single(w.clone()), [(x.clone().requires_grad_(), g)]).operators[0]
+    half, eight = (
+        variances(operator, "INT8", FORMATS["INT8"], NoiseOptions(weight_granularity=Granularity.TENSOR, backward=how))
+        for how in ("half", "eight")
+    )
+    assert half.output == eight.output
+    assert half.second_gradient is not None and eight.second_gradient is not None
+    assert eight.second_gradient.total > 1.2 * half.second_gradient.total
+
+
+def test_gain_of_fixed_point_noise_follows_the_errors_of_single_elements():
+    """Rows on the grid of their common scale do not err, so that the others alone say how far noise reaches."""
+    model = Single(torch.zeros(1, 2))
+    x, g = torch.tensor([[127.0, 64.0], [0.5, 0.5]]), torch.tensor([[3.0], [1.0]])
+    # The weight's gradient is the sum over rows of g * x: noise on a row is handed on with the factor g of the row.
+    gain = probe_gains(model, lambda: model(x.clone().requires_grad_(), g), probes=1)["linear"]["first"]
+    assert gain.uniform == pytest.approx(4 * 1.0**2)  # spread evenly it would be 2 * 3**2 + 2 * 1**2
+
+
+def test_convolutions_run_backward_in_16_bits(data):
+    class Convolution(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            return self.conv(x).square().sum()
+
+    statistics = collect_statistics(Convolution(), [(torch.randn(2, 3, 8, 8).requires_grad_(),)]).operators[0]
+    half, eight = (
+        variances(statistics, "INT8", FORMATS["INT8"], NoiseOptions(backward=how)) for how in ("half", "eight")
+    )
+    assert half == eight
+
+
+def test_other_backward_passes_are_refused():
+    with pytest.raises(UnsupportedError, match="backward is 'four': allowed are half, eight"):
+        NoiseOptions(backward="four")
