@@ -22,11 +22,11 @@ from onnx.reference import ReferenceEvaluator
 
 from qsync_opt.errors import ModelError
 from qsync_opt.graph import DTYPE_BYTES, OpGraph, TensorSpec
-from qsync_opt.jsonio import read_bounded
 from qsync_opt.onnx_graph import GRAPH_KEY, build_graph, match_graph
 from qsync_opt.onnx_model import AttributeValue, OnnxModel, OnnxNode
 from qsync_opt.roles import RoleTable
 from qsync_opt.weights import WeightStatistics, weight_statistics
+from qsync_opt.whole_files import read_bounded
 
 # Larger constants than this are weights: shape inference needs their sizes, not their values.
 _SMALL_ELEMENTS = 1024
