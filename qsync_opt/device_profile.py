@@ -186,7 +186,7 @@ class DeviceProfile:
             is_plain = value is None or isinstance(value, str | int | float)
             if not is_plain or (isinstance(value, float) and not math.isfinite(value)):
                 raise ProblemError(
-                    f"profile: option {name!r} is {value!r}, but it must be a text, a finite number, true, false or null"
+                    f"profile: option {name!r} is {value!r}, but allowed are a text, a finite number, true, false, null"
                 )
         for precision, borders in self.formats.items():
             for name in (precision, borders.output, borders.gradient_input, borders.gradient_output):

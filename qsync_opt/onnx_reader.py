@@ -72,6 +72,7 @@ def read_onnx(
     if not proto.graph.node:
         raise ModelError(f"{where} has no nodes: a model with at least one operation is needed")
     proto = inline_functions(proto, where)
+    _check_texts(proto, where)
     model = _records(_with_shapes(proto, where), where, name)
     if GRAPH_KEY in model.metadata:
         if roles is not None:
@@ -85,6 +86,23 @@ def read_onnx(
             stacklevel=2,
         )
     return graph
+
+
+def _check_texts(proto: onnx.ModelProto, where: str) -> None:
+    """Refuse names that are not UTF-8, which a damaged file can hold and the library hands on as bytes."""
+    graph = proto.graph
+    infos = (*graph.input, *graph.value_info, *graph.output)
+    entries = [*proto.metadata_props, *(entry for info in infos for entry in info.metadata_props)]
+    texts = [graph.name, *(tensor.name for tensor in graph.initializer), *(info.name for info in infos)]
+    for node in graph.node:
+        texts += [node.name, node.op_type, node.domain, *node.input, *node.output]
+        texts += [attribute.name for attribute in node.attribute]
+        entries += node.metadata_props
+    for text in (*texts, *(entry.key for entry in entries), *(entry.value for entry in entries)):
+        if not isinstance(text, str):
+            raise ModelError(
+                f"{where} holds the name {text!r}, which is not UTF-8 text: it is damaged, export it again"
+            )
 
 
 def inline_functions(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
