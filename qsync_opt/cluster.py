@@ -24,9 +24,10 @@ from typing import Any, Self
 import yaml
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.jsonio import Fields, check_integer, check_name, check_number, near_match, read_text
+from qsync_opt.jsonio import Fields, check_integer, check_name, check_number, near_match
 from qsync_opt.precision import FORMATS
 from qsync_opt.units import RATE_BYTES_PER_S, SIZE_BYTES, TIME_S, parse_quantity
+from qsync_opt.whole_files import read_text
 
 LARGEST_BYTES = 2**20
 """Of a cluster file; reading YAML is slow."""

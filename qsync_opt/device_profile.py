@@ -183,9 +183,10 @@ class DeviceProfile:
         check_name(self.fingerprint, "profile: fingerprint")
         for name, value in self.options.items():
             check_name(name, "profile: option")
-            if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
+            is_plain = value is None or isinstance(value, str | int | float)
+            if not is_plain or (isinstance(value, float) and not math.isfinite(value)):
                 raise ProblemError(
-                    f"profile: option {name!r} is {value!r}, but it must be a text, a finite number, true or false"
+                    f"profile: option {name!r} is {value!r}, but allowed are a text, a finite number, true, false, null"
                 )
         for precision, borders in self.formats.items():
             for name in (precision, borders.output, borders.gradient_input, borders.gradient_output):

@@ -13,12 +13,13 @@ import json
 import math
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 from qsync_opt.errors import ProblemError, QSyncError
+from qsync_opt.whole_files import check_writable as check_writable
+from qsync_opt.whole_files import read_text
+from qsync_opt.whole_files import write_text as write_text
 
 EXTENSION_PREFIX = "x-"
 """Keys that begin with this are kept and never interpreted."""
@@ -31,8 +32,6 @@ LARGEST_INTEGER = 2**63 - 1
 
 LARGEST_JSON_BYTES = 256 * 2**20
 """Larger files are refused: what is parsed takes several times the memory, and no file of ours comes near."""
-
-_READ_BYTES = 2**22
 
 Extras = Mapping[tuple[str, ...], Any]
 """Extension keys by their path; an element of a list is addressed by its ``name`` where it has one, else by number."""
@@ -67,52 +66,6 @@ def read_json(path: str | os.PathLike[str], formats: Iterable[str], *, error: ty
     """
     text = read_text(path, "JSON", LARGEST_JSON_BYTES, error=error)
     return parse_json(text, formats, where=os.fspath(path), error=error)
-
-
-def read_bounded(path: str | os.PathLike[str], largest_bytes: int) -> bytes | None:
-    """Return what a file holds, or None if that is more than ``largest_bytes``.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: The path has a null character.
-    """
-    parts, left = [], largest_bytes
-    with open(path, "rb") as stream:
-        while part := stream.read(min(_READ_BYTES, left + 1)):  # a read of a given size takes that much memory at once
-            left -= len(part)
-            if left < 0:
-                return None
-            parts.append(part)
-    return b"".join(parts)
-
-
-def read_text(
-    path: str | os.PathLike[str], kind: str, largest_bytes: int, *, error: type[QSyncError] = ProblemError
-) -> str:
-    """Read a UTF-8 file of bounded size, also where its end is nowhere to be seen (a device, a pipe).
-
-    Args:
-        path: The file.
-        kind: Of file, for errors: ``"JSON"``.
-        largest_bytes: A larger file is refused.
-        error: Kind of error to raise.
-
-    Raises:
-        QSyncError: Of kind ``error``: missing, unreadable, too large, or not UTF-8.
-    """
-    where = os.fspath(path)
-    try:
-        data = read_bounded(path, largest_bytes)
-        if data is None:
-            raise error(f"{where}: the file has more than the {largest_bytes} bytes that are read; give a {kind} file")
-        return data.decode("utf-8")
-    except OSError as failure:
-        advice = f"give the path of a {kind} file"
-        raise error(f"cannot read {where!r}: {failure.strerror or failure}; {advice}") from failure
-    except UnicodeDecodeError as failure:
-        raise error(f"{where}: not UTF-8 text (byte {failure.start}); give a {kind} file") from failure
-    except ValueError as failure:  # a path with a null character
-        raise error(f"cannot read {where!r}: {failure}; give the path of a {kind} file") from failure
 
 
 def parse_json(text: str, formats: Iterable[str], *, where: str, error: type[QSyncError] = ProblemError) -> Any:
@@ -199,51 +152,6 @@ def write_json(
     except (TypeError, ValueError, RecursionError) as failure:
         raise error(f"cannot write {os.fspath(path)!r}: {failure}") from failure
     write_text(path, text, error=error)
-
-
-def write_text(path: str | os.PathLike[str], text: str, *, error: type[QSyncError] = ProblemError) -> None:
-    """Write ``text`` to ``path`` whole or not at all; see `write_json`. A link stays one: its target is replaced."""
-    try:
-        data = text.encode("utf-8")
-    except UnicodeEncodeError as failure:
-        raise error(f"cannot write {os.fspath(path)!r}: the text has no form in UTF-8 ({failure.reason})") from failure
-    write_bytes(path, data, error=error)
-
-
-def write_bytes(path: str | os.PathLike[str], data: bytes, *, error: type[QSyncError] = ProblemError) -> None:
-    """Write ``data`` to ``path`` whole or not at all; see `write_text`."""
-    check_writable(path, error=error)
-    target = Path(os.path.realpath(path))
-    temporary: str | None = None
-    try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(data)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)  # mkstemp makes private files; ours are ordinary ones
-        os.replace(temporary, target)
-    except OSError as failure:
-        raise error(f"cannot write {os.fspath(path)!r}: {failure.strerror or failure}") from failure
-    finally:
-        # Also after an interrupt: the rename either happened or the temporary file is still there.
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
-
-
-def check_writable(path: str | os.PathLike[str], *, error: type[QSyncError] = ProblemError) -> None:
-    """Refuse a path that `write_json` could not write, so that long work is not done in vain.
-
-    Devices and pipes are refused too: renaming onto one would put an ordinary file in its place.
-    """
-    try:
-        target = Path(os.path.realpath(path))
-        writable = os.access(target.parent, os.W_OK | os.X_OK) and (target.is_file() or not target.exists())
-    except (OSError, ValueError) as failure:  # a name that is too long, or has a null character
-        reason = failure.strerror if isinstance(failure, OSError) else failure
-        raise error(f"cannot write {os.fspath(path)!r}: {reason}; give another file name") from failure
-    if not writable or os.fspath(path).endswith(os.sep):
-        raise error(f"cannot write {os.fspath(path)!r}; give a file in an existing folder that may be written")
 
 
 def split_extras(data: Any) -> tuple[Any, dict[tuple[str, ...], Any]]:

@@ -22,11 +22,11 @@ from onnx.reference import ReferenceEvaluator
 
 from qsync_opt.errors import ModelError
 from qsync_opt.graph import DTYPE_BYTES, OpGraph, TensorSpec
-from qsync_opt.jsonio import read_bounded
 from qsync_opt.onnx_graph import GRAPH_KEY, build_graph, match_graph
 from qsync_opt.onnx_model import AttributeValue, OnnxModel, OnnxNode
 from qsync_opt.roles import RoleTable
 from qsync_opt.weights import WeightStatistics, weight_statistics
+from qsync_opt.whole_files import read_bounded
 
 # Larger constants than this are weights: shape inference needs their sizes, not their values.
 _SMALL_ELEMENTS = 1024
@@ -72,6 +72,7 @@ def read_onnx(
     if not proto.graph.node:
         raise ModelError(f"{where} has no nodes: a model with at least one operation is needed")
     proto = inline_functions(proto, where)
+    _check_texts(proto, where)
     model = _records(_with_shapes(proto, where), where, name)
     if GRAPH_KEY in model.metadata:
         if roles is not None:
@@ -85,6 +86,23 @@ def read_onnx(
             stacklevel=2,
         )
     return graph
+
+
+def _check_texts(proto: onnx.ModelProto, where: str) -> None:
+    """Refuse names that are not UTF-8, which a damaged file can hold and the library hands on as bytes."""
+    graph = proto.graph
+    infos = (*graph.input, *graph.value_info, *graph.output)
+    entries = [*proto.metadata_props, *(entry for info in infos for entry in info.metadata_props)]
+    texts = [graph.name, *(tensor.name for tensor in graph.initializer), *(info.name for info in infos)]
+    for node in graph.node:
+        texts += [node.name, node.op_type, node.domain, *node.input, *node.output]
+        texts += [attribute.name for attribute in node.attribute]
+        entries += node.metadata_props
+    for text in (*texts, *(entry.key for entry in entries), *(entry.value for entry in entries)):
+        if not isinstance(text, str):
+            raise ModelError(
+                f"{where} holds the name {text!r}, which is not UTF-8 text: it is damaged, export it again"
+            )
 
 
 def inline_functions(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:

@@ -12,7 +12,6 @@ import onnx
 
 from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
 from qsync_opt.graph import OpGraph, Role
-from qsync_opt.jsonio import write_bytes
 from qsync_opt.precision import number_format
 from qsync_opt.pricing import problem_role
 from qsync_opt.roles import RoleTable
@@ -21,6 +20,7 @@ from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel, prepar
 from qsync_opt.runtimes.onnxruntime.rewrite import EdgeCast, MixedGraph, rewrite
 from qsync_opt.runtimes.onnxruntime.sessions import find_device, reason_of, start_session
 from qsync_opt.runtimes.onnxruntime.support import FORMATS, Support, border_formats
+from qsync_opt.whole_files import write_bytes
 
 _SHOWN = 3
 

@@ -85,6 +85,14 @@ def test_a_file_reads_as_the_model_and_the_model_is_left_alone(small: onnx.Model
     assert small.SerializeToString() == before
 
 
+def test_a_name_that_is_no_text_is_refused(small: onnx.ModelProto, tmp_path: Path) -> None:
+    for name in (b"transB", b"head", b"Relu"):
+        damaged = small.SerializeToString().replace(name, name[:-1] + b"\xff")
+        (tmp_path / "m.onnx").write_bytes(damaged)
+        with pytest.raises(ModelError, match=r"not UTF-8|not ONNX"):
+            read_onnx(tmp_path / "m.onnx")
+
+
 def test_external_data_is_not_loaded(tmp_path: Path) -> None:
     """The file says that its weight has 4 GiB in another file, which does not even exist."""
     rows = 2**20

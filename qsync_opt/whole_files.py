@@ -1,0 +1,102 @@
+"""Files are read up to a bound and written whole: to a temporary name, then renamed, so nobody meets half a file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from qsync_opt.errors import ProblemError, QSyncError
+
+_READ_BYTES = 2**22
+
+
+def read_bounded(path: str | os.PathLike[str], largest_bytes: int) -> bytes | None:
+    """Return what a file holds, or None if that is more than ``largest_bytes``.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: The path has a null character.
+    """
+    parts, left = [], largest_bytes
+    with open(path, "rb") as stream:
+        while part := stream.read(min(_READ_BYTES, left + 1)):  # a read of a given size takes that much memory at once
+            left -= len(part)
+            if left < 0:
+                return None
+            parts.append(part)
+    return b"".join(parts)
+
+
+def read_text(
+    path: str | os.PathLike[str], kind: str, largest_bytes: int, *, error: type[QSyncError] = ProblemError
+) -> str:
+    """Read a UTF-8 file of bounded size, also where its end is nowhere to be seen (a device, a pipe).
+
+    Args:
+        path: The file.
+        kind: Of file, for errors: ``"JSON"``.
+        largest_bytes: A larger file is refused.
+        error: Kind of error to raise.
+
+    Raises:
+        QSyncError: Of kind ``error``: missing, unreadable, too large, or not UTF-8.
+    """
+    where = os.fspath(path)
+    try:
+        data = read_bounded(path, largest_bytes)
+        if data is None:
+            raise error(f"{where}: the file has more than the {largest_bytes} bytes that are read; give a {kind} file")
+        return data.decode("utf-8")
+    except OSError as failure:
+        advice = f"give the path of a {kind} file"
+        raise error(f"cannot read {where!r}: {failure.strerror or failure}; {advice}") from failure
+    except UnicodeDecodeError as failure:
+        raise error(f"{where}: not UTF-8 text (byte {failure.start}); give a {kind} file") from failure
+    except ValueError as failure:  # a path with a null character
+        raise error(f"cannot read {where!r}: {failure}; give the path of a {kind} file") from failure
+
+
+def write_text(path: str | os.PathLike[str], text: str, *, error: type[QSyncError] = ProblemError) -> None:
+    """Write ``text`` to ``path`` whole or not at all; see `write_json`. A link stays one: its target is replaced."""
+    try:
+        data = text.encode("utf-8")
+    except UnicodeEncodeError as failure:
+        raise error(f"cannot write {os.fspath(path)!r}: the text has no form in UTF-8 ({failure.reason})") from failure
+    write_bytes(path, data, error=error)
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes, *, error: type[QSyncError] = ProblemError) -> None:
+    """Write ``data`` to ``path`` whole or not at all; see `write_text`."""
+    check_writable(path, error=error)
+    target = Path(os.path.realpath(path))
+    temporary: str | None = None
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)  # mkstemp makes private files; ours are ordinary ones
+        os.replace(temporary, target)
+    except OSError as failure:
+        raise error(f"cannot write {os.fspath(path)!r}: {failure.strerror or failure}") from failure
+    finally:
+        # Also after an interrupt: the rename either happened or the temporary file is still there.
+        if temporary is not None and os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def check_writable(path: str | os.PathLike[str], *, error: type[QSyncError] = ProblemError) -> None:
+    """Refuse a path that `write_json` could not write, so that long work is not done in vain.
+
+    Devices and pipes are refused too: renaming onto one would put an ordinary file in its place.
+    """
+    try:
+        target = Path(os.path.realpath(path))
+        writable = os.access(target.parent, os.W_OK | os.X_OK) and (target.is_file() or not target.exists())
+    except (OSError, ValueError) as failure:  # a name that is too long, or has a null character
+        reason = failure.strerror if isinstance(failure, OSError) else failure
+        raise error(f"cannot write {os.fspath(path)!r}: {reason}; give another file name") from failure
+    if not writable or os.fspath(path).endswith(os.sep):
+        raise error(f"cannot write {os.fspath(path)!r}; give a file in an existing folder that may be written")
