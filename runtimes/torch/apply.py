@@ -173,7 +173,7 @@ def _lifted_kinds(graph: OpGraph) -> tuple[str, ...]:
     return tuple(sorted(fixed - {operator.op_type for operator in graph.by_role(Role.DEPENDENT)}))
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _warn_compiled(name: str) -> bool:
     """Say while a model is compiled, not while it runs, that an operator is in no plan."""
     warnings.warn(f"adjustable operator {name!r} is not in the plan and runs in FP32", stacklevel=2)
