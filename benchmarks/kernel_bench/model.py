@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,20 +137,24 @@ def _graph_s(step: Callable[[], Any]) -> float:
     return median_s(step, calls=1)
 
 
-def _prepared(sizes: Sizes, precision: str) -> Callable[[], dict[str, float]]:
+def _prepared(sizes: Sizes, precision: str) -> Callable[[], dict[str, float | str]]:
     """Compile and warm up; what is returned measures, and wants the card for itself."""
     # Not the default stream: what is captured later must not have been used there.
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step, compiled = training_step(sizes, precision)
-        for _ in range(2):
-            compiled()
+        error = ""
+        try:
+            for _ in range(2):
+                compiled()
+        except Exception as failure:  # the other ways to launch are measured all the same, and this one is named
+            error = f"{type(failure).__name__}: {failure}"[:300]
     stream.synchronize()
     torch.cuda.empty_cache()
 
-    def measure() -> dict[str, float]:
+    def measure() -> dict[str, float | str]:
         with torch.cuda.stream(stream):
-            return {"compiled": _wall_s(compiled), "eager": _wall_s(step), "graph": _graph_s(step)}
+            return {"compiled": error or _wall_s(compiled), "eager": _wall_s(step), "graph": _graph_s(step)}
 
     return measure
 
@@ -163,13 +169,17 @@ def _worker(name: str, precision: str) -> None:
 
 def _records_of(name: str) -> list[dict[str, Any]]:
     """Compilations run beside each other, measurements one after another."""
-    command = [sys.executable, "-P", __file__, name]
-    workers = {
-        precision: subprocess.Popen(
-            [*command, precision], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        for precision in PRECISIONS
-    }
+    # What lies beside this file is found, whatever the interpreter puts on its path by itself.
+    path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH"))))
+    start = functools.partial(
+        subprocess.Popen,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    workers = {precision: start([sys.executable, __file__, name, precision]) for precision in PRECISIONS}
     lines: dict[str, str] = {}
     try:
         for precision, worker in workers.items():
@@ -181,15 +191,24 @@ def _records_of(name: str) -> list[dict[str, Any]]:
     finally:
         for worker in workers.values():
             worker.kill()
-    seconds = {precision: json.loads(line) for precision, line in lines.items()}
+    return _as_records(name, {precision: json.loads(line) for precision, line in lines.items()})
+
+
+def _as_records(name: str, measured: dict[str, dict[str, float | str]]) -> list[dict[str, Any]]:
     found = []
+    half = {how: seconds for how, seconds in measured["BF16"].items() if isinstance(seconds, float)}
     for how, precision in itertools.product(("eager", "graph", "compiled"), PRECISIONS):
-        record = {"model": name, "how": how, "precision": precision, "seconds": seconds[precision][how]}
+        seconds = measured[precision][how]
+        record: dict[str, Any] = {"model": name, "how": how, "precision": precision}
+        if isinstance(seconds, str):
+            found.append({**record, "error": seconds})
+            continue
+        record["seconds"] = seconds
         if precision == "BF16":
             record["precision"] = "BF16 autocast"
         else:
-            record["speed_up"] = seconds["BF16"][how] / seconds[precision][how]
-            record["times_fastest_bf16"] = min(seconds["BF16"].values()) / seconds[precision][how]
+            record["speed_up"] = half[how] / seconds if how in half else None
+            record["times_fastest_bf16"] = min(half.values()) / seconds
         found.append(record)
     return found
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -111,9 +112,11 @@ def _kernels(sections: Record) -> dict[str, str]:
     """Ratios of speed on the whole card; geometric means as the benchmark formed them."""
     found = {"kernels.hardware": sections["product"]["hardware"], "kernels.date": sections["product"]["date"]}
     for record in sections["product"]["records"]:
-        if "summary" in record and record["multiprocessors"] == 132 and record["summary"].endswith("times_bf16"):
-            name = record["summary"].split()[1].lower()
-            found[f"kernels.product.{name}"] = f"{record['geometric_mean_mlp']:.2f}"
+        if "summary" in record and record["multiprocessors"] == 132:
+            name, ratio = record["summary"].split()[1].lower(), record["summary"].split(": ")[1]
+            place = {"times_bf16": "", "times_rival": "-rival"}.get(ratio)
+            if place is not None:
+                found[f"kernels.product.{name}{place}"] = f"{record['geometric_mean_mlp']:.2f}"
     for record in sections["convolution"]["records"]:
         if record.get("device") == "whole card" and "geometric_mean_of_23_shapes" in record:
             found.setdefault("kernels.convolution", f"{record['geometric_mean_of_23_shapes']:.2f}")
@@ -124,8 +127,40 @@ def _kernels(sections: Record) -> dict[str, str]:
     found["kernels.layer-half"] = _span(
         (r["speed_up"] for r in layers if "BF16 backward" in r["implementation"]), ".2f"
     )
+    found |= _kernel_layers(sections)
     copies = [r["share_of_copy"] for r in sections["quantize"]["records"] if "share_of_copy" in r]
     found["kernels.quantize"] = f"{100 * min(copies):.0f} to {100 * max(copies):.0f} %"
+    return found
+
+
+NOT_MEASURED = "not measured"
+
+
+def _kernel_layers(sections: Record) -> dict[str, str]:
+    """Linear-GELU-Linear as one operation with weights in BF16, and whole models; what no run has reached says so."""
+    names = [f"kernels.{section}.{size}" for section in ("layer", "peer") for size in ("large", "small", "partition")]
+    found = dict.fromkeys((f"{n}{end}" for n in names for end in ("", ".int8", ".fp8")), NOT_MEASURED)
+    for section in ("layer", "peer"):
+        for record in sections.get(section, {"records": ()})["records"]:
+            precision, _, form = record["implementation"].lower().partition(", ")
+            if form != "one operation" or record.get("weights", "BF16") != "BF16":
+                continue
+            size = "large" if record["shape"][1] == 4096 else "small"
+            name = f"kernels.{section}.{'partition' if 'multiprocessors' in record else size}"
+            found[f"{name}.{precision}"] = f"{record['speed_up']:.2f}"
+            if precision == "fp8" and "times_torchao_tensorwise" in record:
+                found[name] = f"{record['times_torchao_tensorwise']:.2f}"
+    models = [record for record in sections["model"]["records"] if "seconds" in record]
+    for how in ("eager", "graph", "compiled"):
+        gains = [record["speed_up"] for record in models if record["how"] == how and "speed_up" in record]
+        found[f"kernels.model.{how}"] = f"{_span(gains, '.2f')} x" if gains else NOT_MEASURED
+        for width, precision in itertools.product(("768", "2048"), ("bf16", "int8", "fp8")):
+            found[f"kernels.model.{width}.{how}.{precision}"] = NOT_MEASURED
+    for record in models:
+        width = record["model"].split("width ")[1].split(",")[0]
+        gain = f", {record['speed_up']:.2f} x" if "speed_up" in record else ""
+        name = f"kernels.model.{width}.{record['how']}.{record['precision'].split()[0].lower()}"
+        found[name] = f"{1e3 * record['seconds']:.1f} ms{gain}"
     return found
 
 
@@ -159,6 +194,13 @@ def readme_table() -> str:
         row(
             "Linear-GELU-Linear in 8 bits, forward and backward with all quantization, against BF16",
             "{{ kernels.layer }} x; with a 16-bit backward {{ kernels.layer-half }} x",
+            "kernels.json",
+        ),
+        row(
+            "A training step of two transformers (12 layers, width 768 and 2048) under uniform INT8 and FP8 plans, "
+            "against BF16 autocast",
+            "eager {{ kernels.model.eager }}; CUDA graph {{ kernels.model.graph }}; compiled "
+            "{{ kernels.model.compiled }}",
             "kernels.json",
         ),
         row(
