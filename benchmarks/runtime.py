@@ -59,6 +59,7 @@ def merged(records: list[dict[str, Any]], part: str, arguments: argparse.Namespa
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "host_load": round(os.getloadavg()[0], 1),
     }
     new = [{**record, **facts} for record in records]
     keys = {(record["hardware"], record["model"]) for record in new}

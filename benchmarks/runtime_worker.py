@@ -184,7 +184,8 @@ class Run:
 
 
 def gpt(worker: Worker) -> tuple[Callable[[], nn.Module], Batch]:
-    config = GptConfig(width=768, heads=12, layers=12, context=512) if worker.device.type == "cuda" else GptConfig()
+    on_card = worker.device.type == "cuda"
+    config = GptConfig(width=768, heads=12, layers=12, context=512) if on_card else GptConfig(layers=2, context=64)
     tokens = torch.randint(0, config.vocabulary, (8, config.context), device=worker.device)
     return lambda: Gpt(config), dict(zip(("tokens_BS", "targets_BS"), (tokens, tokens), strict=True))
 
