@@ -5,7 +5,8 @@ Three parts, each of one or two workers that this script starts:
 * ``overhead``: a plan of FP32 or BF16 alone beside what plain DDP does in that precision, steps of both in turn.
 * ``soak``: thousands of steps, planned again every hundred: memory and time per step, block by block.
 * ``throughput``: samples per second of the plan, of every uniform precision, of autocast, of local batches sized by
-  speed, and of both together. On CUDA the second worker is a partition of its card with a memory limit of its own.
+  speed, and of both together. On CUDA the second worker is a partition of its card there, with a memory limit of its
+  own; in the other parts workers have whole cards.
 
 With ``--device cuda`` and two cards the workers talk through NCCL; with one card, or on the CPU, through gloo. Writes
 ``benchmarks/results/runtime.json`` after every part and model, keeping what other hardware measured.
@@ -59,6 +60,7 @@ def merged(records: list[dict[str, Any]], part: str, arguments: argparse.Namespa
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "host_load": round(os.getloadavg()[0], 1),
     }
     new = [{**record, **facts} for record in records]
     keys = {(record["hardware"], record["model"]) for record in new}

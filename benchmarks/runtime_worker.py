@@ -31,6 +31,8 @@ from qsync_opt.runtimes.torch.job_plan import JobPlan
 from qsync_opt.runtimes.torch.measure import default_loss
 
 BATCHES = {"bert-base": 32, "gpt2": 32, "resnet50": 64, "vit-base": 32}
+BLOCK_S, BLOCKS = 0.5, 4
+"""Seconds of steps that are timed together, and how often; the median counts."""
 SMALL_BATCH = 4  # of the small models that stand for these on a CPU
 Batch = dict[str, Tensor]
 
@@ -38,9 +40,11 @@ Batch = dict[str, Tensor]
 class Worker:
     """Device, rank and what they need: built once per process."""
 
-    def __init__(self, device: str, rank: int, world: int, sms: int, memory: str, output: str, cache: str) -> None:
+    def __init__(
+        self, part: str, device: str, rank: int, world: int, sms: int, memory: str, output: str, cache: str
+    ) -> None:
         self.rank, self.world, self.sms = rank, world, sms
-        self.partition = rank == world - 1 and device == "cuda"
+        self.partition = rank == world - 1 and device == "cuda" and part == "throughput"
         self.output = Path(output)
         self.cache = Path(cache)
         self.device = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
@@ -124,7 +128,9 @@ class Run:
 
     def loss(self, model: nn.Module) -> Tensor:
         kind = self.worker.device.type
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.tf32
+        if kind == "cuda":
+            backends: Any = torch.backends
+            backends.cuda.matmul.fp32_precision = backends.cudnn.conv.fp32_precision = "tf32" if self.tf32 else "ieee"
         with torch.autocast(kind, dtype=self.autocast) if self.autocast else contextlib.nullcontext():
             return self.weight * default_loss(model(**self.batch))
 
@@ -154,6 +160,11 @@ class Run:
         """Seconds of this worker's forward and backward pass, without waiting for the other."""
         synchronized = getattr(self.parallel, "no_sync", contextlib.nullcontext)
         times = []
+        # Everything that a step will need is there from the first one on, so that what does not fit shows here.
+        with synchronized():
+            self.loss(self.parallel).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         for _ in range(steps + 1):
             self.worker.wait()
             began = time.perf_counter()
@@ -184,7 +195,12 @@ class Run:
 
 
 def gpt(worker: Worker) -> tuple[Callable[[], nn.Module], Batch]:
-    config = GptConfig(width=768, heads=12, layers=12, context=512) if worker.device.type == "cuda" else GptConfig()
+    on_card = worker.device.type == "cuda"
+    config = (
+        GptConfig(width=768, heads=12, layers=12, context=512)
+        if on_card
+        else GptConfig(width=128, layers=2, context=32)
+    )
     tokens = torch.randint(0, config.vocabulary, (8, config.context), device=worker.device)
     return lambda: Gpt(config), dict(zip(("tokens_BS", "targets_BS"), (tokens, tokens), strict=True))
 
@@ -206,11 +222,14 @@ def overhead(worker: Worker, name: str) -> None:
             "plan": Run(worker, make, batch, plan=plans[precision]),
         }
         times: dict[str, list[float]] = {label: [] for label in runs}
+        worked: dict[str, list[float]] = {label: [] for label in runs}
         for run in runs.values():
             run.timed(steps)
         for index in range(rounds):  # in turn, and each first as often as the other
             for label in sorted(runs, reverse=bool(index % 2)):
+                began = time.process_time()
                 times[label].append(runs[label].timed(steps))
+                worked[label].append(time.process_time() - began)
         for run in runs.values():
             run.close()
         peaks = {}
@@ -230,11 +249,17 @@ def overhead(worker: Worker, name: str) -> None:
             plain_ms=1e3 * medians["plain"],
             plan_ms=1e3 * medians["plan"],
             slower=statistics.median(ratios) - 1,
+            slower_in_processor_time=_ratio(worked) - 1 if worker.device.type == "cpu" else None,
             slower_quartiles=[ratios[len(ratios) // 4] - 1, ratios[3 * len(ratios) // 4] - 1],
             plain_peak_bytes=peaks["plain"] or None,
             plan_peak_bytes=peaks["plan"] or None,
             more_memory=peaks["plan"] / peaks["plain"] - 1 if peaks["plain"] else None,
         )
+
+
+def _ratio(worked: dict[str, list[float]]) -> float:
+    """Processor time of the plan over that of plain training: what a busy host does not blur."""
+    return statistics.median(b / a for a, b in zip(worked["plain"], worked["plan"], strict=True))
 
 
 def soak(worker: Worker, name: str, total: int) -> None:
@@ -310,7 +335,6 @@ def throughput(worker: Worker, name: str) -> None:
     plan = qsync_opt.auto_plan(make().to(worker.device), batch, options=worker.options(name))
     planned_s = time.perf_counter() - began
     sensitivities = {other.name: other.sensitivity for other in plan.alternatives}
-    steps = 3 if small else 20
     fastest: tuple[float, str] = (0.0, "")
 
     def measure(label: str, sensitivity: float | None, counts: list[int] | None = None, **how: Any) -> float:
@@ -326,8 +350,8 @@ def throughput(worker: Worker, name: str) -> None:
             said = f"rank {worker.rank}: {str(failure).splitlines()[0][:120]}"
         failed = [text for text in gather_json(said) if text]
         if not failed and run is not None:
-            run.timed(steps)
-            seconds = statistics.median(run.timed(steps) for _ in range(5))
+            steps = max(2, min(20, int(BLOCK_S / run.timed(2))))
+            seconds = statistics.median(run.timed(steps) for _ in range(BLOCKS))
         worker.write(
             model=name + (" (small)" if small else ""),
             configuration=label,
@@ -376,7 +400,7 @@ def throughput(worker: Worker, name: str) -> None:
 
 def main() -> None:
     part, name, device, port, world, output, sms, memory, steps, cache, rank = sys.argv[1:]
-    worker = Worker(device, int(rank), int(world), int(sms), memory, output, cache)
+    worker = Worker(part, device, int(rank), int(world), int(sms), memory, output, cache)
     backend = "nccl" if device == "cuda" else "gloo"
     with process_group(int(rank), int(world), int(port), backend=backend, timeout_s=600), worker.compute():
         if part == "overhead":

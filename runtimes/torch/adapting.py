@@ -119,14 +119,17 @@ class PlanAdapter:
 
     def _solved(self, now: dict[str, Any]) -> JobPlan:
         """A plan for the smallest memory and the slowest worker of each type."""
-        told = gather_json({**now, "type": self.plan.device_type})
+        told = gather_json({**now, "type": self.plan.device_type, "before": self._facts["memory"]})
         made = self.plan.model
         if made is not None:
             limits: dict[str, int] = {}
             factors: dict[str, float] = {}
             for fact in told:
                 name = fact["type"]
-                limits[name] = min(fact["memory"], limits.get(name, fact["memory"]))
+                # Trials may have shown that less of the memory can be planned with than is there.
+                usable = min(1.0, made.cluster.device(name).memory_limit_bytes / fact["before"])
+                limit = int(usable * fact["memory"])
+                limits[name] = min(limit, limits.get(name, limit))
                 factors[name] = max(fact["speed"], factors.get(name, 0.0))
             changed = with_speed(made.with_memory(limits), factors)
             found = shared_plan(changed, self.plan.device_type, self._options)

@@ -26,7 +26,8 @@ def save_job(made: JobModel, path: str | os.PathLike[str], facts: Mapping[str, A
     Args:
         made: Rank 0's ``plan.model``.
         path: The file.
-        facts: What a later start must have in common with this one to use it, as plain JSON data.
+        facts: What a later start must have in common with this one to use it, as plain JSON data; and
+            ``memory_bytes``, what the devices had before any trial.
     """
     write_json(
         path,
@@ -59,6 +60,7 @@ def load_job(path: str | os.PathLike[str]) -> tuple[JobModel, dict[str, Any]]:
     fields = Fields(read_json(path, (JOB_FORMAT,)), where)
     fields.version(JOB_FORMAT)
     facts = fields.mapping("facts")
+    memory = Fields(facts.get("memory_bytes"), f"{where}: facts: memory_bytes")
     told = Fields(fields.take("network"), f"{where}: network")
     network = Network(
         latency_s=told.number("latency_s"),
@@ -89,6 +91,8 @@ def load_job(path: str | os.PathLike[str]) -> tuple[JobModel, dict[str, Any]]:
     }
     graph = parse_graph(json.dumps(fields.take("graph")), where=where)
     fields.finish()
+    for name in names:
+        memory.integer(name, minimum=1)
     if not names == profiles.keys() == sensitivities.keys():
         raise ProblemError(f"{where}: devices, profiles and sensitivities are of different types; measure the job anew")
     for profile in profiles.values():

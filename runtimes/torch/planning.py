@@ -111,8 +111,9 @@ def auto_plan(
         sensitivities=tables,
         cluster=job_cluster(types, profiles, network),
     )
-    _keep(job, made)
-    return _planned(job, made, types)
+    plan = _planned(job, made, types)
+    _keep(job, plan, types)
+    return plan
 
 
 def _facts(job: Job) -> dict[str, Any]:
@@ -130,10 +131,13 @@ def _facts(job: Job) -> dict[str, Any]:
     }
 
 
-def _keep(job: Job, made: JobModel) -> None:
-    rank, _ = world()
-    path = job.options.job_file
-    together(lambda: save_job(made, path, _facts(job)) if path is not None and rank == 0 else None)
+def _keep(job: Job, plan: JobPlan, types: DeviceTypes) -> None:
+    """Write the job file, with what the trials left of the memory and what it was before them."""
+    path, made = job.options.job_file, plan.model
+    if path is None:
+        return
+    facts = {**_facts(job), "memory_bytes": dict(types.memory_bytes)}
+    together(lambda: None if made is None else save_job(made, path, facts))
 
 
 def _from_file(job: Job) -> JobPlan | None:
@@ -153,15 +157,16 @@ def _from_file(job: Job) -> JobPlan | None:
         different += [f"device type {name!r}" for name in types.ranks if name not in made.profiles]
         if different:
             return None, f"{os.fspath(path)!r} is of a job with other {', '.join(different)}: measuring anew"
+        # What the trials of the earlier start took off its memory is taken off now too.
+        usable = {d.name: d.memory_limit_bytes / facts["memory_bytes"][d.name] for d in made.cluster.devices}
         made = with_workers(made, {name: len(ranks) for name, ranks in types.ranks.items()})
-        return made.with_memory(types.memory_bytes), ""
+        return made.with_memory({name: int(b * min(1.0, usable[name])) for name, b in types.memory_bytes.items()}), ""
 
     made, reason = together(read)
     if reason:
         _LOGGER.warning("%s", reason)
     if not broadcast_json(made is not None):
         return None
-    # Every rank was tried when it was measured; memory that is scarcer now is in the limits.
     return shared_plan(made, types.mine, job.options)
 
 
