@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from qsync_opt.buckets import GradientBucket
 from qsync_opt.errors import ProblemError
 from qsync_opt.graph import OpGraph
+from qsync_opt.step_costs import StepCosts
 from qsync_opt.two_queues import Work
 
 _STEPS = 4
@@ -31,6 +32,17 @@ class WorkerStep:
     segments: tuple[Work, ...]
     finish: Work
     optimizer: Work
+
+
+def worker_step(name: str, costs: StepCosts, segments: Sequence[Work]) -> WorkerStep:
+    """A worker's step: its segments (`StepPredictor.segments_of`), and what its phases cost besides."""
+    phases = costs.phases
+    return WorkerStep(
+        name=name,
+        segments=tuple(segments),
+        finish=phases["backward|end"],
+        optimizer=phases["optimizer"].then(phases["zero_grad"]),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

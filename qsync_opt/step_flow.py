@@ -27,6 +27,11 @@ def delivered(operator: Operator, precision: str, inputs: Sequence[str], half_fo
     return formats.pop()
 
 
+def _with_sums(operator: Operator, sums: int) -> str:
+    """Signature, with how many gradients it adds to ones that a later user of the same result delivered before."""
+    return f"{operator.signature}+{sums}" if sums else operator.signature
+
+
 class StepFlow:
     """Follows formats through a graph.
 
@@ -46,9 +51,16 @@ class StepFlow:
         self.users = [tuple(u) for u in users]
         self._operators = graph.operators
         self._adjustable = [operator.role is Role.ADJUSTABLE for operator in graph]
-        self._signatures = [operator.signature for operator in graph]
+        self._signatures = [
+            _with_sums(operator, sum(self.users[source][-1] > i for source in self.inputs[i]))
+            for i, operator in enumerate(graph)
+        ]
         self._half_format = half_format
         self._known: dict[tuple[int, str, tuple[str, ...]], Case] = {}
+
+    def signature(self, position: int) -> str:
+        """Signature of an operator in its cases."""
+        return self._signatures[position]
 
     def case(self, position: int, precision: str, formats: Sequence[str]) -> Case:
         """Case of an operator, given the formats of all results before it."""

@@ -234,7 +234,7 @@ class StepPredictor:
 
     def precisions(self, name: str) -> tuple[str, ...]:
         """Precisions in which an operator was recorded, coarsest first."""
-        signature = self.graph[name].signature
+        signature = self._flow.signature(self._position[name])
         found = {precision for s, precision in self._seen if s == signature and precision}
         return tuple(sorted(found, key=lambda p: number_format(p).rank))
 

@@ -124,7 +124,7 @@ class StepSpans:
     """A step charged to operators.
 
     ``other_streams`` has the kernels that ran beside the compute stream (collectives). ``gap_ns`` is what passes on the
-    device between two kernels that were both launched in time.
+    device between two kernels that were both launched in time; ``peak_bytes`` the most memory beyond that at the start.
     """
 
     spans: Spans
@@ -134,6 +134,7 @@ class StepSpans:
     latency_ns: float
     start_ns: int
     end_ns: int
+    peak_bytes: int = 0
 
 
 class _Window(NamedTuple):
@@ -296,6 +297,11 @@ def _fill(
         i = window_of(change.time)
         if i is not None:
             spans[windows[i].key].changes.append(change.num_bytes)
+    now = peak = 0
+    for change in events.changes:
+        if windows[0].start <= change.time < windows[-1].end:
+            now += change.num_bytes
+            peak = max(peak, now)
     gap_ns, latency_ns = _gaps(mine)
     return StepSpans(
         spans=spans,
@@ -305,6 +311,7 @@ def _fill(
         latency_ns=latency_ns,
         start_ns=windows[0].start,
         end_ns=windows[-1].end,
+        peak_bytes=peak,
     )
 
 

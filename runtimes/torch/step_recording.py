@@ -240,7 +240,8 @@ class _Watcher:
             self._saved.append(self._arguments[pointer])
         elif pointer not in self._resident:
             self._pending.append(pointer)
-        return tensor
+        # Not the tensor itself: that it is kept must not look as if the program held it.
+        return tensor.detach()
 
     def end_forward(self) -> None:
         """From now on whatever is let go of was held beyond the forward pass."""
