@@ -65,6 +65,15 @@ def bucket_segments(graph: OpGraph, buckets: Sequence[GradientBucket]) -> tuple[
     return tuple(borders.index(graph.index(bucket.operator)) for bucket in buckets)
 
 
+def network_tails(allreduce_ns: Sequence[int], after_segment: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """For each bucket its segment, and the time of its all-reduce and all later ones: `StepPredictor.steady_ns`."""
+    tails, behind = [], 0
+    for duration, segment in zip(reversed(allreduce_ns), reversed(after_segment), strict=True):
+        behind += duration
+        tails.append((segment, behind))
+    return tuple(reversed(tails))
+
+
 def cluster_step(
     workers: Sequence[WorkerStep], allreduce_ns: Sequence[int] = (), after_segment: Sequence[int] = ()
 ) -> ClusterStep:

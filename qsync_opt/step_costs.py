@@ -254,7 +254,9 @@ class StepCosts:
 
 
 def _check(reader: Fields) -> dict[str, Any]:
-    data = {"plan": reader.text("plan")} | {f.name: reader.integer(f.name) for f in fields(StepCheck) if f.name != "plan"}
+    data = {"plan": reader.text("plan")} | {
+        f.name: reader.integer(f.name) for f in fields(StepCheck) if f.name != "plan"
+    }
     reader.finish()
     return data
 

@@ -15,7 +15,7 @@ from qsync_opt.lifetimes import Kept, Lifetimes
 from qsync_opt.precision import number_format
 from qsync_opt.step_costs import Case, CaseCost, StepCosts
 from qsync_opt.step_flow import StepFlow
-from qsync_opt.two_queues import NEVER, Work, WorkTree, compose
+from qsync_opt.two_queues import NEVER, Work, compose
 
 BLOCK_BYTES = 512
 """Sizes that torch's caching allocator rounds up to."""
@@ -32,13 +32,17 @@ class StepMemory:
 
 @dataclass(slots=True)
 class PlannedStep:
-    """A plan on one worker, as the predictor holds it: a case and a cost per operator, in order."""
+    """A plan on one worker, as the predictor holds it: format delivered and cost per operator, in order; sums of them.
+
+    ``host_ns`` is the time on the host of forward and backward pass, ``device_ns`` the time on the device of each
+    segment.
+    """
 
     plan: dict[str, str]
-    cases: list[Case]
     formats: list[str]
     costs: list[CaseCost]
-    trees: list[WorkTree]
+    host_ns: int
+    device_ns: list[int]
 
 
 class StepPredictor:
@@ -76,15 +80,18 @@ class StepPredictor:
                 f"bucket borders {list(borders)} are not falling positions below {count}, as backward meets them"
             )
         self._borders = tuple(borders)
-        # Slots of the step: begin, forward, end, begin of backward, backward in reverse, then its end.
-        starts = [0, *(count + 3 + count - border for border in borders)]
-        self._starts = starts
-        self._slots = 2 * count + 3
+        # Backward of an operator belongs to the first segment whose border it does not lie before.
+        self._segment_of = [sum(position < border for border in borders) for position in range(count)]
+        self._tables: list[dict[tuple[str, ...], CaseCost]] = [{} for _ in range(count)]
+        self._slots = [
+            (operator.name if operator.role is Role.ADJUSTABLE else "", self._flow.inputs[i], self._tables[i])
+            for i, operator in enumerate(self.graph)
+        ]
 
     @property
     def segments(self) -> int:
-        """Number of pieces that the step is cut into by the borders, the last one ends with the last operator."""
-        return len(self._starts)
+        """Number of pieces that forward and backward pass are cut into: one per border, and the rest."""
+        return len(self._borders) + 1
 
     def cost(self, position: int, case: Case) -> CaseCost:
         """Cost of a case; where it was never met, of the nearest one with casts.
@@ -116,7 +123,31 @@ class StepPredictor:
             if old != new:
                 forward = self._recast(forward, self._elements[source], old, new, target)
                 backward = self._recast(backward, self._elements[source], old, new, target)
-        return replace(cost, forward=forward, backward=backward, output=output, samples=0)
+        recast = replace(cost, forward=forward, backward=backward, output=output, samples=0)
+        return self._rekept(recast, position, best.inputs, case.inputs, target)
+
+    def _rekept(
+        self, cost: CaseCost, position: int, before: Sequence[str], after: Sequence[str], target: str
+    ) -> CaseCost:
+        """Memory of a case made of another: an input that is kept is kept as a copy where it has to be cast."""
+        if self.graph.operators[position].role is not Role.ADJUSTABLE or not target:
+            return cost
+        saves, copied = set(cost.saves_inputs), 0
+        for i, (source, old, new) in enumerate(zip(self._flow.inputs[position], before, after, strict=True)):
+            num_bytes = self._elements[source] * number_format(target).num_bytes
+            if old == target != new:
+                saves.discard(i)
+                copied += num_bytes
+            elif new == target != old:
+                saves.add(i)
+                copied -= num_bytes
+        return replace(
+            cost,
+            saves_inputs=tuple(sorted(saves)),
+            forward_net_bytes=cost.forward_net_bytes + copied,
+            forward_peak_bytes=max(0, cost.forward_peak_bytes + copied),
+            backward_net_bytes=cost.backward_net_bytes - copied,
+        )
 
     def _recast(self, work: Work, elements: int, old: str, new: str, target: str) -> Work:
         """Take the cast of ``old`` off and put that of ``new`` on."""
@@ -131,72 +162,114 @@ class StepPredictor:
             lag = NEVER if lag == NEVER else lag + nanoseconds + sign * self.costs.cast_host_ns
         return Work(max(0, host), max(0, device), lag if lag == NEVER else max(0, lag))
 
-    def _cost_list(self, plan: Mapping[str, str]) -> tuple[list[Case], list[str], list[CaseCost]]:
-        flow, known = self._flow, self._cases
-        cases: list[Case] = []
-        formats: list[str] = []
-        costs: list[CaseCost] = []
-        for i, operator in enumerate(self.graph.operators):
-            case = flow.case(i, plan.get(operator.name, "FP32"), formats)
-            cost = known.get(case)
-            if cost is None:
-                cost = self.cost(i, case)
-            cases.append(case)
-            costs.append(cost)
-            formats.append(cost.output)
-        return cases, formats, costs
+    def _slow_cost(self, position: int, key: tuple[str, ...]) -> CaseCost:
+        cost = self.cost(position, Case(self._flow.signature(position), key[0], key[1:]))
+        self._tables[position][key] = cost
+        return cost
 
     def plan(self, plan: Mapping[str, str]) -> PlannedStep:
         """Work a plan out in full.
 
         Args:
             plan: Precision of every adjustable operator.
+
+        Raises:
+            ProblemError: It leaves an adjustable operator out, or one was never recorded in its precision.
         """
-        cases, formats, costs = self._cost_list(plan)
-        pieces = self._pieces(costs)
-        ends = [*self._starts[1:], self._slots]
-        trees = [WorkTree(pieces[a:b]) for a, b in zip(self._starts, ends, strict=True)]
-        return PlannedStep(plan=dict(plan), cases=cases, formats=formats, costs=costs, trees=trees)
-
-    def segments_of(self, plan: Mapping[str, str]) -> list[Work]:
-        """Work of each segment of a plan, without what is needed to change it afterwards."""
-        pieces = self._pieces(self._cost_list(plan)[2])
-        ends = [*self._starts[1:], self._slots]
-        return [compose(pieces[a:b]) for a, b in zip(self._starts, ends, strict=True)]
-
-    def _pieces(self, costs: Sequence[CaseCost]) -> list[Work]:
-        phases = self.costs.phases
-        pieces = [phases["forward"]]
-        pieces += [cost.forward for cost in costs]
-        pieces += [phases["forward|end"], phases["backward"]]
-        pieces += [cost.backward for cost in reversed(costs)]
-        return pieces
+        formats: list[str] = []
+        costs: list[CaseCost] = []
+        for position, (name, inputs, table) in enumerate(self._slots):
+            try:
+                precision = plan[name] if name else ""
+            except KeyError:
+                raise ProblemError(f"the plan leaves out adjustable operator {name!r}; name a precision") from None
+            if len(inputs) == 1:
+                key: tuple[str, ...] = (precision, formats[inputs[0]])
+            else:
+                key = (precision, *[formats[source] for source in inputs])
+            cost = table.get(key)
+            if cost is None:
+                cost = self._slow_cost(position, key)
+            costs.append(cost)
+            formats.append(cost.output)
+        phases, count = self.costs.phases, len(costs)
+        begin = [phases[label] for label in ("forward", "forward|end", "backward")]
+        host = sum(work.host for work in begin)
+        forward = sum(work.device for work in begin)
+        for cost in costs:
+            host += cost.forward[0] + cost.backward[0]
+            forward += cost.forward[1]
+        devices = []
+        after = count
+        for border in (*self._borders, 0):
+            devices.append(sum([cost.backward[1] for cost in costs[border:after]]))
+            after = border
+        devices[0] += forward
+        return PlannedStep(plan=dict(plan), formats=formats, costs=costs, host_ns=host, device_ns=devices)
 
     def change(self, step: PlannedStep, name: str, precision: str) -> None:
-        """Give one operator another precision; everything that follows from it is worked out again, nothing else."""
-        flow, count = self._flow, len(self.graph)
+        """Give one operator another precision; what follows from it is worked out again, and nothing else."""
         step.plan[name] = precision
-        waiting = {self._position[name]}
+        waiting = [self._position[name]]
+        formats, costs = step.formats, step.costs
         while waiting:
-            i = min(waiting)
-            waiting.discard(i)
-            operator = self.graph.operators[i]
-            case = flow.case(i, step.plan.get(operator.name, "FP32"), step.formats)
-            if case == step.cases[i]:
+            position = min(waiting)
+            waiting.remove(position)
+            own, inputs, table = self._slots[position]
+            key = (step.plan[own] if own else "", *[formats[source] for source in inputs])
+            cost = table.get(key)
+            if cost is None:
+                cost = self._slow_cost(position, key)
+            before = costs[position]
+            if cost is before:
                 continue
-            cost = self.cost(i, case)
-            step.cases[i], step.costs[i] = case, cost
-            self._set(step, 1 + i, cost.forward)
-            self._set(step, 2 + count + count - i, cost.backward)
-            if cost.output != step.formats[i]:
-                step.formats[i] = cost.output
-                waiting.update(flow.users[i])
+            costs[position] = cost
+            step.host_ns += cost.forward[0] + cost.backward[0] - before.forward[0] - before.backward[0]
+            step.device_ns[0] += cost.forward[1] - before.forward[1]
+            step.device_ns[self._segment_of[position]] += cost.backward[1] - before.backward[1]
+            if cost.output != formats[position]:
+                formats[position] = cost.output
+                waiting += [user for user in self._flow.users[position] if user not in waiting]
 
-    def _set(self, step: PlannedStep, slot: int, work: Work) -> None:
-        for k in range(len(self._starts) - 1, -1, -1):
-            if slot >= self._starts[k]:
-                step.trees[k].set(slot - self._starts[k], work)
-                return
+    def steady_ns(self, step: PlannedStep, tails: Sequence[tuple[int, int]] = ()) -> int:
+        """Time that one step of this worker takes at least when steps follow one another without a pause.
+
+        It is the longest of three cycles: the host's, the device's own, and the one through the network, where a bucket
+        is ready at the end of a segment and the collectives from it on follow. In a cluster the slowest worker's time
+        is everybody's: a cycle that runs through several workers is never longer than the longest of theirs, because
+        what a worker does before and after the network adds up. `qsync_opt.cluster_step` plays the same step by step.
+
+        Args:
+            step: A plan worked out.
+            tails: For each bucket its segment, and the time of its all-reduce and all later ones.
+
+        Source: maximum cycle mean of a max-plus linear system (Baccelli et al., 1992).
+        """
+        phases = self.costs.phases
+        finish, optimizer, clear = phases["backward|end"], phases["optimizer"], phases["zero_grad"]
+        ready, now = [], 0
+        for device in step.device_ns:
+            now += device
+            ready.append(now)
+        longest = now
+        for segment, tail in tails:
+            if ready[segment] + tail > longest:
+                longest = ready[segment] + tail
+        return max(
+            step.host_ns + finish.host + optimizer.host + clear.host,
+            longest + finish.device + optimizer.device + clear.device,
+        )
+
+    def segments_of(self, step: PlannedStep) -> list[Work]:
+        """Work of each segment, launches and all."""
+        phases, costs = self.costs.phases, step.costs
+        pieces = [phases["forward"], *[cost.forward for cost in costs], phases["forward|end"], phases["backward"]]
+        found, after = [], len(costs)
+        for border in (*self._borders, 0):
+            pieces += [cost.backward for cost in reversed(costs[border:after])]
+            found.append(compose(pieces))
+            pieces, after = [], border
+        return found
 
     def memory(self, costs: Sequence[CaseCost]) -> StepMemory:
         """Peak memory of a step.
@@ -231,6 +304,15 @@ class StepPredictor:
             yield "backward", i, costs[i].backward_peak_bytes, costs[i].backward_net_bytes - freed
         yield "backward", -1, peaks["backward|end"], 0
         yield "optimizer", -1, peaks["optimizer"], 0
+
+    def signature(self, position: int) -> str:
+        """Signature of an operator in its cases."""
+        return self._flow.signature(position)
+
+    def cost_at(self, position: int, precision: str, arrival: str) -> CaseCost:
+        """Cost of an operator whose floating inputs all arrive in one format."""
+        inputs = (arrival,) * len(self._flow.inputs[position])
+        return self.cost(position, Case(self._flow.signature(position), precision, inputs))
 
     def precisions(self, name: str) -> tuple[str, ...]:
         """Precisions in which an operator was recorded, coarsest first."""

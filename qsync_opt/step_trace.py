@@ -13,8 +13,9 @@ What a launch waits for room in the device's queue is taken off: it is no work.
 from __future__ import annotations
 
 import bisect
+import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -319,7 +320,7 @@ def _gaps(pairs: Iterable[tuple[Kernel, Launch]]) -> tuple[float, float]:
     """Median gap between kernels where the host was ahead, and from a launch to its kernel where the device idled."""
     ordered = sorted(pairs, key=lambda pair: pair[0].start)
     gaps, latencies = [], []
-    for (before, _), (kernel, launch) in zip(ordered, ordered[1:], strict=False):
+    for (before, _), (kernel, launch) in itertools.pairwise(ordered):
         if launch.end < before.start:
             gaps.append(kernel.start - before.end)
         elif launch.start > before.end:

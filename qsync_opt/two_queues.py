@@ -4,19 +4,15 @@ The host runs through the program and launches kernels; the device runs them in 
 behind. Let ``h`` and ``d`` be the times at which host and device are free. A piece of work maps them to
 ``h' = h + host`` and ``d' = max(d + device, h + lag)``: either the device was busy all along, or it waited for the host
 once more, last ``lag`` before its end. Such maps are closed under composition, which is associative. So a whole pass is
-one map, exact to the kernel, and a changed operator changes one leaf of a tree of maps.
+one map, exact to the kernel.
 
 Source: ours; max-plus linear systems as in F. Baccelli et al., "Synchronization and Linearity" (1992).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Self
-
-from qsync_opt.errors import ProblemError
-from qsync_opt.jsonio import Fields, check_integer
+from collections.abc import Iterable
+from typing import NamedTuple
 
 NEVER = -(2**62)
 """Lag of work that launches nothing: the device does not wait for it."""
@@ -75,38 +71,3 @@ def compose(pieces: Iterable[Work]) -> Work:
         host += h
         device += d
     return Work(host, device, lag)
-
-
-class WorkTree:
-    """Pieces of work in order, of which single ones can be changed quickly.
-
-    Args:
-        pieces: In order; at least one.
-    """
-
-    __slots__ = ("_nodes", "_size")
-
-    def __init__(self, pieces: Sequence[Work]) -> None:
-        self._size = 1 << max(0, (len(pieces) - 1).bit_length())
-        nodes = [NOTHING] * self._size + list(pieces) + [NOTHING] * (self._size - len(pieces))
-        for k in range(self._size - 1, 0, -1):
-            a, b = nodes[2 * k], nodes[2 * k + 1]
-            nodes[k] = Work(a[0] + b[0], a[1] + b[1], max(a[2] + b[1], a[0] + b[2]))
-        self._nodes = nodes
-
-    @property
-    def total(self) -> Work:
-        """All of it as one piece."""
-        return self._nodes[1]
-
-    def __getitem__(self, position: int) -> Work:
-        return self._nodes[self._size + position]
-
-    def set(self, position: int, piece: Work) -> None:
-        """Change one piece; the total follows."""
-        nodes, k = self._nodes, self._size + position
-        nodes[k] = piece
-        while k > 1:
-            k >>= 1
-            a, b = nodes[2 * k], nodes[2 * k + 1]
-            nodes[k] = Work(a[0] + b[0], a[1] + b[1], max(a[2] + b[1], a[0] + b[2]))

@@ -79,7 +79,7 @@ def step_labels(model: nn.Module, graph: OpGraph) -> Iterator[None]:
         ...     with phase("backward"):
         ...         loss.backward()
     """
-    next_number = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+    next_number = torch._C._autograd._get_sequence_nr
 
     def around(call: OperatorCall, run: Callable[[], Any]) -> Any:
         with _RecordFunctionFast(operator_label(call.name, next_number())):
@@ -97,16 +97,18 @@ def phase(name: str) -> contextlib.AbstractContextManager[Any]:
 
 def read_events(profiler: torch.profiler.profile) -> StepEvents:
     """The events of a finished profiler, without a detour through a file."""
-    recorded = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    finished: Any = profiler.profiler
+    recorded = finished.kineto_results.events()
+    cpu = torch._C._autograd.DeviceType.CPU
     ranges, nodes, launches, kernels, calls, changes = [], [], [], [], [], []
     host_names: set[str] = set()
     on_device = []
     for event in recorded:
         name, start = event.name(), event.start_ns()
         if name == _MEMORY:
-            if event.device_type() != torch.autograd.DeviceType.CPU or not torch.cuda.is_available():
+            if event.device_type() != cpu or not torch.cuda.is_available():
                 changes.append(Change(start, event.nbytes()))
-        elif event.device_type() != torch.autograd.DeviceType.CPU:
+        elif event.device_type() != cpu:
             on_device.append((name, start, start + event.duration_ns(), event))
         else:
             end = start + event.duration_ns()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from qsync_opt.cluster_step import cluster_step, worker_step
 from qsync_opt.costs import CostFit, fit_cost
 from qsync_opt.covering_plans import covering_plans
 from qsync_opt.device_profile import DeviceIdentity
@@ -123,14 +122,11 @@ def fit_samples(
     predicted = {}
     for sample in samples:
         step = predictor.plan(sample.precisions)
-        alone = cluster_step([worker_step("alone", costs, [tree.total for tree in step.trees])])
-        predicted[sample.name] = (alone.iteration_ns, predictor.memory(step.costs).peak_bytes)
+        predicted[sample.name] = (predictor.steady_ns(step), predictor.memory(step.costs).peak_bytes)
     return checked(costs, predicted, samples)
 
 
-def time_casts(
-    device: torch.device, formats: Sequence[str], kernels: KernelOptions
-) -> tuple[dict[str, CostFit], int]:
+def time_casts(device: torch.device, formats: Sequence[str], kernels: KernelOptions) -> tuple[dict[str, CostFit], int]:
     """Device time of the casts between formats, fitted over sizes, and the host's time of one."""
     delivered = [name for name in ("BF16", "FP16", "FP32") if name in formats]
     pairs = [(a, b) for a, b in itertools.product(delivered, [*delivered, "INT8", "FP8"]) if a != b and b in formats]
@@ -159,7 +155,7 @@ def _run_often(work: Callable[[], object], device: torch.device) -> tuple[float,
     torch.cuda.synchronize(device)
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start = time.perf_counter_ns()
-    torch.cuda._sleep(2_000_000)  # a head start for the host
+    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # a head start for the host
     first.record()
     for _ in range(_CAST_RUNS):
         work()

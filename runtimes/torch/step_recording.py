@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 import weakref
@@ -91,8 +92,10 @@ class Stepper:
             self.step(marks)
             self.synchronize()
             wholes.append(float(time.perf_counter_ns() - marks[0]))
-            rows.append([b - a for a, b in zip(marks, marks[1:], strict=False)])
-        return {name: statistics.median(column) for name, column in zip(PHASES, zip(*rows, strict=True), strict=True)}, wholes
+            rows.append([b - a for a, b in itertools.pairwise(marks)])
+        return {
+            name: statistics.median(column) for name, column in zip(PHASES, zip(*rows, strict=True), strict=True)
+        }, wholes
 
     def peak_bytes(self) -> tuple[int, int]:
         """Bytes in use between steps and at most within one; zeros where no allocator keeps count (cpu)."""
