@@ -371,9 +371,9 @@ class Predictor:
         """One record."""
         steps, workers, naive, steady = [], [], 0.0, 0
         tails = network_tails(self.allreduce_ns, self.segments)
-        for predictor, costs, plan, peak in zip(self.predictors, self.costs, both, peaks, strict=True):
+        for predictor, plan, peak in zip(self.predictors, both, peaks, strict=True):
             planned = predictor.plan(plan)
-            steps.append(worker_step(f"rank {len(steps)}", costs, predictor.segments_of(planned)))
+            steps.append(worker_step(f"rank {len(steps)}", predictor, planned))
             steady = max(steady, predictor.steady_ns(planned, tails))
             memory = predictor.memory(planned.costs)
             workers.append(

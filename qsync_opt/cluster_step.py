@@ -3,7 +3,7 @@
 Each worker has a host, a compute and a communication queue. A gradient bucket is reduced as soon as every worker has
 it ready and launched, and the bucket before it is done. The optimizer waits for the last one. Steps follow one another
 without a pause: the host of a worker may run ahead of its device, so the time of a step is that of the slowest cycle
-and not of one step from a standstill; a few steps are played through until it no longer changes.
+and not of one step from a standstill; a few steps are played through. `StepPredictor.steady_ns` has the limit in closed form.
 
 Source: QSync's and dPRO's replayers (IPDPS 2024, MLSys 2022), with a queue for the host and steady state; ours.
 """
@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from qsync_opt.buckets import GradientBucket
 from qsync_opt.errors import ProblemError
 from qsync_opt.graph import OpGraph
-from qsync_opt.step_costs import StepCosts
+from qsync_opt.step_predictor import PlannedStep, StepPredictor
 from qsync_opt.two_queues import Work
 
-_STEPS = 4
 Lane = tuple[str, str, int, int]
 """(stream, what, start, end) in nanoseconds from the beginning of the step."""
 
@@ -34,12 +33,12 @@ class WorkerStep:
     optimizer: Work
 
 
-def worker_step(name: str, costs: StepCosts, segments: Sequence[Work]) -> WorkerStep:
-    """A worker's step: its segments (`StepPredictor.segments_of`), and what its phases cost besides."""
-    phases = costs.phases
+def worker_step(name: str, predictor: StepPredictor, step: PlannedStep) -> WorkerStep:
+    """A worker's step under a plan that its predictor has worked out."""
+    phases = predictor.costs.phases
     return WorkerStep(
         name=name,
-        segments=tuple(segments),
+        segments=tuple(predictor.segments_of(step)),
         finish=phases["backward|end"],
         optimizer=phases["optimizer"].then(phases["zero_grad"]),
     )
@@ -75,14 +74,19 @@ def network_tails(allreduce_ns: Sequence[int], after_segment: Sequence[int]) -> 
 
 
 def cluster_step(
-    workers: Sequence[WorkerStep], allreduce_ns: Sequence[int] = (), after_segment: Sequence[int] = ()
+    workers: Sequence[WorkerStep],
+    allreduce_ns: Sequence[int] = (),
+    after_segment: Sequence[int] = (),
+    *,
+    steps: int = 4,
 ) -> ClusterStep:
-    """Play steps of a cluster until their time is steady.
+    """Play some steps of a cluster; the time of the last one is nearly steady.
 
     Args:
         workers: One of each kind; equal workers need not be repeated.
         allreduce_ns: Time of each bucket's all-reduce, in order.
         after_segment: Segment after which each bucket is ready on every worker.
+        steps: How many to play.
 
     Raises:
         ProblemError: Workers of unlike segments, or a bucket after a segment that is not there.
@@ -96,7 +100,7 @@ def cluster_step(
     network = 0
     ends = [0]
     lanes: dict[str, list[Lane]] = {}
-    for _ in range(_STEPS):
+    for _ in range(steps):
         begin = max(device for _, device in free)
         lanes = {worker.name: [] for worker in workers}
         ready: list[list[tuple[int, int]]] = []

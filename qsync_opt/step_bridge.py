@@ -39,7 +39,7 @@ def profile_from_steps(
     measurements: dict[str, dict[str, MeasuredCost]] = {}
     operators: dict[str, str] = {}
     for i, operator in enumerate(graph):
-        key = f"{predictor.signature(i)} {problem_role(operator)} {','.join(operator.inputs) and len(operator.inputs)}"
+        key = f"{predictor.signature(i)} {problem_role(operator)}"
         operators[operator.name] = key
         if key in measurements:
             continue
@@ -48,9 +48,8 @@ def profile_from_steps(
             cost = _uniform_cost(predictor, i, operator, precision)
             table[precision] = _measured(cost, costs.device.kind)
         measurements[key] = table
-    phases = costs.phases
+    phases = predictor.costs.phases
     nothing = CostFit(base_ns=0, ns_per_mi_elements=0)
-    cuda = costs.device.kind == "cuda"
     step, clear = phases["optimizer"], phases["zero_grad"]
     return DeviceProfile(
         device=costs.device,
@@ -64,8 +63,8 @@ def profile_from_steps(
         gradient_sums=dict.fromkeys(outputs, nothing),
         optimizer=OptimizerCost(
             name="observed",
-            step_ns=max(step.device, step.host if not cuda else 0),
-            zero_grad_ns=max(clear.device, clear.host if not cuda else 0),
+            step_ns=step.device,
+            zero_grad_ns=clear.device,
             state_bytes=state_bytes,
             workspace_bytes=max(0, costs.phase_peaks["optimizer"]),
         ),
@@ -95,11 +94,11 @@ def _uniform_cost(predictor: StepPredictor, position: int, operator: Operator, p
 
 
 def _measured(cost: CaseCost, kind: str) -> MeasuredCost:
-    """Without inputs' casts; on a cpu host and device are one."""
+    """Without inputs' casts; a cpu has no launches."""
     cuda = kind == "cuda"
     return MeasuredCost(
-        forward_ns=cost.forward.device if cuda else cost.forward.host,
-        backward_ns=cost.backward.device if cuda else cost.backward.host,
+        forward_ns=cost.forward.device,
+        backward_ns=cost.backward.device,
         host_forward_ns=cost.forward.host if cuda else 0,
         host_backward_ns=cost.backward.host if cuda else 0,
         saved_bytes=max(0, cost.forward_net_bytes - cost.result_bytes),

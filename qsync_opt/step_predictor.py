@@ -61,7 +61,7 @@ class StepPredictor:
     def __init__(self, graph: OpGraph, costs: StepCosts, borders: Sequence[int] = ()) -> None:
         costs.check_graph(graph)
         self.graph = graph
-        self.costs = costs
+        self.costs = costs = _on_one_queue(costs) if costs.device.kind == "cpu" else costs
         self._flow = StepFlow(graph, costs.half_format)
         self._lifetimes = Lifetimes(graph, costs.roots, costs.held)
         self._cases: dict[Case, CaseCost] = dict(costs.cases)
@@ -319,6 +319,22 @@ class StepPredictor:
         signature = self._flow.signature(self._position[name])
         found = {precision for s, precision in self._seen if s == signature and precision}
         return tuple(sorted(found, key=lambda p: number_format(p).rank))
+
+
+def _on_one_queue(costs: StepCosts) -> StepCosts:
+    """On a cpu the host is the device: nothing is launched ahead, and who waits for the network waits for all."""
+
+    def one(work: Work) -> Work:
+        return Work(0, work.host, work.host)
+
+    return replace(
+        costs,
+        cases={
+            case: replace(cost, forward=one(cost.forward), backward=one(cost.backward))
+            for case, cost in costs.cases.items()
+        },
+        phases={label: one(work) for label, work in costs.phases.items()},
+    )
 
 
 def _arrival(precision: str) -> str:

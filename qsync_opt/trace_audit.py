@@ -106,9 +106,9 @@ def audit_worker(name: str, predictor: StepPredictor, step: PlannedStep, events:
 
 
 def _times(work: Work, span: Span, spans: StepSpans, on_device: bool) -> tuple[int, int]:
-    """Predicted and measured; on the device gaps between kernels count on both sides."""
+    """Predicted and measured; on the device gaps between kernels count on both sides. A cpu is its own device."""
     if not on_device:
-        return work.host, span.host_ns
+        return work.device, span.host_ns
     return work.device, span.device_ns + round(spans.gap_ns * len(span.kernels))
 
 
