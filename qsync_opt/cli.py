@@ -36,6 +36,7 @@ COMMANDS: dict[str, str] = {
     "pareto": "qsync_opt.cli_pareto:add_pareto",
     "report": "qsync_opt.cli_report:add_report",
     "diff": "qsync_opt.cli_diff:add_diff",
+    "audit": "qsync_opt.cli_audit:add_audit",
     "doctor": "qsync_opt.cli_doctor:add_doctor",
     "completion": "qsync_opt.cli_completion:add_completion",
     "demo": "qsync_opt.cli_demo:add_demo",

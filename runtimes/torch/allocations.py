@@ -70,7 +70,7 @@ def _cuda_allocations(phases: Sequence[Callable[[Any], Any]], device: torch.devi
 def _cpu_allocations(phases: Sequence[Callable[[Any], Any]]) -> tuple[Any, list[Allocation]]:
     result: Any = None
     with (
-        _silent_profiler(),
+        silent_profiler(),
         torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
         ) as profiler,
@@ -112,7 +112,7 @@ def _trace_events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _silent_profiler() -> Iterator[None]:
+def silent_profiler() -> Iterator[None]:
     """Newer profilers write a line to standard error at each start; their log level is read from the environment."""
     before = os.environ.get(_LOG_LEVEL)
     os.environ.setdefault(_LOG_LEVEL, "99")

@@ -58,13 +58,13 @@ class _Mode(TorchFunctionMode):
     def __init__(self, interception: Interception) -> None:
         super().__init__()
         self._interception = interception
-        self._names = interception.function_names
+        self.names = interception.function_names
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        op_type = self._names.get(func)
+        op_type = self.names.get(func)
         if op_type is not None:
             return self._interception.call(op_type, func, args, kwargs)
         entered = ENTERED.get(func)
@@ -299,6 +299,24 @@ class Interception:
     def handler(self) -> Handler:
         """Whoever is told of the calls."""
         return self._handler
+
+    @contextlib.contextmanager
+    def observed(self, handle: Callable[[OperatorCall, bool], Any], kinds: tuple[str, ...]) -> Iterator[None]:
+        """Let somebody else run the operators while the block lasts, those of further kinds too.
+
+        Args:
+            handle: Called with a call, and whether the handler would be told of it; returns the result.
+            kinds: ATen names of operators to report besides.
+        """
+        names, handler = self.function_names, self._handler
+        told = frozenset(names.values())
+        self.function_names = self._mode.names = {**function_names(kinds), **names}
+        self._handler = lambda call: handle(call, call.op_type in told)
+        try:
+            yield
+        finally:
+            self.function_names = self._mode.names = names
+            self._handler = handler
 
     def remove(self) -> None:
         """Give every module its own ``forward`` back; the model is as it was.

@@ -1,0 +1,151 @@
+"""Predicted beside measured step time and peak memory of hybrid clusters, for plans that nobody has run before.
+
+A cluster is two GPUs of one host: rank 0 is a whole one of fixed precision, rank 1 a partition (a green context) under
+a plan, or whole too. Each worker records its own steps by itself; then both train together with
+DistributedDataParallel over NCCL, case by case. Writes ``benchmarks/results/predictor.json``.
+
+    python benchmarks/predictor.py [--device cuda|cpu] [--graphs DIR] [--deadline-s 600] [--output PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from predictor_cases import COMBINATIONS, Combination
+from predictor_worker import run_worker
+
+from qsync_opt.jsonio import write_json
+from qsync_opt.runtimes.torch.ddp import free_port
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def ranks(values: list[float]) -> list[float]:
+    """Ranks with ties at their mean."""
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    result = [0.0] * len(values)
+    i = 0
+    while i < len(order):
+        j = i
+        while j + 1 < len(order) and values[order[j + 1]] == values[order[i]]:
+            j += 1
+        for k in range(i, j + 1):
+            result[order[k]] = (i + j) / 2
+        i = j + 1
+    return result
+
+
+def spearman(a: list[float], b: list[float]) -> float | None:
+    """Rank correlation, None for fewer than three pairs."""
+    if len(a) < 3:
+        return None
+    return statistics.correlation(ranks(a), ranks(b))
+
+
+def errors(cases: list[dict[str, Any]], predicted: str, measured: str) -> dict[str, Any]:
+    """Mean, worst and signed extremes of relative errors over the cases that have both."""
+    found = [case[predicted] / case[measured] - 1 for case in cases if case.get(predicted) and case.get(measured)]
+    if not found:
+        return {"cases": 0}
+    return {
+        "cases": len(found),
+        "mean_absolute": statistics.fmean(map(abs, found)),
+        "worst": max(map(abs, found)),
+        "lowest": min(found),
+        "highest": max(found),
+        "within_2_percent": sum(abs(e) <= 0.02 for e in found),
+        "within_5_percent": sum(abs(e) <= 0.05 for e in found),
+    }
+
+
+def summarize(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures that the benchmark is for."""
+    predicted = [case for case in cases if case["predicted_ms"] is not None]
+    new = [case for case in predicted if not case["plan_recorded_alone"]]
+    device_bound = [case for case in predicted if case["bound_by"] == "device"]
+    by_cluster: dict[str, list[dict[str, Any]]] = {}
+    for case in predicted:
+        by_cluster.setdefault(f"{case['model']} {case['cluster']}", []).append(case)
+    correlations = {
+        name: spearman([c["predicted_ms"] for c in group], [c["measured_ms"] for c in group])
+        for name, group in by_cluster.items()
+    }
+    memory = [worker for case in predicted for worker in case["workers"]]
+    return {
+        "time": errors(predicted, "predicted_ms", "measured_ms"),
+        "time_plans_never_run": errors(new, "predicted_ms", "measured_ms"),
+        "time_bound_by_device": errors(device_bound, "predicted_ms", "measured_ms"),
+        "time_bound_by_host": errors([c for c in predicted if c not in device_bound], "predicted_ms", "measured_ms"),
+        "time_naive": errors(predicted, "naive_ms", "measured_ms"),
+        "time_problem_rows": errors(predicted, "problem_ms", "measured_ms"),
+        "memory": errors(memory, "predicted_peak_bytes", "measured_peak_bytes"),
+        "repeatability": statistics.fmean(case["spread"] for case in predicted) if predicted else None,
+        "spearman": spearman([c["predicted_ms"] for c in predicted], [c["measured_ms"] for c in predicted]),
+        "spearman_by_cluster": correlations,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--graphs", type=Path, help="folder of captured graphs; what is missing is captured")
+    parser.add_argument("--only", action="append", help="names of combinations, as cluster:model")
+    parser.add_argument("--deadline-s", type=float, default=900.0)
+    parser.add_argument("--keep", type=Path, help="folder for the recorded step costs")
+    parser.add_argument("--output", type=Path, default=RESULTS / "predictor.json")
+    arguments = parser.parse_args()
+    chosen: list[Combination] = [
+        c
+        for c in COMBINATIONS
+        if (c.subject.model == "gpt-tiny") == (arguments.device == "cpu")
+        and (not arguments.only or c.name in arguments.only)
+    ]
+    if arguments.keep is not None:
+        arguments.keep.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    mp.spawn(
+        run_worker,
+        args=(
+            free_port(),
+            arguments.device,
+            chosen,
+            arguments.graphs,
+            arguments.deadline_s,
+            arguments.output.with_suffix(".part.json"),
+            arguments.keep,
+        ),
+        nprocs=2,
+    )
+    import json
+
+    part = json.loads(arguments.output.with_suffix(".part.json").read_text())
+    write_json(
+        arguments.output,
+        {
+            "format": "qsync-bench-predictor/1",
+            "date": datetime.date.today().isoformat(),
+            "command": f"python benchmarks/predictor.py --device {arguments.device}",
+            "hardware": part["hardware"],
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "summary": summarize(part["cases"]),
+            **{key: part[key] for key in ("collectives", "profiles", "baselines", "cases", "skipped")},
+        },
+    )
+    arguments.output.with_suffix(".part.json").unlink()
+    print(f"wrote {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

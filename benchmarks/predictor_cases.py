@@ -1,0 +1,84 @@
+"""Which clusters, models and plans the predictor is tried on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from predictor_models import LARGE, SMALL, Subject
+
+from qsync_opt.covering_plans import finest_at
+from qsync_opt.graph import OpGraph, Role
+
+FIXED = "TF32"
+"""Precision of the whole GPU in a hybrid cluster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combination:
+    """A model on a cluster; ``multiprocessors`` of rank 1, None for a whole GPU. ``solve`` asks for a solver's plan."""
+
+    subject: Subject
+    multiprocessors: int | None
+    uniform: tuple[str, ...]
+    mixed: int
+    solve: bool = False
+
+    @property
+    def cluster(self) -> str:
+        """Rank 0 and rank 1."""
+        return f"whole + {'whole' if self.multiprocessors is None else f'{self.multiprocessors} SMs'}"
+
+    @property
+    def name(self) -> str:
+        """For the command line."""
+        return f"{self.subject.model}:{self.multiprocessors or 'whole'}"
+
+
+_FOUR = ("FP32", "TF32", "BF16", "INT8")
+_OTHER = ("TF32", "FP16", "INT8", "FP8")
+
+
+def _combination(
+    model: str, size: str, count: int | None, uniform: tuple[str, ...], mixed: int, solve: bool = False
+) -> Combination:
+    subject = Subject(model=model, size=size)
+    return Combination(subject=subject, multiprocessors=count, uniform=uniform, mixed=mixed, solve=solve)
+
+
+COMBINATIONS = (
+    _combination("gpt-110m", SMALL, 16, ("FP32", "TF32", "BF16", "FP16", "INT8", "FP8"), 4, True),
+    _combination("bert-base", LARGE, 64, _FOUR, 4, True),
+    _combination("resnet50", LARGE, 32, _FOUR, 4),
+    _combination("vit-base", SMALL, 16, _OTHER, 4),
+    _combination("gpt-110m", SMALL, 8, ("TF32", "BF16", "INT8"), 3),
+    _combination("gpt-110m", LARGE, None, _FOUR, 2),
+    _combination("bert-base", SMALL, 16, _OTHER, 3),
+    _combination("gpt-tiny", SMALL, 16, ("FP32", "BF16"), 2, True),
+    _combination("gpt-tiny", LARGE, None, ("FP32", "INT8"), 1),
+)
+
+
+def plans(combination: Combination, graph: OpGraph, available: dict[str, Sequence[str]]) -> dict[str, dict[str, str]]:
+    """Plans of rank 1 by label: uniform, drawn at random, one precision per half of the model, 16 bits and TF32."""
+    names = [operator.name for operator in graph.by_role(Role.ADJUSTABLE)]
+    result = {
+        f"uniform {precision}": {name: finest_at(available[name], precision) for name in names}
+        for precision in combination.uniform
+        if any(precision in available[name] for name in names)
+    }
+    generator = random.Random(f"{combination.name} evaluation")
+    kinds = ("random", "random of 16 bits and TF32", "halves")
+    for k in range(combination.mixed):
+        kind = kinds[k % len(kinds)]
+        if kind == "random":
+            plan = {name: generator.choice(available[name]) for name in names}
+        elif kind == "halves":
+            first, second = generator.sample(("INT8", "BF16", "TF32", "FP8"), 2)
+            middle = generator.randrange(len(names) // 4, 3 * len(names) // 4)
+            plan = {n: finest_at(available[n], first if i < middle else second) for i, n in enumerate(names)}
+        else:
+            plan = {n: finest_at(available[n], generator.choice(("BF16", "FP16", "TF32"))) for n in names}
+        result[f"{kind} {k}"] = plan
+    return result

@@ -1,0 +1,87 @@
+"""Models of the predictor's benchmark, each at two batch sizes, and their captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qsync_opt.graph import OpGraph
+from qsync_opt.graph_file import load_graph, save_graph
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
+from qsync_opt.runtimes.torch.example_models import Classifier, resnet
+
+SMALL, LARGE = "small", "large"
+BATCHES = {
+    "gpt-110m": {SMALL: 4, LARGE: 16},
+    "bert-base": {SMALL: 16, LARGE: 64},
+    "vit-base": {SMALL: 16, LARGE: 64},
+    "resnet50": {SMALL: 32, LARGE: 64},
+    "gpt-tiny": {SMALL: 2, LARGE: 4},
+}
+"""Samples per worker: few for slow partitions, so that a step does not last seconds, many for fast ones."""
+GPT = GptConfig(vocabulary=32768, width=768, heads=12, layers=12, context=512)
+GPT_TINY = GptConfig(vocabulary=64, width=64, heads=2, layers=2, context=32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model at a batch size."""
+
+    model: str
+    size: str
+
+    @property
+    def batch(self) -> int:
+        """Samples per worker."""
+        return BATCHES[self.model][self.size]
+
+    @property
+    def name(self) -> str:
+        """Of the model and the batch."""
+        return f"{self.model}-b{self.batch}"
+
+    def build(self, device: torch.device | str) -> tuple[nn.Module, Mapping[str, Any]]:
+        """The model in training mode and one batch."""
+        torch.manual_seed(0)
+        with torch.device(device):
+            model, kwargs = _build(self.model, self.batch)
+        return model.train(), kwargs
+
+    def graph(self, folder: Path | None) -> OpGraph:
+        """The captured graph, from ``folder`` if it is there, else captured (and kept there)."""
+        path = None if folder is None else folder / f"{self.name}.json"
+        if path is not None and path.is_file():
+            return load_graph(path)
+        model, kwargs = self.build("cpu")
+        graph = capture(model, (), kwargs, name=self.name)
+        if path is not None:
+            save_graph(graph, path)
+        return graph
+
+
+def _build(name: str, batch: int) -> tuple[nn.Module, Mapping[str, Any]]:
+    if name in ("gpt-110m", "gpt-tiny"):
+        config = GPT if name == "gpt-110m" else GPT_TINY
+        tokens = torch.randint(0, config.vocabulary, (batch, config.context))
+        return Gpt(config), {"tokens_BS": tokens, "targets_BS": tokens}
+    if name == "bert-base":
+        import transformers
+
+        bert = transformers.BertConfig()
+        tokens = torch.randint(5, bert.vocab_size, (batch, 128))
+        kwargs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+        return transformers.BertForMaskedLM(bert), kwargs
+    if name == "vit-base":
+        import transformers
+
+        vit = transformers.ViTConfig(num_labels=1000)
+        images, labels = torch.randn(batch, 3, 224, 224), torch.randint(0, 1000, (batch,))
+        return transformers.ViTForImageClassification(vit), {"pixel_values": images, "labels": labels}
+    images, labels = torch.randn(batch, 3, 224, 224), torch.randint(0, 1000, (batch,))
+    return Classifier(resnet()), {"images": images, "labels": labels}

@@ -1,0 +1,428 @@
+"""One worker of the predictor's benchmark: profiles itself, then trains with the other, case by case."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from predictor_cases import FIXED, Combination, plans
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_opt
+from qsync_opt.buckets import gradient_buckets
+from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, Network
+from qsync_opt.cluster_step import bucket_borders, bucket_segments, network_tails, worker_step
+from qsync_opt.covering_plans import finest_at
+from qsync_opt.graph import OpGraph, Role
+from qsync_opt.kernels import ops
+from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.capabilities import device_formats
+from qsync_opt.runtimes.torch.collectives import CollectiveCost, measure_collectives
+from qsync_opt.runtimes.torch.ddp import process_group
+from qsync_opt.runtimes.torch.measure import TrainingExample
+from qsync_opt.runtimes.torch.step_profile import profile_steps
+from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper
+from qsync_opt.step_bridge import profile_from_steps
+from qsync_opt.step_costs import StepCosts
+from qsync_opt.step_predictor import StepPredictor
+from qsync_opt.weight_indicator import weight_sensitivities
+
+SIZES = tuple(1 << k for k in range(14, 29, 2))
+MS = 1e6
+
+
+@dataclass(slots=True)
+class Worker:
+    """What a rank keeps over the run."""
+
+    rank: int
+    device: torch.device
+    solo: Any
+    deadline: float
+    keep: Path | None = None
+    costs: dict[str, StepCosts] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+
+    def say(self, *words: object) -> None:
+        """Print with the time since the start."""
+        print(f"[{time.perf_counter() - self.started:6.1f} r{self.rank}]", *words, flush=True)
+
+
+@contextlib.contextmanager
+def partition(device: torch.device, multiprocessors: int | None) -> Iterator[None]:
+    """Run everything inside on a number of the card's multiprocessors; None: on all of them."""
+    if multiprocessors is None or device.type == "cpu":
+        yield
+        return
+    context = torch.cuda.GreenContext.create(num_sms=multiprocessors, device_id=device.index)
+    stream = context.Stream()
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(stream):
+        yield
+        torch.cuda.synchronize(device)
+
+
+def clean(device: torch.device) -> None:
+    """Give everything back, so that memory is that of the next case alone."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+def stepper_of(worker: Worker, combination: Combination, group: Any) -> Stepper:
+    """The model with DistributedDataParallel and AdamW around."""
+    model, kwargs = combination.subject.build(worker.device)
+    ids = [worker.device.index] if worker.device.type == "cuda" else None
+    wrapped = DistributedDataParallel(model, device_ids=ids, process_group=group, broadcast_buffers=False)
+    return Stepper(TrainingExample(model=wrapped, kwargs=kwargs), torch.optim.AdamW(wrapped.parameters(), foreach=True))
+
+
+def measure(worker: Worker, stepper: Stepper) -> tuple[list[float], int]:
+    """Nanoseconds per step in blocks of steps that do not wait, and the peak of memory; all ranks in step."""
+    for _ in range(2):
+        stepper.step()
+    rough = agreed(worker, stepper.steady_ns(2))
+    count = 2 if rough > 0.15e9 else max(3, min(8, round(0.25e9 / rough)))
+    if worker.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(worker.device)
+    blocks = []
+    for _ in range(2):
+        dist.barrier()
+        stepper.step()
+        blocks.append(agreed(worker, stepper.steady_ns(count)))
+    peak = torch.cuda.max_memory_allocated(worker.device) if worker.device.type == "cuda" else 0
+    return blocks, peak
+
+
+def agreed(worker: Worker, value: float) -> float:
+    """The largest of all ranks."""
+    tensor = torch.tensor([value], dtype=torch.float64, device=worker.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return float(tensor)
+
+
+def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int | None) -> dict[str, Any]:
+    """Record this rank's steps on its own; what was recorded before is not recorded again."""
+    key = f"{combination.subject.name} on {count or 'whole'}"
+    if key in worker.costs:
+        return {}
+    clean(worker.device)
+    start = time.perf_counter()
+    stepper = stepper_of(worker, combination, worker.solo)
+    for _ in range(3):  # DistributedDataParallel settles its buckets, libraries load themselves
+        stepper.step()
+    name = (
+        None
+        if count is None
+        else f"{torch.cuda.get_device_name(worker.device) if worker.device.type == 'cuda' else 'cpu'}, {count}-SM partition"
+    )
+    worker.costs[key] = profile_steps(
+        stepper.example,
+        graph,
+        stepper.optimizer,
+        mixed=1,
+        options=RecordingOptions(warm_up=1, repeats=2 if count and count <= 32 else 4, traced=1),
+        progress=False,
+        name=name,
+    )
+    seconds = time.perf_counter() - start
+    checks = worker.costs[key].checks
+    if worker.keep is not None:
+        worker.costs[key].save(worker.keep / f"costs-{key.replace(' ', '-')}-r{worker.rank}.json")
+    worker.say(
+        key,
+        f"profiled in {seconds:.1f} s; residuals",
+        [f"{c.plan} {100 * c.time_error:+.1f}% {100 * c.memory_error:+.1f}%" for c in checks],
+    )
+    return {
+        "what": key,
+        "seconds": seconds,
+        "plans": [
+            {
+                "plan": c.plan,
+                "time_error": c.time_error,
+                "memory_error": c.memory_error,
+                "measured_ms": c.measured_ns / MS,
+            }
+            for c in checks
+        ],
+    }
+
+
+def run_worker(
+    rank: int,
+    port: int,
+    device_type: str,
+    combinations: list[Combination],
+    graphs: Path | None,
+    deadline_s: float,
+    output: Path,
+    keep: Path | None,
+) -> None:
+    """Entry of one process."""
+    torch.set_num_threads(1 if device_type == "cpu" else 4)
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    with process_group(rank, 2, port, backend="nccl" if device_type == "cuda" else "gloo", timeout_s=150.0):
+        groups = [dist.new_group([r]) for r in range(2)]
+        worker = Worker(
+            rank=rank, device=device, solo=groups[rank], deadline=time.perf_counter() + deadline_s, keep=keep
+        )
+        collective = measure_collectives(SIZES, device=device)
+        found: dict[str, Any] = {
+            "hardware": torch.cuda.get_device_name(device) if device_type == "cuda" else platform_name(),
+            "collectives": collective.to_json(),
+            "profiles": [],
+            "baselines": [],
+            "cases": [],
+            "skipped": [],
+        }
+        for combination in combinations:
+            if agreed(worker, time.perf_counter() - worker.deadline) > 0:
+                found["skipped"].append(combination.name)
+                continue
+            run_combination(worker, combination, combination.subject.graph(graphs), collective, found, output)
+        if rank == 0:
+            output.write_text(json.dumps(found))
+
+
+def platform_name() -> str:
+    """Of the processor's kind."""
+    import platform
+
+    return platform.machine()
+
+
+def gathered(value: Any, device: torch.device) -> list[Any]:
+    """JSON data of all ranks."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([text.numel()], device=device))
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: text.numel()] = text
+    texts = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded)
+    return [json.loads(bytes(t[: int(n)].cpu().tolist())) for t, n in zip(texts, sizes, strict=True)]
+
+
+def run_combination(
+    worker: Worker,
+    combination: Combination,
+    graph: OpGraph,
+    collective: CollectiveCost,
+    found: dict[str, Any],
+    output: Path,
+) -> None:
+    """Profile what is new, then predict and measure every case."""
+    count = combination.multiprocessors if worker.rank == 1 else None
+    with partition(worker.device, count):
+        profiled = profile(worker, combination, graph, count)
+        found["profiles"] += [p for p in gathered(profiled, worker.device) if p]
+        key = f"{combination.subject.name} on {count or 'whole'}"
+        both = [StepCosts.from_json(data, "worker") for data in gathered(worker.costs[key].to_json(), worker.device)]
+        available = {
+            o.name: tuple(p for p in device_formats(worker.device) if ops.supports(o.op_type, p, worker.device))
+            for o in graph.by_role(Role.ADJUSTABLE)
+        }
+        cases = plans(combination, graph, available)
+        # A process group of NCCL keeps the buckets of a model that is gone until its next collective.
+        dist.all_reduce(torch.zeros(1, device=worker.device), group=worker.solo)
+        clean(worker.device)
+        before = torch.cuda.memory_allocated(worker.device) if worker.device.type == "cuda" else 0
+        stepper = stepper_of(worker, combination, None)
+        predictor = Predictor(graph, both, collective, combination, worker.device)
+        if combination.solve:
+            try:
+                solved = gathered(predictor.solve() if worker.rank == 0 else None, worker.device)[0]
+            except qsync_opt.QSyncError as error:
+                solved = gathered(None, worker.device)[0]
+                worker.say("no solver's plan:", error)
+            if solved:
+                cases["solver's"] = solved
+        for label, plan in cases.items():
+            if agreed(worker, time.perf_counter() - worker.deadline) > 0:
+                found["skipped"].append(f"{combination.name} {label}")
+                continue
+            first = (
+                plan if combination.multiprocessors is None else {n: finest_at(a, FIXED) for n, a in available.items()}
+            )
+            mine = first if worker.rank == 0 else plan
+            apply(stepper.example.model, mine, graph=graph, options=ApplyOptions())
+            try:
+                blocks, peak = measure(worker, stepper)
+            finally:
+                undo(stepper.example.model)
+            peaks = gathered(max(0, peak - before), worker.device)
+            if worker.rank == 0:
+                case = predictor.case(label, [first, plan], blocks, peaks)
+                found["cases"].append(case)
+                output.write_text(json.dumps(found))
+                memory = [f"{100 * w['memory_error']:+.2f}%" for w in case["workers"]]
+                worker.say(
+                    f"{combination.name:18s} {label:28s} predicted {case['predicted_ms'] or 0:8.2f} measured {case['measured_ms']:8.2f} ms "
+                    f"({100 * case['time_error']:+5.1f}%) memory {memory} "
+                    f"{case['bound_by']} spread {100 * case['spread']:.1f}% naive {case['naive_ms']:.1f} rows {case['problem_ms'] or 0:.1f}"
+                )
+        if combination.solve and worker.device.type == "cuda":
+            for name, dtype in (("BF16 autocast", torch.bfloat16), ("FP16 autocast", torch.float16)):
+                autocast(worker, combination, stepper, name, dtype, found)
+        del stepper
+        clean(worker.device)
+    if worker.rank == 0:
+        output.write_text(json.dumps(found))
+
+
+def autocast(
+    worker: Worker, combination: Combination, stepper: Stepper, name: str, dtype: torch.dtype, found: dict[str, Any]
+) -> None:
+    """Throughput under plain autocast on rank 1, TF32 on rank 0: what a plan must not fall behind."""
+    example = stepper.example
+    torch.backends.cuda.matmul.allow_tf32 = worker.rank == 0
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cuda", dtype=dtype, enabled=worker.rank == 1):
+            return example.model(*args, **kwargs)
+
+    class Cast(torch.nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+    wrapped = TrainingExample(model=Cast(), args=example.args, kwargs=example.kwargs)
+    other = Stepper(wrapped, stepper.optimizer)
+    other.device = stepper.device
+    blocks, _ = measure(worker, other)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if worker.rank == 0:
+        row = {
+            "model": combination.subject.name,
+            "cluster": combination.cluster,
+            "what": name,
+            "measured_ms": statistics.median(blocks) / MS,
+        }
+        found["baselines"].append(row)
+        worker.say(row)
+
+
+class Predictor:
+    """Predicts the cases of one combination on rank 0."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        costs: list[StepCosts],
+        collective: CollectiveCost,
+        combination: Combination,
+        device: torch.device,
+    ) -> None:
+        self.graph, self.costs, self.combination = graph, costs, combination
+        buckets = gradient_buckets(graph)
+        self.buckets = buckets
+        borders = bucket_borders(graph, buckets)
+        self.segments = bucket_segments(graph, buckets)
+        self.allreduce_ns = [collective.ns(bucket.num_bytes) for bucket in buckets]
+        self.predictors = [StepPredictor(graph, c, borders) for c in costs]
+        self.device = device
+        self.collective = collective
+        self.problem: qsync_opt.Problem | None = None
+
+    def solve(self) -> dict[str, str] | None:
+        """The plan that the default method finds for rank 1, with time to spare of half a percent."""
+        self.make_problem()
+        assert self.problem is not None
+        solution = qsync_opt.solve(self.problem)
+        return None if solution.plan is None else dict(solution.plan.devices["planned"])
+
+    def make_problem(self) -> None:
+        """The problem file of this cluster, its rows from observed steps."""
+        formats = device_formats(self.device)
+        profiles = {}
+        for name, costs in zip(("fixed", "planned"), self.costs, strict=True):
+            state = 2 * sum(p.spec.num_bytes for p in self.graph.parameters)
+            profiles[name] = profile_from_steps(self.graph, costs, formats, state_bytes=state)
+        fixed = FIXED if FIXED in formats else "FP32"
+        kinds = (
+            DeviceType(name="fixed", count=1, memory_limit_bytes=1 << 40, precisions=(fixed,), role=DeviceRole.FIXED),
+            DeviceType(name="planned", count=1, memory_limit_bytes=1 << 40, precisions=tuple(formats)),
+        )
+        network = Network(
+            latency_s=self.collective.latency_s / 2,
+            bandwidth_bytes_per_s=self.collective.bandwidth_bytes_per_s,
+            source="fitted to all-reduces of this group",
+        )
+        sensitivities = weight_sensitivities(self.graph, formats)
+        self.problem = qsync_opt.build_problem(
+            self.graph, profiles, sensitivities, Cluster(name="bench", devices=kinds, network=network), slack=0.005
+        )
+
+    def case(self, label: str, both: list[dict[str, str]], blocks: list[float], peaks: list[int]) -> dict[str, Any]:
+        """One record."""
+        steps, workers, naive, steady = [], [], 0.0, 0
+        tails = network_tails(self.allreduce_ns, self.segments)
+        for predictor, plan, peak in zip(self.predictors, both, peaks, strict=True):
+            planned = predictor.plan(plan)
+            steps.append(worker_step(f"rank {len(steps)}", predictor, planned))
+            steady = max(steady, predictor.steady_ns(planned, tails))
+            memory = predictor.memory(planned.costs)
+            workers.append(
+                {
+                    "predicted_peak_bytes": memory.peak_bytes,
+                    "measured_peak_bytes": peak,
+                    "memory_error": memory.peak_bytes / peak - 1 if peak else 0.0,
+                    "composed_cases": sum(cost.samples == 0 for cost in planned.costs),
+                }
+            )
+            naive = max(naive, sum(cost.kernel_ns for cost in planned.costs))
+        measured = statistics.median(blocks)
+        hosts = max(sum(s.host for s in step.segments) + step.finish.host + step.optimizer.host for step in steps)
+        devices = max(
+            sum(s.device for s in step.segments) + step.finish.device + step.optimizer.device for step in steps
+        )
+        return {
+            "model": self.combination.subject.name,
+            "plan": label,
+            "cluster": self.combination.cluster,
+            "plan_recorded_alone": label.startswith("uniform"),
+            "predicted_ms": steady / MS,
+            "measured_ms": measured / MS,
+            "time_error": steady / measured - 1,
+            "spread": (max(blocks) - min(blocks)) / measured,
+            "bound_by": "host" if hosts > devices else "device",
+            "host_ms": hosts / MS,
+            "device_ms": devices / MS,
+            "naive_ms": naive / MS,
+            "problem_ms": self.problem_ms(both[1]),
+            "sensitivity": self.sensitivity(both[1]),
+            "predicted_peak_bytes": workers[1]["predicted_peak_bytes"],
+            "measured_peak_bytes": workers[1]["measured_peak_bytes"],
+            "workers": workers,
+        }
+
+    def _evaluated(self, plan: Mapping[str, str]) -> Any:
+        if self.problem is None:
+            return None
+        return qsync_opt.evaluate(
+            self.problem, qsync_opt.Plan(problem=self.problem.name, devices={"planned": dict(plan)})
+        )
+
+    def problem_ms(self, plan: Mapping[str, str]) -> float | None:
+        """Step time by the problem's linear rows."""
+        evaluation = self._evaluated(plan)
+        return None if evaluation is None else evaluation.iteration_ns / MS
+
+    def sensitivity(self, plan: Mapping[str, str]) -> float | None:
+        """Objective of the problem."""
+        evaluation = self._evaluated(plan)
+        return None if evaluation is None else evaluation.objective

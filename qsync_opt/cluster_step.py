@@ -1,0 +1,141 @@
+"""How long does a step of a whole cluster take, when its workers wait for one another in every all-reduce?
+
+Each worker has a host, a compute and a communication queue. A gradient bucket is reduced as soon as every worker has
+it ready and launched, and the bucket before it is done. The optimizer waits for the last one. Steps follow one another
+without a pause: the host of a worker may run ahead of its device, so the time of a step is that of the slowest cycle
+and not of one step from a standstill; a few steps are played through. `StepPredictor.steady_ns` has the limit in closed form.
+
+Source: QSync's and dPRO's replayers (IPDPS 2024, MLSys 2022), with a queue for the host and steady state; ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from qsync_opt.buckets import GradientBucket
+from qsync_opt.errors import ProblemError
+from qsync_opt.graph import OpGraph
+from qsync_opt.step_predictor import PlannedStep, StepPredictor
+from qsync_opt.two_queues import Work
+
+Lane = tuple[str, str, int, int]
+"""(stream, what, start, end) in nanoseconds from the beginning of the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStep:
+    """One worker's step: work up to each bucket and up to the end of backward, then what follows the last bucket."""
+
+    name: str
+    segments: tuple[Work, ...]
+    finish: Work
+    optimizer: Work
+
+
+def worker_step(name: str, predictor: StepPredictor, step: PlannedStep) -> WorkerStep:
+    """A worker's step under a plan that its predictor has worked out."""
+    phases = predictor.costs.phases
+    return WorkerStep(
+        name=name,
+        segments=tuple(predictor.segments_of(step)),
+        finish=phases["backward|end"],
+        optimizer=phases["optimizer"].then(phases["zero_grad"]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStep:
+    """Predicted step of a cluster: its time in steady state, and when what happened in the last step played."""
+
+    iteration_ns: int
+    latency_ns: int
+    lanes: Mapping[str, tuple[Lane, ...]] = field(default_factory=dict)
+
+
+def bucket_borders(graph: OpGraph, buckets: Sequence[GradientBucket]) -> tuple[int, ...]:
+    """Positions of the operators that complete buckets, as `StepPredictor` wants them: without repetition."""
+    return tuple(dict.fromkeys(graph.index(bucket.operator) for bucket in buckets))
+
+
+def bucket_segments(graph: OpGraph, buckets: Sequence[GradientBucket]) -> tuple[int, ...]:
+    """Segment after which each bucket is ready."""
+    borders = bucket_borders(graph, buckets)
+    return tuple(borders.index(graph.index(bucket.operator)) for bucket in buckets)
+
+
+def network_tails(allreduce_ns: Sequence[int], after_segment: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """For each bucket its segment, and the time of its all-reduce and all later ones: `StepPredictor.steady_ns`."""
+    tails, behind = [], 0
+    for duration, segment in zip(reversed(allreduce_ns), reversed(after_segment), strict=True):
+        behind += duration
+        tails.append((segment, behind))
+    return tuple(reversed(tails))
+
+
+def cluster_step(
+    workers: Sequence[WorkerStep],
+    allreduce_ns: Sequence[int] = (),
+    after_segment: Sequence[int] = (),
+    *,
+    steps: int = 4,
+) -> ClusterStep:
+    """Play some steps of a cluster; the time of the last one is nearly steady.
+
+    Args:
+        workers: One of each kind; equal workers need not be repeated.
+        allreduce_ns: Time of each bucket's all-reduce, in order.
+        after_segment: Segment after which each bucket is ready on every worker.
+        steps: How many to play.
+
+    Raises:
+        ProblemError: Workers of unlike segments, or a bucket after a segment that is not there.
+    """
+    counts = {len(worker.segments) for worker in workers}
+    if len(counts) != 1:
+        raise ProblemError(f"workers have {sorted(counts)} segments: all must have the same number")
+    if len(allreduce_ns) != len(after_segment) or any(s not in range(counts.copy().pop()) for s in after_segment):
+        raise ProblemError(f"buckets are ready after segments {list(after_segment)}, but there are {counts.pop()}")
+    free = [(0, 0)] * len(workers)
+    network = 0
+    ends = [0]
+    lanes: dict[str, list[Lane]] = {}
+    for _ in range(steps):
+        begin = max(device for _, device in free)
+        lanes = {worker.name: [] for worker in workers}
+        ready: list[list[tuple[int, int]]] = []
+        for w, worker in enumerate(workers):
+            now = free[w]
+            ready.append([])
+            for k, segment in enumerate(worker.segments):
+                after = segment.run(*now)
+                lanes[worker.name] += _lanes(f"segment {k}", now, after, segment)
+                now = after
+                ready[-1].append(now)
+            free[w] = now
+        for bucket, (duration, segment_index) in enumerate(zip(allreduce_ns, after_segment, strict=True)):
+            start = max(network, *(max(times[segment_index]) for times in ready))
+            network = start + duration
+            for worker in workers:
+                lanes[worker.name].append(("communication", f"all-reduce {bucket}", start, network))
+        for w, worker in enumerate(workers):
+            host, device = free[w]
+            now = (host, max(device, network) if allreduce_ns else device)
+            for what, work in (("finish", worker.finish), ("optimizer", worker.optimizer)):
+                after = work.run(*now)
+                lanes[worker.name] += _lanes(what, now, after, work)
+                now = after
+            free[w] = now
+        ends.append(max(max(pair) for pair in free))
+    shifted = {
+        name: tuple((stream, what, start - begin, end - begin) for stream, what, start, end in events)
+        for name, events in lanes.items()
+    }
+    return ClusterStep(iteration_ns=ends[-1] - ends[-2], latency_ns=ends[1], lanes=shifted)
+
+
+def _lanes(what: str, before: tuple[int, int], after: tuple[int, int], work: Work) -> list[Lane]:
+    lanes = [("host", what, before[0], after[0])]
+    if work.device:
+        lanes.append(("compute", what, max(before[1], after[1] - work.device), after[1]))
+    return lanes

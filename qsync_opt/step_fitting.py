@@ -1,0 +1,220 @@
+"""From recorded steps to costs of cases: means over everything that was the same, with the residual beside them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from qsync_opt.costs import CostFit
+from qsync_opt.device_profile import DeviceIdentity
+from qsync_opt.errors import ProblemError
+from qsync_opt.graph import OpGraph
+from qsync_opt.lifetimes import Kept, Lifetimes
+from qsync_opt.step_costs import Case, CaseCost, StepCheck, StepCosts
+from qsync_opt.step_flow import StepFlow, delivered
+from qsync_opt.step_sample import KeptTensors, StepSample
+from qsync_opt.step_trace import BACKWARD, BEGIN, FORWARD, PHASES, Span, StepSpans
+from qsync_opt.two_queues import NEVER, Work, launched
+
+_EMPTY = Span()
+PHASE_LABELS = ("forward", "forward|end", "backward", "backward|end", "optimizer", "zero_grad")
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Running sums of one case."""
+
+    output: str
+    saves: Kept
+    count: int = 0
+    forward: list[Work] = field(default_factory=list)
+    backward: list[Work] = field(default_factory=list)
+    result: int = 0
+    nets: list[tuple[int, int]] = field(default_factory=list)
+    peaks: list[tuple[int, int]] = field(default_factory=list)
+    kernels: int = 0
+
+
+def fit_step_costs(
+    graph: OpGraph,
+    samples: Sequence[StepSample],
+    device: DeviceIdentity,
+    *,
+    half_format: str,
+    casts: Mapping[str, CostFit] | None = None,
+    cast_host_ns: int = 0,
+) -> StepCosts:
+    """Fit the costs of cases to recorded steps.
+
+    Args:
+        graph: The model.
+        samples: Recorded steps under some plans.
+        device: Where they were recorded.
+        half_format: 16-bit format that 8-bit operators deliver.
+        casts: Device time of casts, for cases that were not met.
+        cast_host_ns: Host time of one.
+
+    Raises:
+        ProblemError: No sample.
+
+    Source: ours. A profiler slows the host down; so what it saw there is scaled, per plan and phase, to what the same
+        phase took untraced.
+    """
+    if not samples:
+        raise ProblemError("no recorded step to fit costs to; record at least one plan")
+    flow = StepFlow(graph, half_format)
+    roots, held = _merged(samples)
+    lifetimes = Lifetimes(graph, roots, held)
+    sums: dict[Case, _Sums] = {}
+    scales = _host_scales(samples)
+    phases: dict[str, list[Work]] = {label: [] for label in PHASE_LABELS}
+    phase_peaks: dict[str, int] = dict.fromkeys(PHASE_LABELS, 0)
+    for sample in samples:
+        formats = sample_formats(sample, flow, half_format)
+        kept = [
+            Kept(seen.inputs, seen.output)
+            for seen in (sample.kept.get(operator.name, KeptTensors()) for operator in graph)
+        ]
+        sizes = [sample.kept.get(operator.name, KeptTensors()).result_bytes for operator in graph]
+        releases = lifetimes.releases(kept)
+        scale = scales[sample.name]
+        for i, operator in enumerate(graph):
+            case = flow.case(i, sample.precisions.get(operator.name, "FP32"), formats)
+            entry = sums.setdefault(case, _Sums(output=formats[i], saves=kept[i]))
+            forward, backward = (sample.spans.spans.get((p, operator.name), _EMPTY) for p in (FORWARD, BACKWARD))
+            entry.count += 1
+            entry.forward.append(_work(forward, sample.spans, scale[FORWARD]))
+            entry.backward.append(_work(backward, sample.spans, scale[BACKWARD]))
+            entry.kernels += forward.device_ns + backward.device_ns
+            entry.result += sizes[i]
+            changes = [sample.memory.spans.get((p, operator.name), _EMPTY).changes for p in (FORWARD, BACKWARD)]
+            freed = [sum(sizes[r] for r in found.get(i, ())) for found in (releases.forward, releases.backward)]
+            entry.nets.append((sum(changes[0]) + freed[0], sum(changes[1]) + freed[1]))
+            entry.peaks.append((_peak(changes[0]), _peak(changes[1])))
+        for label in PHASE_LABELS:
+            phase, _, end = label.partition("|")
+            key = (phase, "|end" if end else BEGIN)
+            span = sample.spans.spans.get(key, _EMPTY)
+            phases[label].append(_work(span, sample.spans, scale[phase]))
+            peak = _peak(sample.memory.spans.get(key, _EMPTY).changes)
+            phase_peaks[label] = max(phase_peaks[label], peak)
+    return StepCosts(
+        device=device,
+        model=graph.name,
+        fingerprint=graph.fingerprint(),
+        half_format=half_format,
+        cases={case: _mean_cost(entry) for case, entry in sums.items()},
+        phases={label: _mean(works) for label, works in phases.items()},
+        phase_peaks=phase_peaks,
+        roots=roots,
+        held=held,
+        resident_bytes=max(sample.resident_bytes for sample in samples),
+        casts=dict(casts or {}),
+        cast_host_ns=cast_host_ns,
+    )
+
+
+def checked(costs: StepCosts, predicted: Mapping[str, tuple[int, int]], samples: Sequence[StepSample]) -> StepCosts:
+    """Costs with their residuals: ``predicted`` has (iteration time, peak bytes) per recorded plan."""
+    checks = tuple(
+        StepCheck(
+            plan=sample.name,
+            predicted_ns=predicted[sample.name][0],
+            measured_ns=round(sample.iteration_ns),
+            predicted_bytes=predicted[sample.name][1],
+            measured_bytes=sample.peak_bytes,
+        )
+        for sample in samples
+    )
+    return replace(costs, checks=checks)
+
+
+def sample_formats(sample: StepSample, flow: StepFlow, half_format: str) -> list[str]:
+    """Format of every result of a recorded step; operators that were not met follow the rules."""
+    formats: list[str] = []
+    for i, operator in enumerate(flow.graph):
+        seen = sample.outputs.get(operator.name)
+        if seen is None:
+            precision = sample.precisions.get(operator.name, "FP32")
+            seen = delivered(operator, precision, [formats[source] for source in flow.inputs[i]], half_format)
+        formats.append(seen)
+    return formats
+
+
+def _merged(samples: Sequence[StepSample]) -> tuple[dict[str, str], dict[str, str]]:
+    """Roots and holders over all samples; where plans differ, the longer life counts."""
+    roots: dict[str, str] = {}
+    held: dict[str, str] = {}
+    for sample in samples:
+        order = {name: i for i, name in enumerate(sample.kept)}
+        for name, kept in sample.kept.items():
+            if kept.root != name:
+                roots.setdefault(name, kept.root)
+            before = held.get(name)
+            if before is None or kept.held_until == "" or (before and order[kept.held_until] > order[before]):
+                held[name] = kept.held_until
+    return roots, held
+
+
+def _host_scales(samples: Sequence[StepSample]) -> dict[str, dict[str, float]]:
+    """Untraced over traced time on the host, by plan and phase; where a launch had to wait, the median of the others."""
+    scales: dict[str, dict[str, float | None]] = {}
+    for sample in samples:
+        scales[sample.name] = {}
+        for phase in PHASES:
+            spans = [span for (p, _), span in sample.spans.spans.items() if p == phase]
+            traced = sum(span.host_ns for span in spans)
+            waited = sum(span.blocked_ns for span in spans)
+            measured = sample.host_ns.get(phase, 0.0)
+            scales[sample.name][phase] = measured / traced if traced and not waited else None
+    known = [scale for by_phase in scales.values() for scale in by_phase.values() if scale is not None]
+    usual = statistics.median(known) if known else 1.0
+    return {
+        name: {phase: usual if scale is None else scale for phase, scale in by_phase.items()}
+        for name, by_phase in scales.items()
+    }
+
+
+def _work(span: Span, step: StepSpans, scale: float) -> Work:
+    kernels = [
+        (round(offset * scale + step.latency_ns * scale), round(duration + step.gap_ns))
+        for offset, duration, _ in span.kernels
+    ]
+    return launched(round(span.host_ns * scale), kernels)
+
+
+def _mean(works: Sequence[Work]) -> Work:
+    lags = [work.lag for work in works if work.lag != NEVER]
+    return Work(
+        round(statistics.fmean(work.host for work in works)),
+        round(statistics.fmean(work.device for work in works)),
+        round(statistics.fmean(lags)) if lags else NEVER,
+    )
+
+
+def _mean_cost(entry: _Sums) -> CaseCost:
+    forward_net, backward_net = (round(statistics.fmean(column)) for column in zip(*entry.nets, strict=True))
+    forward_peak, backward_peak = (max(column) for column in zip(*entry.peaks, strict=True))
+    return CaseCost(
+        output=entry.output,
+        samples=entry.count,
+        forward=_mean(entry.forward),
+        backward=_mean(entry.backward),
+        saves_inputs=entry.saves.inputs,
+        saves_output=entry.saves.output,
+        result_bytes=round(entry.result / entry.count),
+        forward_net_bytes=forward_net,
+        backward_net_bytes=backward_net,
+        forward_peak_bytes=forward_peak,
+        backward_peak_bytes=backward_peak,
+        kernel_ns=round(entry.kernels / entry.count),
+    )
+
+
+def _peak(changes: Sequence[int]) -> int:
+    now = most = 0
+    for change in changes:
+        now += change
+        most = max(most, now)
+    return most

@@ -1,0 +1,342 @@
+"""How long does a worker's step take under a plan that was never run, and how much memory does it need?
+
+Times are those of two queues (`qsync_opt.two_queues`), put together from observed cases (`qsync_opt.step_costs`). A
+case that was never met is made of the nearest one that was, with casts for the inputs in which they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.graph import OpGraph, Role
+from qsync_opt.lifetimes import Kept, Lifetimes
+from qsync_opt.precision import number_format
+from qsync_opt.step_costs import Case, CaseCost, StepCosts
+from qsync_opt.step_flow import StepFlow
+from qsync_opt.two_queues import NEVER, Work, compose
+
+BLOCK_BYTES = 512
+"""Sizes that torch's caching allocator rounds up to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """Peak of one worker in bytes, and where it is: a phase, and the operator then running ("" outside of all)."""
+
+    peak_bytes: int
+    phase: str
+    operator: str
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A plan on one worker, as the predictor holds it: format delivered and cost per operator, in order; sums of them.
+
+    ``host_ns`` is the time on the host of forward and backward pass, ``device_ns`` the time on the device of each
+    segment.
+    """
+
+    plan: dict[str, str]
+    formats: list[str]
+    costs: list[CaseCost]
+    host_ns: int
+    device_ns: list[int]
+
+
+class StepPredictor:
+    """Predicts steps of one model on one device.
+
+    Args:
+        graph: The model.
+        costs: Recorded on the device.
+        borders: Positions of operators (in forward order) in whose backward pass a gradient bucket is completed, in
+            the order of the backward pass; the work is cut behind each.
+
+    Raises:
+        ProblemError: The costs are of another model.
+    """
+
+    def __init__(self, graph: OpGraph, costs: StepCosts, borders: Sequence[int] = ()) -> None:
+        costs.check_graph(graph)
+        self.graph = graph
+        self.costs = costs = _on_one_queue(costs) if costs.device.kind == "cpu" else costs
+        self._flow = StepFlow(graph, costs.half_format)
+        self._lifetimes = Lifetimes(graph, costs.roots, costs.held)
+        self._cases: dict[Case, CaseCost] = dict(costs.cases)
+        self._seen: dict[tuple[str, str], list[Case]] = {}
+        for case in costs.cases:
+            self._seen.setdefault((case.signature, case.precision), []).append(case)
+        self._position = {operator.name: i for i, operator in enumerate(graph)}
+        self._elements = [operator.output_elements for operator in graph]
+        self.composed: dict[Case, Case] = {}
+        self._set_borders(borders)
+
+    def _set_borders(self, borders: Sequence[int]) -> None:
+        count = len(self.graph)
+        if list(borders) != sorted(set(borders), reverse=True) or any(not 0 <= b < count for b in borders):
+            raise ProblemError(
+                f"bucket borders {list(borders)} are not falling positions below {count}, as backward meets them"
+            )
+        self._borders = tuple(borders)
+        # Backward of an operator belongs to the first segment whose border it does not lie before.
+        self._segment_of = [sum(position < border for border in borders) for position in range(count)]
+        self._tables: list[dict[tuple[str, ...], CaseCost]] = [{} for _ in range(count)]
+        self._slots = [
+            (operator.name if operator.role is Role.ADJUSTABLE else "", self._flow.inputs[i], self._tables[i])
+            for i, operator in enumerate(self.graph)
+        ]
+
+    @property
+    def segments(self) -> int:
+        """Number of pieces that forward and backward pass are cut into: one per border, and the rest."""
+        return len(self._borders) + 1
+
+    def cost(self, position: int, case: Case) -> CaseCost:
+        """Cost of a case; where it was never met, of the nearest one with casts.
+
+        Raises:
+            ProblemError: The operator was never met in this precision.
+        """
+        known = self._cases.get(case)
+        if known is None:
+            known = self._cases[case] = self._compose(position, case)
+        return known
+
+    def _compose(self, position: int, case: Case) -> CaseCost:
+        candidates = self._seen.get((case.signature, case.precision))
+        if not candidates:
+            there = ", ".join(sorted(p for s, p in self._seen if s == case.signature)) or "none"
+            raise ProblemError(
+                f"operator {self.graph.operators[position].name!r} was never recorded in {case.precision or 'any format'}"
+                f" on {self.costs.device.name!r}, only in {there}; record a plan that has it"
+            )
+        best = min(candidates, key=lambda seen: sum(a != b for a, b in zip(seen.inputs, case.inputs, strict=True)))
+        self.composed[case] = best
+        cost = self.costs.cases[best]
+        operator = self.graph.operators[position]
+        output = self._flow.output(position, case, None)
+        target = output if operator.role is not Role.ADJUSTABLE else _arrival(case.precision)
+        forward, backward = cost.forward, cost.backward
+        for source, old, new in zip(self._flow.inputs[position], best.inputs, case.inputs, strict=True):
+            if old != new:
+                forward = self._recast(forward, self._elements[source], old, new, target)
+                backward = self._recast(backward, self._elements[source], old, new, target)
+        recast = replace(cost, forward=forward, backward=backward, output=output, samples=0)
+        return self._rekept(recast, position, best.inputs, case.inputs, target)
+
+    def _rekept(
+        self, cost: CaseCost, position: int, before: Sequence[str], after: Sequence[str], target: str
+    ) -> CaseCost:
+        """Memory of a case made of another: an input that is kept is kept as a copy where it has to be cast."""
+        if self.graph.operators[position].role is not Role.ADJUSTABLE or not target:
+            return cost
+        saves, copied = set(cost.saves_inputs), 0
+        for i, (source, old, new) in enumerate(zip(self._flow.inputs[position], before, after, strict=True)):
+            num_bytes = self._elements[source] * number_format(target).num_bytes
+            if old == target != new:
+                saves.discard(i)
+                copied += num_bytes
+            elif new == target != old:
+                saves.add(i)
+                copied -= num_bytes
+        return replace(
+            cost,
+            saves_inputs=tuple(sorted(saves)),
+            forward_net_bytes=cost.forward_net_bytes + copied,
+            forward_peak_bytes=max(0, cost.forward_peak_bytes + copied),
+            backward_net_bytes=cost.backward_net_bytes - copied,
+        )
+
+    def _recast(self, work: Work, elements: int, old: str, new: str, target: str) -> Work:
+        """Take the cast of ``old`` off and put that of ``new`` on."""
+        host, device, lag = work
+        for source, sign in ((old, -1), (new, 1)):
+            fit = self.costs.casts.get(f"{source}>{target}")
+            if source == target or not target or fit is None:
+                continue
+            nanoseconds = sign * fit.ns(elements)
+            host += sign * self.costs.cast_host_ns
+            device += nanoseconds
+            lag = NEVER if lag == NEVER else lag + nanoseconds + sign * self.costs.cast_host_ns
+        return Work(max(0, host), max(0, device), lag if lag == NEVER else max(0, lag))
+
+    def _slow_cost(self, position: int, key: tuple[str, ...]) -> CaseCost:
+        cost = self.cost(position, Case(self._flow.signature(position), key[0], key[1:]))
+        self._tables[position][key] = cost
+        return cost
+
+    def plan(self, plan: Mapping[str, str]) -> PlannedStep:
+        """Work a plan out in full.
+
+        Args:
+            plan: Precision of every adjustable operator.
+
+        Raises:
+            ProblemError: It leaves an adjustable operator out, or one was never recorded in its precision.
+        """
+        formats: list[str] = []
+        costs: list[CaseCost] = []
+        for position, (name, inputs, table) in enumerate(self._slots):
+            try:
+                precision = plan[name] if name else ""
+            except KeyError:
+                raise ProblemError(f"the plan leaves out adjustable operator {name!r}; name a precision") from None
+            if len(inputs) == 1:
+                key: tuple[str, ...] = (precision, formats[inputs[0]])
+            else:
+                key = (precision, *[formats[source] for source in inputs])
+            cost = table.get(key)
+            if cost is None:
+                cost = self._slow_cost(position, key)
+            costs.append(cost)
+            formats.append(cost.output)
+        phases, count = self.costs.phases, len(costs)
+        begin = [phases[label] for label in ("forward", "forward|end", "backward")]
+        host = sum(work.host for work in begin)
+        forward = sum(work.device for work in begin)
+        for cost in costs:
+            host += cost.forward[0] + cost.backward[0]
+            forward += cost.forward[1]
+        devices = []
+        after = count
+        for border in (*self._borders, 0):
+            devices.append(sum([cost.backward[1] for cost in costs[border:after]]))
+            after = border
+        devices[0] += forward
+        return PlannedStep(plan=dict(plan), formats=formats, costs=costs, host_ns=host, device_ns=devices)
+
+    def change(self, step: PlannedStep, name: str, precision: str) -> None:
+        """Give one operator another precision; what follows from it is worked out again, and nothing else."""
+        step.plan[name] = precision
+        waiting = [self._position[name]]
+        formats, costs = step.formats, step.costs
+        while waiting:
+            position = min(waiting)
+            waiting.remove(position)
+            own, inputs, table = self._slots[position]
+            key = (step.plan[own] if own else "", *[formats[source] for source in inputs])
+            cost = table.get(key)
+            if cost is None:
+                cost = self._slow_cost(position, key)
+            before = costs[position]
+            if cost is before:
+                continue
+            costs[position] = cost
+            step.host_ns += cost.forward[0] + cost.backward[0] - before.forward[0] - before.backward[0]
+            step.device_ns[0] += cost.forward[1] - before.forward[1]
+            step.device_ns[self._segment_of[position]] += cost.backward[1] - before.backward[1]
+            if cost.output != formats[position]:
+                formats[position] = cost.output
+                waiting += [user for user in self._flow.users[position] if user not in waiting]
+
+    def steady_ns(self, step: PlannedStep, tails: Sequence[tuple[int, int]] = ()) -> int:
+        """Time that one step of this worker takes at least when steps follow one another without a pause.
+
+        It is the longest of three cycles: the host's, the device's own, and the one through the network, where a bucket
+        is ready at the end of a segment and the collectives from it on follow. In a cluster the slowest worker's time
+        is everybody's: a cycle that runs through several workers is never longer than the longest of theirs, because
+        what a worker does before and after the network adds up. `qsync_opt.cluster_step` plays the same step by step.
+
+        Args:
+            step: A plan worked out.
+            tails: For each bucket its segment, and the time of its all-reduce and all later ones.
+
+        Source: maximum cycle mean of a max-plus linear system (Baccelli et al., 1992).
+        """
+        phases = self.costs.phases
+        finish, optimizer, clear = phases["backward|end"], phases["optimizer"], phases["zero_grad"]
+        ready, now = [], 0
+        for device in step.device_ns:
+            now += device
+            ready.append(now)
+        longest = now
+        for segment, tail in tails:
+            if ready[segment] + tail > longest:
+                longest = ready[segment] + tail
+        return max(
+            step.host_ns + finish.host + optimizer.host + clear.host,
+            longest + finish.device + optimizer.device + clear.device,
+        )
+
+    def segments_of(self, step: PlannedStep) -> list[Work]:
+        """Work of each segment, launches and all."""
+        phases, costs = self.costs.phases, step.costs
+        pieces = [phases["forward"], *[cost.forward for cost in costs], phases["forward|end"], phases["backward"]]
+        found, after = [], len(costs)
+        for border in (*self._borders, 0):
+            pieces += [cost.backward for cost in reversed(costs[border:after])]
+            found.append(compose(pieces))
+            pieces, after = [], border
+        return found
+
+    def memory(self, costs: Sequence[CaseCost]) -> StepMemory:
+        """Peak memory of a step.
+
+        Args:
+            costs: Per operator, as in a `PlannedStep`.
+        """
+        lifetimes = self._lifetimes
+        releases = lifetimes.releases([Kept(cost.saves_inputs, cost.saves_output) for cost in costs])
+        now = peak = self.costs.resident_bytes
+        where = ("forward", "")
+        for phase, position, high, net in self._moments(costs, releases.forward, releases.backward):
+            if now + high > peak:
+                peak, where = now + high, (phase, "" if position < 0 else self.graph.operators[position].name)
+            now += net
+        return StepMemory(peak_bytes=peak, phase=where[0], operator=where[1])
+
+    def _moments(
+        self,
+        costs: Sequence[CaseCost],
+        forward: Mapping[int, Sequence[int]],
+        backward: Mapping[int, Sequence[int]],
+    ) -> Iterator[tuple[str, int, int, int]]:
+        """(phase, operator, bytes beyond what is there, change) through the step."""
+        peaks = self.costs.phase_peaks
+        for i, cost in enumerate(costs):
+            freed = sum(costs[r].result_bytes for r in forward.get(i, ()))
+            yield "forward", i, cost.forward_peak_bytes, cost.forward_net_bytes - freed
+        yield "forward", -1, max(peaks["forward|end"], peaks["backward"]), 0
+        for i in range(len(costs) - 1, -1, -1):
+            freed = sum(costs[r].result_bytes for r in backward.get(i, ()))
+            yield "backward", i, costs[i].backward_peak_bytes, costs[i].backward_net_bytes - freed
+        yield "backward", -1, peaks["backward|end"], 0
+        yield "optimizer", -1, peaks["optimizer"], 0
+
+    def signature(self, position: int) -> str:
+        """Signature of an operator in its cases."""
+        return self._flow.signature(position)
+
+    def cost_at(self, position: int, precision: str, arrival: str) -> CaseCost:
+        """Cost of an operator whose floating inputs all arrive in one format."""
+        inputs = (arrival,) * len(self._flow.inputs[position])
+        return self.cost(position, Case(self._flow.signature(position), precision, inputs))
+
+    def precisions(self, name: str) -> tuple[str, ...]:
+        """Precisions in which an operator was recorded, coarsest first."""
+        signature = self._flow.signature(self._position[name])
+        found = {precision for s, precision in self._seen if s == signature and precision}
+        return tuple(sorted(found, key=lambda p: number_format(p).rank))
+
+
+def _on_one_queue(costs: StepCosts) -> StepCosts:
+    """On a cpu the host is the device: nothing is launched ahead, and who waits for the network waits for all."""
+
+    def one(work: Work) -> Work:
+        return Work(0, work.host, work.host)
+
+    return replace(
+        costs,
+        cases={
+            case: replace(cost, forward=one(cost.forward), backward=one(cost.backward))
+            for case, cost in costs.cases.items()
+        },
+        phases={label: one(work) for label, work in costs.phases.items()},
+    )
+
+
+def _arrival(precision: str) -> str:
+    """Format in which a precision wants its inputs; "" for 8 bits, whose quantizers read every format."""
+    return {"INT8": "", "FP8": "", "TF32": "FP32"}.get(precision, precision)

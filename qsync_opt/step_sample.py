@@ -1,0 +1,55 @@
+"""One plan, observed: what each operator was given, delivered, kept and cost in a recorded training step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from qsync_opt.step_trace import StepSpans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTensors:
+    """What an operator keeps for the backward pass, and until when the program holds its result.
+
+    ``inputs`` are positions among the operator's inputs whose storage is kept as it arrives; ``output`` says that the
+    result is. ``result_bytes`` is the storage of the result, 0 if it lives in another's. ``root`` is the operator in
+    whose storage the result lives. ``held_until`` is the operator during or after which the program let go of the
+    result, "" if it held it beyond the forward pass.
+    """
+
+    inputs: tuple[int, ...] = ()
+    output: bool = False
+    result_bytes: int = 0
+    root: str = ""
+    held_until: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSample:
+    """A step of one worker under one plan.
+
+    Attributes:
+        name: Of the plan.
+        precisions: Of the adjustable operators.
+        outputs: Format that each operator delivered; those that deliver none, or were not met, are missing.
+        spans: Times, from a step that was traced without its memory.
+        memory: The same step's accounting with changes of memory, from another step.
+        kept: Per operator that was met.
+        host_ns: Per phase, time on the host of steps that nobody traced; the median.
+        iteration_ns: Mean time of untraced steps that follow one another without waiting.
+        resident_bytes: In use between two steps.
+        peak_bytes: At most in use during an untraced step.
+    """
+
+    name: str
+    precisions: Mapping[str, str]
+    outputs: Mapping[str, str]
+    spans: StepSpans
+    memory: StepSpans
+    kept: Mapping[str, KeptTensors]
+    host_ns: Mapping[str, float]
+    iteration_ns: float
+    resident_bytes: int
+    peak_bytes: int
+    latencies_ns: tuple[float, ...] = field(default=())

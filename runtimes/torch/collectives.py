@@ -1,0 +1,108 @@
+"""What does an all-reduce cost on the group at hand, by size? Measured back to back, as buckets follow one another."""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from qsync_opt.errors import NotReadyError
+from qsync_opt.runtimes.torch.ddp import fit_all_reduce
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCost:
+    """Time of an all-reduce by size: a start-up time and a rate between each two measured sizes.
+
+    ``latency_s`` and ``bandwidth_bytes_per_s`` are one fit over all sizes, with its relative residual (root mean
+    square); `ns` follows the measurements themselves, because libraries change algorithm with size.
+    """
+
+    sizes_bytes: tuple[int, ...]
+    measured_ns: tuple[float, ...]
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    relative_residual: float
+
+    def ns(self, num_bytes: int) -> int:
+        """Time of an all-reduce of ``num_bytes`` per worker, in nanoseconds."""
+        sizes, times = self.sizes_bytes, self.measured_ns
+        k = min(max(bisect.bisect_left(sizes, num_bytes), 1), len(sizes) - 1)
+        rate = max(0.0, (times[k] - times[k - 1]) / (sizes[k] - sizes[k - 1]))
+        return max(round(min(times)), round(times[k - 1] + rate * (num_bytes - sizes[k - 1])))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return {
+            "sizes_bytes": list(self.sizes_bytes),
+            "measured_us": [round(t / 1e3, 2) for t in self.measured_ns],
+            "latency_us": self.latency_s * 1e6,
+            "bandwidth_gb_per_s": self.bandwidth_bytes_per_s / 1e9,
+            "relative_residual": self.relative_residual,
+        }
+
+
+def measure_collectives(
+    sizes_bytes: Sequence[int], *, repeats: int = 5, device: torch.device | str = "cpu", group: Any = None
+) -> CollectiveCost:
+    """Time FP32 all-reduces of some sizes; every worker of the group must call it.
+
+    Args:
+        sizes_bytes: At least two, rising.
+        repeats: Blocks of back-to-back all-reduces per size; their median counts, and of it the slowest worker's.
+        device: Where the tensors are.
+        group: Process group; None: the default one.
+
+    Raises:
+        NotReadyError: There is no process group, or it has one worker.
+        ProblemError: Times do not grow with size.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        raise NotReadyError("no process group of at least two workers: measure inside process_group(...)")
+    device = torch.device(device)
+    measured = []
+    for size in sizes_bytes:
+        payload = torch.zeros(max(1, size // 4), device=device)
+        runs = 4 if size <= 1 << 24 else 2
+        _block(payload, runs, group)
+        own = torch.tensor(
+            [statistics.median(_block(payload, runs, group) for _ in range(repeats))],
+            dtype=torch.float64,
+            device=device,
+        )
+        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
+        measured.append(float(own))
+        del payload
+    fit = fit_all_reduce(list(sizes_bytes), [t / 1e9 for t in measured], dist.get_world_size(group))
+    return CollectiveCost(
+        sizes_bytes=tuple(sizes_bytes),
+        measured_ns=tuple(measured),
+        latency_s=fit.latency_s,
+        bandwidth_bytes_per_s=fit.bandwidth_bytes_per_s,
+        relative_residual=fit.relative_residual,
+    )
+
+
+def _block(payload: torch.Tensor, runs: int, group: Any) -> float:
+    """Nanoseconds of one all-reduce in a row of them."""
+    dist.barrier(group)
+    if payload.device.type != "cuda":
+        start = time.perf_counter_ns()
+        for _ in range(runs):
+            dist.all_reduce(payload, group=group)
+        return (time.perf_counter_ns() - start) / runs
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(payload.device)
+    dist.all_reduce(payload, group=group)  # both workers are here
+    first.record()
+    for _ in range(runs):
+        dist.all_reduce(payload, group=group)
+    last.record()
+    torch.cuda.synchronize(payload.device)
+    return float(first.elapsed_time(last)) * 1e6 / runs

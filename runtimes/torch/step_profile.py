@@ -1,0 +1,165 @@
+"""Profile a model by its own training steps: record some plans, fit what each operator costs in each case."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from qsync_opt.costs import CostFit, fit_cost
+from qsync_opt.covering_plans import covering_plans
+from qsync_opt.device_profile import DeviceIdentity
+from qsync_opt.graph import OpGraph, Role
+from qsync_opt.kernels import backend, ops
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.progress import Report, reporting
+from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.capabilities import device_formats
+from qsync_opt.runtimes.torch.identity import identify
+from qsync_opt.runtimes.torch.measure import TrainingExample
+from qsync_opt.runtimes.torch.operator_bench import DTYPES
+from qsync_opt.runtimes.torch.profiler import wanted_formats
+from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper, record_step
+from qsync_opt.step_costs import StepCosts
+from qsync_opt.step_fitting import checked, fit_step_costs
+from qsync_opt.step_predictor import StepPredictor
+from qsync_opt.step_sample import StepSample
+
+_CAST_ELEMENTS = (1 << 16, 1 << 20, 1 << 23)
+_CAST_RUNS = 10
+
+
+def profile_steps(
+    example: TrainingExample,
+    graph: OpGraph,
+    optimizer: torch.optim.Optimizer,
+    *,
+    precisions: Sequence[str] | None = None,
+    mixed: int = 2,
+    options: RecordingOptions | None = None,
+    kernels: KernelOptions | None = None,
+    progress: Report | bool | None = None,
+    name: str | None = None,
+) -> StepCosts:
+    """Record a model's training steps under a few plans and fit the costs of all cases that occur.
+
+    Args:
+        example: The model (``DistributedDataParallel`` may be around it) with a batch. Steps are trained: parameters
+            and the optimizer's state change.
+        graph: Of the model.
+        optimizer: Steps it.
+        precisions: Those that plans may use; None: all of the device. FP32 is always among them.
+        mixed: Plans to record beside the uniform ones.
+        options: How many steps of each.
+        kernels: Of the 8-bit kernels; as they will be used in training.
+        progress: As in `profile`.
+        name: Of the device, where that of the hardware does not tell it from others (a partition of a card).
+
+    Returns:
+        The costs, with the residual of every recorded plan in ``checks``.
+
+    Raises:
+        UnsupportedError: The device has no such precision.
+
+    Source: QSync and dPRO profile whole runs as well (IPDPS 2024, MLSys 2022) and match kernels by name and order;
+        charging by autograd's numbers, cases, and the two queues are ours.
+    """
+    device = example.device
+    formats = wanted_formats(device, precisions) if precisions is not None else device_formats(device)
+    kernels = dataclasses.replace(kernels or KernelOptions(), half_format=backend.half_format(device))
+    available = {
+        operator.name: [p for p in formats if ops.supports(operator.op_type, p, device)]
+        for operator in graph.by_role(Role.ADJUSTABLE)
+    }
+    plans = covering_plans(graph, available, mixed=mixed, half_format=kernels.half_format)
+    samples = []
+    stepper = Stepper(example, optimizer)
+    with reporting(progress, "steps") as report:
+        for done, (label, plan) in enumerate(plans.items()):
+            report(done, len(plans) + 1, label)
+            samples.append(record_plan(stepper, graph, label, plan, options, kernels))
+        report(len(plans), len(plans) + 1, "casts")
+        casts, cast_host_ns = time_casts(device, tuple(formats), kernels)
+        report(len(plans) + 1, len(plans) + 1, "done")
+    return fit_samples(
+        graph, samples, identify(device, name), half_format=kernels.half_format, casts=casts, cast_host_ns=cast_host_ns
+    )
+
+
+def record_plan(
+    stepper: Stepper,
+    graph: OpGraph,
+    label: str,
+    plan: Mapping[str, str],
+    options: RecordingOptions | None = None,
+    kernels: KernelOptions | None = None,
+) -> StepSample:
+    """Record steps under one plan; it is applied before and taken off afterwards."""
+    model = stepper.example.model
+    apply(model, dict(plan), graph=graph, options=ApplyOptions(kernels=kernels or KernelOptions()))
+    try:
+        return record_step(stepper, graph, name=label, precisions=plan, options=options)
+    finally:
+        undo(model)
+
+
+def fit_samples(
+    graph: OpGraph,
+    samples: Sequence[StepSample],
+    device: DeviceIdentity,
+    *,
+    half_format: str,
+    casts: Mapping[str, CostFit] | None = None,
+    cast_host_ns: int = 0,
+) -> StepCosts:
+    """Fit costs to samples and put the residual of each beside them."""
+    costs = fit_step_costs(graph, samples, device, half_format=half_format, casts=casts, cast_host_ns=cast_host_ns)
+    predictor = StepPredictor(graph, costs)
+    predicted = {}
+    for sample in samples:
+        step = predictor.plan(sample.precisions)
+        predicted[sample.name] = (predictor.steady_ns(step), predictor.memory(step.costs).peak_bytes)
+    return checked(costs, predicted, samples)
+
+
+def time_casts(device: torch.device, formats: Sequence[str], kernels: KernelOptions) -> tuple[dict[str, CostFit], int]:
+    """Device time of the casts between formats, fitted over sizes, and the host's time of one."""
+    delivered = [name for name in ("BF16", "FP16", "FP32") if name in formats]
+    pairs = [(a, b) for a, b in itertools.product(delivered, [*delivered, "INT8", "FP8"]) if a != b and b in formats]
+    fits = {}
+    host: list[float] = []
+    for source, target in pairs:
+        samples = []
+        for elements in _CAST_ELEMENTS:
+            x = torch.randn(elements // 256, 256, device=device).to(DTYPES[source])
+            device_ns, host_ns = _run_often(lambda x=x, target=target: ops.cast(x, target, kernels), device)  # type: ignore[misc]
+            samples.append((elements, max(1.0, device_ns)))
+            if elements == _CAST_ELEMENTS[0]:
+                host.append(host_ns)
+        fits[f"{source}>{target}"] = fit_cost(samples)
+    return fits, round(statistics.median(host)) if host and device.type != "cpu" else 0
+
+
+def _run_often(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Time of one run on the device in a full queue, and on the host."""
+    work()
+    if device.type != "cuda":
+        start = time.perf_counter_ns()
+        for _ in range(_CAST_RUNS):
+            work()
+        return (time.perf_counter_ns() - start) / _CAST_RUNS, 0.0
+    torch.cuda.synchronize(device)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start = time.perf_counter_ns()
+    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # a head start for the host
+    first.record()
+    for _ in range(_CAST_RUNS):
+        work()
+    last.record()
+    host_ns = (time.perf_counter_ns() - start) / _CAST_RUNS
+    torch.cuda.synchronize(device)
+    return float(first.elapsed_time(last)) * 1e6 / _CAST_RUNS, host_ns

@@ -1,0 +1,129 @@
+"""Recorded steps of a small model on the CPU: memory is deterministic there and compared tightly, times are not."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from qsync_opt.cli import main
+from qsync_opt.graph import Role
+from qsync_opt.graph_file import save_graph
+from qsync_opt.plan import Plan
+from qsync_opt.runtimes.torch.apply import applied_plan, apply, undo
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
+from qsync_opt.runtimes.torch.measure import TrainingExample
+from qsync_opt.runtimes.torch.step_labels import read_events, step_labels
+from qsync_opt.runtimes.torch.step_profile import profile_steps, record_plan
+from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper
+from qsync_opt.step_predictor import StepPredictor
+from qsync_opt.step_trace import FORWARD, charge
+
+FEW = RecordingOptions(warm_up=1, repeats=1, traced=1)
+
+
+class Setting:
+    def __init__(self):
+        torch.manual_seed(0)
+        config = GptConfig(vocabulary=64, context=16, width=32, heads=2, layers=2)
+        tokens = torch.randint(0, 64, (2, 16))
+        model = Gpt(config).train()
+        self.graph = capture(model, (tokens, tokens))
+        self.example = TrainingExample(model=model, args=(tokens, tokens))
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.stepper = Stepper(self.example, self.optimizer)
+        self.costs = profile_steps(
+            self.example, self.graph, self.optimizer, precisions=["BF16"], mixed=1, options=FEW, progress=False
+        )
+        self.names = [operator.name for operator in self.graph.by_role(Role.ADJUSTABLE)]
+
+
+@pytest.fixture(scope="module")
+def setting():
+    return Setting()
+
+
+def test_the_model_is_left_without_a_plan_and_every_plan_has_its_residual(setting):
+    assert applied_plan(setting.example.model) is None
+    assert [check.plan for check in setting.costs.checks] == ["uniform BF16", "uniform FP32", "mixed 0"]
+    assert all(check.predicted_ns > 0 and check.measured_ns > 0 for check in setting.costs.checks)
+
+
+def test_peak_memory_of_recorded_and_of_new_plans(setting):
+    predictor = StepPredictor(setting.graph, setting.costs)
+    source = random.Random(3)
+    plans = [dict.fromkeys(setting.names, "FP32"), dict.fromkeys(setting.names, "BF16")]
+    plans += [{name: source.choice(["BF16", "FP32"]) for name in setting.names} for _ in range(2)]
+    for number, plan in enumerate(plans):
+        sample = record_plan(setting.stepper, setting.graph, "again", plan, FEW)
+        predicted = predictor.memory(predictor.plan(plan).costs).peak_bytes - setting.costs.resident_bytes
+        # A few bytes (the gradient of the loss) exist outside of every operator.
+        tolerance = 1e-4 if number < 2 else 0.02
+        assert predicted == pytest.approx(sample.memory.peak_bytes, rel=tolerance), number
+
+
+def test_formats_follow_what_really_ran(setting):
+    predictor = StepPredictor(setting.graph, setting.costs)
+    plan = dict.fromkeys(setting.names, "BF16") | {"blocks.1.down/linear": "FP32"}
+    sample = record_plan(setting.stepper, setting.graph, "one in FP32", plan, FEW)
+    step = predictor.plan(plan)
+    formats = {o.name: f for o, f in zip(setting.graph, step.formats, strict=True)}
+    assert {name: formats[name] for name in sample.outputs} == dict(sample.outputs)
+    assert formats["blocks.1/add_1"] == "FP32"
+    assert formats["blocks.0/add_1"] == "BF16"
+
+
+def test_observing_does_not_change_what_runs(setting):
+    model, tokens = setting.example.model, setting.example.args
+    apply(model, dict.fromkeys(setting.names, "BF16"), graph=setting.graph)
+    try:
+        plain = model(*tokens)
+        with step_labels(model, setting.graph):
+            labelled = model(*tokens)
+        assert torch.equal(plain, labelled)
+    finally:
+        undo(model)
+    with step_labels(model, setting.graph):
+        pass
+    assert applied_plan(model) is None
+
+
+def test_a_trace_file_says_what_the_profiler_said_and_is_audited(setting, tmp_path, capsys):
+    model = setting.example.model
+    plan = dict.fromkeys(setting.names, "BF16")
+    apply(model, plan, graph=setting.graph)
+    try:
+        with step_labels(model, setting.graph), torch.profiler.profile(acc_events=True) as profiler:
+            setting.stepper.step()
+    finally:
+        undo(model)
+    files = {name: tmp_path / f"{name}.json" for name in ("trace", "graph", "plan", "costs", "overlay")}
+    profiler.export_chrome_trace(str(files["trace"]))
+    save_graph(setting.graph, files["graph"])
+    Plan(problem="any", devices={"cpu": plan}).save(files["plan"])
+    setting.costs.save(files["costs"])
+    common = [str(files["trace"]), "--graph", str(files["graph"]), "--plan", str(files["plan"])]
+    common += ["--costs", str(files["costs"])]
+    capsys.readouterr()
+    assert main(["audit", *common, "--json", "--overlay", str(files["overlay"])]) == 0
+    (worker,) = json.loads(capsys.readouterr().out)["workers"]
+    spans = charge(read_events(profiler))[-1]
+    measured = {row["operator"]: row["measured_ns"] for row in worker["operators"] if row["phase"] == FORWARD}
+    assert set(measured) <= {operator.name for operator in setting.graph}
+    for name in setting.names:
+        # The file's clock has fewer digits.
+        assert measured[name] == pytest.approx(spans.spans[FORWARD, name].host_ns, abs=3000)
+    differences = [abs(row["difference_ns"]) for row in worker["operators"]]
+    assert differences == sorted(differences, reverse=True)
+    lanes = json.loads(files["overlay"].read_text())["traceEvents"]
+    assert {row["args"]["name"] for row in lanes if row.get("name") == "process_name"} == {
+        "0: cpu (predicted)",
+        "0: cpu (measured)",
+    }
+    assert main(["audit", *common, "--top", "3"]) == 0
+    assert "forward" in capsys.readouterr().out
+    assert main(["audit", *common[:-1], str(files["costs"]), str(files["costs"])]) == 2
+    assert "one of each per worker" in capsys.readouterr().err
+    assert main(["audit", str(files["plan"]), *common[1:]]) == 2
+    assert "no list 'traceEvents'" in capsys.readouterr().err

@@ -1,0 +1,156 @@
+import random
+from dataclasses import replace
+
+import pytest
+
+from qsync_opt.cluster_step import cluster_step, network_tails, worker_step
+from qsync_opt.errors import ProblemError
+from qsync_opt.graph import OpGraph, Role
+from qsync_opt.lifetimes import Kept, Lifetimes
+from qsync_opt.step_costs import Case, StepCosts, load_step_costs
+from qsync_opt.step_flow import StepFlow
+from qsync_opt.step_predictor import StepPredictor
+from qsync_opt.synthetic import random_graph, residual_graph, stacked_graph
+from qsync_opt.synthetic_steps import random_step_costs
+
+PRECISIONS = ("INT8", "BF16", "TF32", "FP32")
+
+
+def random_choices(source: random.Random, graph: OpGraph) -> dict[str, str]:
+    return {operator.name: source.choice(PRECISIONS) for operator in graph.by_role(Role.ADJUSTABLE)}
+
+
+def random_borders(source: random.Random, graph: OpGraph) -> list[int]:
+    return sorted(source.sample(range(len(graph)), min(3, len(graph))), reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_change_gives_what_the_whole_plan_gives(seed):
+    source = random.Random(seed)
+    graph = random_graph(source)
+    predictor = StepPredictor(graph, random_step_costs(graph, PRECISIONS, seed=seed), random_borders(source, graph))
+    plan = random_choices(source, graph)
+    step = predictor.plan(plan)
+    for _ in range(10 if plan else 0):
+        name, precision = source.choice(list(plan)), source.choice(PRECISIONS)
+        predictor.change(step, name, precision)
+        plan[name] = precision
+        whole = predictor.plan(plan)
+        assert (step.formats, step.costs, step.host_ns, step.device_ns) == (
+            whole.formats,
+            whole.costs,
+            whole.host_ns,
+            whole.device_ns,
+        )
+    assert sum(work.host for work in predictor.segments_of(step)) == step.host_ns
+    assert [work.device for work in predictor.segments_of(step)] == step.device_ns
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_closed_form_is_the_limit_of_steps_played_one_by_one(seed):
+    source = random.Random(seed)
+    graph = stacked_graph(2)
+    borders = random_borders(source, graph)
+    allreduce = [source.randrange(1_000, 400_000) for _ in borders]
+    segments = list(range(len(borders)))
+    tails = network_tails(allreduce, segments)
+    steady, workers = [], []
+    for k in range(3):
+        predictor = StepPredictor(graph, random_step_costs(graph, PRECISIONS, seed=100 * seed + k), borders)
+        step = predictor.plan(random_choices(source, graph))
+        steady.append(predictor.steady_ns(step, tails))
+        workers.append(worker_step(str(k), predictor, step))
+    played = cluster_step(workers, allreduce, segments, steps=60)
+    assert played.iteration_ns == max(steady)
+    assert played.latency_ns >= max(steady) - max(worker.finish.host + worker.optimizer.host for worker in workers)
+
+
+def brute_force_peak(predictor: StepPredictor, step) -> int:
+    """Walk through all moments and count, at each, every result that somebody still needs."""
+    graph, costs = predictor.graph, step.costs
+    held = predictor.costs.held
+    position = {operator.name: i for i, operator in enumerate(graph)}
+    count = len(graph)
+    death = []
+    for i, operator in enumerate(graph):
+        end = position.get(held.get(operator.name, ""), None)
+        last = 2 * count if end is None else end
+        for j, cost in enumerate(costs):
+            keeps = any(position[graph.operators[j].inputs[k]] == i for k in cost.saves_inputs)
+            if (keeps or (j == i and cost.saves_output)) and end is not None:
+                last = max(last, 2 * count - 1 - j)
+        death.append(last)
+    peak = 0
+    for moment in range(2 * count):
+        present = predictor.costs.resident_bytes
+        # Results of forward that were made before this moment and are needed at it or later.
+        done = range(min(moment, count))
+        for i in done:
+            present += costs[i].forward_net_bytes - (costs[i].result_bytes if death[i] < moment else 0)
+        for m in range(count, moment):
+            present += costs[2 * count - 1 - m].backward_net_bytes
+        here = moment if moment < count else 2 * count - 1 - moment
+        high = costs[here].forward_peak_bytes if moment < count else costs[here].backward_peak_bytes
+        peak = max(peak, present + high)
+    return max(peak, predictor.costs.resident_bytes)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_memory_is_what_counting_every_moment_gives(seed):
+    source = random.Random(seed)
+    graph = random_graph(source)
+    predictor = StepPredictor(graph, random_step_costs(graph, PRECISIONS, seed=seed))
+    step = predictor.plan(random_choices(source, graph))
+    assert predictor.memory(step.costs).peak_bytes == brute_force_peak(predictor, step)
+
+
+def test_views_live_in_the_result_that_they_show():
+    graph = residual_graph()
+    names = [operator.name for operator in graph]
+    second = next(i for i, operator in enumerate(graph) if operator.inputs)
+    roots = {names[second]: graph.operators[second].inputs[0]}
+    lifetimes = Lifetimes(graph, roots, dict.fromkeys(names, names[-1]))
+    source = names.index(graph.operators[second].inputs[0])
+    assert lifetimes.root(second) == source
+    kept = [Kept((), i == second) for i in range(len(names))]
+    assert source in lifetimes.releases(kept).backward[second]
+
+
+def test_a_case_never_met_is_the_nearest_one_with_casts():
+    graph = residual_graph()
+    costs = random_step_costs(graph, PRECISIONS)
+    flow = StepFlow(graph, "BF16")
+    position = next(i for i, o in enumerate(graph) if o.role is Role.ADJUSTABLE and len(flow.inputs[i]) == 1)
+    missing = Case(flow.signature(position), "BF16", ("FP32",))
+    near = Case(flow.signature(position), "BF16", ("BF16",))
+    known = {case: cost for case, cost in costs.cases.items() if case != missing and case != missing._replace(inputs=("FP16",))}
+    predictor = StepPredictor(graph, replace(costs, cases=known))
+    found, before = predictor.cost(position, missing), known[near]
+    elements = graph.operators[flow.inputs[position][0]].output_elements
+    assert found.forward.device == before.forward.device + costs.casts["FP32>BF16"].ns(elements)
+    assert found.forward.host == before.forward.host + costs.cast_host_ns
+    assert found.samples == 0 and 0 not in found.saves_inputs
+    assert found.forward_net_bytes == before.forward_net_bytes + 2 * elements
+
+
+def test_what_cannot_be_predicted_is_refused(tmp_path):
+    graph = residual_graph()
+    costs = random_step_costs(graph, PRECISIONS)
+    predictor = StepPredictor(graph, costs)
+    plan = random_choices(random.Random(0), graph)
+    name = next(iter(plan))
+    with pytest.raises(ProblemError, match="never recorded in FP16.*INT8"):
+        predictor.plan(plan | {name: "FP16"})
+    with pytest.raises(ProblemError, match="leaves out adjustable operator"):
+        predictor.plan({})
+    with pytest.raises(ProblemError, match="another model|not of"):
+        StepPredictor(stacked_graph(1), costs)
+    with pytest.raises(ProblemError, match="falling positions"):
+        StepPredictor(graph, costs, [1, 2])
+    path = tmp_path / "costs.json"
+    costs.save(path)
+    assert load_step_costs(path) == costs
+    data = costs.to_json()
+    data["phases"]["forward"] = [1, 2]
+    with pytest.raises(ProblemError, match="host, device, lag"):
+        StepCosts.from_json(data, "here")
