@@ -48,7 +48,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "hardware": torch.cuda.get_device_name() if cuda else platform.machine(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python benchmarks/quality.py", *sys.argv[1:]]),
     }
 
 
@@ -113,10 +113,6 @@ def train(name: str, device: torch.device, clock: Clock, arguments: argparse.Nam
         record["chosen"] = chosen.name
         record["plans"] = comparison.planned(chosen)
         yield from wave(list(training.second_jobs(comparison, chosen, seeds, steps)))
-    record["summary"] = significant(
-        {setting.name: training.summary(record["runs"], setting.name, sign) for setting in settings}
-    )
-    yield record
 
 
 def merge(folder: Path, output: Path) -> None:
@@ -129,15 +125,33 @@ def merge(folder: Path, output: Path) -> None:
         chosen = [part for part in parts if part["part"].split(":")[0] == kind]
         if not chosen:
             continue
-        records = [record for part in chosen for record in part["records"]]
+        # Parts may come from several machines; what a card measured comes first.
+        chosen.sort(key=lambda part: "NVIDIA" not in part["hardware"])
+        records = [{"hardware": part["hardware"], **record} for part in chosen for record in part["records"]]
         if kind == "harm":
-            kinds = dict.fromkeys((record["model"], record["optimizer"]) for record in records)
-            groups = [[r for r in records if (r["model"], r["optimizer"]) == which] for which in kinds]
-            records = [harm.merged(group) for group in groups if any(r["indicators"] for r in group)]
-        head = {key: chosen[0][key] for key in ("date", "hardware", "versions")}
-        commands = sorted({part["command"] for part in chosen})
-        sections[kind] = {**head, "command": "; ".join(commands), "records": records}
+            records = _harm_records(records)
+        elif kind == "train":
+            for record in records:
+                record["summary"] = _train_summary(record)
+        head = {key: chosen[0][key] for key in ("date", "versions")}
+        hardware = ", ".join(dict.fromkeys(part["hardware"] for part in chosen))
+        commands = "; ".join(dict.fromkeys(part["command"] for part in chosen))
+        sections[kind] = {**head, "hardware": hardware, "command": commands, "records": records}
     write_json(output, {"format": FORMAT, "sections": sections})
+
+
+def _harm_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def which(record: dict[str, Any]) -> tuple[str, ...]:
+        return record["hardware"], record["what"], record["optimizer"]
+
+    groups = [[r for r in records if which(r) == kind] for kind in dict.fromkeys(map(which, records))]
+    return [harm.merged(group) for group in groups if any(r["indicators"] for r in group)]
+
+
+def _train_summary(record: dict[str, Any]) -> dict[str, Any]:
+    sign = -1.0 if training.better_when_higher(record["model"]) else 1.0
+    settings = [s.name for s in training.SETTINGS[record["model"]]]
+    return {setting: significant(training.summary(record["runs"], setting, sign)) for setting in settings}
 
 
 def main() -> int:

@@ -45,7 +45,10 @@ STEPS = 3
 SGD_RATE = 0.1
 OPTIMIZERS = {"own": "the one it was trained by", "sgd": f"SGD at rate {SGD_RATE}"}
 ROUNDING = NoiseOptions(weight_granularity="tensor")  # type: ignore[arg-type]
+CLEAR = 2.0
+"""Standard errors from zero at which the harm of one operator counts as seen."""
 MEASURES = ("after_steps", "at_once", "gradient")
+_SHARED = ("hardware", "model", "what", "factor", "steps", "optimizer", "indicators")
 _BATCHES, _HARM_BATCHES = 4, 10**6
 
 
@@ -188,19 +191,28 @@ def merged(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """All shards of one model as one record, with ranks and reliabilities."""
     head = next(shard for shard in shards if shard["indicators"])
     names = list(head["after_steps"])
-    found: dict[str, Any] = {key: head[key] for key in ("model", "what", "factor", "steps", "optimizer", "indicators")}
+    found: dict[str, Any] = {key: head[key] for key in _SHARED}
     for measure in MEASURES:
         repeats = {name: [v for shard in shards for v in shard[measure][name]] for name in names}
         means = [statistics.fmean(repeats[name]) for name in names]
+        errors = {name: standard_error(repeats[name]) for name in names}
+        clear = [i for i, name in enumerate(names) if abs(means[i]) > CLEAR * errors[name]]
         certain = reliability([repeats[name] for name in names])
         found[measure] = {
             "repeats": len(repeats[names[0]]),
             "mean": dict(zip(names, means, strict=True)),
-            "standard_error": {name: standard_error(repeats[name]) for name in names},
+            "standard_error": errors,
             "reliability": certain,
             "ceiling": ceiling(certain),
             "spearman": {
                 kind: spearman([values[name] for name in names], means) for kind, values in head["indicators"].items()
+            },
+            "clear": {
+                "operators": len(clear),
+                "spearman": {
+                    kind: spearman([values[names[i]] for i in clear], [means[i] for i in clear])
+                    for kind, values in head["indicators"].items()
+                },
             },
         }
     return significant(found)  # type: ignore[no-any-return]

@@ -24,6 +24,7 @@ from qsync_opt.variances import NoiseOptions, variances
 
 RESULTS = ("output", "weight_gradient", "input_gradient")
 LOW, HIGH = 0.9, 1.1
+_DRAWS = {"full": 8, "small": 3, "tiny": 2}
 
 
 @dataclass(slots=True)
@@ -162,5 +163,5 @@ def section(device: torch.device, scale: str, clock: Clock) -> Iterator[dict[str
         train_briefly(subject, model, 3 if scale == "tiny" else 60)
         batch = subject.batch(10**6)
         entries = record(model, batch)
-        for found in rows(entries, model, batch, device, 2 if scale == "tiny" else 8, clock):
+        for found in rows(entries, model, batch, device, _DRAWS[scale], clock):
             yield {"model": subject.name, "what": subject.what, **found}

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from quality_tables import quality_figures
 from results_pages import ROOT, Record, environment, load_results, percent, table
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -25,6 +26,7 @@ def figures() -> dict[str, str]:
         **_solvers(results["solvers.json"]),
         **_capture(results["capture.json"]),
         **_kernels(results["kernels.json"]["sections"]),
+        **quality_figures(results["quality.json"]),
     }
 
 
@@ -212,6 +214,12 @@ def readme_table() -> str:
             f"Rank correlation of operators' sensitivities with measured ones, {known['indicator.networks']} networks",
             "{{ indicator.probed.rank }}",
             "indicator.json",
+        ),
+        row(
+            "The same of a GPT on a card: with added gradient variance; with the loss after steps",
+            "{{ quality.gradient.probed }}; {{ quality.after_steps.probed }}, "
+            "where noise allows {{ quality.after_steps.ceiling }}",
+            "quality.json",
         ),
         row(
             "`exact`, 1,000 operators: proved; median time",

@@ -11,7 +11,8 @@ from figures import figures, with_figures
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from results_pages import RESULTS, results_page
+from quality_plots import quality_plots
+from results_pages import RESULTS, load_results, results_page
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -42,6 +43,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "results.md", content=results_page()))
     for plot in sorted(RESULTS.glob("*.svg")):
         files.append(File.generated(config, f"results/{plot.name}", abs_src_path=str(plot)))
+    for name, svg in quality_plots(load_results()["quality.json"]).items():
+        files.append(File.generated(config, f"assets/{name}", content=svg))
     return files
 
 

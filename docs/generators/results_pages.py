@@ -224,11 +224,18 @@ def _gpu_tests(data: Record) -> str:
     return table(tuple(counts), [tuple(counts.values())])
 
 
+def _quality(data: Record) -> str:
+    from quality_tables import overview  # which builds on this module
+
+    return overview(data)
+
+
 TABLES: Mapping[str, tuple[str, Callable[[Record], str]]] = {
     "qsync-bench-predicted/1": ("Predicted beside measured", _predicted),
     "qsync-bench-capture/1": ("Capture", _capture),
     "qsync-indicator-check/1": ("Indicator", _indicator),
     "qsync-bench-gpu-tests/1": ("Tests on a GPU", _gpu_tests),
+    "qsync-bench-quality/1": ("Truth of the indicator and quality of training", _quality),
 }
 """Value of ``format`` to heading and table."""
 
