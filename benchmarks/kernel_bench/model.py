@@ -28,7 +28,8 @@ from torch import Tensor, nn
 import qsync_opt
 from qsync_opt.kernels import ops
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.apply import ApplyOptions, operator_kind
+from qsync_opt.runtimes.torch.apply import ApplyOptions
+from qsync_opt.runtimes.torch.apply_checks import operator_kind
 from qsync_opt.runtimes.torch.interception import intercepted
 
 WARM_UPS, STEPS = 4, 12

@@ -180,17 +180,23 @@ def test_graphs_replay_with_the_noise_of_their_step():
             _same(result, wanted)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_runs_on_the_current_stream_without_waiting():
     x = torch.randn(512, 512, device=CUDA)
+    stream = torch.cuda.Stream()
+
+    def enqueue():
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)
+            x.fill_(1.0)
+            codes = quantize_matrix(x, torch.int8, rounding="nearest").codes
+        return codes, stream.query()
+
+    enqueue()  # the first call of any kernel loads it, which may wait for the device
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(10_000_000)
-            x.fill_(1.0)
-            codes = quantize_matrix(x, torch.int8, rounding="nearest").codes
-        finished = stream.query()
+        codes, finished = enqueue()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not finished
