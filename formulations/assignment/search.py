@@ -32,8 +32,6 @@ PROOF = 1e-9
 """Improvements below this share of the objective are not looked for."""
 _MAX_PLANS = 60
 _BLENDS = 8
-_WHOLE = 4
-"""A solver gets all that is undecided rather than a part that is more than one such share of it."""
 _MUCH_BETTER = 0.5
 _STATES, _NARROW = 6000, 64
 """States of a whole core search that pay at this width, and in proportion: short cores are searched more widely."""
@@ -320,7 +318,7 @@ class BoundAndFix:
         if self.best is not None:
             allowed_Z = allowed_Z & (least_Z < self.upper)
         most = effort_pass.nodes
-        if most is not None and not effort_pass.width and self._undecided(allowed_Z) <= _WHOLE * most:
+        if most is not None and not effort_pass.width and self._undecided(allowed_Z) <= effort_pass.whole * most:
             most = None
         tried_Z, ceiling = self._nearest(allowed_Z, least_Z, most)
         tried_Z[self.model.chosen(base_N)] = True
