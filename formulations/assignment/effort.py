@@ -10,13 +10,15 @@ class Pass:
     """One core search: at most this many nodes (None: all that are undecided), states, and how states are kept.
 
     A width of 0 hands the core to the solver, unless it is so easy that a bounded search closes it;
-    ``solver_nodes`` then bounds the solver's tree where the core is only a part of what is undecided.
+    ``solver_nodes`` then bounds the solver's tree where the core is only a part of what is undecided, and it gets all
+    that is undecided where that is at most ``whole`` times ``nodes``.
     """
 
     nodes: int | None
     width: int
     spread: bool = True
     solver_nodes: int | None = None
+    whole: int = 1
 
     @property
     def is_dear(self) -> bool:
@@ -36,7 +38,7 @@ SOLVER_PASSES = (
     Pass(150, 64),
     Pass(150, 512),
     Pass(150, 0, solver_nodes=100),
-    Pass(600, 0, solver_nodes=1000),
+    Pass(600, 0, solver_nodes=1000, whole=4),
     Pass(None, 0),
 )
 """The same with a solver: its small cores improve the incumbent, which rules out most of what is undecided."""

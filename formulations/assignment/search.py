@@ -32,11 +32,11 @@ PROOF = 1e-9
 """Improvements below this share of the objective are not looked for."""
 _MAX_PLANS = 60
 _BLENDS = 8
-_WHOLE = 4
-"""A solver gets all that is undecided rather than a part that is more than one such share of it."""
 _MUCH_BETTER = 0.5
 _STATES, _NARROW = 6000, 64
 """States of a whole core search that pay at this width, and in proportion: short cores are searched more widely."""
+_MOST_EXTENDED = 1_000_000
+"""A short core is not searched so widely that a step makes more states than this, which are kept in memory."""
 _EASY_NODES, _EASY_WIDTH = 40, 4096
 """Cores of one row or so few nodes are closed by a bounded search of this width sooner than by a solver."""
 
@@ -318,7 +318,7 @@ class BoundAndFix:
         if self.best is not None:
             allowed_Z = allowed_Z & (least_Z < self.upper)
         most = effort_pass.nodes
-        if most is not None and not effort_pass.width and self._undecided(allowed_Z) <= _WHOLE * most:
+        if most is not None and not effort_pass.width and self._undecided(allowed_Z) <= effort_pass.whole * most:
             most = None
         tried_Z, ceiling = self._nearest(allowed_Z, least_Z, most)
         tried_Z[self.model.chosen(base_N)] = True
@@ -336,8 +336,7 @@ class BoundAndFix:
             small = condense(core, self._too_dear(), merge=True)
             if ceiling == np.inf and isinstance(small, Condensed):
                 self._equal.append(small)
-            width = effort_pass.width or _EASY_WIDTH
-            width = max(width, _STATES * width // _NARROW // max(len(small.nodes), 1))
+            width = self._width(effort_pass.width or _EASY_WIDTH, small)
             result = search(small, self._target(0.0), width, spread=effort_pass.spread, deadline=self._deadline)
             if result.labels_N is not None:
                 self.offer(result.labels_N)
@@ -364,6 +363,11 @@ class BoundAndFix:
         if result.labels_N is not None:
             self.offer(result.labels_N)
         return result.bound
+
+    def _width(self, width: int, core: Core) -> int:
+        """Most states of a core search: more than its pass asks for where the core is short."""
+        labels = max((len(node.labels_A) for node in core.nodes), default=1)
+        return max(width, min(_STATES * width // _NARROW // max(len(core.nodes), 1), _MOST_EXTENDED // labels))
 
     def _too_dear(self) -> float:
         """Priced cost from which on a part of a core cannot belong to a better labelling."""
