@@ -288,8 +288,9 @@ def soak(worker: Worker, name: str, total: int) -> None:
         began = time.perf_counter()
         adapter.step()
         blocks.append((measured_ns, predicted, time.perf_counter() - began, worker.memory_bytes()))
-    rest = blocks[2:]
-    first, last = (statistics.median(b[0] for b in part) for part in (rest[: len(rest) // 3], rest[-len(rest) // 3 :]))
+    rest = blocks[1:] or blocks  # the first warms up
+    third = max(1, len(rest) // 3)
+    first, last = (statistics.median(b[0] for b in part) for part in (rest[:third], rest[-third:]))
     worker.write(
         model=name,
         workers=worker.world,

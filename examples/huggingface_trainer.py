@@ -5,6 +5,7 @@ that beside them. Runs alone or on several workers: ``torchrun --nproc_per_node 
 """
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -88,10 +89,17 @@ def arguments(folder: str) -> TrainingArguments:
     )
 
 
+def common_folder() -> str:
+    """The same new folder on all workers that one torchrun has started on this host."""
+    if "RANK" not in os.environ:
+        return tempfile.mkdtemp(prefix="trainer-")
+    return str(Path(tempfile.gettempdir()) / f"trainer-{os.getppid()}-{os.environ['MASTER_PORT']}")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     data = FirstToken(512)
-    folder = tempfile.mkdtemp(prefix="trainer-")
+    folder = common_folder()
     settings = arguments(folder)  # joins the process group that torchrun prepared
     model = make_model()
     batch = {name: torch.stack([data[i][name] for i in range(BATCH)]) for name in ("input_ids", "labels")}
