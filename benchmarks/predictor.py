@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import platform
 import statistics
@@ -30,6 +31,8 @@ from qsync_opt.jsonio import write_json
 from qsync_opt.runtimes.torch.ddp import free_port
 
 RESULTS = Path(__file__).parent / "results"
+FAR = 1.25
+"""A step's device time this many times above its host time cannot be upset by the host's noise."""
 
 
 def ranks(values: list[float]) -> list[float]:
@@ -70,11 +73,23 @@ def errors(cases: list[dict[str, Any]], predicted: str, measured: str) -> dict[s
     }
 
 
-def summarize(cases: list[dict[str, Any]]) -> dict[str, Any]:
+def alone(profiles: list[dict[str, Any]]) -> dict[str, Any]:
+    """Residuals of the recorded plans, each worker by itself, and how long recording took."""
+    plans = [plan for profile in profiles for plan in profile["plans"]]
+    rows = [{"one": 1.0, "time": 1 + plan["time_error"], "memory": 1 + plan["memory_error"]} for plan in plans]
+    return {
+        "profile_seconds_most": max((profile["seconds"] for profile in profiles), default=None),
+        "time_of_recorded_plans_alone": errors(rows, "time", "one"),
+        "memory_of_recorded_plans_alone": errors(rows, "memory", "one"),
+    }
+
+
+def summarize(cases: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures that the benchmark is for."""
     predicted = [case for case in cases if case["predicted_ms"] is not None]
     new = [case for case in predicted if not case["plan_recorded_alone"]]
     device_bound = [case for case in predicted if case["bound_by"] == "device"]
+    far = [case for case in predicted if case["device_ms"] >= FAR * case["host_ms"]]
     by_cluster: dict[str, list[dict[str, Any]]] = {}
     for case in predicted:
         by_cluster.setdefault(f"{case['model']} {case['cluster']}", []).append(case)
@@ -87,6 +102,7 @@ def summarize(cases: list[dict[str, Any]]) -> dict[str, Any]:
         "time": errors(predicted, "predicted_ms", "measured_ms"),
         "time_plans_never_run": errors(new, "predicted_ms", "measured_ms"),
         "time_bound_by_device": errors(device_bound, "predicted_ms", "measured_ms"),
+        "time_device_far_above_host": errors(far, "predicted_ms", "measured_ms"),
         "time_bound_by_host": errors([c for c in predicted if c not in device_bound], "predicted_ms", "measured_ms"),
         "time_naive": errors(predicted, "naive_ms", "measured_ms"),
         "time_problem_rows": errors(predicted, "problem_ms", "measured_ms"),
@@ -94,6 +110,7 @@ def summarize(cases: list[dict[str, Any]]) -> dict[str, Any]:
         "repeatability": statistics.fmean(case["spread"] for case in predicted) if predicted else None,
         "spearman": spearman([c["predicted_ms"] for c in predicted], [c["measured_ms"] for c in predicted]),
         "spearman_by_cluster": correlations,
+        **alone(profiles),
     }
 
 
@@ -128,18 +145,17 @@ def main() -> None:
         ),
         nprocs=2,
     )
-    import json
-
     part = json.loads(arguments.output.with_suffix(".part.json").read_text())
     write_json(
         arguments.output,
         {
             "format": "qsync-bench-predictor/1",
             "date": datetime.date.today().isoformat(),
-            "command": f"python benchmarks/predictor.py --device {arguments.device}",
+            "command": f"python benchmarks/predictor.py --device {arguments.device} "
+            f"--deadline-s {arguments.deadline_s:g}",
             "hardware": part["hardware"],
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "summary": summarize(part["cases"]),
+            "summary": summarize(part["cases"], part["profiles"]),
             **{key: part[key] for key in ("collectives", "profiles", "baselines", "cases", "skipped")},
         },
     )

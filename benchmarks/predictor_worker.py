@@ -122,11 +122,8 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
     stepper = stepper_of(worker, combination, worker.solo)
     for _ in range(3):  # DistributedDataParallel settles its buckets, libraries load themselves
         stepper.step()
-    name = (
-        None
-        if count is None
-        else f"{torch.cuda.get_device_name(worker.device) if worker.device.type == 'cuda' else 'cpu'}, {count}-SM partition"
-    )
+    hardware = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else "cpu"
+    name = None if count is None else f"{hardware}, {count}-SM partition"
     worker.costs[key] = profile_steps(
         stepper.example,
         graph,
@@ -272,9 +269,10 @@ def run_combination(
                 output.write_text(json.dumps(found))
                 memory = [f"{100 * w['memory_error']:+.2f}%" for w in case["workers"]]
                 worker.say(
-                    f"{combination.name:18s} {label:28s} predicted {case['predicted_ms'] or 0:8.2f} measured {case['measured_ms']:8.2f} ms "
-                    f"({100 * case['time_error']:+5.1f}%) memory {memory} "
-                    f"{case['bound_by']} spread {100 * case['spread']:.1f}% naive {case['naive_ms']:.1f} rows {case['problem_ms'] or 0:.1f}"
+                    f"{combination.name:18s} {label:28s} predicted {case['predicted_ms']:8.2f}",
+                    f"measured {case['measured_ms']:8.2f} ms ({100 * case['time_error']:+5.1f}%) memory {memory}",
+                    f"bound by {case['bound_by']}, spread {100 * case['spread']:.1f}%, naive {case['naive_ms']:.1f},",
+                    f"rows {case['problem_ms'] or 0:.1f}",
                 )
         if combination.solve and worker.device.type == "cuda":
             for name, dtype in (("BF16 autocast", torch.bfloat16), ("FP16 autocast", torch.float16)):

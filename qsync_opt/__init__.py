@@ -70,12 +70,17 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.profiler import profile as profile
     from qsync_opt.runtimes.torch.refresh import PlanRefresher as PlanRefresher
     from qsync_opt.runtimes.torch.statistics import collect_statistics as collect_statistics
+    from qsync_opt.runtimes.torch.step_profile import profile_steps as profile_steps
     from qsync_opt.sensitivity_table import SensitivityTable as SensitivityTable
     from qsync_opt.solution import PointStatus as PointStatus
     from qsync_opt.solution import Solution as Solution
     from qsync_opt.solution import TerminationStatus as TerminationStatus
     from qsync_opt.statistics_file import load_statistics as load_statistics
     from qsync_opt.statistics_file import save_statistics as save_statistics
+    from qsync_opt.step_bridge import profile_from_steps as profile_from_steps
+    from qsync_opt.step_costs import StepCosts as StepCosts
+    from qsync_opt.step_costs import load_step_costs as load_step_costs
+    from qsync_opt.step_predictor import StepPredictor as StepPredictor
     from qsync_opt.weight_indicator import weight_sensitivities as weight_sensitivities
 
 __version__ = "0.1.0"
@@ -151,6 +156,11 @@ _PUBLIC = {
     "PlanState": "qsync_opt.runtimes.torch.plan_state",
     "Checkpoints": "qsync_opt.runtimes.torch.checkpoints",
     "LossScaler": "qsync_opt.runtimes.torch.loss_scaling",
+    "StepCosts": "qsync_opt.step_costs",
+    "load_step_costs": "qsync_opt.step_costs",
+    "StepPredictor": "qsync_opt.step_predictor",
+    "profile_from_steps": "qsync_opt.step_bridge",
+    "profile_steps": "qsync_opt.runtimes.torch.step_profile",
 }
 # Packages that only some names need, with what installs them.
 _EXTRAS = {"torch": "torch", "onnxscript": "torch"}

@@ -20,7 +20,9 @@ def add_audit(parser: argparse.ArgumentParser) -> Runner:
     parser.add_argument("--graph", metavar="GRAPH", required=True, help="captured graph of the model")
     parser.add_argument("--plan", metavar="PLAN", required=True, help="plan file that the workers ran under")
     parser.add_argument("--costs", metavar="COSTS", nargs="+", required=True, help="step costs, one file per worker")
-    parser.add_argument("--device", metavar="TYPE", nargs="+", help="device type of each worker, if the plan has several")
+    parser.add_argument(
+        "--device", metavar="TYPE", nargs="+", help="device type of each worker, if the plan has several"
+    )
     parser.add_argument("--top", metavar="N", type=int, default=_SHOWN, help=f"operators to list (default {_SHOWN})")
     parser.add_argument("--overlay", metavar="FILE", help="also write both as one trace for Perfetto")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -41,7 +43,9 @@ def _audit(options: argparse.Namespace) -> int:
     count = len(options.traces)
     devices = options.device or [next(iter(plan.devices))] * count
     if len(plan.devices) > 1 and not options.device:
-        raise ProblemError(f"the plan has several device types ({', '.join(plan.devices)}); say --device for each trace")
+        raise ProblemError(
+            f"the plan has several device types ({', '.join(plan.devices)}); say --device for each trace"
+        )
     for what, given in (("--costs", options.costs), ("--device", devices)):
         if len(given) != count:
             raise ProblemError(f"{count} traces but {len(given)} times {what}; one of each per worker is needed")

@@ -3,7 +3,8 @@
 Each worker has a host, a compute and a communication queue. A gradient bucket is reduced as soon as every worker has
 it ready and launched, and the bucket before it is done. The optimizer waits for the last one. Steps follow one another
 without a pause: the host of a worker may run ahead of its device, so the time of a step is that of the slowest cycle
-and not of one step from a standstill; a few steps are played through. `StepPredictor.steady_ns` has the limit in closed form.
+and not of one step from a standstill; a few steps are played through. `StepPredictor.steady_ns` has the limit in
+closed form.
 
 Source: QSync's and dPRO's replayers (IPDPS 2024, MLSys 2022), with a queue for the host and steady state; ours.
 """

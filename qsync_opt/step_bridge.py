@@ -111,7 +111,7 @@ def _measured(cost: CaseCost, kind: str) -> MeasuredCost:
 
 
 def _casts(costs: StepCosts, formats: Mapping[str, PrecisionFormats]) -> dict[str, CostFit]:
-    """Fitted casts; what stays in its element type (FP32 to TF32) costs nothing, 8 bits cost what the quantizer does."""
+    """Fitted casts; what stays in its element type (FP32 to TF32) costs nothing, 8 bits what the quantizer does."""
     names = tuple(formats)
     found: dict[str, CostFit] = {}
     for source in names:

@@ -158,7 +158,7 @@ def _merged(samples: Sequence[StepSample]) -> tuple[dict[str, str], dict[str, st
 
 
 def _host_scales(samples: Sequence[StepSample]) -> dict[str, dict[str, float]]:
-    """Untraced over traced time on the host, by plan and phase; where a launch had to wait, the median of the others."""
+    """Untraced over traced time on the host, by plan and phase; where a launch had to wait, the usual one."""
     scales: dict[str, dict[str, float | None]] = {}
     for sample in samples:
         scales[sample.name] = {}

@@ -108,9 +108,10 @@ class StepPredictor:
         candidates = self._seen.get((case.signature, case.precision))
         if not candidates:
             there = ", ".join(sorted(p for s, p in self._seen if s == case.signature)) or "none"
+            name, wanted = self.graph.operators[position].name, case.precision or "any format"
             raise ProblemError(
-                f"operator {self.graph.operators[position].name!r} was never recorded in {case.precision or 'any format'}"
-                f" on {self.costs.device.name!r}, only in {there}; record a plan that has it"
+                f"operator {name!r} was never recorded in {wanted} on {self.costs.device.name!r}, only in {there}; "
+                "record a plan that has it"
             )
         best = min(candidates, key=lambda seen: sum(a != b for a, b in zip(seen.inputs, case.inputs, strict=True)))
         self.composed[case] = best

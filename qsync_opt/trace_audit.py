@@ -100,9 +100,7 @@ def audit_worker(name: str, predictor: StepPredictor, step: PlannedStep, events:
         span = spans.spans.get((phase, "|end" if end else ""), _NOTHING)
         phases[label if label not in phases else f"{label}|begin"] = _times(work, span, spans, on_device)
     rows.sort(key=lambda row: -abs(row.difference_ns))
-    return AuditedWorker(
-        name=name, where="device" if on_device else "host", phases=phases, operators=tuple(rows)
-    )
+    return AuditedWorker(name=name, where="device" if on_device else "host", phases=phases, operators=tuple(rows))
 
 
 def _times(work: Work, span: Span, spans: StepSpans, on_device: bool) -> tuple[int, int]:
@@ -118,7 +116,9 @@ def predicted_timeline(name: str, predictor: StepPredictor, step: PlannedStep) -
     pieces = [("begin", "forward", phases["forward"])]
     pieces += [(o.name, "forward", cost.forward) for o, cost in zip(operators, step.costs, strict=True)]
     pieces += [("end", "forward", phases["forward|end"]), ("begin", "backward", phases["backward"])]
-    pieces += [(o.name, "backward", cost.backward) for o, cost in zip(reversed(operators), reversed(step.costs), strict=True)]
+    pieces += [
+        (o.name, "backward", cost.backward) for o, cost in zip(reversed(operators), reversed(step.costs), strict=True)
+    ]
     pieces += [("end", "backward", phases["backward|end"])]
     pieces += [(label, label, phases[label]) for label in ("optimizer", "zero_grad")]
     events = []
@@ -132,7 +132,13 @@ def predicted_timeline(name: str, predictor: StepPredictor, step: PlannedStep) -
             details = {"precision": step.plan[what]} if what in step.plan else {}
             events.append(
                 TimelineEvent(
-                    worker=name, stream=stream, name=what, kind=kind, start_ns=start, duration_ns=duration, details=details
+                    worker=name,
+                    stream=stream,
+                    name=what,
+                    kind=kind,
+                    start_ns=start,
+                    duration_ns=duration,
+                    details=details,
                 )
             )
         now = after
@@ -149,8 +155,7 @@ def overlay_json(timelines: Sequence[Timeline], measured: Mapping[str, StepEvent
     rows: list[dict[str, Any]] = []
     for timeline in timelines:
         shift = len({row["pid"] for row in rows})
-        for row in trace_json(timeline)["traceEvents"]:
-            rows.append(row | {"pid": row["pid"] + shift})
+        rows += [row | {"pid": row["pid"] + shift} for row in trace_json(timeline)["traceEvents"]]
     for name, events in measured.items():
         pid = len({row["pid"] for row in rows})
         rows.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"{name} (measured)"}})

@@ -22,6 +22,7 @@ def figures() -> dict[str, str]:
     results = load_results()
     return {
         **_predicted(results["predicted-cuda.json"]),
+        **_steps(results["predictor.json"]),
         **_indicator(results["indicator.json"]),
         **_solvers(results["solvers.json"]),
         **_capture(results["capture.json"]),
@@ -61,6 +62,32 @@ def _predicted(data: Record) -> dict[str, str]:
             for row in rows
             if row["plan"].startswith("uniform ")
         },
+    }
+
+
+def _steps(data: Record) -> dict[str, str]:
+    summary = data["summary"]
+
+    def both(name: str) -> str:
+        return (
+            f"{100 * summary[name]['mean_absolute']:.1f} % on average and {100 * summary[name]['worst']:.0f} % at worst"
+        )
+
+    memory = summary["memory_of_recorded_plans_alone"]
+    return {
+        "steps.hardware": environment(data)["hardware"],
+        "steps.date": environment(data)["date"],
+        "steps.cases": str(summary["time"]["cases"]),
+        "steps.all": both("time"),
+        "steps.device": both("time_device_far_above_host"),
+        "steps.device-cases": str(summary["time_device_far_above_host"]["cases"]),
+        "steps.naive": both("time_naive"),
+        "steps.rows": both("time_problem_rows"),
+        "steps.spread": f"{100 * summary['repeatability']:.1f} %",
+        "steps.rank": f"{summary['spearman']:.2f}",
+        "steps.memory": f"{percent(memory['lowest'])} to {percent(memory['highest'])}",
+        "steps.memory-plans": str(memory["cases"]),
+        "steps.seconds": f"{summary['profile_seconds_most']:.0f} s",
     }
 
 

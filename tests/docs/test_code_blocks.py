@@ -29,7 +29,7 @@ SLOW = {
     "docs/newcomer-walk.md",
     "docs/tutorial.md",
     *(f"docs/how-to/{name}.md" for name in ("add-a-solver", "add-other-plugins", "resume", "in-your-script")),
-    *(f"docs/how-to/{name}.md" for name in ("several-device-types", "your-own-model")),
+    *(f"docs/how-to/{name}.md" for name in ("several-device-types", "your-own-model", "predict-steps")),
     *(f"docs/how-to/{name}.md" for name in ("changing-cluster", "checkpoints", "frameworks", "ordinary-training")),
 }
 REASONS = {"needs a GPU", "installs packages", "runs for minutes"}

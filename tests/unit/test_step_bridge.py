@@ -37,14 +37,10 @@ def test_rows_and_replay_agree_where_nothing_is_cast_and_the_device_never_waits(
     costs = random_step_costs(graph, PRECISIONS, seed=2)
     # No host, no work outside of operators but the optimizer's: what is left is the sum of rows.
     cases = {
-        case: replace(
-            cost, forward=cost.forward._replace(host=0), backward=cost.backward._replace(host=0)
-        )
+        case: replace(cost, forward=cost.forward._replace(host=0), backward=cost.backward._replace(host=0))
         for case, cost in costs.cases.items()
     }
-    phases = {label: NOTHING for label in costs.phases} | {
-        "optimizer": costs.phases["optimizer"]._replace(host=0)
-    }
+    phases = {label: NOTHING for label in costs.phases} | {"optimizer": costs.phases["optimizer"]._replace(host=0)}
     costs = replace(costs, cases=cases, phases=phases)
     plan = {operator.name: "FP32" for operator in graph.by_role(Role.ADJUSTABLE)}
     predictor = StepPredictor(graph, costs)
@@ -53,7 +49,7 @@ def test_rows_and_replay_agree_where_nothing_is_cast_and_the_device_never_waits(
 
 
 def test_rows_are_never_below_the_device_alone_without_casts(graph):
-    """By design rows are the latency from a standstill, with launches that the device waits for, and not steady state."""
+    """By design rows are a standstill's latency, launches that the device waits for included, and not steady state."""
     costs = random_step_costs(graph, PRECISIONS, seed=3)
     predictor = StepPredictor(graph, costs)
     plan = {operator.name: "FP32" for operator in graph.by_role(Role.ADJUSTABLE)}

@@ -73,7 +73,7 @@ def brute_force_peak(predictor: StepPredictor, step) -> int:
     count = len(graph)
     death = []
     for i, operator in enumerate(graph):
-        end = position.get(held.get(operator.name, ""), None)
+        end = position.get(held.get(operator.name, ""))
         last = 2 * count if end is None else end
         for j, cost in enumerate(costs):
             keeps = any(position[graph.operators[j].inputs[k]] == i for k in cost.saves_inputs)
@@ -123,7 +123,11 @@ def test_a_case_never_met_is_the_nearest_one_with_casts():
     position = next(i for i, o in enumerate(graph) if o.role is Role.ADJUSTABLE and len(flow.inputs[i]) == 1)
     missing = Case(flow.signature(position), "BF16", ("FP32",))
     near = Case(flow.signature(position), "BF16", ("BF16",))
-    known = {case: cost for case, cost in costs.cases.items() if case != missing and case != missing._replace(inputs=("FP16",))}
+    known = {
+        case: cost
+        for case, cost in costs.cases.items()
+        if case != missing and case != missing._replace(inputs=("FP16",))
+    }
     predictor = StepPredictor(graph, replace(costs, cases=known))
     found, before = predictor.cost(position, missing), known[near]
     elements = graph.operators[flow.inputs[position][0]].output_elements
@@ -139,11 +143,11 @@ def test_what_cannot_be_predicted_is_refused(tmp_path):
     predictor = StepPredictor(graph, costs)
     plan = random_choices(random.Random(0), graph)
     name = next(iter(plan))
-    with pytest.raises(ProblemError, match="never recorded in FP16.*INT8"):
+    with pytest.raises(ProblemError, match=r"never recorded in FP16.*INT8"):
         predictor.plan(plan | {name: "FP16"})
     with pytest.raises(ProblemError, match="leaves out adjustable operator"):
         predictor.plan({})
-    with pytest.raises(ProblemError, match="another model|not of"):
+    with pytest.raises(ProblemError, match="not of"):
         StepPredictor(stacked_graph(1), costs)
     with pytest.raises(ProblemError, match="falling positions"):
         StepPredictor(graph, costs, [1, 2])

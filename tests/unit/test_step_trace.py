@@ -15,7 +15,7 @@ from qsync_opt.step_trace import (
 
 
 def step() -> StepEvents:
-    """Two operators: a (nodes 0 and 1) and b (node 2); a's backward adds up a gradient; one kernel on another stream."""
+    """Two operators: a (nodes 0 and 1) and b (node 2); a's backward adds up a gradient; one other stream."""
     return StepEvents(
         ranges=[
             Range(0, 100, phase_label("forward")),

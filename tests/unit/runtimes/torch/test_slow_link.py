@@ -26,7 +26,21 @@ def namespaces():
         try:
             for name in names:
                 run("ip", "netns", "add", name)
-            run("ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
+            run(
+                "ip",
+                "link",
+                "add",
+                ends[0],
+                "netns",
+                names[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                ends[1],
+                "netns",
+                names[1],
+            )
             for k, (name, end) in enumerate(zip(names, ends, strict=True)):
                 inside = ("ip", "netns", "exec", name)
                 run(*inside, "ip", "addr", "add", f"10.77.0.{k + 1}/24", "dev", end)
@@ -48,7 +62,18 @@ def test_a_step_over_a_slow_link_is_predicted(namespaces, tmp_path):
     output = tmp_path / "found.json"
     workers = []
     for rank, (name, end) in enumerate(namespaces):
-        command = ["ip", "netns", "exec", name, sys.executable, "-P", str(WORKER), str(rank), "10.77.0.1:29555", str(output)]
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            name,
+            sys.executable,
+            "-P",
+            str(WORKER),
+            str(rank),
+            "10.77.0.1:29555",
+            str(output),
+        ]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": end, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
         workers.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
     deadline = time.monotonic() + 240
