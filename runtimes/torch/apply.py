@@ -24,7 +24,8 @@ from torch import nn
 
 from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
 from qsync_opt.graph import OpGraph, Role
-from qsync_opt.kernels import backend, ops
+from qsync_opt.kernels import backend, float_modes, ops
+from qsync_opt.kernels.arguments import CONVOLUTIONS
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.random_bits import signed
 from qsync_opt.runtimes.torch.apply_checks import (
@@ -35,7 +36,7 @@ from qsync_opt.runtimes.torch.apply_checks import (
     model_device,
     some_names,
 )
-from qsync_opt.runtimes.torch.fixed_operators import lifted, run_fixed
+from qsync_opt.runtimes.torch.fixed_operators import any_half, lifted, run_fixed
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
 from qsync_opt.runtimes.torch.job_plan import JobPlan
 from qsync_opt.runtimes.torch.step_audit import StepAudit
@@ -154,6 +155,9 @@ class AppliedPlan:
         self.audit: StepAudit | None = None
         self._unplanned: list[str] = []
         self._checked = False
+        # With FP32 everywhere and no 16-bit tensor in sight nothing has to be decided after the first pass.
+        self._changes_nothing = set(self.precisions.values()) <= {"FP32"}
+        self._families: set[str] = set()
         kinds = () if graph is None else _lifted_kinds(graph)
         self.interception = Interception(
             model,
@@ -214,6 +218,8 @@ class AppliedPlan:
     def __call__(self, call: OperatorCall) -> Any:
         """Run one operator as the plan wants."""
         precision = self.precisions.get(call.name)
+        if not (torch.compiler.is_compiling() or self._checked):
+            self._note(call)
         if precision is None:
             if call.op_type not in ops.ADJUSTABLE:
                 return run_fixed(call)
@@ -240,6 +246,20 @@ class AppliedPlan:
             )
         return ops.execute(call.op_type, precision, call.function, call.args, call.kwargs, kernels)
 
+    def _note(self, call: OperatorCall) -> None:
+        if call.op_type in ops.ADJUSTABLE:
+            self._families.add("conv" if call.op_type in CONVOLUTIONS else "matmul")
+        if any_half((call.args, tuple(call.kwargs.values()))):
+            self._changes_nothing = False
+
+    def _may_rest(self) -> bool:
+        """Whether torch by itself does just what the plan says; asked before every pass, because modes may change."""
+        if torch.is_autocast_enabled(self._device.type):
+            return False  # refused at the first operator
+        return self._device.type == "cpu" or all(
+            float_modes.current_mode(family) == "ieee" for family in self._families
+        )
+
     def _begin_pass(self) -> None:
         if self._counts_passes and self.counter is not None:
             self.counter.add_(1)
@@ -260,6 +280,8 @@ class AppliedPlan:
         if tracing:
             return
         self._checked = True
+        if self._changes_nothing:
+            self.interception.may_rest = self._may_rest
         if self._unplanned:
             warnings.warn(
                 f"{len(self._unplanned)} adjustable operators are not in the plan and run in FP32: "

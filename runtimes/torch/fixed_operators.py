@@ -28,6 +28,13 @@ def lifted(values: Any) -> Any:
     return values
 
 
+def any_half(values: Any) -> bool:
+    """Whether a 16-bit tensor is among arguments of a call."""
+    if isinstance(values, Tensor):
+        return values.dtype in _HALF
+    return isinstance(values, (tuple, list)) and any(any_half(value) for value in values)
+
+
 def _cross_entropy(
     input: Tensor,
     target: Tensor,

@@ -90,6 +90,8 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         interception = self.interception
+        if interception.resting:
+            return self.inner(*args, **kwargs)
         if self.recurrent and interception.recurrent_inputs is not None:
             args = interception.recurrent_inputs(args)
         if interception.path is None:
@@ -143,6 +145,9 @@ class Interception:
         traced: Whether the present pass is being compiled or captured as a CUDA graph: whatever is decided now holds
             in every run of what comes out, and ``pass_index`` says nothing.
         seen: Names met in the present or last pass.
+        may_rest: Asked before an eager pass, if the handler set it: True runs the pass as if nothing were intercepted.
+            Such a pass is not counted.
+        resting: Whether the present pass is such a one.
     """
 
     def __init__(
@@ -186,6 +191,8 @@ class Interception:
         self.training = True
         self.recomputing = False
         self.traced = False
+        self.resting = False
+        self.may_rest: Callable[[], bool] | None = None
         self._on_cuda = any(parameter.is_cuda for parameter in model.parameters())
         self.seen: list[str] = []
         modules = list(model.named_modules())
@@ -205,6 +212,12 @@ class Interception:
         """Run the outermost module of a pass."""
         if torch.compiler.is_compiling():
             return self._traced(forward, args, kwargs)
+        if self.may_rest is not None and self.may_rest():
+            self.resting = True
+            try:
+                return forward.inner(*args, **kwargs)
+            finally:
+                self.resting = False
         self.traced = self._on_cuda and torch.cuda.is_current_stream_capturing()
         self.recomputing = torch._C._current_graph_task_id() != -1
         self.training = forward.module.training
@@ -308,13 +321,15 @@ class Interception:
             handle: Called with a call, and whether the handler would be told of it; returns the result.
             kinds: ATen names of operators to report besides.
         """
-        names, handler = self.function_names, self._handler
+        names, handler, may_rest = self.function_names, self._handler, self.may_rest
         told = frozenset(names.values())
         self.function_names = self._mode.names = {**function_names(kinds), **names}
         self._handler = lambda call: handle(call, call.op_type in told)
+        self.may_rest = None
         try:
             yield
         finally:
+            self.may_rest = may_rest
             self.function_names = self._mode.names = names
             self._handler = handler
 
@@ -324,7 +339,7 @@ class Interception:
         Raises:
             NotReadyError: The model is running, or someone else has replaced a ``forward`` since.
         """
-        if self.path is not None:
+        if self.path is not None or self.resting:
             raise NotReadyError("the model is in the middle of a forward pass: end it first")
         for path, module in self._modules:
             forward = module.__dict__.get("forward")
