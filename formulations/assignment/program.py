@@ -26,6 +26,8 @@ from qsync_opt.formulations.linear_solver import LinearOptions, LinearSolver, Li
 _OBJECTIVE_SCALE = 1e3
 """The room between bound and incumbent in units of the objective; solvers' absolute gaps are then far below it."""
 _ROW_SCALE = 1e3
+_LARGEST_TERM = 1e12
+"""Solvers refuse rows with far larger terms; a limit that leaves next to nothing would give them."""
 _ROUNDING = 1e-6
 """Share of that room by which a solver's bound is lowered: its tolerances."""
 
@@ -88,6 +90,9 @@ def _program(core: Core, unit: float) -> tuple[LinearModel, list[list[int]]]:
     """The program, in units of ``unit``, and the columns of each node's labels after the base."""
     model = LinearModel(name="core")
     scale_R = np.maximum(np.abs(core.excess_R).astype(np.float64), 1.0) / _ROW_SCALE
+    for amounts in (*(node.rows_AR for node in core.nodes), *(edge.rows_ABR for edge in core.edges)):
+        largest_R = np.abs(amounts.reshape(-1, len(scale_R)).astype(np.float64)).max(axis=0, initial=0.0)
+        scale_R = np.maximum(scale_R, largest_R / _LARGEST_TERM)
     terms: list[dict[int, float]] = [{} for _ in core.excess_R]
     columns: list[list[int]] = []
     for c, node in enumerate(core.nodes):
