@@ -49,7 +49,8 @@ def _audit(options: argparse.Namespace) -> int:
     for what, given in (("--costs", options.costs), ("--device", devices)):
         if len(given) != count:
             raise ProblemError(f"{count} traces but {len(given)} times {what}; one of each per worker is needed")
-    workers, timelines, measured = [], [], {}
+    workers: list[AuditedWorker] = []
+    timelines, measured = [], {}
     for trace, costs, device in zip(options.traces, options.costs, devices, strict=True):
         if device not in plan.devices:
             raise ProblemError(f"the plan has no device type {device!r}; it has {', '.join(plan.devices)}")

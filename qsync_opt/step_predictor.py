@@ -21,6 +21,10 @@ BLOCK_BYTES = 512
 """Sizes that torch's caching allocator rounds up to."""
 
 
+_Entry = tuple[CaseCost, str, int, int, int]
+"""Cost of a case, format delivered, time on the host, on the device forward and backward."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
     """Peak of one worker in bytes, and where it is: a phase, and the operator then running ("" outside of all)."""
@@ -80,13 +84,14 @@ class StepPredictor:
                 f"bucket borders {list(borders)} are not falling positions below {count}, as backward meets them"
             )
         self._borders = tuple(borders)
-        # Backward of an operator belongs to the first segment whose border it does not lie before.
-        self._segment_of = [sum(position < border for border in borders) for position in range(count)]
-        self._tables: list[dict[tuple[str, ...], CaseCost]] = [{} for _ in range(count)]
-        self._slots = [
-            (operator.name if operator.role is Role.ADJUSTABLE else "", self._flow.inputs[i], self._tables[i])
-            for i, operator in enumerate(self.graph)
-        ]
+        self._tables: list[dict[tuple[str, ...], _Entry]] = [{} for _ in range(count)]
+        self._slots = []
+        for position, operator in enumerate(self.graph):
+            first, *others = self._flow.inputs[position] or (-1,)
+            # Backward of an operator belongs to the first segment whose border it does not lie before.
+            segment = sum(position < border for border in borders)
+            name = operator.name if operator.role is Role.ADJUSTABLE else ""
+            self._slots.append((name, first, tuple(others), self._tables[position], segment))
 
     @property
     def segments(self) -> int:
@@ -163,10 +168,12 @@ class StepPredictor:
             lag = NEVER if lag == NEVER else lag + nanoseconds + sign * self.costs.cast_host_ns
         return Work(max(0, host), max(0, device), lag if lag == NEVER else max(0, lag))
 
-    def _slow_cost(self, position: int, key: tuple[str, ...]) -> CaseCost:
+    def _slow_entry(self, position: int, key: tuple[str, ...]) -> _Entry:
         cost = self.cost(position, Case(self._flow.signature(position), key[0], key[1:]))
-        self._tables[position][key] = cost
-        return cost
+        host = cost.forward.host + cost.backward.host
+        entry = (cost, cost.output, host, cost.forward.device, cost.backward.device)
+        self._tables[position][key] = entry
+        return entry
 
     def plan(self, plan: Mapping[str, str]) -> PlannedStep:
         """Work a plan out in full.
@@ -177,34 +184,30 @@ class StepPredictor:
         Raises:
             ProblemError: It leaves an adjustable operator out, or one was never recorded in its precision.
         """
-        formats: list[str] = []
-        costs: list[CaseCost] = []
-        for position, (name, inputs, table) in enumerate(self._slots):
-            try:
-                precision = plan[name] if name else ""
-            except KeyError:
-                raise ProblemError(f"the plan leaves out adjustable operator {name!r}; name a precision") from None
-            if len(inputs) == 1:
-                key: tuple[str, ...] = (precision, formats[inputs[0]])
-            else:
-                key = (precision, *[formats[source] for source in inputs])
-            cost = table.get(key)
-            if cost is None:
-                cost = self._slow_cost(position, key)
-            costs.append(cost)
-            formats.append(cost.output)
-        phases, count = self.costs.phases, len(costs)
-        begin = [phases[label] for label in ("forward", "forward|end", "backward")]
+        begin = [self.costs.phases[label] for label in ("forward", "forward|end", "backward")]
         host = sum(work.host for work in begin)
         forward = sum(work.device for work in begin)
-        for cost in costs:
-            host += cost.forward[0] + cost.backward[0]
-            forward += cost.forward[1]
-        devices = []
-        after = count
-        for border in (*self._borders, 0):
-            devices.append(sum([cost.backward[1] for cost in costs[border:after]]))
-            after = border
+        devices = [0] * self.segments
+        formats: list[str] = []
+        costs: list[CaseCost] = []
+        for position, (name, first, others, table, segment) in enumerate(self._slots):
+            if name and name not in plan:
+                raise ProblemError(f"the plan leaves out adjustable operator {name!r}; name a precision")
+            precision = plan[name] if name else ""
+            key: tuple[str, ...]
+            if first < 0:
+                key = (precision,)
+            elif not others:
+                key = (precision, formats[first])
+            else:
+                key = (precision, formats[first], *[formats[source] for source in others])
+            entry = table.get(key) or self._slow_entry(position, key)
+            cost, output, host_ns, forward_ns, backward_ns = entry
+            costs.append(cost)
+            formats.append(output)
+            host += host_ns
+            forward += forward_ns
+            devices[segment] += backward_ns
         devices[0] += forward
         return PlannedStep(plan=dict(plan), formats=formats, costs=costs, host_ns=host, device_ns=devices)
 
@@ -216,20 +219,19 @@ class StepPredictor:
         while waiting:
             position = min(waiting)
             waiting.remove(position)
-            own, inputs, table = self._slots[position]
+            own, _, _, table, segment = self._slots[position]
+            inputs = self._flow.inputs[position]
             key = (step.plan[own] if own else "", *[formats[source] for source in inputs])
-            cost = table.get(key)
-            if cost is None:
-                cost = self._slow_cost(position, key)
+            cost, output, host_ns, forward_ns, backward_ns = table.get(key) or self._slow_entry(position, key)
             before = costs[position]
             if cost is before:
                 continue
             costs[position] = cost
-            step.host_ns += cost.forward[0] + cost.backward[0] - before.forward[0] - before.backward[0]
-            step.device_ns[0] += cost.forward[1] - before.forward[1]
-            step.device_ns[self._segment_of[position]] += cost.backward[1] - before.backward[1]
-            if cost.output != formats[position]:
-                formats[position] = cost.output
+            step.host_ns += host_ns - before.forward.host - before.backward.host
+            step.device_ns[0] += forward_ns - before.forward.device
+            step.device_ns[segment] += backward_ns - before.backward.device
+            if output != formats[position]:
+                formats[position] = output
                 waiting += [user for user in self._flow.users[position] if user not in waiting]
 
     def steady_ns(self, step: PlannedStep, tails: Sequence[tuple[int, int]] = ()) -> int:

@@ -23,6 +23,8 @@ def figures() -> dict[str, str]:
     return {
         **_predicted(results["predicted-cuda.json"]),
         **_steps(results["predictor.json"]),
+        "replay.full": f"{results['replay-speed.json']['full_ms']:.1f} ms",
+        "replay.change": f"{results['replay-speed.json']['after_one_change_ms']:.3f} ms",
         **_indicator(results["indicator.json"]),
         **_solvers(results["solvers.json"]),
         **_capture(results["capture.json"]),
@@ -214,6 +216,21 @@ def readme_table() -> str:
             "FP32 {{ predicted.fp32.measured }}, TF32 {{ predicted.tf32.measured }}, "
             "FP16 {{ predicted.fp16.measured }}, INT8 {{ predicted.int8.measured }}, FP8 {{ predicted.fp8.measured }}",
             "predicted-cuda.json",
+        ),
+        row(
+            f"Iteration time from recorded steps, two workers, {known['steps.cases']} plans; where the device decides",
+            "off by {{ steps.all }}; by {{ steps.device }}",
+            "predictor.json",
+        ),
+        row(
+            f"Peak memory of recorded plans, a worker alone, {known['steps.memory-plans']} plans",
+            "{{ steps.memory }}",
+            "predictor.json",
+        ),
+        row(
+            "Predicting a BERT-base plan on four device types; after the change of one operator",
+            "{{ replay.full }}; {{ replay.change }}",
+            "replay-speed.json",
         ),
         row(
             "INT8 products against cuBLAS BF16; INT8 convolutions against cuDNN BF16, geometric means of speed",

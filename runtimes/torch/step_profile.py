@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from qsync_opt.costs import CostFit, fit_cost
 from qsync_opt.covering_plans import covering_plans
 from qsync_opt.device_profile import DeviceIdentity
+from qsync_opt.errors import NotReadyError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels import backend, ops
 from qsync_opt.kernels.options import KernelOptions
@@ -64,6 +66,7 @@ def profile_steps(
 
     Raises:
         UnsupportedError: The device has no such precision.
+        NotReadyError: No plan fits into the device's memory. Where some do not, a warning names them.
 
     Source: QSync and dPRO profile whole runs as well (IPDPS 2024, MLSys 2022) and match kernels by name and order;
         charging by autograd's numbers, cases, and the two queues are ours.
@@ -76,12 +79,23 @@ def profile_steps(
         for operator in graph.by_role(Role.ADJUSTABLE)
     }
     plans = covering_plans(graph, available, mixed=mixed, half_format=kernels.half_format)
-    samples = []
+    samples: list[StepSample] = []
+    lost: list[str] = []
     stepper = Stepper(example, optimizer)
     with reporting(progress, "steps") as report:
         for done, (label, plan) in enumerate(plans.items()):
             report(done, len(plans) + 1, label)
-            samples.append(record_plan(stepper, graph, label, plan, options, kernels))
+            try:
+                samples.append(record_plan(stepper, graph, label, plan, options, kernels))
+            except torch.cuda.OutOfMemoryError:
+                optimizer.zero_grad()
+                torch.cuda.empty_cache()
+                lost.append(label)
+        if lost:
+            what = f"not enough memory on {device} to record {', '.join(lost)}"
+            if not samples:
+                raise NotReadyError(f"{what}, so nothing was recorded; use a smaller batch")
+            warnings.warn(f"{what}; plans that need what only these have cannot be predicted", stacklevel=2)
         report(len(plans), len(plans) + 1, "casts")
         casts, cast_host_ns = time_casts(device, tuple(formats), kernels)
         report(len(plans) + 1, len(plans) + 1, "done")

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from qsync_opt.cli import main
+from qsync_opt.errors import NotReadyError, ProblemError
 from qsync_opt.graph import Role
 from qsync_opt.graph_file import save_graph
 from qsync_opt.plan import Plan
+from qsync_opt.runtimes.torch import step_profile
 from qsync_opt.runtimes.torch.apply import applied_plan, apply, undo
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
@@ -48,6 +50,25 @@ def test_the_model_is_left_without_a_plan_and_every_plan_has_its_residual(settin
     assert applied_plan(setting.example.model) is None
     assert [check.plan for check in setting.costs.checks] == ["uniform BF16", "uniform FP32", "mixed 0"]
     assert all(check.predicted_ns > 0 and check.measured_ns > 0 for check in setting.costs.checks)
+
+
+def test_a_plan_that_runs_out_of_memory_is_left_out_and_named(setting, monkeypatch):
+    record = step_profile.record_plan
+
+    def short_of_memory(stepper, graph, label, *rest):
+        if label == "uniform FP32":
+            raise torch.cuda.OutOfMemoryError("made up")
+        return record(stepper, graph, label, *rest)
+
+    monkeypatch.setattr(step_profile, "record_plan", short_of_memory)
+    arguments = (setting.example, setting.graph, setting.optimizer)
+    with pytest.warns(UserWarning, match="not enough memory on cpu to record uniform FP32"):
+        costs = profile_steps(*arguments, precisions=["BF16"], mixed=0, options=FEW, progress=False)
+    assert [check.plan for check in costs.checks] == ["uniform BF16"]
+    with pytest.raises(ProblemError, match="never recorded in FP32"):
+        StepPredictor(setting.graph, costs).plan(dict.fromkeys(setting.names, "FP32"))
+    with pytest.raises(NotReadyError, match="smaller batch"):
+        profile_steps(*arguments, precisions=["FP32"], mixed=0, options=FEW, progress=False)
 
 
 def test_peak_memory_of_recorded_and_of_new_plans(setting):
