@@ -4,8 +4,8 @@
     python benchmarks/quality.py --merge FOLDER [--output PATH]
 
 Every part writes a file of its own into FOLDER, again after every record, and ends when its time is used up, so that
-parts can run side by side and nothing is lost; ``--merge`` makes one file of them. Parts: operators, whole-model,
-harm:MODEL:SHARD[:sgd] (small-gpt, cnn; shards have repeats of their own; by the model's own optimizer or by plain SGD),
+parts can run side by side and nothing is lost; ``--merge`` makes one file of them. Parts: operators[:MODEL],
+whole-model, harm:MODEL:SHARD[:sgd] (small-gpt, cnn; shards have repeats of their own; by the own optimizer or by SGD),
 cost, train:MODEL (gpt, cnn; goes on where its file in FOLDER ends).
 """
 
@@ -62,8 +62,10 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
         found = train(rest[0], device, clock, arguments)
     elif kind == "harm":
         found = harm.section(device, scale, clock, name=rest[0], shard=int(rest[1]), optimizer=(rest[2:] or ["own"])[0])
+    elif kind == "operators":
+        found = operators.section(device, scale, clock, rest or operators.MODELS)
     else:
-        sections = {"operators": operators.section, "whole-model": whole_model.section, "cost": cost.section}
+        sections = {"whole-model": whole_model.section, "cost": cost.section}
         found = sections[kind](device, scale, clock)
     records: list[dict[str, Any]] = []
     path = folder / f"{part.replace(':', '-')}.json"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,9 +155,12 @@ def summary(ratios: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     }
 
 
-def section(device: torch.device, scale: str, clock: Clock) -> Iterator[dict[str, Any]]:
+MODELS = ("bert", "resnet50")
+
+
+def section(device: torch.device, scale: str, clock: Clock, names: Sequence[str] = MODELS) -> Iterator[dict[str, Any]]:
     """Records of the section, one per model and case."""
-    for name in ("bert", "resnet50"):
+    for name in names:
         subject = subject_of(name, device, scale=scale)
         model = subject.model(0, device)
         train_briefly(subject, model, 3 if scale == "tiny" else 60)

@@ -80,6 +80,7 @@ class OperatorRecord:
     by_row: dict[str, tuple[Tensor, slice]] = field(default_factory=dict)
     by_column: dict[str, Tensor] = field(default_factory=dict)
     fraction: float = 1.0
+    sampled: slice = field(default_factory=lambda: slice(None))
     attention: AttentionCall | None = None
     # Of a lookup: which rows of the result count in the gradient of the table (all but those of padding).
     counted: Tensor | None = None
@@ -97,11 +98,21 @@ class OperatorRecord:
         self.moments(tensor, x)
         part = _strided(x, self.sample)
         for kind in noise_kinds(scaled=False):
-            self._errors(tensor, kind, cast_errors(part, kind))
+            self._errors(tensor, kind, cast_errors(part, kind), part)
 
-    def _errors(self, tensor: str, kind: str, errors: ElementErrors) -> None:
-        self.scalars[f"{tensor}.{kind}.stochastic"] = _mean(errors.stochastic)
-        self.scalars[f"{tensor}.{kind}.nearest"] = _mean(errors.nearest)
+    def _errors(self, tensor: str, kind: str, errors: ElementErrors, part: Tensor) -> None:
+        """Mean errors of a tensor from those of a part of it.
+
+        Floating formats err in proportion to the square, so that a few large elements may hold most of the error: the
+        part's error is scaled from its mean square to that of the tensor.
+        """
+        share: Tensor | float = 1.0
+        if part.numel() < self.elements[tensor] and _shape_of_kind(kind) is None:
+            own = _mean(part.square())
+            whole = self.scalars[f"{tensor}.square_sum"] / self.elements[tensor]
+            share = torch.where(own > 0, whole / own.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
+        self.scalars[f"{tensor}.{kind}.stochastic"] = _mean(errors.stochastic) * share
+        self.scalars[f"{tensor}.{kind}.nearest"] = _mean(errors.nearest) * share
 
     def _amaxes(self, tensor: str, x: Tensor, dims: dict[Granularity, tuple[int, ...]]) -> dict[Granularity, Tensor]:
         amaxes = {}
@@ -119,7 +130,7 @@ class OperatorRecord:
         contracted_x2, contracted_w2 = form.first_by_contraction(x2), form.second_by_contraction(w2)
         self.scalars["xw/floating"] = _dot(contracted_x2, contracted_w2)
         part, rows = form.sample(self.sample)
-        self.fraction = part.numel() / form.first.numel()
+        self.fraction, self.sampled = part.numel() / form.first.numel(), rows
         self.by_row["floating"] = (form.first_by_row(x2), slice(None))
         self.by_column["floating"] = form.second_by_column(w2)
 
@@ -128,7 +139,7 @@ class OperatorRecord:
         amaxes[Granularity.ROW] = form.sampled_rows(amaxes[Granularity.ROW], rows)
         for kind in noise_kinds(scaled=True):
             errors = kind_errors(part, kind, amaxes)
-            self._errors("first", kind, errors)
+            self._errors("first", kind, errors, part)
             shape = _shape_of_kind(kind)
             if shape:
                 self.scalars[f"xw/first/{shape}"] = _dot(form.first_by_contraction(errors.stochastic), contracted_w2)
@@ -138,7 +149,7 @@ class OperatorRecord:
         amaxes = self._amaxes("second", form.second, _slices(form, "second"))
         for kind in noise_kinds(scaled=True):
             errors = kind_errors(form.second, kind, amaxes)
-            self._errors("second", kind, errors)
+            self._errors("second", kind, errors, form.second)
             shape = _shape_of_kind(kind)
             if shape:
                 self.scalars[f"xw/second/{shape}"] = _dot(contracted_x2, form.second_by_contraction(errors.stochastic))
@@ -163,7 +174,7 @@ class OperatorRecord:
         amaxes = self._amaxes("second", table, dims)
         for kind in noise_kinds(scaled=True):
             errors = kind_errors(table, kind, amaxes)
-            self._errors("second", kind, errors)
+            self._errors("second", kind, errors, table)
             shape = _shape_of_kind(kind)
             if shape:
                 self.scalars[f"xw/second/{shape}"] = _total(errors.stochastic.sum(1)[used])
@@ -182,7 +193,7 @@ class OperatorRecord:
             self.scalars[f"output_gradient.amax.{Granularity.TENSOR}"] = amax.to(torch.float64).square()
             part = _strided(g, self.sample)
             for kind in GRADIENT_KINDS.values():
-                self._errors("output_gradient", kind, kind_errors(part, kind, {Granularity.TENSOR: amax}))
+                self._errors("output_gradient", kind, kind_errors(part, kind, {Granularity.TENSOR: amax}), part)
         if self.attention is not None:
             for name, errors in attention_errors(self.attention, g).items():
                 for target, error in zip(("output", *GRADIENTS), errors, strict=True):
@@ -206,6 +217,12 @@ class OperatorRecord:
             self.scalars[f"xg/{shape}"] = _dot(reduced, form.sampled_rows(row_g2, rows))
         for shape, reduced in self.by_column.items():
             self.scalars[f"gw/{shape}"] = _dot(reduced, column_g2)
+        if self.fraction < 1.0:
+            # A few rows may hold most of the gradient: what it is in the sampled rows and in all, under even noise.
+            rows = self.sampled
+            window = form.first_by_row(torch.ones_like(form.first))
+            self.scalars["g/all"] = _dot(window, row_g2)
+            self.scalars["g/sampled"] = _dot(form.sampled_rows(window, rows), form.sampled_rows(row_g2, rows))
         if self._runs_backward_in_8_bits:
             errors = kind_errors(g, _INTEGER_GRADIENT, {Granularity.TENSOR: g.abs().amax()}).stochastic
             self.scalars["gradient_error"] = _mean(errors)
@@ -279,6 +296,9 @@ class OperatorRecord:
                 scale *= mean
             return square * values.get(key, 0.0) / scale if scale else 0.0
 
+        sampled = self.fraction
+        if values.get("g/sampled", 0.0) > 0:
+            sampled = values["g/sampled"] / values["g/all"]
         found = {}
         for shape in SHAPES:
             noise = {
@@ -292,7 +312,10 @@ class OperatorRecord:
             found[f"first>output/{shape}"] = ratio(first, noise["first"], squares["second"], fraction=part)
             found[f"second>output/{shape}"] = ratio(second, noise["second"], squares["first"])
             found[f"first>second_gradient/{shape}"] = ratio(
-                f"xg/{shape}", noise["first"], squares["output_gradient"], fraction=part
+                f"xg/{shape}",
+                noise["first"],
+                squares["output_gradient"],
+                fraction=1.0 if shape == "floating" else sampled,
             )
             found[f"second>first_gradient/{shape}"] = ratio(f"gw/{shape}", noise["second"], squares["output_gradient"])
         # Both ends of these paths are squares: the same sum, whichever of the two is noisy.

@@ -54,7 +54,7 @@ def _data(data: Any, source: random.Random) -> Any:
     """Change one place of parsed data."""
     places = _places(data, [])
     if not places or source.random() < 0.01:
-        return source.choice(HOSTILE)
+        return copy.deepcopy(source.choice(HOSTILE))
     parent, key = source.choice(places)
     match source.randrange(8):
         case 0 | 1 | 2:

@@ -17,6 +17,7 @@ from qsync_opt.statistics_file import statistics_from_json, statistics_to_json
 from qsync_opt.variances import NoiseOptions, variances
 
 FORMATS = formats_for(("INT8", "FP8"), "BF16")
+FORMATS_16 = formats_for(("INT8", "BF16"), "BF16")
 EIGHT = NoiseOptions(weight_granularity=Granularity.TENSOR, backward="eight")
 DRAWS = 24
 
@@ -100,3 +101,33 @@ def test_convolutions_run_backward_in_16_bits(data):
 def test_other_backward_passes_are_refused():
     with pytest.raises(UnsupportedError, match="backward is 'four': allowed are half, eight"):
         NoiseOptions(backward="four")
+
+
+class Convolved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 6, 3, padding=1, bias=False)
+
+    def forward(self, x, g):
+        return (self.conv(x) * g).sum()
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+@pytest.mark.parametrize("precision", ["INT8", "BF16"])
+def test_a_sample_need_not_hold_the_row_that_dominates_the_gradient(kind, precision):
+    """Statistics that look at every second row only, where the gradient of an odd row is by far the largest."""
+    torch.manual_seed(5)
+    if kind == "linear":
+        model, x, shape = Single(0.1 * torch.randn(24, 32)), torch.randn(64, 32), (64, 24)
+    else:
+        model, x, shape = Convolved(), torch.randn(8, 4, 9, 9), (8, 6, 9, 9)
+    g = torch.randn(shape)
+    g[3] *= 100
+    full, part = (
+        collect_statistics(model, [(x.clone().requires_grad_(), g)], sample_elements=limit).operators[0]
+        for limit in (1 << 18, x.numel() // 2)
+    )
+    expected, found = (variances(s, precision, FORMATS_16[precision], NoiseOptions()) for s in (full, part))
+    for name in ("output", "second_gradient", "first_gradient"):
+        exact, sampled = getattr(expected, name), getattr(found, name)
+        assert sampled.total / exact.total == pytest.approx(1, abs=0.2), name
