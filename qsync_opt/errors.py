@@ -8,8 +8,8 @@ _SHOWN_END = 500
 class QSyncError(Exception):
     """Base of all errors raised on purpose; the text says what is wrong, what is allowed, what to do."""
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*(_shortened(argument) if isinstance(argument, str) else argument for argument in args))
+    def __str__(self) -> str:  # not __init__, which torch.compile could not trace
+        return _shortened(super().__str__())
 
 
 def _shortened(text: str) -> str:

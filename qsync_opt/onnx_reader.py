@@ -1,4 +1,6 @@
-"""Which operators does an ONNX model have? Reads a file or a ModelProto into an OpGraph; the only file with onnx.
+"""Which operators does an ONNX model have? Reads a file or a ModelProto into an OpGraph.
+
+Only this file and ``onnx_functions`` load onnx.
 
 Three kinds of models are told apart by their metadata: those that ``capture`` wrote (operators and nodes are matched),
 those of torch's dynamo exporter (the nodes of one torch operation become one operator), and all others (one operator
@@ -17,11 +19,12 @@ from typing import Any
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import inliner, shape_inference
+from onnx import shape_inference
 from onnx.reference import ReferenceEvaluator
 
 from qsync_opt.errors import ModelError
 from qsync_opt.graph import DTYPE_BYTES, OpGraph, TensorSpec
+from qsync_opt.onnx_functions import first_line, inline_functions
 from qsync_opt.onnx_graph import GRAPH_KEY, build_graph, match_graph
 from qsync_opt.onnx_model import AttributeValue, OnnxModel, OnnxNode
 from qsync_opt.roles import RoleTable
@@ -30,7 +33,6 @@ from qsync_opt.whole_files import read_bounded
 
 # Larger constants than this are weights: shape inference needs their sizes, not their values.
 _SMALL_ELEMENTS = 1024
-_LARGEST_EXPANSION = 1_000_000
 _LARGEST_BYTES = 2**31 - 1  # of a protocol buffer
 # Kinds that exporters compute shapes with.
 _SHAPE_TEXT = """
@@ -105,52 +107,6 @@ def _check_texts(proto: onnx.ModelProto, where: str) -> None:
             )
 
 
-def inline_functions(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
-    """Return a model in which the bodies of its own functions stand in place of their calls.
-
-    Raises:
-        ModelError: A function calls itself, or written out there are too many nodes.
-    """
-    if not len(proto.functions):
-        return proto
-    bodies = {(function.domain, function.name): function.node for function in proto.functions}
-    sizes: dict[tuple[str, str], int] = {}
-    try:
-        total = _expanded_nodes(proto.graph.node, bodies, sizes, ())
-    except RecursionError as error:
-        raise ModelError(f"{where} has functions or graphs that are nested too deeply; inline them before") from error
-    if total > _LARGEST_EXPANSION:
-        raise ModelError(
-            f"{where} has {min(total, 10**18)} nodes or more with its functions written out, but at most "
-            f"{_LARGEST_EXPANSION} can be read"
-        )
-    try:
-        return inliner.inline_local_functions(proto)
-    except Exception as error:  # whatever a malformed function makes happen inside of the library
-        raise ModelError(f"the functions of {where} cannot be written out: {_first_line(error)}") from error
-
-
-def _expanded_nodes(
-    nodes: Iterable[onnx.NodeProto],
-    bodies: Mapping[tuple[str, str], Iterable[onnx.NodeProto]],
-    sizes: dict[tuple[str, str], int],
-    callers: tuple[tuple[str, str], ...],
-) -> int:
-    """How many nodes there are once every call is replaced by what it calls."""
-    total = 0
-    for node in nodes:
-        call = (node.domain, node.op_type)
-        if call in callers:
-            raise ModelError(f"ONNX function {node.op_type!r} calls itself, which no model may do")
-        if call in bodies and call not in sizes:
-            sizes[call] = _expanded_nodes(bodies[call], bodies, sizes, (*callers, call))
-        total += sizes.get(call, 1)
-        for attribute in node.attribute:
-            for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                total += _expanded_nodes(graph.node, bodies, sizes, callers)
-    return total
-
-
 def read_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> dict[str, WeightStatistics]:
     """Read what rounding needs to know of the weights of an ONNX model; external files are read one by one.
 
@@ -174,7 +130,7 @@ def read_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> dict[str, 
             values = onnx.numpy_helper.to_array(tensor, base_dir=folder)
         except (OSError, ValueError, onnx.checker.ValidationError) as error:
             raise ModelError(
-                f"the values of weight {tensor.name!r} cannot be read: {_first_line(error)}; put its external file "
+                f"the values of weight {tensor.name!r} cannot be read: {first_line(error)}; put its external file "
                 "beside the model, or estimate without weights"
             ) from error
         found[tensor.name] = weight_statistics(tensor.name, np.asarray(values, dtype=np.float32))
@@ -233,7 +189,7 @@ def _with_shapes(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
             shape_inference.infer_shapes(scratch, strict_mode=True)
     # Inference and the reference implementation raise whatever a malformed node makes happen inside of them.
     except Exception as error:
-        raise ModelError(f"shape inference fails on {where}: {_first_line(error)}") from error
+        raise ModelError(f"shape inference fails on {where}: {first_line(error)}") from error
     for field in ("value_info", "output"):
         proto.graph.ClearField(field)
         getattr(proto.graph, field).extend(getattr(inferred.graph, field))
@@ -293,10 +249,6 @@ def _evaluate(
     if not all(_is_small(attribute.t.dims) for attribute in node.attribute if attribute.HasField("t")):
         return []
     return list(ReferenceEvaluator(node, opsets=dict(versions)).run(None, inputs))
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _records(proto: onnx.ModelProto, where: str, name: str | None) -> OnnxModel:
@@ -388,7 +340,7 @@ def _attribute(attribute: onnx.AttributeProto, node: str, where: str) -> Attribu
         value: Any = onnx.helper.get_attribute_value(attribute)
     except ValueError as error:
         raise ModelError(
-            f"attribute {attribute.name!r} of ONNX node {node!r} in {where} has no value: {_first_line(error)}"
+            f"attribute {attribute.name!r} of ONNX node {node!r} in {where} has no value: {first_line(error)}"
         ) from error
     match value:
         case bytes():

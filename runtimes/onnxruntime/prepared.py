@@ -16,7 +16,8 @@ from onnx import TensorProto, numpy_helper, shape_inference
 
 from qsync_opt.errors import ModelError
 from qsync_opt.graph import OpGraph
-from qsync_opt.onnx_reader import inline_functions, load_proto, read_onnx
+from qsync_opt.onnx_functions import inline_functions
+from qsync_opt.onnx_reader import load_proto, read_onnx
 from qsync_opt.roles import RoleTable
 
 LARGEST_BYTES = 2**31 - 1

@@ -116,7 +116,13 @@ def test_nothing_is_fetched_from_elsewhere(site):
 
 
 def test_links_to_other_sites_are_few_and_known(site):
-    known = ("https://ui.perfetto.dev", "https://keepachangelog.com", "https://arxiv.org/", "https://doi.org/", "https://onnxruntime.ai")
+    known = (
+        "https://ui.perfetto.dev",
+        "https://keepachangelog.com",
+        "https://arxiv.org/",
+        "https://doi.org/",
+        "https://onnxruntime.ai",
+    )
     for name, page in pages(site).items():
         outside = [link for link in page.links if re.match(r"(?:https?:)?//", link)]
         assert all(link.startswith(known) for link in outside), (name, outside)
