@@ -2,7 +2,7 @@
 
 python benchmarks/kernels.py [--section quantize] [--quick] [--output PATH]
 
-Each section is a module of ``kernel_bench`` with ``records(quick) -> list of records``; sections not run keep the
+Each section is a module of ``kernel_bench`` with ``records(quick)``, a list or an iterator; sections not run keep the
 records that the output file holds already.
 """
 
@@ -64,11 +64,14 @@ def main() -> int:
         raise SystemExit("torch sees no CUDA card: the kernels are timed on one")
     sections = _previous(arguments.output)
     for name in arguments.section or here:
-        records = importlib.import_module(name).records(arguments.quick)
-        sections[name] = {**_environment(), "command": " ".join(["python", *sys.argv]), "records": records}
-        write_json(arguments.output, {"format": FORMAT, "sections": sections})
-        for record in records:
-            print(name, json.dumps(record))
+        records: list[dict[str, Any]] = []
+        section = {**_environment(), "command": " ".join(["python", *sys.argv]), "records": records}
+        for record in importlib.import_module(name).records(arguments.quick):
+            # Written at once: time on a card is dear, and a run that is cut short has measured something.
+            records.append(record)
+            write_json(arguments.output, {"format": FORMAT, "sections": {**sections, name: section}})
+            print(name, json.dumps(record), flush=True)
+        sections[name] = section
     return 0
 
 

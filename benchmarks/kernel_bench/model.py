@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,9 +214,10 @@ def _as_records(name: str, measured: dict[str, dict[str, float | str]]) -> list[
     return found
 
 
-def records(quick: bool) -> list[dict[str, Any]]:
-    """One record per model, way to launch, and precision."""
-    return [record for name in list(MODELS)[: 1 if quick else None] for record in _records_of(name)]
+def records(quick: bool) -> Iterator[dict[str, Any]]:
+    """One record per model, way to launch, and precision, as they are measured."""
+    for name in list(MODELS)[: 1 if quick else None]:
+        yield from _records_of(name)
 
 
 if __name__ == "__main__":

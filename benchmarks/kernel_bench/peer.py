@@ -95,14 +95,13 @@ def _on_partition(shape: Shape, networks: dict[str, Network]) -> list[dict[str, 
     return found
 
 
-def records(quick: bool) -> list[dict[str, Any]]:
-    """Records of the whole card by shape and implementation, and of a partition."""
+def records(quick: bool) -> Iterator[dict[str, Any]]:
+    """Records of the whole card by shape and implementation, and of a partition, as they are measured."""
     for unit in ("quantize", "matmul"):
         if not library.activate(unit):
             raise SystemExit(f"the compiled kernels do not run here: {library.reason(unit)}")
     whole = {f"{precision}, one operation": _whole(precision, _options()) for precision in ("INT8", "FP8")}
     apart = _apart(functools.partial(_eight, "FP8", _options(**EIGHT)))
-    found = []
     for shape in SHAPES[1 if quick else 0 :]:
-        found += _beside(shape[:3], {**whole, "FP8, three operations": apart})
-    return found + _on_partition(SHAPES[-1][:3], whole)
+        yield from _beside(shape[:3], {**whole, "FP8, three operations": apart})
+    yield from _on_partition(SHAPES[-1][:3], whole)
