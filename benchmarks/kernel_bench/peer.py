@@ -7,6 +7,7 @@ card's multiprocessors, launched by the host.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
