@@ -15,8 +15,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 demo: $(STAMP) ## train a small GPT on two workers under a plan, and show every step
 	$(VENV)/bin/qsync-opt demo
 
-test: $(STAMP) ## the CPU tests
-	$(PYTHON) -m pytest -q -m "not gpu and not slow"
+test: $(STAMP) ## the CPU tests; those of the documentation are docs-check
+	$(PYTHON) -m pytest -q -m "not gpu and not slow" --ignore=tests/docs
 
 test-all: $(STAMP) ## the CPU tests, slow ones too
 	$(PYTHON) -m pytest -q -m "not gpu"
