@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from qsync_opt.device_profile import DeviceIdentity
 from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.jsonio import check_integer
 from qsync_opt.runtimes.onnxruntime.prepared import Array
+from qsync_opt.runtimes.processor import processor_name
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 _QUIET, _ERRORS = 4, 3
@@ -40,7 +40,7 @@ class Device:
             "python": platform.python_version(),
             "qsync_opt": qsync_opt.__version__,
         }
-        hardware = _cpu_name() if self.kind == "cpu" else f"CUDA device {self.index}"
+        hardware = processor_name() if self.kind == "cpu" else f"CUDA device {self.index}"
         return DeviceIdentity(name=name or hardware, kind=self.kind, threads=self.threads, versions=versions)
 
 
@@ -126,12 +126,3 @@ def bound_run(session: Any, tensors: Mapping[str, Any], device: Device) -> Any:
     for output in session.get_outputs():
         binding.bind_output(output.name, device.kind, device.index)
     return binding
-
-
-def _cpu_name() -> str:
-    path = Path("/proc/cpuinfo")
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

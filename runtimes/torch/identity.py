@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import platform
-from pathlib import Path
 
 import torch
 
 import qsync_opt
 from qsync_opt.device_profile import DeviceIdentity
+from qsync_opt.runtimes.processor import processor_name
 
 
 def identify(device: torch.device, name: str | None = None) -> DeviceIdentity:
@@ -24,15 +24,5 @@ def identify(device: torch.device, name: str | None = None) -> DeviceIdentity:
         versions["cuda"] = str(torch.version.cuda)
         hardware = f"{properties.name} ({properties.multi_processor_count} SMs)"
     else:
-        hardware = _cpu_name()
+        hardware = processor_name()
     return DeviceIdentity(name=name or hardware, kind=device.type, threads=torch.get_num_threads(), versions=versions)
-
-
-def _cpu_name() -> str:
-    """Model name of the processor; the kind of machine where the system does not tell it."""
-    path = Path("/proc/cpuinfo")
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
