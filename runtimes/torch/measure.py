@@ -20,6 +20,7 @@ from qsync_opt.runtimes.estimate import steady_medians
 from qsync_opt.runtimes.torch.allocations import allocation_of
 from qsync_opt.runtimes.torch.extra_bench import state_bytes
 from qsync_opt.runtimes.torch.stopwatch import cpu_clock
+from qsync_opt.runtimes.torch.wrappers import bare_model
 
 Loss = Callable[[Any], Tensor]
 
@@ -197,7 +198,7 @@ def _peak_memory(example: TrainingExample, optimizer: torch.optim.Optimizer | No
 
 def resident_bytes(model: nn.Module) -> int:
     """Bytes that a model keeps between iterations: parameters, buffers, and buckets of DistributedDataParallel."""
-    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    bare = bare_model(model)
     parameters = sum(p.numel() * p.element_size() for p in bare.parameters())
     buffers = sum(b.numel() * b.element_size() for b in bare.buffers())
     return parameters + buffers + (parameters if isinstance(model, DistributedDataParallel) else 0)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._profiler import _RecordFunctionFast
-from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.graph import OpGraph
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
+from qsync_opt.runtimes.torch.wrappers import bare_model
 from qsync_opt.step_trace import (
     LAUNCHES,
     NODE,
@@ -46,7 +46,7 @@ def observed_operators(
         graph: Of the model.
         around: Called with the call and what carries it out under the plan; returns the result.
     """
-    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    bare = bare_model(model)
     kinds = tuple(sorted({operator.op_type for operator in graph}))
     active = interception_of(bare)
     if active is None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity
 
 from qsync_opt.graph import OpGraph
@@ -22,6 +21,7 @@ from qsync_opt.runtimes.torch.allocations import silent_profiler
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.measure import TrainingExample
 from qsync_opt.runtimes.torch.step_labels import observed_operators, phase, read_events, step_labels
+from qsync_opt.runtimes.torch.wrappers import bare_model
 from qsync_opt.step_sample import KeptTensors, StepSample
 from qsync_opt.step_trace import BACKWARD, FORWARD, OPTIMIZER, PHASES, ZERO_GRAD, StepSpans, charge
 
@@ -277,7 +277,7 @@ class _Watcher:
 def watch_tensors(stepper: Stepper, graph: OpGraph) -> tuple[dict[str, str], dict[str, KeptTensors]]:
     """Formats delivered and tensors kept, by operator, in one step."""
     model = stepper.example.model
-    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    bare = bare_model(model)
     resident = {_storage(tensor) for tensor in (*bare.parameters(), *bare.buffers())}
     resident |= {_storage(t) for t in (*_tensors(stepper.example.args), *_tensors(dict(stepper.example.kwargs)))}
     watcher = _Watcher(graph, resident)
