@@ -232,12 +232,7 @@ class Interception:
             if self._on_pass_begin is not None:
                 self._on_pass_begin()
             self.enter(forward.path)
-        self.path = forward.path
-        try:
-            with self._mode:
-                result = forward.inner(*args, **kwargs)
-        finally:
-            self.path = None
+        result = self._run(forward, args, kwargs)
         if self._on_pass_end is not None and not self.recomputing:
             self._on_pass_end(forward.path)
         return result
@@ -255,15 +250,18 @@ class Interception:
         self.seen = []  # a new list: a compiled pass must not depend on what the old one held
         if self._on_pass_begin is not None:
             self._on_pass_begin()
-        self.path = forward.path
-        try:
-            with self._mode:
-                result = forward.inner(*args, **kwargs)
-        finally:
-            self.path = None
+        result = self._run(forward, args, kwargs)
         if self._on_pass_end is not None:
             self._on_pass_end(forward.path)
         return result
+
+    def _run(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self.path = forward.path
+        try:
+            with self._mode:
+                return forward.inner(*args, **kwargs)
+        finally:
+            self.path = None
 
     def enter(self, path: str) -> None:
         """Note that a module begins to run inside the pass."""
