@@ -48,7 +48,8 @@ class _Batch:
     order: Ints | None  # sorts messages by target when several share one
     starts: Ints | None
     shape: tuple[int, ...]  # of a table
-    strides_D: Ints  # of the neighbours' axes in a table of one label, in entries
+    first_B: Ints  # where each node's entries of one label begin in a table
+    strides_D: tuple[int, ...]  # of the neighbours' axes there, in entries
 
 
 class _Graph:
@@ -168,8 +169,8 @@ def _make_batch(
         order = np.argsort(base, kind="stable")
         starts = np.flatnonzero(np.diff(base[order], prepend=-1))
     target = base.reshape(-1, *(1 for _ in shape[1:])) + steps
-    strides_D = np.array(_row_major(shape[1:]), dtype=np.int64)
-    return _Batch(nodes_B, bag_BD, tuple(factors), target, order, starts, whole, strides_D)
+    first_B = np.arange(len(rows)) * len(steps.ravel())
+    return _Batch(nodes_B, bag_BD, tuple(factors), target, order, starts, whole, first_B, _row_major(shape[1:]))
 
 
 class Elimination:
@@ -211,12 +212,10 @@ class Elimination:
         value, tables, _ = self._forward(cost_Z)
         labels_N = np.zeros(self._num_nodes, dtype=np.int64)
         for batch, table in zip(reversed(self._batches), reversed(tables), strict=True):
-            number = len(batch.nodes_B)
-            flat = table.reshape(len(table), -1)
-            at_B = np.arange(0, flat.shape[1], flat.shape[1] // number)
-            if len(batch.strides_D):
-                at_B += labels_N[batch.bag_BD] @ batch.strides_D
-            labels_N[batch.nodes_B] = flat.take(at_B, axis=1).argmin(axis=0)
+            at_B = batch.first_B
+            for position, stride in enumerate(batch.strides_D):
+                at_B = at_B + labels_N.take(batch.bag_BD[:, position]) * stride
+            labels_N[batch.nodes_B] = table.reshape(len(table), -1).take(at_B, axis=1).argmin(axis=0)
         return value, labels_N
 
     def min_marginals(self, cost_Z: Floats) -> tuple[float, Floats]:
