@@ -232,9 +232,7 @@ class Elimination:
         value, tables, messages = self._forward(cost_Z)
         belief = np.full(self._end, np.inf)
         belief[self._roots] = value
-        for batch, table, message in zip(
-            reversed(self._batches), reversed(tables), reversed(messages), strict=True
-        ):
+        for batch, table, message in zip(reversed(self._batches), reversed(tables), reversed(messages), strict=True):
             with np.errstate(invalid="ignore"):
                 outside = belief.take(batch.target) - message
             outside[np.isnan(outside)] = np.inf
