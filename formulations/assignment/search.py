@@ -256,7 +256,7 @@ class BoundAndFix:
         """Improve the incumbent by parts of the plans that come nearest to the bound at the dual's prices."""
         value_I = np.array([p.objective + float(dual.prices_R @ p.excess_R) for p in dual.plans])
         for index in np.argsort(value_I, kind="stable")[:_BLENDS].tolist():
-            if self.best is None or self._closed(dual.bound, effort):
+            if self.best is None or self._closed(dual.bound, effort) or time.monotonic() > self._deadline:
                 break
             other_N = self.relaxation.labelling(dual.plans[index].labels_N)
             self.offer(blend(self.model, self.best.labels_N, other_N, dual.prices_R))
@@ -295,7 +295,8 @@ class BoundAndFix:
         """Entries of the root; found again only when the incumbent has become much better, or worse."""
         if self.upper > self._affordable_at:
             self._affordable_Z, self._affordable_at = self.model.allowed_Z, np.inf
-        if self.upper < _MUCH_BETTER * self._affordable_at:
+        known = self._prices_R is not None  # else the incumbent is the first feasible plan, which rules out little
+        if known and self.upper < _MUCH_BETTER * self._affordable_at:
             self._affordable_Z, self._affordable_at = self._affordable(self._affordable_Z), self.upper
         return self._affordable_Z
 
