@@ -23,6 +23,7 @@ import json
 import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -293,7 +294,16 @@ def measure(section: str, settings: Settings, cores: list[int]) -> dict[str, Any
             records = run_jobs(solves, cores)
     else:
         records = run_jobs(make(settings), cores)
-    return {"environment": {**described, "seconds": round(time.perf_counter() - started, 1)}, "records": records}
+    described["seconds"] = round(time.perf_counter() - started, 1)
+    return {"environment": {**described, "probe_s": _probes(records)}, "records": records}
+
+
+def _probes(records: list[dict[str, Any]]) -> dict[str, float] | None:
+    """Least, median and most time of the workers' fixed piece of work: other load on the machine shows there."""
+    times = [record[key] for record in records for key in ("probe_before_s", "probe_after_s") if key in record]
+    if not times:
+        return None
+    return {"least_s": min(times), "median_s": statistics.median(times), "most_s": max(times)}
 
 
 def merge(path: Path, sections: dict[str, Any]) -> dict[str, Any]:

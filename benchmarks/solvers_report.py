@@ -216,10 +216,20 @@ def _header(data: Record) -> list[str]:
             (
                 name, e["date"][:16].replace("T", " "), f"{e['cpu']}, {e['cores_used']} of {e['cores']} cores",
                 f"Python {e['python']}, {versions}", e["revision"], f"`{' '.join(e['command'])}`", _time(e["seconds"]),
+                _probe(e.get("probe_s")),
             )
         )  # fmt: skip
-    head = ("Section", "Date (UTC)", "Hardware", "Versions", "Revision", "Command", "Took")
-    return ["# Solvers: measured", "", *_table(head, rows)]
+    head = ("Section", "Date (UTC)", "Hardware", "Versions", "Revision", "Command", "Took", "A fixed piece of work")
+    note = (
+        "The fixed piece of work is done before and after every measurement, on its core: least / median / most time. "
+        "Where the median is far above the least, other load shared the hardware, and times here are too long by as "
+        "much."
+    )
+    return ["# Solvers: measured", "", *_table(head, rows), note, ""]
+
+
+def _probe(found: Record | None) -> str:
+    return "-" if found is None else " / ".join(_time(found[key]) for key in ("least_s", "median_s", "most_s"))
 
 
 def markdown(data: Record, stem: str = "solvers") -> str:

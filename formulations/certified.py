@@ -84,20 +84,18 @@ def plan_certified(
     graph = graph_tables(problem)
     searches: list[DeviceSearch] = []
     outcomes: list[Outcome] = []
-    build_s = 0.0
-    for left, device in zip(range(len(problem.devices), 0, -1), problem.devices, strict=True):
-        begun = time.monotonic()
-        search = DeviceSearch(problem, device, graph, device_tables(problem, device), tied)
-        build_s += time.monotonic() - begun
-        if search.collapsed.rows.floor_ns > problem.latency_limit_ns:
-            return _infeasible(problem, searches, build_s, started, deadline)
+    for device in problem.devices:
+        searches.append(DeviceSearch(problem, device, graph, device_tables(problem, device), tied))
+        if searches[-1].collapsed.rows.floor_ns > problem.latency_limit_ns:
+            return _infeasible(problem, [], time.monotonic() - started, started, deadline)
+    build_s = time.monotonic() - started
+    for left, search in zip(range(len(searches), 0, -1), searches, strict=True):
         interrupted = any(outcome.interrupted for outcome in outcomes)
         now = time.monotonic()
         share = now if interrupted else now + max(0.0, deadline - now) / left
-        searches.append(search)
         outcomes.append(search.solve(stages, start=start, deadline=share))
         if outcomes[-1].proved_infeasible:
-            return _infeasible(problem, searches, build_s, started, deadline)
+            return _infeasible(problem, searches[: len(outcomes)], build_s, started, deadline)
     return _merge(searches, outcomes, build_s, started)
 
 
