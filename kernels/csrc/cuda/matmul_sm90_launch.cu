@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 
 #include "matmul_choice.h"
 #include "matmul_sm90.cuh"
@@ -13,7 +14,8 @@ namespace qsync::matmul {
 #define QSYNC_FINDERS(NAME) \
   bool find_##NAME##_0(int, Instance*); \
   bool find_##NAME##_1(int, Instance*); \
-  bool find_##NAME##_2(int, Instance*);
+  bool find_##NAME##_2(int, Instance*); \
+  bool find_##NAME##_3(int, Instance*);
 QSYNC_FINDERS(int8)
 QSYNC_FINDERS(e4m3_e4m3)
 QSYNC_FINDERS(e5m2_e4m3)
@@ -22,7 +24,9 @@ bool find_e5m2_e5m2_2(int, Instance*);
 
 namespace {
 
-#define QSYNC_FIND(NAME) (find_##NAME##_0(index, found) || find_##NAME##_1(index, found) || find_##NAME##_2(index, found))
+#define QSYNC_FIND(NAME) \
+  (find_##NAME##_0(index, found) || find_##NAME##_1(index, found) || find_##NAME##_2(index, found) || \
+   find_##NAME##_3(index, found))
 bool find(Code a, Code b, int index, Instance* found) {
   if (a == Code::kInt8) {
     return QSYNC_FIND(int8);
@@ -246,6 +250,10 @@ Status launch_product(const Arguments& args, const Instance& instance, const Cho
   p.out_float = args.out_float, p.bias_float = args.bias_float;
   p.activation = raw ? Activation::kNone : args.activation;
   p.raw = raw, p.block_scales = args.block_scales;
+  // The lead is announced once per tile: a tile must be longer than what a warpgroup can run ahead.
+  const int least_blocks = p.depth_blocks - (choice.splits - 1) * p.split_blocks;
+  const int wanted_lead = getenv("QSYNC_LEAD") ? atoi(getenv("QSYNC_LEAD")) : 2;
+  p.lead = instance.alternating || instance.promote || instance.rows == 192 || least_blocks < instance.stages ? 0 : wanted_lead;
 
   const int cluster = instance.cluster_rows * instance.cluster_columns;
   const int clusters = int(std::min<int64_t>(total, std::max(1, args.multiprocessors / cluster)));
@@ -254,7 +262,7 @@ Status launch_product(const Arguments& args, const Instance& instance, const Cho
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(clusters * cluster));
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(unsigned(instance.threads));
   config.dynamicSmemBytes = size_t(instance.shared_bytes);
   config.stream = args.stream;
   cudaLaunchAttribute attributes[2] = {early(), {}};
@@ -269,14 +277,14 @@ Status launch_product(const Arguments& args, const Instance& instance, const Cho
 }  // namespace
 
 bool tile_at(Code b, int index, TileShape* shape) {
-  if (b == Code::kE5M2 && index < QSYNC_TILES_2_BEGIN) {
+  if (b == Code::kE5M2 && (index < QSYNC_TILES_2_BEGIN || index >= QSYNC_TILES_3_BEGIN)) {
     return false;
   }
 #define QSYNC_SHAPE(INDEX, ROWS, COLUMNS, CLUSTER_ROWS, CLUSTER_COLUMNS, ALTERNATING, PROMOTE, BUFFERS) \
   case INDEX: \
     *shape = {ROWS, COLUMNS, CLUSTER_ROWS, CLUSTER_COLUMNS, ALTERNATING, PROMOTE}; \
     return true;
-  switch (index) { QSYNC_TILES_0(QSYNC_SHAPE) QSYNC_TILES_1(QSYNC_SHAPE) QSYNC_TILES_2(QSYNC_SHAPE) }
+  switch (index) { QSYNC_TILES_0(QSYNC_SHAPE) QSYNC_TILES_1(QSYNC_SHAPE) QSYNC_TILES_2(QSYNC_SHAPE) QSYNC_TILES_3(QSYNC_SHAPE) }
   return false;
 }
 

@@ -104,22 +104,24 @@ __device__ __forceinline__ void write_tile(
 #pragma unroll
   for (int slab = 0; slab < T::kSlabs; ++slab) {
 #pragma unroll
-    for (int chunk = 0; chunk < T::kColumns / kWidth; ++chunk) {
-      const int row = first_row + slab * 64, column = first_column + chunk * kWidth;
+    for (int chunk = 0; chunk < (T::kColumns + kWidth - 1) / kWidth; ++chunk) {
+      // The last chunk of a width that chunks do not divide begins earlier: a few results are written twice, alike.
+      const int begin = chunk * kWidth < T::kColumns - kWidth ? chunk * kWidth : T::kColumns - kWidth;
+      const int row = first_row + slab * 64, column = first_column + begin;
       float v[kValues];
       if (kWide && p.raw) {
 #pragma unroll
         for (int i = 0; i < kValues; ++i) {
-          v[i] = bits_of(sums[slab][chunk * kValues + i]);
+          v[i] = bits_of(sums[slab][begin / 2 + i]);
         }
       } else {
 #pragma unroll
         for (int j = 0; j < kWidth / 8; ++j) {
-          const float4 pair = columns[chunk * (kWidth / 2) + 4 * j + lane % 4];  // scale, bias of two columns
+          const float4 pair = columns[begin / 2 + 4 * j + lane % 4];  // scale, bias of two columns
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const float scale = row_scales[slab][i / 2] * (i % 2 ? pair.z : pair.x);
-            const float sum = static_cast<float>(sums[slab][chunk * kValues + 4 * j + i]);
+            const float sum = static_cast<float>(sums[slab][begin / 2 + 4 * j + i]);
             v[4 * j + i] = fmaf(sum, scale, i % 2 ? pair.w : pair.y);
           }
         }

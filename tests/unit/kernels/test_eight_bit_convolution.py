@@ -46,7 +46,7 @@ def _operands(case):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("activation", "weight"), list(itertools.product(("tensor", "row"), ("tensor", "channel"))))
+@pytest.mark.parametrize(("activation", "weight"), [("tensor", "channel"), ("row", "tensor")])
 def test_result_and_gradients_against_float64(name, activation, weight):
     case = CASES[name]
     options = KernelOptions(backward="eight", activation_granularity=activation, weight_granularity=weight)
@@ -121,7 +121,7 @@ def test_gradients_are_unbiased(name):
     x, w, b = _operands(case)
     grad = torch.randn_like(_run(case, x, w, b, KernelOptions()))
     draws = []
-    for offset in range(300):
+    for offset in range(100):
         options = KernelOptions(backward="eight", weight_granularity="tensor", offset=offset)
         draws.append([g.double() for g in torch.autograd.grad(_run(case, x, w, b, options), (x, w), grad)])
     doubles = [t.detach().double().requires_grad_() for t in (x, w)]
