@@ -190,6 +190,7 @@ __device__ __forceinline__ void compute(
   Ring<T::kStages> ring;
   Outlet<T> outlet(p, shared, group, thread);
   Sums<T> sums[T::kSlabs][T::kColumns / 2];
+  const float one_scale = p.one_scale ? *p.a_scale * *p.b_scale : 1.0f;
   uint32_t turn = 0;
   int count = 0;
   for (int index = cluster; index < p.total; index += clusters, ++count) {
@@ -201,7 +202,7 @@ __device__ __forceinline__ void compute(
     const int first_row = (work.tile_row * T::kClusterRows + rank % T::kClusterRows) * T::kRows + group_row;
     const int first_column = (work.tile_column * T::kClusterColumns + rank / T::kClusterRows) * T::kColumns;
     // Scales and bias are asked for now and needed after the product.
-    const bool scaled = !p.raw && !p.block_scales;
+    const bool scaled = !p.raw && !p.block_scales && !p.one_scale;
     float row_scales[T::kSlabs][2], column_scale[kEach], bias[kEach];
 #pragma unroll
     for (int i = 0; i < 2 * T::kSlabs; ++i) {
@@ -216,6 +217,9 @@ __device__ __forceinline__ void compute(
       const bool inside = mine && column < p.columns && thread + i * kGroupThreads < T::kColumns;
       column_scale[i] = scaled && inside ? p.b_scale[work.z * p.b_scale_batch + column * p.b_scale_row] : 1.0f;
       bias[i] = p.bias != nullptr && inside ? load_float(p.bias, p.bias_float, column) : 0.0f;
+    }
+    if (p.one_scale) {
+      row_scales[0][0] = one_scale;
     }
     if constexpr (T::kAlternating) {
       // A warpgroup begins when the other has seen all of its stages: it may not run ahead by more than one round.
@@ -241,7 +245,9 @@ __device__ __forceinline__ void compute(
       products_wait<0>();
       release<T>(shared, ring.stage == 0 ? T::kStages - 1 : ring.stage - 1, thread, rank);
     }
-    if (T::kAlternating || group == 0) {
+    // Factors of columns go through shared memory, where their order fits that of the sums; a lone scale needs none of that.
+    const bool exchanged = !p.one_scale;
+    if (exchanged && (T::kAlternating || group == 0)) {
       if (T::kAlternating) {
         named_barrier(1 + group, kGroupThreads);  // the last tile's columns have been read
       } else if (count > 0) {
@@ -259,19 +265,21 @@ __device__ __forceinline__ void compute(
         named_barrier_arrive(kColumnsThere, T::kGroups * kGroupThreads);
       }
       named_barrier(1 + group, kGroupThreads);
-    } else {
+    } else if (exchanged) {
       named_barrier(kColumnsThere, T::kGroups * kGroupThreads);
     }
     const float4* pairs = reinterpret_cast<const float4*>(columns);
-    const auto write = [&](auto format, auto plain) {
-      write_tile<T, decltype(format)::value, decltype(plain)::value>(
+    const auto write = [&](auto format, auto plain, auto one) {
+      write_tile<T, decltype(format)::value, decltype(plain)::value, decltype(one)::value>(
           p, outlet, work, first_row, first_column, pairs, row_scales, sums);
     };
     const auto write_as = [&](auto format) {
-      if (p.activation == Activation::kNone && p.preactivation_pointer == nullptr && p.copy_out) {
-        write(format, std::true_type());
+      if (p.activation != Activation::kNone || p.preactivation_pointer != nullptr || !p.copy_out) {
+        write(format, std::false_type(), std::false_type());
+      } else if (p.one_scale) {
+        write(format, std::true_type(), std::true_type());
       } else {
-        write(format, std::false_type());
+        write(format, std::true_type(), std::false_type());
       }
     };
     if (p.raw || p.out_float == Float::kFP32) {
@@ -281,11 +289,11 @@ __device__ __forceinline__ void compute(
     } else {
       write_as(std::integral_constant<Float, Float::kFP16>());
     }
-    if (!T::kAlternating && group > 0 && index + clusters < p.total) {
+    if (exchanged && !T::kAlternating && group > 0 && index + clusters < p.total) {
       named_barrier_arrive(kColumnsFree, T::kGroups * kGroupThreads);
     }
   }
-  if (thread == 0) {
+  if (thread % 32 == 0) {
     copies_out_read<0>();
   }
 }

@@ -221,7 +221,7 @@ Status launch_product(const Arguments& args, const Instance& instance, const Cho
                                    : args.out_float == Float::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                                     : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const auto encode_out = [&](CUtensorMap* map, const void* pointer) {
-    return encode(map, type, bytes, pointer, columns, rows, matrices, out_pitch, out_pitch * rows, kChunkRows);
+    return encode(map, type, bytes, pointer, columns, rows, matrices, out_pitch, out_pitch * rows, kWarpRows);
   };
   p.preactivation_pointer = raw ? nullptr : args.preactivation;
   if (p.copy_out && (!encode_out(&p.out, out) ||
@@ -250,6 +250,10 @@ Status launch_product(const Arguments& args, const Instance& instance, const Cho
   p.out_float = args.out_float, p.bias_float = args.bias_float;
   p.activation = raw ? Activation::kNone : args.activation;
   p.raw = raw, p.block_scales = args.block_scales;
+  // Plain results only: the other ways to write results want factors per column.
+  p.one_scale = !raw && !p.block_scales && args.bias == nullptr && args.a_scale_row == 0 && args.a_scale_batch == 0 &&
+                args.b_scale_row == 0 && args.b_scale_batch == 0 && args.activation == Activation::kNone &&
+                args.preactivation == nullptr && p.copy_out;
   // The lead is announced once per tile: a tile must be longer than what a warpgroup can run ahead.
   const int least_blocks = p.depth_blocks - (choice.splits - 1) * p.split_blocks;
   const int wanted_lead = getenv("QSYNC_LEAD") ? atoi(getenv("QSYNC_LEAD")) : 2;

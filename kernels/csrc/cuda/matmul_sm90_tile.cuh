@@ -11,8 +11,10 @@ namespace qsync::matmul {
 
 constexpr int kDepth = 128;            // k per stage: the width of the 128-byte swizzle
 constexpr int kGroupThreads = 128;     // a warpgroup
-constexpr int kChunkRows = 64;         // a piece of the result on its way out: 64 rows of 128 bytes
+constexpr int kChunkRows = 64;         // a piece of the result on its way out: 64 rows of 128 bytes,
 constexpr int kChunkBytes = kChunkRows * 128;
+constexpr int kWarpRows = 16;          // of which each warp writes and sends 16
+constexpr int kWarpBytes = kWarpRows * 128;
 constexpr int kSharedLimit = 232448;   // bytes a block may have
 
 // Division by a number known at launch, for dividends below 2^31: a multiplication and a shift.
@@ -50,6 +52,7 @@ struct Launch {
   Activation activation;
   bool raw;          // the result is the sums themselves, 32 bits each, one matrix per split
   bool block_scales;
+  bool one_scale;    // one scale per operand for all of its matrices, and no bias
   bool copy_out;     // the result's rows are aligned to 16 bytes, as the copy engine wants them
   int lead;          // stages that the first warpgroup of a cooperative tile is ahead of the others; 0: nothing is enforced
 };
