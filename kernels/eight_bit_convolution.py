@@ -10,8 +10,9 @@ With x (N, C, spatial), a weight w (K, C, taps) and the codes g (N, K, spatial) 
                        dequantized codes, because the contraction runs over pixels, which no channels-last copy of the
                        codes has next to each other.
 
-What the integer kernels do not take (groups; dilation with a stride) runs on dequantized codes in 16 bits as well. So the
-rounding errors are the same whichever way a gradient is computed: those of the codes, and of 16-bit operands or results.
+What the integer kernels do not take (groups; dilation with a stride) runs on dequantized codes in 16 bits as well. So
+the rounding errors are the same whichever way a gradient is computed: those of the codes, and of 16-bit operands or
+results.
 
 A scale may not change along a contraction: weights with a scale per output channel get codes of their own for the input
 gradient, with a scale per input channel, and inputs with a scale per sample take the 16-bit weight gradient.
@@ -133,8 +134,7 @@ def input_gradient(
     stride, padding, dilation, *_ = geometry
     taps = turned.codes.shape[2:]
     per_dim = [
-        phases(*facts)
-        for facts in zip(sizes, grad.codes.shape[2:], taps, stride, padding, dilation, strict=True)
+        phases(*facts) for facts in zip(sizes, grad.codes.shape[2:], taps, stride, padding, dilation, strict=True)
     ]
     whole: Tensor | None = None
     for phase in itertools.product(*per_dim):

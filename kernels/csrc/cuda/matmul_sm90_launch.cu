@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 
 #include "matmul_choice.h"
 #include "matmul_sm90.cuh"
@@ -256,8 +255,7 @@ Status launch_product(const Arguments& args, const Instance& instance, const Cho
                 args.preactivation == nullptr && p.copy_out;
   // The lead is announced once per tile: a tile must be longer than what a warpgroup can run ahead.
   const int least_blocks = p.depth_blocks - (choice.splits - 1) * p.split_blocks;
-  const int wanted_lead = getenv("QSYNC_LEAD") ? atoi(getenv("QSYNC_LEAD")) : 2;
-  p.lead = instance.alternating || instance.promote || instance.rows == 192 || least_blocks < instance.stages ? 0 : wanted_lead;
+  p.lead = instance.alternating || instance.promote || least_blocks < instance.stages ? 0 : 1;
 
   const int cluster = instance.cluster_rows * instance.cluster_columns;
   const int clusters = int(std::min<int64_t>(total, std::max(1, args.multiprocessors / cluster)));

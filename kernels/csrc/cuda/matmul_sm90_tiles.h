@@ -29,13 +29,10 @@
   X(18, 64, 128, 1, 1, true, true, 2)
 
 #define QSYNC_TILES_3(X) \
-  X(19, 192, 96, 1, 2, false, false, 2) \
-  X(20, 192, 96, 1, 2, false, false, 1) \
-  X(21, 192, 96, 2, 2, false, false, 1) \
-  X(22, 256, 128, 1, 1, false, false, 2) \
-  X(23, 256, 128, 1, 2, false, false, 4) \
-  X(24, 128, 256, 2, 1, false, false, 4)
+  X(19, 192, 96, 1, 2, false, false, 1) \
+  X(20, 256, 128, 1, 1, false, false, 2) \
+  X(21, 128, 256, 2, 1, false, false, 4)
 
 #define QSYNC_TILES_2_BEGIN 13
 #define QSYNC_TILES_3_BEGIN 19
-#define QSYNC_TILE_COUNT 25
+#define QSYNC_TILE_COUNT 22

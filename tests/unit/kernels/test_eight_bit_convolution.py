@@ -137,7 +137,7 @@ def test_saved_tensors_are_codes():
     for name in ("1x1", "3x3"):
         x, w, b = _operands(CASES[name])
         saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=saved: (kept.append(t), t)[1], lambda t: t):
             _run(CASES[name], x, w, b, KernelOptions(backward="eight", weight_granularity="tensor"))
         big = [t for t in saved if t.numel() > 1]
         assert {t.dtype for t in big} == {torch.int8}
