@@ -169,7 +169,7 @@ def test_weights_once_per_step():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
-@pytest.mark.parametrize("name", ["1x1", "3x3, stride 2"])
+@pytest.mark.parametrize("name", ["1x1", pytest.param("3x3, stride 2", marks=pytest.mark.slow)])
 def test_compiles_without_a_graph_break(name):
     case = CASES[name]
     step = torch.zeros(1, dtype=torch.int64)
