@@ -81,6 +81,38 @@ class _Convolution(torch.autograd.Function):
         return (*grads, None, None)
 
 
+class _Linear(torch.autograd.Function):
+    """``x @ weight.T + bias`` of (.., K), (M, K), (M,), in one mode in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.mode = mode
+        with fp32_mode("matmul", mode):
+            return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        flat = grad.reshape(-1, weight.shape[0]) if x.numel() else grad.reshape(0, weight.shape[0])
+        with fp32_mode("matmul", ctx.mode):
+            if ctx.needs_input_grad[0]:
+                grad_x = grad @ weight
+            if ctx.needs_input_grad[1]:
+                grad_weight = flat.t() @ x.reshape(flat.shape[0], weight.shape[1])
+        if ctx.needs_input_grad[2]:
+            grad_bias = flat.sum(0)
+        return grad_x, grad_weight, grad_bias, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Tensor:
+    """A linear layer of FP32 tensors (.., K), (M, K), (M,) multiplied in ``mode`` forward and backward."""
+    result: Tensor = _Linear.apply(x, weight, bias, mode)  # type: ignore[no-untyped-call]
+    return result
+
+
 def product(a: Tensor, b: Tensor, mode: str) -> Tensor:
     """``a @ b`` of FP32 matrices (N, K) (K, M) or batches of them, multiplied in ``mode`` forward and backward."""
     result: Tensor = _Product.apply(a, b, mode)  # type: ignore[no-untyped-call]

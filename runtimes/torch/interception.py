@@ -8,7 +8,9 @@ that both sides agree.
 How it works: each module's ``forward`` is shadowed by an attribute of the instance that keeps the path of the running
 module, and a torch function mode, active only inside the outermost ``forward``, sees the calls. Shadowing was taken
 instead of hooks because it can clean up in ``finally``: an interrupt in the middle of a forward pass leaves nothing
-behind. The mode was taken instead of replacing leaf modules because functional operations need it anyway.
+behind. The mode was taken instead of replacing leaf modules because functional operations need it anyway. It costs every function of torch some microseconds of host
+time, named or not; once a handler has said how each operator runs (``prepare``), a pass asks it no more, and modules of
+torch that are one operator are run past the mode.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from qsync_opt.errors import NotReadyError, UnsupportedError
+from qsync_opt.runtimes.torch.leaf_modules import HALF, Leaf, leaf_of
 from qsync_opt.runtimes.torch.torch_functions import ENTERED, function_names
 
 
@@ -52,7 +55,8 @@ class OperatorCall:
 
 
 Handler = Callable[[OperatorCall], Any]
-
+# Runs one operator: torch function, positional and keyword arguments of the call.
+Run = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 class _Mode(TorchFunctionMode):
     def __init__(self, interception: Interception) -> None:
@@ -85,6 +89,7 @@ class _Forward:
         # What the instance itself had before; None when forward comes from the class.
         self.shadowed = module.__dict__.get("forward")
         self.recurrent = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+        self.leaf = None if self.shadowed is not None else leaf_of(module)
         # Callers that inspect the signature of forward (as trainers do) see the original.
         functools.update_wrapper(self, self.inner)
 
@@ -96,6 +101,10 @@ class _Forward:
             args = interception.recurrent_inputs(args)
         if interception.path is None:
             return interception.outermost(self, args, kwargs)
+        leaf = self.leaf
+        if leaf is not None and not torch.compiler.is_compiling() and interception.prepared_pass:
+            if len(args) == 1 and not kwargs and type(args[0]) in _PLAIN and _modes_active() == 1:
+                return interception.run_leaf(self, leaf, args[0])
         outer = interception.path
         interception.enter(self.path)
         try:
@@ -124,6 +133,9 @@ class _Entry:
 
 
 _NO_COUNTS: dict[tuple[str, str], int] = {}
+_PLAIN = (torch.Tensor, nn.Parameter)
+_modes_active: Callable[[], int] = torch._C._len_torch_function_stack
+_past_modes: Any = torch._C.DisableTorchFunction
 
 
 class Interception:
@@ -148,6 +160,10 @@ class Interception:
         may_rest: Asked before an eager pass, if the handler set it: True runs the pass as if nothing were intercepted.
             Such a pass is not counted.
         resting: Whether the present pass is such a one.
+        prepare: From the name and kind of an operator to how it runs, if the handler set it: eager passes then ask this
+            once per operator, and the handler no more.
+        prepares_evaluation: Whether that holds in evaluation mode too.
+        prepared_pass: Whether the present pass is such a one.
     """
 
     def __init__(
@@ -193,6 +209,10 @@ class Interception:
         self.traced = False
         self.resting = False
         self.may_rest: Callable[[], bool] | None = None
+        self.prepare: Callable[[str, str], Run] | None = None
+        self.prepares_evaluation = True
+        self.prepared_pass = False
+        self._prepared: dict[tuple[str, str], list[tuple[str, Run]]] = {}
         self._on_cuda = any(parameter.is_cuda for parameter in model.parameters())
         self.seen: list[str] = []
         modules = list(model.named_modules())
@@ -221,6 +241,9 @@ class Interception:
         self.traced = self._on_cuda and torch.cuda.is_current_stream_capturing()
         self.recomputing = torch._C._current_graph_task_id() != -1
         self.training = forward.module.training
+        self.prepared_pass = (
+            self.prepare is not None and not self.traced and (self.training or self.prepares_evaluation)
+        )
         if self.recomputing:
             self._recall(forward.path)
         else:
@@ -244,7 +267,7 @@ class Interception:
         the graph then and needs no memory of earlier calls.
         """
         self.traced = True
-        self.recomputing = False
+        self.recomputing = self.prepared_pass = False
         self.training = forward.module.training
         self._counts = {}
         self.seen = []  # a new list: a compiled pass must not depend on what the old one held
@@ -262,12 +285,15 @@ class Interception:
                 return forward.inner(*args, **kwargs)
         finally:
             self.path = None
+            self.prepared_pass = False
 
     def enter(self, path: str) -> None:
         """Note that a module begins to run inside the pass."""
         self.path = path
-        if self.recomputing or torch.compiler.is_compiling():
-            return
+        if not (self.recomputing or torch.compiler.is_compiling()):
+            self._remember(path)
+
+    def _remember(self, path: str) -> None:
         entries = self._entries.get(path)
         if entries is None or entries[0].pass_index != self.pass_index:
             counts = self._counts.copy() if self._has_shared_modules else _NO_COUNTS
@@ -296,6 +322,8 @@ class Interception:
         key = (module, op_type)
         occurrence = self._counts.get(key, 0)
         self._counts[key] = occurrence + 1
+        if not torch.compiler.is_compiling() and self.prepared_pass:
+            return self._run_of(key, occurrence)(function, args, kwargs)
         if torch.compiler.is_compiling():
             name = operator_name(module, op_type, occurrence)
         else:
@@ -305,6 +333,45 @@ class Interception:
             name = names[occurrence]
         self.seen.append(name)
         return self._handler(OperatorCall(name, op_type, module, function, args, kwargs))
+
+    def _run_of(self, key: tuple[str, str], occurrence: int) -> Run:
+        """How an operator runs, by module path, kind and occurrence."""
+        ready = self._prepared.get(key)
+        if ready is None:
+            ready = self._prepared[key] = []
+        while len(ready) <= occurrence:
+            assert self.prepare is not None
+            name = operator_name(*key, len(ready))
+            ready.append((name, self.prepare(name, key[1])))
+        name, run = ready[occurrence]
+        self.seen.append(name)
+        return run
+
+    def run_leaf(self, forward: _Forward, leaf: Leaf, x: torch.Tensor) -> Any:
+        """Run a module that is one operator in a prepared pass, without the mode."""
+        names = self._mode.names
+        if leaf.op_type is None and leaf.function in names:  # a role that a user gave
+            outer = self.path
+            self.enter(forward.path)
+            try:
+                return forward.inner(x)
+            finally:
+                self.path = outer
+        if not self.recomputing:
+            self._remember(forward.path)
+        with _past_modes():
+            if leaf.arguments is None:
+                if leaf.op_type is not None and x.dtype in HALF:
+                    x = x.float()
+                return forward.inner(x)
+            key = (forward.path, leaf.op_type or "")
+            occurrence = self._counts.get(key, 0)
+            self._counts[key] = occurrence + 1
+            return self._run_of(key, occurrence)(leaf.function, leaf.arguments(x), {})
+
+    def forget_prepared(self) -> None:
+        """Ask ``prepare`` anew for every operator: what it would say has changed."""
+        self._prepared.clear()
 
     @property
     def handler(self) -> Handler:
@@ -319,15 +386,15 @@ class Interception:
             handle: Called with a call, and whether the handler would be told of it; returns the result.
             kinds: ATen names of operators to report besides.
         """
-        names, handler, may_rest = self.function_names, self._handler, self.may_rest
+        names, handler, may_rest, prepare = self.function_names, self._handler, self.may_rest, self.prepare
         told = frozenset(names.values())
         self.function_names = self._mode.names = {**function_names(kinds), **names}
         self._handler = lambda call: handle(call, call.op_type in told)
-        self.may_rest = None
+        self.may_rest = self.prepare = None
         try:
             yield
         finally:
-            self.may_rest = may_rest
+            self.may_rest, self.prepare = may_rest, prepare
             self.function_names = self._mode.names = names
             self._handler = handler
 
