@@ -2,10 +2,10 @@
 
 ``operators``: a chain of equal small operators; host microseconds of one call, forward and backward. ``models``: whole
 models with a batch so small that the device waits for the host; host milliseconds of a forward and a backward pass,
-calls that pass torch's dispatcher, and kernels launched. ``steps`` (CUDA only): a whole training step, with a batch as in
-training, by the wall clock: eager, and with forward and backward pass captured as CUDA graphs (`qsync_opt.graphed`).
-Times are medians; the host's time ends when the call returns, not when the device is done. Writes
-``benchmarks/results/host-cost.json``.
+calls that pass torch's dispatcher, and kernels launched. ``steps`` (CUDA only): a whole training step with a batch as
+in training, by the wall clock: eager, and with forward and backward pass captured as CUDA graphs (plans by
+`qsync_opt.graphed`, the others by ``torch.cuda.make_graphed_callables``). Times are medians, beside them the least; the
+host's time ends when the call returns, not when the device is done. Writes ``benchmarks/results/host-cost.json``.
 
     python benchmarks/host_cost.py [--section models] [--device cuda] [--quick] [--profile FOLDER] [--output PATH]
 """
@@ -36,6 +36,7 @@ from qsync_opt.kernels import ops
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.apply_checks import operator_kind
+from qsync_opt.runtimes.torch.graphs import graphed
 from qsync_opt.runtimes.torch.interception import intercepted
 
 FORMAT = "qsync-bench-host-cost/1"
@@ -60,7 +61,9 @@ WAYS = ("FP32", *AUTOCAST, *PLANS)
 class Chain(nn.Module):
     """One after another: modules, or a function of the activation and a weight."""
 
-    def __init__(self, make: Callable[[], nn.Module] | None, function: Callable[[Tensor, Tensor], Tensor] | None) -> None:
+    def __init__(
+        self, make: Callable[[], nn.Module] | None, function: Callable[[Tensor, Tensor], Tensor] | None
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(16, 16)  # so that a plan has something to do, and what follows gets its type
         self.parts = nn.ModuleList([] if make is None else [make() for _ in range(LENGTH)])
@@ -96,7 +99,10 @@ def _lookup(index: Tensor) -> nn.Module:
 
 OPERATORS: dict[str, Callable[[torch.device], tuple[nn.Module, Tensor]]] = {
     "linear": lambda device: (Chain(lambda: nn.Linear(16, 16), None), torch.randn(16, 16, device=device)),
-    "matmul of an activation and a weight": lambda device: (Chain(None, torch.matmul), torch.randn(16, 16, device=device)),
+    "matmul of an activation and a weight": lambda device: (
+        Chain(None, torch.matmul),
+        torch.randn(16, 16, device=device),
+    ),
     "batched matmul": lambda device: (
         Chain(None, lambda x, _: torch.matmul(x, x)),
         torch.randn(4, 16, 16, device=device) / 16,
@@ -191,10 +197,8 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def host_s(
-    model: nn.Module, forward: Callable[[], Any], device: torch.device, repeats: int
-) -> tuple[float, float]:
-    """Median host seconds of forward and backward pass; the device has nothing left to do before each."""
+def host_times(model: nn.Module, forward: Callable[[], Any], device: torch.device, repeats: int) -> dict[str, float]:
+    """Host seconds of forward and backward pass, median and least; the device has nothing left to do before each."""
     forwards, backwards = [], []
     for number in range(repeats + 3):
         for parameter in model.parameters():
@@ -209,7 +213,12 @@ def host_s(
             forwards.append(middle - begin)
             backwards.append(end - middle)
     _synchronize(device)
-    return statistics.median(forwards), statistics.median(backwards)
+    return {
+        "forward": statistics.median(forwards),
+        "backward": statistics.median(backwards),
+        "forward_least": min(forwards),
+        "backward_least": min(backwards),
+    }
 
 
 def counts(forward: Callable[[], Any], device: torch.device) -> dict[str, int]:
@@ -223,7 +232,7 @@ def counts(forward: Callable[[], Any], device: torch.device) -> dict[str, int]:
     names = [event.name for event in profiler.events() or ()]
     found = {"dispatched": sum("::" in name and not name.startswith("autograd::") for name in names)}
     if device.type == "cuda":
-        found["launches"] = sum("Launch" in name or "Memcpy" in name and "Async" in name for name in names)
+        found["launches"] = sum("Launch" in name or ("Memcpy" in name and "Async" in name) for name in names)
     return found
 
 
@@ -253,13 +262,12 @@ def operator_records(device: torch.device, quick: bool) -> Iterator[dict[str, An
             if not _works(way, device):
                 continue
             with running(model, functools.partial(model, x), way, device) as run:
-                forward, backward = host_s(model, lambda: run().float().sum(), device, 8 if quick else 25)
+                times = host_times(model, lambda: run().float().sum(), device, 8 if quick else 25)
                 number = counts(lambda: run().float().sum(), device)
             yield {
                 "operator": name,
                 "way": way,
-                "forward_us": 1e6 * forward / LENGTH,
-                "backward_us": 1e6 * backward / LENGTH,
+                **{f"{key}_us": 1e6 * value / LENGTH for key, value in times.items()},
                 **{key: value / LENGTH for key, value in number.items()},
             }
 
@@ -275,15 +283,15 @@ def model_records(device: torch.device, quick: bool, folder: Path | None) -> Ite
             if not _works(way, device):
                 continue
             with running(model, functools.partial(model, **inputs), way, device) as run:
-                forward, backward = host_s(model, lambda: _loss(run()), device, 8 if quick else 20)
+                times = host_times(model, lambda: _loss(run()), device, 8 if quick else 20)
                 number = counts(lambda: _loss(run()), device)
                 if folder is not None:
                     text = profile_text(lambda: _loss(run()))
                     (folder / f"{name}-{way.replace(' ', '-').replace(',', '')}.txt").write_text(text)
-            yield {"model": name, "way": way, "forward_ms": 1e3 * forward, "backward_ms": 1e3 * backward, **number}
+            yield {"model": name, "way": way, **{f"{key}_ms": 1e3 * value for key, value in times.items()}, **number}
 
 
-def _wall_s(step: Callable[[], Any], repeats: int) -> float:
+def _wall_s(step: Callable[[], Any], repeats: int) -> dict[str, float]:
     for _ in range(4):
         step()
     times = []
@@ -293,11 +301,43 @@ def _wall_s(step: Callable[[], Any], repeats: int) -> float:
         step()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return {"step_ms": 1e3 * statistics.median(times), "step_least_ms": 1e3 * min(times)}
+
+
+class _LossOf(nn.Module):
+    """A model as ``torch.cuda.make_graphed_callables`` wants one: tensors in, a tensor out."""
+
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return _loss(self.model(**dict(zip(self.names, tensors, strict=True))))
+
+
+def _captured(model: nn.Module, inputs: Mapping[str, Tensor], way: str, device: torch.device) -> Callable[[], Any]:
+    if way in PLANS:
+        graphed(model, inputs)
+        return functools.partial(model, **inputs)
+    dtype, low = AUTOCAST.get(way, torch.bfloat16), way in AUTOCAST
+    context = functools.partial(torch.autocast, device.type, dtype, enabled=low, cache_enabled=False)
+    tensors = tuple(inputs.values())
+    with context():
+        captured = torch.cuda.make_graphed_callables(
+            _LossOf(model, list(inputs)),
+            tensors,
+            allow_unused_input=True,
+        )
+
+    def run() -> Any:
+        with context():
+            return captured(*tensors)
+
+    return run
 
 
 def step_records(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
-    """Wall milliseconds of a training step at a training batch, eager; whole steps, the optimizer included."""
+    """Wall milliseconds of a training step at a training batch, the optimizer included: eager, and captured."""
     if device.type != "cuda":
         return
     for name, (build, (batch, length)) in MODELS.items():
@@ -316,9 +356,17 @@ def step_records(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
         for way in WAYS:
             if not _works(way, device):
                 continue
+            record = {"model": name, "batch": [batch, length], "way": way}
+            repeats = 6 if quick else 15
             with running(model, functools.partial(model, **inputs), way, device) as run:
-                seconds = _wall_s(lambda: step(run), 6 if quick else 15)
-            yield {"model": name, "batch": [batch, length], "way": way, "how": "eager", "step_ms": 1e3 * seconds}
+                yield {**record, "how": "eager", **_wall_s(functools.partial(step, run), repeats)}
+                try:
+                    captured = _captured(model, inputs, way, device)
+                    yield {**record, "how": "graphs", **_wall_s(functools.partial(step, captured), repeats)}
+                except Exception as failure:  # named, and the others are measured all the same
+                    yield {**record, "how": "graphs", "error": f"{type(failure).__name__}: {failure}"[:300]}
+            captured = None
+            torch.cuda.empty_cache()
 
 
 def main() -> int:

@@ -149,7 +149,7 @@ def _run_in_mode(
         conv = convolution_call(op_type, args, kwargs)
         return conv.restore(float_modes.convolution(conv.x, conv.weight, conv.bias, conv.geometry, mode))
     if is_plain_linear(op_type, args, kwargs):
-        return float_modes.linear(*args[:2], args[2] if len(args) > 2 else None, mode)
+        return float_modes.linear(args[0], args[1], args[2] if len(args) > 2 else None, mode)
     call = product_call(op_type, function, args, kwargs)
     product = float_modes.product(call.a, call.b, mode)
     return call.finish(product if call.bias is None else product + call.bias)
@@ -167,7 +167,7 @@ def _run_eight_bits(
         conv = convolution_call(op_type, args, kwargs)
         return conv.restore(int8.convolution(conv.x, conv.weight, conv.bias, conv.geometry, options))
     if is_plain_linear(op_type, args, kwargs):
-        return linear(*args[:2], args[2] if len(args) > 2 else None, precision, options)
+        return linear(args[0], args[1], args[2] if len(args) > 2 else None, precision, options)
     call = product_call(op_type, function, args, kwargs)
     kernel = int8.product if precision == "INT8" else fp8.product
     return call.finish(kernel(call.a, call.b, call.bias, options))

@@ -37,8 +37,9 @@ from qsync_opt.runtimes.torch.apply_checks import (
     some_names,
 )
 from qsync_opt.runtimes.torch.fixed_operators import any_half, lifted, run_fixed
-from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, Run, interception_of
+from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
 from qsync_opt.runtimes.torch.job_plan import JobPlan
+from qsync_opt.runtimes.torch.operator_calls import Run
 from qsync_opt.runtimes.torch.prepared_operators import eight_bits, fixed, floating, refuse_autocast
 from qsync_opt.runtimes.torch.step_audit import StepAudit
 from qsync_opt.runtimes.torch.wrappers import bare_model
@@ -354,14 +355,15 @@ def apply(
     if interception_of(bare) is not None:
         raise NotReadyError("a plan is applied to this model already: undo(model) before applying another")
     precisions = _of_device_type(plan, device_type)
+    options = options or ApplyOptions()
     check_master_weights(bare)
-    check_sharding(bare)
+    check_sharding(bare, options.kernels.weights)
     check_names(bare, precisions, graph)
     adjustable = check_precisions(precisions, graph, model_device(bare))
     name = device_type
     if name is None and isinstance(plan, DevicePlans):
         name = next(iter(plan.devices))
-    applied = AppliedPlan(bare, adjustable, graph, options or ApplyOptions(), name)
+    applied = AppliedPlan(bare, adjustable, graph, options, name)
     if isinstance(plan, JobPlan):
         applied.audit = StepAudit(
             bare, predicted_ns=plan.iteration_ns, predicted_bytes=plan.memory_bytes[plan.device_type]

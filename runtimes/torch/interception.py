@@ -8,9 +8,9 @@ that both sides agree.
 How it works: each module's ``forward`` is shadowed by an attribute of the instance that keeps the path of the running
 module, and a torch function mode, active only inside the outermost ``forward``, sees the calls. Shadowing was taken
 instead of hooks because it can clean up in ``finally``: an interrupt in the middle of a forward pass leaves nothing
-behind. The mode was taken instead of replacing leaf modules because functional operations need it anyway. It costs every function of torch some microseconds of host
-time, named or not; once a handler has said how each operator runs (``prepare``), a pass asks it no more, and modules of
-torch that are one operator are run past the mode.
+behind. The mode was taken instead of replacing leaf modules because functional operations need it anyway. It costs
+every function of torch some microseconds of host time, named or not. Once a handler has said how each operator runs
+(``prepare``), a pass asks it no more, and modules of torch that are one operator are run past the mode.
 """
 
 from __future__ import annotations
@@ -27,36 +27,11 @@ from torch.overrides import TorchFunctionMode
 
 from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.runtimes.torch.leaf_modules import HALF, Leaf, leaf_of
+from qsync_opt.runtimes.torch.operator_calls import Handler, Replays, Run
+from qsync_opt.runtimes.torch.operator_calls import OperatorCall as OperatorCall
+from qsync_opt.runtimes.torch.operator_calls import operator_name as operator_name
 from qsync_opt.runtimes.torch.torch_functions import ENTERED, function_names
 
-
-def operator_name(module: str, op_type: str, occurrence: int) -> str:
-    """Name of an operator: module path, operation, and which occurrence under that path (0 for the first)."""
-    base = f"{module}/{op_type}" if module else op_type
-    return base if occurrence == 0 else f"{base}_{occurrence}"
-
-
-@dataclass(slots=True)
-class OperatorCall:
-    """One call of a named operator; ``run`` executes it, by default with its own arguments."""
-
-    name: str
-    op_type: str
-    module: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Execute the torch function; without arguments, with those of the call."""
-        if args or kwargs:
-            return self.function(*args, **kwargs)
-        return self.function(*self.args, **self.kwargs)
-
-
-Handler = Callable[[OperatorCall], Any]
-# Runs one operator: torch function, positional and keyword arguments of the call.
-Run = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 class _Mode(TorchFunctionMode):
     def __init__(self, interception: Interception) -> None:
@@ -100,11 +75,22 @@ class _Forward:
         if self.recurrent and interception.recurrent_inputs is not None:
             args = interception.recurrent_inputs(args)
         if interception.path is None:
+            if interception.graphs is not None and not torch.compiler.is_compiling() and not self.path:
+                result = interception.graphs.run(args, kwargs)
+                if result is not NotImplemented:
+                    return result
             return interception.outermost(self, args, kwargs)
         leaf = self.leaf
-        if leaf is not None and not torch.compiler.is_compiling() and interception.prepared_pass:
-            if len(args) == 1 and not kwargs and type(args[0]) in _PLAIN and _modes_active() == 1:
-                return interception.run_leaf(self, leaf, args[0])
+        if (
+            leaf is not None
+            and not torch.compiler.is_compiling()
+            and interception.prepared_pass
+            and len(args) == 1
+            and not kwargs
+            and type(args[0]) in _PLAIN
+            and _modes_active() == 1
+        ):
+            return interception.run_leaf(self, leaf, args[0])
         outer = interception.path
         interception.enter(self.path)
         try:
@@ -163,6 +149,7 @@ class Interception:
         prepare: From the name and kind of an operator to how it runs, if the handler set it: eager passes then ask this
             once per operator, and the handler no more.
         prepares_evaluation: Whether that holds in evaluation mode too.
+        graphs: Captured passes of the root module, tried before a pass runs.
         prepared_pass: Whether the present pass is such a one.
     """
 
@@ -212,6 +199,7 @@ class Interception:
         self.prepare: Callable[[str, str], Run] | None = None
         self.prepares_evaluation = True
         self.prepared_pass = False
+        self.graphs: Replays | None = None
         self._prepared: dict[tuple[str, str], list[tuple[str, Run]]] = {}
         self._on_cuda = any(parameter.is_cuda for parameter in model.parameters())
         self.seen: list[str] = []
@@ -227,6 +215,10 @@ class Interception:
     def passes(self) -> int:
         """Outermost forward passes that have begun, recomputations not counted."""
         return self._passes
+
+    def rewind(self, passes: int) -> None:
+        """Count from an earlier pass on: those after it did not matter."""
+        self._passes = passes
 
     def outermost(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module of a pass."""
@@ -370,8 +362,10 @@ class Interception:
             return self._run_of(key, occurrence)(leaf.function, leaf.arguments(x), {})
 
     def forget_prepared(self) -> None:
-        """Ask ``prepare`` anew for every operator: what it would say has changed."""
+        """Ask ``prepare`` anew for every operator, and capture anew: what was decided has changed."""
         self._prepared.clear()
+        if self.graphs is not None:
+            self.graphs.forget()
 
     @property
     def handler(self) -> Handler:
@@ -387,6 +381,7 @@ class Interception:
             kinds: ATen names of operators to report besides.
         """
         names, handler, may_rest, prepare = self.function_names, self._handler, self.may_rest, self.prepare
+        graphs, self.graphs = self.graphs, None
         told = frozenset(names.values())
         self.function_names = self._mode.names = {**function_names(kinds), **names}
         self._handler = lambda call: handle(call, call.op_type in told)
@@ -394,7 +389,7 @@ class Interception:
         try:
             yield
         finally:
-            self.may_rest, self.prepare = may_rest, prepare
+            self.may_rest, self.prepare, self.graphs = may_rest, prepare, graphs
             self.function_names = self._mode.names = names
             self._handler = handler
 
@@ -417,6 +412,7 @@ class Interception:
             if shadowed is not None:
                 module.__dict__["forward"] = shadowed
         self._modules.clear()
+        self.graphs = None
 
 
 def _check_free(path: str, module: nn.Module) -> None:

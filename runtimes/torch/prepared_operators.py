@@ -18,7 +18,7 @@ from qsync_opt.kernels.arguments import CONVOLUTIONS
 from qsync_opt.kernels.linear import linear
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.torch.fixed_operators import run_fixed
-from qsync_opt.runtimes.torch.interception import OperatorCall, Run
+from qsync_opt.runtimes.torch.operator_calls import OperatorCall, Run
 from qsync_opt.runtimes.torch.leaf_modules import HALF
 
 _DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16, "FP16": torch.float16}
@@ -94,9 +94,10 @@ def eight_bits(
     def run(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if torch.is_autocast_enabled(kind):
             refuse_autocast(name, precision)
-        if is_linear and ops.is_plain_linear(op_type, args, kwargs) and args[0].is_cuda is on_cuda:
-            if args[0].is_floating_point():
-                return linear(args[0], args[1], args[2] if len(args) > 2 else None, precision, options())
+        if is_linear and ops.is_plain_linear(op_type, args, kwargs):
+            x = args[0]
+            if x.is_cuda is on_cuda and x.is_floating_point():
+                return linear(x, args[1], args[2] if len(args) > 2 else None, precision, options())
         return ops.execute(op_type, precision, function, args, kwargs, options())
 
     return run
