@@ -18,8 +18,8 @@ from qsync_opt.kernels.arguments import CONVOLUTIONS
 from qsync_opt.kernels.linear import linear
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.torch.fixed_operators import run_fixed
-from qsync_opt.runtimes.torch.operator_calls import OperatorCall, Run
 from qsync_opt.runtimes.torch.leaf_modules import HALF
+from qsync_opt.runtimes.torch.operator_calls import OperatorCall, Run
 
 _DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16, "FP16": torch.float16}
 

@@ -11,6 +11,8 @@ from qsync_opt.kernels import ops
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.graphs import graphed
+from qsync_opt.runtimes.torch.host_bound import host_share
+from qsync_opt.runtimes.torch.measure import TrainingExample
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -59,11 +61,11 @@ def _train(model, batches, *, accumulate=1):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("precision", ["FP32", "TF32", "BF16", "FP16", "INT8", "FP8"])
-@pytest.mark.parametrize("backward", ["half", "eight"])
+@pytest.mark.parametrize(
+    ("precision", "backward"),
+    [*((p, "half") for p in ("FP32", "TF32", "BF16", "FP16", "INT8", "FP8")), ("INT8", "eight"), ("FP8", "eight")],
+)
 def test_replayed_training_is_the_eager_one(precision, backward, accumulate):
-    if backward == "eight" and precision not in ("INT8", "FP8"):
-        pytest.skip("no such backward pass")
     model, twin, batches = _planned(precision, rounding="nearest", backward=backward)
     before = copy.deepcopy(model.state_dict())
     graphed(model, batches[0])
@@ -146,3 +148,14 @@ def test_gradients_reach_the_input_and_come_from_any_output():
         found.append([x.grad, one.up.weight.grad])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-6)
+
+
+def test_the_share_of_the_host_is_measured_and_leaves_no_trace():
+    model, _, batches = _planned("BF16")
+    undo(model)
+    before = copy.deepcopy(model.state_dict())
+    example = TrainingExample(model=model, kwargs=batches[0])
+    share = host_share(example, {"up/linear": "BF16", "down/linear": "BF16"}, None, KernelOptions())
+    assert 0 < share <= 1
+    assert applied_plan(model) is None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -178,7 +178,10 @@ def test_autocast_is_refused_in_later_passes():
     model, x = _model()
     apply(model, PLAN)
     model(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(NotReadyError, match="'table/embedding'.*autocast"):
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(NotReadyError, match=r"'table/embedding'.*autocast"),
+    ):
         model(x)
     assert model(x).dtype is torch.float32
 
