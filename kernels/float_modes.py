@@ -9,7 +9,6 @@ built-in ones, which would read the global state of that later time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,16 +26,28 @@ def current_mode(family: str) -> str:
     return "tf32" if _setting(family).fp32_precision == "tf32" else "ieee"
 
 
-@contextlib.contextmanager
-def fp32_mode(family: str, mode: str) -> Iterator[None]:
+class _Mode:
+    """A class, because a generator takes several times as long to enter and leave, twice per operator and pass."""
+
+    __slots__ = ("_before", "_mode", "_setting")
+
+    def __init__(self, family: str, mode: str) -> None:
+        self._setting, self._mode = _setting(family), mode
+        self._before = ""
+
+    def __enter__(self) -> None:
+        self._before = self._setting.fp32_precision
+        if self._before != self._mode:
+            self._setting.fp32_precision = self._mode
+
+    def __exit__(self, *_: object) -> None:
+        if self._before != self._mode:
+            self._setting.fp32_precision = self._before
+
+
+def fp32_mode(family: str, mode: str) -> contextlib.AbstractContextManager[None]:
     """Multiply FP32 tensors in ``mode`` within the block; the setting found before is restored after it."""
-    setting = _setting(family)
-    before = setting.fp32_precision
-    setting.fp32_precision = mode
-    try:
-        yield
-    finally:
-        setting.fp32_precision = before
+    return _Mode(family, mode)
 
 
 class _Product(torch.autograd.Function):

@@ -287,11 +287,17 @@ class Interception:
 
     def _remember(self, path: str) -> None:
         entries = self._entries.get(path)
-        if entries is None or entries[0].pass_index != self.pass_index:
-            counts = self._counts.copy() if self._has_shared_modules else _NO_COUNTS
-            self._entries[path] = [_Entry(self.pass_index, counts)]
-        else:
+        if entries is None:
+            entries = self._entries[path] = [_Entry(-1, _NO_COUNTS)]
+        first = entries[0]
+        if first.pass_index == self.pass_index:
             entries.append(_Entry(self.pass_index, self._counts.copy()))
+            return
+        first.pass_index, first.recomputed = self.pass_index, 0
+        if self._has_shared_modules:
+            first.counts = self._counts.copy()
+        if len(entries) > 1:
+            del entries[1:]
 
     def _recall(self, path: str) -> None:
         """Set the counters as they were when the call that is now recomputed began.
