@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -123,6 +123,8 @@ class JobPlan:
     problem: Problem | None = None
     solution: Solution | None = None
     model: JobModel | None = None
+    host_shares: Mapping[str, float] = field(default_factory=dict)
+    """Per device type with a card, the share of a pass under the plan in which the host still launches."""
 
     def __post_init__(self) -> None:
         if self.device_type not in self.plan.devices:
@@ -138,7 +140,7 @@ class JobPlan:
 
     def describe(self) -> str:
         """A few lines for people: what was decided and what it was compared with."""
-        rows = [self.reason]
+        rows = [self.reason, *host_bound_words(self.host_shares)]
         for other in self.alternatives:
             fits = "" if other.fits else ", does not fit into memory"
             rows.append(
@@ -146,6 +148,24 @@ class JobPlan:
             )
         rows.append(f"  plan: {self.iteration_ns / 1e6:.2f} ms, sensitivity {self.sensitivity:.4g}")
         return "\n".join(rows)
+
+
+HOST_BOUND = 0.9
+"""Share of a pass that the host launches in, from which on a device waits for it."""
+
+
+def host_bound_words(shares: Mapping[str, float]) -> list[str]:
+    """A line for each device type that waits for its host, with what takes that away.
+
+    Args:
+        shares: Per device type, as `JobPlan` has them.
+    """
+    return [
+        f"  {name} waits for its host, which launches operators for {share:.0%} of a pass: capture the passes after "
+        "apply (qsync_opt.graphed(model, batch)), or compile the model"
+        for name, share in shares.items()
+        if share >= HOST_BOUND
+    ]
 
 
 def verdict(
