@@ -8,6 +8,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -33,6 +34,28 @@ from qsync_opt.step_sample import StepSample
 
 _CAST_ELEMENTS = (1 << 16, 1 << 20, 1 << 23)
 _CAST_RUNS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecords:
+    """What `profile_steps` fits costs to: recorded steps by plan, and casts timed by themselves."""
+
+    device: DeviceIdentity
+    half_format: str
+    samples: tuple[StepSample, ...]
+    casts: Mapping[str, CostFit]
+    cast_host_ns: int
+
+    def fit(self, graph: OpGraph) -> StepCosts:
+        """The costs of all cases that occur, with the residual of every recorded plan."""
+        return fit_samples(
+            graph,
+            self.samples,
+            self.device,
+            half_format=self.half_format,
+            casts=self.casts,
+            cast_host_ns=self.cast_host_ns,
+        )
 
 
 def profile_steps(
@@ -71,6 +94,32 @@ def profile_steps(
     Source: QSync and dPRO profile whole runs as well (IPDPS 2024, MLSys 2022) and match kernels by name and order;
         charging by autograd's numbers, cases, and the two queues are ours.
     """
+    return record_steps(
+        example,
+        graph,
+        optimizer,
+        precisions=precisions,
+        mixed=mixed,
+        options=options,
+        kernels=kernels,
+        progress=progress,
+        name=name,
+    ).fit(graph)
+
+
+def record_steps(
+    example: TrainingExample,
+    graph: OpGraph,
+    optimizer: torch.optim.Optimizer,
+    *,
+    precisions: Sequence[str] | None = None,
+    mixed: int = 2,
+    options: RecordingOptions | None = None,
+    kernels: KernelOptions | None = None,
+    progress: Report | bool | None = None,
+    name: str | None = None,
+) -> StepRecords:
+    """What `profile_steps` does before it fits; arguments and errors are the same."""
     device = example.device
     formats = wanted_formats(device, precisions) if precisions is not None else device_formats(device)
     kernels = dataclasses.replace(kernels or KernelOptions(), half_format=backend.half_format(device))
@@ -99,8 +148,12 @@ def profile_steps(
         report(len(plans), len(plans) + 1, "casts")
         casts, cast_host_ns = time_casts(device, tuple(formats), kernels)
         report(len(plans) + 1, len(plans) + 1, "done")
-    return fit_samples(
-        graph, samples, identify(device, name), half_format=kernels.half_format, casts=casts, cast_host_ns=cast_host_ns
+    return StepRecords(
+        device=identify(device, name),
+        half_format=kernels.half_format,
+        samples=tuple(samples),
+        casts=casts,
+        cast_host_ns=cast_host_ns,
     )
 
 
