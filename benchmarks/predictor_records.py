@@ -20,6 +20,7 @@ def records_json(records: StepRecords) -> dict[str, Any]:
         "half_format": records.half_format,
         "casts": {pair: asdict(fit) for pair, fit in records.casts.items()},
         "cast_host_ns": records.cast_host_ns,
+        "available": {name: list(precisions) for name, precisions in records.available.items()},
         "samples": [_sample_json(sample) for sample in records.samples],
     }
 
@@ -31,6 +32,7 @@ def records_from_json(data: dict[str, Any]) -> StepRecords:
         half_format=data["half_format"],
         casts={pair: CostFit(**fit) for pair, fit in data["casts"].items()},
         cast_host_ns=data["cast_host_ns"],
+        available=data.get("available", {}),
         samples=tuple(_sample(entry) for entry in data["samples"]),
     )
 
