@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from predictor_cases import FIXED, Combination, plans
+from predictor_peers import torch_estimates
 from predictor_records import records_json
 from torch.nn.parallel import DistributedDataParallel
 
@@ -85,10 +86,12 @@ def clean(device: torch.device) -> None:
 
 
 def stepper_of(worker: Worker, combination: Combination, group: Any) -> Stepper:
-    """The model with DistributedDataParallel and AdamW around."""
+    """The model with AdamW, and DistributedDataParallel around it where there is another worker."""
     model, kwargs = combination.subject.build(worker.device)
-    ids = [worker.device.index] if worker.device.type == "cuda" else None
-    wrapped = DistributedDataParallel(model, device_ids=ids, process_group=group, broadcast_buffers=False)
+    wrapped = model
+    if dist.get_world_size() > 1:
+        ids = [worker.device.index] if worker.device.type == "cuda" else None
+        wrapped = DistributedDataParallel(model, device_ids=ids, process_group=group, broadcast_buffers=False)
     return Stepper(TrainingExample(model=wrapped, kwargs=kwargs), torch.optim.AdamW(wrapped.parameters(), foreach=True))
 
 
@@ -100,7 +103,7 @@ def measure(worker: Worker, stepper: Stepper) -> tuple[list[float], int]:
     if worker.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(worker.device)
     dist.barrier()
-    steps = stepper.paced_ns(max(5, min(20, round(1e9 / rough))))
+    steps = stepper.paced_ns(max(5, min(20, round(0.8e9 / rough))))
     peak = torch.cuda.max_memory_allocated(worker.device) if worker.device.type == "cuda" else 0
     return steps, peak
 
@@ -301,8 +304,32 @@ def run_combination(
                 autocast(worker, combination, stepper, name, dtype, found)
         del stepper
         clean(worker.device)
+        if dist.get_world_size() == 1:
+            compare_with_torch(worker, combination, graph, cases, found, output)
     if worker.rank == 0:
         output.write_text(json.dumps(found))
+
+
+def compare_with_torch(
+    worker: Worker,
+    combination: Combination,
+    graph: OpGraph,
+    cases: dict[str, dict[str, str]],
+    found: dict[str, Any],
+    output: Path,
+) -> None:
+    """Put what torch's estimators say beside uniform cases, while there is time."""
+    for case in found["cases"]:
+        label = case["plan"]
+        if case["key"] != f"{combination.name} {label}" or not label.startswith("uniform"):
+            continue
+        if time.perf_counter() > worker.deadline:
+            return
+        whole = combination.multiprocessors is None
+        case |= torch_estimates(combination.subject, graph, cases[label], worker.device, whole=whole)
+        output.write_text(json.dumps(found))
+        worker.say(label, {key: value for key, value in case.items() if key.startswith("torch")})
+        clean(worker.device)
 
 
 def autocast(
