@@ -95,17 +95,22 @@ def stepper_of(worker: Worker, combination: Combination, group: Any) -> Stepper:
     return Stepper(TrainingExample(model=wrapped, kwargs=kwargs), torch.optim.AdamW(wrapped.parameters(), foreach=True))
 
 
-def measure(worker: Worker, stepper: Stepper) -> tuple[list[float], int]:
-    """Nanoseconds of each of some steps that follow without waiting, and the peak of memory; all ranks in step."""
+def measure(worker: Worker, stepper: Stepper) -> tuple[list[float], int, float]:
+    """Nanoseconds of each of some steps that follow without waiting, peak of memory, and how slow the host just was.
+
+    All ranks are in step.
+    """
     for _ in range(2):
         stepper.step()
     rough = agreed(worker, stepper.steady_ns(2))
     if worker.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(worker.device)
+    unit = stepper.host_unit_ns()
     dist.barrier()
     steps = stepper.paced_ns(max(5, min(20, round(0.8e9 / rough))))
+    unit = (unit + stepper.host_unit_ns()) / 2
     peak = torch.cuda.max_memory_allocated(worker.device) if worker.device.type == "cuda" else 0
-    return steps, peak
+    return steps, peak, unit
 
 
 def agreed(worker: Worker, value: float) -> float:
@@ -275,6 +280,7 @@ def run_combination(
                 cases["solver's"] = solved
         fixed = {n: finest_at(a, FIXED) for n, a in available.items()}
         measured: dict[str, list[list[float]]] = {}
+        units: dict[str, list[list[float]]] = {}
         # Every case twice, minutes apart: what the host's speed changes by meanwhile is seen as the spread.
         for again, order in enumerate((list(cases), list(reversed(cases)))):
             for label in order:
@@ -286,15 +292,17 @@ def run_combination(
                 mine = plan if worker.rank == last else first
                 apply(stepper.example.model, mine, graph=graph, options=ApplyOptions())
                 try:
-                    steps, peak = measure(worker, stepper)
+                    steps, peak, unit = measure(worker, stepper)
                 finally:
                     undo(stepper.example.model)
-                told = gathered({"peak": max(0, peak - before), "steps": steps}, worker.device)
+                told = gathered({"peak": max(0, peak - before), "steps": steps, "unit": unit}, worker.device)
                 if worker.rank:
                     continue
                 measured.setdefault(label, []).append(slowest([rank["steps"] for rank in told]))
                 peaks = [rank["peak"] for rank in told]
                 case = predictor.case(label, [first, plan][-len(told) :], measured[label], peaks)
+                units.setdefault(label, []).append([round(rank["unit"] / 1e3, 2) for rank in told])
+                case["host_unit_us"] = units[label]
                 found["cases"] = [c for c in found["cases"] if c["key"] != case["key"]] + [case]
                 output.write_text(json.dumps(found))
                 if again or worker.device.type == "cpu":
@@ -350,7 +358,7 @@ def autocast(
     wrapped = TrainingExample(model=Cast(), args=example.args, kwargs=example.kwargs)
     other = Stepper(wrapped, stepper.optimizer)
     other.device = stepper.device
-    steps, _ = measure(worker, other)
+    steps, _, _ = measure(worker, other)
     torch.backends.cuda.matmul.allow_tf32 = False
     if worker.rank == 0:
         row = {
