@@ -66,7 +66,8 @@ def test_the_quantization_of_inputs_is_counted_on_the_edge_alone(graph):
     priced = replace(costs, casts={**costs.casts, "BF16>INT8": fit})
     free = replace(costs, casts={pair: f for pair, f in costs.casts.items() if pair != "BF16>INT8"})
     with_casts, without = (profile_from_steps(graph, c, formats, state_bytes=0) for c in (priced, free))
-    for operator in graph.by_role(Role.ADJUSTABLE):
+    first = {with_casts.operators[o.name]: o for o in reversed(graph.by_role(Role.ADJUSTABLE))}
+    for operator in first.values():
         quantized_ns = sum(fit.ns(graph[source].output_elements) for source in operator.inputs)
         whole_ns = without.cost(operator.name)["INT8"].forward_ns
         assert with_casts.cost(operator.name)["INT8"].forward_ns == max(0, whole_ns - quantized_ns)
