@@ -5,21 +5,22 @@ a plan, or whole too. Each worker records its own steps by itself; then both tra
 DistributedDataParallel over NCCL, case by case. Writes ``benchmarks/results/predictor.json``.
 
     python benchmarks/predictor.py [--device cuda|cpu] [--graphs DIR] [--deadline-s 600] [--output PATH]
+    python benchmarks/predictor.py --merge PART [--merge PART ...]
+
+Every case is written to ``OUTPUT.part.json`` as soon as it is measured; ``--merge`` makes one record of several such
+parts, complete or not.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -106,6 +107,9 @@ def summarize(cases: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> di
         "time_bound_by_host": errors([c for c in predicted if c not in device_bound], "predicted_ms", "measured_ms"),
         "time_naive": errors(predicted, "naive_ms", "measured_ms"),
         "time_problem_rows": errors(predicted, "problem_ms", "measured_ms"),
+        "time_torch_operators_benchmarked": errors(predicted, "torch_benchmark_ms", "measured_ms"),
+        "time_torch_roofline": errors(predicted, "torch_roofline_ms", "measured_ms"),
+        "memory_torch_tracker": errors(predicted, "torch_peak_bytes", "measured_peak_bytes"),
         "memory": errors(memory, "predicted_peak_bytes", "measured_peak_bytes"),
         "repeatability": statistics.fmean(case["spread"] for case in predicted) if predicted else None,
         "spearman": spearman([c["predicted_ms"] for c in predicted], [c["measured_ms"] for c in predicted]),
@@ -117,12 +121,17 @@ def summarize(cases: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--workers", type=int, choices=(1, 2), default=2, help="1: the planned worker by itself")
     parser.add_argument("--graphs", type=Path, help="folder of captured graphs; what is missing is captured")
     parser.add_argument("--only", action="append", help="names of combinations, as cluster:model")
     parser.add_argument("--deadline-s", type=float, default=900.0)
     parser.add_argument("--keep", type=Path, help="folder for the recorded step costs")
     parser.add_argument("--output", type=Path, default=RESULTS / "predictor.json")
+    parser.add_argument("--merge", type=Path, action="append", help="parts of earlier runs, instead of running")
     arguments = parser.parse_args()
+    if arguments.merge:
+        write_record(merged([json.loads(path.read_text()) for path in arguments.merge]), arguments)
+        return
     chosen: list[Combination] = [
         c
         for c in COMBINATIONS
@@ -142,24 +151,35 @@ def main() -> None:
             arguments.deadline_s,
             arguments.output.with_suffix(".part.json"),
             arguments.keep,
+            arguments.workers,
         ),
-        nprocs=2,
+        nprocs=arguments.workers,
     )
-    part = json.loads(arguments.output.with_suffix(".part.json").read_text())
+    path = arguments.output.with_suffix(".part.json")
+    write_record(json.loads(path.read_text()), arguments)
+    path.unlink()
+
+
+def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """One part of several: lists behind one another, collectives of the first."""
+    lists = ("profiles", "baselines", "cases", "skipped")
+    return parts[0] | {name: [entry for part in parts for entry in part[name]] for name in lists}
+
+
+def write_record(part: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Summarize and write."""
     write_json(
         arguments.output,
         {
             "format": "qsync-bench-predictor/1",
-            "date": datetime.date.today().isoformat(),
-            "command": f"python benchmarks/predictor.py --device {arguments.device} "
-            f"--deadline-s {arguments.deadline_s:g}",
+            "date": part["date"],
+            "command": f"python benchmarks/predictor.py --device {part['device']}",
             "hardware": part["hardware"],
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "versions": part["versions"],
             "summary": summarize(part["cases"], part["profiles"]),
             **{key: part[key] for key in ("collectives", "profiles", "baselines", "cases", "skipped")},
         },
     )
-    arguments.output.with_suffix(".part.json").unlink()
     print(f"wrote {arguments.output}")
 
 

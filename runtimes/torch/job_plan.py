@@ -12,6 +12,7 @@ from qsync_opt.build import build_problem
 from qsync_opt.cluster import Cluster
 from qsync_opt.device_profile import DeviceProfile
 from qsync_opt.errors import ProblemError
+from qsync_opt.estimates import MEASURED_OPTION, estimated_by
 from qsync_opt.evaluation import evaluate
 from qsync_opt.graph import OpGraph
 from qsync_opt.plan import Plan
@@ -107,7 +108,8 @@ class JobPlan:
 
     ``device_type`` is this worker's. ``worthwhile`` is False if training in FP32 is predicted to be as good; `apply`
     then leaves the model alone. ``reason`` says so in words, ``alternatives`` are what it was compared with.
-    ``iteration_ns`` is predicted. ``problem``, ``solution`` and ``model`` are on rank 0 only, None elsewhere.
+    ``iteration_ns`` is predicted. ``measured`` says per device type how its costs were measured, and what of them was
+    not. ``problem``, ``solution`` and ``model`` are on rank 0 only, None elsewhere.
     """
 
     plan: Plan
@@ -120,6 +122,7 @@ class JobPlan:
     reason: str
     alternatives: tuple[Alternative, ...]
     digest: str
+    measured: Mapping[str, str] = field(default_factory=dict)
     problem: Problem | None = None
     solution: Solution | None = None
     model: JobModel | None = None
@@ -131,7 +134,8 @@ class JobPlan:
             raise ProblemError(
                 f"the plan has no device type {self.device_type!r}: it has {', '.join(self.plan.devices)}"
             )
-        object.__setattr__(self, "memory_bytes", MappingProxyType(dict(self.memory_bytes)))
+        for name in ("memory_bytes", "measured"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @property
     def devices(self) -> Mapping[str, Mapping[str, str]]:
@@ -147,6 +151,7 @@ class JobPlan:
                 f"  all {other.name}: {other.iteration_ns / 1e6:.2f} ms, sensitivity {other.sensitivity:.4g}{fits}"
             )
         rows.append(f"  plan: {self.iteration_ns / 1e6:.2f} ms, sensitivity {self.sensitivity:.4g}")
+        rows += [f"  costs on {name}: {text}" for name, text in self.measured.items()]
         return "\n".join(rows)
 
 
@@ -166,6 +171,13 @@ def host_bound_words(shares: Mapping[str, float]) -> list[str]:
         for name, share in shares.items()
         if share >= HOST_BOUND
     ]
+
+
+def how_measured(profile: DeviceProfile) -> str:
+    """How the costs of a profile were measured, and what of them is an estimate, in words."""
+    how = str(profile.options.get(MEASURED_OPTION, "operator by operator"))
+    estimate = estimated_by(profile)
+    return how if estimate is None else f"{how}; {estimate}"
 
 
 def verdict(

@@ -37,7 +37,14 @@ from qsync_opt.runtimes.torch.job_measuring import (
     require_one_model,
 )
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
-from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, JobPlan, alternatives, verdict
+from qsync_opt.runtimes.torch.job_plan import (
+    Alternative,
+    JobModel,
+    JobPlan,
+    alternatives,
+    how_measured,
+    verdict,
+)
 from qsync_opt.runtimes.torch.measure import Loss
 from qsync_opt.runtimes.torch.trial import Trial, try_plan
 from qsync_opt.runtimes.torch.wrappers import bare_model
@@ -248,15 +255,16 @@ def shared_plan(made: JobModel | None, device_type: str, options: PlanningOption
     return received if local is None else local
 
 
-_SHARED = ("iteration_ns", "memory_bytes", "sensitivity", "bound", "worthwhile", "reason", "digest")
+_SHARED = ("iteration_ns", "memory_bytes", "sensitivity", "bound", "worthwhile", "reason", "digest", "measured")
 
 
 def _shared(plan: JobPlan) -> dict[str, Any]:
     return {
         "plan": plan.plan.to_json(),
         "alternatives": [dataclasses.asdict(other) for other in plan.alternatives],
-        **{name: getattr(plan, name) for name in _SHARED if name != "memory_bytes"},
+        **{name: getattr(plan, name) for name in _SHARED if name not in ("memory_bytes", "measured")},
         "memory_bytes": dict(plan.memory_bytes),
+        "measured": dict(plan.measured),
     }
 
 
@@ -292,6 +300,7 @@ def plan_job(made: JobModel, device_type: str, options: PlanningOptions | None =
         reason=reason,
         alternatives=others,
         digest=digest(solution.plan.to_json()),
+        measured={name: how_measured(profile) for name, profile in made.profiles.items()},
         problem=problem,
         solution=solution,
         model=made,

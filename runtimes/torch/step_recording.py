@@ -27,6 +27,7 @@ from qsync_opt.step_trace import BACKWARD, FORWARD, OPTIMIZER, PHASES, ZERO_GRAD
 
 FORMAT_OF: dict[torch.dtype, str] = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
 _NS_PER_MS = 1e6
+_UNITS, _CALLS_PER_UNIT = 9, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,18 @@ class Stepper:
         del loss
         note()
 
+    def host_unit_ns(self) -> float:
+        """Median time on the host of a small fixed piece of work: how fast is the host just now?"""
+        x = torch.zeros(16, device=self.device)
+        times = []
+        for _ in range(_UNITS):
+            self.synchronize()
+            start = time.perf_counter_ns()
+            for _ in range(_CALLS_PER_UNIT):
+                x.add_(1.0)
+            times.append(time.perf_counter_ns() - start)
+        return statistics.median(times)
+
     def synchronize(self) -> None:
         """Wait for the device."""
         if self.device.type == "cuda":
@@ -82,6 +95,25 @@ class Stepper:
             self.step()
         self.synchronize()
         return (time.perf_counter_ns() - start) / steps
+
+    def paced_ns(self, steps: int) -> list[float]:
+        """Time of each of some steps when the host never waits between them; the step before them is not counted.
+
+        On a GPU from events at the ends of the steps, so that a step counts what the device took for it.
+        """
+        self.synchronize()
+        ends: list[Any] = []
+        for _ in range(steps + 1):
+            self.step()
+            if self.device.type == "cuda":
+                ends.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+                ends[-1].record()
+            else:
+                ends.append(time.perf_counter_ns())
+        self.synchronize()
+        if self.device.type != "cuda":
+            return [float(b - a) for a, b in itertools.pairwise(ends)]
+        return [a.elapsed_time(b) * _NS_PER_MS for a, b in itertools.pairwise(ends)]
 
     def host_ns(self, steps: int) -> tuple[dict[str, float], list[float]]:
         """Median time on the host of each phase, starting on an idle device; and the times of whole steps."""
@@ -130,8 +162,10 @@ def record_step(
     model = stepper.example.model
     for _ in range(options.warm_up):
         stepper.step()
+    before_ns = stepper.host_unit_ns()
     host_ns, wholes = stepper.host_ns(options.repeats)
     iteration_ns = stepper.steady_ns(options.repeats)
+    after_ns = stepper.host_unit_ns()
     resident, peak = stepper.peak_bytes()
     with step_labels(model, graph):
         spans = _traced(stepper, options.traced, memory=False)
@@ -149,6 +183,7 @@ def record_step(
         resident_bytes=resident,
         peak_bytes=peak,
         latencies_ns=tuple(wholes),
+        host_unit_ns=(before_ns + after_ns) / 2,
     )
 
 
