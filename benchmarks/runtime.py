@@ -76,6 +76,21 @@ def merged(records: list[dict[str, Any]], part: str, arguments: argparse.Namespa
     }
 
 
+def with_plans(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records of throughput, each with its sensitivity and the plan's with its prediction, from the one about it."""
+    told = next((record for record in records if "sensitivities" in record), None)
+    others = [record for record in records if "sensitivities" not in record]
+    if told is None:
+        return others
+    for record in others:
+        computed = record["configuration"].removeprefix("local batches by speed, ")
+        name = computed.removeprefix("uniform ").removesuffix(" autocast")
+        record["sensitivity"] = told["sensitivities"].get(name)
+        if record["configuration"] == "plan":
+            record.update({name: told[name] for name in ("planning_s", "predicted_ms", "reason")})
+    return others
+
+
 def run_workers(part: str, model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Start the workers of one part; what rank 0 wrote, also where they failed or took too long."""
     world = 2 if arguments.device == "cpu" or torch.cuda.device_count() > 1 else 1
@@ -112,7 +127,7 @@ def run_workers(part: str, model: str, arguments: argparse.Namespace) -> list[di
                 worker.wait()
         if not output.exists():
             return []
-        return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+        return with_plans([json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()])
 
 
 def main() -> None:

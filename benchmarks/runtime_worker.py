@@ -175,15 +175,15 @@ class Run:
         self.optimizer.zero_grad()
         return statistics.median(times[1:])
 
-    def peak_bytes(self) -> int:
-        """Of one step, on the worker that needs most; 0 on a CPU, where the resident set is no measure."""
+    def peaks(self) -> list[int]:
+        """Bytes that one step needs on every worker; none on a CPU, where the resident set is no measure."""
         if self.worker.device.type != "cuda":
-            return 0
+            return []
         self.worker.wait()
         torch.cuda.reset_peak_memory_stats(self.worker.device)
         self.step()
         self.worker.wait()
-        return max(gather_json(torch.cuda.max_memory_allocated(self.worker.device)))
+        return list(gather_json(torch.cuda.max_memory_allocated(self.worker.device)))
 
     def close(self) -> None:
         if applied_plan(self.model) is not None:
@@ -237,7 +237,7 @@ def overhead(worker: Worker, name: str) -> None:
             found = {"plan": plans[precision]} if label == "plan" else {"autocast": autocast}
             run = Run(worker, make, batch, **found)
             run.timed(2)
-            peaks[label] = run.peak_bytes()
+            peaks[label] = max(run.peaks(), default=0)
             run.close()
         medians = {label: statistics.median(found) for label, found in times.items()}
         ratios = sorted(b / a for a, b in zip(times["plain"], times["plan"], strict=True))
@@ -322,24 +322,22 @@ def shares(speeds: list[float], total: int) -> list[int]:
 
 
 def throughput(worker: Worker, name: str) -> None:
+    """Every plain way first, then the plan: a record as soon as it is there, sensitivities in one of their own."""
     small = worker.device.type == "cpu"
     chosen = example(name, small=small)
     per_worker = SMALL_BATCH if small else BATCHES[name]
     total = per_worker * worker.world
+    label_of_model = name + (" (small)" if small else "")
 
     def make() -> nn.Module:
         torch.manual_seed(0)
         return example(name, small=small).model
 
     batch = rows(dict(chosen.kwargs), per_worker, worker.device)
-    began = time.perf_counter()
-    plan = qsync_opt.auto_plan(make().to(worker.device), batch, options=worker.options(name))
-    planned_s = time.perf_counter() - began
-    sensitivities = {other.name: other.sensitivity for other in plan.alternatives}
-    fastest: tuple[float, str] = (0.0, "")
+    speeds: dict[str, float] = {}
 
-    def measure(label: str, sensitivity: float | None, counts: list[int] | None = None, **how: Any) -> float:
-        """Samples per second; 0 and a record that says why where it does not run."""
+    def measure(label: str, counts: list[int] | None = None, **how: Any) -> None:
+        """Samples per second; where it does not run, a record that says why."""
         local = batch if counts is None else rows(dict(chosen.kwargs), counts[worker.rank], worker.device)
         weight = 1.0 if counts is None else worker.world * counts[worker.rank] / total
         said, seconds, alone = "", 0.0, 0.0
@@ -350,53 +348,57 @@ def throughput(worker: Worker, name: str) -> None:
         except (torch.cuda.OutOfMemoryError, qsync_opt.QSyncError) as failure:
             said = f"rank {worker.rank}: {str(failure).splitlines()[0][:120]}"
         failed = [text for text in gather_json(said) if text]
+        peaks: list[int] = []
         if not failed and run is not None:
-            steps = max(2, min(20, int(BLOCK_S / run.timed(2))))
+            steps = broadcast_json(max(2, min(20, int(BLOCK_S / run.timed(2)))))
             seconds = statistics.median(run.timed(steps) for _ in range(BLOCKS))
+            peaks = run.peaks()
+        speeds[label] = total / seconds if seconds else 0.0
         worker.write(
-            model=name + (" (small)" if small else ""),
+            model=label_of_model,
             configuration=label,
-            samples_per_s=total / seconds if seconds else None,
+            samples_per_s=speeds[label] or None,
             step_ms=1e3 * seconds or None,
-            predicted_ms=plan.iteration_ns / 1e6 if label == "plan" else None,
-            sensitivity=sensitivity,
             local_batches=counts or [per_worker] * worker.world,
             alone_ms=[1e3 * t for t in gather_json(alone)],
-            planning_s=planned_s if label == "plan" else None,
+            peak_bytes=peaks or None,
             failure="; ".join(failed) or None,
         )
         if run is not None:
             run.close()
-        return total / seconds if seconds else 0.0
-
-    ways: dict[str, tuple[float | None, dict[str, Any]]] = {"FP32": (sensitivities.get("FP32"), {})}
-    if not small:
-        ways["TF32"] = (sensitivities.get("TF32"), {"tf32": True})
-        ways["FP16 autocast"] = (sensitivities.get("FP16"), {"autocast": torch.float16})
-    ways["BF16 autocast"] = (sensitivities.get("BF16"), {"autocast": torch.bfloat16})
-    for precision in ("INT8",) if small else ("INT8", "FP8"):
-        uniform = everywhere(make().to(worker.device), batch, precision, worker.device)
-        ways[f"uniform {precision}"] = (sensitivities.get(precision), {"plan": uniform})
-    for label, (sensitivity, how) in ways.items():
-        speed = measure(label, sensitivity, **how)
-        fastest = max(fastest, (speed, label))
-    told: JobPlan = plan
-    measure("plan", told.sensitivity, plan=told)
 
     def by_speed(**how: Any) -> list[int]:
         """Local batches for which all workers take as long, found in two rounds."""
         counts = [per_worker] * worker.world
         for _ in range(2):
             run = Run(worker, make, rows(dict(chosen.kwargs), counts[worker.rank], worker.device), **how)
-            speeds = [n / t for n, t in zip(counts, gather_json(run.alone_s(5)), strict=True)]
+            found = [n / t for n, t in zip(counts, gather_json(run.alone_s(5)), strict=True)]
             run.close()
-            counts = broadcast_json(shares(speeds, total))
+            counts = broadcast_json(shares(found, total))
         return counts
 
-    best = broadcast_json(fastest[1])
-    sensitivity, how = ways[best]
-    measure(f"local batches by speed, {best}", sensitivity, by_speed(**how), **how)
-    measure("local batches by speed, plan", told.sensitivity, by_speed(plan=told), plan=told)
+    ways: dict[str, dict[str, Any]] = {"FP32": {}}
+    if not small:
+        ways["TF32"] = {"tf32": True}
+        ways["FP16 autocast"] = {"autocast": torch.float16}
+    ways["BF16 autocast"] = {"autocast": torch.bfloat16}
+    for precision in ("INT8",) if small else ("INT8", "FP8"):
+        ways[f"uniform {precision}"] = {"plan": everywhere(make().to(worker.device), batch, precision, worker.device)}
+    for label, how in ways.items():
+        measure(label, **how)
+    best = broadcast_json(max(ways, key=lambda label: speeds[label]))
+    measure(f"local batches by speed, {best}", by_speed(**ways[best]), **ways[best])
+    began = time.perf_counter()
+    plan: JobPlan = qsync_opt.auto_plan(make().to(worker.device), batch, options=worker.options(name))
+    worker.write(
+        model=label_of_model,
+        planning_s=time.perf_counter() - began,
+        predicted_ms=plan.iteration_ns / 1e6,
+        reason=plan.reason,
+        sensitivities={**{other.name: other.sensitivity for other in plan.alternatives}, "plan": plan.sensitivity},
+    )
+    measure("plan", plan=plan)
+    measure("local batches by speed, plan", by_speed(plan=plan), plan=plan)
 
 
 def main() -> None:
