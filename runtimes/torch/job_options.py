@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.front_cache import default_cache_folder
 from qsync_opt.jsonio import check_number
 from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.measurement_cache import default_cache_folder
 from qsync_opt.progress import Report
 
 

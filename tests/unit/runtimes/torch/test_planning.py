@@ -10,7 +10,7 @@ from torch import nn
 
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
 from qsync_opt.evaluation import evaluate
-from qsync_opt.front_cache import default_cache_folder
+from qsync_opt.measurement_cache import default_cache_folder
 from qsync_opt.runtimes.torch import planning
 from qsync_opt.runtimes.torch.apply import applied_plan, apply, undo
 from qsync_opt.runtimes.torch.ddp import free_port
