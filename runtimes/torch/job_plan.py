@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +16,7 @@ from qsync_opt.evaluation import evaluate
 from qsync_opt.graph import OpGraph
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem
+from qsync_opt.runtimes.torch.job_ways import Way
 from qsync_opt.sensitivity_values import SensitivityValues
 from qsync_opt.solution import Solution
 
@@ -24,16 +25,18 @@ from qsync_opt.solution import Solution
 class JobModel:
     """Everything that was measured about a job; from it a problem is built without measuring again.
 
-    ``sensitivities`` are by device type. ``cluster`` has the memory limits as they are now.
+    ``sensitivities`` are by device type. ``cluster`` has the memory limits as they are now. ``ways`` are the times of
+    the whole model by device type, empty if they were not taken.
     """
 
     graph: OpGraph
     profiles: Mapping[str, DeviceProfile]
     sensitivities: Mapping[str, SensitivityValues]
     cluster: Cluster
+    ways: Mapping[str, tuple[Way, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("profiles", "sensitivities"):
+        for name in ("profiles", "sensitivities", "ways"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def problem(self, *, slack: float = 0.0) -> Problem:
@@ -105,9 +108,12 @@ def alternatives(problem: Problem) -> tuple[Alternative, ...]:
 class JobPlan:
     """The plan of a job as one worker holds it; `apply` takes it as it is.
 
-    ``device_type`` is this worker's. ``worthwhile`` is False if training in FP32 is predicted to be as good; `apply`
-    then leaves the model alone. ``reason`` says so in words, ``alternatives`` are what it was compared with.
-    ``iteration_ns`` is predicted. ``problem``, ``solution`` and ``model`` are on rank 0 only, None elsewhere.
+    ``device_type`` is this worker's. ``worthwhile`` is False if training in FP32 is as good; `apply` then leaves the
+    model alone. ``reason`` says so in words, ``alternatives`` are what it was compared with. ``iteration_ns`` is
+    predicted from the costs of operators; ``expected_ns`` from times of the whole model, None if they were not taken.
+    ``taken`` names the way of every device type where such times decided, ``autocast`` has the format of those that
+    run under ``torch.autocast``, and ``shares`` the share of the global batch for one worker of each type.
+    ``problem``, ``solution`` and ``model`` are on rank 0 only, None elsewhere.
     """
 
     plan: Plan
@@ -120,6 +126,10 @@ class JobPlan:
     reason: str
     alternatives: tuple[Alternative, ...]
     digest: str
+    expected_ns: int | None = None
+    taken: Mapping[str, str] = field(default_factory=dict)
+    autocast: Mapping[str, str] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
     problem: Problem | None = None
     solution: Solution | None = None
     model: JobModel | None = None
@@ -129,7 +139,8 @@ class JobPlan:
             raise ProblemError(
                 f"the plan has no device type {self.device_type!r}: it has {', '.join(self.plan.devices)}"
             )
-        object.__setattr__(self, "memory_bytes", MappingProxyType(dict(self.memory_bytes)))
+        for name in ("memory_bytes", "taken", "autocast", "shares"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @property
     def devices(self) -> Mapping[str, Mapping[str, str]]:
@@ -145,6 +156,10 @@ class JobPlan:
                 f"  all {other.name}: {other.iteration_ns / 1e6:.2f} ms, sensitivity {other.sensitivity:.4g}{fits}"
             )
         rows.append(f"  plan: {self.iteration_ns / 1e6:.2f} ms, sensitivity {self.sensitivity:.4g}")
+        for name, way in self.taken.items():
+            rows.append(f"  {name}: {way}")
+        if self.expected_ns is not None:
+            rows.append(f"  a step is expected to take {self.expected_ns / 1e6:.2f} ms")
         return "\n".join(rows)
 
 

@@ -42,6 +42,7 @@ def cache(tmp_path_factory):
 def options(cache):
     def make(**changes):
         settings = {"cache_dir": cache, "progress": False, "memory": "1 GiB", "precisions": ("BF16", "INT8")}
+        settings["compare"] = False
         return PlanningOptions(**{**settings, **changes})
 
     return make
