@@ -89,15 +89,15 @@ def decide(
     gain = 1.0
     if full is not None:
         gain = 1 - _time(made, chosen, rest_ns, balanced) / _time(made, full, rest_ns, balanced)
-    measured = words(chosen, everywhere(ways, limits))
     worthwhile = full is None or gain >= options.least_gain
     if full is None:
-        reason = f"training in FP32 would not fit into memory; {measured}"
+        said = "training in FP32 would not fit into memory"
     elif not worthwhile or all(way.is_plain for way in chosen.values()):
         chosen, worthwhile = full, False
-        reason = f"nothing is faster than FP32 by {options.least_gain:.0%}: the model is left alone; {measured}"
+        said = f"nothing is faster than FP32 by {options.least_gain:.0%}: the model is left alone"
     else:
-        reason = f"{gain:.1%} less time per sample than in FP32; {measured}"
+        said = f"{gain:.1%} less time per sample than in FP32"
+    reason = f"{said}; {words(chosen, everywhere(ways, limits))}"
     whole = Plan(problem=plan.problem, devices={name: way.precisions for name, way in chosen.items()})
     found = plan if all(way.name == PLANNED for way in chosen.values()) else whole
     return Decision(
