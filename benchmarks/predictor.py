@@ -5,21 +5,22 @@ a plan, or whole too. Each worker records its own steps by itself; then both tra
 DistributedDataParallel over NCCL, case by case. Writes ``benchmarks/results/predictor.json``.
 
     python benchmarks/predictor.py [--device cuda|cpu] [--graphs DIR] [--deadline-s 600] [--output PATH]
+    python benchmarks/predictor.py --merge PART [--merge PART ...]
+
+Every case is written to ``OUTPUT.part.json`` as soon as it is measured; ``--merge`` makes one record of several such
+parts, complete or not.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -122,7 +123,11 @@ def main() -> None:
     parser.add_argument("--deadline-s", type=float, default=900.0)
     parser.add_argument("--keep", type=Path, help="folder for the recorded step costs")
     parser.add_argument("--output", type=Path, default=RESULTS / "predictor.json")
+    parser.add_argument("--merge", type=Path, action="append", help="parts of earlier runs, instead of running")
     arguments = parser.parse_args()
+    if arguments.merge:
+        write_record(merged([json.loads(path.read_text()) for path in arguments.merge]), arguments)
+        return
     chosen: list[Combination] = [
         c
         for c in COMBINATIONS
@@ -145,21 +150,31 @@ def main() -> None:
         ),
         nprocs=2,
     )
-    part = json.loads(arguments.output.with_suffix(".part.json").read_text())
+    path = arguments.output.with_suffix(".part.json")
+    write_record(json.loads(path.read_text()), arguments)
+    path.unlink()
+
+
+def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """One part of several: lists behind one another, collectives of the first."""
+    lists = ("profiles", "baselines", "cases", "skipped")
+    return parts[0] | {name: [entry for part in parts for entry in part[name]] for name in lists}
+
+
+def write_record(part: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Summarize and write."""
     write_json(
         arguments.output,
         {
             "format": "qsync-bench-predictor/1",
-            "date": datetime.date.today().isoformat(),
-            "command": f"python benchmarks/predictor.py --device {arguments.device} "
-            f"--deadline-s {arguments.deadline_s:g}",
+            "date": part["date"],
+            "command": f"python benchmarks/predictor.py --device {part['device']}",
             "hardware": part["hardware"],
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "versions": part["versions"],
             "summary": summarize(part["cases"], part["profiles"]),
             **{key: part[key] for key in ("collectives", "profiles", "baselines", "cases", "skipped")},
         },
     )
-    arguments.output.with_suffix(".part.json").unlink()
     print(f"wrote {arguments.output}")
 
 

@@ -52,9 +52,10 @@ COMBINATIONS = (
     _combination("bert-base", LARGE, 64, _FOUR, 4, True),
     _combination("resnet50", LARGE, 32, _FOUR, 4),
     _combination("vit-base", SMALL, 16, _OTHER, 4),
-    _combination("gpt-110m", SMALL, 8, ("TF32", "BF16", "INT8"), 3),
+    _combination("gpt-110m", SMALL, 8, ("TF32", "BF16", "INT8"), 4),
+    _combination("bert-base", SMALL, 16, _OTHER, 4),
+    _combination("vit-base", LARGE, 64, _FOUR, 4),
     _combination("gpt-110m", LARGE, None, _FOUR, 2),
-    _combination("bert-base", SMALL, 16, _OTHER, 3),
     _combination("gpt-tiny", SMALL, 16, ("FP32", "BF16"), 2, True),
     _combination("gpt-tiny", LARGE, None, ("FP32", "INT8"), 1),
 )

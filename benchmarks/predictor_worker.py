@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import gc
+import gzip
 import json
+import platform
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from predictor_cases import FIXED, Combination, plans
+from predictor_records import records_json
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
@@ -29,7 +33,7 @@ from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.collectives import CollectiveCost, measure_collectives
 from qsync_opt.runtimes.torch.ddp import process_group
 from qsync_opt.runtimes.torch.measure import TrainingExample
-from qsync_opt.runtimes.torch.step_profile import profile_steps
+from qsync_opt.runtimes.torch.step_profile import record_steps
 from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper
 from qsync_opt.step_bridge import profile_from_steps
 from qsync_opt.step_costs import StepCosts
@@ -89,20 +93,16 @@ def stepper_of(worker: Worker, combination: Combination, group: Any) -> Stepper:
 
 
 def measure(worker: Worker, stepper: Stepper) -> tuple[list[float], int]:
-    """Nanoseconds per step in blocks of steps that do not wait, and the peak of memory; all ranks in step."""
+    """Nanoseconds of each of some steps that follow without waiting, and the peak of memory; all ranks in step."""
     for _ in range(2):
         stepper.step()
     rough = agreed(worker, stepper.steady_ns(2))
-    count = 2 if rough > 0.15e9 else max(3, min(8, round(0.25e9 / rough)))
     if worker.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(worker.device)
-    blocks = []
-    for _ in range(2):
-        dist.barrier()
-        stepper.step()
-        blocks.append(agreed(worker, stepper.steady_ns(count)))
+    dist.barrier()
+    steps = stepper.paced_ns(max(5, min(20, round(1e9 / rough))))
     peak = torch.cuda.max_memory_allocated(worker.device) if worker.device.type == "cuda" else 0
-    return blocks, peak
+    return steps, peak
 
 
 def agreed(worker: Worker, value: float) -> float:
@@ -124,19 +124,21 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
         stepper.step()
     hardware = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else "cpu"
     name = None if count is None else f"{hardware}, {count}-SM partition"
-    worker.costs[key] = profile_steps(
+    records = record_steps(
         stepper.example,
         graph,
         stepper.optimizer,
         mixed=1,
-        options=RecordingOptions(warm_up=1, repeats=2 if count and count <= 32 else 4, traced=1),
+        options=RecordingOptions(warm_up=2, repeats=3 if count and count <= 16 else 6, traced=1),
         progress=False,
         name=name,
     )
+    worker.costs[key] = records.fit(graph)
     seconds = time.perf_counter() - start
     checks = worker.costs[key].checks
     if worker.keep is not None:
-        worker.costs[key].save(worker.keep / f"costs-{key.replace(' ', '-')}-r{worker.rank}.json")
+        path = worker.keep / f"records-{key.replace(' ', '-')}-r{worker.rank}.json.gz"
+        path.write_bytes(gzip.compress(json.dumps(records_json(records)).encode(), 6))
     worker.say(
         key,
         f"profiled in {seconds:.1f} s; residuals",
@@ -179,7 +181,10 @@ def run_worker(
         )
         collective = measure_collectives(SIZES, device=device)
         found: dict[str, Any] = {
-            "hardware": torch.cuda.get_device_name(device) if device_type == "cuda" else platform_name(),
+            "date": datetime.date.today().isoformat(),
+            "device": device_type,
+            "hardware": f"2 x {torch.cuda.get_device_name(device)}" if device_type == "cuda" else platform.machine(),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "collectives": collective.to_json(),
             "profiles": [],
             "baselines": [],
@@ -195,13 +200,6 @@ def run_worker(
             output.write_text(json.dumps(found))
 
 
-def platform_name() -> str:
-    """Of the processor's kind."""
-    import platform
-
-    return platform.machine()
-
-
 def gathered(value: Any, device: torch.device) -> list[Any]:
     """JSON data of all ranks."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
@@ -213,6 +211,21 @@ def gathered(value: Any, device: torch.device) -> list[Any]:
     texts = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(texts, padded)
     return [json.loads(bytes(t[: int(n)].cpu().tolist())) for t, n in zip(texts, sizes, strict=True)]
+
+
+def slowest(by_rank: list[list[float]]) -> list[float]:
+    """Times of the steps of the rank that took the longest for them, in milliseconds."""
+    return [round(t / MS, 3) for t in max(by_rank, key=statistics.median)]
+
+
+def said(combination: Combination, case: dict[str, Any]) -> str:
+    """A case in one line."""
+    memory = " ".join(f"{100 * w['memory_error']:+.2f}%" for w in case["workers"])
+    return (
+        f"{combination.name:14s} {case['plan']:27s} {case['predicted_ms']:7.2f} / {case['measured_ms']:7.2f} ms "
+        f"({100 * case['time_error']:+5.1f}%, spread {100 * case['spread']:.1f}%, {case['bound_by']}) "
+        f"memory {memory} naive {case['naive_ms']:.1f} rows {case['problem_ms'] or 0:.1f}"
+    )
 
 
 def run_combination(
@@ -249,31 +262,31 @@ def run_combination(
                 worker.say("no solver's plan:", error)
             if solved:
                 cases["solver's"] = solved
-        for label, plan in cases.items():
-            if agreed(worker, time.perf_counter() - worker.deadline) > 0:
-                found["skipped"].append(f"{combination.name} {label}")
-                continue
-            first = (
-                plan if combination.multiprocessors is None else {n: finest_at(a, FIXED) for n, a in available.items()}
-            )
-            mine = first if worker.rank == 0 else plan
-            apply(stepper.example.model, mine, graph=graph, options=ApplyOptions())
-            try:
-                blocks, peak = measure(worker, stepper)
-            finally:
-                undo(stepper.example.model)
-            peaks = gathered(max(0, peak - before), worker.device)
-            if worker.rank == 0:
-                case = predictor.case(label, [first, plan], blocks, peaks)
-                found["cases"].append(case)
+        fixed = {n: finest_at(a, FIXED) for n, a in available.items()}
+        measured: dict[str, list[list[float]]] = {}
+        # Every case twice, minutes apart: what the host's speed changes by meanwhile is seen as the spread.
+        for again, order in enumerate((list(cases), list(reversed(cases)))):
+            for label in order:
+                if agreed(worker, time.perf_counter() - worker.deadline) > 0:
+                    found["skipped"].append(f"{combination.name} {label}, round {again + 1}")
+                    continue
+                plan = cases[label]
+                first = plan if combination.multiprocessors is None else fixed
+                apply(stepper.example.model, first if worker.rank == 0 else plan, graph=graph, options=ApplyOptions())
+                try:
+                    steps, peak = measure(worker, stepper)
+                finally:
+                    undo(stepper.example.model)
+                told = gathered({"peak": max(0, peak - before), "steps": steps}, worker.device)
+                if worker.rank:
+                    continue
+                measured.setdefault(label, []).append(slowest([rank["steps"] for rank in told]))
+                peaks = [rank["peak"] for rank in told]
+                case = predictor.case(label, [first, plan], measured[label], peaks)
+                found["cases"] = [c for c in found["cases"] if c["key"] != case["key"]] + [case]
                 output.write_text(json.dumps(found))
-                memory = [f"{100 * w['memory_error']:+.2f}%" for w in case["workers"]]
-                worker.say(
-                    f"{combination.name:18s} {label:28s} predicted {case['predicted_ms']:8.2f}",
-                    f"measured {case['measured_ms']:8.2f} ms ({100 * case['time_error']:+5.1f}%) memory {memory}",
-                    f"bound by {case['bound_by']}, spread {100 * case['spread']:.1f}%, naive {case['naive_ms']:.1f},",
-                    f"rows {case['problem_ms'] or 0:.1f}",
-                )
+                if again or worker.device.type == "cpu":
+                    worker.say(said(combination, case))
         if combination.solve and worker.device.type == "cuda":
             for name, dtype in (("BF16 autocast", torch.bfloat16), ("FP16 autocast", torch.float16)):
                 autocast(worker, combination, stepper, name, dtype, found)
@@ -301,14 +314,14 @@ def autocast(
     wrapped = TrainingExample(model=Cast(), args=example.args, kwargs=example.kwargs)
     other = Stepper(wrapped, stepper.optimizer)
     other.device = stepper.device
-    blocks, _ = measure(worker, other)
+    steps, _ = measure(worker, other)
     torch.backends.cuda.matmul.allow_tf32 = False
     if worker.rank == 0:
         row = {
             "model": combination.subject.name,
             "cluster": combination.cluster,
             "what": name,
-            "measured_ms": statistics.median(blocks) / MS,
+            "measured_ms": statistics.median(steps) / MS,
         }
         found["baselines"].append(row)
         worker.say(row)
@@ -365,8 +378,10 @@ class Predictor:
             self.graph, profiles, sensitivities, Cluster(name="bench", devices=kinds, network=network), slack=0.005
         )
 
-    def case(self, label: str, both: list[dict[str, str]], blocks: list[float], peaks: list[int]) -> dict[str, Any]:
-        """One record."""
+    def case(
+        self, label: str, both: list[dict[str, str]], rounds: list[list[float]], peaks: list[int]
+    ) -> dict[str, Any]:
+        """One record; ``rounds`` has the milliseconds of every step measured."""
         steps, workers, naive, steady = [], [], 0.0, 0
         tails = network_tails(self.allreduce_ns, self.segments)
         for predictor, plan, peak in zip(self.predictors, both, peaks, strict=True):
@@ -383,20 +398,23 @@ class Predictor:
                 }
             )
             naive = max(naive, sum(cost.kernel_ns for cost in planned.costs))
-        measured = statistics.median(blocks)
+        medians = [statistics.median(steps) for steps in rounds]
+        measured = statistics.median([time for steps in rounds for time in steps])
         hosts = max(sum(s.host for s in step.segments) + step.finish.host + step.optimizer.host for step in steps)
         devices = max(
             sum(s.device for s in step.segments) + step.finish.device + step.optimizer.device for step in steps
         )
         return {
+            "key": f"{self.combination.name} {label}",
             "model": self.combination.subject.name,
             "plan": label,
             "cluster": self.combination.cluster,
             "plan_recorded_alone": label.startswith("uniform"),
             "predicted_ms": steady / MS,
-            "measured_ms": measured / MS,
-            "time_error": steady / measured - 1,
-            "spread": (max(blocks) - min(blocks)) / measured,
+            "measured_ms": measured,
+            "time_error": steady / MS / measured - 1,
+            "spread": (max(medians) - min(medians)) / measured,
+            "rounds_ms": rounds,
             "bound_by": "host" if hosts > devices else "device",
             "host_ms": hosts / MS,
             "device_ms": devices / MS,

@@ -12,6 +12,8 @@ from qsync_opt.precision import number_format
 from qsync_opt.step_costs import Case
 from qsync_opt.step_flow import StepFlow
 
+MIXED = "mixed"
+"""How the names of plans that are not uniform begin."""
 CANDIDATES = 24
 """Random plans among which each mixed one is chosen."""
 
@@ -62,6 +64,6 @@ def covering_plans(
     for k in range(mixed):
         drawn = [{name: generator.choice(available[name]) for name in names} for _ in range(CANDIDATES)]
         best = max(drawn, key=lambda plan: len(cases(plan) - met))
-        plans[f"mixed {k}"] = best
+        plans[f"{MIXED} {k}"] = best
         met |= cases(best)
     return plans

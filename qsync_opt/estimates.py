@@ -16,6 +16,8 @@ ESTIMATES_KEY = "x-estimates"
 """Top-level extension key of problem and plan files: ``{"costs": {device: text}, "sensitivity": text}``."""
 ESTIMATE_OPTION = "estimated_by"
 """Option of a profile that was not measured: what its figures are from."""
+MEASURED_OPTION = "measured"
+"""Option of a profile: how its costs were measured, in words."""
 
 
 def estimated_by(profile: DeviceProfile) -> str | None:

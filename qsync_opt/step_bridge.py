@@ -14,7 +14,7 @@ from qsync_opt.costs import CostFit, MeasuredCost
 from qsync_opt.device_profile import DeviceProfile, OptimizerCost
 from qsync_opt.errors import ProblemError
 from qsync_opt.graph import Operator, OpGraph, Role
-from qsync_opt.precision import PrecisionFormats
+from qsync_opt.precision import PrecisionFormats, number_format
 from qsync_opt.pricing import problem_role
 from qsync_opt.step_costs import CaseCost, StepCosts
 from qsync_opt.step_predictor import StepPredictor
@@ -46,7 +46,7 @@ def profile_from_steps(
         table = {}
         for precision in _precisions(operator, predictor, formats, outputs):
             cost = _uniform_cost(predictor, i, operator, precision)
-            table[precision] = _measured(cost, costs.device.kind)
+            table[precision] = _measured(graph, costs, operator, precision, cost)
         measurements[key] = table
     phases = predictor.costs.phases
     nothing = CostFit(base_ns=0, ns_per_mi_elements=0)
@@ -93,20 +93,32 @@ def _uniform_cost(predictor: StepPredictor, position: int, operator: Operator, p
     return predictor.cost_at(position, precision if operator.role is Role.ADJUSTABLE else "", arrival)
 
 
-def _measured(cost: CaseCost, kind: str) -> MeasuredCost:
-    """Without inputs' casts; a cpu has no launches."""
-    cuda = kind == "cuda"
+def _measured(graph: OpGraph, costs: StepCosts, operator: Operator, precision: str, cost: CaseCost) -> MeasuredCost:
+    """One entry of a profile; a cpu has no launches.
+
+    What edges and the memory model account for is taken off: the quantization of the inputs of an 8-bit operator, and
+    the gradients of its own parameters.
+    """
+    cuda = costs.device.kind == "cuda"
+    sizes = {parameter.name: parameter.spec.num_bytes for parameter in graph.parameters}
+    inside_ns = inside_host_ns = 0
+    if operator.role is Role.ADJUSTABLE and number_format(precision).bits <= 8:
+        fit = costs.casts.get(f"{costs.half_format}>{precision}")
+        if fit is not None:
+            inside_ns = sum(fit.ns(graph[source].output_elements) for source in operator.inputs)
+            inside_host_ns = costs.cast_host_ns * len(operator.inputs)
+    gradients = sum(sizes[name] for name in operator.parameters)
     return MeasuredCost(
-        forward_ns=cost.forward.device,
+        forward_ns=max(0, cost.forward.device - inside_ns),
         backward_ns=cost.backward.device,
-        host_forward_ns=cost.forward.host if cuda else 0,
+        host_forward_ns=max(0, cost.forward.host - inside_host_ns) if cuda else 0,
         host_backward_ns=cost.backward.host if cuda else 0,
         saved_bytes=max(0, cost.forward_net_bytes - cost.result_bytes),
         saves_inputs=cost.saves_inputs,
         saves_output=cost.saves_output,
-        alias_input=0 if cost.result_bytes == 0 and cost.output and cost.samples else None,
+        alias_input=0 if cost.result_bytes == 0 and cost.output and cost.samples and operator.inputs else None,
         forward_workspace_bytes=max(0, cost.forward_peak_bytes - max(0, cost.forward_net_bytes)),
-        backward_workspace_bytes=max(0, cost.backward_peak_bytes),
+        backward_workspace_bytes=max(0, cost.backward_peak_bytes - gradients),
     )
 
 

@@ -55,7 +55,8 @@ class CaseCost:
     the format that it delivers, "" for none. ``saves_inputs`` (positions) and ``saves_output`` tell what stays until
     the backward pass as it is. The ``net`` pair is what the passes leave behind, results that die meanwhile not
     subtracted; the ``peak`` pair the most that exists beyond what did before. ``kernel_ns`` is the running time of its
-    forward and backward kernels alone.
+    forward and backward kernels alone. ``scaled_from`` names the precision that a cost was scaled from
+    (`qsync_opt.step_scaling`), "" where it was observed.
     """
 
     output: str
@@ -70,10 +71,13 @@ class CaseCost:
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
     kernel_ns: int = 0
+    scaled_from: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
+        if not self.scaled_from:
+            del data["scaled_from"]
         return data | {
             "forward": work_json(self.forward),
             "backward": work_json(self.backward),
@@ -97,6 +101,7 @@ class CaseCost:
             forward_peak_bytes=reader.integer("forward_peak_bytes"),
             backward_peak_bytes=reader.integer("backward_peak_bytes"),
             kernel_ns=reader.integer("kernel_ns"),
+            scaled_from=reader.text("scaled_from") if "scaled_from" in reader else "",
         )
         reader.finish()
         return cost

@@ -70,6 +70,11 @@ def like(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.
     for group in optimizer.param_groups:
         parameters = [nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device)) for p in group["params"]]
         groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": parameters})
+    return rebuilt(optimizer, groups)
+
+
+def rebuilt(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return an optimizer of the same kind and settings without state over other groups of parameters."""
     # Some optimizers note settings that their constructor does not take; those stand in the groups.
     accepted = inspect.signature(type(optimizer)).parameters
     settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}

@@ -21,7 +21,6 @@ class Decision:
 
     plan: Plan
     evaluation: Evaluation
-    memory_bytes: Mapping[str, int]
     worthwhile: bool
     reason: str
     expected_ns: int | None
@@ -34,7 +33,7 @@ class Decision:
         return {
             "plan": self.plan,
             "iteration_ns": self.evaluation.iteration_ns,
-            "memory_bytes": self.memory_bytes,
+            "memory_bytes": self.evaluation.memory_bytes,
             "sensitivity": self.evaluation.objective,
             "worthwhile": self.worthwhile,
             "reason": self.reason,
@@ -75,7 +74,6 @@ def decide(
         return Decision(
             plan=plan,
             evaluation=evaluation,
-            memory_bytes=evaluation.memory_bytes,
             worthwhile=worthwhile,
             reason=reason,
             expected_ns=None,
@@ -103,7 +101,6 @@ def decide(
     return Decision(
         plan=found,
         evaluation=evaluate(problem, found),
-        memory_bytes={name: way.needed_bytes or 0 for name, way in chosen.items()},
         worthwhile=worthwhile,
         reason=reason,
         expected_ns=step_ns(chosen) + rest_ns,

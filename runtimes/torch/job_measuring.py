@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.device_profile import DeviceProfile
-from qsync_opt.errors import ModelError, NotReadyError
+from qsync_opt.errors import ModelError, NotReadyError, QSyncError
+from qsync_opt.estimates import MEASURED_OPTION
 from qsync_opt.indicator import sensitivities
 from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json, together, world
 from qsync_opt.runtimes.torch.capture import CapturedModel
@@ -21,6 +23,7 @@ from qsync_opt.runtimes.torch.device_memory import memory_budget
 from qsync_opt.runtimes.torch.identity import identify
 from qsync_opt.runtimes.torch.interception import interception_of
 from qsync_opt.runtimes.torch.job_options import PlanningOptions, cache_folder
+from qsync_opt.runtimes.torch.job_steps import profile_job_steps
 from qsync_opt.runtimes.torch.measure import Loss, TrainingExample, default_loss
 from qsync_opt.runtimes.torch.profiler import profile
 from qsync_opt.runtimes.torch.statistics import collect_statistics
@@ -119,27 +122,69 @@ def measure_profiles(
     job: Job, captured: CapturedModel, types: DeviceTypes, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, DeviceProfile]:
     """Profile of each type, measured by its first rank; all types at the same time."""
-    rank, _ = world()
+    rank, size = world()
+    steps = job.options.costs == "steps" or (job.options.costs == "auto" and job.example.device.type == "cuda")
+    group = _own_group() if size > 1 and any(gather_json(steps)) else None
 
     def measure() -> Any:
         if rank != types.ranks[types.mine][0]:
             return None
-        return profile(
-            captured,
-            job.example.device,
-            precisions=job.options.precisions,
-            options=job.options.kernels,
-            optimizer=optimizer,
-            example=job.example,
-            cache_dir=cache_folder(job.options.cache_dir),
-            progress=job.options.progress,
-            name=job.options.device_type,
+        return (
+            _by_steps(job, captured, optimizer, group) if steps else _by_operator(job, captured, optimizer)
         ).to_json()
 
-    told = gather_json(together(measure))
+    try:
+        told = gather_json(together(measure))
+    finally:
+        if group is not None:
+            dist.destroy_process_group(group)
     return {
         name: DeviceProfile.from_json(told[ranks[0]], f"profile of {name!r}") for name, ranks in types.ranks.items()
     }
+
+
+def _own_group() -> Any:
+    """A process group of this rank alone; every rank must call it."""
+    rank, size = world()
+    groups = [dist.new_group([member]) for member in range(size)]
+    return groups[rank]
+
+
+def _by_operator(job: Job, captured: CapturedModel, optimizer: torch.optim.Optimizer | None) -> DeviceProfile:
+    return profile(
+        captured,
+        job.example.device,
+        precisions=job.options.precisions,
+        options=job.options.kernels,
+        optimizer=optimizer,
+        example=job.example,
+        cache_dir=cache_folder(job.options.cache_dir),
+        progress=job.options.progress,
+        name=job.options.device_type,
+    )
+
+
+def _by_steps(job: Job, captured: CapturedModel, optimizer: torch.optim.Optimizer | None, group: Any) -> DeviceProfile:
+    """From recorded steps; operator by operator where those cannot be had, which the profile then says."""
+    try:
+        return profile_job_steps(
+            job.example,
+            captured.graph,
+            optimizer,
+            precisions=job.options.precisions,
+            kernels=job.options.kernels,
+            cache_dir=cache_folder(job.options.cache_dir),
+            group=group,
+            budget_s=job.options.profile_seconds,
+            progress=job.options.progress,
+            name=job.options.device_type,
+        )
+    except (QSyncError, RuntimeError) as failure:
+        reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
+    _LOGGER.warning("operators are measured one by one, because no training steps were recorded: %s", reason)
+    found = _by_operator(job, captured, optimizer)
+    text = f"operator by operator, because no training steps could be recorded: {reason}"
+    return replace(found, options={**found.options, MEASURED_OPTION: text})
 
 
 def measure_network(device: torch.device) -> Network:

@@ -14,6 +14,9 @@ from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.measurement_cache import default_cache_folder
 from qsync_opt.progress import Report
 
+COSTS = ("auto", "steps", "operators")
+"""Ways to measure what operators cost."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningOptions:
@@ -32,6 +35,10 @@ class PlanningOptions:
             device types are those of the file plans from it, whatever the number of workers and their memory, and
             measures nothing; any other start measures and writes it anew. None: only single measurements are kept.
         kernels: Rounding and granularity of 8-bit operators.
+        costs: ``"steps"`` records whole training steps of the model under a few plans (`profile_steps`) and
+            ``"operators"`` measures operator by operator (`profile`); ``"auto"`` does the first on CUDA and the second
+            on a CPU. Where steps cannot be recorded, operators are measured, and the plan says why.
+        profile_seconds: With recorded steps, after how long no plan beyond the uniform ones is begun.
         probes: As in `collect_statistics`.
         trial: Run the plan once on every rank before it is handed out.
         compare: Time whole passes of the model in FP32, under autocast, in one precision everywhere and under the
@@ -52,6 +59,8 @@ class PlanningOptions:
     cache_dir: str | os.PathLike[str] | None = None
     job_file: str | os.PathLike[str] | None = None
     kernels: KernelOptions = dataclasses.field(default_factory=KernelOptions)
+    costs: str = "auto"
+    profile_seconds: float = 60.0
     probes: int = 1
     trial: bool = True
     compare: bool = True
@@ -60,6 +69,9 @@ class PlanningOptions:
 
     def __post_init__(self) -> None:
         check_number(self.slack, "slack")
+        check_number(self.profile_seconds, "profile_seconds")
+        if self.costs not in COSTS:
+            raise ProblemError(f"costs is {self.costs!r}, but allowed are {', '.join(map(repr, COSTS))}")
         check_number(self.least_gain, "least_gain")
         if self.least_gain >= 1:
             raise ProblemError(f"least_gain is {self.least_gain}: a share below 1 is needed, such as 0.02")

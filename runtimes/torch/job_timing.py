@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from qsync_opt.baselines import uniform_plan
-from qsync_opt.evaluation import evaluate_device
+from qsync_opt.evaluation import BYTES_PER_KIB, evaluate_device
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.problem import Problem, ProblemDevice
@@ -28,7 +28,7 @@ from qsync_opt.runtimes.torch.stopwatch import cpu_clock
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 
 _ROUNDS = 3
-_BLOCK_NS = 150e6
+_BLOCK_NS = 100e6
 """How long the passes take that are timed together, as far as `_MOST_PASSES` allows."""
 _MOST_PASSES = 20
 _WAY_NS = 1.5e9
@@ -62,8 +62,14 @@ def _adjustable(problem: Problem, precisions: Mapping[str, str]) -> dict[str, st
 
 def _way(problem: Problem, device: ProblemDevice, name: str, entry: Mapping[str, str], autocast: str | None) -> Way:
     precisions = _adjustable(problem, entry)
-    sensitivity = evaluate_device(problem, device, propagate(problem, device, precisions)).sensitivity
-    return Way(name=name, precisions=precisions, autocast=autocast, sensitivity=sensitivity)
+    found = evaluate_device(problem, device, propagate(problem, device, precisions))
+    return Way(
+        name=name,
+        precisions=precisions,
+        autocast=autocast,
+        sensitivity=found.sensitivity,
+        needed_bytes=found.memory_kib * BYTES_PER_KIB,
+    )
 
 
 def measure_ways(job: Job, made: JobModel | None, found: JobPlan, types: DeviceTypes) -> JobModel | None:
@@ -84,34 +90,42 @@ def measure_ways(job: Job, made: JobModel | None, found: JobPlan, types: DeviceT
         return {} if rank or found.problem is None else ways_of(found.problem, found.plan.devices)
 
     drafts = together(draft)
-    told = broadcast_json({name: [way.to_json() for way in mine] for name, mine in drafts.items()})
-    mine = [Way.from_json(entry, "a way") for entry in told[types.mine]]
+    # What is timed runs neither the optimizer, whose state stays, nor DistributedDataParallel, whose buckets do.
+    buckets = sum(p.numel() * p.element_size() for p in job.model.parameters() if p.requires_grad) if size > 1 else 0
+    states = {} if made is None else {name: made.profiles[name].optimizer.state_bytes for name in drafts}
+    told = broadcast_json({name: [states[name], [way.to_json() for way in mine]] for name, mine in drafts.items()})
+    state_bytes, entries = told[types.mine]
+    mine = [Way.from_json(entry, "a way") for entry in entries]
     graph = None if made is None else made.graph
-    timed = together(lambda: time_ways(job.model, job.example, mine, graph, job.options.kernels))
+    kernels = job.options.kernels
+    timed = together(lambda: time_ways(job.model, job.example, mine, graph, kernels, kept_bytes=state_bytes + buckets))
     gathered = gather_json([[way.pass_ns, way.needed_bytes] for way in timed])
     if made is None or rank:
         return made
-    # What was timed ran neither the optimizer, whose state stays, nor DistributedDataParallel, whose buckets do.
-    parameters = sum(p.numel() * p.element_size() for p in job.model.parameters() if p.requires_grad)
     ways = {}
     for name, ranks in types.ranks.items():
-        kept = made.profiles[name].optimizer.state_bytes + (parameters if size > 1 else 0)
         rows = zip(drafts[name], *(gathered[number] for number in ranks), strict=True)
-        ways[name] = tuple(_merged(way, results, kept) for way, *results in rows)
+        ways[name] = tuple(_merged(way, results) for way, *results in rows)
     return replace(made, ways=ways)
 
 
-def _merged(way: Way, results: Sequence[Sequence[int | None]], kept_bytes: int) -> Way:
+def _merged(way: Way, results: Sequence[Sequence[int | None]]) -> Way:
     """A way as its slowest worker, and the one that needs most memory, found it."""
-    peaks = [peak for _, peak in results if peak is not None]
-    needed = None if len(peaks) < len(results) else max(peaks) + kept_bytes
+    needs = [needed for _, needed in results if needed is not None]
+    needed = None if len(needs) < len(results) else max(needs)
     return replace(way, pass_ns=max(int(time_ns or 0) for time_ns, _ in results), needed_bytes=needed)
 
 
 def time_ways(
-    model: nn.Module, example: TrainingExample, ways: Sequence[Way], graph: OpGraph | None, kernels: KernelOptions
+    model: nn.Module,
+    example: TrainingExample,
+    ways: Sequence[Way],
+    graph: OpGraph | None,
+    kernels: KernelOptions,
+    *,
+    kept_bytes: int = 0,
 ) -> list[Way]:
-    """The same ways, with the median time of a forward and backward pass on this rank and its peak memory.
+    """The same ways, with the median time of a forward and backward pass on this rank, and on a card its peak memory.
 
     Several passes are timed together, as they follow each other in training: on a card the host runs ahead. The ways
     take turns, so that a disturbance meets all of them. Parameters, gradients, buffers and random state are put back.
@@ -122,34 +136,35 @@ def time_ways(
         ways: To be timed.
         graph: The captured graph, if it is known here.
         kernels: Rounding and granularity.
+        kept_bytes: What training keeps beside parameters, gradients and activations.
 
     Returns:
-        In the same order; ``needed_bytes`` holds parameters, gradients and activations, and is None where memory ran
-        out.
+        In the same order. ``needed_bytes`` is None where memory ran out; on a CPU, which keeps no account of it, it
+        stays what it was.
     """
     times: list[list[float]] = [[] for _ in ways]
     spent = [0.0 for _ in ways]
-    peaks: list[int | None] = [0 for _ in ways]
+    needs = [way.needed_bytes for way in ways]
     with model_unchanged(model):
         for turn in range(_ROUNDS):
             for index, way in enumerate(ways):
-                if peaks[index] is None or spent[index] > _WAY_NS:
+                if needs[index] is None or spent[index] > _WAY_NS:
                     continue
                 with _carried_out(model, way, graph, kernels):
                     try:
-                        if not turn:
-                            peaks[index] = _peak_bytes(example)
+                        if not turn and example.device.type == "cuda":
+                            needs[index] = _peak_bytes(example) + kept_bytes
                         block, passes = _timed_block(example)
                     except torch.cuda.OutOfMemoryError:
-                        peaks[index] = None
+                        needs[index] = None
                         model.zero_grad()
                         torch.cuda.empty_cache()
                         continue
                 times[index].append(block / passes)
                 spent[index] += block
     return [
-        replace(way, pass_ns=round(statistics.median(found)) if found else 0, needed_bytes=peak)
-        for way, found, peak in zip(ways, times, peaks, strict=True)
+        replace(way, pass_ns=round(statistics.median(found)) if found else 0, needed_bytes=needed)
+        for way, found, needed in zip(ways, times, needs, strict=True)
     ]
 
 

@@ -37,7 +37,7 @@ from qsync_opt.runtimes.torch.job_measuring import (
     require_one_model,
 )
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
-from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, JobPlan, alternatives
+from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, JobPlan, alternatives, how_measured
 from qsync_opt.runtimes.torch.job_timing import measure_ways
 from qsync_opt.runtimes.torch.measure import Loss
 from qsync_opt.runtimes.torch.trial import Trial, try_plan
@@ -260,7 +260,7 @@ def shared_plan(made: JobModel | None, device_type: str, options: PlanningOption
 
 _SHARED = (
     "iteration_ns", "memory_bytes", "sensitivity", "bound", "worthwhile", "reason", "digest", "expected_ns", "taken",
-    "autocast", "shares",
+    "autocast", "shares", "measured",
 )  # fmt: skip
 
 
@@ -301,6 +301,7 @@ def plan_job(made: JobModel, device_type: str, options: PlanningOptions | None =
         bound=solution.bound,
         alternatives=others,
         digest=_digest(decision.plan, decision.autocast),
+        measured={name: how_measured(profile) for name, profile in made.profiles.items()},
         problem=problem,
         solution=solution,
         model=made,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from qsync_opt.costs import CostFit, fit_cost
-from qsync_opt.covering_plans import covering_plans
+from qsync_opt.covering_plans import MIXED, covering_plans
 from qsync_opt.device_profile import DeviceIdentity
 from qsync_opt.errors import NotReadyError
 from qsync_opt.graph import OpGraph, Role
@@ -28,11 +30,40 @@ from qsync_opt.runtimes.torch.profiler import wanted_formats
 from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper, record_step
 from qsync_opt.step_costs import StepCosts
 from qsync_opt.step_fitting import checked, fit_step_costs
+from qsync_opt.step_flow import StepFlow
 from qsync_opt.step_predictor import StepPredictor
 from qsync_opt.step_sample import StepSample
+from qsync_opt.step_scaling import scaled_costs
 
 _CAST_ELEMENTS = (1 << 16, 1 << 20, 1 << 23)
 _CAST_RUNS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecords:
+    """What `profile_steps` fits costs to: recorded steps by plan, and casts timed by themselves."""
+
+    device: DeviceIdentity
+    half_format: str
+    samples: tuple[StepSample, ...]
+    casts: Mapping[str, CostFit]
+    cast_host_ns: int
+    available: Mapping[str, Sequence[str]]
+
+    def fit(self, graph: OpGraph) -> StepCosts:
+        """The costs of all cases that occur, with the residual of every recorded plan.
+
+        What no plan could be recorded with for lack of memory is scaled (`qsync_opt.step_scaling`).
+        """
+        costs = fit_samples(
+            graph,
+            self.samples,
+            self.device,
+            half_format=self.half_format,
+            casts=self.casts,
+            cast_host_ns=self.cast_host_ns,
+        )
+        return scaled_costs(graph, costs, self.available)
 
 
 def profile_steps(
@@ -46,6 +77,7 @@ def profile_steps(
     kernels: KernelOptions | None = None,
     progress: Report | bool | None = None,
     name: str | None = None,
+    budget_s: float | None = None,
 ) -> StepCosts:
     """Record a model's training steps under a few plans and fit the costs of all cases that occur.
 
@@ -60,17 +92,48 @@ def profile_steps(
         kernels: Of the 8-bit kernels; as they will be used in training.
         progress: As in `profile`.
         name: Of the device, where that of the hardware does not tell it from others (a partition of a card).
+        budget_s: Seconds after which no further mixed plan is begun; None: all are recorded.
 
     Returns:
         The costs, with the residual of every recorded plan in ``checks``.
 
     Raises:
         UnsupportedError: The device has no such precision.
-        NotReadyError: No plan fits into the device's memory. Where some do not, a warning names them.
+        NotReadyError: No plan fits into the device's memory. A uniform plan that does not is recorded in parts, a few
+            operators at a time and the others as coarse as they get; what even so does not fit is scaled from another
+            precision and marked (`CaseCost.scaled_from`). A warning names both.
 
     Source: QSync and dPRO profile whole runs as well (IPDPS 2024, MLSys 2022) and match kernels by name and order;
         charging by autograd's numbers, cases, and the two queues are ours.
     """
+    return record_steps(
+        example,
+        graph,
+        optimizer,
+        precisions=precisions,
+        mixed=mixed,
+        options=options,
+        kernels=kernels,
+        progress=progress,
+        name=name,
+        budget_s=budget_s,
+    ).fit(graph)
+
+
+def record_steps(
+    example: TrainingExample,
+    graph: OpGraph,
+    optimizer: torch.optim.Optimizer,
+    *,
+    precisions: Sequence[str] | None = None,
+    mixed: int = 2,
+    options: RecordingOptions | None = None,
+    kernels: KernelOptions | None = None,
+    progress: Report | bool | None = None,
+    name: str | None = None,
+    budget_s: float | None = None,
+) -> StepRecords:
+    """What `profile_steps` does before it fits; arguments and errors are the same."""
     device = example.device
     formats = wanted_formats(device, precisions) if precisions is not None else device_formats(device)
     kernels = dataclasses.replace(kernels or KernelOptions(), half_format=backend.half_format(device))
@@ -79,29 +142,98 @@ def profile_steps(
         for operator in graph.by_role(Role.ADJUSTABLE)
     }
     plans = covering_plans(graph, available, mixed=mixed, half_format=kernels.half_format)
-    samples: list[StepSample] = []
-    lost: list[str] = []
-    stepper = Stepper(example, optimizer)
+    recorder = _Recorder(Stepper(example, optimizer), graph, options, kernels)
+    start = time.perf_counter()
     with reporting(progress, "steps") as report:
         for done, (label, plan) in enumerate(plans.items()):
             report(done, len(plans) + 1, label)
-            try:
-                samples.append(record_plan(stepper, graph, label, plan, options, kernels))
-            except torch.cuda.OutOfMemoryError:
-                optimizer.zero_grad()
-                torch.cuda.empty_cache()
-                lost.append(label)
-        if lost:
-            what = f"not enough memory on {device} to record {', '.join(lost)}"
-            if not samples:
-                raise NotReadyError(f"{what}, so nothing was recorded; use a smaller batch")
-            warnings.warn(f"{what}; plans that need what only these have cannot be predicted", stacklevel=2)
+            late = budget_s is not None and time.perf_counter() - start > budget_s
+            if not (late and label.startswith(MIXED)):
+                recorder.record(label, plan)
+        recorder.record_lost_in_parts(available)
         report(len(plans), len(plans) + 1, "casts")
         casts, cast_host_ns = time_casts(device, tuple(formats), kernels)
         report(len(plans) + 1, len(plans) + 1, "done")
-    return fit_samples(
-        graph, samples, identify(device, name), half_format=kernels.half_format, casts=casts, cast_host_ns=cast_host_ns
+    return StepRecords(
+        device=identify(device, name),
+        half_format=kernels.half_format,
+        samples=tuple(recorder.samples),
+        casts=casts,
+        cast_host_ns=cast_host_ns,
+        available=available,
     )
+
+
+class _Recorder:
+    """Records plans; those that run out of memory in parts."""
+
+    def __init__(
+        self, stepper: Stepper, graph: OpGraph, options: RecordingOptions | None, kernels: KernelOptions
+    ) -> None:
+        self._stepper, self._graph, self._options, self._kernels = stepper, graph, options, kernels
+        flow = StepFlow(graph, kernels.half_format)
+        self._signature = {operator.name: flow.signature(i) for i, operator in enumerate(graph)}
+        self._met: set[tuple[str, str]] = set()
+        self.samples: list[StepSample] = []
+        self._lost: dict[str, Mapping[str, str]] = {}
+
+    def record(self, label: str, plan: Mapping[str, str]) -> bool:
+        """Record a plan; False if memory does not suffice."""
+        sample = None
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            sample = record_plan(self._stepper, self._graph, label, plan, self._options, self._kernels)
+        if sample is None:  # outside of the handler: the exception's frames would keep the step's tensors
+            self._stepper.optimizer.zero_grad()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self._lost.setdefault(label, plan)
+            return False
+        self.samples.append(sample)
+        self._met |= {(self._signature[name], precision) for name, precision in plan.items()}
+        return True
+
+    def record_lost_in_parts(self, available: Mapping[str, Sequence[str]]) -> None:
+        """Record what the lost uniform plans have, some operators at a time on top of the plan that needs the least.
+
+        Raises:
+            NotReadyError: Nothing was recorded at all.
+        """
+        if not self._lost:
+            return
+        lost, device = dict(self._lost), self._stepper.device
+        what = f"not enough memory on {device} to record {', '.join(lost)}"
+        if not self.samples:
+            raise NotReadyError(f"{what}, so nothing was recorded; use a smaller batch")
+        base = min(self.samples, key=lambda sample: sample.memory.peak_bytes).precisions
+        for label, plan in lost.items():
+            if not label.startswith(MIXED):
+                self._record_parts(label, plan, base)
+        missing = {
+            f"{name} in {precision}"
+            for name, precisions in available.items()
+            for precision in precisions
+            if (self._signature[name], precision) not in self._met
+        }
+        parts = sum(", part " in sample.name for sample in self.samples)
+        told = f"; {parts} parts of them were recorded instead" if parts else ""
+        if missing:
+            shown = sorted(missing)[:3] + ["..."] * (len(missing) > 3)
+            told += f"; {len(missing)} costs are scaled from other precisions ({', '.join(shown)})"
+        warnings.warn(f"{what}{told}", stacklevel=4)
+
+    def _record_parts(self, label: str, plan: Mapping[str, str], base: Mapping[str, str]) -> None:
+        names = list(plan)
+        # The whole was tried: begin with its halves.
+        waiting = [names[: len(names) // 2], names[len(names) // 2 :]] if len(names) > 1 else []
+        number = 0
+        while waiting:
+            part = waiting.pop(0)
+            if all((self._signature[name], plan[name]) in self._met for name in part):
+                continue
+            number += 1
+            if not self.record(f"{label}, part {number}", {**base, **{name: plan[name] for name in part}}):
+                half = len(part) // 2
+                waiting[:0] = [part[:half], part[half:]] if half else []
 
 
 def record_plan(

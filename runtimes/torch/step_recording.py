@@ -83,6 +83,25 @@ class Stepper:
         self.synchronize()
         return (time.perf_counter_ns() - start) / steps
 
+    def paced_ns(self, steps: int) -> list[float]:
+        """Time of each of some steps when the host never waits between them; the step before them is not counted.
+
+        On a GPU from events at the ends of the steps, so that a step counts what the device took for it.
+        """
+        self.synchronize()
+        ends: list[Any] = []
+        for _ in range(steps + 1):
+            self.step()
+            if self.device.type == "cuda":
+                ends.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+                ends[-1].record()
+            else:
+                ends.append(time.perf_counter_ns())
+        self.synchronize()
+        if self.device.type != "cuda":
+            return [float(b - a) for a, b in itertools.pairwise(ends)]
+        return [a.elapsed_time(b) * _NS_PER_MS for a, b in itertools.pairwise(ends)]
+
     def host_ns(self, steps: int) -> tuple[dict[str, float], list[float]]:
         """Median time on the host of each phase, starting on an idle device; and the times of whole steps."""
         rows, wholes = [], []

@@ -37,6 +37,7 @@ def options_of(rank, folder, case):
         precisions=("FP32",) if rank == 0 else ("INT8", "BF16"),
         device_type=("big", "small")[rank],
         least_gain=0.0,
+        costs="steps" if case == "steps" else "auto",
     )
 
 
@@ -61,6 +62,7 @@ def plan_and_train(rank, case, folder):
         "digest": plan.digest,
         "types": sorted(plan.plan.devices),
         "mine": plan.device_type,
+        "measured": dict(plan.measured),
         "has_model": plan.model is not None,
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).double().sum().item(),
         "first": seconds[0],

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
+from qsync_opt.estimates import estimate_lines
 from qsync_opt.evaluation import evaluate
 from qsync_opt.measurement_cache import default_cache_folder
-from qsync_opt.runtimes.torch import planning
+from qsync_opt.runtimes.torch import job_measuring, job_steps, planning, step_profile
 from qsync_opt.runtimes.torch.apply import applied_plan, apply, undo
 from qsync_opt.runtimes.torch.ddp import free_port
 from qsync_opt.runtimes.torch.job_options import PlanningOptions, cache_folder
@@ -62,6 +63,64 @@ def test_a_single_worker_plans_for_itself_and_changes_nothing(options):
     assert {other.name for other in plan.alternatives} == {"FP32", "BF16", "INT8"}
     assert plan.iteration_ns <= min(other.iteration_ns for other in plan.alternatives if other.fits)
     assert "sensitivity" in plan.describe()
+
+
+def test_recorded_steps_change_nothing_and_are_recorded_once(options, tmp_path, monkeypatch):
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    wanted = options(costs="steps", cache_dir=tmp_path, precisions=("BF16",), trial=False)
+    plan = auto_plan(model, torch.randn(32, 64), loss=cross_entropy, optimizer=optimizer, options=wanted)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+    assert not optimizer.state
+    assert torch.equal(torch.get_rng_state()[:8], random_state[:8])
+    (text,) = plan.measured.values()
+    assert text.startswith("training steps recorded under 4 plans")
+    assert text in plan.describe()
+    profile = next(iter(plan.model.profiles.values()))
+    assert profile.optimizer.state_bytes == sum(p.numel() * 4 for p in model.parameters())
+    assert plan.iteration_ns == evaluate(plan.problem, plan.plan).iteration_ns
+    monkeypatch.setattr(job_steps, "record_steps", None)  # whoever records again, fails
+    again = auto_plan(model, torch.randn(32, 64), loss=cross_entropy, optimizer=optimizer, options=wanted)
+    assert again.measured == plan.measured
+
+
+def test_where_steps_cannot_be_recorded_operators_are_measured_and_the_plan_says_so(options, monkeypatch, caplog):
+    def fail(*_, **__):
+        raise RuntimeError("a made-up fault")
+
+    monkeypatch.setattr(job_steps, "record_steps", fail)
+    model = Net()
+    before = [parameter.clone() for parameter in model.parameters()]
+    wanted = options(costs="steps", cache_dir=None, precisions=("FP32",), trial=False)
+    monkeypatch.setattr(job_measuring, "cache_folder", lambda _: None)
+    plan = auto_plan(model, torch.randn(4, 64), loss=cross_entropy, options=wanted)
+    reason = "because no training steps could be recorded: a made-up fault"
+    assert reason in plan.describe()
+    assert "a made-up fault" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_what_was_scaled_is_marked_in_profile_problem_and_plan(options, tmp_path, monkeypatch):
+    record = step_profile.record_plan
+
+    def short_of_memory(stepper, graph, label, plan, *rest):
+        if plan["b/linear"] == "FP32":
+            raise torch.cuda.OutOfMemoryError("made up")
+        return record(stepper, graph, label, plan, *rest)
+
+    monkeypatch.setattr(step_profile, "record_plan", short_of_memory)
+    wanted = options(costs="steps", cache_dir=tmp_path, precisions=("BF16",), trial=False)
+    plan = auto_plan(Net(), torch.randn(32, 64), loss=cross_entropy, options=wanted)
+    marked = "FP32 of b/linear was scaled from BF16, because it did not fit into memory"
+    assert marked in plan.describe()
+    assert estimate_lines(plan.problem.extras)[0].endswith(marked)
+    assert estimate_lines(plan.plan.extras) == estimate_lines(plan.problem.extras)
 
 
 def test_a_batch_may_be_a_mapping_or_positional_arguments(options):
@@ -215,6 +274,15 @@ def test_two_types_profile_themselves_and_train_under_one_plan(tmp_path):
     assert not second["has_model"]
     assert first["weights"] == second["weights"]
     assert second["second"] < 0.5 * second["first"]  # everything was measured before
+
+
+def test_two_types_record_their_own_steps_with_ddp_around(tmp_path):
+    first, second = run_workers("steps", tmp_path)
+    assert first["digest"] == second["digest"]
+    assert first["weights"] == pytest.approx(second["weights"], abs=1e-9)
+    assert first["measured"] == second["measured"]
+    assert set(first["measured"]) == {"big", "small"}
+    assert all(text.startswith("training steps recorded") for text in first["measured"].values())
 
 
 def test_ranks_with_different_models_are_told_which_operators_differ(tmp_path):

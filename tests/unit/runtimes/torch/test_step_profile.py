@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qsync_opt.cli import main
-from qsync_opt.errors import NotReadyError, ProblemError
+from qsync_opt.errors import NotReadyError
 from qsync_opt.graph import Role
 from qsync_opt.graph_file import save_graph
 from qsync_opt.plan import Plan
@@ -19,7 +19,9 @@ from qsync_opt.runtimes.torch.measure import TrainingExample
 from qsync_opt.runtimes.torch.step_labels import read_events, step_labels
 from qsync_opt.runtimes.torch.step_profile import profile_steps, record_plan
 from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper
+from qsync_opt.step_costs import StepCosts
 from qsync_opt.step_predictor import StepPredictor
+from qsync_opt.step_scaling import scaled_operators
 from qsync_opt.step_trace import FORWARD, charge
 
 FEW = RecordingOptions(warm_up=1, repeats=1, traced=1)
@@ -52,23 +54,60 @@ def test_the_model_is_left_without_a_plan_and_every_plan_has_its_residual(settin
     assert all(check.predicted_ns > 0 and check.measured_ns > 0 for check in setting.costs.checks)
 
 
-def test_a_plan_that_runs_out_of_memory_is_left_out_and_named(setting, monkeypatch):
+def short_of_memory(most, *, never=()):
+    """Recording that runs out of memory where a plan has more than some operators in FP32, or a certain one."""
     record = step_profile.record_plan
 
-    def short_of_memory(stepper, graph, label, *rest):
-        if label == "uniform FP32":
+    def try_to_record(stepper, graph, label, plan, *rest):
+        fine = [name for name, precision in plan.items() if precision == "FP32"]
+        if len(fine) > most or set(fine) & set(never):
             raise torch.cuda.OutOfMemoryError("made up")
-        return record(stepper, graph, label, *rest)
+        return record(stepper, graph, label, plan, *rest)
 
-    monkeypatch.setattr(step_profile, "record_plan", short_of_memory)
+    return try_to_record
+
+
+def test_a_plan_that_does_not_fit_is_recorded_in_parts(setting, monkeypatch):
     arguments = (setting.example, setting.graph, setting.optimizer)
-    with pytest.warns(UserWarning, match="not enough memory on cpu to record uniform FP32"):
+    monkeypatch.setattr(step_profile, "record_plan", short_of_memory(6))
+    with pytest.warns(UserWarning, match="not enough memory on cpu to record uniform FP32; 3 parts"):
         costs = profile_steps(*arguments, precisions=["BF16"], mixed=0, options=FEW, progress=False)
-    assert [check.plan for check in costs.checks] == ["uniform BF16"]
-    with pytest.raises(ProblemError, match="never recorded in FP32"):
-        StepPredictor(setting.graph, costs).plan(dict.fromkeys(setting.names, "FP32"))
+    first, *parts = [check.plan for check in costs.checks]
+    assert first == "uniform BF16"
+    assert len(parts) == 3
+    assert all(part.startswith("uniform FP32, part ") for part in parts)
+    assert not scaled_operators(setting.graph, costs)
+    # Every operator was met in FP32, so that the plan which did not fit is priced from what was seen.
+    step = StepPredictor(setting.graph, costs).plan(dict.fromkeys(setting.names, "FP32"))
+    assert all(cost.samples for cost, o in zip(step.costs, setting.graph, strict=True) if o.name in setting.names)
+
+
+def test_what_never_fits_is_scaled_and_marked(setting, monkeypatch):
+    arguments = (setting.example, setting.graph, setting.optimizer)
+    monkeypatch.setattr(step_profile, "record_plan", short_of_memory(6, never=["head/linear"]))
+    with pytest.warns(UserWarning, match=r"1 costs are scaled from other precisions \(head/linear in FP32\)"):
+        costs = profile_steps(*arguments, precisions=["BF16"], mixed=0, options=FEW, progress=False)
+    assert scaled_operators(setting.graph, costs) == {("FP32", "BF16"): ("head/linear",)}
+    predictor = StepPredictor(setting.graph, costs)
+    step = predictor.plan(dict.fromkeys(setting.names, "FP32"))
+    (marked,) = [cost for cost in step.costs if cost.scaled_from]
+    assert marked.forward.device > 0
+    assert marked.output == "FP32"
+    again = StepCosts.from_json(json.loads(json.dumps(costs.to_json())), "again")
+    assert scaled_operators(setting.graph, again) == scaled_operators(setting.graph, costs)
+
+
+def test_nothing_fits(setting, monkeypatch):
+    arguments = (setting.example, setting.graph, setting.optimizer)
+    monkeypatch.setattr(step_profile, "record_plan", short_of_memory(0))
     with pytest.raises(NotReadyError, match="smaller batch"):
         profile_steps(*arguments, precisions=["FP32"], mixed=0, options=FEW, progress=False)
+
+
+def test_with_the_time_used_up_only_uniform_plans_are_recorded(setting):
+    arguments = (setting.example, setting.graph, setting.optimizer)
+    costs = profile_steps(*arguments, precisions=["FP32"], mixed=2, options=FEW, progress=False, budget_s=0.0)
+    assert [check.plan for check in costs.checks] == ["uniform FP32"]
 
 
 def test_peak_memory_of_recorded_and_of_new_plans(setting):
