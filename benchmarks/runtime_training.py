@@ -97,6 +97,7 @@ class Worker:
             "job_file": self.cache / f"{name}-{self.device.type}-{self.world}-{self.kind}.json",
             "device_type": self.kind,
             "memory": self.memory or (None if self.device.type == "cuda" else "4 GiB"),
+            "profile_seconds": 10.0,
             "progress": False,
         }
         return qsync_opt.PlanningOptions(**{**settings, **changes})

@@ -109,19 +109,13 @@ def alternatives(problem: Problem) -> tuple[Alternative, ...]:
 class JobPlan:
     """The plan of a job as one worker holds it; `apply` takes it as it is.
 
-<<<<<<< HEAD
     ``device_type`` is this worker's. ``worthwhile`` is False if training in FP32 is as good; `apply` then leaves the
     model alone. ``reason`` says so in words, ``alternatives`` are what it was compared with. ``iteration_ns`` is
     predicted from the costs of operators; ``expected_ns`` from times of the whole model, None if they were not taken.
     ``taken`` names the way of every device type where such times decided, ``autocast`` has the format of those that
     run under ``torch.autocast``, and ``shares`` the share of the global batch for one worker of each type.
-    ``problem``, ``solution`` and ``model`` are on rank 0 only, None elsewhere.
-=======
-    ``device_type`` is this worker's. ``worthwhile`` is False if training in FP32 is predicted to be as good; `apply`
-    then leaves the model alone. ``reason`` says so in words, ``alternatives`` are what it was compared with.
-    ``iteration_ns`` is predicted. ``measured`` says per device type how its costs were measured, and what of them was
-    not. ``problem``, ``solution`` and ``model`` are on rank 0 only, None elsewhere.
->>>>>>> predictor
+    ``measured`` says per device type how its costs were measured, and what of them was not. ``problem``, ``solution``
+    and ``model`` are on rank 0 only, None elsewhere.
     """
 
     plan: Plan
@@ -134,14 +128,11 @@ class JobPlan:
     reason: str
     alternatives: tuple[Alternative, ...]
     digest: str
-<<<<<<< HEAD
     expected_ns: int | None = None
     taken: Mapping[str, str] = field(default_factory=dict)
     autocast: Mapping[str, str] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
-=======
     measured: Mapping[str, str] = field(default_factory=dict)
->>>>>>> predictor
     problem: Problem | None = None
     solution: Solution | None = None
     model: JobModel | None = None
@@ -151,11 +142,7 @@ class JobPlan:
             raise ProblemError(
                 f"the plan has no device type {self.device_type!r}: it has {', '.join(self.plan.devices)}"
             )
-<<<<<<< HEAD
-        for name in ("memory_bytes", "taken", "autocast", "shares"):
-=======
-        for name in ("memory_bytes", "measured"):
->>>>>>> predictor
+        for name in ("memory_bytes", "taken", "autocast", "shares", "measured"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @property
@@ -172,14 +159,11 @@ class JobPlan:
                 f"  all {other.name}: {other.iteration_ns / 1e6:.2f} ms, sensitivity {other.sensitivity:.4g}{fits}"
             )
         rows.append(f"  plan: {self.iteration_ns / 1e6:.2f} ms, sensitivity {self.sensitivity:.4g}")
-<<<<<<< HEAD
+        rows += [f"  costs on {name}: {text}" for name, text in self.measured.items()]
         for name, way in self.taken.items():
             rows.append(f"  {name}: {way}")
         if self.expected_ns is not None:
             rows.append(f"  a step is expected to take {self.expected_ns / 1e6:.2f} ms")
-=======
-        rows += [f"  costs on {name}: {text}" for name, text in self.measured.items()]
->>>>>>> predictor
         return "\n".join(rows)
 
 
