@@ -118,6 +118,7 @@ def summarize(cases: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--workers", type=int, choices=(1, 2), default=2, help="1: the planned worker by itself")
     parser.add_argument("--graphs", type=Path, help="folder of captured graphs; what is missing is captured")
     parser.add_argument("--only", action="append", help="names of combinations, as cluster:model")
     parser.add_argument("--deadline-s", type=float, default=900.0)
@@ -147,8 +148,9 @@ def main() -> None:
             arguments.deadline_s,
             arguments.output.with_suffix(".part.json"),
             arguments.keep,
+            arguments.workers,
         ),
-        nprocs=2,
+        nprocs=arguments.workers,
     )
     path = arguments.output.with_suffix(".part.json")
     write_record(json.loads(path.read_text()), arguments)

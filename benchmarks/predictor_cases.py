@@ -26,9 +26,14 @@ class Combination:
     solve: bool = False
 
     @property
+    def planned(self) -> str:
+        """The worker under a plan."""
+        return "whole" if self.multiprocessors is None else f"{self.multiprocessors} SMs"
+
+    @property
     def cluster(self) -> str:
         """Rank 0 and rank 1."""
-        return f"whole + {'whole' if self.multiprocessors is None else f'{self.multiprocessors} SMs'}"
+        return f"whole + {self.planned}"
 
     @property
     def name(self) -> str:

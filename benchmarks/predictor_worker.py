@@ -168,24 +168,26 @@ def run_worker(
     deadline_s: float,
     output: Path,
     keep: Path | None,
+    workers: int,
 ) -> None:
     """Entry of one process."""
     torch.set_num_threads(1 if device_type == "cpu" else 4)
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
-    with process_group(rank, 2, port, backend="nccl" if device_type == "cuda" else "gloo", timeout_s=150.0):
-        groups = [dist.new_group([r]) for r in range(2)]
+    with process_group(rank, workers, port, backend="nccl" if device_type == "cuda" else "gloo", timeout_s=150.0):
+        groups = [dist.new_group([r]) for r in range(workers)]
         worker = Worker(
             rank=rank, device=device, solo=groups[rank], deadline=time.perf_counter() + deadline_s, keep=keep
         )
-        collective = measure_collectives(SIZES, device=device)
+        collective = measure_collectives(SIZES, device=device) if workers > 1 else None
         found: dict[str, Any] = {
             "date": datetime.date.today().isoformat(),
             "device": device_type,
-            "hardware": f"2 x {torch.cuda.get_device_name(device)}" if device_type == "cuda" else platform.machine(),
+            "hardware": f"{workers} x {name_of(device)}",
+            "workers": workers,
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "collectives": collective.to_json(),
+            "collectives": None if collective is None else collective.to_json(),
             "profiles": [],
             "baselines": [],
             "cases": [],
@@ -198,6 +200,11 @@ def run_worker(
             run_combination(worker, combination, combination.subject.graph(graphs), collective, found, output)
         if rank == 0:
             output.write_text(json.dumps(found))
+
+
+def name_of(device: torch.device) -> str:
+    """Of the card, or of the processor's kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def gathered(value: Any, device: torch.device) -> list[Any]:
@@ -232,12 +239,13 @@ def run_combination(
     worker: Worker,
     combination: Combination,
     graph: OpGraph,
-    collective: CollectiveCost,
+    collective: CollectiveCost | None,
     found: dict[str, Any],
     output: Path,
 ) -> None:
     """Profile what is new, then predict and measure every case."""
-    count = combination.multiprocessors if worker.rank == 1 else None
+    last = dist.get_world_size() - 1
+    count = combination.multiprocessors if worker.rank == last else None
     with partition(worker.device, count):
         profiled = profile(worker, combination, graph, count)
         found["profiles"] += [p for p in gathered(profiled, worker.device) if p]
@@ -272,7 +280,8 @@ def run_combination(
                     continue
                 plan = cases[label]
                 first = plan if combination.multiprocessors is None else fixed
-                apply(stepper.example.model, first if worker.rank == 0 else plan, graph=graph, options=ApplyOptions())
+                mine = plan if worker.rank == last else first
+                apply(stepper.example.model, mine, graph=graph, options=ApplyOptions())
                 try:
                     steps, peak = measure(worker, stepper)
                 finally:
@@ -282,7 +291,7 @@ def run_combination(
                     continue
                 measured.setdefault(label, []).append(slowest([rank["steps"] for rank in told]))
                 peaks = [rank["peak"] for rank in told]
-                case = predictor.case(label, [first, plan], measured[label], peaks)
+                case = predictor.case(label, [first, plan][-len(told) :], measured[label], peaks)
                 found["cases"] = [c for c in found["cases"] if c["key"] != case["key"]] + [case]
                 output.write_text(json.dumps(found))
                 if again or worker.device.type == "cpu":
@@ -334,7 +343,7 @@ class Predictor:
         self,
         graph: OpGraph,
         costs: list[StepCosts],
-        collective: CollectiveCost,
+        collective: CollectiveCost | None,
         combination: Combination,
         device: torch.device,
     ) -> None:
@@ -343,10 +352,11 @@ class Predictor:
         self.buckets = buckets
         borders = bucket_borders(graph, buckets)
         self.segments = bucket_segments(graph, buckets)
-        self.allreduce_ns = [collective.ns(bucket.num_bytes) for bucket in buckets]
+        self.allreduce_ns = [0 if collective is None else collective.ns(bucket.num_bytes) for bucket in buckets]
         self.predictors = [StepPredictor(graph, c, borders) for c in costs]
         self.device = device
         self.collective = collective
+        self.cluster = combination.cluster if len(costs) > 1 else combination.planned
         self.problem: qsync_opt.Problem | None = None
 
     def solve(self) -> dict[str, str] | None:
@@ -360,7 +370,8 @@ class Predictor:
         """The problem file of this cluster, its rows from observed steps."""
         formats = device_formats(self.device)
         profiles = {}
-        for name, costs in zip(("fixed", "planned"), self.costs, strict=True):
+        names = ("fixed", "planned")[-len(self.costs) :]
+        for name, costs in zip(names, self.costs, strict=True):
             state = 2 * sum(p.spec.num_bytes for p in self.graph.parameters)
             profiles[name] = profile_from_steps(self.graph, costs, formats, state_bytes=state)
         fixed = FIXED if FIXED in formats else "FP32"
@@ -368,14 +379,22 @@ class Predictor:
             DeviceType(name="fixed", count=1, memory_limit_bytes=1 << 40, precisions=(fixed,), role=DeviceRole.FIXED),
             DeviceType(name="planned", count=1, memory_limit_bytes=1 << 40, precisions=tuple(formats)),
         )
-        network = Network(
-            latency_s=self.collective.latency_s / 2,
-            bandwidth_bytes_per_s=self.collective.bandwidth_bytes_per_s,
-            source="fitted to all-reduces of this group",
+        network = (
+            Network(latency_s=0.0, bandwidth_bytes_per_s=1e12, source="one worker sends nothing")
+            if self.collective is None
+            else Network(
+                latency_s=self.collective.latency_s / 2,
+                bandwidth_bytes_per_s=self.collective.bandwidth_bytes_per_s,
+                source="fitted to all-reduces of this group",
+            )
         )
         sensitivities = weight_sensitivities(self.graph, formats)
         self.problem = qsync_opt.build_problem(
-            self.graph, profiles, sensitivities, Cluster(name="bench", devices=kinds, network=network), slack=0.005
+            self.graph,
+            profiles,
+            sensitivities,
+            Cluster(name="bench", devices=kinds[-len(names) :], network=network),
+            slack=0.005,
         )
 
     def case(
@@ -408,7 +427,7 @@ class Predictor:
             "key": f"{self.combination.name} {label}",
             "model": self.combination.subject.name,
             "plan": label,
-            "cluster": self.combination.cluster,
+            "cluster": self.cluster,
             "plan_recorded_alone": label.startswith("uniform"),
             "predicted_ms": steady / MS,
             "measured_ms": measured,
@@ -419,10 +438,10 @@ class Predictor:
             "host_ms": hosts / MS,
             "device_ms": devices / MS,
             "naive_ms": naive / MS,
-            "problem_ms": self.problem_ms(both[1]),
-            "sensitivity": self.sensitivity(both[1]),
-            "predicted_peak_bytes": workers[1]["predicted_peak_bytes"],
-            "measured_peak_bytes": workers[1]["measured_peak_bytes"],
+            "problem_ms": self.problem_ms(both[-1]),
+            "sensitivity": self.sensitivity(both[-1]),
+            "predicted_peak_bytes": workers[-1]["predicted_peak_bytes"],
+            "measured_peak_bytes": workers[-1]["measured_peak_bytes"],
             "workers": workers,
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import json
 import logging
@@ -137,6 +138,26 @@ def _recorded(
     name: str | None,
 ) -> tuple[StepCosts, int]:
     """Costs, and the bytes of the optimizer's state."""
+    try:
+        return _recorded_in_place(example, graph, optimizer, formats, kernels, group, budget_s, progress, name)
+    finally:
+        # What was around the model refers to itself in circles; its buckets shall be gone before the job goes on.
+        gc.collect()
+        if example.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _recorded_in_place(
+    example: TrainingExample,
+    graph: OpGraph,
+    optimizer: torch.optim.Optimizer | None,
+    formats: tuple[str, ...],
+    kernels: KernelOptions,
+    group: Any,
+    budget_s: float | None,
+    progress: Report | bool | None,
+    name: str | None,
+) -> tuple[StepCosts, int]:
     with parameters_put_back(example.model), model_unchanged(example.model):
         wrapped = example.model if group is None else DistributedDataParallel(example.model, process_group=group)
         own = _own_optimizer(optimizer, example.model)
