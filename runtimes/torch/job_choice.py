@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qsync_opt.evaluation import BYTES_PER_KIB, Evaluation, evaluate, evaluate_device
@@ -134,23 +134,26 @@ def _shares(made: JobModel, chosen: Mapping[str, Way] | None) -> dict[str, float
 def _with_the_plan(made: JobModel, problem: Problem, plan: Plan, evaluation: Evaluation) -> dict[str, tuple[Way, ...]]:
     """The measured ways, with the solver's plan of now in place of the one that was measured, if it is another.
 
-    Its time is then the predicted one, corrected by how far the prediction was off for the plan that was measured.
+    Its time is then the predicted one, corrected by how far the prediction was off for the plan that was measured, or
+    for FP32 if that was the plan.
     """
     found = {}
     for name, ways in made.ways.items():
-        device = problem.device(name)
-        before = next(way for way in ways if way.name == PLANNED)
-        now = {operator: plan.devices[name][operator] for operator in before.precisions}
-        if now != before.precisions:
-            precisions = propagate(problem, device, before.precisions)
-            predicted_ns = max(1, evaluate_device(problem, device, precisions).backward_end_ns)
-            mine = evaluation.devices[name]
-            before = Way(
-                name=PLANNED,
-                precisions=now,
+        others = tuple(way for way in ways if way.name != PLANNED)
+        measured = next((way for way in reversed(ways) if way.name in (PLANNED, FULL)), ways[-1])
+        now = Way(name=PLANNED, precisions={n: plan.devices[name][n] for n in measured.precisions})
+        if now.is_plain:
+            found[name] = others
+            continue
+        if now.precisions != measured.precisions:
+            device, mine = problem.device(name), evaluation.devices[name]
+            before = evaluate_device(problem, device, propagate(problem, device, measured.precisions))
+            off = measured.pass_ns / max(1, before.backward_end_ns)
+            measured = replace(
+                now,
                 sensitivity=mine.sensitivity,
-                pass_ns=round(before.pass_ns / predicted_ns * mine.backward_end_ns),
+                pass_ns=round(off * mine.backward_end_ns),
                 needed_bytes=mine.memory_kib * BYTES_PER_KIB,
             )
-        found[name] = (*(way for way in ways if way.name != PLANNED), before)
+        found[name] = (*others, replace(measured, name=PLANNED))
     return found

@@ -36,7 +36,7 @@ _WAY_NS = 1.5e9
 
 
 def ways_of(problem: Problem, plan: Mapping[str, Mapping[str, str]]) -> dict[str, list[Way]]:
-    """The ways of every device type, not timed: one precision everywhere, from the finest, and then the plan.
+    """The ways of every device type, not timed: one precision everywhere, from the finest, and any other plan.
 
     Args:
         problem: Gives sensitivities, and which precisions an operator has on a device.
@@ -51,8 +51,8 @@ def ways_of(problem: Problem, plan: Mapping[str, Mapping[str, str]]) -> dict[str
             autocast = precision in AUTOCAST_TYPES and set(_adjustable(problem, whole).values()) <= {precision, FULL}
             name = f"{precision} autocast" if autocast else precision
             mine.append(_way(problem, device, name, whole, precision if autocast else None))
-        mine.append(_way(problem, device, PLANNED, plan[device.name], None))
-        found[device.name] = mine
+        planned = _way(problem, device, PLANNED, plan[device.name], None)
+        found[device.name] = mine if planned.is_plain else [*mine, planned]
     return found
 
 
