@@ -92,7 +92,7 @@ def with_plans(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         name = computed.removeprefix("uniform ").removesuffix(" autocast")
         record["sensitivity"] = told["sensitivities"].get(name)
         if record["configuration"] == "plan":
-            record.update({name: told[name] for name in ("planning_s", "predicted_ms", "taken", "reason")})
+            record.update({name: told[name] for name in ("planning_s", "predicted_ms", "taken", "measured", "reason")})
     return others
 
 

@@ -122,6 +122,7 @@ def throughput(worker: Worker, name: str) -> None:
         "planning_s": time.perf_counter() - began,
         "predicted_ms": (plan.expected_ns or plan.iteration_ns) / 1e6,
         "taken": dict(plan.taken),
+        "measured": dict(plan.measured),
         "reason": plan.reason,
     }
     found = {**{other.name: other.sensitivity for other in plan.alternatives}, "plan": plan.sensitivity}
@@ -152,7 +153,8 @@ def in_turn(worker: Worker, name: str) -> None:
                 model=label_of_model,
                 worker=worker.kind,
                 planning_s=time.perf_counter() - began,
-                taken=plan.taken[worker.kind],
+                taken=plan.taken.get(worker.kind),
+                measured=dict(plan.measured),
                 ways=[
                     {**way.to_json(), "precisions": None, "pass_ms": way.pass_ns / 1e6}
                     for way in (plan.model.ways[worker.kind] if plan.model else ())
