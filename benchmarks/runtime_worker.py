@@ -83,7 +83,7 @@ def soak(worker: Worker, name: str, total: int) -> None:
     for _ in range(total // 100):
         if worker.rank == worker.world - 1:
             limit[0] = int((1.5 if limit[0] < 1.4 * needed else 1.2) * needed)
-        predicted, began = adapter.plan.iteration_ns, time.perf_counter()
+        predicted, began = adapter.plan.expected_ns or adapter.plan.iteration_ns, time.perf_counter()
         for _ in range(99):
             run.step()
             adapter.step()
@@ -102,6 +102,7 @@ def soak(worker: Worker, name: str, total: int) -> None:
         workers=worker.world,
         steps=100 * len(blocks),
         replanned=len(blocks),
+        taken=dict(adapter.plan.taken),
         replan_s=statistics.median(block[2] for block in blocks),
         replan_s_most=max(block[2] for block in blocks),
         first_third_ms=first / 1e6,
