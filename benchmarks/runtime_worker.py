@@ -6,6 +6,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,16 +17,23 @@ from runtime_training import Run, Worker, everywhere, gpt
 
 import qsync_opt
 from qsync_opt.runtimes.torch.ddp import process_group
+from qsync_opt.runtimes.torch.job_ways import Way
 
 
 def overhead(worker: Worker, name: str) -> None:
     make, batch = gpt(worker)
     rounds, steps = (20, 5) if worker.device.type == "cuda" else (20, 3)
-    plans = {p: everywhere(make().to(worker.device), batch, p, worker.device) for p in ("FP32", "BF16")}
-    for precision, autocast in (("FP32", None), ("BF16", torch.bfloat16)):
+    entries = {p: everywhere(make().to(worker.device), batch, p, worker.device) for p in ("FP32", "BF16")}
+    # A plan of BF16 alone is handed out to run under autocast; operator by operator it may be asked for.
+    for precision, autocast, carried_out in (
+        ("FP32", None, None),
+        ("BF16", torch.bfloat16, "BF16"),
+        ("BF16", torch.bfloat16, None),
+    ):
+        plan = Way(name=precision, precisions=entries[precision], autocast=carried_out)
         runs = {
             "plain": Run(worker, make, batch, autocast=autocast),
-            "plan": Run(worker, make, batch, plan=plans[precision]),
+            "plan": Run(worker, make, batch, plan=plan),
         }
         times: dict[str, list[float]] = {label: [] for label in runs}
         worked: dict[str, list[float]] = {label: [] for label in runs}
@@ -40,8 +48,8 @@ def overhead(worker: Worker, name: str) -> None:
             run.close()
         peaks = {}
         for label in times:
-            found = {"plan": plans[precision]} if label == "plan" else {"autocast": autocast}
-            run = Run(worker, make, batch, **found)
+            how: dict[str, Any] = {"plan": plan} if label == "plan" else {"autocast": autocast}
+            run = Run(worker, make, batch, **how)
             run.timed(2)
             peaks[label] = max(run.peaks(), default=0)
             run.close()
@@ -50,6 +58,7 @@ def overhead(worker: Worker, name: str) -> None:
         worker.write(
             model=name,
             precision=precision,
+            carried_out="by torch.autocast" if carried_out else "operator by operator",
             plain_is="DDP in FP32" if autocast is None else "DDP under BF16 autocast",
             workers=worker.world,
             plain_ms=1e3 * medians["plain"],
