@@ -339,3 +339,35 @@ def test_an_error_in_a_way_leaves_the_model_alone():
     with pytest.raises(QSyncError):
         job_timing.time_ways(model, example, [way("INT8", 0, 0.0, precision="FP8")], None, ApplyOptions().kernels)
     assert applied_plan(model) is None
+
+
+@pytest.mark.gpu
+def test_on_a_card_memory_is_measured_and_half_precision_scaled(tmp_path):
+    device = torch.device("cuda")
+    model, x = Net(width=256).to(device), torch.randn(512, 64, device=device)
+
+    def loss(output):
+        return nn.functional.cross_entropy(output.float(), torch.zeros(len(output), dtype=torch.int64, device=device))
+
+    options = PlanningOptions(cache_dir=tmp_path, progress=False, profile_seconds=5)
+    plan = auto_plan(model, x, loss=loss, options=options)
+    ways = {found.name: found for found in plan.model.ways[plan.device_type]}
+    assert {"FP32", "BF16 autocast", "FP16 autocast", "INT8"} <= ways.keys()
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert all(found.pass_ns > 0 and found.needed_bytes > parameters for found in ways.values())
+    quick = tuple(replace(way, pass_ns=1 if way.name == "FP16 autocast" else 10**9) for way in ways.values())
+    found = plan_job(replace(plan.model, ways={plan.device_type: quick}), plan.device_type, options)
+    assert found.taken == {plan.device_type: "FP16 autocast"}
+    apply(model, found)
+    scaler = LossScaler(model)
+    assert scaler.is_enabled()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        scaler.scale(loss(model(x))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    example = TrainingExample(model=undo(model), args=(x,), loss=loss)
+    again = job_timing.time_ways(model, example, list(ways.values()), None, options.kernels, kept_bytes=1 << 20)
+    assert all(found.needed_bytes > parameters + (1 << 20) for found in again)
