@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -75,8 +75,20 @@ class KernelOptions:
 
     def at(self, *, seed: int, offset: int) -> KernelOptions:
         """The same options at another place of the random stream."""
-        return replace(self, seed=seed, offset=offset)
+        if torch.compiler.is_compiling() or type(seed) is not int or type(offset) is not int:
+            return replace(self, seed=seed, offset=offset)
+        # Once per operator and pass: nothing of the rest is checked anew.
+        moved = object.__new__(KernelOptions)
+        for name in _FIELDS:
+            _set(moved, name, getattr(self, name))
+        _set(moved, "seed", seed)
+        _set(moved, "offset", offset)
+        return moved
 
     def nearest(self) -> KernelOptions:
         """The same options with rounding to nearest."""
         return self if self.rounding == "nearest" else replace(self, rounding="nearest")
+
+
+_FIELDS = tuple(entry.name for entry in fields(KernelOptions) if entry.name not in ("seed", "offset"))
+_set = object.__setattr__

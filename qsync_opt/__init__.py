@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.capture import capture as capture
     from qsync_opt.runtimes.torch.capture import capture_model as capture_model
     from qsync_opt.runtimes.torch.checkpoints import Checkpoints as Checkpoints
+    from qsync_opt.runtimes.torch.graphs import graphed as graphed
     from qsync_opt.runtimes.torch.job_options import PlanningOptions as PlanningOptions
     from qsync_opt.runtimes.torch.job_plan import JobPlan as JobPlan
     from qsync_opt.runtimes.torch.loss_scaling import LossScaler as LossScaler
@@ -136,6 +137,7 @@ _PUBLIC = {
     "apply": "qsync_opt.runtimes.torch.apply",
     "undo": "qsync_opt.runtimes.torch.apply",
     "ApplyOptions": "qsync_opt.runtimes.torch.apply",
+    "graphed": "qsync_opt.runtimes.torch.graphs",
     "CostModel": "qsync_opt.plugins",
     "Runtime": "qsync_opt.plugins",
     "DataSheet": "qsync_opt.datasheets",

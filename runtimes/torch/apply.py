@@ -41,6 +41,8 @@ from qsync_opt.runtimes.torch.apply_checks import (
 from qsync_opt.runtimes.torch.fixed_operators import any_half, lifted, run_fixed
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
 from qsync_opt.runtimes.torch.job_plan import JobPlan
+from qsync_opt.runtimes.torch.operator_calls import Run
+from qsync_opt.runtimes.torch.prepared_operators import eight_bits, fixed, floating, refuse_autocast
 from qsync_opt.runtimes.torch.step_audit import StepAudit
 from qsync_opt.runtimes.torch.wrappers import bare_model
 
@@ -182,6 +184,7 @@ class AppliedPlan:
         )
         if options.autocast is not None:
             self.interception.at_rest = self._under_autocast
+        self.interception.prepares_evaluation = options.evaluate_in == "plan"
 
     @property
     def options(self) -> ApplyOptions:
@@ -189,7 +192,6 @@ class AppliedPlan:
 
         A plan that takes over goes on from here.
         """
-        kernels = self._options.kernels
         kernels = self._options.kernels
         offset = kernels.offset + self.interception.passes
         if self._counts_passes and self.counter is not None:
@@ -213,6 +215,7 @@ class AppliedPlan:
         kernels = self._options.kernels.at(seed=seed, offset=offset - self.interception.passes)
         self._options = replace(self._options, kernels=kernels)
         self._kernels, self._traced_kernels = self._stream_options(self._device, self._rank)
+        self.interception.forget_prepared()
         counted = offset if kernels.step is None else step
         if counted is not None and self.counter is not None:
             self.counter.fill_(signed(counted))
@@ -255,11 +258,24 @@ class AppliedPlan:
             else:
                 kernels = kernels.at(seed=kernels.seed, offset=kernels.offset + self.interception.pass_index)
         if torch.is_autocast_enabled(self._device.type):
-            raise NotReadyError(
-                f"operator {call.name!r} runs under torch.autocast, which would override its precision "
-                f"{precision}: leave autocast while a plan is applied"
-            )
+            refuse_autocast(call.name, precision)
         return ops.execute(call.op_type, precision, call.function, call.args, call.kwargs, kernels)
+
+    def _prepare(self, name: str, op_type: str) -> Run:
+        """How an operator runs in every pass from now on, as :meth:`__call__` would run it."""
+        if name not in self.precisions and op_type not in ops.ADJUSTABLE:
+            return fixed(name, op_type)
+        precision = self.precisions.get(name, "FP32")
+        kernels = self._kernels.get(name)
+        if kernels is None:
+            return floating(name, op_type, precision, self._device)
+        interception, nearest = self.interception, kernels.nearest()
+        seed, offset = kernels.seed, kernels.offset
+
+        def options() -> KernelOptions:
+            return kernels.at(seed=seed, offset=offset + interception.pass_index) if interception.training else nearest
+
+        return eight_bits(name, op_type, precision, self._device, options)
 
     def _note(self, call: OperatorCall) -> None:
         if call.op_type in ops.ADJUSTABLE:
@@ -310,6 +326,8 @@ class AppliedPlan:
         if tracing:
             return
         self._checked = True
+        if type(self).__call__ is AppliedPlan.__call__:
+            self.interception.prepare = self._prepare
         if self._changes_nothing:
             self.interception.may_rest = self._may_rest
         if self._unplanned:
@@ -368,11 +386,11 @@ def apply(
     if interception_of(bare) is not None:
         raise NotReadyError("a plan is applied to this model already: undo(model) before applying another")
     precisions = _of_device_type(plan, device_type)
+    options = options or ApplyOptions()
     check_master_weights(bare)
-    check_sharding(bare)
+    check_sharding(bare, options.kernels.weights)
     check_names(bare, precisions, graph)
     adjustable = check_precisions(precisions, graph, model_device(bare))
-    options = options or ApplyOptions()
     if isinstance(plan, JobPlan):
         options = replace(options, autocast=plan.autocast.get(plan.device_type))
     check_autocast(adjustable, options.autocast, model_device(bare))

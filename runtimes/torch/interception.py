@@ -8,7 +8,9 @@ that both sides agree.
 How it works: each module's ``forward`` is shadowed by an attribute of the instance that keeps the path of the running
 module, and a torch function mode, active only inside the outermost ``forward``, sees the calls. Shadowing was taken
 instead of hooks because it can clean up in ``finally``: an interrupt in the middle of a forward pass leaves nothing
-behind. The mode was taken instead of replacing leaf modules because functional operations need it anyway.
+behind. The mode was taken instead of replacing leaf modules because functional operations need it anyway. It costs
+every function of torch some microseconds of host time, named or not. Once a handler has said how each operator runs
+(``prepare``), a pass asks it no more, and modules of torch that are one operator are run past the mode.
 """
 
 from __future__ import annotations
@@ -24,34 +26,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from qsync_opt.errors import NotReadyError, UnsupportedError
+from qsync_opt.runtimes.torch.leaf_modules import HALF, Leaf, leaf_of
+from qsync_opt.runtimes.torch.operator_calls import Handler, Replays, Run
+from qsync_opt.runtimes.torch.operator_calls import OperatorCall as OperatorCall
+from qsync_opt.runtimes.torch.operator_calls import operator_name as operator_name
 from qsync_opt.runtimes.torch.torch_functions import ENTERED, function_names
-
-
-def operator_name(module: str, op_type: str, occurrence: int) -> str:
-    """Name of an operator: module path, operation, and which occurrence under that path (0 for the first)."""
-    base = f"{module}/{op_type}" if module else op_type
-    return base if occurrence == 0 else f"{base}_{occurrence}"
-
-
-@dataclass(slots=True)
-class OperatorCall:
-    """One call of a named operator; ``run`` executes it, by default with its own arguments."""
-
-    name: str
-    op_type: str
-    module: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Execute the torch function; without arguments, with those of the call."""
-        if args or kwargs:
-            return self.function(*args, **kwargs)
-        return self.function(*self.args, **self.kwargs)
-
-
-Handler = Callable[[OperatorCall], Any]
 
 
 class _Mode(TorchFunctionMode):
@@ -85,6 +64,7 @@ class _Forward:
         # What the instance itself had before; None when forward comes from the class.
         self.shadowed = module.__dict__.get("forward")
         self.recurrent = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+        self.leaf = None if self.shadowed is not None else leaf_of(module)
         # Callers that inspect the signature of forward (as trainers do) see the original.
         functools.update_wrapper(self, self.inner)
 
@@ -95,7 +75,22 @@ class _Forward:
         if self.recurrent and interception.recurrent_inputs is not None:
             args = interception.recurrent_inputs(args)
         if interception.path is None:
+            if interception.graphs is not None and not torch.compiler.is_compiling() and not self.path:
+                result = interception.graphs.run(args, kwargs)
+                if result is not NotImplemented:
+                    return result
             return interception.outermost(self, args, kwargs)
+        leaf = self.leaf
+        if (
+            leaf is not None
+            and not torch.compiler.is_compiling()
+            and interception.prepared_pass
+            and len(args) == 1
+            and not kwargs
+            and type(args[0]) in _PLAIN
+            and _modes_active() == 1
+        ):
+            return interception.run_leaf(self, leaf, args[0])
         outer = interception.path
         interception.enter(self.path)
         try:
@@ -124,6 +119,9 @@ class _Entry:
 
 
 _NO_COUNTS: dict[tuple[str, str], int] = {}
+_PLAIN = (torch.Tensor, nn.Parameter)
+_modes_active: Callable[[], int] = torch._C._len_torch_function_stack
+_past_modes: Any = torch._C.DisableTorchFunction
 
 
 class Interception:
@@ -150,6 +148,11 @@ class Interception:
         at_rest: What the handler wants every pass to run in, given its outermost module, as if nothing were
             intercepted; a compiled pass too.
         resting: Whether the present pass is such a one.
+        prepare: From the name and kind of an operator to how it runs, if the handler set it: eager passes then ask this
+            once per operator, and the handler no more.
+        prepares_evaluation: Whether that holds in evaluation mode too.
+        graphs: Captured passes of the root module, tried before a pass runs.
+        prepared_pass: Whether the present pass is such a one.
     """
 
     def __init__(
@@ -196,6 +199,11 @@ class Interception:
         self.resting = False
         self.may_rest: Callable[[], bool] | None = None
         self.at_rest: Callable[[nn.Module], contextlib.AbstractContextManager[Any]] | None = None
+        self.prepare: Callable[[str, str], Run] | None = None
+        self.prepares_evaluation = True
+        self.prepared_pass = False
+        self.graphs: Replays | None = None
+        self._prepared: dict[tuple[str, str], list[tuple[str, Run]]] = {}
         self._on_cuda = any(parameter.is_cuda for parameter in model.parameters())
         self.seen: list[str] = []
         modules = list(model.named_modules())
@@ -211,6 +219,10 @@ class Interception:
         """Outermost forward passes that have begun, recomputations not counted."""
         return self._passes
 
+    def rewind(self, passes: int) -> None:
+        """Count from an earlier pass on: those after it did not matter."""
+        self._passes = passes
+
     def outermost(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module of a pass."""
         if self.at_rest is not None:
@@ -223,6 +235,9 @@ class Interception:
         self.traced = self._on_cuda and torch.cuda.is_current_stream_capturing()
         self.recomputing = torch._C._current_graph_task_id() != -1
         self.training = forward.module.training
+        self.prepared_pass = (
+            self.prepare is not None and not self.traced and (self.training or self.prepares_evaluation)
+        )
         if self.recomputing:
             self._recall(forward.path)
         else:
@@ -253,7 +268,7 @@ class Interception:
         the graph then and needs no memory of earlier calls.
         """
         self.traced = True
-        self.recomputing = False
+        self.recomputing = self.prepared_pass = False
         self.training = forward.module.training
         self._counts = {}
         self.seen = []  # a new list: a compiled pass must not depend on what the old one held
@@ -271,18 +286,27 @@ class Interception:
                 return forward.inner(*args, **kwargs)
         finally:
             self.path = None
+            self.prepared_pass = False
 
     def enter(self, path: str) -> None:
         """Note that a module begins to run inside the pass."""
         self.path = path
-        if self.recomputing or torch.compiler.is_compiling():
-            return
+        if not (self.recomputing or torch.compiler.is_compiling()):
+            self._remember(path)
+
+    def _remember(self, path: str) -> None:
         entries = self._entries.get(path)
-        if entries is None or entries[0].pass_index != self.pass_index:
-            counts = self._counts.copy() if self._has_shared_modules else _NO_COUNTS
-            self._entries[path] = [_Entry(self.pass_index, counts)]
-        else:
+        if entries is None:
+            entries = self._entries[path] = [_Entry(-1, _NO_COUNTS)]
+        first = entries[0]
+        if first.pass_index == self.pass_index:
             entries.append(_Entry(self.pass_index, self._counts.copy()))
+            return
+        first.pass_index, first.recomputed = self.pass_index, 0
+        if self._has_shared_modules:
+            first.counts = self._counts.copy()
+        if len(entries) > 1:
+            del entries[1:]
 
     def _recall(self, path: str) -> None:
         """Set the counters as they were when the call that is now recomputed began.
@@ -305,6 +329,8 @@ class Interception:
         key = (module, op_type)
         occurrence = self._counts.get(key, 0)
         self._counts[key] = occurrence + 1
+        if not torch.compiler.is_compiling() and self.prepared_pass:
+            return self._run_of(key, occurrence)(function, args, kwargs)
         if torch.compiler.is_compiling():
             name = operator_name(module, op_type, occurrence)
         else:
@@ -314,6 +340,47 @@ class Interception:
             name = names[occurrence]
         self.seen.append(name)
         return self._handler(OperatorCall(name, op_type, module, function, args, kwargs))
+
+    def _run_of(self, key: tuple[str, str], occurrence: int) -> Run:
+        """How an operator runs, by module path, kind and occurrence."""
+        ready = self._prepared.get(key)
+        if ready is None:
+            ready = self._prepared[key] = []
+        while len(ready) <= occurrence:
+            assert self.prepare is not None
+            name = operator_name(*key, len(ready))
+            ready.append((name, self.prepare(name, key[1])))
+        name, run = ready[occurrence]
+        self.seen.append(name)
+        return run
+
+    def run_leaf(self, forward: _Forward, leaf: Leaf, x: torch.Tensor) -> Any:
+        """Run a module that is one operator in a prepared pass, without the mode."""
+        names = self._mode.names
+        if leaf.op_type is None and leaf.function in names:  # a role that a user gave
+            outer = self.path
+            self.enter(forward.path)
+            try:
+                return forward.inner(x)
+            finally:
+                self.path = outer
+        if not self.recomputing:
+            self._remember(forward.path)
+        with _past_modes():
+            if leaf.arguments is None:
+                if leaf.op_type is not None and x.dtype in HALF:
+                    x = x.float()
+                return forward.inner(x)
+            key = (forward.path, leaf.op_type or "")
+            occurrence = self._counts.get(key, 0)
+            self._counts[key] = occurrence + 1
+            return self._run_of(key, occurrence)(leaf.function, leaf.arguments(x), {})
+
+    def forget_prepared(self) -> None:
+        """Ask ``prepare`` anew for every operator, and capture anew: what was decided has changed."""
+        self._prepared.clear()
+        if self.graphs is not None:
+            self.graphs.forget()
 
     @property
     def handler(self) -> Handler:
@@ -328,15 +395,16 @@ class Interception:
             handle: Called with a call, and whether the handler would be told of it; returns the result.
             kinds: ATen names of operators to report besides.
         """
-        names, handler, may_rest, at_rest = self.function_names, self._handler, self.may_rest, self.at_rest
+        names, handler, may_rest, prepare = self.function_names, self._handler, self.may_rest, self.prepare
+        (graphs, self.graphs), (at_rest, self.at_rest) = (self.graphs, None), (self.at_rest, None)
         told = frozenset(names.values())
         self.function_names = self._mode.names = {**function_names(kinds), **names}
         self._handler = lambda call: handle(call, call.op_type in told)
-        self.may_rest = self.at_rest = None
+        self.may_rest = self.prepare = None
         try:
             yield
         finally:
-            self.may_rest, self.at_rest = may_rest, at_rest
+            self.may_rest, self.prepare, self.graphs, self.at_rest = may_rest, prepare, graphs, at_rest
             self.function_names = self._mode.names = names
             self._handler = handler
 
@@ -359,6 +427,7 @@ class Interception:
             if shadowed is not None:
                 module.__dict__["forward"] = shadowed
         self._modules.clear()
+        self.graphs = None
 
 
 def _check_free(path: str, module: nn.Module) -> None:

@@ -136,6 +136,8 @@ class JobPlan:
     problem: Problem | None = None
     solution: Solution | None = None
     model: JobModel | None = None
+    host_shares: Mapping[str, float] = field(default_factory=dict)
+    """Per device type with a card, the share of a pass under the plan in which the host still launches."""
 
     def __post_init__(self) -> None:
         if self.device_type not in self.plan.devices:
@@ -152,7 +154,7 @@ class JobPlan:
 
     def describe(self) -> str:
         """A few lines for people: what was decided and what it was compared with."""
-        rows = [self.reason]
+        rows = [self.reason, *host_bound_words(self.host_shares)]
         for other in self.alternatives:
             fits = "" if other.fits else ", does not fit into memory"
             rows.append(
@@ -172,6 +174,24 @@ def how_measured(profile: DeviceProfile) -> str:
     how = str(profile.options.get(MEASURED_OPTION, "operator by operator"))
     estimate = estimated_by(profile)
     return how if estimate is None else f"{how}; {estimate}"
+
+
+HOST_BOUND = 0.9
+"""Share of a pass that the host launches in, from which on a device waits for it."""
+
+
+def host_bound_words(shares: Mapping[str, float]) -> list[str]:
+    """A line for each device type that waits for its host, with what takes that away.
+
+    Args:
+        shares: Per device type, as `JobPlan` has them.
+    """
+    return [
+        f"  {name} waits for its host, which launches operators for {share:.0%} of a pass: capture the passes after "
+        "apply (qsync_opt.graphed(model, batch)), or compile the model"
+        for name, share in shares.items()
+        if share >= HOST_BOUND
+    ]
 
 
 def verdict(

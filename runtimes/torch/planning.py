@@ -23,6 +23,7 @@ from qsync_opt.plan import Plan, plan_from_json
 from qsync_opt.planner import solve
 from qsync_opt.runtimes.torch.agreement import broadcast_json, digest, gather_json, require_agreement, together, world
 from qsync_opt.runtimes.torch.capture import capture_model
+from qsync_opt.runtimes.torch.host_bound import with_host_shares
 from qsync_opt.runtimes.torch.job_choice import decide
 from qsync_opt.runtimes.torch.job_file import load_job, save_job, with_workers
 from qsync_opt.runtimes.torch.job_measuring import (
@@ -113,7 +114,7 @@ def auto_plan(
         sensitivities=tables,
         cluster=job_cluster(types, profiles, network),
     )
-    plan = _planned(job, made, types)
+    plan = with_host_shares(job, _planned(job, made, types), made.graph, types)
     _keep(job, plan, types)
     return plan
 
