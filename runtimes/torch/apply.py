@@ -12,6 +12,7 @@ tensor they write to, as in plain torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import warnings
@@ -29,6 +30,7 @@ from qsync_opt.kernels.arguments import CONVOLUTIONS
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.random_bits import signed
 from qsync_opt.runtimes.torch.apply_checks import (
+    check_autocast,
     check_master_weights,
     check_names,
     check_precisions,
@@ -43,6 +45,9 @@ from qsync_opt.runtimes.torch.operator_calls import Run
 from qsync_opt.runtimes.torch.prepared_operators import eight_bits, fixed, floating, refuse_autocast
 from qsync_opt.runtimes.torch.step_audit import StepAudit
 from qsync_opt.runtimes.torch.wrappers import bare_model
+
+AUTOCAST_TYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
+"""What ``torch.autocast`` is told for a precision."""
 
 
 @runtime_checkable
@@ -66,18 +71,26 @@ class ApplyOptions:
             inputs give equal results. ``"FP32"``: it runs in FP32, as the plain model would.
         rank: Which stream of random bits this worker uses; None: the rank in the default process group, 0 without
             one. Workers with different streams make independent rounding errors, which average out.
+        autocast: ``"BF16"`` or ``"FP16"`` for a plan that has this precision alone: the forward pass runs under
+            ``torch.autocast`` and its operators are not told apart, so that it takes as long as plain mixed precision.
+            None: operator by operator. A `JobPlan` says it by itself.
 
     Raises:
-        UnsupportedError: ``evaluate_in`` is neither.
+        UnsupportedError: ``evaluate_in`` or ``autocast`` is something else.
     """
 
     kernels: KernelOptions = field(default_factory=KernelOptions)
     evaluate_in: str = "plan"
     rank: int | None = None
+    autocast: str | None = None
 
     def __post_init__(self) -> None:
         if self.evaluate_in not in ("plan", "FP32"):
             raise UnsupportedError(f"option evaluate_in={self.evaluate_in!r}: allowed are plan, FP32")
+        if self.autocast not in (None, *AUTOCAST_TYPES):
+            raise UnsupportedError(
+                f"option autocast={self.autocast!r}: allowed are {', '.join(AUTOCAST_TYPES)} and None"
+            )
 
 
 def _of_device_type(plan: Mapping[str, str] | DevicePlans, device_type: str | None) -> dict[str, str]:
@@ -169,6 +182,8 @@ class AppliedPlan:
             on_pass_end=self._end_pass,
             recurrent_inputs=lifted,
         )
+        if options.autocast is not None:
+            self.interception.at_rest = self._under_autocast
         self.interception.prepares_evaluation = options.evaluate_in == "plan"
 
     @property
@@ -276,6 +291,21 @@ class AppliedPlan:
             float_modes.current_mode(family) == "ieee" for family in self._families
         )
 
+    def _under_autocast(self, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """What the forward pass runs in where torch's own mixed precision carries the plan out."""
+        wanted = AUTOCAST_TYPES[str(self._options.autocast)]
+        kind = self._device.type
+        if torch.is_autocast_enabled(kind):
+            if torch.get_autocast_dtype(kind) is not wanted:
+                raise NotReadyError(
+                    f"the model runs under torch.autocast in {torch.get_autocast_dtype(kind)}, but its plan is "
+                    f"{self._options.autocast}: leave autocast while a plan is applied"
+                )
+            return contextlib.nullcontext()  # a part that is computed again in the backward pass
+        if not module.training and self._options.evaluate_in == "FP32":
+            return contextlib.nullcontext()
+        return torch.autocast(kind, dtype=wanted)
+
     def _begin_pass(self) -> None:
         if self._counts_passes and self.counter is not None:
             self.counter.add_(1)
@@ -335,7 +365,8 @@ def apply(
         ModelError: The plan or graph is of another model (the first differing operators are named), the plan lacks
             the device type, parameters are not FP32, or what is given is no model or no plan. Raised also by the first
             forward pass, if it does not meet an operator of the plan.
-        UnsupportedError: The device lacks a planned precision, or an operator cannot run at it.
+        UnsupportedError: The device lacks a planned precision, or an operator cannot run at it; or ``autocast`` is
+            wanted for a plan that mixes precisions.
         NotReadyError: A plan is applied already. Raised also by a forward pass under ``torch.autocast``, and by an
             attempt to copy or pickle the model before ``undo``.
 
@@ -360,13 +391,18 @@ def apply(
     check_sharding(bare, options.kernels.weights)
     check_names(bare, precisions, graph)
     adjustable = check_precisions(precisions, graph, model_device(bare))
+    if isinstance(plan, JobPlan):
+        options = replace(options, autocast=plan.autocast.get(plan.device_type))
+    check_autocast(adjustable, options.autocast, model_device(bare))
     name = device_type
     if name is None and isinstance(plan, DevicePlans):
         name = next(iter(plan.devices))
     applied = AppliedPlan(bare, adjustable, graph, options, name)
     if isinstance(plan, JobPlan):
         applied.audit = StepAudit(
-            bare, predicted_ns=plan.iteration_ns, predicted_bytes=plan.memory_bytes[plan.device_type]
+            bare,
+            predicted_ns=plan.expected_ns or plan.iteration_ns,
+            predicted_bytes=plan.memory_bytes[plan.device_type],
         )
     return model
 

@@ -142,3 +142,17 @@ def check_precisions(plan: Mapping[str, str], graph: OpGraph | None, device: tor
             raise UnsupportedError(f"operator {name!r} cannot run in {precision} on {device}: allowed are {allowed}")
         adjustable[name] = precision
     return adjustable
+
+
+def check_autocast(adjustable: Mapping[str, str], wanted: str | None, device: torch.device) -> None:
+    """Refuse ``torch.autocast`` as the way to carry out a plan that says more than it can."""
+    if wanted is None:
+        return
+    for name, precision in adjustable.items():
+        kind = operator_kind(name)
+        possible = kind is not None and ops.supports(kind, wanted, device)
+        if precision != wanted and (possible or precision != "FP32"):
+            raise UnsupportedError(
+                f"operator {name!r} is planned in {precision}, but torch.autocast runs all in {wanted}: leave the "
+                "option autocast out for a plan that mixes precisions"
+            )

@@ -145,6 +145,8 @@ class Interception:
         seen: Names met in the present or last pass.
         may_rest: Asked before an eager pass, if the handler set it: True runs the pass as if nothing were intercepted.
             Such a pass is not counted.
+        at_rest: What the handler wants every pass to run in, given its outermost module, as if nothing were
+            intercepted; a compiled pass too.
         resting: Whether the present pass is such a one.
         prepare: From the name and kind of an operator to how it runs, if the handler set it: eager passes then ask this
             once per operator, and the handler no more.
@@ -196,6 +198,7 @@ class Interception:
         self.traced = False
         self.resting = False
         self.may_rest: Callable[[], bool] | None = None
+        self.at_rest: Callable[[nn.Module], contextlib.AbstractContextManager[Any]] | None = None
         self.prepare: Callable[[str, str], Run] | None = None
         self.prepares_evaluation = True
         self.prepared_pass = False
@@ -222,14 +225,13 @@ class Interception:
 
     def outermost(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module of a pass."""
+        if self.at_rest is not None:
+            with self.at_rest(forward.module):
+                return self._resting(forward, args, kwargs)
         if torch.compiler.is_compiling():
             return self._traced(forward, args, kwargs)
         if self.may_rest is not None and self.may_rest():
-            self.resting = True
-            try:
-                return forward.inner(*args, **kwargs)
-            finally:
-                self.resting = False
+            return self._resting(forward, args, kwargs)
         self.traced = self._on_cuda and torch.cuda.is_current_stream_capturing()
         self.recomputing = torch._C._current_graph_task_id() != -1
         self.training = forward.module.training
@@ -251,6 +253,13 @@ class Interception:
         if self._on_pass_end is not None and not self.recomputing:
             self._on_pass_end(forward.path)
         return result
+
+    def _resting(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self.resting = True
+        try:
+            return forward.inner(*args, **kwargs)
+        finally:
+            self.resting = False
 
     def _traced(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module while ``torch.compile`` traces it.
@@ -387,7 +396,7 @@ class Interception:
             kinds: ATen names of operators to report besides.
         """
         names, handler, may_rest, prepare = self.function_names, self._handler, self.may_rest, self.prepare
-        graphs, self.graphs = self.graphs, None
+        (graphs, self.graphs), (at_rest, self.at_rest) = (self.graphs, None), (self.at_rest, None)
         told = frozenset(names.values())
         self.function_names = self._mode.names = {**function_names(kinds), **names}
         self._handler = lambda call: handle(call, call.op_type in told)
@@ -395,7 +404,7 @@ class Interception:
         try:
             yield
         finally:
-            self.may_rest, self.prepare, self.graphs = may_rest, prepare, graphs
+            self.may_rest, self.prepare, self.graphs, self.at_rest = may_rest, prepare, graphs, at_rest
             self.function_names = self._mode.names = names
             self._handler = handler
 

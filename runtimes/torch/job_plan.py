@@ -17,6 +17,7 @@ from qsync_opt.evaluation import evaluate
 from qsync_opt.graph import OpGraph
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem
+from qsync_opt.runtimes.torch.job_ways import Way
 from qsync_opt.sensitivity_values import SensitivityValues
 from qsync_opt.solution import Solution
 
@@ -25,16 +26,18 @@ from qsync_opt.solution import Solution
 class JobModel:
     """Everything that was measured about a job; from it a problem is built without measuring again.
 
-    ``sensitivities`` are by device type. ``cluster`` has the memory limits as they are now.
+    ``sensitivities`` are by device type. ``cluster`` has the memory limits as they are now. ``ways`` are the times of
+    the whole model by device type, empty if they were not taken.
     """
 
     graph: OpGraph
     profiles: Mapping[str, DeviceProfile]
     sensitivities: Mapping[str, SensitivityValues]
     cluster: Cluster
+    ways: Mapping[str, tuple[Way, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("profiles", "sensitivities"):
+        for name in ("profiles", "sensitivities", "ways"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def problem(self, *, slack: float = 0.0) -> Problem:
@@ -106,10 +109,13 @@ def alternatives(problem: Problem) -> tuple[Alternative, ...]:
 class JobPlan:
     """The plan of a job as one worker holds it; `apply` takes it as it is.
 
-    ``device_type`` is this worker's. ``worthwhile`` is False if training in FP32 is predicted to be as good; `apply`
-    then leaves the model alone. ``reason`` says so in words, ``alternatives`` are what it was compared with.
-    ``iteration_ns`` is predicted. ``measured`` says per device type how its costs were measured, and what of them was
-    not. ``problem``, ``solution`` and ``model`` are on rank 0 only, None elsewhere.
+    ``device_type`` is this worker's. ``worthwhile`` is False if training in FP32 is as good; `apply` then leaves the
+    model alone. ``reason`` says so in words, ``alternatives`` are what it was compared with. ``iteration_ns`` is
+    predicted from the costs of operators; ``expected_ns`` from times of the whole model, None if they were not taken.
+    ``taken`` names the way of every device type where such times decided, ``autocast`` has the format of those that
+    run under ``torch.autocast``, and ``shares`` the share of the global batch for one worker of each type.
+    ``measured`` says per device type how its costs were measured, and what of them was not. ``problem``, ``solution``
+    and ``model`` are on rank 0 only, None elsewhere.
     """
 
     plan: Plan
@@ -122,6 +128,10 @@ class JobPlan:
     reason: str
     alternatives: tuple[Alternative, ...]
     digest: str
+    expected_ns: int | None = None
+    taken: Mapping[str, str] = field(default_factory=dict)
+    autocast: Mapping[str, str] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, str] = field(default_factory=dict)
     problem: Problem | None = None
     solution: Solution | None = None
@@ -134,7 +144,7 @@ class JobPlan:
             raise ProblemError(
                 f"the plan has no device type {self.device_type!r}: it has {', '.join(self.plan.devices)}"
             )
-        for name in ("memory_bytes", "measured"):
+        for name in ("memory_bytes", "taken", "autocast", "shares", "measured"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @property
@@ -152,7 +162,18 @@ class JobPlan:
             )
         rows.append(f"  plan: {self.iteration_ns / 1e6:.2f} ms, sensitivity {self.sensitivity:.4g}")
         rows += [f"  costs on {name}: {text}" for name, text in self.measured.items()]
+        for name, way in self.taken.items():
+            rows.append(f"  {name}: {way}")
+        if self.expected_ns is not None:
+            rows.append(f"  a step is expected to take {self.expected_ns / 1e6:.2f} ms")
         return "\n".join(rows)
+
+
+def how_measured(profile: DeviceProfile) -> str:
+    """How the costs of a profile were measured, and what of them is an estimate, in words."""
+    how = str(profile.options.get(MEASURED_OPTION, "operator by operator"))
+    estimate = estimated_by(profile)
+    return how if estimate is None else f"{how}; {estimate}"
 
 
 HOST_BOUND = 0.9
@@ -171,13 +192,6 @@ def host_bound_words(shares: Mapping[str, float]) -> list[str]:
         for name, share in shares.items()
         if share >= HOST_BOUND
     ]
-
-
-def how_measured(profile: DeviceProfile) -> str:
-    """How the costs of a profile were measured, and what of them is an estimate, in words."""
-    how = str(profile.options.get(MEASURED_OPTION, "operator by operator"))
-    estimate = estimated_by(profile)
-    return how if estimate is None else f"{how}; {estimate}"
 
 
 def verdict(
