@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent / "quality_bench"))
 import cost
 import harm
 import operators
+import runs
 import training
 import whole_model
 from plans import COST_MODEL
@@ -80,12 +81,13 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
 
 
 def train(name: str, device: torch.device, clock: Clock, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Runs of one model, several side by side, in two waves; every record holds all that is known so far."""
-    seeds, steps = range(arguments.seeds), arguments.steps
+    """Runs of one model, one process per seed; every record holds all that is known so far."""
+    steps = arguments.steps
     comparison = training.Comparison(name, device, arguments.scale, arguments.folder)
     before = arguments.folder / f"train-{name}.json"
     known = read_json(before, (PART,))["records"][-1]["runs"] if before.is_file() else []
     sign = -1.0 if training.better_when_higher(name) else 1.0
+    chosen = training.SETTINGS[name][-1]
     record: dict[str, Any] = {
         "model": name,
         "what": comparison.what,
@@ -93,28 +95,22 @@ def train(name: str, device: torch.device, clock: Clock, arguments: argparse.Nam
         "steps": steps,
         "cost_model": COST_MODEL,
         "runs": list(known),
+        "unfinished": [],
+        "chosen": chosen.name,
+        "plans": comparison.planned(chosen),
     }
+    yield record
     done_before = {training.key(run) for run in known}
+    every = training.jobs(comparison, range(arguments.seeds), steps, captured=not arguments.eager)
+    groups = runs.by_seed(job for job in every if training.key(job) not in done_before)
+    until = time.time() + clock.left()
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
-
-        def wave(jobs: list[training.Job]) -> Iterator[dict[str, Any]]:
-            waiting = [pool.submit(training.train, job) for job in jobs if training.key(job) not in done_before]
-            try:
-                for done in concurrent.futures.as_completed(waiting, timeout=clock.left()):
-                    record["runs"].append(significant(done.result(), 6))
-                    yield record
-            except TimeoutError:
-                print(f"train:{name}: time is up with {len(record['runs'])} runs", flush=True)
-                for one in waiting:
-                    one.cancel()
-
-        yield from wave(list(training.first_jobs(comparison, seeds, steps)))
-        settings = training.SETTINGS[name]
-        chosen = training.harsh_enough(record["runs"], settings, sign)
-        record["chosen"] = chosen.name
-        record["plans"] = comparison.planned(chosen)
-        yield from wave(list(training.second_jobs(comparison, chosen, seeds, steps)))
+        waiting = [pool.submit(runs.train_together, group, until) for group in groups.values()]
+        for done in concurrent.futures.as_completed(waiting):
+            for run in significant(done.result(), 6):
+                record["runs" if run["steps"] == steps else "unfinished"].append(run)
+            yield record
 
 
 def merge(folder: Path, output: Path) -> None:
@@ -163,7 +159,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--scale", choices=("full", "small", "tiny"), default="full", help="small: for a CPU")
     parser.add_argument("--seconds", type=float, default=120.0, help="for each part")
-    parser.add_argument("--workers", type=int, default=6, help="training runs side by side")
+    parser.add_argument("--workers", type=int, default=4, help="seeds in training side by side")
+    parser.add_argument("--eager", action="store_true", help="training steps launched by the host, not as CUDA graphs")
     parser.add_argument("--seeds", type=int, default=4, help="training runs of every policy")
     parser.add_argument("--steps", type=int, default=500, help="of every training run")
     parser.add_argument("--merge", type=Path, metavar="FOLDER")

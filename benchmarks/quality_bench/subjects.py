@@ -52,12 +52,20 @@ class Subject:
 
 def adamw(rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """AdamW as language models are trained."""
-    return lambda model: torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
+    return lambda model: torch.optim.AdamW(
+        model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=_on_cuda(model)
+    )
 
 
 def sgd(rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """SGD with momentum as image models are trained."""
-    return lambda model: torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=5e-4)
+    return lambda model: torch.optim.SGD(
+        model.parameters(), lr=rate, momentum=0.9, weight_decay=5e-4, fused=_on_cuda(model)
+    )
+
+
+def _on_cuda(model: nn.Module) -> bool:
+    return next(model.parameters()).is_cuda
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
