@@ -62,7 +62,17 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
     if kind == "train":
         found = train(rest[0], device, clock, arguments)
     elif kind == "harm":
-        found = harm.section(device, scale, clock, name=rest[0], shard=int(rest[1]), optimizer=(rest[2:] or ["own"])[0])
+        found = harm.section(
+            device,
+            scale,
+            clock,
+            name=rest[0],
+            shard=int(rest[1]),
+            factor=arguments.factor,
+            steps=arguments.steps,
+            optimizer=(rest[2:] or ["own"])[0],
+            captured=not arguments.eager,
+        )
     elif kind == "operators":
         found = operators.section(device, scale, clock, rest or operators.MODELS)
     else:
@@ -162,7 +172,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4, help="seeds in training side by side")
     parser.add_argument("--eager", action="store_true", help="training steps launched by the host, not as CUDA graphs")
     parser.add_argument("--seeds", type=int, default=4, help="training runs of every policy")
-    parser.add_argument("--steps", type=int, default=500, help="of every training run")
+    parser.add_argument("--steps", type=int, default=500, help="of a training run or a repeat of harm")
+    parser.add_argument("--factor", type=float, default=8.0, help="by which errors are magnified for harm")
     parser.add_argument("--merge", type=Path, metavar="FOLDER")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
