@@ -12,9 +12,7 @@ cost, train:MODEL (gpt, cnn; goes on where its file in FOLDER ends).
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import datetime
-import multiprocessing
 import platform
 import sys
 import time
@@ -91,7 +89,7 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
 
 
 def train(name: str, device: torch.device, clock: Clock, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Runs of one model, one process per seed; every record holds all that is known so far."""
+    """Runs of one model; every record holds all that is known so far."""
     steps = arguments.steps
     comparison = training.Comparison(name, device, arguments.scale, arguments.folder)
     before = arguments.folder / f"train-{name}.json"
@@ -104,7 +102,7 @@ def train(name: str, device: torch.device, clock: Clock, arguments: argparse.Nam
         "score": "accuracy on held-out fonts" if sign < 0 else "held-out loss, nats per byte",
         "steps": steps,
         "cost_model": COST_MODEL,
-        "runs": list(known),
+        "runs": known,
         "unfinished": [],
         "chosen": chosen.name,
         "plans": comparison.planned(chosen),
@@ -112,15 +110,14 @@ def train(name: str, device: torch.device, clock: Clock, arguments: argparse.Nam
     yield record
     done_before = {training.key(run) for run in known}
     every = training.jobs(comparison, range(arguments.seeds), steps, captured=not arguments.eager)
-    groups = runs.by_seed(job for job in every if training.key(job) not in done_before)
-    until = time.time() + clock.left()
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
-        waiting = [pool.submit(runs.train_together, group, until) for group in groups.values()]
-        for done in concurrent.futures.as_completed(waiting):
-            for run in significant(done.result(), 6):
-                record["runs" if run["steps"] == steps else "unfinished"].append(run)
-            yield record
+    jobs = [job for job in every if training.key(job) not in done_before]
+    if not jobs:
+        return
+    for found in runs.Training(jobs).run(time.monotonic() + clock.left()):
+        found = significant(found, 6)
+        record["runs"] = known + [run for run in found if run["steps"] == steps]
+        record["unfinished"] = [run for run in found if run["steps"] != steps]
+        yield record
 
 
 def merge(folder: Path, output: Path) -> None:
@@ -169,7 +166,6 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--scale", choices=("full", "small", "tiny"), default="full", help="small: for a CPU")
     parser.add_argument("--seconds", type=float, default=120.0, help="for each part")
-    parser.add_argument("--workers", type=int, default=4, help="seeds in training side by side")
     parser.add_argument("--eager", action="store_true", help="training steps launched by the host, not as CUDA graphs")
     parser.add_argument("--seeds", type=int, default=4, help="training runs of every policy")
     parser.add_argument("--steps", type=int, default=500, help="of a training run or a repeat of harm")

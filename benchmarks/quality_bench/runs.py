@@ -1,12 +1,13 @@
-"""Training runs of one seed, all policies side by side in one process.
+"""Training runs, all policies and seeds side by side in one process.
 
-On a card the pass forward and backward of every run is captured as a graph and replayed on a stream of its own, so that
-the host costs next to nothing; batches are made once for all runs of a seed. Without a card the runs take turns.
+On a card the pass forward and backward of every run is captured as a graph and replayed, on a few streams, so that the
+host costs next to nothing; batches are made once for all runs of a seed. Without a card the runs take turns.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,7 +87,7 @@ def rate_at(step: int, steps: int) -> float:
 class Run:
     """One model in training under a plan."""
 
-    def __init__(self, job: Job, subject: Subject, batch: Batch) -> None:
+    def __init__(self, job: Job, subject: Subject, batch: Batch, place: Place | None) -> None:
         self.job, device = job, torch.device(job.device)
         self.model = subject.model(job.seed, device)
         self._optimizer = subject.optimizer(self.model)
@@ -96,29 +97,26 @@ class Run:
         MagnifiedPlan(self.model, job.plan, graph, options, factor=job.setting.factor, reference=HIGH)
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._inputs = [x.clone() for x in batch]
-        self._stream: torch.cuda.Stream | None = None
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self.place, self._graph = place, None
         self._loss = torch.zeros((), device=device)
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream()
-            if job.captured:
-                self._capture(self._stream)
+        if place is not None and job.captured:
+            self._graph = self._capture(place)
 
-    def _capture(self, stream: torch.cuda.Stream) -> None:
+    def _capture(self, place: Place) -> torch.cuda.CUDAGraph:
         buffers = [buffer.clone() for buffer in self.model.buffers()]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
+        place.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(place.stream):
+            for _ in range(2):
                 self._pass()
-            graph = torch.cuda.CUDAGraph()
             self._optimizer.zero_grad(set_to_none=True)
-            with torch.cuda.graph(graph, stream=stream):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=place.stream, pool=place.pool):
                 self._loss = self._pass()
             with torch.no_grad():  # the statistics of batch normalization have seen passes that do not count
                 for buffer, before in zip(self.model.buffers(), buffers, strict=True):
                     buffer.copy_(before)
-        stream.synchronize()
-        self._graph = graph
+        place.stream.synchronize()
+        return graph
 
     def _pass(self) -> Tensor:
         self._optimizer.zero_grad(set_to_none=True)
@@ -128,13 +126,13 @@ class Run:
 
     def step(self, number: int, batch: Batch) -> None:
         """One training step."""
-        if self._stream is None:
+        if self.place is None:
             self._step(number, batch)
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        stream = self.place.stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             self._step(number, batch)
-        torch.cuda.current_stream().wait_stream(self._stream)
 
     def _step(self, number: int, batch: Batch) -> None:
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
@@ -163,6 +161,21 @@ class Run:
         return float(self._sum) / min(LAST, self.job.steps)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A stream, and the memory of the graphs that are replayed on it one after the other."""
+
+    stream: torch.cuda.Stream
+    pool: tuple[int, int]
+
+
+def places(device: torch.device, count: int = 4) -> Iterator[Place | None]:
+    """Places in turn; None without a card."""
+    if device.type != "cuda":
+        return itertools.repeat(None)
+    return itertools.cycle([Place(torch.cuda.Stream(), torch.cuda.graph_pool_handle()) for _ in range(count)])
+
+
 def alike(jobs: Sequence[Job]) -> dict[int, int]:
     """Index of a job to that of the first that trains the very same; policies may agree on a plan."""
     found: dict[int, int] = {}
@@ -172,59 +185,99 @@ def alike(jobs: Sequence[Job]) -> dict[int, int]:
     return found
 
 
-def train_together(jobs: Sequence[Job], until: float) -> list[dict[str, Any]]:
-    """Train all policies of one seed from scratch; scores of the results, and of the models on the way.
+class Training:
+    """Several runs of one subject, side by side, step by step."""
 
-    Args:
-        jobs: Of one subject, seed and number of steps.
-        until: ``time.time()`` at which to stop; what is there then says how many steps it has taken.
-    """
-    torch.set_num_threads(1)
-    first = jobs[0]
-    device = torch.device(first.device)
-    subject = cached_subject(first.subject, device, first.scale)
-    same = alike(jobs)
-    batch = subject.batch(first.seed * 10**5)
-    runs = {i: Run(jobs[i], subject, batch) for i in dict.fromkeys(same.values())}
-    held_out = subject.held_out(40 if first.scale == "full" else 2)
-    curves: dict[int, dict[str, float]] = {i: {} for i in runs}
-    begin, done = time.perf_counter(), 0
-    for step in range(first.steps):
-        if step % 10 == 0:
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if time.time() > until:
-                break
-        batch = subject.batch(first.seed * 10**5 + step)
-        for run in runs.values():
-            run.step(step, batch)
-        done = step + 1
-        if done % max(1, first.steps // 5) == 0 and done < first.steps:
-            for i, run in runs.items():
-                curves[i][str(done)] = run.score(held_out[:8])
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - begin
-    scores = {i: run.score(held_out) for i, run in runs.items()}
-    return [
-        {
-            "policy": job.policy,
-            "setting": job.setting.name,
-            "seed": job.seed,
-            "steps": done,
-            "score": scores[same[i]],
-            "last_training_loss": runs[same[i]].last_training_loss if done == job.steps else None,
-            "on_the_way": curves[same[i]],
-            "same_plan_as": None if same[i] == i else jobs[same[i]].policy,
-            "seconds_of_all": seconds,
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        first = jobs[0]
+        self._jobs, self._steps = jobs, first.steps
+        self._device = torch.device(first.device)
+        self._subject = cached_subject(first.subject, self._device, first.scale)
+        self._same = alike(jobs)
+        place = places(self._device)
+        self._runs = {
+            i: Run(jobs[i], self._subject, self._batch(jobs[i].seed, 0), next(place))
+            for i in dict.fromkeys(self._same.values())
         }
-        for i, job in enumerate(jobs)
-    ]
+        self._held_out = self._subject.held_out(40 if first.scale == "full" else 2)
+        self._curves: dict[int, dict[str, float]] = {i: {} for i in self._runs}
+        self.done = 0
 
+    def _batch(self, seed: int, step: int) -> Batch:
+        return self._subject.batch(seed * 10**5 + step)
 
-def by_seed(jobs: Iterator[Job]) -> dict[int, list[Job]]:
-    """Jobs of each seed."""
-    found: dict[int, list[Job]] = {}
-    for job in jobs:
-        found.setdefault(job.seed, []).append(job)
-    return found
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def run(self, until: float) -> Iterator[list[dict[str, Any]]]:
+        """Train from scratch; yields what is known several times on the way, and at the end.
+
+        If the time does not suffice for all seeds, which a few steps show, the last ones are left out.
+
+        Args:
+            until: ``time.monotonic()`` at which to stop; what is there then says how many steps it has taken.
+        """
+        begin = time.monotonic()
+        left = until - time.monotonic()
+        print(f"{len(self._runs)} runs side by side, {left:.0f} s left", flush=True)
+        measured = min(30, self._steps // 2)
+        for step in range(self._steps):
+            if step == 10:
+                self._wait()
+                begin = time.monotonic()
+            if step == measured and measured > 10:
+                self._wait()
+                self._leave_out((time.monotonic() - begin) / (measured - 10), until)
+            if step % 10 == 0:
+                self._wait()
+                if time.monotonic() > until:
+                    break
+            self._advance(step)
+            if self.done % max(1, self._steps // 5) == 0 and self.done < self._steps:
+                self._wait()
+                for i, run in self._runs.items():
+                    self._curves[i][str(self.done)] = run.score(self._held_out[:8])
+                print(f"{self.done} steps, {time.monotonic() - begin:.1f} s", flush=True)
+                yield self._found({i: self._curves[i][str(self.done)] for i in self._runs})
+        self._wait()
+        yield self._found({i: run.score(self._held_out) for i, run in self._runs.items()})
+
+    def _advance(self, step: int) -> None:
+        batches: dict[int, Batch] = {}
+        for i, run in self._runs.items():
+            seed = self._jobs[i].seed
+            if seed not in batches:
+                batches[seed] = self._batch(seed, step)
+            run.step(step, batches[seed])
+        if self._device.type == "cuda":  # the batches may go only when all have read them
+            for run in self._runs.values():
+                if run.place is not None:
+                    torch.cuda.current_stream().wait_stream(run.place.stream)
+        self.done = step + 1
+
+    def _leave_out(self, seconds: float, until: float) -> None:
+        """Drop the last seeds, but for two, as long as all steps of all runs would take too long."""
+        seeds = sorted({self._jobs[i].seed for i in self._runs})
+        left = until - time.monotonic()
+        kept = len(seeds)
+        while kept > 2 and seconds * kept / len(seeds) * (self._steps - self.done) > left:
+            kept -= 1
+        print(f"{seconds * 1e3:.0f} ms for one step of all, {left:.0f} s left: {kept} seeds", flush=True)
+        self._runs = {i: run for i, run in self._runs.items() if self._jobs[i].seed in seeds[:kept]}
+
+    def _found(self, scores: Mapping[int, float]) -> list[dict[str, Any]]:
+        return [
+            {
+                "policy": job.policy,
+                "setting": job.setting.name,
+                "seed": job.seed,
+                "steps": self.done,
+                "score": scores[self._same[i]],
+                "last_training_loss": self._runs[self._same[i]].last_training_loss if self.done == job.steps else None,
+                "on_the_way": self._curves[self._same[i]],
+                "same_plan_as": None if self._same[i] == i else self._jobs[self._same[i]].policy,
+            }
+            for i, job in enumerate(self._jobs)
+            if self._same[i] in self._runs
+        ]

@@ -355,7 +355,7 @@ _GPTS: dict[str, dict[str, tuple[GptConfig, int, float]]] = {
     },
 }
 _CNNS: dict[str, dict[str, Any]] = {
-    "full": {"blocks": (2, 2, 2), "width": 32, "batch": 128, "size": 24, "large": False, "rate": 0.1},
+    "full": {"blocks": (2, 2, 2), "width": 32, "batch": 128, "size": 24, "large": False, "rate": 0.1, "classes": 94},
     "small": {"blocks": (1, 1, 1), "width": 12, "batch": 48, "size": 16, "large": False, "rate": 0.1, "classes": 40},
     "tiny": {"blocks": (1, 1), "width": 8, "batch": 16, "size": 16, "large": False, "rate": 0.05},
 }
