@@ -6,6 +6,7 @@ host together, when the call's gradients are complete.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from qsync_opt.rounding import GRADIENT_KINDS, Granularity, Rounding, closed_for
 from qsync_opt.runtimes.torch.attention_error import AttentionCall, attention_errors
 from qsync_opt.runtimes.torch.product_calls import Product
 from qsync_opt.runtimes.torch.product_forms import ProductForm
-from qsync_opt.runtimes.torch.rounding_error import ElementErrors, cast_errors, kind_errors
+from qsync_opt.runtimes.torch.rounding_error import ElementErrors, stacked_errors
 from qsync_opt.statistics import (
     GRADIENTS,
     SHAPES,
@@ -29,7 +30,14 @@ from qsync_opt.statistics import (
     TensorStatistics,
 )
 
-_INTEGER_GRADIENT = GRADIENT_KINDS["INT8"]
+_SCALED_KINDS = noise_kinds(scaled=True)
+_CAST_KINDS = noise_kinds(scaled=False)
+_GRADIENT_KINDS = tuple(GRADIENT_KINDS.values())
+_INTEGER_KINDS = tuple(kind for kind in _SCALED_KINDS if kind.startswith("INT8/"))
+_INTEGER_GRADIENT = (GRADIENT_KINDS["INT8"],)
+_TABLE_DIMS = {Granularity.CHANNEL: (0,), Granularity.ROW: (1,)}
+_CHUNK = 1 << 22
+"""Elements of a large tensor that are looked at together where all of them are."""
 
 
 def _total(x: Tensor) -> Tensor:
@@ -44,6 +52,11 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return _total(a * b)
 
 
+def _largest(x: Tensor) -> Tensor:
+    least, greatest = torch.aminmax(x)
+    return torch.maximum(greatest, -least)
+
+
 def _strided(x: Tensor, limit: int) -> Tensor:
     """About ``limit`` evenly spaced elements."""
     flat = x.reshape(-1)
@@ -54,10 +67,9 @@ def _slices(form: ProductForm, operand: str) -> dict[Granularity, tuple[int, ...
     return {granularity: form.slice_dims(operand, granularity) for granularity in Granularity}
 
 
-def _shape_of_kind(kind: str) -> str | None:
-    """The alignment shape that a noise kind of an operand stands for."""
-    name, _, granularity = kind.partition("/")
-    return granularity if name == "INT8" else None
+def _ratio(whole: Tensor, part: Tensor) -> Tensor:
+    """By what a sum over a sample is to be multiplied; 1 where the sample holds nothing."""
+    return torch.where(part > 0, whole / part.clamp(min=torch.finfo(part.dtype).tiny), 1.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,13 +85,15 @@ class OperatorRecord:
     needs_gradient: dict[str, int] = field(default_factory=dict)
     """Elements of each operand that a gradient is due for, by the gradient's name."""
     elements: dict[str, int] = field(default_factory=dict)
-    scalars: dict[str, Tensor] = field(default_factory=dict)
+    found: list[tuple[tuple[str, ...], Tensor]] = field(default_factory=list)
+    """Names and values, on the device until ``take``."""
     # Of a product, from its forward to its backward pass: per shape the reductions that wait for the gradient.
     form: ProductForm | None = None
     factor: float = 1.0
-    by_row: dict[str, tuple[Tensor, slice]] = field(default_factory=dict)
+    by_row: dict[str, Tensor] = field(default_factory=dict)
     by_column: dict[str, Tensor] = field(default_factory=dict)
-    fraction: float = 1.0
+    row_sizes: Tensor | None = None
+    """Squared largest magnitude of every row of ``first``, shaped like a row's reduction; None without sampling."""
     sampled: slice = field(default_factory=lambda: slice(None))
     attention: AttentionCall | None = None
     # Of a lookup: which rows of the result count in the gradient of the table (all but those of padding).
@@ -87,73 +101,106 @@ class OperatorRecord:
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
-    def moments(self, tensor: str, x: Tensor) -> None:
-        """Largest magnitude and squared norm."""
+    def put(self, name: str, value: Tensor) -> None:
+        """Keep one number."""
+        self.found.append(((name,), value.to(torch.float64).reshape(1)))
+
+    def moments(self, tensor: str, x: Tensor, squares: Tensor | None = None) -> None:
+        """Largest magnitude and squared norm; ``squares`` are those of the elements, if known already."""
         self.elements[tensor] = x.numel()
-        self.scalars[f"{tensor}.amax"] = torch.maximum(x.amax(), -x.amin()).to(torch.float64)
-        self.scalars[f"{tensor}.square_sum"] = _total(x.square())
+        self.put(f"{tensor}.amax", _largest(x))
+        self.put(f"{tensor}.square_sum", _total(x.square() if squares is None else squares))
 
     def plain(self, tensor: str, x: Tensor) -> None:
         """Moments and cast errors of a tensor that is no operand."""
         self.moments(tensor, x)
         part = _strided(x, self.sample)
-        for kind in noise_kinds(scaled=False):
-            self._errors(tensor, kind, cast_errors(part, kind), part)
+        self._keep(tensor, _CAST_KINDS, stacked_errors(part, _CAST_KINDS, {}), part)
 
-    def _errors(self, tensor: str, kind: str, errors: ElementErrors, part: Tensor) -> None:
-        """Mean errors of a tensor from those of a part of it.
+    def _keep(self, tensor: str, kinds: tuple[str, ...], errors: ElementErrors, part: Tensor) -> None:
+        """Mean errors of a part of a tensor, and what they are scaled by to stand for the whole.
 
         Floating formats err in proportion to the square, so that a few large elements may hold most of the error: the
         part's error is scaled from its mean square to that of the tensor.
         """
-        share: Tensor | float = 1.0
-        if part.numel() < self.elements[tensor] and _shape_of_kind(kind) is None:
-            own = _mean(part.square())
-            whole = self.scalars[f"{tensor}.square_sum"] / self.elements[tensor]
-            share = torch.where(own > 0, whole / own.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
-        self.scalars[f"{tensor}.{kind}.stochastic"] = _mean(errors.stochastic) * share
-        self.scalars[f"{tensor}.{kind}.nearest"] = _mean(errors.nearest) * share
+        for rounding, values in zip(Rounding, errors, strict=True):
+            names = tuple(f"{tensor}.{kind}.{rounding}" for kind in kinds)
+            self.found.append((names, values.flatten(1).mean(1, dtype=torch.float64)))
+        if part.numel() < self.elements[tensor]:
+            self.put(f"{tensor}.sample.square", _mean(part.square()))
 
-    def _amaxes(self, tensor: str, x: Tensor, dims: dict[Granularity, tuple[int, ...]]) -> dict[Granularity, Tensor]:
-        amaxes = {}
-        for granularity in Granularity:
-            amax = x.abs().amax(dims[granularity], keepdim=True)
-            self.scalars[f"{tensor}.amax.{granularity}"] = _mean(amax.square())
-            amaxes[granularity] = amax
+    def _amaxes(self, tensor: str, x: Tensor, dims: Mapping[Granularity, tuple[int, ...]]) -> dict[Granularity, Tensor]:
+        magnitudes = x.abs()
+        amaxes = {g: magnitudes.amax(dims[g], keepdim=True) for g in (Granularity.CHANNEL, Granularity.ROW)}
+        rows = amaxes[Granularity.ROW]
+        amaxes[Granularity.TENSOR] = rows.amax(tuple(range(rows.dim())), keepdim=True)
+        for granularity, amax in amaxes.items():
+            self.put(f"{tensor}.amax.{granularity}", _mean(amax.square()))
         return amaxes
 
     def product(self, product: Product) -> None:
         """Everything about the operands of a bilinear operator that its forward pass can tell."""
         form, self.factor = product
         self.form, self.products = form, (form.sizes,)
-        x2, w2 = form.first.square(), form.second.square()
-        contracted_x2, contracted_w2 = form.first_by_contraction(x2), form.second_by_contraction(w2)
-        self.scalars["xw/floating"] = _dot(contracted_x2, contracted_w2)
+        squares = form.first.square()
+        contracted_x2 = form.first_by_contraction(squares)
+        self.by_row["floating"] = form.first_by_row(squares)
+        self.moments("first", form.first, squares)
+        squares = form.second.square()
+        contracted_w2 = form.second_by_contraction(squares)
+        self.by_column["floating"] = form.second_by_column(squares)
+        self.moments("second", form.second, squares)
+        del squares
+        self.put("xw/floating", _dot(contracted_x2, contracted_w2))
+        self._first(form, contracted_w2)
+        self._second(form, contracted_x2)
+
+    def _first(self, form: ProductForm, contracted_w2: Tensor) -> None:
+        """Errors of the first operand, from some of its rows."""
         part, rows = form.sample(self.sample)
-        self.fraction, self.sampled = part.numel() / form.first.numel(), rows
-        self.by_row["floating"] = (form.first_by_row(x2), slice(None))
-        self.by_column["floating"] = form.second_by_column(w2)
-
-        self.moments("first", form.first)
+        self.sampled = rows
         amaxes = self._amaxes("first", form.first, _slices(form, "first"))
-        amaxes[Granularity.ROW] = form.sampled_rows(amaxes[Granularity.ROW], rows)
-        for kind in noise_kinds(scaled=True):
-            errors = kind_errors(part, kind, amaxes)
-            self._errors("first", kind, errors, part)
-            shape = _shape_of_kind(kind)
-            if shape:
-                self.scalars[f"xw/first/{shape}"] = _dot(form.first_by_contraction(errors.stochastic), contracted_w2)
-                self.by_row[shape] = (form.first_by_row(errors.stochastic), rows)
+        row_amax = amaxes[Granularity.ROW]
+        amaxes[Granularity.ROW] = form.sampled_rows(row_amax, rows)
+        errors = stacked_errors(part, _SCALED_KINDS, amaxes)
+        self._keep("first", _SCALED_KINDS, errors, part)
+        by_size: Tensor | float = 1.0
+        fraction = part.numel() / form.first.numel()
+        if fraction < 1.0:
+            # With a scale per row, rows err by their own largest magnitude, which is known of all of them.
+            self.row_sizes = row_amax.square()
+            self.put("first.sample.row", _mean(amaxes[Granularity.ROW].square()))
+            by_size = _ratio(_mean(self.row_sizes), _mean(amaxes[Granularity.ROW].square()))
+        for kind in _INTEGER_KINDS:
+            shape = kind.partition("/")[2]
+            noise = errors.stochastic[_SCALED_KINDS.index(kind)]
+            share = by_size if shape == Granularity.ROW else 1.0
+            self.put(f"xw/first/{shape}", _dot(form.first_by_contraction(noise), contracted_w2) / fraction * share)
+            self.by_row[shape] = form.first_by_row(noise)
 
-        self.moments("second", form.second)
+    def _second(self, form: ProductForm, contracted_x2: Tensor) -> None:
+        """Errors of the second operand, from some of its rows if it is a large weight."""
+        part, rows = form.sample_second(self.sample)
         amaxes = self._amaxes("second", form.second, _slices(form, "second"))
-        for kind in noise_kinds(scaled=True):
-            errors = kind_errors(form.second, kind, amaxes)
-            self._errors("second", kind, errors, form.second)
-            shape = _shape_of_kind(kind)
-            if shape:
-                self.scalars[f"xw/second/{shape}"] = _dot(contracted_x2, form.second_by_contraction(errors.stochastic))
-                self.by_column[shape] = form.second_by_column(errors.stochastic)
+        row_amax = amaxes[Granularity.ROW]
+        if part.numel() < form.second.numel():
+            amaxes[Granularity.ROW] = form.sampled_contraction(row_amax, rows)
+        errors = stacked_errors(part, _SCALED_KINDS, amaxes)
+        self._keep("second", _SCALED_KINDS, errors, part)
+        for kind in _INTEGER_KINDS:
+            shape = kind.partition("/")[2]
+            noise = errors.stochastic[_SCALED_KINDS.index(kind)]
+            output = _dot(form.sampled_contraction(contracted_x2, rows), form.second_by_contraction(noise))
+            column = form.second_by_column(noise)
+            if part.numel() < form.second.numel():
+                sizes = row_amax.square().flatten(1) if shape == Granularity.ROW else torch.ones_like(contracted_x2)
+                weighted = contracted_x2 * sizes
+                output = output * _ratio(_total(weighted), _total(form.sampled_contraction(weighted, rows)))
+                column = column * _ratio(_total(sizes), _total(form.sampled_contraction(sizes, rows)))
+                if shape == Granularity.ROW:
+                    self.put("second.sample.row", _mean(amaxes[Granularity.ROW].square()))
+            self.put(f"xw/second/{shape}", output)
+            self.by_column[shape] = column
 
     def lookup(self, table: Tensor, indices: Tensor, padding: int | None) -> None:
         """Everything about a lookup that its forward pass can tell: a product with a one-hot first operand."""
@@ -161,23 +208,29 @@ class OperatorRecord:
         self.products = (size,)
         one = torch.ones((), dtype=torch.float64, device=table.device)
         self.elements["first"] = size.rows * size.contraction
-        self.scalars["first.amax"] = one
-        self.scalars["first.square_sum"] = one * size.rows
+        self.put("first.amax", one)
+        self.put("first.square_sum", one * size.rows)
         for granularity in Granularity:
-            self.scalars[f"first.amax.{granularity}"] = one
-        for kind in noise_kinds(scaled=True):  # zeros and ones are exact in every format
-            self.scalars[f"first.{kind}.stochastic"] = self.scalars[f"first.{kind}.nearest"] = one * 0
+            self.put(f"first.amax.{granularity}", one)
+        for rounding in Rounding:  # zeros and ones are exact in every format
+            names = tuple(f"first.{kind}.{rounding}" for kind in _SCALED_KINDS)
+            self.found.append((names, one.new_zeros(len(names))))
         used = indices.reshape(-1)
-        self.scalars["xw/floating"] = _total(table.square().sum(1)[used])
+        rows = table[used]
+        self.put("xw/floating", _total(rows.square()))
         self.moments("second", table)
-        dims = {Granularity.TENSOR: (0, 1), Granularity.CHANNEL: (0,), Granularity.ROW: (1,)}
-        amaxes = self._amaxes("second", table, dims)
-        for kind in noise_kinds(scaled=True):
-            errors = kind_errors(table, kind, amaxes)
-            self._errors("second", kind, errors, table)
-            shape = _shape_of_kind(kind)
-            if shape:
-                self.scalars[f"xw/second/{shape}"] = _total(errors.stochastic.sum(1)[used])
+        amaxes = self._amaxes("second", table, _TABLE_DIMS)
+        step = max(1, min(table.shape[0] // 8, table.numel() // self.sample))
+        row_amax = amaxes[Granularity.ROW]
+        some = amaxes | {Granularity.ROW: row_amax[::step]}
+        self._keep("second", _SCALED_KINDS, stacked_errors(table[::step], _SCALED_KINDS, some), table[::step])
+        if step > 1:
+            self.put("second.sample.row", _mean(some[Granularity.ROW].square()))
+        step = max(1, rows.numel() // self.sample)
+        taken = amaxes | {Granularity.ROW: row_amax[used[::step]]}
+        errors = stacked_errors(rows[::step], _INTEGER_KINDS, taken).stochastic
+        totals = errors.flatten(1).sum(1, dtype=torch.float64) * (used.numel() / len(rows[::step]))
+        self.found.append((tuple(f"xw/second/{kind.partition('/')[2]}" for kind in _INTEGER_KINDS), totals))
         self.counted = None if padding is None else (used != padding)
 
     def output(self, z: Tensor) -> None:
@@ -189,19 +242,17 @@ class OperatorRecord:
         self.plain("output_gradient", g)
         if self._runs_backward_in_8_bits:
             # It is quantized with one scale there.
-            amax = torch.maximum(g.amax(), -g.amin())
-            self.scalars[f"output_gradient.amax.{Granularity.TENSOR}"] = amax.to(torch.float64).square()
+            amaxes = {Granularity.TENSOR: _largest(g)}
+            self.put(f"output_gradient.amax.{Granularity.TENSOR}", amaxes[Granularity.TENSOR].square())
             part = _strided(g, self.sample)
-            for kind in GRADIENT_KINDS.values():
-                self._errors("output_gradient", kind, kind_errors(part, kind, {Granularity.TENSOR: amax}), part)
+            self._keep("output_gradient", _GRADIENT_KINDS, stacked_errors(part, _GRADIENT_KINDS, amaxes), part)
         if self.attention is not None:
             for name, errors in attention_errors(self.attention, g).items():
-                for target, error in zip(("output", *GRADIENTS), errors, strict=True):
-                    self.scalars[f"measured.{name}.{target}"] = error
+                self.found.append((tuple(f"measured.{name}.{target}" for target in ("output", *GRADIENTS)), errors))
             self.attention = None
         if self.kind is OperatorKind.LOOKUP:
             rows = g.square().reshape(-1, g.shape[-1]).sum(1)
-            self.scalars["xg/floating"] = _total(rows if self.counted is None else rows[self.counted])
+            self.put("xg/floating", _total(rows if self.counted is None else rows[self.counted]))
         if self.form is not None:
             self._meet_gradient(self.form, self.form.result(g))
 
@@ -213,24 +264,50 @@ class OperatorRecord:
     def _meet_gradient(self, form: ProductForm, g: Tensor) -> None:
         g2 = g.square()
         row_g2, column_g2 = form.result_by_row(g2), form.result_by_column(g2)
-        for shape, (reduced, rows) in self.by_row.items():
-            self.scalars[f"xg/{shape}"] = _dot(reduced, form.sampled_rows(row_g2, rows))
-        for shape, reduced in self.by_column.items():
-            self.scalars[f"gw/{shape}"] = _dot(reduced, column_g2)
-        if self.fraction < 1.0:
-            # A few rows may hold most of the gradient: what it is in the sampled rows and in all, under even noise.
-            rows = self.sampled
-            window = form.first_by_row(torch.ones_like(form.first))
-            self.scalars["g/all"] = _dot(window, row_g2)
-            self.scalars["g/sampled"] = _dot(form.sampled_rows(window, rows), form.sampled_rows(row_g2, rows))
+        del g2
+        self.put("xg/floating", _dot(self.by_row["floating"], row_g2))
+        self.put("gw/floating", _dot(self.by_column["floating"], column_g2))
+        some_g2 = form.sampled_rows(row_g2, self.sampled)
+        even, by_size = self._outside_sample(form, row_g2, some_g2)
+        for kind in _INTEGER_KINDS:
+            shape = kind.partition("/")[2]
+            share = by_size if shape == Granularity.ROW else even
+            self.put(f"xg/{shape}", _dot(self.by_row[shape], some_g2) * share)
+            self.put(f"gw/{shape}", _dot(self.by_column[shape], column_g2))
         if self._runs_backward_in_8_bits:
-            errors = kind_errors(g, _INTEGER_GRADIENT, {Granularity.TENSOR: g.abs().amax()}).stochastic
-            self.scalars["gradient_error"] = _mean(errors)
-            self.scalars["xg/gradient"] = _dot(self.by_row["floating"][0], form.result_by_row(errors))
-            self.scalars["gw/gradient"] = _dot(self.by_column["floating"], form.result_by_column(errors))
-        self.form = None
+            self._gradient_errors(form, g)
+        self.form = self.row_sizes = None
         self.by_row.clear()
         self.by_column.clear()
+
+    def _outside_sample(
+        self, form: ProductForm, row_g2: Tensor, some_g2: Tensor
+    ) -> tuple[Tensor | float, Tensor | float]:
+        """By what sums over sampled rows are multiplied: with even noise, and with noise by the rows' magnitudes.
+
+        A few rows may hold most of the gradient, and the sample may have caught or missed them.
+        """
+        if self.row_sizes is None:
+            return 1.0, 1.0
+        found = []
+        for noise in (torch.ones_like(form.first), self.row_sizes.expand_as(form.first)):
+            window = form.first_by_row(noise)
+            found.append(_ratio(_dot(window, row_g2), _dot(form.sampled_rows(window, self.sampled), some_g2)))
+        return found[0], found[1]
+
+    def _gradient_errors(self, form: ProductForm, g: Tensor) -> None:
+        """What quantizing the gradient of a matrix product (P, N, M) does; errors of all elements, rows by rows."""
+        amaxes = {Granularity.TENSOR: _largest(g)}
+        rows, columns, total = [], [], []
+        count = max(1, _CHUNK * g.shape[1] // g.numel())
+        for part in g.split(count, 1):
+            errors = stacked_errors(part, _INTEGER_GRADIENT, amaxes).stochastic[0]
+            rows.append(form.result_by_row(errors))
+            columns.append(form.result_by_column(errors))
+            total.append(_total(errors))
+        self.put("gradient_error", torch.stack(total).sum() / g.numel())
+        self.put("xg/gradient", _dot(self.by_row["floating"], torch.cat(rows, 1)))
+        self.put("gw/gradient", _dot(self.by_column["floating"], torch.stack(columns).sum(0)))
 
     # -- finishing -----------------------------------------------------------------------------------------------
 
@@ -239,16 +316,19 @@ class OperatorRecord:
         """True if a gradient could have come and none did."""
         return bool(self.needs_gradient) and "output_gradient" not in self.elements
 
-    def values(self, batch: int) -> dict[str, float]:
-        """All scalars on the host.
+    def take(self) -> tuple[tuple[str, ...], Tensor]:
+        """Names and values of all that was found, as one vector on the device; nothing is kept."""
+        names = tuple(name for part, _ in self.found for name in part)
+        values = torch.cat([values for _, values in self.found]) if self.found else torch.zeros(0, dtype=torch.float64)
+        self.found.clear()
+        return names, values
+
+    def _checked(self, values: dict[str, float], batch: int) -> dict[str, float]:
+        """The values, all of them finite.
 
         Raises:
-            ModelError: One of them is not finite; the text names operator, tensor and batch.
+            ModelError: One of them is not; the text names operator, tensor and batch.
         """
-        if not self.scalars:
-            return {}
-        host = torch.stack(list(self.scalars.values())).tolist()
-        values = dict(zip(self.scalars, host, strict=True))
         for key, value in sorted(values.items(), key=lambda item: "/" in item[0]):  # tensors before sums over two
             if not -float("inf") < value < float("inf"):
                 tensor = key.partition(".")[0].replace("_", " ")
@@ -258,10 +338,11 @@ class OperatorRecord:
                 )
         return values
 
-    def finish(self, batch: int) -> OperatorStatistics:
+    def finish(self, values: dict[str, float], batch: int) -> OperatorStatistics:
         """Statistics of the call; gradients that never came are zero.
 
         Args:
+            values: What ``take`` gave, by name.
             batch: Number of the batch, for error texts.
 
         Raises:
@@ -270,7 +351,7 @@ class OperatorRecord:
         for name, size in self.needs_gradient.items():
             self.elements.setdefault(name, size)
         self.elements.setdefault("output_gradient", self.elements["output"])
-        values = self.values(batch)
+        values = self._checked(values, batch)
         tensors: dict[str, Any] = {name: _tensor_statistics(name, size, values) for name, size in self.elements.items()}
         return OperatorStatistics(
             name=self.name,
@@ -290,33 +371,26 @@ class OperatorRecord:
         squares = {name: tensors[name].mean_square for name in ("first", "second", "output_gradient")}
         square = self.factor**2
 
-        def ratio(key: str, *means: float, fraction: float = 1.0) -> float:
-            scale = sizes.volume * fraction
+        def ratio(key: str, *means: float) -> float:
+            scale = float(sizes.volume)
             for mean in means:
                 scale *= mean
             return square * values.get(key, 0.0) / scale if scale else 0.0
 
-        sampled = self.fraction
-        if values.get("g/sampled", 0.0) > 0:
-            sampled = values["g/sampled"] / values["g/all"]
         found = {}
         for shape in SHAPES:
             noise = {
-                name: squares[name] if shape == "floating" else values.get(f"{name}.INT8/{shape}.stochastic", 0.0)
+                name: squares[name]
+                if shape == "floating"
+                else _mean_error(name, f"INT8/{shape}", values, squares[name])
                 for name in ("first", "second")
             }
-            part = 1.0 if shape == "floating" else self.fraction
             first, second = (
                 (("xw/floating",) * 2) if shape == "floating" else (f"xw/first/{shape}", f"xw/second/{shape}")
             )
-            found[f"first>output/{shape}"] = ratio(first, noise["first"], squares["second"], fraction=part)
+            found[f"first>output/{shape}"] = ratio(first, noise["first"], squares["second"])
             found[f"second>output/{shape}"] = ratio(second, noise["second"], squares["first"])
-            found[f"first>second_gradient/{shape}"] = ratio(
-                f"xg/{shape}",
-                noise["first"],
-                squares["output_gradient"],
-                fraction=1.0 if shape == "floating" else sampled,
-            )
+            found[f"first>second_gradient/{shape}"] = ratio(f"xg/{shape}", noise["first"], squares["output_gradient"])
             found[f"second>first_gradient/{shape}"] = ratio(f"gw/{shape}", noise["second"], squares["output_gradient"])
         # Both ends of these paths are squares: the same sum, whichever of the two is noisy.
         found["gradient>second_gradient/floating"] = found["first>second_gradient/floating"]
@@ -328,17 +402,40 @@ class OperatorRecord:
         return found
 
 
+def _mean_error(
+    tensor: str,
+    kind: str,
+    values: dict[str, float],
+    mean_square: float,
+    rounding: Rounding = Rounding.STOCHASTIC,
+) -> float:
+    """Mean squared error of a whole tensor from that of a part: scaled by what the error grows with.
+
+    Errors of floating formats grow with the square of the element, those of fixed-point with a scale per row with the
+    square of the row's largest magnitude.
+    """
+    error = values.get(f"{tensor}.{kind}.{rounding}", 0.0)
+    whole = part = 1.0
+    if not kind.startswith("INT8"):
+        whole, part = mean_square, values.get(f"{tensor}.sample.square", mean_square)
+    elif kind == f"INT8/{Granularity.ROW}":
+        whole = values[f"{tensor}.amax.{Granularity.ROW}"]
+        part = values.get(f"{tensor}.sample.row", whole)
+    return error * whole / part if part else error
+
+
 def _tensor_statistics(name: str, elements: int, values: dict[str, float]) -> TensorStatistics:
     square_sum = values.get(f"{name}.square_sum", 0.0)
+    mean_square = square_sum / elements
     amaxes = {str(g): values[f"{name}.amax.{g}"] for g in Granularity if f"{name}.amax.{g}" in values}
     factors = {}
-    for kind in dict.fromkeys((*noise_kinds(scaled=bool(amaxes)), *GRADIENT_KINDS.values())):
+    for kind in dict.fromkeys((*(_SCALED_KINDS if amaxes else _CAST_KINDS), *_GRADIENT_KINDS)):
         if f"{name}.{kind}.nearest" not in values:
             continue
         ratios = {}
         for rounding in Rounding:
-            closed = closed_form_variance(kind, rounding, mean_square=square_sum / elements, mean_square_amax=amaxes)
-            ratios[str(rounding)] = values[f"{name}.{kind}.{rounding}"] / closed if closed else 0.0
+            closed = closed_form_variance(kind, rounding, mean_square=mean_square, mean_square_amax=amaxes)
+            ratios[str(rounding)] = _mean_error(name, kind, values, mean_square, rounding) / closed if closed else 0.0
         factors[kind] = RoundingFactor(**ratios)
     return TensorStatistics(
         elements=elements,

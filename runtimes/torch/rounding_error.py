@@ -6,6 +6,8 @@ under stochastic rounding and by ``min(f, 1 - f)**2 * s**2`` under rounding to n
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from qsync_opt.rounding import (
 
 # A slice whose largest magnitude is below this many times the largest code uses the smallest normal FP32 scale.
 _SMALLEST_NORMAL = 2.0**-126
+_LARGEST_EXPONENT = 127
 
 
 class ElementErrors(NamedTuple):
@@ -90,3 +93,69 @@ def kind_errors(x: Tensor, kind: str, amaxes: dict[Granularity, Tensor]) -> Elem
     if not granularity:
         return cast_errors(x, name)
     return scaled_errors(x, name, amaxes[Granularity(granularity)])
+
+
+class _Grid(NamedTuple):
+    """A format's grid: mantissa bits, and the least and greatest exponent whose step is still another."""
+
+    mantissa_bits: int
+    least: int
+    greatest: int
+
+
+def _grid(format_name: str) -> _Grid:
+    if format_name == WIDE_FP8:
+        return _Grid(WIDE_FP8_MANTISSA_BITS, WIDE_FP8_SMALLEST_EXPONENT, _LARGEST_EXPONENT)
+    if number_format(format_name).is_integer:
+        return _Grid(0, 0, 0)
+    return _Grid(number_format(format_name).mantissa_bits, smallest_exponent(format_name), _LARGEST_EXPONENT)
+
+
+@functools.lru_cache(maxsize=64)
+def _grids(kinds: tuple[str, ...], dims: int, device: torch.device) -> tuple[Tensor, ...]:
+    """The three numbers of each kind's grid, as tensors that broadcast against a stack of tensors."""
+    grids = [_grid(kind.partition("/")[0]) for kind in kinds]
+    shape = (-1, *(1,) * dims)
+    columns = zip(*grids, strict=True)
+    return tuple(torch.tensor(column, dtype=torch.int32).view(shape).to(device) for column in columns)
+
+
+def stacked_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity, Tensor]) -> ElementErrors:
+    """Errors of several noise kinds at once, in few kernels.
+
+    Args:
+        x: FP32, any shape, finite.
+        kinds: Noise kinds (``BF16``, ``INT8/row``, ...).
+        amaxes: Largest magnitude per slice and granularity, for the kinds with scales; broadcasting against ``x``.
+
+    Returns:
+        Errors of shape (kinds, *shape of x): what ``kind_errors`` gives for each.
+
+    Source:
+        Ours.
+    """
+    mantissa_bits, least, greatest = _grids(kinds, x.dim(), x.device)
+    scales: list[Tensor | None] = []
+    values = x.new_empty((len(kinds), *x.shape))
+    for i, kind in enumerate(kinds):
+        name, _, granularity = kind.partition("/")
+        scale = None
+        if granularity:
+            largest = WIDE_FP8_LARGEST if name == WIDE_FP8 else LARGEST[name]
+            scale = (amaxes[Granularity(granularity)] / largest).clamp(min=_SMALLEST_NORMAL)
+        scales.append(scale)
+        if scale is None:
+            values[i].copy_(x)
+        else:
+            torch.div(x, scale, out=values[i])
+    exponent = torch.frexp(values).exponent.sub_(1)  # |x| in [2**exponent, 2**(exponent + 1))
+    step = torch.ldexp(torch.ones_like(values), exponent.clamp_(least, greatest).sub_(mantissa_bits))
+    values.div_(step)
+    for part, scale in zip(step, scales, strict=True):
+        if scale is not None:
+            part.mul_(scale)
+    step.square_()
+    fraction = values.sub_(values.floor())
+    rest = 1 - fraction
+    nearest = torch.minimum(fraction, rest).square_().mul_(step)
+    return ElementErrors(stochastic=fraction.mul_(rest).mul_(step), nearest=nearest)

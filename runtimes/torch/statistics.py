@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -230,6 +231,17 @@ def check_model(model: nn.Module) -> None:
         raise ModelError(f"the model is wrapped in {type(model).__name__}: pass the model inside it, model.module")
 
 
+def _on_host(records: Sequence[OperatorRecord]) -> Iterator[dict[str, float]]:
+    """What every record found, by name; one transfer per device."""
+    taken = [record.take() for record in records]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for _, values in taken:
+        by_device.setdefault(values.device, []).append(values)
+    host = {device: iter(torch.cat(values).tolist()) for device, values in by_device.items()}
+    for names, values in taken:
+        yield dict(zip(names, itertools.islice(host[values.device], len(names)), strict=True))
+
+
 def _finish_batch(
     collector: _Collector,
     batch: int,
@@ -238,8 +250,9 @@ def _finish_batch(
     curvatures: Mapping[str, Mapping[str, Curvature]],
 ) -> ModelStatistics:
     operators: list[OperatorStatistics] = []
+    values = _on_host([record for records in collector.records.values() for record in records])
     for name, records in collector.records.items():
-        calls = [record.finish(batch) for record in records]
+        calls = [record.finish(next(values), batch) for record in records]
         merged = merge_operators(calls, [1] * len(calls), calls=len(calls))
         operators.append(dataclasses.replace(merged, gains=gains.get(name, {}), curvatures=curvatures.get(name, {})))
     signals = {}
