@@ -6,7 +6,7 @@ host together, when the call's gradients are complete.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,9 @@ _CAST_KINDS = noise_kinds(scaled=False)
 _GRADIENT_KINDS = tuple(GRADIENT_KINDS.values())
 _INTEGER_KINDS = tuple(kind for kind in _SCALED_KINDS if kind.startswith("INT8/"))
 _INTEGER_GRADIENT = (GRADIENT_KINDS["INT8"],)
+SAMPLE = 1 << 15
+"""Elements at most of a tensor that is no operand, whose rounding is looked at one by one."""
+_WAITING = 1 << 22
 _TABLE_DIMS = {Granularity.CHANNEL: (0,), Granularity.ROW: (1,)}
 _CHUNK = 1 << 22
 """Elements of a large tensor that are looked at together where all of them are."""
@@ -50,11 +53,6 @@ def _mean(x: Tensor) -> Tensor:
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     return _total(a * b)
-
-
-def _largest(x: Tensor) -> Tensor:
-    least, greatest = torch.aminmax(x)
-    return torch.maximum(greatest, -least)
 
 
 def _strided(x: Tensor, limit: int) -> Tensor:
@@ -86,7 +84,11 @@ class OperatorRecord:
     """Elements of each operand that a gradient is due for, by the gradient's name."""
     elements: dict[str, int] = field(default_factory=dict)
     found: list[tuple[tuple[str, ...], Tensor]] = field(default_factory=list)
-    """Names and values, on the device until ``take``."""
+    """Names and values, on the device until ``finish_batch``."""
+    waiting: list[tuple[str, Tensor]] = field(default_factory=list)
+    """Some elements of tensors that are no operands, until ``cast_waiting``."""
+    amax: Tensor | None = None
+    """Largest magnitude of the result's gradient, where it is quantized."""
     # Of a product, from its forward to its backward pass: per shape the reductions that wait for the gradient.
     form: ProductForm | None = None
     factor: float = 1.0
@@ -103,21 +105,22 @@ class OperatorRecord:
 
     def put(self, name: str, value: Tensor) -> None:
         """Keep one number."""
-        self.found.append(((name,), value.to(torch.float64).reshape(1)))
+        self.found.append(((name,), value.reshape(1)))
 
     def moments(self, tensor: str, x: Tensor, squares: Tensor | None = None) -> None:
         """Largest magnitude and squared norm; ``squares`` are those of the elements, if known already."""
         self.elements[tensor] = x.numel()
-        self.put(f"{tensor}.amax", _largest(x))
+        least, greatest = torch.aminmax(x)
+        self.put(f"{tensor}.least", least)
+        self.put(f"{tensor}.greatest", greatest)
         self.put(f"{tensor}.square_sum", _total(x.square() if squares is None else squares))
 
     def plain(self, tensor: str, x: Tensor) -> None:
-        """Moments and cast errors of a tensor that is no operand."""
+        """Moments of a tensor that is no operand, and some elements, whose cast errors are found with all others."""
         self.moments(tensor, x)
-        part = _strided(x, self.sample)
-        self._keep(tensor, _CAST_KINDS, stacked_errors(part, _CAST_KINDS, {}), part)
+        self.waiting.append((tensor, _strided(x, min(self.sample, SAMPLE)).clone()))
 
-    def _keep(self, tensor: str, kinds: tuple[str, ...], errors: ElementErrors, part: Tensor) -> None:
+    def keep(self, tensor: str, kinds: tuple[str, ...], errors: ElementErrors, part: Tensor) -> None:
         """Mean errors of a part of a tensor, and what they are scaled by to stand for the whole.
 
         Floating formats err in proportion to the square, so that a few large elements may hold most of the error: the
@@ -163,7 +166,7 @@ class OperatorRecord:
         row_amax = amaxes[Granularity.ROW]
         amaxes[Granularity.ROW] = form.sampled_rows(row_amax, rows)
         errors = stacked_errors(part, _SCALED_KINDS, amaxes)
-        self._keep("first", _SCALED_KINDS, errors, part)
+        self.keep("first", _SCALED_KINDS, errors, part)
         by_size: Tensor | float = 1.0
         fraction = part.numel() / form.first.numel()
         if fraction < 1.0:
@@ -186,7 +189,7 @@ class OperatorRecord:
         if part.numel() < form.second.numel():
             amaxes[Granularity.ROW] = form.sampled_contraction(row_amax, rows)
         errors = stacked_errors(part, _SCALED_KINDS, amaxes)
-        self._keep("second", _SCALED_KINDS, errors, part)
+        self.keep("second", _SCALED_KINDS, errors, part)
         for kind in _INTEGER_KINDS:
             shape = kind.partition("/")[2]
             noise = errors.stochastic[_SCALED_KINDS.index(kind)]
@@ -208,7 +211,7 @@ class OperatorRecord:
         self.products = (size,)
         one = torch.ones((), dtype=torch.float64, device=table.device)
         self.elements["first"] = size.rows * size.contraction
-        self.put("first.amax", one)
+        self.put("first.greatest", one)
         self.put("first.square_sum", one * size.rows)
         for granularity in Granularity:
             self.put(f"first.amax.{granularity}", one)
@@ -223,7 +226,7 @@ class OperatorRecord:
         step = max(1, min(table.shape[0] // 8, table.numel() // self.sample))
         row_amax = amaxes[Granularity.ROW]
         some = amaxes | {Granularity.ROW: row_amax[::step]}
-        self._keep("second", _SCALED_KINDS, stacked_errors(table[::step], _SCALED_KINDS, some), table[::step])
+        self.keep("second", _SCALED_KINDS, stacked_errors(table[::step], _SCALED_KINDS, some), table[::step])
         if step > 1:
             self.put("second.sample.row", _mean(some[Granularity.ROW].square()))
         step = max(1, rows.numel() // self.sample)
@@ -242,13 +245,14 @@ class OperatorRecord:
         self.plain("output_gradient", g)
         if self._runs_backward_in_8_bits:
             # It is quantized with one scale there.
-            amaxes = {Granularity.TENSOR: _largest(g)}
-            self.put(f"output_gradient.amax.{Granularity.TENSOR}", amaxes[Granularity.TENSOR].square())
+            self.amax = torch.linalg.vector_norm(g, float("inf"))
+            self.put(f"output_gradient.amax.{Granularity.TENSOR}", self.amax.square())
             part = _strided(g, self.sample)
-            self._keep("output_gradient", _GRADIENT_KINDS, stacked_errors(part, _GRADIENT_KINDS, amaxes), part)
+            errors = stacked_errors(part, _GRADIENT_KINDS, {Granularity.TENSOR: self.amax})
+            self.keep("output_gradient", _GRADIENT_KINDS, errors, part)
         if self.attention is not None:
-            for name, errors in attention_errors(self.attention, g).items():
-                self.found.append((tuple(f"measured.{name}.{target}" for target in ("output", *GRADIENTS)), errors))
+            for name, measured in attention_errors(self.attention, g).items():
+                self.found.append((tuple(f"measured.{name}.{target}" for target in ("output", *GRADIENTS)), measured))
             self.attention = None
         if self.kind is OperatorKind.LOOKUP:
             rows = g.square().reshape(-1, g.shape[-1]).sum(1)
@@ -276,7 +280,7 @@ class OperatorRecord:
             self.put(f"gw/{shape}", _dot(self.by_column[shape], column_g2))
         if self._runs_backward_in_8_bits:
             self._gradient_errors(form, g)
-        self.form = self.row_sizes = None
+        self.form = self.row_sizes = self.amax = None
         self.by_row.clear()
         self.by_column.clear()
 
@@ -297,7 +301,8 @@ class OperatorRecord:
 
     def _gradient_errors(self, form: ProductForm, g: Tensor) -> None:
         """What quantizing the gradient of a matrix product (P, N, M) does; errors of all elements, rows by rows."""
-        amaxes = {Granularity.TENSOR: _largest(g)}
+        assert self.amax is not None
+        amaxes = {Granularity.TENSOR: self.amax}
         rows, columns, total = [], [], []
         count = max(1, _CHUNK * g.shape[1] // g.numel())
         for part in g.split(count, 1):
@@ -315,13 +320,6 @@ class OperatorRecord:
     def lacks_gradient(self) -> bool:
         """True if a gradient could have come and none did."""
         return bool(self.needs_gradient) and "output_gradient" not in self.elements
-
-    def take(self) -> tuple[tuple[str, ...], Tensor]:
-        """Names and values of all that was found, as one vector on the device; nothing is kept."""
-        names = tuple(name for part, _ in self.found for name in part)
-        values = torch.cat([values for _, values in self.found]) if self.found else torch.zeros(0, dtype=torch.float64)
-        self.found.clear()
-        return names, values
 
     def _checked(self, values: dict[str, float], batch: int) -> dict[str, float]:
         """The values, all of them finite.
@@ -342,7 +340,7 @@ class OperatorRecord:
         """Statistics of the call; gradients that never came are zero.
 
         Args:
-            values: What ``take`` gave, by name.
+            values: What was found, by name.
             batch: Number of the batch, for error texts.
 
         Raises:
@@ -369,13 +367,13 @@ class OperatorRecord:
     def _alignment(self, tensors: dict[str, TensorStatistics], values: dict[str, float]) -> dict[str, float]:
         sizes = self.products[0]
         squares = {name: tensors[name].mean_square for name in ("first", "second", "output_gradient")}
-        square = self.factor**2
+        factor = self.factor**2
 
         def ratio(key: str, *means: float) -> float:
             scale = float(sizes.volume)
             for mean in means:
                 scale *= mean
-            return square * values.get(key, 0.0) / scale if scale else 0.0
+            return factor * values.get(key, 0.0) / scale if scale else 0.0
 
         found = {}
         for shape in SHAPES:
@@ -439,7 +437,7 @@ def _tensor_statistics(name: str, elements: int, values: dict[str, float]) -> Te
         factors[kind] = RoundingFactor(**ratios)
     return TensorStatistics(
         elements=elements,
-        amax=values.get(f"{name}.amax", 0.0),
+        amax=max(values.get(f"{name}.greatest", 0.0), -values.get(f"{name}.least", 0.0)),
         square_sum=square_sum,
         mean_square_amax=amaxes,
         rounding=factors,
@@ -452,3 +450,49 @@ def _measured(values: dict[str, float]) -> dict[str, MeasuredErrors]:
         name: MeasuredErrors(**{target: values[f"measured.{name}.{target}"] for target in ("output", *GRADIENTS)})
         for name in formats
     }
+
+
+def cast_waiting(records: Iterable[OperatorRecord]) -> None:
+    """Find the cast errors of all elements that wait, many tensors at once."""
+    alike: dict[tuple[torch.device, int], list[tuple[OperatorRecord, str, Tensor]]] = {}
+    for record in records:
+        for tensor, part in record.waiting:
+            alike.setdefault((part.device, part.numel()), []).append((record, tensor, part))
+        record.waiting.clear()
+    for (_, size), every in alike.items():
+        count = max(1, _WAITING // size)
+        for start in range(0, len(every), count):
+            some = every[start : start + count]
+            parts = torch.stack([part for _, _, part in some])
+            errors = stacked_errors(parts, _CAST_KINDS, {})
+            means = [values.mean(2, dtype=torch.float64) for values in errors]
+            squares = parts.square().mean(1, dtype=torch.float64)
+            for i, (record, tensor, _) in enumerate(some):
+                for rounding, values in zip(Rounding, means, strict=True):
+                    record.found.append((tuple(f"{tensor}.{kind}.{rounding}" for kind in _CAST_KINDS), values[:, i]))
+                if size < record.elements[tensor]:
+                    record.put(f"{tensor}.sample.square", squares[i])
+
+
+def finish_batch(records: Sequence[OperatorRecord], batch: int) -> list[OperatorStatistics]:
+    """Statistics of every call; one transfer to the host per device and type.
+
+    Args:
+        records: Complete.
+        batch: Number of the batch, for error texts.
+
+    Raises:
+        ModelError: A value is not finite.
+    """
+    cast_waiting(records)
+    together: dict[tuple[torch.device, torch.dtype], list[tuple[int, tuple[str, ...], Tensor]]] = {}
+    for i, record in enumerate(records):
+        for names, values in record.found:
+            together.setdefault((values.device, values.dtype), []).append((i, names, values))
+        record.found.clear()
+    found: list[dict[str, float]] = [{} for _ in records]
+    for every in together.values():
+        host = iter(torch.cat([values for _, _, values in every]).tolist())
+        for i, names, _ in every:
+            found[i].update(zip(names, host, strict=False))
+    return [record.finish(values, batch) for record, values in zip(records, found, strict=True)]

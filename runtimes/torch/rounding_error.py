@@ -26,6 +26,7 @@ from qsync_opt.rounding import (
 
 # A slice whose largest magnitude is below this many times the largest code uses the smallest normal FP32 scale.
 _SMALLEST_NORMAL = 2.0**-126
+_SMALLEST_UNIT = _SMALLEST_NORMAL * 512
 _LARGEST_EXPONENT = 127
 
 
@@ -111,13 +112,33 @@ def _grid(format_name: str) -> _Grid:
     return _Grid(number_format(format_name).mantissa_bits, smallest_exponent(format_name), _LARGEST_EXPONENT)
 
 
+class _Stack(NamedTuple):
+    """A stack of kinds, as tensors that broadcast against a stack of tensors.
+
+    ``slices`` says by which granularity each kind is scaled (0: by none, else one more than its place in
+    ``Granularity``), ``largest`` onto which number the largest magnitude goes; the others are as in ``_Grid``.
+    """
+
+    slices: Tensor
+    largest: Tensor
+    mantissa_bits: Tensor
+    least: Tensor
+    greatest: Tensor
+
+
 @functools.lru_cache(maxsize=64)
-def _grids(kinds: tuple[str, ...], dims: int, device: torch.device) -> tuple[Tensor, ...]:
-    """The three numbers of each kind's grid, as tensors that broadcast against a stack of tensors."""
-    grids = [_grid(kind.partition("/")[0]) for kind in kinds]
+def _stack(kinds: tuple[str, ...], dims: int, device: torch.device) -> _Stack:
+    slices, largest, grids = [], [], []
+    for kind in kinds:
+        name, _, granularity = kind.partition("/")
+        slices.append(list(Granularity).index(Granularity(granularity)) + 1 if granularity else 0)
+        scaled_to = WIDE_FP8_LARGEST if name == WIDE_FP8 else LARGEST[name] if granularity else 1.0
+        largest.append(scaled_to)
+        grids.append(_grid(name))
     shape = (-1, *(1,) * dims)
-    columns = zip(*grids, strict=True)
-    return tuple(torch.tensor(column, dtype=torch.int32).view(shape).to(device) for column in columns)
+    columns = [torch.tensor(column, dtype=torch.int32).view(shape).to(device) for column in zip(*grids, strict=True)]
+    floats = torch.tensor(largest, dtype=torch.float32).view(shape).to(device)
+    return _Stack(torch.tensor(slices, device=device), floats, *columns)
 
 
 def stacked_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity, Tensor]) -> ElementErrors:
@@ -134,26 +155,24 @@ def stacked_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularit
     Source:
         Ours.
     """
-    mantissa_bits, least, greatest = _grids(kinds, x.dim(), x.device)
-    scales: list[Tensor | None] = []
-    values = x.new_empty((len(kinds), *x.shape))
-    for i, kind in enumerate(kinds):
-        name, _, granularity = kind.partition("/")
-        scale = None
-        if granularity:
-            largest = WIDE_FP8_LARGEST if name == WIDE_FP8 else LARGEST[name]
-            scale = (amaxes[Granularity(granularity)] / largest).clamp(min=_SMALLEST_NORMAL)
-        scales.append(scale)
-        if scale is None:
-            values[i].copy_(x)
-        else:
-            torch.div(x, scale, out=values[i])
+    stack = _stack(kinds, x.dim(), x.device)
+    factors: Tensor | None = None
+    if amaxes:
+        # Units in which x is held before the format's own largest number comes in: 1, or a largest magnitude.
+        units = x.new_ones((1 + len(Granularity), *x.shape))
+        for place, granularity in enumerate(Granularity, 1):
+            if granularity in amaxes:
+                units[place].copy_(amaxes[granularity])
+        units.clamp_(min=_SMALLEST_UNIT)
+        values = (x / units).index_select(0, stack.slices).mul_(stack.largest)
+        factors = units.index_select(0, stack.slices).div_(stack.largest)
+    else:
+        values = x.expand(len(kinds), *x.shape).contiguous()
     exponent = torch.frexp(values).exponent.sub_(1)  # |x| in [2**exponent, 2**(exponent + 1))
-    step = torch.ldexp(torch.ones_like(values), exponent.clamp_(least, greatest).sub_(mantissa_bits))
+    step = torch.ldexp(torch.ones_like(values), exponent.clamp_(stack.least, stack.greatest).sub_(stack.mantissa_bits))
     values.div_(step)
-    for part, scale in zip(step, scales, strict=True):
-        if scale is not None:
-            part.mul_(scale)
+    if factors is not None:
+        step.mul_(factors)
     step.square_()
     fraction = values.sub_(values.floor())
     rest = 1 - fraction

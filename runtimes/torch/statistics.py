@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from qsync_opt.runtimes.torch.curvature_probe import probe_curvatures
 from qsync_opt.runtimes.torch.gradient_noise import GradientScatter
 from qsync_opt.runtimes.torch.gradient_probe import probe_gains
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
-from qsync_opt.runtimes.torch.operator_record import OperatorRecord
+from qsync_opt.runtimes.torch.operator_record import OperatorRecord, finish_batch
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.statistics import GRADIENTS, Curvature, Gain, ModelStatistics, OperatorKind, OperatorStatistics, Signal
@@ -231,17 +230,6 @@ def check_model(model: nn.Module) -> None:
         raise ModelError(f"the model is wrapped in {type(model).__name__}: pass the model inside it, model.module")
 
 
-def _on_host(records: Sequence[OperatorRecord]) -> Iterator[dict[str, float]]:
-    """What every record found, by name; one transfer per device."""
-    taken = [record.take() for record in records]
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for _, values in taken:
-        by_device.setdefault(values.device, []).append(values)
-    host = {device: iter(torch.cat(values).tolist()) for device, values in by_device.items()}
-    for names, values in taken:
-        yield dict(zip(names, itertools.islice(host[values.device], len(names)), strict=True))
-
-
 def _finish_batch(
     collector: _Collector,
     batch: int,
@@ -250,10 +238,10 @@ def _finish_batch(
     curvatures: Mapping[str, Mapping[str, Curvature]],
 ) -> ModelStatistics:
     operators: list[OperatorStatistics] = []
-    values = _on_host([record for records in collector.records.values() for record in records])
+    finished = iter(finish_batch([record for records in collector.records.values() for record in records], batch))
     for name, records in collector.records.items():
-        calls = [record.finish(next(values), batch) for record in records]
-        merged = merge_operators(calls, [1] * len(calls), calls=len(calls))
+        calls = [next(finished) for _ in records]
+        merged = calls[0] if len(calls) == 1 else merge_operators(calls, [1] * len(calls), calls=len(calls))
         operators.append(dataclasses.replace(merged, gains=gains.get(name, {}), curvatures=curvatures.get(name, {})))
     signals = {}
     for name, seen in collector.signals.items():
