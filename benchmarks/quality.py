@@ -147,7 +147,7 @@ def merge(folder: Path, output: Path) -> None:
 
 def _harm_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     def which(record: dict[str, Any]) -> tuple[str, ...]:
-        return record["hardware"], record["what"], record["optimizer"]
+        return record["hardware"], record["what"], record["optimizer"], str(record["factor"]), str(record["steps"])
 
     groups = [[r for r in records if which(r) == kind] for kind in dict.fromkeys(map(which, records))]
     return [harm.merged(group) for group in groups if any(r["indicators"] for r in group)]
