@@ -81,6 +81,8 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
     for record in found:
         if kind in ("train", "harm"):
             records = [record]  # each holds all that is known so far
+        elif kind == "cost":
+            records = [*(known for known in records if known["model"] != record["model"]), record]
         else:
             records.append(record)
         data = {"format": PART, "part": part, **environment(device), "seconds": time.monotonic() - begin}

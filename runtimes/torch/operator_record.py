@@ -6,7 +6,7 @@ host together, when the call's gradients are complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,12 @@ def _total(x: Tensor) -> Tensor:
     return x.sum(dtype=torch.float64)
 
 
+def _square_sum(x: Tensor) -> Tensor:
+    if x.numel() <= _CHUNK:
+        return _total(x.square())
+    return torch.stack([_total(part.square()) for part in x.reshape(-1).split(_CHUNK)]).sum()
+
+
 def _mean(x: Tensor) -> Tensor:
     return x.mean(dtype=torch.float64)
 
@@ -63,6 +69,19 @@ def _strided(x: Tensor, limit: int) -> Tensor:
 
 def _slices(form: ProductForm, operand: str) -> dict[Granularity, tuple[int, ...]]:
     return {granularity: form.slice_dims(operand, granularity) for granularity in Granularity}
+
+
+def _reduced(form: ProductForm, g: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Reductions by row and by column of a function of the elements of a gradient, large ones a few rows at a time."""
+    if g.numel() <= _CHUNK or g.dim() != 3:
+        values = function(g)
+        return form.result_by_row(values), form.result_by_column(values)
+    rows, columns = [], []
+    for part in g.split(max(1, _CHUNK * g.shape[1] // g.numel()), 1):  # (P, N, M)
+        values = function(part)
+        rows.append(form.result_by_row(values))
+        columns.append(form.result_by_column(values))
+    return torch.cat(rows, 1), torch.stack(columns).sum(0)
 
 
 def _ratio(whole: Tensor, part: Tensor) -> Tensor:
@@ -113,7 +132,7 @@ class OperatorRecord:
         least, greatest = torch.aminmax(x)
         self.put(f"{tensor}.least", least)
         self.put(f"{tensor}.greatest", greatest)
-        self.put(f"{tensor}.square_sum", _total(x.square() if squares is None else squares))
+        self.put(f"{tensor}.square_sum", _square_sum(x) if squares is None else _total(squares))
 
     def plain(self, tensor: str, x: Tensor) -> None:
         """Moments of a tensor that is no operand, and some elements, whose cast errors are found with all others."""
@@ -196,7 +215,9 @@ class OperatorRecord:
             output = _dot(form.sampled_contraction(contracted_x2, rows), form.second_by_contraction(noise))
             column = form.second_by_column(noise)
             if part.numel() < form.second.numel():
-                sizes = row_amax.square().flatten(1) if shape == Granularity.ROW else torch.ones_like(contracted_x2)
+                sizes = torch.ones_like(contracted_x2)
+                if shape == Granularity.ROW:  # one number per row, whatever else a row's reduction has
+                    sizes = sizes.mul_(row_amax.square().reshape(*sizes.shape[:2], *(1,) * (sizes.dim() - 2)))
                 weighted = contracted_x2 * sizes
                 output = output * _ratio(_total(weighted), _total(form.sampled_contraction(weighted, rows)))
                 column = column * _ratio(_total(sizes), _total(form.sampled_contraction(sizes, rows)))
@@ -266,9 +287,7 @@ class OperatorRecord:
         return self.kind is OperatorKind.PRODUCT and not self.op_type.startswith("conv")
 
     def _meet_gradient(self, form: ProductForm, g: Tensor) -> None:
-        g2 = g.square()
-        row_g2, column_g2 = form.result_by_row(g2), form.result_by_column(g2)
-        del g2
+        row_g2, column_g2 = _reduced(form, g, torch.square)
         self.put("xg/floating", _dot(self.by_row["floating"], row_g2))
         self.put("gw/floating", _dot(self.by_column["floating"], column_g2))
         some_g2 = form.sampled_rows(row_g2, self.sampled)
@@ -300,19 +319,13 @@ class OperatorRecord:
         return found[0], found[1]
 
     def _gradient_errors(self, form: ProductForm, g: Tensor) -> None:
-        """What quantizing the gradient of a matrix product (P, N, M) does; errors of all elements, rows by rows."""
+        """What quantizing the gradient of a matrix product does, every element counted."""
         assert self.amax is not None
         amaxes = {Granularity.TENSOR: self.amax}
-        rows, columns, total = [], [], []
-        count = max(1, _CHUNK * g.shape[1] // g.numel())
-        for part in g.split(count, 1):
-            errors = stacked_errors(part, _INTEGER_GRADIENT, amaxes).stochastic[0]
-            rows.append(form.result_by_row(errors))
-            columns.append(form.result_by_column(errors))
-            total.append(_total(errors))
-        self.put("gradient_error", torch.stack(total).sum() / g.numel())
-        self.put("xg/gradient", _dot(self.by_row["floating"], torch.cat(rows, 1)))
-        self.put("gw/gradient", _dot(self.by_column["floating"], torch.stack(columns).sum(0)))
+        rows, columns = _reduced(form, g, lambda part: stacked_errors(part, _INTEGER_GRADIENT, amaxes).stochastic[0])
+        self.put("gradient_error", _total(rows) / g.numel())
+        self.put("xg/gradient", _dot(self.by_row["floating"], rows))
+        self.put("gw/gradient", _dot(self.by_column["floating"], columns))
 
     # -- finishing -----------------------------------------------------------------------------------------------
 

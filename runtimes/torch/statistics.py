@@ -278,7 +278,7 @@ def collect_statistics(
     graph: OpGraph | None = None,
     probes: int = 0,
     curvature_probes: int = 0,
-    sample_elements: int = 1 << 18,
+    sample_elements: int = 1 << 17,
     progress: Callable[[int], None] | None = None,
 ) -> ModelStatistics:
     """Statistics of every adjustable operator over some batches, forward and backward in full precision.
