@@ -1,7 +1,7 @@
 """What one call of one operator leaves behind: scalars on the device, and small vectors until its gradient arrives.
 
-Nothing of the size of an activation is kept beyond what autograd keeps anyway. All scalars of a call travel to the
-host together, when the call's gradients are complete.
+Nothing of the size of an activation is kept beyond what autograd keeps anyway. All scalars of a batch travel to the
+host together. What is looked at element by element is a sample, but for moments and reductions, which take all.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync_opt.errors import ModelError
-from qsync_opt.rounding import GRADIENT_KINDS, Granularity, Rounding, closed_form_variance, noise_kinds
+from qsync_opt.rounding import GRADIENT_KINDS, Granularity, Rounding
 from qsync_opt.runtimes.torch.attention_error import AttentionCall, attention_errors
+from qsync_opt.runtimes.torch.operator_summary import (
+    CAST_KINDS,
+    OUTPUT_GRADIENT_KINDS,
+    SCALED_KINDS,
+    alignments,
+    checked,
+    measured_errors,
+    tensor_statistics,
+)
 from qsync_opt.runtimes.torch.product_calls import Product
 from qsync_opt.runtimes.torch.product_forms import ProductForm
 from qsync_opt.runtimes.torch.rounding_error import ElementErrors, stacked_errors
 from qsync_opt.statistics import (
     GRADIENTS,
-    SHAPES,
-    MeasuredErrors,
     OperatorKind,
     OperatorStatistics,
     ProductSizes,
-    RoundingFactor,
-    TensorStatistics,
 )
 
-_SCALED_KINDS = noise_kinds(scaled=True)
-_CAST_KINDS = noise_kinds(scaled=False)
-_GRADIENT_KINDS = tuple(GRADIENT_KINDS.values())
-_INTEGER_KINDS = tuple(kind for kind in _SCALED_KINDS if kind.startswith("INT8/"))
+_INTEGER_KINDS = tuple(kind for kind in SCALED_KINDS if kind.startswith("INT8/"))
 _INTEGER_GRADIENT = (GRADIENT_KINDS["INT8"],)
 SAMPLE = 1 << 15
 """Elements at most of a tensor that is no operand, whose rounding is looked at one by one."""
@@ -184,8 +185,8 @@ class OperatorRecord:
         amaxes = self._amaxes("first", form.first, _slices(form, "first"))
         row_amax = amaxes[Granularity.ROW]
         amaxes[Granularity.ROW] = form.sampled_rows(row_amax, rows)
-        errors = stacked_errors(part, _SCALED_KINDS, amaxes)
-        self.keep("first", _SCALED_KINDS, errors, part)
+        errors = stacked_errors(part, SCALED_KINDS, amaxes)
+        self.keep("first", SCALED_KINDS, errors, part)
         by_size: Tensor | float = 1.0
         fraction = part.numel() / form.first.numel()
         if fraction < 1.0:
@@ -195,7 +196,7 @@ class OperatorRecord:
             by_size = _ratio(_mean(self.row_sizes), _mean(amaxes[Granularity.ROW].square()))
         for kind in _INTEGER_KINDS:
             shape = kind.partition("/")[2]
-            noise = errors.stochastic[_SCALED_KINDS.index(kind)]
+            noise = errors.stochastic[SCALED_KINDS.index(kind)]
             share = by_size if shape == Granularity.ROW else 1.0
             self.put(f"xw/first/{shape}", _dot(form.first_by_contraction(noise), contracted_w2) / fraction * share)
             self.by_row[shape] = form.first_by_row(noise)
@@ -207,11 +208,11 @@ class OperatorRecord:
         row_amax = amaxes[Granularity.ROW]
         if part.numel() < form.second.numel():
             amaxes[Granularity.ROW] = form.sampled_contraction(row_amax, rows)
-        errors = stacked_errors(part, _SCALED_KINDS, amaxes)
-        self.keep("second", _SCALED_KINDS, errors, part)
+        errors = stacked_errors(part, SCALED_KINDS, amaxes)
+        self.keep("second", SCALED_KINDS, errors, part)
         for kind in _INTEGER_KINDS:
             shape = kind.partition("/")[2]
-            noise = errors.stochastic[_SCALED_KINDS.index(kind)]
+            noise = errors.stochastic[SCALED_KINDS.index(kind)]
             output = _dot(form.sampled_contraction(contracted_x2, rows), form.second_by_contraction(noise))
             column = form.second_by_column(noise)
             if part.numel() < form.second.numel():
@@ -237,7 +238,7 @@ class OperatorRecord:
         for granularity in Granularity:
             self.put(f"first.amax.{granularity}", one)
         for rounding in Rounding:  # zeros and ones are exact in every format
-            names = tuple(f"first.{kind}.{rounding}" for kind in _SCALED_KINDS)
+            names = tuple(f"first.{kind}.{rounding}" for kind in SCALED_KINDS)
             self.found.append((names, one.new_zeros(len(names))))
         used = indices.reshape(-1)
         rows = table[used]
@@ -247,7 +248,7 @@ class OperatorRecord:
         step = max(1, min(table.shape[0] // 8, table.numel() // self.sample))
         row_amax = amaxes[Granularity.ROW]
         some = amaxes | {Granularity.ROW: row_amax[::step]}
-        self.keep("second", _SCALED_KINDS, stacked_errors(table[::step], _SCALED_KINDS, some), table[::step])
+        self.keep("second", SCALED_KINDS, stacked_errors(table[::step], SCALED_KINDS, some), table[::step])
         if step > 1:
             self.put("second.sample.row", _mean(some[Granularity.ROW].square()))
         step = max(1, rows.numel() // self.sample)
@@ -269,8 +270,8 @@ class OperatorRecord:
             self.amax = torch.linalg.vector_norm(g, float("inf"))
             self.put(f"output_gradient.amax.{Granularity.TENSOR}", self.amax.square())
             part = _strided(g, self.sample)
-            errors = stacked_errors(part, _GRADIENT_KINDS, {Granularity.TENSOR: self.amax})
-            self.keep("output_gradient", _GRADIENT_KINDS, errors, part)
+            errors = stacked_errors(part, OUTPUT_GRADIENT_KINDS, {Granularity.TENSOR: self.amax})
+            self.keep("output_gradient", OUTPUT_GRADIENT_KINDS, errors, part)
         if self.attention is not None:
             for name, measured in attention_errors(self.attention, g).items():
                 self.found.append((tuple(f"measured.{name}.{target}" for target in ("output", *GRADIENTS)), measured))
@@ -334,21 +335,6 @@ class OperatorRecord:
         """True if a gradient could have come and none did."""
         return bool(self.needs_gradient) and "output_gradient" not in self.elements
 
-    def _checked(self, values: dict[str, float], batch: int) -> dict[str, float]:
-        """The values, all of them finite.
-
-        Raises:
-            ModelError: One of them is not; the text names operator, tensor and batch.
-        """
-        for key, value in sorted(values.items(), key=lambda item: "/" in item[0]):  # tensors before sums over two
-            if not -float("inf") < value < float("inf"):
-                tensor = key.partition(".")[0].replace("_", " ")
-                raise ModelError(
-                    f"operator {self.name!r}: {tensor} is not finite in batch {batch}; "
-                    "statistics need finite values in full precision; check the batch, the loss and the weights"
-                )
-        return values
-
     def finish(self, values: dict[str, float], batch: int) -> OperatorStatistics:
         """Statistics of the call; gradients that never came are zero.
 
@@ -362,8 +348,11 @@ class OperatorRecord:
         for name, size in self.needs_gradient.items():
             self.elements.setdefault(name, size)
         self.elements.setdefault("output_gradient", self.elements["output"])
-        values = self._checked(values, batch)
-        tensors: dict[str, Any] = {name: _tensor_statistics(name, size, values) for name, size in self.elements.items()}
+        values = checked(self.name, values, batch)
+        tensors: dict[str, Any] = {name: tensor_statistics(name, size, values) for name, size in self.elements.items()}
+        aligned: dict[str, float] = {}
+        if self.kind is not OperatorKind.ATTENTION:
+            aligned = alignments(self.products[0], self.factor, tensors, values)
         return OperatorStatistics(
             name=self.name,
             op_type=self.op_type,
@@ -372,97 +361,10 @@ class OperatorRecord:
             products=self.products,
             first_parameter=self.parameters[0],
             second_parameter=self.parameters[1],
-            alignment={} if self.kind is OperatorKind.ATTENTION else self._alignment(tensors, values),
-            measured=_measured(values),
+            alignment=aligned,
+            measured=measured_errors(values),
             **tensors,
         )
-
-    def _alignment(self, tensors: dict[str, TensorStatistics], values: dict[str, float]) -> dict[str, float]:
-        sizes = self.products[0]
-        squares = {name: tensors[name].mean_square for name in ("first", "second", "output_gradient")}
-        factor = self.factor**2
-
-        def ratio(key: str, *means: float) -> float:
-            scale = float(sizes.volume)
-            for mean in means:
-                scale *= mean
-            return factor * values.get(key, 0.0) / scale if scale else 0.0
-
-        found = {}
-        for shape in SHAPES:
-            noise = {
-                name: squares[name]
-                if shape == "floating"
-                else _mean_error(name, f"INT8/{shape}", values, squares[name])
-                for name in ("first", "second")
-            }
-            first, second = (
-                (("xw/floating",) * 2) if shape == "floating" else (f"xw/first/{shape}", f"xw/second/{shape}")
-            )
-            found[f"first>output/{shape}"] = ratio(first, noise["first"], squares["second"])
-            found[f"second>output/{shape}"] = ratio(second, noise["second"], squares["first"])
-            found[f"first>second_gradient/{shape}"] = ratio(f"xg/{shape}", noise["first"], squares["output_gradient"])
-            found[f"second>first_gradient/{shape}"] = ratio(f"gw/{shape}", noise["second"], squares["output_gradient"])
-        # Both ends of these paths are squares: the same sum, whichever of the two is noisy.
-        found["gradient>second_gradient/floating"] = found["first>second_gradient/floating"]
-        found["gradient>first_gradient/floating"] = found["second>first_gradient/floating"]
-        if "gradient_error" in values:
-            error = values["gradient_error"]
-            found["gradient>second_gradient/tensor"] = ratio("xg/gradient", squares["first"], error)
-            found["gradient>first_gradient/tensor"] = ratio("gw/gradient", squares["second"], error)
-        return found
-
-
-def _mean_error(
-    tensor: str,
-    kind: str,
-    values: dict[str, float],
-    mean_square: float,
-    rounding: Rounding = Rounding.STOCHASTIC,
-) -> float:
-    """Mean squared error of a whole tensor from that of a part: scaled by what the error grows with.
-
-    Errors of floating formats grow with the square of the element, those of fixed-point with a scale per row with the
-    square of the row's largest magnitude.
-    """
-    error = values.get(f"{tensor}.{kind}.{rounding}", 0.0)
-    whole = part = 1.0
-    if not kind.startswith("INT8"):
-        whole, part = mean_square, values.get(f"{tensor}.sample.square", mean_square)
-    elif kind == f"INT8/{Granularity.ROW}":
-        whole = values[f"{tensor}.amax.{Granularity.ROW}"]
-        part = values.get(f"{tensor}.sample.row", whole)
-    return error * whole / part if part else error
-
-
-def _tensor_statistics(name: str, elements: int, values: dict[str, float]) -> TensorStatistics:
-    square_sum = values.get(f"{name}.square_sum", 0.0)
-    mean_square = square_sum / elements
-    amaxes = {str(g): values[f"{name}.amax.{g}"] for g in Granularity if f"{name}.amax.{g}" in values}
-    factors = {}
-    for kind in dict.fromkeys((*(_SCALED_KINDS if amaxes else _CAST_KINDS), *_GRADIENT_KINDS)):
-        if f"{name}.{kind}.nearest" not in values:
-            continue
-        ratios = {}
-        for rounding in Rounding:
-            closed = closed_form_variance(kind, rounding, mean_square=mean_square, mean_square_amax=amaxes)
-            ratios[str(rounding)] = _mean_error(name, kind, values, mean_square, rounding) / closed if closed else 0.0
-        factors[kind] = RoundingFactor(**ratios)
-    return TensorStatistics(
-        elements=elements,
-        amax=max(values.get(f"{name}.greatest", 0.0), -values.get(f"{name}.least", 0.0)),
-        square_sum=square_sum,
-        mean_square_amax=amaxes,
-        rounding=factors,
-    )
-
-
-def _measured(values: dict[str, float]) -> dict[str, MeasuredErrors]:
-    formats = dict.fromkeys(key.split(".")[1] for key in values if key.startswith("measured."))
-    return {
-        name: MeasuredErrors(**{target: values[f"measured.{name}.{target}"] for target in ("output", *GRADIENTS)})
-        for name in formats
-    }
 
 
 def cast_waiting(records: Iterable[OperatorRecord]) -> None:
@@ -477,12 +379,12 @@ def cast_waiting(records: Iterable[OperatorRecord]) -> None:
         for start in range(0, len(every), count):
             some = every[start : start + count]
             parts = torch.stack([part for _, _, part in some])
-            errors = stacked_errors(parts, _CAST_KINDS, {})
+            errors = stacked_errors(parts, CAST_KINDS, {})
             means = [values.mean(2, dtype=torch.float64) for values in errors]
             squares = parts.square().mean(1, dtype=torch.float64)
             for i, (record, tensor, _) in enumerate(some):
                 for rounding, values in zip(Rounding, means, strict=True):
-                    record.found.append((tuple(f"{tensor}.{kind}.{rounding}" for kind in _CAST_KINDS), values[:, i]))
+                    record.found.append((tuple(f"{tensor}.{kind}.{rounding}" for kind in CAST_KINDS), values[:, i]))
                 if size < record.elements[tensor]:
                     record.put(f"{tensor}.sample.square", squares[i])
 
