@@ -17,6 +17,7 @@ import contextlib
 import cProfile
 import datetime
 import functools
+import gc
 import io
 import platform
 import pstats
@@ -366,6 +367,7 @@ def step_records(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
                 except Exception as failure:  # named, and the others are measured all the same
                     yield {**record, "how": "graphs", "error": f"{type(failure).__name__}: {failure}"[:300]}
             captured = None
+            gc.collect()  # graphs hold their memory until nobody holds them
             torch.cuda.empty_cache()
 
 

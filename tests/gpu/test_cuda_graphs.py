@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.errors import NotReadyError
+from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.kernels import ops
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply, undo
@@ -133,6 +133,37 @@ def test_a_backward_pass_without_its_activations_is_refused():
     with pytest.raises(NotReadyError, match="before the next forward pass"):
         first.backward()
     second.backward()
+
+
+def test_what_cannot_be_captured_is_refused_and_runs_on():
+    class Waiting(Model):
+        def forward(self, x, labels=None):
+            return super().forward(x * (1.0 if x.sum().item() > 0 else 2.0), labels)
+
+    class Recurrent(Model):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(256, 256)
+
+        def forward(self, x, labels=None):
+            return super().forward(self.lstm(x)[0], labels)
+
+    batch = {"x": torch.randn(16, 256, device=CUDA)}
+    for kind, reason in ((Waiting, "cannot be captured"), (Recurrent, "place of its own|cannot be captured")):
+        model = apply(kind().to(CUDA), {"up/linear": "BF16", "down/linear": "BF16"})
+        with pytest.raises(UnsupportedError, match=reason):
+            graphed(model, batch)
+        assert model(**batch)["logits"].dtype is torch.bfloat16
+        torch.cuda.synchronize()
+
+
+def test_a_loss_of_before_may_be_kept():
+    model, _, batches = _planned("BF16")
+    kept = model(**batches[0])["loss"]
+    kept.backward(retain_graph=True)
+    graphed(model, batches[0])
+    model(**batches[0])["loss"].backward()
+    assert torch.isfinite(kept)
 
 
 def test_gradients_reach_the_input_and_come_from_any_output():
