@@ -1,12 +1,14 @@
 """Planned models whose training passes are replayed as CUDA graphs."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 
-from qsync_opt.errors import NotReadyError, UnsupportedError
+from qsync_opt.errors import NotReadyError
 from qsync_opt.kernels import ops
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply, undo
@@ -135,26 +137,44 @@ def test_a_backward_pass_without_its_activations_is_refused():
     second.backward()
 
 
+REFUSED = """
+import torch
+from torch import nn
+import qsync_opt
+from qsync_opt.errors import UnsupportedError
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.out(self.lstm(x)[0])
+
+class Waiting(Recurrent):
+    def forward(self, x):
+        return self.out(x) * (1.0 if x.sum().item() > 0 else 2.0)
+
+x = torch.randn(16, 64, device="cuda")
+for kind in (Recurrent, Waiting):
+    model = qsync_opt.apply(kind().to("cuda"), {"out/linear": "BF16"})
+    try:
+        qsync_opt.graphed(model, x)
+    except UnsupportedError as error:
+        print(kind.__name__, error)
+    model(x).float().sum().backward()
+    torch.cuda.synchronize()
+    assert model.out.weight.grad is not None
+"""
+
+
 def test_what_cannot_be_captured_is_refused_and_runs_on():
-    class Waiting(Model):
-        def forward(self, x, labels=None):
-            return super().forward(x * (1.0 if x.sum().item() > 0 else 2.0), labels)
-
-    class Recurrent(Model):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(256, 256)
-
-        def forward(self, x, labels=None):
-            return super().forward(self.lstm(x)[0], labels)
-
-    batch = {"x": torch.randn(16, 256, device=CUDA)}
-    for kind, reason in ((Waiting, "cannot be captured"), (Recurrent, "place of its own|cannot be captured")):
-        model = apply(kind().to(CUDA), {"up/linear": "BF16", "down/linear": "BF16"})
-        with pytest.raises(UnsupportedError, match=reason):
-            graphed(model, batch)
-        assert model(**batch)["logits"].dtype is torch.bfloat16
-        torch.cuda.synchronize()
+    # In a process of its own: a capture that failed is not the state in which other tests should start.
+    done = subprocess.run([sys.executable, "-P", "-c", REFUSED], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.strip().splitlines()
+    assert first.startswith("Recurrent graphed: ")
+    assert second.startswith("Waiting graphed: the passes of this model cannot be captured (")
 
 
 def test_a_loss_of_before_may_be_kept():
