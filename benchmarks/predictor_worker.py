@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from predictor_cases import FIXED, Combination, plans
+from predictor_peers import torch_estimates
 from predictor_records import records_json
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,6 +43,8 @@ from qsync_opt.weight_indicator import weight_sensitivities
 
 SIZES = tuple(1 << k for k in range(14, 29, 2))
 MS = 1e6
+PEERS_S = 25.0
+"""How long torch's estimators may go on after the deadline of the cases."""
 
 
 @dataclass(slots=True)
@@ -85,24 +88,31 @@ def clean(device: torch.device) -> None:
 
 
 def stepper_of(worker: Worker, combination: Combination, group: Any) -> Stepper:
-    """The model with DistributedDataParallel and AdamW around."""
+    """The model with AdamW, and DistributedDataParallel around it where there is another worker."""
     model, kwargs = combination.subject.build(worker.device)
-    ids = [worker.device.index] if worker.device.type == "cuda" else None
-    wrapped = DistributedDataParallel(model, device_ids=ids, process_group=group, broadcast_buffers=False)
+    wrapped = model
+    if dist.get_world_size() > 1:
+        ids = [worker.device.index] if worker.device.type == "cuda" else None
+        wrapped = DistributedDataParallel(model, device_ids=ids, process_group=group, broadcast_buffers=False)
     return Stepper(TrainingExample(model=wrapped, kwargs=kwargs), torch.optim.AdamW(wrapped.parameters(), foreach=True))
 
 
-def measure(worker: Worker, stepper: Stepper) -> tuple[list[float], int]:
-    """Nanoseconds of each of some steps that follow without waiting, and the peak of memory; all ranks in step."""
+def measure(worker: Worker, stepper: Stepper) -> tuple[list[float], int, float]:
+    """Nanoseconds of each of some steps that follow without waiting, peak of memory, and how slow the host just was.
+
+    All ranks are in step.
+    """
     for _ in range(2):
         stepper.step()
     rough = agreed(worker, stepper.steady_ns(2))
     if worker.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(worker.device)
+    unit = stepper.host_unit_ns()
     dist.barrier()
-    steps = stepper.paced_ns(max(5, min(20, round(1e9 / rough))))
+    steps = stepper.paced_ns(max(5, min(20, round(0.8e9 / rough))))
+    unit = (unit + stepper.host_unit_ns()) / 2
     peak = torch.cuda.max_memory_allocated(worker.device) if worker.device.type == "cuda" else 0
-    return steps, peak
+    return steps, peak, unit
 
 
 def agreed(worker: Worker, value: float) -> float:
@@ -128,8 +138,9 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
         stepper.example,
         graph,
         stepper.optimizer,
+        precisions=combination.allowed(device_formats(worker.device)),
         mixed=1,
-        options=RecordingOptions(warm_up=2, repeats=3 if count and count <= 16 else 6, traced=1),
+        options=RecordingOptions(warm_up=2, repeats=max(3, min(8, round(0.5e9 / stepper.steady_ns(2)))), traced=1),
         progress=False,
         name=name,
     )
@@ -197,7 +208,15 @@ def run_worker(
             if agreed(worker, time.perf_counter() - worker.deadline) > 0:
                 found["skipped"].append(combination.name)
                 continue
-            run_combination(worker, combination, combination.subject.graph(graphs), collective, found, output)
+            try:
+                run_combination(worker, combination, combination.subject.graph(graphs), collective, found, output)
+            except (RuntimeError, qsync_opt.QSyncError) as error:
+                if workers > 1:  # the other one waits in a collective
+                    raise
+                found["skipped"].append(f"{combination.name}: {type(error).__name__}: {str(error)[:300]}")
+                worker.say(found["skipped"][-1])
+        if workers == 1:
+            compare_with_torch(worker, combinations, graphs, found, output)
         if rank == 0:
             output.write_text(json.dumps(found))
 
@@ -218,6 +237,14 @@ def gathered(value: Any, device: torch.device) -> list[Any]:
     texts = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(texts, padded)
     return [json.loads(bytes(t[: int(n)].cpu().tolist())) for t, n in zip(texts, sizes, strict=True)]
+
+
+def precisions_of(combination: Combination, graph: OpGraph, device: torch.device) -> dict[str, tuple[str, ...]]:
+    """Precisions that plans may give each adjustable operator."""
+    allowed = combination.allowed(device_formats(device))
+    return {
+        o.name: tuple(p for p in allowed if ops.supports(o.op_type, p, device)) for o in graph.by_role(Role.ADJUSTABLE)
+    }
 
 
 def slowest(by_rank: list[list[float]]) -> list[float]:
@@ -251,10 +278,7 @@ def run_combination(
         found["profiles"] += [p for p in gathered(profiled, worker.device) if p]
         key = f"{combination.subject.name} on {count or 'whole'}"
         both = [StepCosts.from_json(data, "worker") for data in gathered(worker.costs[key].to_json(), worker.device)]
-        available = {
-            o.name: tuple(p for p in device_formats(worker.device) if ops.supports(o.op_type, p, worker.device))
-            for o in graph.by_role(Role.ADJUSTABLE)
-        }
+        available = precisions_of(combination, graph, worker.device)
         cases = plans(combination, graph, available)
         # A process group of NCCL keeps the buckets of a model that is gone until its next collective.
         dist.all_reduce(torch.zeros(1, device=worker.device), group=worker.solo)
@@ -272,6 +296,7 @@ def run_combination(
                 cases["solver's"] = solved
         fixed = {n: finest_at(a, FIXED) for n, a in available.items()}
         measured: dict[str, list[list[float]]] = {}
+        units: dict[str, list[list[float]]] = {}
         # Every case twice, minutes apart: what the host's speed changes by meanwhile is seen as the spread.
         for again, order in enumerate((list(cases), list(reversed(cases)))):
             for label in order:
@@ -283,15 +308,17 @@ def run_combination(
                 mine = plan if worker.rank == last else first
                 apply(stepper.example.model, mine, graph=graph, options=ApplyOptions())
                 try:
-                    steps, peak = measure(worker, stepper)
+                    steps, peak, unit = measure(worker, stepper)
                 finally:
                     undo(stepper.example.model)
-                told = gathered({"peak": max(0, peak - before), "steps": steps}, worker.device)
+                told = gathered({"peak": max(0, peak - before), "steps": steps, "unit": unit}, worker.device)
                 if worker.rank:
                     continue
                 measured.setdefault(label, []).append(slowest([rank["steps"] for rank in told]))
                 peaks = [rank["peak"] for rank in told]
                 case = predictor.case(label, [first, plan][-len(told) :], measured[label], peaks)
+                units.setdefault(label, []).append([round(rank["unit"] / 1e3, 2) for rank in told])
+                case["host_unit_us"] = units[label]
                 found["cases"] = [c for c in found["cases"] if c["key"] != case["key"]] + [case]
                 output.write_text(json.dumps(found))
                 if again or worker.device.type == "cpu":
@@ -303,6 +330,29 @@ def run_combination(
         clean(worker.device)
     if worker.rank == 0:
         output.write_text(json.dumps(found))
+
+
+def compare_with_torch(
+    worker: Worker, combinations: list[Combination], graphs: Path | None, found: dict[str, Any], output: Path
+) -> None:
+    """Put what torch's estimators say beside uniform cases, while there is time: one of each combination, then more."""
+    waiting = []
+    for combination in combinations:
+        own = [case for case in found["cases"] if case["key"].startswith(f"{combination.name} uniform")]
+        own.sort(key=lambda case: ("BF16" not in case["plan"], "TF32" not in case["plan"]))
+        waiting += [(rank, combination, case) for rank, case in enumerate(own) if "8" not in case["plan"]]
+    for _, combination, case in sorted(waiting, key=lambda entry: entry[0]):
+        if time.perf_counter() > worker.deadline + PEERS_S:
+            return
+        graph = combination.subject.graph(graphs)
+        available = precisions_of(combination, graph, worker.device)
+        plan = {name: finest_at(p, case["plan"].removeprefix("uniform ")) for name, p in available.items()}
+        whole = combination.multiprocessors is None
+        with partition(worker.device, combination.multiprocessors):
+            case |= torch_estimates(combination.subject, graph, plan, worker.device, whole=whole)
+        output.write_text(json.dumps(found))
+        worker.say(case["key"], {key: value for key, value in case.items() if key.startswith("torch")})
+        clean(worker.device)
 
 
 def autocast(
@@ -323,7 +373,7 @@ def autocast(
     wrapped = TrainingExample(model=Cast(), args=example.args, kwargs=example.kwargs)
     other = Stepper(wrapped, stepper.optimizer)
     other.device = stepper.device
-    steps, _ = measure(worker, other)
+    steps, _, _ = measure(worker, other)
     torch.backends.cuda.matmul.allow_tf32 = False
     if worker.rank == 0:
         row = {

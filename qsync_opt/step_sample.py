@@ -37,9 +37,11 @@ class StepSample:
         memory: The same step's accounting with changes of memory, from another step.
         kept: Per operator that was met.
         host_ns: Per phase, time on the host of steps that nobody traced; the median.
-        iteration_ns: Mean time of untraced steps that follow one another without waiting.
+        iteration_ns: Median time of untraced steps that follow one another without waiting.
         resident_bytes: In use between two steps.
         peak_bytes: At most in use during an untraced step.
+        latencies_ns: Of untraced steps that each began on an idle device.
+        host_unit_ns: Time on the host of a small fixed piece of work, around the untraced steps; 0 if it was not taken.
     """
 
     name: str
@@ -53,3 +55,4 @@ class StepSample:
     resident_bytes: int
     peak_bytes: int
     latencies_ns: tuple[float, ...] = field(default=())
+    host_unit_ns: float = 0.0

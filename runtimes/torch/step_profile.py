@@ -16,7 +16,7 @@ import torch
 from qsync_opt.costs import CostFit, fit_cost
 from qsync_opt.covering_plans import MIXED, covering_plans
 from qsync_opt.device_profile import DeviceIdentity
-from qsync_opt.errors import NotReadyError
+from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels import backend, ops
 from qsync_opt.kernels.options import KernelOptions
@@ -98,7 +98,8 @@ def profile_steps(
         The costs, with the residual of every recorded plan in ``checks``.
 
     Raises:
-        UnsupportedError: The device has no such precision.
+        UnsupportedError: The device has no such precision; or the model is compiled, which leaves no operators that
+            anything could be charged to.
         NotReadyError: No plan fits into the device's memory. A uniform plan that does not is recorded in parts, a few
             operators at a time and the others as coarse as they get; what even so does not fit is scaled from another
             precision and marked (`CaseCost.scaled_from`). A warning names both.
@@ -134,6 +135,7 @@ def record_steps(
     budget_s: float | None = None,
 ) -> StepRecords:
     """What `profile_steps` does before it fits; arguments and errors are the same."""
+    refuse_compiled(example.model)
     device = example.device
     formats = wanted_formats(device, precisions) if precisions is not None else device_formats(device)
     kernels = dataclasses.replace(kernels or KernelOptions(), half_format=backend.half_format(device))
@@ -162,6 +164,20 @@ def record_steps(
         cast_host_ns=cast_host_ns,
         available=available,
     )
+
+
+def refuse_compiled(model: torch.nn.Module) -> None:
+    """Refuse a model of which a part is compiled.
+
+    Raises:
+        UnsupportedError: It is; the text names the part.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise UnsupportedError(
+                f"module {name or type(module).__name__!r} is compiled: its operators are fused, so that no step can "
+                "be charged to them; record the steps of the model as it is before torch.compile"
+            )
 
 
 class _Recorder:

@@ -27,6 +27,7 @@ from qsync_opt.step_trace import BACKWARD, FORWARD, OPTIMIZER, PHASES, ZERO_GRAD
 
 FORMAT_OF: dict[torch.dtype, str] = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
 _NS_PER_MS = 1e6
+_UNITS, _CALLS_PER_UNIT = 9, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,18 @@ class Stepper:
             self.optimizer.zero_grad()
         del loss
         note()
+
+    def host_unit_ns(self) -> float:
+        """Median time on the host of a small fixed piece of work: how fast is the host just now?"""
+        x = torch.zeros(16, device=self.device)
+        times = []
+        for _ in range(_UNITS):
+            self.synchronize()
+            start = time.perf_counter_ns()
+            for _ in range(_CALLS_PER_UNIT):
+                x.add_(1.0)
+            times.append(time.perf_counter_ns() - start)
+        return statistics.median(times)
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -149,8 +162,10 @@ def record_step(
     model = stepper.example.model
     for _ in range(options.warm_up):
         stepper.step()
+    before_ns = stepper.host_unit_ns()
     host_ns, wholes = stepper.host_ns(options.repeats)
-    iteration_ns = stepper.steady_ns(options.repeats)
+    iteration_ns = statistics.median(stepper.paced_ns(options.repeats))
+    after_ns = stepper.host_unit_ns()
     resident, peak = stepper.peak_bytes()
     with step_labels(model, graph):
         spans = _traced(stepper, options.traced, memory=False)
@@ -168,6 +183,7 @@ def record_step(
         resident_bytes=resident,
         peak_bytes=peak,
         latencies_ns=tuple(wholes),
+        host_unit_ns=(before_ns + after_ns) / 2,
     )
 
 

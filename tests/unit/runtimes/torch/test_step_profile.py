@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qsync_opt.cli import main
-from qsync_opt.errors import NotReadyError
+from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.graph import Role
 from qsync_opt.graph_file import save_graph
 from qsync_opt.plan import Plan
@@ -95,6 +95,15 @@ def test_what_never_fits_is_scaled_and_marked(setting, monkeypatch):
     assert marked.output == "FP32"
     again = StepCosts.from_json(json.loads(json.dumps(costs.to_json())), "again")
     assert scaled_operators(setting.graph, again) == scaled_operators(setting.graph, costs)
+
+
+@pytest.mark.parametrize("compiled", [lambda m: torch.compile(m), lambda m: m.compile() or m])
+def test_a_compiled_model_is_refused(compiled):
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.zeros(2, 4)
+    graph = capture(model, (x,))
+    example = TrainingExample(model=torch.nn.Sequential(compiled(model)), args=(x,))
+    with pytest.raises(UnsupportedError, match=r"is compiled.*before torch\.compile"):
+        profile_steps(example, graph, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_nothing_fits(setting, monkeypatch):
