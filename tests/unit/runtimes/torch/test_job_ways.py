@@ -267,7 +267,7 @@ def test_autocast_is_for_one_precision():
     with pytest.raises(UnsupportedError, match="allowed are BF16, FP16"):
         ApplyOptions(autocast="INT8")
     with pytest.raises(ProblemError, match="local_batches"):
-        PlanningOptions(local_batches="equl")
+        PlanningOptions(local_batches="fastest")
 
 
 def test_half_precision_under_autocast_wants_a_scaler():
