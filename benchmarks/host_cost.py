@@ -17,13 +17,14 @@ import contextlib
 import cProfile
 import datetime
 import functools
+import gc
 import io
 import platform
 import pstats
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -336,11 +337,14 @@ def _captured(model: nn.Module, inputs: Mapping[str, Tensor], way: str, device: 
     return run
 
 
-def step_records(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
+def step_records(
+    device: torch.device, quick: bool, models: Sequence[str], ways: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """Wall milliseconds of a training step at a training batch, the optimizer included: eager, and captured."""
     if device.type != "cuda":
         return
-    for name, (build, (batch, length)) in MODELS.items():
+    for name in models:
+        build, (batch, length) = MODELS[name]
         torch.manual_seed(0)
         with torch.device(device):
             model, inputs = build(batch, length, tiny=False)
@@ -353,7 +357,7 @@ def step_records(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
-        for way in WAYS:
+        for way in ways:
             if not _works(way, device):
                 continue
             record = {"model": name, "batch": [batch, length], "way": way}
@@ -366,6 +370,7 @@ def step_records(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
                 except Exception as failure:  # named, and the others are measured all the same
                     yield {**record, "how": "graphs", "error": f"{type(failure).__name__}: {failure}"[:300]}
             captured = None
+            gc.collect()  # graphs hold their memory until nobody holds them
             torch.cuda.empty_cache()
 
 
@@ -373,6 +378,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--section", action="append", choices=("operators", "models", "steps"), help="default: all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", action="append", choices=tuple(MODELS), help="of the steps; default: all")
+    parser.add_argument("--way", action="append", choices=WAYS, help="of the steps; default: all")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--profile", type=Path, help="folder for the Python functions that take most time, per way")
     parser.add_argument("--label", default="", help="kept beside the sections, to tell two versions apart")
@@ -386,7 +393,7 @@ def main() -> int:
     makers: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "models": lambda: model_records(device, arguments.quick, arguments.profile),
         "operators": lambda: operator_records(device, arguments.quick),
-        "steps": lambda: step_records(device, arguments.quick),
+        "steps": lambda: step_records(device, arguments.quick, arguments.model or list(MODELS), arguments.way or WAYS),
     }
     sections: dict[str, Any] = {}
     if arguments.output.is_file():

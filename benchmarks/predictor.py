@@ -2,7 +2,10 @@
 
 A cluster is two GPUs of one host: rank 0 is a whole one of fixed precision, rank 1 a partition (a green context) under
 a plan, or whole too. Each worker records its own steps by itself; then both train together with
-DistributedDataParallel over NCCL, case by case. Writes ``benchmarks/results/predictor.json``.
+DistributedDataParallel over NCCL, case by case. Writes ``benchmarks/results/predictor.json``. With ``--workers 1`` the
+worker under the plan trains by itself, without DistributedDataParallel, and torch's own estimators are asked too
+(``predictor-alone.json``). Every case is measured twice, minutes apart: their distance is what the machine's own speed
+changes by, which no prediction can know.
 
     python benchmarks/predictor.py [--device cuda|cpu] [--graphs DIR] [--deadline-s 600] [--output PATH]
     python benchmarks/predictor.py --merge PART [--merge PART ...]
@@ -112,6 +115,8 @@ def summarize(cases: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> di
         "memory_torch_tracker": errors(predicted, "torch_peak_bytes", "measured_peak_bytes"),
         "memory": errors(memory, "predicted_peak_bytes", "measured_peak_bytes"),
         "repeatability": statistics.fmean(case["spread"] for case in predicted) if predicted else None,
+        "repeatability_worst": max((case["spread"] for case in predicted), default=None),
+        "cases_within_their_spread": sum(abs(case["time_error"]) <= case["spread"] for case in predicted),
         "spearman": spearman([c["predicted_ms"] for c in predicted], [c["measured_ms"] for c in predicted]),
         "spearman_by_cluster": correlations,
         **alone(profiles),
@@ -173,7 +178,7 @@ def write_record(part: dict[str, Any], arguments: argparse.Namespace) -> None:
         {
             "format": "qsync-bench-predictor/1",
             "date": part["date"],
-            "command": f"python benchmarks/predictor.py --device {part['device']}",
+            "command": f"python benchmarks/predictor.py --device {part['device']} --workers {part['workers']}",
             "hardware": part["hardware"],
             "versions": part["versions"],
             "summary": summarize(part["cases"], part["profiles"]),

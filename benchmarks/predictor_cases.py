@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from predictor_models import LARGE, SMALL, Subject
@@ -17,13 +17,17 @@ FIXED = "TF32"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
-    """A model on a cluster; ``multiprocessors`` of rank 1, None for a whole GPU. ``solve`` asks for a solver's plan."""
+    """A model on a cluster; ``multiprocessors`` of rank 1, None for a whole GPU.
+
+    ``solve`` asks for a solver's plan. ``precisions`` are those that plans may use beside FP32; None: all.
+    """
 
     subject: Subject
     multiprocessors: int | None
     uniform: tuple[str, ...]
     mixed: int
     solve: bool = False
+    precisions: tuple[str, ...] | None = None
 
     @property
     def planned(self) -> str:
@@ -35,6 +39,10 @@ class Combination:
         """Rank 0 and rank 1."""
         return f"whole + {self.planned}"
 
+    def allowed(self, formats: Iterable[str]) -> list[str]:
+        """Precisions of the device that plans may use, coarsest first."""
+        return [p for p in formats if self.precisions is None or p == "FP32" or p in self.precisions]
+
     @property
     def name(self) -> str:
         """For the command line."""
@@ -42,23 +50,32 @@ class Combination:
 
 
 _FOUR = ("FP32", "TF32", "BF16", "INT8")
+_THREE = ("TF32", "BF16", "INT8")
 _OTHER = ("TF32", "FP16", "INT8", "FP8")
 
 
 def _combination(
-    model: str, size: str, count: int | None, uniform: tuple[str, ...], mixed: int, solve: bool = False
+    model: str,
+    size: str,
+    count: int | None,
+    uniform: tuple[str, ...],
+    mixed: int,
+    solve: bool = False,
+    precisions: tuple[str, ...] | None = None,
 ) -> Combination:
     subject = Subject(model=model, size=size)
-    return Combination(subject=subject, multiprocessors=count, uniform=uniform, mixed=mixed, solve=solve)
+    return Combination(
+        subject=subject, multiprocessors=count, uniform=uniform, mixed=mixed, solve=solve, precisions=precisions
+    )
 
 
 COMBINATIONS = (
     _combination("gpt-110m", SMALL, 16, ("FP32", "TF32", "BF16", "FP16", "INT8", "FP8"), 4, True),
     _combination("bert-base", LARGE, 64, _FOUR, 4, True),
-    _combination("resnet50", LARGE, 32, _FOUR, 4),
-    _combination("vit-base", SMALL, 16, _OTHER, 4),
-    _combination("gpt-110m", SMALL, 8, ("TF32", "BF16", "INT8"), 4),
-    _combination("bert-base", SMALL, 16, _OTHER, 4),
+    _combination("resnet50", LARGE, 32, _FOUR, 4, precisions=_THREE),
+    _combination("vit-base", SMALL, 16, _THREE, 4, precisions=_THREE),
+    _combination("gpt-110m", SMALL, 8, _THREE, 4, precisions=_THREE),
+    _combination("bert-base", SMALL, 16, _OTHER, 4, precisions=_OTHER),
     _combination("vit-base", LARGE, 64, _FOUR, 4),
     _combination("gpt-110m", LARGE, None, _FOUR, 2),
     _combination("gpt-tiny", SMALL, 16, ("FP32", "BF16"), 2, True),
@@ -75,16 +92,18 @@ def plans(combination: Combination, graph: OpGraph, available: dict[str, Sequenc
         if any(precision in available[name] for name in names)
     }
     generator = random.Random(f"{combination.name} evaluation")
+    sixteen = [p for p in ("BF16", "FP16", "TF32") if any(p in available[name] for name in names)]
     kinds = ("random", "random of 16 bits and TF32", "halves")
     for k in range(combination.mixed):
         kind = kinds[k % len(kinds)]
         if kind == "random":
             plan = {name: generator.choice(available[name]) for name in names}
         elif kind == "halves":
-            first, second = generator.sample(("INT8", "BF16", "TF32", "FP8"), 2)
+            sampled = [p for p in ("INT8", "BF16", "TF32", "FP8") if any(p in available[name] for name in names)]
+            first, second = generator.sample(sampled, 2)
             middle = generator.randrange(len(names) // 4, 3 * len(names) // 4)
             plan = {n: finest_at(available[n], first if i < middle else second) for i, n in enumerate(names)}
         else:
-            plan = {n: finest_at(available[n], generator.choice(("BF16", "FP16", "TF32"))) for n in names}
+            plan = {n: finest_at(available[n], generator.choice(sixteen)) for n in names}
         result[f"{kind} {k}"] = plan
     return result

@@ -43,6 +43,8 @@ from qsync_opt.weight_indicator import weight_sensitivities
 
 SIZES = tuple(1 << k for k in range(14, 29, 2))
 MS = 1e6
+PEERS_S = 25.0
+"""How long torch's estimators may go on after the deadline of the cases."""
 
 
 @dataclass(slots=True)
@@ -136,8 +138,9 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
         stepper.example,
         graph,
         stepper.optimizer,
+        precisions=combination.allowed(device_formats(worker.device)),
         mixed=1,
-        options=RecordingOptions(warm_up=2, repeats=3 if count and count <= 16 else 6, traced=1),
+        options=RecordingOptions(warm_up=2, repeats=max(3, min(8, round(0.5e9 / stepper.steady_ns(2)))), traced=1),
         progress=False,
         name=name,
     )
@@ -205,7 +208,15 @@ def run_worker(
             if agreed(worker, time.perf_counter() - worker.deadline) > 0:
                 found["skipped"].append(combination.name)
                 continue
-            run_combination(worker, combination, combination.subject.graph(graphs), collective, found, output)
+            try:
+                run_combination(worker, combination, combination.subject.graph(graphs), collective, found, output)
+            except (RuntimeError, qsync_opt.QSyncError) as error:
+                if workers > 1:  # the other one waits in a collective
+                    raise
+                found["skipped"].append(f"{combination.name}: {type(error).__name__}: {str(error)[:300]}")
+                worker.say(found["skipped"][-1])
+        if workers == 1:
+            compare_with_torch(worker, combinations, graphs, found, output)
         if rank == 0:
             output.write_text(json.dumps(found))
 
@@ -226,6 +237,14 @@ def gathered(value: Any, device: torch.device) -> list[Any]:
     texts = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(texts, padded)
     return [json.loads(bytes(t[: int(n)].cpu().tolist())) for t, n in zip(texts, sizes, strict=True)]
+
+
+def precisions_of(combination: Combination, graph: OpGraph, device: torch.device) -> dict[str, tuple[str, ...]]:
+    """Precisions that plans may give each adjustable operator."""
+    allowed = combination.allowed(device_formats(device))
+    return {
+        o.name: tuple(p for p in allowed if ops.supports(o.op_type, p, device)) for o in graph.by_role(Role.ADJUSTABLE)
+    }
 
 
 def slowest(by_rank: list[list[float]]) -> list[float]:
@@ -259,10 +278,7 @@ def run_combination(
         found["profiles"] += [p for p in gathered(profiled, worker.device) if p]
         key = f"{combination.subject.name} on {count or 'whole'}"
         both = [StepCosts.from_json(data, "worker") for data in gathered(worker.costs[key].to_json(), worker.device)]
-        available = {
-            o.name: tuple(p for p in device_formats(worker.device) if ops.supports(o.op_type, p, worker.device))
-            for o in graph.by_role(Role.ADJUSTABLE)
-        }
+        available = precisions_of(combination, graph, worker.device)
         cases = plans(combination, graph, available)
         # A process group of NCCL keeps the buckets of a model that is gone until its next collective.
         dist.all_reduce(torch.zeros(1, device=worker.device), group=worker.solo)
@@ -312,31 +328,30 @@ def run_combination(
                 autocast(worker, combination, stepper, name, dtype, found)
         del stepper
         clean(worker.device)
-        if dist.get_world_size() == 1:
-            compare_with_torch(worker, combination, graph, cases, found, output)
     if worker.rank == 0:
         output.write_text(json.dumps(found))
 
 
 def compare_with_torch(
-    worker: Worker,
-    combination: Combination,
-    graph: OpGraph,
-    cases: dict[str, dict[str, str]],
-    found: dict[str, Any],
-    output: Path,
+    worker: Worker, combinations: list[Combination], graphs: Path | None, found: dict[str, Any], output: Path
 ) -> None:
-    """Put what torch's estimators say beside uniform cases, while there is time."""
-    for case in found["cases"]:
-        label = case["plan"]
-        if case["key"] != f"{combination.name} {label}" or not label.startswith("uniform"):
-            continue
-        if time.perf_counter() > worker.deadline:
+    """Put what torch's estimators say beside uniform cases, while there is time: one of each combination, then more."""
+    waiting = []
+    for combination in combinations:
+        own = [case for case in found["cases"] if case["key"].startswith(f"{combination.name} uniform")]
+        own.sort(key=lambda case: ("BF16" not in case["plan"], "TF32" not in case["plan"]))
+        waiting += [(rank, combination, case) for rank, case in enumerate(own) if "8" not in case["plan"]]
+    for _, combination, case in sorted(waiting, key=lambda entry: entry[0]):
+        if time.perf_counter() > worker.deadline + PEERS_S:
             return
+        graph = combination.subject.graph(graphs)
+        available = precisions_of(combination, graph, worker.device)
+        plan = {name: finest_at(p, case["plan"].removeprefix("uniform ")) for name, p in available.items()}
         whole = combination.multiprocessors is None
-        case |= torch_estimates(combination.subject, graph, cases[label], worker.device, whole=whole)
+        with partition(worker.device, combination.multiprocessors):
+            case |= torch_estimates(combination.subject, graph, plan, worker.device, whole=whole)
         output.write_text(json.dumps(found))
-        worker.say(label, {key: value for key, value in case.items() if key.startswith("torch")})
+        worker.say(case["key"], {key: value for key, value in case.items() if key.startswith("torch")})
         clean(worker.device)
 
 

@@ -41,6 +41,8 @@ class Worker:
         self.partition_memory = memory
         if device == "cuda":
             torch.cuda.set_device(self.device)
+            backends: Any = torch.backends  # FP32 is FP32 wherever it is timed
+            backends.cuda.matmul.fp32_precision = backends.cudnn.conv.fp32_precision = "ieee"
         else:
             torch.set_num_threads(1)
         self.memory: str | None = None
@@ -97,7 +99,7 @@ class Worker:
             "job_file": self.cache / f"{name}-{self.device.type}-{self.world}-{self.kind}.json",
             "device_type": self.kind,
             "memory": self.memory or (None if self.device.type == "cuda" else "4 GiB"),
-            "profile_seconds": 10.0,
+            "profile_seconds": 5.0,
             "progress": False,
         }
         return qsync_opt.PlanningOptions(**{**settings, **changes})

@@ -12,7 +12,8 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
-from runtime_throughput import in_turn, throughput
+from runtime_in_turn import in_turn
+from runtime_throughput import throughput
 from runtime_training import Run, Worker, everywhere, gpt
 
 import qsync_opt
@@ -79,7 +80,7 @@ def _ratio(worked: dict[str, list[float]]) -> float:
 
 def soak(worker: Worker, name: str, total: int) -> None:
     make, batch = gpt(worker, layers=4)
-    options = worker.options(f"soak-{name}")
+    options = worker.options(f"soak-{name}", precisions=("INT8", "BF16", "FP32"))
     plan = qsync_opt.auto_plan(make().to(worker.device), batch, options=options)
     run = Run(worker, make, batch, plan=plan)
     needed = max(plan.memory_bytes.values())
@@ -103,6 +104,14 @@ def soak(worker: Worker, name: str, total: int) -> None:
         began = time.perf_counter()
         adapter.step()
         blocks.append((measured_ns, predicted, time.perf_counter() - began, worker.memory_bytes()))
+        if len(blocks) % 5 == 0 or 100 * len(blocks) == total:  # whatever comes, something is kept
+            _write_soak(worker, name, adapter, blocks)
+    run.close()
+
+
+def _write_soak(
+    worker: Worker, name: str, adapter: qsync_opt.PlanAdapter, blocks: list[tuple[float, int, float, int]]
+) -> None:
     rest = blocks[1:] or blocks  # the first warms up
     third = max(1, len(rest) // 3)
     first, last = (statistics.median(b[0] for b in part) for part in (rest[:third], rest[-third:]))
@@ -122,7 +131,6 @@ def soak(worker: Worker, name: str, total: int) -> None:
         memory_at_the_end_bytes=rest[-1][3],
         memory_growth_bytes=rest[-1][3] - rest[0][3],
     )
-    run.close()
 
 
 def main() -> None:

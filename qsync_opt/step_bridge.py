@@ -1,16 +1,23 @@
 """From observed steps to a profile, so that the problem that solvers see has the costs that were observed.
 
 The problem format has one time per operator and precision and prices casts on edges. So each pair gets the case in
-which its inputs arrive as its precision wants them; where only others were met, the casts are taken off. What cannot be
-told so (which launches the device waits for, gradients that a neighbour's format makes cheaper) is the distance between
-the problem's rows and the replay; `benchmarks/predictor.py` records both.
+which its inputs arrive as its precision wants them; where only others were met, the casts are taken off.
+
+Of the two queues the slower one decides how long steps take that follow one another, so one time per operator must be
+taken from the right one: an operator in a precision is charged its time on the host if the uniform plan of that
+precision waits for the host, and on the device if it does not. What occurs under several uniform plans (fixed and
+dependent operators, the optimizer, what lies outside of all operators) is charged as in the fastest of them, near which
+solvers look. So the rows add up to the replay for that plan, and come close elsewhere; plans that are bound by the host
+in one part and by the device in another are overestimated. `benchmarks/predictor.py` records the distance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from qsync_opt.costs import CostFit, MeasuredCost
+from qsync_opt.covering_plans import finest_at
 from qsync_opt.device_profile import DeviceProfile, OptimizerCost
 from qsync_opt.errors import ProblemError
 from qsync_opt.graph import Operator, OpGraph, Role
@@ -18,6 +25,7 @@ from qsync_opt.precision import PrecisionFormats, number_format
 from qsync_opt.pricing import problem_role
 from qsync_opt.step_costs import CaseCost, StepCosts
 from qsync_opt.step_predictor import StepPredictor
+from qsync_opt.two_queues import Work
 
 
 def profile_from_steps(
@@ -36,6 +44,8 @@ def profile_from_steps(
     """
     predictor = StepPredictor(graph, costs)
     outputs = tuple(dict.fromkeys(borders.output for borders in formats.values()))
+    queues = _Queues(graph, predictor, formats)
+    casts = _casts(costs, formats, queues.host_bound(tuple(formats)))
     measurements: dict[str, dict[str, MeasuredCost]] = {}
     operators: dict[str, str] = {}
     for i, operator in enumerate(graph):
@@ -46,11 +56,13 @@ def profile_from_steps(
         table = {}
         for precision in _precisions(operator, predictor, formats, outputs):
             cost = _uniform_cost(predictor, i, operator, precision)
-            table[precision] = _measured(graph, costs, operator, precision, cost)
+            inside = casts.get(f"{costs.half_format}>{precision}") if number_format(precision).bits <= 8 else None
+            host_bound = queues.host_bound(queues.plans_with(operator, precision))
+            table[precision] = _measured(graph, operator, cost, inside, host_bound)
         measurements[key] = table
-    phases = predictor.costs.phases
-    nothing = CostFit(base_ns=0, ns_per_mi_elements=0)
-    step, clear = phases["optimizer"], phases["zero_grad"]
+    outside = [predictor.costs.phases[label] for label in ("forward", "forward|end", "backward", "backward|end")]
+    host_bound = queues.host_bound(tuple(formats))
+    clear = _time(predictor.costs.phases["zero_grad"], host_bound)
     return DeviceProfile(
         device=costs.device,
         model=graph.name,
@@ -59,16 +71,53 @@ def profile_from_steps(
         formats=dict(formats),
         measurements=measurements,
         operators=operators,
-        casts=_casts(costs, formats),
-        gradient_sums=dict.fromkeys(outputs, nothing),
+        casts=casts,
+        gradient_sums=dict.fromkeys(outputs, CostFit(base_ns=0, ns_per_mi_elements=0)),
         optimizer=OptimizerCost(
             name="observed",
-            step_ns=step.device,
-            zero_grad_ns=clear.device,
+            step_ns=sum(_time(work, host_bound) for work in (*outside, predictor.costs.phases["optimizer"])),
+            zero_grad_ns=clear,
             state_bytes=state_bytes,
             workspace_bytes=max(0, costs.phase_peaks["optimizer"]),
         ),
     )
+
+
+def _time(work: Work, host_bound: bool) -> int:
+    return work.host if host_bound else work.device
+
+
+class _Queues:
+    """Which queue decides, under each uniform plan, and how long its step takes."""
+
+    def __init__(self, graph: OpGraph, predictor: StepPredictor, formats: Mapping[str, PrecisionFormats]) -> None:
+        self._formats = formats
+        self._found: dict[str, tuple[int, bool]] = {}
+        adjustable = [operator.name for operator in graph.by_role(Role.ADJUSTABLE)]
+        available = {name: [p for p in formats if p in predictor.precisions(name)] for name in adjustable}
+        if not all(available.values()):
+            return  # the caller says which operator was met in no precision
+        phases = predictor.costs.phases
+        after = [phases[label] for label in ("backward|end", "optimizer", "zero_grad")]
+        for precision in formats:
+            step = predictor.plan({name: finest_at(available[name], precision) for name in adjustable})
+            host = step.host_ns + sum(work.host for work in after)
+            device = sum(step.device_ns) + sum(work.device for work in after)
+            self._found[precision] = (max(host, device), host > device)
+
+    def plans_with(self, operator: Operator, precision: str) -> tuple[str, ...]:
+        """Uniform plans under which an operator runs so: precisions."""
+        role = problem_role(operator)
+        if role is Role.ADJUSTABLE:
+            return (precision,)
+        if role is Role.FIXED:
+            return tuple(self._formats)
+        return tuple(p for p, borders in self._formats.items() if borders.output == precision)
+
+    def host_bound(self, precisions: tuple[str, ...]) -> bool:
+        """Whether the fastest of some uniform plans waits for the host."""
+        found = [self._found[p] for p in precisions if p in self._found]
+        return min(found)[1] if found else False
 
 
 def _precisions(
@@ -93,26 +142,22 @@ def _uniform_cost(predictor: StepPredictor, position: int, operator: Operator, p
     return predictor.cost_at(position, precision if operator.role is Role.ADJUSTABLE else "", arrival)
 
 
-def _measured(graph: OpGraph, costs: StepCosts, operator: Operator, precision: str, cost: CaseCost) -> MeasuredCost:
-    """One entry of a profile; a cpu has no launches.
+def _measured(
+    graph: OpGraph, operator: Operator, cost: CaseCost, inside: CostFit | None, host_bound: bool
+) -> MeasuredCost:
+    """One entry of a profile.
 
-    What edges and the memory model account for is taken off: the quantization of the inputs of an 8-bit operator, and
-    the gradients of its own parameters.
+    What edges and the memory model account for is taken off: the quantization of the inputs of an 8-bit operator
+    (``inside``), and the gradients of its own parameters.
     """
-    cuda = costs.device.kind == "cuda"
     sizes = {parameter.name: parameter.spec.num_bytes for parameter in graph.parameters}
-    inside_ns = inside_host_ns = 0
-    if operator.role is Role.ADJUSTABLE and number_format(precision).bits <= 8:
-        fit = costs.casts.get(f"{costs.half_format}>{precision}")
-        if fit is not None:
-            inside_ns = sum(fit.ns(graph[source].output_elements) for source in operator.inputs)
-            inside_host_ns = costs.cast_host_ns * len(operator.inputs)
+    inside_ns = 0
+    if operator.role is Role.ADJUSTABLE and inside is not None:
+        inside_ns = sum(inside.ns(graph[source].output_elements) for source in operator.inputs)
     gradients = sum(sizes[name] for name in operator.parameters)
     return MeasuredCost(
-        forward_ns=max(0, cost.forward.device - inside_ns),
-        backward_ns=cost.backward.device,
-        host_forward_ns=max(0, cost.forward.host - inside_host_ns) if cuda else 0,
-        host_backward_ns=cost.backward.host if cuda else 0,
+        forward_ns=max(0, _time(cost.forward, host_bound) - inside_ns),
+        backward_ns=_time(cost.backward, host_bound),
         saved_bytes=max(0, cost.forward_net_bytes - cost.result_bytes),
         saves_inputs=cost.saves_inputs,
         saves_output=cost.saves_output,
@@ -122,18 +167,21 @@ def _measured(graph: OpGraph, costs: StepCosts, operator: Operator, precision: s
     )
 
 
-def _casts(costs: StepCosts, formats: Mapping[str, PrecisionFormats]) -> dict[str, CostFit]:
-    """Fitted casts; what stays in its element type (FP32 to TF32) costs nothing, 8 bits what the quantizer does."""
+def _casts(costs: StepCosts, formats: Mapping[str, PrecisionFormats], host_bound: bool) -> dict[str, CostFit]:
+    """Fitted casts; what stays in its element type (FP32 to TF32) costs nothing, 8 bits what the quantizer does.
+
+    Where steps wait for the host, a cast takes at least what it takes there.
+    """
     names = tuple(formats)
+    nothing = CostFit(base_ns=0, ns_per_mi_elements=0)
     found: dict[str, CostFit] = {}
     for source in names:
         for target in names:
             if source == target:
                 continue
             a, b = (name if name != "TF32" else "FP32" for name in (source, target))
-            nothing = CostFit(base_ns=0, ns_per_mi_elements=0)
-            if a == b or a in ("INT8", "FP8"):
-                found[f"{source}>{target}"] = nothing
-            else:
-                found[f"{source}>{target}"] = costs.casts.get(f"{a}>{b}", nothing)
+            fit = nothing if a == b or a in ("INT8", "FP8") else costs.casts.get(f"{a}>{b}", nothing)
+            if fit is not nothing and host_bound:
+                fit = replace(fit, base_ns=max(fit.base_ns, costs.cast_host_ns))
+            found[f"{source}>{target}"] = fit
     return found

@@ -37,7 +37,7 @@ class StepSample:
         memory: The same step's accounting with changes of memory, from another step.
         kept: Per operator that was met.
         host_ns: Per phase, time on the host of steps that nobody traced; the median.
-        iteration_ns: Mean time of untraced steps that follow one another without waiting.
+        iteration_ns: Median time of untraced steps that follow one another without waiting.
         resident_bytes: In use between two steps.
         peak_bytes: At most in use during an untraced step.
         latencies_ns: Of untraced steps that each began on an idle device.

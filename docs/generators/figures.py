@@ -29,6 +29,7 @@ def figures() -> dict[str, str]:
         **_solvers(results["solvers.json"]),
         **_capture(results["capture.json"]),
         **_kernels(results["kernels.json"]["sections"]),
+        **_host(results["host-cost.json"]["sections"]),
         **quality_figures(results["quality.json"]),
     }
 
@@ -195,6 +196,21 @@ def _kernel_layers(sections: Record) -> dict[str, str]:
     return found
 
 
+def _host(sections: Record) -> dict[str, str]:
+    """Whole steps, launched by the host and captured; ``before`` is of the code that came before."""
+    ways = ("bf16-autocast", "fp16-autocast", "plan-bf16", "plan-fp16", "plan-int8", "plan-fp8")
+    found = {
+        f"host.{model}.{how}.{way}": NOT_MEASURED
+        for model, how, way in itertools.product(("bert-base", "gpt-124m"), ("eager", "graphs", "before"), ways)
+    }
+    for section, suffix in (("steps", ""), ("steps (before)", "before")):
+        for record in sections[section]["records"]:
+            way = record["way"].lower().replace(" ", "-")
+            if "step_ms" in record:
+                found[f"host.{record['model']}.{suffix or record['how']}.{way}"] = f"{record['step_ms']:.1f} ms"
+    return found
+
+
 def readme_table() -> str:
     """The table of measured results that README shows; a test compares the two."""
     known, results = figures(), load_results()
@@ -248,6 +264,14 @@ def readme_table() -> str:
             "eager {{ kernels.model.eager }}; CUDA graph {{ kernels.model.graph }}; compiled "
             "{{ kernels.model.compiled }}",
             "kernels.json",
+        ),
+        row(
+            "A training step of BERT-base, 16 x 128 tokens: BF16 autocast; BF16 plan, INT8 plan; the plans captured by "
+            "`graphed`",
+            "{{ host.bert-base.eager.bf16-autocast }}; {{ host.bert-base.eager.plan-bf16 }}, "
+            "{{ host.bert-base.eager.plan-int8 }}; {{ host.bert-base.graphs.plan-bf16 }}, "
+            "{{ host.bert-base.graphs.plan-int8 }}",
+            "host-cost.json",
         ),
         row(
             f"Variance of single operators, predicted over measured, {known['indicator.cases']} cases",

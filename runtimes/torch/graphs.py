@@ -5,13 +5,14 @@ captured pass no Python of ours or the model's runs: operators, casts and roundi
 present weights, with noise that is new in every pass.
 
 Source:
-    The arrangement (warm up, capture forward, then backward, in one memory pool) is that of
-    ``torch.cuda.make_graphed_callables``; it differs in taking any batch, in refusing a backward pass whose activations
-    are gone, and in keeping gradients that are accumulated.
+    The arrangement (warm up, capture forward, then backward) is that of ``torch.cuda.make_graphed_callables``; it
+    differs in taking any batch, in refusing a backward pass whose activations are gone, in keeping gradients that are
+    accumulated, and in leaving alone the nodes that accumulate into parameters.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from qsync_opt.errors import NotReadyError, UnsupportedError
@@ -163,61 +165,81 @@ class CapturedPasses:
                 parameter.grad = kept.clone()
 
     def _captured(self, leaves: Sequence[Any]) -> _Passes:
-        """Warm up on a side stream, then capture; nothing of the model but its interception's counts changes."""
+        """Warm up, then capture on a side stream; nothing of the model but its interception's counts changes."""
+        interception = self._interception
+        previous, interception.graphs = interception.graphs, None
+        # Warming up must not move the rounding on.
+        counter = getattr(interception.handler, "counter", None)
+        counted, passes = None if counter is None else counter.clone(), interception.passes
+        gc.collect()  # graphs of before, which hold memory, may be part of a cycle
+        try:
+            with model_unchanged(self._model):
+                return self._made(leaves)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as failure:
+            reason = str(failure).partition("\n")[0]
+            raise UnsupportedError(
+                f"graphed: the passes of this model cannot be captured ({reason}): a captured pass may neither wait "
+                "for the device, as .item() and branches on values do, nor move tensors from and to the CPU"
+            ) from failure
+        finally:
+            interception.graphs = previous
+            interception.rewind(passes)
+            if counter is not None and counted is not None:
+                counter.copy_(counted)
+
+    def _made(self, leaves: Sequence[Any]) -> _Passes:
         # Memory of their own, so that a replay reads what was copied there, whatever the caller's tensor holds by then.
         places = [
             leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         ]
         inputs = tuple(place for place in places if isinstance(place, Tensor))
-        wanted = (*(x for x in inputs if x.requires_grad), *self._parameters)
+        args, kwargs = tree_unflatten(places, self._spec)
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
 
-        def forward() -> tuple[list[Any], TreeSpec]:
-            args, kwargs = tree_unflatten(places, self._spec)
-            return tree_flatten(self._model(*args, **kwargs))
+        def run(parameters: Sequence[Tensor]) -> tuple[list[Any], TreeSpec]:
+            given = {names[id(own)]: other for own, other in zip(self._parameters, parameters, strict=True)}
+            return tree_flatten(functional_call(self._model, given, args, kwargs))
 
-        def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-            return torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        def backward(found: Sequence[Any], parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+            outputs = _differentiable(found)
+            if not outputs:
+                return (None,) * (sum(x.requires_grad for x in inputs) + len(parameters))
+            seeds = [torch.zeros_like(output) for output in outputs]
+            wanted = (*(x for x in inputs if x.requires_grad), *parameters)
+            return torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
 
-        def differentiable(found: Sequence[Any]) -> list[Tensor]:
-            return [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-        interception = self._interception
-        previous, interception.graphs = interception.graphs, None
-        # Warming up must not move the rounding on.
-        counter = getattr(interception.handler, "counter", None)
-        counted, passes = None if counter is None else counter.clone(), interception.passes
+        used = [g is not None for g in backward(run(self._parameters)[0], self._parameters)]
+        # The same memory as other leaves of the graph: nodes that accumulate into parameters may be kept by a wrapper
+        # or an earlier loss and belong to the stream that they were made on, which must not be touched while capturing.
+        aliases = [parameter.detach().requires_grad_() for parameter in self._parameters]
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        try:
-            with model_unchanged(self._model):
-                with torch.cuda.stream(stream):
-                    for _ in range(_WARM_UPS):
-                        found, _ = forward()
-                        outputs = differentiable(found)
-                        if outputs and wanted:
-                            backward(outputs, [torch.zeros_like(output) for output in outputs])
-                        del found, outputs
-                torch.cuda.current_stream().wait_stream(stream)
-                forget_weights()  # captured passes keep none
-                pool = torch.cuda.graph_pool_handle()
-                forward_graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(forward_graph, pool=pool, stream=stream):
-                    found, spec = forward()
-                tensors = self._tensors_of(found)
-                outputs = differentiable(found)
-                seeds = [torch.zeros_like(output) for output in outputs]
-                gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
-                backward_graph = None
-                if outputs and wanted:
-                    backward_graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(backward_graph, pool=pool, stream=stream):
-                        gradients = backward(outputs, seeds)
-        finally:
-            interception.graphs = previous
-            interception.rewind(passes)
-            if counter is not None and counted is not None:
-                counter.copy_(counted)
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                backward(run(aliases)[0], aliases)
+        torch.cuda.current_stream().wait_stream(stream)
+        forget_weights()  # captured passes keep none
+        forward_graph, backward_graph = torch.cuda.CUDAGraph(), None
+        with torch.cuda.graph(forward_graph, stream=stream):
+            found, spec = run(aliases)
+        tensors = self._tensors_of(found)
+        outputs = _differentiable(found)
+        seeds = [torch.zeros_like(output) for output in outputs]
+        wanted = (*(x for x in inputs if x.requires_grad), *aliases)
+        gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
+        if outputs and wanted:
+            backward_graph = torch.cuda.CUDAGraph()
+            # In a pool of its own: the next forward pass would write where gradients lie that are still accumulated.
+            with torch.cuda.graph(backward_graph, stream=stream):
+                gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+        if [g is not None for g in gradients] != used:
+            raise UnsupportedError(
+                "graphed: a module of this model keeps its parameters in a place of its own besides (as recurrent "
+                "layers do), so that their gradients would be lost: run it operator by operator"
+            )
         remaining = iter(gradients)
         by_input = [next(remaining) if x.requires_grad else None for x in inputs]
         given = iter(seeds)
@@ -243,6 +265,10 @@ class CapturedPasses:
                     "tensors in tuples, lists, mappings or classes that torch.utils._pytree knows are needed"
                 )
         return [leaf for leaf in found if isinstance(leaf, Tensor)]
+
+
+def _differentiable(found: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def graphed(model: nn.Module, batch: Any) -> nn.Module:

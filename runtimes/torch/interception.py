@@ -16,17 +16,17 @@ every function of torch some microseconds of host time, named or not. Once a han
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from qsync_opt.errors import NotReadyError, UnsupportedError
-from qsync_opt.runtimes.torch.leaf_modules import HALF, Leaf, leaf_of
+from qsync_opt.runtimes.torch.leaf_modules import HALF, Leaf
+from qsync_opt.runtimes.torch.module_forwards import Forward
 from qsync_opt.runtimes.torch.operator_calls import Handler, Replays, Run
 from qsync_opt.runtimes.torch.operator_calls import OperatorCall as OperatorCall
 from qsync_opt.runtimes.torch.operator_calls import operator_name as operator_name
@@ -53,62 +53,6 @@ class _Mode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Forward:
-    """Stands before one module's ``forward`` and tells the interception when the module runs."""
-
-    def __init__(self, interception: Interception, path: str, module: nn.Module) -> None:
-        self.interception = interception
-        self.path = path
-        self.module = module
-        self.inner: Callable[..., Any] = module.forward
-        # What the instance itself had before; None when forward comes from the class.
-        self.shadowed = module.__dict__.get("forward")
-        self.recurrent = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
-        self.leaf = None if self.shadowed is not None else leaf_of(module)
-        # Callers that inspect the signature of forward (as trainers do) see the original.
-        functools.update_wrapper(self, self.inner)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        interception = self.interception
-        if interception.resting:
-            return self.inner(*args, **kwargs)
-        if self.recurrent and interception.recurrent_inputs is not None:
-            args = interception.recurrent_inputs(args)
-        if interception.path is None:
-            if interception.graphs is not None and not torch.compiler.is_compiling() and not self.path:
-                result = interception.graphs.run(args, kwargs)
-                if result is not NotImplemented:
-                    return result
-            return interception.outermost(self, args, kwargs)
-        leaf = self.leaf
-        if (
-            leaf is not None
-            and not torch.compiler.is_compiling()
-            and interception.prepared_pass
-            and len(args) == 1
-            and not kwargs
-            and type(args[0]) in _PLAIN
-            and _modes_active() == 1
-        ):
-            return interception.run_leaf(self, leaf, args[0])
-        outer = interception.path
-        interception.enter(self.path)
-        try:
-            return self.inner(*args, **kwargs)
-        finally:
-            interception.path = outer
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise NotReadyError(
-            f"module {self.path or 'the root'!r} cannot be copied or pickled while its operators are intercepted: "
-            "undo the plan first, and apply it to the copy"
-        )
-
-    __deepcopy__ = _refuse
-    __copy__ = _refuse
-    __reduce_ex__ = _refuse
-
-
 @dataclass(slots=True)
 class _Entry:
     """State of the counters when a module was entered, for a later recomputation of that very call."""
@@ -119,8 +63,6 @@ class _Entry:
 
 
 _NO_COUNTS: dict[tuple[str, str], int] = {}
-_PLAIN = (torch.Tensor, nn.Parameter)
-_modes_active: Callable[[], int] = torch._C._len_torch_function_stack
 _past_modes: Any = torch._C.DisableTorchFunction
 
 
@@ -211,7 +153,7 @@ class Interception:
         for path, module in modules:
             _check_free(path, module)
         for path, module in modules:
-            module.forward = _Forward(self, path, module)
+            module.forward = Forward(self, path, module)
             self._modules.append((path, module))
 
     @property
@@ -223,7 +165,7 @@ class Interception:
         """Count from an earlier pass on: those after it did not matter."""
         self._passes = passes
 
-    def outermost(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def outermost(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module of a pass."""
         if self.at_rest is not None:
             with self.at_rest(forward.module):
@@ -254,14 +196,14 @@ class Interception:
             self._on_pass_end(forward.path)
         return result
 
-    def _resting(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _resting(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.resting = True
         try:
             return forward.inner(*args, **kwargs)
         finally:
             self.resting = False
 
-    def _traced(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _traced(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module while ``torch.compile`` traces it.
 
         Nothing may be read here that a pass changes, or the next pass would be traced anew. A recomputation is part of
@@ -279,7 +221,7 @@ class Interception:
             self._on_pass_end(forward.path)
         return result
 
-    def _run(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.path = forward.path
         try:
             with self._mode:
@@ -354,7 +296,7 @@ class Interception:
         self.seen.append(name)
         return run
 
-    def run_leaf(self, forward: _Forward, leaf: Leaf, x: torch.Tensor) -> Any:
+    def run_leaf(self, forward: Forward, leaf: Leaf, x: torch.Tensor) -> Any:
         """Run a module that is one operator in a prepared pass, without the mode."""
         names = self._mode.names
         if leaf.op_type is None and leaf.function in names:  # a role that a user gave
@@ -418,7 +360,7 @@ class Interception:
             raise NotReadyError("the model is in the middle of a forward pass: end it first")
         for path, module in self._modules:
             forward = module.__dict__.get("forward")
-            if not isinstance(forward, _Forward) or forward.interception is not self:
+            if not isinstance(forward, Forward) or forward.interception is not self:
                 raise NotReadyError(
                     f"forward of module {path or 'the root'!r} was replaced since: take that back first"
                 )
@@ -431,7 +373,7 @@ class Interception:
 
 
 def _check_free(path: str, module: nn.Module) -> None:
-    if isinstance(module.__dict__.get("forward"), _Forward):
+    if isinstance(module.__dict__.get("forward"), Forward):
         raise NotReadyError(
             f"the operators of module {path or 'the root'!r} are intercepted already (a plan is applied, or "
             "statistics are being collected): undo that first"
@@ -443,7 +385,7 @@ def _check_free(path: str, module: nn.Module) -> None:
 def interception_of(model: nn.Module) -> Interception | None:
     """The interception that is active on a model, None if there is none."""
     forward = model.__dict__.get("forward")
-    return forward.interception if isinstance(forward, _Forward) else None
+    return forward.interception if isinstance(forward, Forward) else None
 
 
 @contextlib.contextmanager

@@ -164,7 +164,7 @@ def record_step(
         stepper.step()
     before_ns = stepper.host_unit_ns()
     host_ns, wholes = stepper.host_ns(options.repeats)
-    iteration_ns = stepper.steady_ns(options.repeats)
+    iteration_ns = statistics.median(stepper.paced_ns(options.repeats))
     after_ns = stepper.host_unit_ns()
     resident, peak = stepper.peak_bytes()
     with step_labels(model, graph):

@@ -11,11 +11,12 @@ from qsync_opt.evaluation import evaluate
 from qsync_opt.graph import Role
 from qsync_opt.plan import Plan
 from qsync_opt.precision import formats_for
+from qsync_opt.pricing import problem_role
 from qsync_opt.step_bridge import profile_from_steps
 from qsync_opt.step_predictor import StepPredictor
 from qsync_opt.synthetic import make_sensitivities, stacked_graph
 from qsync_opt.synthetic_steps import random_step_costs
-from qsync_opt.two_queues import NOTHING
+from qsync_opt.two_queues import NOTHING, Work
 
 PRECISIONS = ("INT8", "BF16", "FP32")
 
@@ -25,13 +26,15 @@ def graph():
     return stacked_graph(2)
 
 
-def problem_of(graph, costs):
-    formats = formats_for(PRECISIONS, "BF16")
-    profile = profile_from_steps(graph, costs, formats, state_bytes=1024)
-    device = DeviceType(name="gpu", count=1, memory_limit_bytes=1 << 40, precisions=PRECISIONS)
+def built(graph, profile, precisions=PRECISIONS):
+    device = DeviceType(name="gpu", count=1, memory_limit_bytes=1 << 40, precisions=precisions)
     network = Network(latency_s=0.0, bandwidth_bytes_per_s=1e12, source="a single worker sends nothing")
     cluster = Cluster(name="one", devices=(device,), network=network)
     return build_problem(graph, {"gpu": profile}, make_sensitivities(graph), cluster, latency_limit_ns=10**12)
+
+
+def problem_of(graph, costs):
+    return built(graph, profile_from_steps(graph, costs, formats_for(PRECISIONS, "BF16"), state_bytes=1024))
 
 
 def test_rows_and_replay_agree_where_nothing_is_cast_and_the_device_never_waits(graph):
@@ -49,14 +52,47 @@ def test_rows_and_replay_agree_where_nothing_is_cast_and_the_device_never_waits(
     assert rows.iteration_ns == predictor.steady_ns(predictor.plan(plan))
 
 
-def test_rows_are_never_below_the_device_alone_without_casts(graph):
-    """By design rows are a standstill's latency, launches that the device waits for included, and not steady state."""
-    costs = random_step_costs(graph, PRECISIONS, seed=3)
-    predictor = StepPredictor(graph, costs)
+@pytest.mark.parametrize("factor", [1, 20])
+def test_rows_and_replay_agree_on_the_fastest_uniform_plan_whatever_it_waits_for(graph, factor):
+    """``factor`` makes the host the limit of every plan; casts have no price here, so that FP32 can be the fastest."""
+    costs = random_step_costs(graph, ("FP32",), seed=3)
+    phases = {label: work._replace(device=1_000, host=2_000 * factor) for label, work in costs.phases.items()}
+    cases = {
+        case: replace(
+            cost,
+            forward=cost.forward._replace(host=cost.forward.host * factor),
+            backward=cost.backward._replace(host=cost.backward.host * factor),
+        )
+        for case, cost in costs.cases.items()
+    }
+    costs = replace(costs, cases=cases, phases=phases)
+    formats = formats_for(("FP32",), "BF16")
+    profile = profile_from_steps(graph, costs, formats, state_bytes=1024)
     plan = {operator.name: "FP32" for operator in graph.by_role(Role.ADJUSTABLE)}
-    outside = sum(costs.phases[label].device for label in ("forward", "forward|end", "backward"))
-    rows = evaluate(problem_of(graph, costs), Plan(problem=graph.name, devices={"gpu": plan}))
-    assert rows.iteration_ns >= sum(predictor.plan(plan).device_ns) - outside
+    predictor = StepPredictor(graph, costs)
+    step = predictor.plan(plan)
+    host = step.host_ns + sum(costs.phases[label].host for label in ("backward|end", "optimizer", "zero_grad"))
+    assert (predictor.steady_ns(step) == host) is (factor > 1)
+    rows = evaluate(built(graph, profile, ("FP32",)), Plan(problem=graph.name, devices={"gpu": plan}))
+    assert rows.iteration_ns == predictor.steady_ns(step)
+
+
+def test_what_waits_for_the_host_is_charged_the_host_and_all_else_the_device(graph):
+    """INT8 waits for the host and is the fastest, FP32 for the device: each row has the time of its own queue."""
+    costs = random_step_costs(graph, PRECISIONS, seed=6)
+
+    def timed(case, cost):
+        device = 900_000 if case.precision == "FP32" else 1_000
+        work = Work(host=50_000, device=device, lag=device)
+        return replace(cost, forward=work, backward=work)
+
+    costs = replace(costs, cases={case: timed(case, cost) for case, cost in costs.cases.items()}, casts={})
+    profile = profile_from_steps(graph, costs, formats_for(PRECISIONS, "BF16"), state_bytes=0)
+    for operator in graph.by_role(Role.ADJUSTABLE):
+        times = {precision: cost.forward_ns for precision, cost in profile.cost(operator.name).items()}
+        assert times == {"INT8": 50_000, "BF16": 50_000, "FP32": 900_000}
+    fixed = next(operator for operator in graph if problem_role(operator) is Role.FIXED)
+    assert profile.cost(fixed.name)["FP32"].forward_ns == 50_000
 
 
 def test_the_quantization_of_inputs_is_counted_on_the_edge_alone(graph):

@@ -267,7 +267,7 @@ def test_autocast_is_for_one_precision():
     with pytest.raises(UnsupportedError, match="allowed are BF16, FP16"):
         ApplyOptions(autocast="INT8")
     with pytest.raises(ProblemError, match="local_batches"):
-        PlanningOptions(local_batches="equl")
+        PlanningOptions(local_batches="fastest")
 
 
 def test_half_precision_under_autocast_wants_a_scaler():
@@ -349,7 +349,9 @@ def test_on_a_card_memory_is_measured_and_half_precision_scaled(tmp_path):
     def loss(output):
         return nn.functional.cross_entropy(output.float(), torch.zeros(len(output), dtype=torch.int64, device=device))
 
-    options = PlanningOptions(cache_dir=tmp_path, progress=False, profile_seconds=5)
+    options = PlanningOptions(
+        cache_dir=tmp_path, progress=False, profile_seconds=5, precisions=("INT8", "BF16", "FP16", "FP32")
+    )
     plan = auto_plan(model, x, loss=loss, options=options)
     ways = {found.name: found for found in plan.model.ways[plan.device_type]}
     assert {"FP32", "BF16 autocast", "FP16 autocast", "INT8"} <= ways.keys()
