@@ -160,6 +160,10 @@ def _kernels(sections: Record) -> dict[str, str]:
         (r["speed_up"] for r in layers if "BF16 backward" in r["implementation"]), ".2f"
     )
     found |= _kernel_layers(sections)
+    trained = sections.get("trained_convolution", {"records": ()})["records"]
+    for name, ending in (("half", ", INT8"), ("eight", ", gradients in INT8")):
+        ratios = [record["ratio"] for record in trained if record["implementation"].endswith(ending)]
+        found[f"kernels.trained.{name}"] = f"{_span(ratios, '.2f')} x" if ratios else NOT_MEASURED
     copies = [r["share_of_copy"] for r in sections["quantize"]["records"] if "share_of_copy" in r]
     found["kernels.quantize"] = f"{100 * min(copies):.0f} to {100 * max(copies):.0f} %"
     return found

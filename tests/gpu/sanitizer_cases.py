@@ -6,6 +6,7 @@ A script rather than a test: the sanitizer watches a whole process, and slows it
 from __future__ import annotations
 
 import itertools
+import sys
 
 import torch
 
@@ -69,14 +70,16 @@ def _tiles() -> int:
     return count
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
+    """Run the named groups of cases, or all."""
     if not (library.activate(UNIT) and matmul_choices.activate()):
         raise SystemExit(f"the compiled kernels do not run here: {library.reason(UNIT) or library.reason('matmul')}")
     assert feed_forward.UNIT == UNIT  # declares the operators of GELU
-    calls = _quantizers() + _products() + _tiles()
+    groups = {"quantizers": _quantizers, "products": _products, "tiles": _tiles}
+    calls = sum(groups[name]() for name in names or groups)
     torch.cuda.synchronize()
     print(f"{calls} calls ran")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
