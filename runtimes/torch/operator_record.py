@@ -52,7 +52,7 @@ def _total(x: Tensor) -> Tensor:
 def _square_sum(x: Tensor) -> Tensor:
     if x.numel() <= _CHUNK:
         return _total(x.square())
-    return torch.stack([_total(part.square()) for part in x.reshape(-1).split(_CHUNK)]).sum()
+    return torch.stack([_total(part.square()) for part in torch.split(x.reshape(-1), _CHUNK)]).sum()
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def _reduced(form: ProductForm, g: Tensor, function: Callable[[Tensor], Tensor])
         values = function(g)
         return form.result_by_row(values), form.result_by_column(values)
     rows, columns = [], []
-    for part in g.split(max(1, _CHUNK * g.shape[1] // g.numel()), 1):  # (P, N, M)
+    for part in torch.split(g, max(1, _CHUNK * g.shape[1] // g.numel()), 1):  # (P, N, M)
         values = function(part)
         rows.append(form.result_by_row(values))
         columns.append(form.result_by_column(values))
