@@ -158,6 +158,8 @@ def _harm_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _train_summary(record: dict[str, Any]) -> dict[str, Any]:
     sign = -1.0 if training.better_when_higher(record["model"]) else 1.0
     settings = [s.name for s in training.SETTINGS[record["model"]]]
+    if not record["runs"]:
+        return {}
     return {setting: significant(training.summary(record["runs"], setting, sign)) for setting in settings}
 
 

@@ -108,9 +108,11 @@ def convolve_on_card(
 
 
 def weight_gradient(a: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a.mT @ grad`` of 16-bit operands, in ``dtype``; with FP32 sums and result where the device offers them."""
-    if dtype is torch.float32 and a.device.type == "cuda" and a.dim() == 2:
-        return torch.mm(a.mT, grad, out_dtype=torch.float32)
+    """``a.mT @ grad`` of 16-bit operands, in ``dtype``; of matrices with FP32 sums and result where that is FP32."""
+    if dtype is torch.float32 and a.dim() == 2:
+        if a.device.type == "cuda":
+            return torch.mm(a.mT, grad, out_dtype=torch.float32)
+        return a.float().mT @ grad.float()  # the same sums of the same products
     return (a.mT @ grad).to(dtype)
 
 

@@ -122,10 +122,10 @@ def tensor_rounding(
     """How an operator's tensors are rounded when it runs at a precision.
 
     INT8 and FP8 quantize both operands, save them so, and run backward in a 16-bit format into which gradient and
-    dequantized operands are rounded. With ``backward="eight"`` the gradient is quantized instead and the operands'
-    codes are used again (with scales per row or channel they are made anew along the other side, which is counted as
-    the same error), and weight gradients keep their FP32 sums, but for convolutions, whose are rounded to 16 bits. BF16
-    and FP16 cast everything. TF32 rounds what is multiplied and nothing else.
+    dequantized operands are rounded; weight gradients of matrix products keep their FP32 sums, those of convolutions
+    are rounded to 16 bits. With ``backward="eight"`` the gradient is quantized instead and the operands' codes are used
+    again (with scales per row or channel they are made anew along the other side, which is counted as the same error).
+    BF16 and FP16 cast everything. TF32 rounds what is multiplied and nothing else.
     A lookup rounds the rows it delivers, once, and sums gradients in FP32.
 
     Args:
@@ -166,7 +166,7 @@ def tensor_rounding(
         gradient=GRADIENT_KINDS[precision] if eight else backward,
         output=cast(formats.output),
         input_gradient=cast(formats.gradient_output),
-        weight_gradient=None if eight and not convolution else cast(formats.gradient_input),
+        weight_gradient=None if scaled and not (batch or convolution) else cast(formats.gradient_input),
     )
 
 

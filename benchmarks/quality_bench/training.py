@@ -124,18 +124,20 @@ def better_when_higher(subject: str) -> bool:
     return subject == "cnn"
 
 
-def scores(runs: Sequence[Mapping[str, Any]], policy: str, setting: str) -> dict[int, float]:
-    """Seed to score. Full precision is the same in all settings."""
+def scores(runs: Sequence[Mapping[str, Any]], policy: str, setting: str, measure: str = "score") -> dict[int, float]:
+    """Seed to score, or to another number of a run. Full precision is the same in all settings."""
     return {
-        int(run["seed"]): float(run["score"])
+        int(run["seed"]): float(run[measure])
         for run in runs
         if run["policy"] == policy and (run["setting"] == setting or policy in ("full precision", f"uniform {HIGH}"))
     }
 
 
-def deficit(runs: Sequence[Mapping[str, Any]], policy: str, setting: str, sign: float) -> tuple[float, float]:
+def deficit(
+    runs: Sequence[Mapping[str, Any]], policy: str, setting: str, sign: float, measure: str = "score"
+) -> tuple[float, float]:
     """By how much a policy is worse than full precision, over the seeds that both have: mean and standard error."""
-    ours, full = scores(runs, policy, setting), scores(runs, "full precision", setting)
+    ours, full = (scores(runs, which, setting, measure) for which in (policy, "full precision"))
     seeds = sorted(ours.keys() & full.keys())
     mean, error = paired([ours[s] for s in seeds], [full[s] for s in seeds])
     return sign * mean, error
@@ -148,8 +150,12 @@ def clearly_worse(runs: Sequence[Mapping[str, Any]], setting: str, sign: float) 
 
 
 def summary(runs: Sequence[Mapping[str, Any]], setting: str, sign: float) -> dict[str, Any]:
-    """Per policy: mean, spread, deficit against full precision, and the share of the gap that is recovered."""
+    """Per policy: mean, spread, deficit against full precision, and the share of the gap that is recovered.
+
+    The share is also given by the training loss of the last steps, which scatters less than a score of few batches.
+    """
     found: dict[str, Any] = {}
+    loss_gap = deficit(runs, f"uniform {LOW}", setting, 1.0, "last_training_loss")[0]
     policies = dict.fromkeys(str(run["policy"]) for run in runs)
     gap = deficit(runs, f"uniform {LOW}", setting, sign)[0]
     for policy in policies:
@@ -165,6 +171,9 @@ def summary(runs: Sequence[Mapping[str, Any]], setting: str, sign: float) -> dic
             "worse_than_full": mean,
             "worse_than_full_error": error if math.isfinite(error) else None,
             "recovered": recovered(gap, 0.0, mean),
+            "recovered_in_training_loss": recovered(
+                loss_gap, 0.0, deficit(runs, policy, setting, 1.0, "last_training_loss")[0]
+            ),
         }
     return found
 

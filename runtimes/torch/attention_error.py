@@ -88,7 +88,7 @@ _ROUND: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _sum_repeats(x: Tensor, repeats: int) -> Tensor:
     """(..., repeats * heads, S, D) to (..., heads, S, D): the query heads of one key head stand together."""
-    return x.unflatten(-3, (-1, repeats)).sum(-3)
+    return x.reshape(*x.shape[:-3], -1, repeats, *x.shape[-2:]).sum(-3)
 
 
 def _compute(

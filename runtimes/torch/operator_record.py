@@ -6,6 +6,7 @@ host together. What is looked at element by element is a sample, but for moments
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,12 +36,12 @@ from qsync_opt.statistics import (
 )
 
 _INTEGER_KINDS = tuple(kind for kind in SCALED_KINDS if kind.startswith("INT8/"))
-_INTEGER_GRADIENT = (GRADIENT_KINDS["INT8"],)
+_RESULT_KINDS = (*CAST_KINDS, *OUTPUT_GRADIENT_KINDS)
 SAMPLE = 1 << 15
 """Elements at most of a tensor that is no operand, whose rounding is looked at one by one."""
 _WAITING = 1 << 22
 _TABLE_DIMS = {Granularity.CHANNEL: (0,), Granularity.ROW: (1,)}
-_CHUNK = 1 << 22
+_CHUNK = 1 << 19
 """Elements of a large tensor that are looked at together where all of them are."""
 
 
@@ -51,7 +52,7 @@ def _total(x: Tensor) -> Tensor:
 def _square_sum(x: Tensor) -> Tensor:
     if x.numel() <= _CHUNK:
         return _total(x.square())
-    return torch.stack([_total(part.square()) for part in x.reshape(-1).split(_CHUNK)]).sum()
+    return torch.stack([_total(part.square()) for part in torch.split(x.reshape(-1), _CHUNK)]).sum()
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -63,9 +64,12 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _strided(x: Tensor, limit: int) -> Tensor:
-    """About ``limit`` evenly spaced elements."""
+    """About ``limit`` evenly spaced elements, at no distance that some dimension repeats at."""
     flat = x.reshape(-1)
-    return flat[:: max(1, flat.numel() // limit)]
+    step = max(1, flat.numel() // limit)
+    while math.gcd(step, flat.numel()) > 1 and step > 1:
+        step += 1
+    return flat[::step]
 
 
 def _slices(form: ProductForm, operand: str) -> dict[Granularity, tuple[int, ...]]:
@@ -78,7 +82,7 @@ def _reduced(form: ProductForm, g: Tensor, function: Callable[[Tensor], Tensor])
         values = function(g)
         return form.result_by_row(values), form.result_by_column(values)
     rows, columns = [], []
-    for part in g.split(max(1, _CHUNK * g.shape[1] // g.numel()), 1):  # (P, N, M)
+    for part in torch.split(g, max(1, _CHUNK * g.shape[1] // g.numel()), 1):  # (P, N, M)
         values = function(part)
         rows.append(form.result_by_row(values))
         columns.append(form.result_by_column(values))
@@ -107,8 +111,6 @@ class OperatorRecord:
     """Names and values, on the device until ``finish_batch``."""
     waiting: list[tuple[str, Tensor]] = field(default_factory=list)
     """Some elements of tensors that are no operands, until ``cast_waiting``."""
-    amax: Tensor | None = None
-    """Largest magnitude of the result's gradient, where it is quantized."""
     # Of a product, from its forward to its backward pass: per shape the reductions that wait for the gradient.
     form: ProductForm | None = None
     factor: float = 1.0
@@ -264,14 +266,10 @@ class OperatorRecord:
 
     def output_gradient(self, g: Tensor) -> None:
         """The gradient of the result: completes what waits for it."""
-        self.plain("output_gradient", g)
-        if self._runs_backward_in_8_bits:
-            # It is quantized with one scale there.
-            self.amax = torch.linalg.vector_norm(g, float("inf"))
-            self.put(f"output_gradient.amax.{Granularity.TENSOR}", self.amax.square())
-            part = _strided(g, self.sample)
-            errors = stacked_errors(part, OUTPUT_GRADIENT_KINDS, {Granularity.TENSOR: self.amax})
-            self.keep("output_gradient", OUTPUT_GRADIENT_KINDS, errors, part)
+        if self.form is None or not self._runs_backward_in_8_bits:
+            self.plain("output_gradient", g)
+        else:
+            self.moments("output_gradient", g)
         if self.attention is not None:
             for name, measured in attention_errors(self.attention, g).items():
                 self.found.append((tuple(f"measured.{name}.{target}" for target in ("output", *GRADIENTS)), measured))
@@ -300,7 +298,7 @@ class OperatorRecord:
             self.put(f"gw/{shape}", _dot(self.by_column[shape], column_g2))
         if self._runs_backward_in_8_bits:
             self._gradient_errors(form, g)
-        self.form = self.row_sizes = self.amax = None
+        self.form = self.row_sizes = None
         self.by_row.clear()
         self.by_column.clear()
 
@@ -320,11 +318,22 @@ class OperatorRecord:
         return found[0], found[1]
 
     def _gradient_errors(self, form: ProductForm, g: Tensor) -> None:
-        """What quantizing the gradient of a matrix product does, every element counted."""
-        assert self.amax is not None
-        amaxes = {Granularity.TENSOR: self.amax}
-        rows, columns = _reduced(form, g, lambda part: stacked_errors(part, _INTEGER_GRADIENT, amaxes).stochastic[0])
-        self.put("gradient_error", _total(rows) / g.numel())
+        """What rounding the gradient of a matrix product does, every element counted: a few may hold most of it.
+
+        In 8 bits it is quantized with one scale.
+        """
+        amaxes = {Granularity.TENSOR: torch.linalg.vector_norm(g, float("inf"))}
+        self.put(f"output_gradient.amax.{Granularity.TENSOR}", amaxes[Granularity.TENSOR].square())
+        totals: list[Tensor] = []
+
+        def integer_errors(part: Tensor) -> Tensor:
+            errors = stacked_errors(part, _RESULT_KINDS, amaxes)
+            totals.append(torch.stack([values.flatten(1).sum(1, dtype=torch.float64) for values in errors]))
+            return errors.stochastic[_RESULT_KINDS.index(GRADIENT_KINDS["INT8"])]
+
+        rows, columns = _reduced(form, g, integer_errors)
+        for rounding, values in zip(Rounding, torch.stack(totals).sum(0) / g.numel(), strict=True):
+            self.found.append((tuple(f"output_gradient.{kind}.{rounding}" for kind in _RESULT_KINDS), values))
         self.put("xg/gradient", _dot(self.by_row["floating"], rows))
         self.put("gw/gradient", _dot(self.by_column["floating"], columns))
 

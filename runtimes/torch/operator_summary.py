@@ -68,8 +68,8 @@ def alignments(
     # Both ends of these paths are squares: the same sum, whichever of the two is noisy.
     found["gradient>second_gradient/floating"] = found["first>second_gradient/floating"]
     found["gradient>first_gradient/floating"] = found["second>first_gradient/floating"]
-    if "gradient_error" in values:
-        error = values["gradient_error"]
+    if "xg/gradient" in values:
+        error = values[f"output_gradient.{GRADIENT_KINDS['INT8']}.{Rounding.STOCHASTIC}"]
         found["gradient>second_gradient/tensor"] = ratio("xg/gradient", squares["first"], error)
         found["gradient>first_gradient/tensor"] = ratio("gw/gradient", squares["second"], error)
     return found

@@ -114,7 +114,7 @@ def test_magnified_statistics_scale_8_bit_rounding_alone(plans):
 
 
 def _run(policy, setting, seed, score):
-    return {"policy": policy, "setting": setting, "seed": seed, "score": score}
+    return {"policy": policy, "setting": setting, "seed": seed, "score": score, "last_training_loss": score / 2}
 
 
 def test_a_setting_harms_if_the_paired_difference_stands_out(training):
@@ -194,6 +194,7 @@ def test_summary_compares_policies_on_the_seeds_they_share(training):
     assert found["probed"]["worse_than_full"] == pytest.approx(0.1)
     assert found["probed"]["recovered"] == pytest.approx(0.75)
     assert found["probed"]["worse_than_full_error"] is None
+    assert found["probed"]["recovered_in_training_loss"] == pytest.approx(0.75)
 
 
 def test_magnified_plan_errs_in_proportion(training):
