@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -215,8 +216,8 @@ def _header(data: Record) -> list[str]:
         rows.append(
             (
                 name, e["date"][:16].replace("T", " "), f"{e['cpu']}, {e['cores_used']} of {e['cores']} cores",
-                f"Python {e['python']}, {versions}", e["revision"], f"`{' '.join(e['command'])}`", _time(e["seconds"]),
-                _probe(e.get("probe_s")),
+                f"Python {e['python']}, {versions}", _revisions(section), f"`{' '.join(e['command'])}`",
+                _time(e["seconds"]), _probe(e.get("probe_s")),
             )
         )  # fmt: skip
     head = ("Section", "Date (UTC)", "Hardware", "Versions", "Revision", "Command", "Took", "A fixed piece of work")
@@ -226,6 +227,13 @@ def _header(data: Record) -> list[str]:
         "much."
     )
     return ["# Solvers: measured", "", *_table(head, rows), note, ""]
+
+
+def _revisions(section: Record) -> str:
+    """The commit measured, and those of records that were measured once more."""
+    again = collections.Counter(r["again"]["revision"] for r in section["records"] if "again" in r)
+    parts = [f"{count} of {len(section['records'])} records at {revision}" for revision, count in again.items()]
+    return "; ".join([str(section["environment"]["revision"]), *parts])
 
 
 def _probe(found: Record | None) -> str:

@@ -133,15 +133,14 @@ class BoundAndFix:
         outcome = Outcome(None, np.inf, -np.inf, zero)
         open_nodes: list[Node] = []
         closed = np.inf
-        if self.best is not None and self._closed(self._proved, effort):
-            bound = min(self._proved, self.upper)
-            return Outcome(self.best.labels_N, self.best.objective, bound, zero)
+        least = max(self._least_objective(), self._proved)
+        if self.best is not None and self._closed(least, effort):
+            return Outcome(self.best.labels_N, self.best.objective, min(least, self.upper), zero)
         try:
             plans, infeasible = self._feasible_start()
             if infeasible:
                 return Outcome(None, np.inf, np.inf, zero, proved_infeasible=True)
             prices = zero if self._prices_R is None else self._prices_R
-            least = max(self._least_objective(), self._proved)
             open_nodes = [Node(least, 0, self._root_entries(), prices, plans)]
             count = 1
             plunge = 0  # number of the child to go on with, at first; 0: the node of least bound
