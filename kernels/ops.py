@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels import float_modes, fp8, int8
+from qsync_opt.kernels import eight_bit_convolution, float_modes, fp8, int8
 from qsync_opt.kernels.arguments import CONVOLUTIONS, PRODUCTS, convolution_call, product_call
 from qsync_opt.kernels.backend import device_precisions
 from qsync_opt.kernels.linear import linear
@@ -165,7 +165,8 @@ def _run_eight_bits(
 ) -> Any:
     if op_type in CONVOLUTIONS:
         conv = convolution_call(op_type, args, kwargs)
-        return conv.restore(int8.convolution(conv.x, conv.weight, conv.bias, conv.geometry, options))
+        convolution = eight_bit_convolution.convolution if options.backward == "eight" else int8.convolution
+        return conv.restore(convolution(conv.x, conv.weight, conv.bias, conv.geometry, options))
     if is_plain_linear(op_type, args, kwargs):
         return linear(args[0], args[1], args[2] if len(args) > 2 else None, precision, options)
     call = product_call(op_type, function, args, kwargs)

@@ -145,10 +145,10 @@ def _kernels(sections: Record) -> dict[str, str]:
     found = {"kernels.hardware": sections["product"]["hardware"], "kernels.date": sections["product"]["date"]}
     for record in sections["product"]["records"]:
         if "summary" in record and record["multiprocessors"] == 132:
-            name, ratio = record["summary"].split()[1].lower(), record["summary"].split(": ")[1]
-            place = {"times_bf16": "", "times_rival": "-rival"}.get(ratio)
-            if place is not None:
-                found[f"kernels.product.{name}{place}"] = f"{record['geometric_mean_mlp']:.2f}"
+            implementation, ratio = record["summary"].split(": ")
+            name = implementation.split()[1].lower() + ("-tensor" if "per tensor" in implementation else "")
+            place = {"times_bf16": "", "times_rival": "-rival", "times_row_scaled_rival": "-row-rival"}[ratio]
+            found[f"kernels.product.{name}{place}"] = f"{record['geometric_mean_mlp']:.2f}"
     for record in sections["convolution"]["records"]:
         if record.get("device") == "whole card" and "geometric_mean_of_23_shapes" in record:
             found.setdefault("kernels.convolution", f"{record['geometric_mean_of_23_shapes']:.2f}")
@@ -160,6 +160,10 @@ def _kernels(sections: Record) -> dict[str, str]:
         (r["speed_up"] for r in layers if "BF16 backward" in r["implementation"]), ".2f"
     )
     found |= _kernel_layers(sections)
+    trained = sections.get("trained_convolution", {"records": ()})["records"]
+    for name, ending in (("half", ", INT8"), ("eight", ", gradients in INT8")):
+        ratios = [record["ratio"] for record in trained if record["implementation"].endswith(ending)]
+        found[f"kernels.trained.{name}"] = f"{_span(ratios, '.2f')} x" if ratios else NOT_MEASURED
     copies = [r["share_of_copy"] for r in sections["quantize"]["records"] if "share_of_copy" in r]
     found["kernels.quantize"] = f"{100 * min(copies):.0f} to {100 * max(copies):.0f} %"
     return found

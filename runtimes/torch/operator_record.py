@@ -207,8 +207,8 @@ class OperatorRecord:
 
     @property
     def _runs_backward_in_8_bits(self) -> bool:
-        """Whether there are 8-bit kernels for its backward pass: of matrix products, not of convolutions."""
-        return self.kind is OperatorKind.PRODUCT and not self.op_type.startswith("conv")
+        """Whether there are 8-bit kernels for its backward pass: of matrix products and convolutions."""
+        return self.kind is OperatorKind.PRODUCT and "transpose" not in self.op_type
 
     def _meet_gradient(self, form: ProductForm, g: Tensor) -> None:
         g2 = g.square()

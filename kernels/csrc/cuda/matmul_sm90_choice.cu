@@ -77,7 +77,7 @@ Choice estimated(const Arguments& args) {
     if (!tile_at(args.b_code, index, &tile) || tile.promote != needs_promotion(args)) {
       continue;
     }
-    for (const int wanted : {1, 2, 3, 4, 6, 8}) {
+    for (const int wanted : {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64}) {
       const int splits = valid_splits(args, wanted);
       const double cycles = estimate(args, tile, splits);
       if (cycles < least) {
