@@ -47,7 +47,7 @@ class Phase(NamedTuple):
 
     Attributes:
         first: Of the elements.
-        count: Of the elements.
+        elements: How many.
         tap: First of the taps that reach them, every ``stride``-th from there on.
         taps: How many; 0: these elements are zero.
         padding: Zeros around the gradient of the result.
@@ -55,7 +55,7 @@ class Phase(NamedTuple):
     """
 
     first: int
-    count: int
+    elements: int
     tap: int
     taps: int
     padding: int
@@ -138,17 +138,16 @@ def input_gradient(
     ]
     whole: Tensor | None = None
     for phase in itertools.product(*per_dim):
+        part: Tensor | None = None
         if min(p.taps for p in phase) > 0:
             picked = (slice(None), slice(None), *(slice(p.tap, None, s) for p, s in zip(phase, stride, strict=True)))
             weight = Quantized(turned.codes[picked].flip(tuple(range(2, 2 + len(taps)))), turned.scale)
             edges = tuple(p.padding for p in phase)
             plain = ((1,) * len(taps), edges, tuple(dilation), False, (0,) * len(taps), 1)
             part = scaled_convolution(grad, weight, None, plain, dtype, backend)
-            part = part[(slice(None), slice(None), *(slice(p.begin, p.begin + p.count) for p in phase))]
+            part = part[(slice(None), slice(None), *(slice(p.begin, p.begin + p.elements) for p in phase))]
             if math.prod(stride) == 1:
                 return part
-        else:
-            part = None
         if whole is None:
             shape = (grad.codes.shape[0], *sizes, turned.codes.shape[0])
             whole = torch.zeros(shape, dtype=dtype, device=grad.codes.device).movedim(-1, 1)

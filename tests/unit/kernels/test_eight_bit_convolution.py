@@ -102,7 +102,7 @@ def test_phases_name_every_element_once_and_every_tap_that_reaches_it():
             continue
         found = {}
         for phase in phases(size, result, taps, stride, padding, dilation):
-            for i in range(phase.count):
+            for i in range(phase.elements):
                 places = [i + phase.begin - phase.padding + dilation * u for u in range(phase.taps)]
                 used = {(p, phase.tap + stride * t) for t, p in enumerate(reversed(places)) if 0 <= p < result}
                 assert found.setdefault(stride * i + phase.first, used) is used
