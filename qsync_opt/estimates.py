@@ -16,6 +16,8 @@ ESTIMATES_KEY = "x-estimates"
 """Top-level extension key of problem and plan files: ``{"costs": {device: text}, "sensitivity": text}``."""
 ESTIMATE_OPTION = "estimated_by"
 """Option of a profile that was not measured: what its figures are from."""
+FP32_SHARE_OPTION = "fp32_share"
+"""Option of a profile: time of a step under a plan of FP32 alone, as a share of what its operators' costs say."""
 MEASURED_OPTION = "measured"
 """Option of a profile: how its costs were measured, in words."""
 

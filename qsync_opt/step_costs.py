@@ -164,6 +164,8 @@ class StepCosts:
         casts: Device time of casts by "A>B", fitted; for cases that were never met.
         cast_host_ns: Time on the host of one cast.
         checks: Residuals.
+        resting_share: Time on the host under a plan of FP32 alone, which stands aside, as a share of what it would be
+            if that plan were carried out like others.
     """
 
     device: DeviceIdentity
@@ -179,6 +181,7 @@ class StepCosts:
     casts: Mapping[str, CostFit] = field(default_factory=dict)
     cast_host_ns: int = 0
     checks: tuple[StepCheck, ...] = ()
+    resting_share: float = 1.0
 
     def check_graph(self, graph: OpGraph) -> None:
         """Refuse another model.
@@ -208,6 +211,7 @@ class StepCosts:
             "resident_bytes": self.resident_bytes,
             "casts": {pair: {f.name: getattr(fit, f.name) for f in fields(fit)} for pair, fit in self.casts.items()},
             "cast_host_ns": self.cast_host_ns,
+            "resting_share": self.resting_share,
             "checks": [{f.name: getattr(check, f.name) for f in fields(check)} for check in self.checks],
         }
 
@@ -241,6 +245,7 @@ class StepCosts:
                 for pair, item in reader.mapping("casts").items()
             },
             cast_host_ns=reader.integer("cast_host_ns"),
+            resting_share=reader.number("resting_share") if "resting_share" in reader else 1.0,
             checks=tuple(
                 StepCheck(**_check(Fields(item, f"{where}: checks[{i}]")))
                 for i, item in enumerate(reader.sequence("checks"))

@@ -112,7 +112,14 @@ def fit_step_costs(
         resident_bytes=max(sample.resident_bytes for sample in samples),
         casts=dict(casts or {}),
         cast_host_ns=cast_host_ns,
+        resting_share=_resting_share(samples),
     )
+
+
+def _resting_share(samples: Sequence[StepSample]) -> float:
+    """What a plan of FP32 alone takes of the host when it stands aside; it never takes more."""
+    shares = [sample.resting_ns / sum(sample.host_ns.values()) for sample in samples if sample.resting_ns]
+    return min(1.0, statistics.fmean(shares)) if shares else 1.0
 
 
 def checked(costs: StepCosts, predicted: Mapping[str, tuple[int, int]], samples: Sequence[StepSample]) -> StepCosts:

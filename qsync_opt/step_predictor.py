@@ -250,6 +250,9 @@ class StepPredictor:
         """
         phases = self.costs.phases
         finish, optimizer, clear = phases["backward|end"], phases["optimizer"], phases["zero_grad"]
+        # On a cpu the host is the device, and all of it is less when the plan stands aside.
+        share = self.resting_share(step.plan)
+        on_device = share if self.costs.device.kind == "cpu" else 1.0
         ready, now = [], 0
         for device in step.device_ns:
             now += device
@@ -258,10 +261,17 @@ class StepPredictor:
         for segment, tail in tails:
             if ready[segment] + tail > longest:
                 longest = ready[segment] + tail
-        return max(
-            step.host_ns + finish.host + optimizer.host + clear.host,
-            longest + finish.device + optimizer.device + clear.device,
-        )
+        host = step.host_ns + finish.host + optimizer.host + clear.host
+        device = longest + finish.device + optimizer.device + clear.device
+        if share < 1.0:
+            host, device = round(share * host), round(on_device * device)
+        return max(host, device)
+
+    def resting_share(self, plan: Mapping[str, str]) -> float:
+        """Share of the host's time that a plan takes: less than 1 for one of FP32 alone, which stands aside."""
+        if self.costs.resting_share >= 1.0 or any(precision != "FP32" for precision in plan.values()):
+            return 1.0
+        return self.costs.resting_share
 
     def segments_of(self, step: PlannedStep) -> list[Work]:
         """Work of each segment, launches and all."""

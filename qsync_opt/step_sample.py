@@ -41,6 +41,9 @@ class StepSample:
         resident_bytes: In use between two steps.
         peak_bytes: At most in use during an untraced step.
         latencies_ns: Of untraced steps that each began on an idle device.
+        resting_ns: Time on the host of a step in which a plan of FP32 alone stands aside, as it does in training; 0 for
+            other plans. ``iteration_ns`` is then of such a step too; all else is of a plan that does not stand aside,
+            as those that have FP32 beside others.
         host_unit_ns: Time on the host of a small fixed piece of work, around the untraced steps; 0 if it was not taken.
     """
 
@@ -56,3 +59,4 @@ class StepSample:
     peak_bytes: int
     latencies_ns: tuple[float, ...] = field(default=())
     host_unit_ns: float = 0.0
+    resting_ns: float = 0.0

@@ -85,8 +85,12 @@ class Alternative:
         return cls(**data)
 
 
-def alternatives(problem: Problem) -> tuple[Alternative, ...]:
+def alternatives(problem: Problem, *, fp32_share: float = 1.0) -> tuple[Alternative, ...]:
     """Every uniform plan of a problem, from the finest precision to the coarsest.
+
+    Args:
+        problem: Prices every plan as one that is carried out.
+        fp32_share: How much of that remains of the iteration time of FP32 alone, under which a plan stands aside.
 
     Source:
         The baselines of QSync (IPDPS 2024).
@@ -99,7 +103,10 @@ def alternatives(problem: Problem) -> tuple[Alternative, ...]:
         fits = all(d.memory_kib <= d.memory_limit_kib for d in evaluation.devices.values())
         found.append(
             Alternative(
-                name=precision, iteration_ns=evaluation.iteration_ns, sensitivity=evaluation.objective, fits=fits
+                name=precision,
+                iteration_ns=round((fp32_share if precision == "FP32" else 1.0) * evaluation.iteration_ns),
+                sensitivity=evaluation.objective,
+                fits=fits,
             )
         )
     return tuple(found)

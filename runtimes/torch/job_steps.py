@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.device_profile import DeviceProfile
-from qsync_opt.estimates import ESTIMATE_OPTION, MEASURED_OPTION
-from qsync_opt.graph import OpGraph
+from qsync_opt.estimates import ESTIMATE_OPTION, FP32_SHARE_OPTION, MEASURED_OPTION
+from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels import backend
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.measurement_cache import MeasurementCache
@@ -36,6 +36,7 @@ from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.step_bridge import profile_from_steps
 from qsync_opt.step_costs import StepCosts
 from qsync_opt.step_flow import StepFlow
+from qsync_opt.step_predictor import StepPredictor
 from qsync_opt.step_scaling import scaled_operators
 
 METHOD = 1
@@ -220,6 +221,7 @@ def _described(graph: OpGraph, costs: StepCosts, formats: dict[str, PrecisionFor
         MEASURED_OPTION: f"training steps recorded under {len(costs.checks)} plans, whose times are predicted within "
         f"{statistics.fmean(errors):.1%} on average and {max(errors):.1%} at most"
     }
+    options[FP32_SHARE_OPTION] = _fp32_share(graph, costs)
     scaled = scaled_operators(graph, costs)
     if scaled:
         options[ESTIMATE_OPTION] = "; ".join(
@@ -227,6 +229,19 @@ def _described(graph: OpGraph, costs: StepCosts, formats: dict[str, PrecisionFor
             for (precision, source), names in scaled.items()
         )
     return dataclasses.replace(profile, options={**profile.options, **options})
+
+
+def _fp32_share(graph: OpGraph, costs: StepCosts) -> float:
+    """Time of a step under a plan of FP32 alone, which stands aside, as a share of one that is carried out."""
+    fine = dict.fromkeys((operator.name for operator in graph.by_role(Role.ADJUSTABLE)), "FP32")
+    aside, carried_out = (
+        predictor.steady_ns(predictor.plan(fine))
+        for predictor in (
+            StepPredictor(graph, costs),
+            StepPredictor(graph, dataclasses.replace(costs, resting_share=1.0)),
+        )
+    )
+    return aside / max(1, carried_out)
 
 
 def _some(names: tuple[str, ...]) -> str:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import qsync_opt
 from qsync_opt.errors import ProblemError, SolverError
+from qsync_opt.estimates import FP32_SHARE_OPTION
 from qsync_opt.plan import Plan, plan_from_json
 from qsync_opt.planner import solve
 from qsync_opt.runtimes.torch.agreement import broadcast_json, digest, gather_json, require_agreement, together, world
@@ -295,7 +296,9 @@ def plan_job(made: JobModel, device_type: str, options: PlanningOptions | None =
     solution = solve(problem, options.method, solver=options.solver)
     if solution.plan is None or solution.evaluation is None:
         raise ProblemError(f"there is no plan for this job: {solution.reason}")
-    others = alternatives(problem)
+    # The slowest worker sets the pace: of several shares the largest is safe.
+    shares = [float(profile.options.get(FP32_SHARE_OPTION, 1.0)) for profile in made.profiles.values()]
+    others = alternatives(problem, fp32_share=max(shares))
     decision = decide(made, problem, solution.plan, solution.evaluation, others, options)
     return JobPlan(
         device_type=device_type,

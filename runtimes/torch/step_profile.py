@@ -24,10 +24,12 @@ from qsync_opt.progress import Report, reporting
 from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.identity import identify
+from qsync_opt.runtimes.torch.interception import interception_of
 from qsync_opt.runtimes.torch.measure import TrainingExample
 from qsync_opt.runtimes.torch.operator_bench import DTYPES
 from qsync_opt.runtimes.torch.profiler import wanted_formats
 from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper, record_step
+from qsync_opt.runtimes.torch.wrappers import bare_model
 from qsync_opt.step_costs import StepCosts
 from qsync_opt.step_fitting import checked, fit_step_costs
 from qsync_opt.step_flow import StepFlow
@@ -264,7 +266,20 @@ def record_plan(
     model = stepper.example.model
     apply(model, dict(plan), graph=graph, options=ApplyOptions(kernels=kernels or KernelOptions()))
     try:
-        return record_step(stepper, graph, name=label, precisions=plan, options=options)
+        interception = interception_of(bare_model(model))
+        assert interception is not None
+        # A plan of FP32 alone would stand aside; in other plans FP32 costs the host what carrying out a plan costs.
+        may_rest, interception.may_rest = interception.may_rest, None
+        sample = record_step(stepper, graph, name=label, precisions=plan, options=options)
+        if set(plan.values()) != {"FP32"}:
+            return sample
+        interception.may_rest = may_rest
+        stepper.step()
+        stepper.step()
+        repeats = (options or RecordingOptions()).repeats
+        phases, _ = stepper.host_ns(repeats)
+        iteration_ns = statistics.median(stepper.paced_ns(repeats))
+        return dataclasses.replace(sample, resting_ns=sum(phases.values()), iteration_ns=iteration_ns)
     finally:
         undo(model)
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,6 +53,26 @@ def test_the_model_is_left_without_a_plan_and_every_plan_has_its_residual(settin
     assert applied_plan(setting.example.model) is None
     assert [check.plan for check in setting.costs.checks] == ["uniform BF16", "uniform FP32", "mixed 0"]
     assert all(check.predicted_ns > 0 and check.measured_ns > 0 for check in setting.costs.checks)
+
+
+def test_fp32_is_recorded_as_in_a_plan_and_alone_as_it_stands_aside(setting):
+    example, graph, optimizer = setting.example, setting.graph, setting.optimizer
+    sample = record_plan(setting.stepper, graph, "fine", dict.fromkeys(setting.names, "FP32"), FEW)
+    assert sample.resting_ns > 0
+    mixed = dict.fromkeys(setting.names, "FP32") | {setting.names[0]: "BF16"}
+    assert record_plan(setting.stepper, graph, "mixed", mixed, FEW).resting_ns == 0
+    costs = profile_steps(example, graph, optimizer, precisions=["BF16"], mixed=0, options=FEW, progress=False)
+    costs = replace(costs, resting_share=0.5)
+    predictor, whole = StepPredictor(graph, costs), StepPredictor(graph, replace(costs, resting_share=1.0))
+    fine = dict.fromkeys(setting.names, "FP32")
+    alone, carried_out = (p.steady_ns(p.plan(fine)) for p in (predictor, whole))
+    assert alone == round(0.5 * carried_out)
+    assert predictor.steady_ns(predictor.plan(mixed)) == whole.steady_ns(whole.plan(mixed))
+    # After a change of one operator, too.
+    step = predictor.plan(mixed)
+    predictor.change(step, setting.names[0], "FP32")
+    assert predictor.steady_ns(step) == alone
+    assert StepCosts.from_json(json.loads(json.dumps(costs.to_json())), "again").resting_share == 0.5
 
 
 def short_of_memory(most, *, never=()):
