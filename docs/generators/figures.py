@@ -31,6 +31,7 @@ def figures() -> dict[str, str]:
         **_kernels(results["kernels.json"]["sections"]),
         **_host(results["host-cost.json"]["sections"]),
         **quality_figures(results["quality.json"]),
+        **_runtime(results["runtime.json"]),
     }
 
 
@@ -215,6 +216,63 @@ def _host(sections: Record) -> dict[str, str]:
     return found
 
 
+def _runtime(data: Record) -> dict[str, str]:
+    """Plans in training, on a card where one was measured."""
+    found = dict.fromkeys(
+        (
+            f"runtime.{name}"
+            for name in ("fp32", "bf16", "bf16-operators", "throughput", "by-speed", "soak", "hardware")
+        ),
+        NOT_MEASURED,
+    )
+    cards = {
+        part: [r for r in data.get(part, ()) if "NVIDIA" in r["hardware"]]
+        for part in ("overhead", "throughput", "soak")
+    }
+    for record in cards["overhead"]:
+        name = record["precision"].lower()
+        if name != "fp32" and record["carried_out"] != "by torch.autocast":
+            name += "-operators"
+        found[f"runtime.{name}"] = f"{percent(record['slower'])} time, {percent(record['more_memory'])} memory"
+        found["runtime.hardware"] = record["hardware"]
+    shares: dict[str, list[str]] = {"throughput": [], "by-speed": []}
+    planned = {r["model"] for r in cards["throughput"] if r.get("configuration") == "plan" and r["samples_per_s"]}
+    for model in sorted(planned):
+        mine = {
+            r["configuration"]: r["samples_per_s"] or 0.0
+            for r in cards["throughput"]
+            if r["model"] == model and r.get("workers_in_turn")
+        }
+        mine = {name: speed for name, speed in mine.items() if speed}
+        equal = {name: speed for name, speed in mine.items() if not name.startswith("local")}
+        best = max(speed for name, speed in equal.items() if name != "plan")
+        shares["throughput"].append(f"{model} {equal['plan'] / best:.2f} x")
+        both = mine.get("local batches by speed, plan")
+        if both:
+            shares["by-speed"].append(f"{model} {both / max(s for n, s in mine.items() if 'plan' not in n):.2f} x")
+    found |= {f"runtime.{name}": ", ".join(texts) for name, texts in shares.items() if texts}
+    for record in cards["soak"]:
+        found["runtime.soak"] = (
+            f"{record['steps']:,} steps: {percent(record['drift'])} time, "
+            f"{record['memory_growth_bytes'] / 2**20:+.1f} MiB; planned again in {record['replan_s']:.2f} s"
+        )
+    return found
+
+
+RUNTIME_ROWS = (
+    (
+        "A plan of FP32 alone against plain DDP; of BF16 alone against BF16 autocast",
+        "{{ runtime.fp32 }}; {{ runtime.bf16 }}; operator by operator {{ runtime.bf16-operators }}",
+    ),
+    (
+        "Throughput of the plan beside the best single way, a whole card and 16 multiprocessors of it in turn; the "
+        "same with local batches by speed",
+        "{{ runtime.throughput }}; {{ runtime.by-speed }}",
+    ),
+    ("Training with a plan made anew every 100 steps", "{{ runtime.soak }}"),
+)
+
+
 def readme_table() -> str:
     """The table of measured results that README shows; a test compares the two."""
     known, results = figures(), load_results()
@@ -276,6 +334,11 @@ def readme_table() -> str:
             "{{ host.bert-base.eager.plan-int8 }}; {{ host.bert-base.graphs.plan-bf16 }}, "
             "{{ host.bert-base.graphs.plan-int8 }}",
             "host-cost.json",
+        ),
+        *(
+            row(what, result, "runtime.json")
+            for what, result in RUNTIME_ROWS
+            if any(known[name] != NOT_MEASURED for name in _PLACE.findall(result))
         ),
         row(
             f"Variance of single operators, predicted over measured, {known['indicator.cases']} cases",
