@@ -237,8 +237,8 @@ class CapturedPasses:
                 gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
         if [g is not None for g in gradients] != used:
             raise UnsupportedError(
-                "graphed: a module of this model keeps its parameters in a place of its own besides (as recurrent "
-                "layers do), so that their gradients would be lost: run it operator by operator"
+                "graphed: a module of this model keeps its parameters in a place of its own besides, so that their "
+                "gradients would be lost: run it operator by operator"
             )
         remaining = iter(gradients)
         by_input = [next(remaining) if x.requires_grad else None for x in inputs]
@@ -294,7 +294,8 @@ def graphed(model: nn.Module, batch: Any) -> nn.Module:
 
     Raises:
         NotReadyError: No plan is applied, or the model is in evaluation mode.
-        UnsupportedError: The model is not on a card, is sharded, or returns something that is no tensor.
+        UnsupportedError: The model is not on a card, is sharded, has recurrent layers, or returns something that is no
+            tensor.
 
     Source:
         See the module's text.
@@ -306,15 +307,21 @@ def graphed(model: nn.Module, batch: Any) -> nn.Module:
             "no plan is applied to this model: apply(model, plan) comes first; a model without a plan is captured with "
             "torch.cuda.make_graphed_callables"
         )
-    device = model_device(bare)
-    if device.type != "cuda":
-        raise UnsupportedError(f"graphed: the model is on {device}: CUDA graphs need a model on a card")
     if is_sharded(bare):
         raise UnsupportedError("graphed: the model is sharded (FSDP): its weights move, which a captured pass cannot")
+    recurrent = next((name for name, module in bare.named_modules() if isinstance(module, nn.RNNBase)), None)
+    if recurrent is not None:
+        raise UnsupportedError(
+            f"graphed: {recurrent or 'the model'!r} is a recurrent layer, which keeps its parameters in a place of its "
+            "own besides, so that a captured pass would lose their gradients: run this model operator by operator"
+        )
     if not bare.training:
         raise NotReadyError(
             "graphed: the model is in evaluation mode: call model.train() before, passes of it are captured"
         )
+    device = model_device(bare)
+    if device.type != "cuda":
+        raise UnsupportedError(f"graphed: the model is on {device}: CUDA graphs need a model on a card")
     interception.graphs = None
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (_positional(batch), {})
     with torch.cuda.device(device):

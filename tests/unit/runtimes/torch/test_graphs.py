@@ -16,6 +16,23 @@ def test_a_plan_comes_first():
         qsync_opt.graphed(nn.Linear(4, 4), torch.zeros(2, 4))
 
 
+def test_recurrent_layers_and_evaluation_are_refused():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.out = nn.LSTM(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.out(self.lstm(x)[0])
+
+    model = qsync_opt.apply(Recurrent(), {"out/linear": "FP32"})
+    with pytest.raises(UnsupportedError, match=r"'lstm' is a recurrent layer.*operator by operator"):
+        qsync_opt.graphed(model, torch.zeros(2, 4))
+    resting = qsync_opt.apply(nn.Sequential(nn.Linear(4, 4)), {"0/linear": "FP32"}).eval()
+    with pytest.raises(NotReadyError, match=r"evaluation mode.*model.train\(\)"):
+        qsync_opt.graphed(resting, torch.zeros(2, 4))
+
+
 def test_a_model_on_the_host_cannot_be_captured():
     model = qsync_opt.apply(nn.Sequential(nn.Linear(4, 4)), {"0/linear": "BF16"})
     with pytest.raises(UnsupportedError, match="on cpu: CUDA graphs need a model on a card"):
