@@ -1,0 +1,85 @@
+"""The predictor's benchmark: recorded steps as files, and what its summary says."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.measure import TrainingExample
+from qsync_opt.runtimes.torch.step_profile import record_steps
+from qsync_opt.runtimes.torch.step_recording import RecordingOptions
+
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules():
+    """The benchmark's modules import each other by their bare names."""
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+
+
+def test_costs_are_fitted_again_from_a_file():
+    from predictor_records import records_from_json, records_json
+
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)), torch.zeros(4, 8)
+    graph = capture(model, (x,))
+    records = record_steps(
+        TrainingExample(model=model, args=(x,)),
+        graph,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        precisions=["BF16"],
+        mixed=0,
+        options=RecordingOptions(warm_up=1, repeats=1, traced=1),
+        progress=False,
+    )
+    again = records_from_json(json.loads(json.dumps(records_json(records))))
+    assert again.fit(graph).to_json() == records.fit(graph).to_json()
+
+
+def case(name, predicted, measured, spread):
+    return {
+        "key": name,
+        "model": "any",
+        "cluster": "whole",
+        "plan": name,
+        "plan_recorded_alone": name.startswith("uniform"),
+        "predicted_ms": predicted,
+        "measured_ms": measured,
+        "time_error": predicted / measured - 1,
+        "spread": spread,
+        "bound_by": "host" if spread else "device",
+        "device_ms": measured,
+        "host_ms": measured / 2,
+        "naive_ms": measured / 2,
+        "problem_ms": None,
+        "predicted_peak_bytes": 102,
+        "measured_peak_bytes": 100,
+        "workers": [{"predicted_peak_bytes": 102, "measured_peak_bytes": 100}],
+    }
+
+
+def test_the_summary_counts_what_it_says():
+    from predictor import merged, summarize
+
+    cases = [case("uniform BF16", 11.0, 10.0, 0.2), case("a", 19.0, 20.0, 0.0), case("b", 30.0, 30.0, 0.1)]
+    parts = [{"cases": cases[:1], "profiles": [], "baselines": [], "skipped": ["x"]}]
+    parts += [{"cases": cases[1:], "profiles": [], "baselines": [], "skipped": []}]
+    part = merged(parts)
+    assert part["skipped"] == ["x"]
+    summary = summarize(part["cases"], part["profiles"])
+    assert summary["time"]["mean_absolute"] == pytest.approx((0.1 + 0.05 + 0) / 3)
+    assert summary["time"]["worst"] == pytest.approx(0.1)
+    assert summary["time_plans_never_run"]["cases"] == 2
+    assert summary["time_bound_by_host"]["cases"] == 2
+    assert summary["time_naive"]["mean_absolute"] == pytest.approx(0.5)
+    assert summary["time_torch_roofline"] == {"cases": 0}
+    assert summary["memory"]["highest"] == pytest.approx(0.02)
+    assert summary["spearman"] == pytest.approx(1.0)
+    assert summary["repeatability"] == pytest.approx(0.1)
+    assert summary["cases_within_their_spread"] == 2
