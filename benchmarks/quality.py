@@ -139,7 +139,8 @@ def merge(folder: Path, output: Path) -> None:
             records = _harm_records(records)
         elif kind == "train":
             for record in records:
-                record["summary"] = _train_summary(record)
+                record["summary"] = _train_summary(record, record["runs"])
+                record["unfinished_summary"] = _train_summary(record, record.get("unfinished", []))
         head = {key: chosen[0][key] for key in ("date", "versions")}
         hardware = ", ".join(dict.fromkeys(part["hardware"] for part in chosen))
         commands = "; ".join(dict.fromkeys(part["command"] for part in chosen))
@@ -155,12 +156,10 @@ def _harm_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [harm.merged(group) for group in groups if any(r["indicators"] for r in group)]
 
 
-def _train_summary(record: dict[str, Any]) -> dict[str, Any]:
+def _train_summary(record: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
     sign = -1.0 if training.better_when_higher(record["model"]) else 1.0
     settings = [s.name for s in training.SETTINGS[record["model"]]]
-    if not record["runs"]:
-        return {}
-    return {setting: significant(training.summary(record["runs"], setting, sign)) for setting in settings}
+    return {setting: significant(training.summary(found, setting, sign)) for setting in settings} if found else {}
 
 
 def main() -> int:

@@ -155,7 +155,11 @@ def summary(runs: Sequence[Mapping[str, Any]], setting: str, sign: float) -> dic
     The share is also given by the training loss of the last steps, which scatters less than a score of few batches.
     """
     found: dict[str, Any] = {}
-    loss_gap = deficit(runs, f"uniform {LOW}", setting, 1.0, "last_training_loss")[0]
+    finished = all(run["last_training_loss"] is not None for run in runs)
+
+    def loss_deficit(policy: str) -> float:
+        return deficit(runs, policy, setting, 1.0, "last_training_loss")[0]
+
     policies = dict.fromkeys(str(run["policy"]) for run in runs)
     gap = deficit(runs, f"uniform {LOW}", setting, sign)[0]
     for policy in policies:
@@ -171,9 +175,9 @@ def summary(runs: Sequence[Mapping[str, Any]], setting: str, sign: float) -> dic
             "worse_than_full": mean,
             "worse_than_full_error": error if math.isfinite(error) else None,
             "recovered": recovered(gap, 0.0, mean),
-            "recovered_in_training_loss": recovered(
-                loss_gap, 0.0, deficit(runs, policy, setting, 1.0, "last_training_loss")[0]
-            ),
+            "recovered_in_training_loss": recovered(loss_deficit(f"uniform {LOW}"), 0.0, loss_deficit(policy))
+            if finished
+            else None,
         }
     return found
 

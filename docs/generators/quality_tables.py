@@ -132,11 +132,20 @@ def training_table(data: Record) -> str:
                 for key in ("recovered", "recovered_in_training_loss")
             ),
         )
-        for record in train_records(data)
-        for setting, policies in record["summary"].items()
-        for policy, found in policies.items()
+        for record in _records(data, "train")
+        for policy, found, setting in _trained(record)
     ]
     return table(header, rows)
+
+
+def _trained(record: Record) -> list[tuple[str, Record, str]]:
+    """Policy, what came of it, and the setting; runs that were stopped say after how many steps."""
+    found = [(p, part, setting) for setting, every in record["summary"].items() for p, part in every.items()]
+    for setting, every in record["unfinished_summary"].items():
+        steps = max(run["steps"] for run in record["unfinished"])
+        stopped = f"{setting}; stopped after {steps} of {record['steps']} steps"
+        found += [(policy, part, stopped) for policy, part in every.items()]
+    return found
 
 
 def cost_table(data: Record) -> str:
@@ -183,13 +192,17 @@ def _baselines(ranks: Mapping[str, float | None]) -> list[float]:
 def _training_figures(data: Record) -> dict[str, str]:
     """Gap between uniform INT8 and full precision, and what each plan recovers, per model."""
     found = {}
-    for record in train_records(data):
-        model, harsh = record["model"], record["summary"][record["chosen"]]
+    for record in _records(data, "train"):
+        summary, steps = record["summary"], record["steps"]
+        if not summary:
+            summary, steps = record["unfinished_summary"], max(run["steps"] for run in record["unfinished"])
+        model, harsh = record["model"], summary[record["chosen"]]
         low = harsh["uniform INT8"]
         found[f"quality.{model}.seeds"] = str(low["seeds"])
-        found[f"quality.{model}.steps"] = str(record["steps"])
+        found[f"quality.{model}.steps"] = str(steps)
+        found[f"quality.{model}.asked-steps"] = str(record["steps"])
         found[f"quality.{model}.gap"] = f"{low['worse_than_full']:.3f} ± {low['worse_than_full_error'] or 0:.3f}"
-        first = record["summary"][next(iter(record["summary"]))]["uniform INT8"]
+        first = summary[next(iter(summary))]["uniform INT8"]
         found[f"quality.{model}.gap-as-is"] = (
             f"{first['worse_than_full']:.3f} ± {first['worse_than_full_error'] or 0:.3f}"
         )
