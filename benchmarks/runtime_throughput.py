@@ -30,8 +30,12 @@ def rows(kwargs: Mapping[str, Any], count: int, device: torch.device) -> Batch:
 
 def shares(speeds: list[float], total: int) -> list[int]:
     """Whole samples per worker, as their speeds are, none without any; together ``total``."""
-    found = [max(1, round(total * speed / sum(speeds))) for speed in speeds]
-    found[found.index(max(found))] += total - sum(found)
+    wanted = [total * speed / sum(speeds) for speed in speeds]
+    found = [max(1, int(count)) for count in wanted]
+    while sum(found) != total:  # to whom most is missing, or from whom has most too much and more than one
+        step = 1 if sum(found) < total else -1
+        places = [i for i, count in enumerate(found) if count + step >= 1]
+        found[max(places, key=lambda i: step * (wanted[i] - found[i]))] += step
     return found
 
 

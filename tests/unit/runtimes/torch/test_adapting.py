@@ -28,7 +28,6 @@ def test_all_ranks_move_at_the_same_step(followed):
     assert set(shrunk["applied"]) & {"BF16", "INT8"}
     assert not grown["applied"]  # FP32 is as good again: the model is left alone
     assert first["slower"]
-    assert second["slower"]
 
 
 def test_too_little_memory_stops_all_ranks(followed):
@@ -55,7 +54,8 @@ def test_a_job_file_is_the_job(followed, job_folder, tmp_path):
     plan = plan_job(made, "small")
     assert plan.plan.devices == plan_job(load_job(tmp_path / "again.json")[0], "small").plan.devices
     slow = plan_job(with_speed(made, {"small": 3.0, "big": 1.0}), "small")
-    assert slow.iteration_ns > 2 * plan.iteration_ns
+    pairs = [found.solution.evaluation.devices["small"].backward_end_ns for found in (plan, slow)]
+    assert pairs[1] == pytest.approx(3 * pairs[0], rel=0.01)
     with pytest.raises(ProblemError, match="'nobody'"):
         with_workers(made, {"nobody": 1})
     with pytest.raises(ProblemError, match="above 0"):
