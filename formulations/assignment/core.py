@@ -220,3 +220,28 @@ def _drop_rows(core: Core) -> None:
         node.rows_AR = node.rows_AR[:, left]
     for edge in core.edges:
         edge.rows_ABR = edge.rows_ABR[:, :, left]
+
+
+def nearest(
+    allowed_Z: Bools, least_Z: Floats, exists_NA: Bools, entry_NA: Ints, most_nodes: int | None
+) -> tuple[Bools, float]:
+    """Leave a choice only to the nodes whose second label is least dear; what goes costs the float or more.
+
+    Args:
+        allowed_Z: Entries that are left.
+        least_Z: Bound of a labelling with the entry.
+        exists_NA: Labels of each node.
+        entry_NA: Entry of each label.
+        most_nodes: How many nodes keep a choice; None: all of them.
+    """
+    tried_Z = allowed_Z.copy()
+    if most_nodes is None or len(exists_NA) <= most_nodes:
+        return tried_Z, np.inf
+    least_NA = np.where(exists_NA & allowed_Z[entry_NA], least_Z[entry_NA], np.inf)
+    second_N = np.partition(least_NA, 1, axis=1)[:, 1]
+    order = np.argsort(second_N, kind="stable")
+    ceiling = float(second_N[order[most_nodes]])
+    out_NA = exists_NA & (least_NA > ceiling)
+    out_NA[order[most_nodes:]] = exists_NA[order[most_nodes:]]
+    tried_Z[entry_NA[out_NA]] = False
+    return tried_Z, ceiling

@@ -18,7 +18,7 @@ import numpy as np
 from qsync_opt.formulations.assignment.blend import blend
 from qsync_opt.formulations.assignment.branching import SHARE, fractional_join, split_count, widest_choice
 from qsync_opt.formulations.assignment.condense import Condensed, condense
-from qsync_opt.formulations.assignment.core import Core, extract
+from qsync_opt.formulations.assignment.core import Core, extract, nearest
 from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
 from qsync_opt.formulations.assignment.effort import Effort, Pass
 from qsync_opt.formulations.assignment.frontier import search
@@ -339,7 +339,7 @@ class BoundAndFix:
         most = effort_pass.nodes
         if most is not None and not effort_pass.width and self._undecided(allowed_Z) <= effort_pass.whole * most:
             most = None
-        tried_Z, ceiling = self._nearest(allowed_Z, least_Z, most)
+        tried_Z, ceiling = nearest(allowed_Z, least_Z, self._exists_NA, self._entry_NA, most)
         tried_Z[self.model.chosen(base_N)] = True
         key = (tried_Z.tobytes(), dual.prices_R.tobytes(), self.upper)
         if (
@@ -396,17 +396,3 @@ class BoundAndFix:
     def _undecided(self, allowed_Z: Bools) -> int:
         """How many nodes have more than one label left."""
         return int(((self._exists_NA & allowed_Z[self._entry_NA]).sum(axis=1) > 1).sum())
-
-    def _nearest(self, allowed_Z: Bools, least_Z: Floats, most_nodes: int | None) -> tuple[Bools, float]:
-        """Leave a choice only to the nodes whose second label is least dear; what goes costs the float or more."""
-        tried_Z = allowed_Z.copy()
-        if most_nodes is None or self.model.num_nodes <= most_nodes:
-            return tried_Z, np.inf
-        least_NA = np.where(self._exists_NA & allowed_Z[self._entry_NA], least_Z[self._entry_NA], np.inf)
-        second_N = np.partition(least_NA, 1, axis=1)[:, 1]
-        order = np.argsort(second_N, kind="stable")
-        ceiling = float(second_N[order[most_nodes]])
-        out_NA = self._exists_NA & (least_NA > ceiling)
-        out_NA[order[most_nodes:]] = self._exists_NA[order[most_nodes:]]
-        tried_Z[self._entry_NA[out_NA]] = False
-        return tried_Z, ceiling

@@ -6,8 +6,7 @@ host together. What is looked at element by element is a sample, but for moments
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +26,7 @@ from qsync_opt.runtimes.torch.operator_summary import (
 )
 from qsync_opt.runtimes.torch.product_calls import Product
 from qsync_opt.runtimes.torch.product_forms import ProductForm
+from qsync_opt.runtimes.torch.reductions import dot, mean, ratio, reduced, square_sum, strided, total
 from qsync_opt.runtimes.torch.rounding_error import ElementErrors, stacked_errors
 from qsync_opt.statistics import (
     GRADIENTS,
@@ -41,57 +41,10 @@ SAMPLE = 1 << 15
 """Elements at most of a tensor that is no operand, whose rounding is looked at one by one."""
 _WAITING = 1 << 22
 _TABLE_DIMS = {Granularity.CHANNEL: (0,), Granularity.ROW: (1,)}
-_CHUNK = 1 << 19
-"""Elements of a large tensor that are looked at together where all of them are."""
-
-
-def _total(x: Tensor) -> Tensor:
-    return x.sum(dtype=torch.float64)
-
-
-def _square_sum(x: Tensor) -> Tensor:
-    if x.numel() <= _CHUNK:
-        return _total(x.square())
-    return torch.stack([_total(part.square()) for part in torch.split(x.reshape(-1), _CHUNK)]).sum()
-
-
-def _mean(x: Tensor) -> Tensor:
-    return x.mean(dtype=torch.float64)
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return _total(a * b)
-
-
-def _strided(x: Tensor, limit: int) -> Tensor:
-    """About ``limit`` evenly spaced elements, at no distance that some dimension repeats at."""
-    flat = x.reshape(-1)
-    step = max(1, flat.numel() // limit)
-    while math.gcd(step, flat.numel()) > 1 and step > 1:
-        step += 1
-    return flat[::step]
 
 
 def _slices(form: ProductForm, operand: str) -> dict[Granularity, tuple[int, ...]]:
     return {granularity: form.slice_dims(operand, granularity) for granularity in Granularity}
-
-
-def _reduced(form: ProductForm, g: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Reductions by row and by column of a function of the elements of a gradient, large ones a few rows at a time."""
-    if g.numel() <= _CHUNK or g.dim() != 3:
-        values = function(g)
-        return form.result_by_row(values), form.result_by_column(values)
-    rows, columns = [], []
-    for part in torch.split(g, max(1, _CHUNK * g.shape[1] // g.numel()), 1):  # (P, N, M)
-        values = function(part)
-        rows.append(form.result_by_row(values))
-        columns.append(form.result_by_column(values))
-    return torch.cat(rows, 1), torch.stack(columns).sum(0)
-
-
-def _ratio(whole: Tensor, part: Tensor) -> Tensor:
-    """By what a sum over a sample is to be multiplied; 1 where the sample holds nothing."""
-    return torch.where(part > 0, whole / part.clamp(min=torch.finfo(part.dtype).tiny), 1.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,12 +88,12 @@ class OperatorRecord:
         least, greatest = torch.aminmax(x)
         self.put(f"{tensor}.least", least)
         self.put(f"{tensor}.greatest", greatest)
-        self.put(f"{tensor}.square_sum", _square_sum(x) if squares is None else _total(squares))
+        self.put(f"{tensor}.square_sum", square_sum(x) if squares is None else total(squares))
 
     def plain(self, tensor: str, x: Tensor) -> None:
         """Moments of a tensor that is no operand, and some elements, whose cast errors are found with all others."""
         self.moments(tensor, x)
-        self.waiting.append((tensor, _strided(x, min(self.sample, SAMPLE)).clone()))
+        self.waiting.append((tensor, strided(x, min(self.sample, SAMPLE)).clone()))
 
     def keep(self, tensor: str, kinds: tuple[str, ...], errors: ElementErrors, part: Tensor) -> None:
         """Mean errors of a part of a tensor, and what they are scaled by to stand for the whole.
@@ -152,7 +105,7 @@ class OperatorRecord:
             names = tuple(f"{tensor}.{kind}.{rounding}" for kind in kinds)
             self.found.append((names, values.flatten(1).mean(1, dtype=torch.float64)))
         if part.numel() < self.elements[tensor]:
-            self.put(f"{tensor}.sample.square", _mean(part.square()))
+            self.put(f"{tensor}.sample.square", mean(part.square()))
 
     def _amaxes(self, tensor: str, x: Tensor, dims: Mapping[Granularity, tuple[int, ...]]) -> dict[Granularity, Tensor]:
         magnitudes = x.abs()
@@ -160,7 +113,7 @@ class OperatorRecord:
         rows = amaxes[Granularity.ROW]
         amaxes[Granularity.TENSOR] = rows.amax(tuple(range(rows.dim())), keepdim=True)
         for granularity, amax in amaxes.items():
-            self.put(f"{tensor}.amax.{granularity}", _mean(amax.square()))
+            self.put(f"{tensor}.amax.{granularity}", mean(amax.square()))
         return amaxes
 
     def product(self, product: Product) -> None:
@@ -176,7 +129,7 @@ class OperatorRecord:
         self.by_column["floating"] = form.second_by_column(squares)
         self.moments("second", form.second, squares)
         del squares
-        self.put("xw/floating", _dot(contracted_x2, contracted_w2))
+        self.put("xw/floating", dot(contracted_x2, contracted_w2))
         self._first(form, contracted_w2)
         self._second(form, contracted_x2)
 
@@ -194,13 +147,13 @@ class OperatorRecord:
         if fraction < 1.0:
             # With a scale per row, rows err by their own largest magnitude, which is known of all of them.
             self.row_sizes = row_amax.square()
-            self.put("first.sample.row", _mean(amaxes[Granularity.ROW].square()))
-            by_size = _ratio(_mean(self.row_sizes), _mean(amaxes[Granularity.ROW].square()))
+            self.put("first.sample.row", mean(amaxes[Granularity.ROW].square()))
+            by_size = ratio(mean(self.row_sizes), mean(amaxes[Granularity.ROW].square()))
         for kind in _INTEGER_KINDS:
             shape = kind.partition("/")[2]
             noise = errors.stochastic[SCALED_KINDS.index(kind)]
             share = by_size if shape == Granularity.ROW else 1.0
-            self.put(f"xw/first/{shape}", _dot(form.first_by_contraction(noise), contracted_w2) / fraction * share)
+            self.put(f"xw/first/{shape}", dot(form.first_by_contraction(noise), contracted_w2) / fraction * share)
             self.by_row[shape] = form.first_by_row(noise)
 
     def _second(self, form: ProductForm, contracted_x2: Tensor) -> None:
@@ -215,17 +168,17 @@ class OperatorRecord:
         for kind in _INTEGER_KINDS:
             shape = kind.partition("/")[2]
             noise = errors.stochastic[SCALED_KINDS.index(kind)]
-            output = _dot(form.sampled_contraction(contracted_x2, rows), form.second_by_contraction(noise))
+            output = dot(form.sampled_contraction(contracted_x2, rows), form.second_by_contraction(noise))
             column = form.second_by_column(noise)
             if part.numel() < form.second.numel():
                 sizes = torch.ones_like(contracted_x2)
                 if shape == Granularity.ROW:  # one number per row, whatever else a row's reduction has
                     sizes = sizes.mul_(row_amax.square().reshape(*sizes.shape[:2], *(1,) * (sizes.dim() - 2)))
                 weighted = contracted_x2 * sizes
-                output = output * _ratio(_total(weighted), _total(form.sampled_contraction(weighted, rows)))
-                column = column * _ratio(_total(sizes), _total(form.sampled_contraction(sizes, rows)))
+                output = output * ratio(total(weighted), total(form.sampled_contraction(weighted, rows)))
+                column = column * ratio(total(sizes), total(form.sampled_contraction(sizes, rows)))
                 if shape == Granularity.ROW:
-                    self.put("second.sample.row", _mean(amaxes[Granularity.ROW].square()))
+                    self.put("second.sample.row", mean(amaxes[Granularity.ROW].square()))
             self.put(f"xw/second/{shape}", output)
             self.by_column[shape] = column
 
@@ -244,7 +197,7 @@ class OperatorRecord:
             self.found.append((names, one.new_zeros(len(names))))
         used = indices.reshape(-1)
         rows = table[used]
-        self.put("xw/floating", _total(rows.square()))
+        self.put("xw/floating", total(rows.square()))
         self.moments("second", table)
         amaxes = self._amaxes("second", table, _TABLE_DIMS)
         step = max(1, min(table.shape[0] // 8, table.numel() // self.sample))
@@ -252,7 +205,7 @@ class OperatorRecord:
         some = amaxes | {Granularity.ROW: row_amax[::step]}
         self.keep("second", SCALED_KINDS, stacked_errors(table[::step], SCALED_KINDS, some), table[::step])
         if step > 1:
-            self.put("second.sample.row", _mean(some[Granularity.ROW].square()))
+            self.put("second.sample.row", mean(some[Granularity.ROW].square()))
         step = max(1, rows.numel() // self.sample)
         taken = amaxes | {Granularity.ROW: row_amax[used[::step]]}
         errors = stacked_errors(rows[::step], _INTEGER_KINDS, taken).stochastic
@@ -276,7 +229,7 @@ class OperatorRecord:
             self.attention = None
         if self.kind is OperatorKind.LOOKUP:
             rows = g.square().reshape(-1, g.shape[-1]).sum(1)
-            self.put("xg/floating", _total(rows if self.counted is None else rows[self.counted]))
+            self.put("xg/floating", total(rows if self.counted is None else rows[self.counted]))
         if self.form is not None:
             self._meet_gradient(self.form, self.form.result(g))
 
@@ -286,16 +239,16 @@ class OperatorRecord:
         return self.kind is OperatorKind.PRODUCT and "transpose" not in self.op_type
 
     def _meet_gradient(self, form: ProductForm, g: Tensor) -> None:
-        row_g2, column_g2 = _reduced(form, g, torch.square)
-        self.put("xg/floating", _dot(self.by_row["floating"], row_g2))
-        self.put("gw/floating", _dot(self.by_column["floating"], column_g2))
+        row_g2, column_g2 = reduced(form, g, torch.square)
+        self.put("xg/floating", dot(self.by_row["floating"], row_g2))
+        self.put("gw/floating", dot(self.by_column["floating"], column_g2))
         some_g2 = form.sampled_rows(row_g2, self.sampled)
         even, by_size = self._outside_sample(form, row_g2, some_g2)
         for kind in _INTEGER_KINDS:
             shape = kind.partition("/")[2]
             share = by_size if shape == Granularity.ROW else even
-            self.put(f"xg/{shape}", _dot(self.by_row[shape], some_g2) * share)
-            self.put(f"gw/{shape}", _dot(self.by_column[shape], column_g2))
+            self.put(f"xg/{shape}", dot(self.by_row[shape], some_g2) * share)
+            self.put(f"gw/{shape}", dot(self.by_column[shape], column_g2))
         if self._runs_backward_in_8_bits:
             self._gradient_errors(form, g)
         self.form = self.row_sizes = None
@@ -314,7 +267,7 @@ class OperatorRecord:
         found = []
         for noise in (torch.ones_like(form.first), self.row_sizes.expand_as(form.first)):
             window = form.first_by_row(noise)
-            found.append(_ratio(_dot(window, row_g2), _dot(form.sampled_rows(window, self.sampled), some_g2)))
+            found.append(ratio(dot(window, row_g2), dot(form.sampled_rows(window, self.sampled), some_g2)))
         return found[0], found[1]
 
     def _gradient_errors(self, form: ProductForm, g: Tensor) -> None:
@@ -331,11 +284,11 @@ class OperatorRecord:
             totals.append(torch.stack([values.flatten(1).sum(1, dtype=torch.float64) for values in errors]))
             return errors.stochastic[_RESULT_KINDS.index(GRADIENT_KINDS["INT8"])]
 
-        rows, columns = _reduced(form, g, integer_errors)
+        rows, columns = reduced(form, g, integer_errors)
         for rounding, values in zip(Rounding, torch.stack(totals).sum(0) / g.numel(), strict=True):
             self.found.append((tuple(f"output_gradient.{kind}.{rounding}" for kind in _RESULT_KINDS), values))
-        self.put("xg/gradient", _dot(self.by_row["floating"], rows))
-        self.put("gw/gradient", _dot(self.by_column["floating"], columns))
+        self.put("xg/gradient", dot(self.by_row["floating"], rows))
+        self.put("gw/gradient", dot(self.by_column["floating"], columns))
 
     # -- finishing -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,63 @@
+"""Sums over tensors that keep nothing of a large tensor's size, and samples of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from qsync_opt.runtimes.torch.product_forms import ProductForm
+
+_CHUNK = 1 << 19
+"""Elements of a large tensor that are looked at together where all of them are."""
+
+
+def total(x: Tensor) -> Tensor:
+    """Sum in FP64."""
+    return x.sum(dtype=torch.float64)
+
+
+def square_sum(x: Tensor) -> Tensor:
+    """Sum of squares, large tensors a part at a time."""
+    if x.numel() <= _CHUNK:
+        return total(x.square())
+    return torch.stack([total(part.square()) for part in torch.split(x.reshape(-1), _CHUNK)]).sum()
+
+
+def mean(x: Tensor) -> Tensor:
+    """Mean in FP64."""
+    return x.mean(dtype=torch.float64)
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of products in FP64."""
+    return total(a * b)
+
+
+def strided(x: Tensor, limit: int) -> Tensor:
+    """About ``limit`` evenly spaced elements, at no distance that some dimension repeats at."""
+    flat = x.reshape(-1)
+    step = max(1, flat.numel() // limit)
+    while math.gcd(step, flat.numel()) > 1 and step > 1:
+        step += 1
+    return flat[::step]
+
+
+def reduced(form: ProductForm, g: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Reductions by row and by column of a function of the elements of a gradient, large ones a few rows at a time."""
+    if g.numel() <= _CHUNK or g.dim() != 3:
+        values = function(g)
+        return form.result_by_row(values), form.result_by_column(values)
+    rows, columns = [], []
+    for part in torch.split(g, max(1, _CHUNK * g.shape[1] // g.numel()), 1):  # (P, N, M)
+        values = function(part)
+        rows.append(form.result_by_row(values))
+        columns.append(form.result_by_column(values))
+    return torch.cat(rows, 1), torch.stack(columns).sum(0)
+
+
+def ratio(whole: Tensor, part: Tensor) -> Tensor:
+    """By what a sum over a sample is to be multiplied; 1 where the sample holds nothing."""
+    return torch.where(part > 0, whole / part.clamp(min=torch.finfo(part.dtype).tiny), 1.0)
