@@ -28,6 +28,13 @@ from qsync_opt.runtimes.torch.measure import default_loss
 Batch = dict[str, Tensor]
 
 
+def use_tf32(on: bool) -> None:
+    """Whether plain FP32 products and convolutions run in TF32 from now on."""
+    backends: Any = torch.backends
+    backends.cuda.matmul.fp32_precision = "tf32" if on else "ieee"
+    backends.cudnn.allow_tf32 = on
+
+
 class Worker:
     """Device, rank and what they need: built once per process."""
 
@@ -41,8 +48,7 @@ class Worker:
         self.partition_memory = memory
         if device == "cuda":
             torch.cuda.set_device(self.device)
-            backends: Any = torch.backends  # FP32 is FP32 wherever it is timed
-            backends.cuda.matmul.fp32_precision = backends.cudnn.conv.fp32_precision = "ieee"
+            use_tf32(False)
         else:
             torch.set_num_threads(1)
         self.memory: str | None = None
@@ -137,8 +143,7 @@ class Run:
     def loss(self, model: nn.Module) -> Tensor:
         kind = self.worker.device.type
         if kind == "cuda":
-            backends: Any = torch.backends
-            backends.cuda.matmul.fp32_precision = backends.cudnn.conv.fp32_precision = "tf32" if self.tf32 else "ieee"
+            use_tf32(self.tf32)
         with torch.autocast(kind, dtype=self.autocast) if self.autocast else contextlib.nullcontext():
             return self.weight * default_loss(model(**self.batch))
 

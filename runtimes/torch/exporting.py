@@ -173,8 +173,36 @@ def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     Raises:
         ModelError: The model cannot be exported; the text has the reason and the module where it stopped.
     """
-    with quiet(), locating(model, "torch.export stopped"), _tensor_outputs(model), _SeparateIdentities():
+    with (
+        quiet(),
+        locating(model, "torch.export stopped"),
+        _tensor_outputs(model),
+        _SeparateIdentities(),
+        _one_tf32_setting(),
+    ):
         return torch.export.export(model, args, dict(kwargs), strict=False)
+
+
+@contextlib.contextmanager
+def _one_tf32_setting() -> Iterator[None]:
+    """Give torch's exporters one TF32 setting of cuDNN to read, and the settings of its parts back afterwards.
+
+    torch refuses to read it as a whole where its parts were set by themselves, and exporting loses what they were set
+    to. What is read decides nothing about the exported program.
+    """
+    backends: Any = torch.backends
+    parts = (backends.cudnn.conv, backends.cudnn.rnn)
+    before = [part.fp32_precision for part in parts]
+    try:
+        _ = backends.cudnn.allow_tf32
+    except RuntimeError:
+        backends.cudnn.allow_tf32 = before[0] == "tf32"
+    try:
+        yield
+    finally:
+        for part, precision in zip(parts, before, strict=True):
+            if part.fp32_precision != precision:
+                part.fp32_precision = precision
 
 
 def export_onnx(program: Any) -> Any:
@@ -186,7 +214,7 @@ def export_onnx(program: Any) -> Any:
         ModelError: An operation has no translation; the text has the exporter's reason and the module.
     """
     try:
-        with quiet():
+        with quiet(), _one_tf32_setting():
             return torch.onnx.export(
                 program,
                 dynamo=True,

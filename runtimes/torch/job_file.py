@@ -103,8 +103,10 @@ def load_job(path: str | os.PathLike[str]) -> tuple[JobModel, dict[str, Any]]:
         raise ProblemError(f"{where}: devices and ways are of different types; measure the job anew")
     operators = {operator.name for operator in graph.by_role(Role.ADJUSTABLE)}
     for name, mine in ways.items():
-        if any(way.precisions.keys() != operators for way in mine):
-            raise ProblemError(f"{where}: ways of {name!r} are for other operators than the graph's; measure anew")
+        if not mine or any(way.precisions.keys() != operators for way in mine):
+            raise ProblemError(
+                f"{where}: ways of {name!r} are none, or for other operators than the graph's; measure anew"
+            )
     for profile in profiles.values():
         profile.check_graph(graph)
     cluster = Cluster(name="job", devices=tuple(devices), network=network)

@@ -79,8 +79,10 @@ class Way:
         fields = Fields(data, where)
         precisions, autocast = fields.mapping("precisions"), fields.take("autocast")
         for precision in precisions.values():
+            if not isinstance(precision, str):
+                fields.fail(f"precisions holds {precision!r}, but it must map operators to names of precisions")
             number_format(precision)
-        if autocast not in (None, "BF16", "FP16"):
+        if autocast is not None and autocast not in ("BF16", "FP16"):
             fields.fail(f"autocast is {autocast!r}, but allowed are BF16, FP16 and null")
         ran_out = fields.take("needed_bytes") is None
         found = cls(

@@ -24,6 +24,7 @@ from qsync_opt.datasheets import data_sheet
 from qsync_opt.evaluation import evaluate
 from qsync_opt.formulations.front import FrontPoint
 from qsync_opt.front_cache import FrontCache
+from qsync_opt.graph import Role
 from qsync_opt.jsonio import parse_json
 from qsync_opt.measurement_cache import MeasurementCache
 from qsync_opt.onnx_reader import read_onnx, read_weights
@@ -282,7 +283,9 @@ def loaders(*, core_only: bool = False) -> list[Loader]:
         importlib.import_module("qsync_opt.runtimes.onnxruntime.prepared")
         found.append(Loader("onnx with weights", "onnx", onnx_models(), _runnable))
     if importlib.util.find_spec("torch"):
-        importlib.import_module("qsync_opt.kernels.matmul_choices")  # before memory and time are limited
+        # Before memory and time are limited.
+        importlib.import_module("qsync_opt.kernels.matmul_choices")
+        importlib.import_module("qsync_opt.runtimes.torch.job_file")
         table = json.loads(next((ROOT / "kernels" / "tables").glob("*.json")).read_text())
         table["choices"] = table["choices"][:3]
         spec = {
@@ -297,9 +300,32 @@ def loaders(*, core_only: bool = False) -> list[Loader]:
 
         from qsync_opt.runtimes.torch.demo.settings import SPEC_FORMAT, DemoOptions
 
+        found.append(Loader("job", "json", [_job_seed(profile, sensitivities)], _job))
         found.append(Loader("matmul choices", "json", [table], _choices))
         found.append(Loader("demo worker", "json", [{**spec, "format": SPEC_FORMAT, **asdict(DemoOptions())}], _spec))
     return found
+
+
+def _job_seed(profile: dict[str, Any], sensitivities: dict[str, Any]) -> dict[str, Any]:
+    graph = sample_graph()
+    precisions = dict.fromkeys([o.name for o in graph if o.role is Role.ADJUSTABLE], "FP16")
+    way = {"precisions": precisions, "autocast": "FP16", "sensitivity": 0.5, "pass_ns": 7, "needed_bytes": 1 << 20}
+    return {
+        "format": "qsync-job/1",
+        "facts": {"memory_bytes": {"T4": 1 << 30}},
+        "graph": graph_file.graph_to_json(graph),
+        "profiles": {"T4": profile},
+        "sensitivities": {"T4": sensitivities},
+        "ways": {"T4": [{"name": "FP16 autocast", **way}]},
+        "network": {"latency_s": 1e-5, "bandwidth_bytes_per_s": 1e9, "source": "a run"},
+        "devices": [{"name": "T4", "count": 1, "memory_bytes": 1 << 30, "precisions": ["FP16", "FP32"]}],
+    }
+
+
+def _job(path: Path) -> None:
+    from qsync_opt.runtimes.torch.job_file import load_job
+
+    load_job(path)
 
 
 def _front_seed(problem: Any, point: dict[str, Any]) -> dict[str, Any]:

@@ -111,6 +111,8 @@ def test_a_way_is_plain_data():
     for change, error in (
         ({"autocast": "INT8"}, ProblemError),
         ({"precisions": {"a": "FP7"}}, UnsupportedError),
+        ({"precisions": {"a": ["FP32"]}}, ProblemError),
+        ({"autocast": ["BF16"]}, ProblemError),
         ({"pass_ns": -1}, ProblemError),
         ({"needed_bytes": 0.5}, ProblemError),
         ({"more": 1}, ProblemError),
@@ -182,6 +184,7 @@ def test_a_file_with_ways_of_other_operators_is_refused(planned, tmp_path):
     name = next(iter(data["ways"]))
     for change in (
         {"other": data["ways"][name]},
+        {name: []},
         {name: [{**data["ways"][name][0], "precisions": {"a/linear": "FP32"}}]},
     ):
         (tmp_path / "job.json").write_text(json.dumps({**data, "ways": change}))
