@@ -12,9 +12,7 @@ cost, train:MODEL (gpt, cnn; goes on where its file in FOLDER ends).
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import datetime
-import multiprocessing
 import platform
 import sys
 import time
@@ -29,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent / "quality_bench"))
 import cost
 import harm
 import operators
+import runs
 import training
 import whole_model
 from plans import COST_MODEL
@@ -61,7 +60,17 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
     if kind == "train":
         found = train(rest[0], device, clock, arguments)
     elif kind == "harm":
-        found = harm.section(device, scale, clock, name=rest[0], shard=int(rest[1]), optimizer=(rest[2:] or ["own"])[0])
+        found = harm.section(
+            device,
+            scale,
+            clock,
+            name=rest[0],
+            shard=int(rest[1]),
+            factor=arguments.factor,
+            steps=arguments.steps,
+            optimizer=(rest[2:] or ["own"])[0],
+            captured=not arguments.eager,
+        )
     elif kind == "operators":
         found = operators.section(device, scale, clock, rest or operators.MODELS)
     else:
@@ -72,6 +81,8 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
     for record in found:
         if kind in ("train", "harm"):
             records = [record]  # each holds all that is known so far
+        elif kind == "cost":
+            records = [*(known for known in records if known["model"] != record["model"]), record]
         else:
             records.append(record)
         data = {"format": PART, "part": part, **environment(device), "seconds": time.monotonic() - begin}
@@ -80,41 +91,35 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
 
 
 def train(name: str, device: torch.device, clock: Clock, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Runs of one model, several side by side, in two waves; every record holds all that is known so far."""
-    seeds, steps = range(arguments.seeds), arguments.steps
+    """Runs of one model; every record holds all that is known so far."""
+    steps = arguments.steps
     comparison = training.Comparison(name, device, arguments.scale, arguments.folder)
     before = arguments.folder / f"train-{name}.json"
     known = read_json(before, (PART,))["records"][-1]["runs"] if before.is_file() else []
     sign = -1.0 if training.better_when_higher(name) else 1.0
+    chosen = training.SETTINGS[name][-1]
     record: dict[str, Any] = {
         "model": name,
         "what": comparison.what,
         "score": "accuracy on held-out fonts" if sign < 0 else "held-out loss, nats per byte",
         "steps": steps,
         "cost_model": COST_MODEL,
-        "runs": list(known),
+        "runs": known,
+        "unfinished": [],
+        "chosen": chosen.name,
+        "plans": comparison.planned(chosen),
     }
+    yield record
     done_before = {training.key(run) for run in known}
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
-
-        def wave(jobs: list[training.Job]) -> Iterator[dict[str, Any]]:
-            waiting = [pool.submit(training.train, job) for job in jobs if training.key(job) not in done_before]
-            try:
-                for done in concurrent.futures.as_completed(waiting, timeout=clock.left()):
-                    record["runs"].append(significant(done.result(), 6))
-                    yield record
-            except TimeoutError:
-                print(f"train:{name}: time is up with {len(record['runs'])} runs", flush=True)
-                for one in waiting:
-                    one.cancel()
-
-        yield from wave(list(training.first_jobs(comparison, seeds, steps)))
-        settings = training.SETTINGS[name]
-        chosen = training.harsh_enough(record["runs"], settings, sign)
-        record["chosen"] = chosen.name
-        record["plans"] = comparison.planned(chosen)
-        yield from wave(list(training.second_jobs(comparison, chosen, seeds, steps)))
+    every = training.jobs(comparison, range(arguments.seeds), steps, captured=not arguments.eager)
+    jobs = [job for job in every if training.key(job) not in done_before]
+    if not jobs:
+        return
+    for found in runs.Training(jobs).run(time.monotonic() + clock.left()):
+        found = significant(found, 6)
+        record["runs"] = known + [run for run in found if run["steps"] == steps]
+        record["unfinished"] = [run for run in found if run["steps"] != steps]
+        yield record
 
 
 def merge(folder: Path, output: Path) -> None:
@@ -134,7 +139,8 @@ def merge(folder: Path, output: Path) -> None:
             records = _harm_records(records)
         elif kind == "train":
             for record in records:
-                record["summary"] = _train_summary(record)
+                record["summary"] = _train_summary(record, record["runs"])
+                record["unfinished_summary"] = _train_summary(record, record.get("unfinished", []))
         head = {key: chosen[0][key] for key in ("date", "versions")}
         hardware = ", ".join(dict.fromkeys(part["hardware"] for part in chosen))
         commands = "; ".join(dict.fromkeys(part["command"] for part in chosen))
@@ -144,16 +150,16 @@ def merge(folder: Path, output: Path) -> None:
 
 def _harm_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     def which(record: dict[str, Any]) -> tuple[str, ...]:
-        return record["hardware"], record["what"], record["optimizer"]
+        return record["hardware"], record["what"], record["optimizer"], str(record["factor"]), str(record["steps"])
 
     groups = [[r for r in records if which(r) == kind] for kind in dict.fromkeys(map(which, records))]
     return [harm.merged(group) for group in groups if any(r["indicators"] for r in group)]
 
 
-def _train_summary(record: dict[str, Any]) -> dict[str, Any]:
+def _train_summary(record: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
     sign = -1.0 if training.better_when_higher(record["model"]) else 1.0
     settings = [s.name for s in training.SETTINGS[record["model"]]]
-    return {setting: significant(training.summary(record["runs"], setting, sign)) for setting in settings}
+    return {setting: significant(training.summary(found, setting, sign)) for setting in settings} if found else {}
 
 
 def main() -> int:
@@ -163,9 +169,10 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--scale", choices=("full", "small", "tiny"), default="full", help="small: for a CPU")
     parser.add_argument("--seconds", type=float, default=120.0, help="for each part")
-    parser.add_argument("--workers", type=int, default=6, help="training runs side by side")
+    parser.add_argument("--eager", action="store_true", help="training steps launched by the host, not as CUDA graphs")
     parser.add_argument("--seeds", type=int, default=4, help="training runs of every policy")
-    parser.add_argument("--steps", type=int, default=500, help="of every training run")
+    parser.add_argument("--steps", type=int, default=500, help="of a training run or a repeat of harm")
+    parser.add_argument("--factor", type=float, default=8.0, help="by which errors are magnified for harm")
     parser.add_argument("--merge", type=Path, metavar="FOLDER")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()

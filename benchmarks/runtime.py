@@ -8,7 +8,8 @@ Three parts, each of one or two workers that this script starts:
   speed, and of both together. On CUDA the second worker is a partition of its card there, with a memory limit of its
   own; in the other parts workers have whole cards.
 
-With ``--device cuda`` and two cards the workers talk through NCCL; with one card, or on the CPU, through gloo. Writes
+With ``--device cuda`` the workers talk through NCCL, on the CPU through gloo. With one card there is one worker, and
+throughput is that of the whole card and of its partition one after the other. Writes
 ``benchmarks/results/runtime.json`` after every part and model, keeping what other hardware measured.
 
     python benchmarks/runtime.py [--device cpu|cuda] [--parts overhead soak throughput] [--models bert-base ...]
@@ -40,14 +41,16 @@ PARTS = ("overhead", "soak", "throughput")
 MODELS = ("bert-base", "gpt2", "resnet50", "vit-base")
 
 
-def hardware_of(device: str, sms: int) -> str:
-    if device == "cpu":
+def hardware_of(part: str, arguments: argparse.Namespace) -> str:
+    if arguments.device == "cpu":
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return f"{line.partition(':')[2].strip()}, {os.cpu_count()} cores, a thread per worker"
         return platform.machine()
-    count = torch.cuda.device_count()
-    return f"{torch.cuda.get_device_name()} x {count}, the last worker on {sms} SMs"
+    name = f"{torch.cuda.get_device_name()} x {arguments.workers}"
+    if part != "throughput":
+        return name
+    return f"{name}, {'a' if arguments.workers > 1 else 'in turn also a'} worker on {arguments.sms} SMs"
 
 
 def merged(records: list[dict[str, Any]], part: str, arguments: argparse.Namespace, hardware: str) -> dict[str, Any]:
@@ -65,7 +68,9 @@ def merged(records: list[dict[str, Any]], part: str, arguments: argparse.Namespa
     new = [{**record, **facts} for record in records]
     keys = {(record["hardware"], record["model"]) for record in new}
     kept = [record for record in data.get(part, []) if (record["hardware"], record["model"]) not in keys]
-    options = " ".join(f"--{name} {value}" for name, value in (("device", arguments.device), ("sms", arguments.sms)))
+    options = " ".join(
+        f"--{name} {value}" for name, value in (("device", arguments.device), ("workers", arguments.workers))
+    )
     return {
         **data,
         "date": facts["date"],
@@ -76,9 +81,24 @@ def merged(records: list[dict[str, Any]], part: str, arguments: argparse.Namespa
     }
 
 
+def with_plans(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records of throughput, each with its sensitivity and the plan's with its prediction, from the one about it."""
+    told = next((record for record in records if "sensitivities" in record), None)
+    others = [record for record in records if "sensitivities" not in record]
+    if told is None:
+        return others
+    for record in others:
+        computed = record["configuration"].removeprefix("local batches by speed, ")
+        name = computed.removeprefix("uniform ").removesuffix(" autocast")
+        record["sensitivity"] = told["sensitivities"].get(name)
+        if record["configuration"] == "plan":
+            record.update({name: told[name] for name in ("planning_s", "predicted_ms", "taken", "measured", "reason")})
+    return others
+
+
 def run_workers(part: str, model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Start the workers of one part; what rank 0 wrote, also where they failed or took too long."""
-    world = 2 if arguments.device == "cpu" or torch.cuda.device_count() > 1 else 1
+    world = arguments.workers
     with tempfile.TemporaryDirectory() as folder:
         port, output = str(free_port()), Path(folder) / "records.jsonl"
         environment = {
@@ -112,7 +132,9 @@ def run_workers(part: str, model: str, arguments: argparse.Namespace) -> list[di
                 worker.wait()
         if not output.exists():
             return []
-        return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+        records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+        # A soak writes anew what it has seen so far.
+        return records[-1:] if part == "soak" else with_plans(records)
 
 
 def main() -> None:
@@ -120,6 +142,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of throughput")
+    parser.add_argument("--workers", type=int, choices=(1, 2), help="two; where there is one card alone, one")
     parser.add_argument("--sms", type=int, default=16, help="multiprocessors of the second worker's partition")
     parser.add_argument("--memory", default="16 GiB", help="limit of the second worker on CUDA")
     parser.add_argument("--steps", type=int, default=2000, help="of the soak")
@@ -129,13 +152,14 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    hardware = hardware_of(arguments.device, arguments.sms)
+    if arguments.workers is None:
+        arguments.workers = 2 if arguments.device == "cpu" or torch.cuda.device_count() > 1 else 1
     for part in arguments.parts:
         for model in arguments.models if part == "throughput" else ("gpt",):
             began = time.monotonic()
             records = run_workers(part, model, arguments)
             if records:
-                write_json(arguments.output, merged(records, part, arguments, hardware))
+                write_json(arguments.output, merged(records, part, arguments, hardware_of(part, arguments)))
             print(f"{part} {model}: {len(records)} records in {time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -23,6 +23,7 @@ import json
 import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -281,6 +282,30 @@ def environment(cores: list[int]) -> dict[str, Any]:
     }
 
 
+def measure_again(section: str, titles: set[str], settings: Settings, cores: list[int], path: Path) -> dict[str, Any]:
+    """A section of the results file in which some jobs are measured once more; their records say when and of what."""
+    known = json.loads(path.read_text())["sections"][section]
+    make = SECTIONS[section]
+    if make is None:
+        raise SystemExit(f"section {section!r} is measured as a whole only; leave out --again")
+    jobs = [job for job in make(settings) if job["title"] in titles]
+    places = {_place(record["job"]): number for number, record in enumerate(known["records"])}
+    missing = titles - {job["title"] for job in jobs if _place(job) in places}
+    if missing:
+        raise SystemExit(f"--again: no job and record of section {section!r} is called {sorted(missing)[0]!r}")
+    described = environment(cores)
+    records = list(known["records"])
+    for record in run_jobs(jobs, cores):
+        record["again"] = {key: described[key] for key in ("date", "revision", "load_before")}
+        records[places[_place(record["job"])]] = record
+    return {"environment": {**known["environment"], "probe_s": _probes(records)}, "records": records}
+
+
+def _place(job: Job) -> tuple[str, ...]:
+    """What tells a section's jobs apart: the problem and what is run on it."""
+    return (job["title"], *(run["label"] for run in job.get("runs", ())))
+
+
 def measure(section: str, settings: Settings, cores: list[int]) -> dict[str, Any]:
     """One section of the results."""
     described = environment(cores)
@@ -293,7 +318,16 @@ def measure(section: str, settings: Settings, cores: list[int]) -> dict[str, Any
             records = run_jobs(solves, cores)
     else:
         records = run_jobs(make(settings), cores)
-    return {"environment": {**described, "seconds": round(time.perf_counter() - started, 1)}, "records": records}
+    described["seconds"] = round(time.perf_counter() - started, 1)
+    return {"environment": {**described, "probe_s": _probes(records)}, "records": records}
+
+
+def _probes(records: list[dict[str, Any]]) -> dict[str, float] | None:
+    """Least, median and most time of the workers' fixed piece of work: other load on the machine shows there."""
+    times = [record[key] for record in records for key in ("probe_before_s", "probe_after_s") if key in record]
+    if not times:
+        return None
+    return {"least_s": min(times), "median_s": statistics.median(times), "most_s": max(times)}
 
 
 def merge(path: Path, sections: dict[str, Any]) -> dict[str, Any]:
@@ -365,6 +399,9 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=2000, help="random problems of section agreement")
     parser.add_argument("--points", type=int, default=50, help="points of a front")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--again", action="append", default=[], metavar="TITLE", help="only this job of the section, in its old place"
+    )
     parser.add_argument("--report-only", action="store_true", help="measure nothing: tables and plots from the file")
     arguments = parser.parse_args()
     for name in arguments.sections:
@@ -376,7 +413,11 @@ def main() -> None:
     )  # fmt: skip
     cores = list(arguments.cores or (min(os.sched_getaffinity(0)),))
     for name in () if arguments.report_only else arguments.sections or SECTIONS:
-        merge(arguments.output, {name: measure(name, settings, cores)})
+        if arguments.again:
+            section = measure_again(name, set(arguments.again), settings, cores, arguments.output)
+        else:
+            section = measure(name, settings, cores)
+        merge(arguments.output, {name: section})
     from solvers_report import write_report  # loads matplotlib, which takes a while
 
     write_report(merge(arguments.output, {}), arguments.output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -215,11 +216,28 @@ def _header(data: Record) -> list[str]:
         rows.append(
             (
                 name, e["date"][:16].replace("T", " "), f"{e['cpu']}, {e['cores_used']} of {e['cores']} cores",
-                f"Python {e['python']}, {versions}", e["revision"], f"`{' '.join(e['command'])}`", _time(e["seconds"]),
+                f"Python {e['python']}, {versions}", _revisions(section), f"`{' '.join(e['command'])}`",
+                _time(e["seconds"]), _probe(e.get("probe_s")),
             )
         )  # fmt: skip
-    head = ("Section", "Date (UTC)", "Hardware", "Versions", "Revision", "Command", "Took")
-    return ["# Solvers: measured", "", *_table(head, rows)]
+    head = ("Section", "Date (UTC)", "Hardware", "Versions", "Revision", "Command", "Took", "A fixed piece of work")
+    note = (
+        "The fixed piece of work is done before and after every measurement, on its core: least / median / most time. "
+        "Where the median is far above the least, other load shared the hardware, and times here are too long by as "
+        "much."
+    )
+    return ["# Solvers: measured", "", *_table(head, rows), note, ""]
+
+
+def _revisions(section: Record) -> str:
+    """The commit measured, and those of records that were measured once more."""
+    again = collections.Counter(r["again"]["revision"] for r in section["records"] if "again" in r)
+    parts = [f"{count} of {len(section['records'])} records at {revision}" for revision, count in again.items()]
+    return "; ".join([str(section["environment"]["revision"]), *parts])
+
+
+def _probe(found: Record | None) -> str:
+    return "-" if found is None else " / ".join(_time(found[key]) for key in ("least_s", "median_s", "most_s"))
 
 
 def markdown(data: Record, stem: str = "solvers") -> str:

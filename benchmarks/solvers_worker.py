@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parent))
 import solvers_agreement
 from solvers_baselines import BASELINES
@@ -66,6 +68,23 @@ class TimedSolver:
             return self._solver.solve(model, options)
         finally:
             self.seconds += time.perf_counter() - started
+
+
+def probe_s() -> float:
+    """Least time of three turns of a fixed piece of work: how much of a processor this process has just now.
+
+    A core that shares its hardware with a busy one is slower by up to half, which no processor time tells.
+    """
+    numbers = np.arange(200_000, dtype=np.float64)
+    shuffled = np.random.default_rng(0).permutation(len(numbers))
+    turns = []
+    for _ in range(3):
+        started = time.perf_counter()
+        for _ in range(10):
+            numbers.take(shuffled).min()
+        sum(range(200_000))
+        turns.append(time.perf_counter() - started)
+    return min(turns)
 
 
 def run_method(problem: Problem, method: str, solver: str | None, limit_s: float | None) -> dict[str, Any]:
@@ -239,7 +258,9 @@ def main() -> None:
         os.sched_setaffinity(0, {job["core"]})
     if job["kind"] != "memory":
         _load_modules(job)
-    Path(job["output"]).write_text(json.dumps(KINDS[job["kind"]](job)))
+    before_s = probe_s()
+    outcome = {**KINDS[job["kind"]](job), "probe_before_s": before_s, "probe_after_s": probe_s()}
+    Path(job["output"]).write_text(json.dumps(outcome))
 
 
 if __name__ == "__main__":

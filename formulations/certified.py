@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from qsync_opt.formulations.assignment.effort import Effort
 from qsync_opt.formulations.assignment.search import PROOF, BoundAndFix
 from qsync_opt.formulations.assignment.tree import Outcome
@@ -35,26 +37,32 @@ class DeviceSearch:
     tied: Sequence[Sequence[str]] = ()
     collapsed: Collapsed = field(init=False)
     engine: BoundAndFix = field(init=False)
+    outcome: Outcome = field(init=False)
 
     def __post_init__(self) -> None:
         """Collapse the problem and plan the elimination."""
         self.collapsed = collapse(self.problem, self.device, graph=self.graph, tables=self.tables, tied=self.tied)
         self.engine = BoundAndFix(self.collapsed.model)
+        self.outcome = Outcome(None, math.inf, -math.inf, np.zeros(0))
 
-    def solve(self, stages: Sequence[Effort], *, start: Plan | None = None, deadline: float = math.inf) -> Outcome:
-        """Search with more and more effort until the last one's gap is reached; see `BoundAndFix.solve`."""
+    def advance(self, effort: Effort, aim: float, *, start: Plan | None = None, deadline: float = math.inf) -> bool:
+        """Search with more effort than before; tells whether that settles this device type.
+
+        Args:
+            effort: How hard to search; see `BoundAndFix.solve`.
+            aim: Relative gap that is asked for in the end.
+            start: A plan to start from.
+            deadline: ``time.monotonic()`` value at which to stop.
+        """
         labels = None if start is None else self.collapsed.labels(start.devices[self.device.name])
-        bound = -math.inf
         if self.collapsed.model.num_nodes <= _SMALL:
-            stages = [replace(effort, gap=0.0, tree_gap=0.0) for effort in stages]
-        for effort in stages:
-            outcome = self.engine.solve(effort, start=labels, deadline=deadline)
-            bound = outcome.bound = max(bound, outcome.bound)
-            gap = relative_gap(outcome.objective, bound)
-            reached = outcome.labels_N is not None and gap is not None and gap <= max(stages[-1].gap, 2 * PROOF)
-            if reached or outcome.proved_infeasible or outcome.out_of_time:
-                break
-        return outcome
+            effort = replace(effort, gap=0.0, tree_gap=0.0)
+        found = self.engine.solve(effort, start=labels, deadline=deadline)
+        found.bound = max(found.bound, self.outcome.bound)
+        self.outcome = found
+        gap = relative_gap(found.objective, found.bound)
+        reached = found.labels_N is not None and gap is not None and gap <= max(aim, 2 * PROOF)
+        return reached or found.proved_infeasible
 
 
 def plan_certified(
@@ -83,29 +91,41 @@ def plan_certified(
     deadline = math.inf if time_limit_s is None else started + time_limit_s
     graph = graph_tables(problem)
     searches: list[DeviceSearch] = []
-    outcomes: list[Outcome] = []
-    build_s = 0.0
-    for left, device in zip(range(len(problem.devices), 0, -1), problem.devices, strict=True):
-        begun = time.monotonic()
-        search = DeviceSearch(problem, device, graph, device_tables(problem, device), tied)
-        build_s += time.monotonic() - begun
-        if search.collapsed.rows.floor_ns > problem.latency_limit_ns:
-            return _infeasible(problem, searches, build_s, started, deadline)
-        interrupted = any(outcome.interrupted for outcome in outcomes)
-        now = time.monotonic()
-        share = now if interrupted else now + max(0.0, deadline - now) / left
-        searches.append(search)
-        outcomes.append(search.solve(stages, start=start, deadline=share))
-        if outcomes[-1].proved_infeasible:
-            return _infeasible(problem, searches, build_s, started, deadline)
-    return _merge(searches, outcomes, build_s, started)
+    for device in problem.devices:
+        searches.append(DeviceSearch(problem, device, graph, device_tables(problem, device), tied))
+        if searches[-1].collapsed.rows.floor_ns > problem.latency_limit_ns:
+            return _infeasible(problem, None, time.monotonic() - started, started, deadline)
+    build_s = time.monotonic() - started
+    # Every device type goes through a stage before any begins the next one. Where the last stage was cut short, it goes
+    # on in the time that others left.
+    waiting = searches
+    for effort in [*stages, *[stages[-1]] * len(searches)]:
+        unsettled = []
+        for left, search in zip(range(len(waiting), 0, -1), waiting, strict=True):
+            now = time.monotonic()
+            interrupted = any(each.outcome.interrupted for each in searches)
+            share = now if interrupted else now + max(0.0, deadline - now) / left
+            if not search.advance(effort, stages[-1].gap, start=start, deadline=share):
+                unsettled.append(search)
+            elif search.outcome.proved_infeasible:
+                return _infeasible(problem, search, build_s, started, deadline)
+        waiting = unsettled
+        if effort is stages[-1]:
+            waiting = [search for search in unsettled if search.outcome.out_of_time]
+        if time.monotonic() > deadline:
+            for search in waiting:
+                search.outcome.out_of_time = True
+            break
+        if any(search.outcome.interrupted for search in searches):
+            break
+    return _merge(searches, build_s, started)
 
 
 def _infeasible(
-    problem: Problem, searches: list[DeviceSearch], build_s: float, started: float, deadline: float
+    problem: Problem, search: DeviceSearch | None, build_s: float, started: float, deadline: float
 ) -> Answer:
-    """No plan: the last search proved it, or communication alone does."""
-    reason = explain(problem, searches[-1].collapsed if searches else None, deadline)
+    """No plan: a search proved it, or without one communication alone does."""
+    reason = explain(problem, None if search is None else search.collapsed, deadline)
     return Answer(
         termination=TerminationStatus.INFEASIBLE,
         build_seconds=build_s,
@@ -114,7 +134,8 @@ def _infeasible(
     )
 
 
-def _merge(searches: list[DeviceSearch], outcomes: list[Outcome], build_s: float, started: float) -> Answer:
+def _merge(searches: list[DeviceSearch], build_s: float, started: float) -> Answer:
+    outcomes = [search.outcome for search in searches]
     held = all(outcome.labels_N is not None for outcome in outcomes)
     constants = [search.collapsed.constant_objective for search in searches]
     # Sensitivities are never negative, so neither is a bound.

@@ -195,10 +195,10 @@ def collapse(
         terms.add_node(node_X, terms.load(kind, node_X), value_XA)
     for kind, value in sharing.constants:
         terms.add_constant(terms.load(kind, np.zeros(1, dtype=np.int64)), np.array([value]))
-    prefix = np.tril(np.ones((num_times, num_times), dtype=np.int64))
-    rows_RS = np.zeros((num_times + 1, num_times + 1), dtype=np.int64)
-    rows_RS[:num_times, :num_times], rows_RS[-1, -1] = prefix, 1
-    limits = np.concatenate([rows.limit_K, [limit_kib]]) - rows_RS @ terms.constant
+    rows_RS = np.tril(np.ones((num_times + 1, num_times + 1), dtype=np.int8))
+    rows_RS[-1, :-1] = 0  # memory stands alone
+    taken = np.append(np.cumsum(terms.constant[:-1]), terms.constant[-1])
+    limits = np.append(rows.limit_K, limit_kib) - taken
     empty = np.zeros(0, dtype=np.int64)
     model = assemble(
         sizes=np.array(folding.sizes, dtype=np.int64),

@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 from qsync_opt.formulations.assignment.effort import Effort
-from qsync_opt.formulations.assignment.model import AssignmentModel, Floats, Ints
+from qsync_opt.formulations.assignment.model import AssignmentModel, Floats, Ints, Whole
 from qsync_opt.formulations.assignment.relaxation import Relaxation, relax
 from qsync_opt.formulations.assignment.search import BoundAndFix
 from qsync_opt.formulations.assignment.tree import Outcome
@@ -24,7 +24,7 @@ from qsync_opt.formulations.collapse import Collapsed, collapse
 _STEPS = 80
 
 
-def with_objective(model: AssignmentModel, cost_Z: Floats, rows_RS: Ints, limits_R: Ints) -> AssignmentModel:
+def with_objective(model: AssignmentModel, cost_Z: Floats, rows_RS: Whole, limits_R: Ints) -> AssignmentModel:
     """The same graph and loads under another objective and other limits."""
     return AssignmentModel(
         sizes_N=model.sizes_N, edges_E2=model.edges_E2, objective_Z=cost_Z, allowed_Z=model.allowed_Z,

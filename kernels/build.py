@@ -24,6 +24,7 @@ from pathlib import Path
 
 from qsync_opt.errors import NotReadyError, QSyncError, UnsupportedError
 from qsync_opt.kernels.toolchain import find_toolchain
+from qsync_opt.measurement_cache import default_cache_folder
 
 CSRC = Path(__file__).resolve().parent / "csrc"
 CACHE_VARIABLE = "QSYNC_KERNEL_CACHE"
@@ -87,12 +88,11 @@ def target_of(capability: tuple[int, int]) -> str:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: ``QSYNC_KERNEL_CACHE``, else ``qsync_opt/kernels`` in the user's cache folder."""
+    """Where libraries are kept: ``QSYNC_KERNEL_CACHE``, else ``kernels`` in `default_cache_folder`."""
     given = os.environ.get(CACHE_VARIABLE)
     if given:
         return Path(given)
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "qsync_opt" / "kernels"
+    return default_cache_folder() / "kernels"
 
 
 def sources(unit: Unit, targets: Sequence[str]) -> dict[Path, tuple[str, ...]]:

@@ -9,7 +9,6 @@ built-in ones, which would read the global state of that later time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,16 +26,28 @@ def current_mode(family: str) -> str:
     return "tf32" if _setting(family).fp32_precision == "tf32" else "ieee"
 
 
-@contextlib.contextmanager
-def fp32_mode(family: str, mode: str) -> Iterator[None]:
+class _Mode:
+    """A class, because a generator takes several times as long to enter and leave, twice per operator and pass."""
+
+    __slots__ = ("_before", "_mode", "_setting")
+
+    def __init__(self, family: str, mode: str) -> None:
+        self._setting, self._mode = _setting(family), mode
+        self._before = ""
+
+    def __enter__(self) -> None:
+        self._before = self._setting.fp32_precision
+        if self._before != self._mode:
+            self._setting.fp32_precision = self._mode
+
+    def __exit__(self, *_: object) -> None:
+        if self._before != self._mode:
+            self._setting.fp32_precision = self._before
+
+
+def fp32_mode(family: str, mode: str) -> contextlib.AbstractContextManager[None]:
     """Multiply FP32 tensors in ``mode`` within the block; the setting found before is restored after it."""
-    setting = _setting(family)
-    before = setting.fp32_precision
-    setting.fp32_precision = mode
-    try:
-        yield
-    finally:
-        setting.fp32_precision = before
+    return _Mode(family, mode)
 
 
 class _Product(torch.autograd.Function):
@@ -79,6 +90,38 @@ class _Convolution(torch.autograd.Function):
         with fp32_mode("conv", ctx.mode):
             grads = torch.ops.aten.convolution_backward(grad, x, weight, ctx.bias_sizes, *ctx.geometry, wanted)
         return (*grads, None, None)
+
+
+class _Linear(torch.autograd.Function):
+    """``x @ weight.T + bias`` of (.., K), (M, K), (M,), in one mode in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.mode = mode
+        with fp32_mode("matmul", mode):
+            return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        flat = grad.reshape(-1, weight.shape[0]) if x.numel() else grad.reshape(0, weight.shape[0])
+        with fp32_mode("matmul", ctx.mode):
+            if ctx.needs_input_grad[0]:
+                grad_x = grad @ weight
+            if ctx.needs_input_grad[1]:
+                grad_weight = flat.t() @ x.reshape(flat.shape[0], weight.shape[1])
+        if ctx.needs_input_grad[2]:
+            grad_bias = flat.sum(0)
+        return grad_x, grad_weight, grad_bias, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, mode: str) -> Tensor:
+    """A linear layer of FP32 tensors (.., K), (M, K), (M,) multiplied in ``mode`` forward and backward."""
+    result: Tensor = _Linear.apply(x, weight, bias, mode)  # type: ignore[no-untyped-call]
+    return result
 
 
 def product(a: Tensor, b: Tensor, mode: str) -> Tensor:

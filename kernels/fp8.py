@@ -8,7 +8,6 @@ Axis letters: N rows, K contraction, M columns.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,6 +82,6 @@ class _Fp8Product(torch.autograd.Function):
 def product(a: Tensor, b: Tensor, bias: Tensor | None, options: KernelOptions) -> Tensor:
     """FP8 product of (N, K) and (K, M) plus bias, with gradients; the result is in the 16-bit format."""
     if options.backward == "eight":
-        return eight_bit.product(a, b, bias, E4M3.dtype, replace(options, weight_granularity="tensor"))
+        return eight_bit.product(a, b, bias, E4M3.dtype, options)
     result: Tensor = _Fp8Product.apply(a, b, bias, options)  # type: ignore[no-untyped-call]
     return result

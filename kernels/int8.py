@@ -108,9 +108,11 @@ def convolve_on_card(
 
 
 def weight_gradient(a: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a.mT @ grad`` of 16-bit operands, in ``dtype``; with FP32 sums and result where the device offers them."""
-    if dtype is torch.float32 and a.device.type == "cuda" and a.dim() == 2:
-        return torch.mm(a.mT, grad, out_dtype=torch.float32)
+    """``a.mT @ grad`` of 16-bit operands, in ``dtype``; of matrices with FP32 sums and result where that is FP32."""
+    if dtype is torch.float32 and a.dim() == 2:
+        if a.device.type == "cuda":
+            return torch.mm(a.mT, grad, out_dtype=torch.float32)
+        return a.float().mT @ grad.float()  # the same sums of the same products
     return (a.mT @ grad).to(dtype)
 
 
@@ -135,7 +137,8 @@ def convolution_slices(
     )
 
 
-def _weight_codes(b: Tensor, dims: tuple[int, ...] | None, options: KernelOptions) -> Quantized:
+def quantized_weight(b: Tensor, dims: tuple[int, ...] | None, options: KernelOptions) -> Quantized:
+    """Codes of a weight with one scale per slice that ``dims`` span, computed once per step if the options say so."""
     if options.weights == "call":
         return quantize_int8(b, dims, options, stream=1)
     facts = ("INT8", dims, options.rounding, options.seed, options.backend)
@@ -148,7 +151,7 @@ class _Int8Product(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, options: KernelOptions) -> Tensor:
         a_dims, b_dims = product_slices(a, b, options)
         a_codes = quantize_int8(a, a_dims, options, stream=0)
-        b_codes = _weight_codes(b, b_dims, options) if b.dim() == 2 else quantize_int8(b, b_dims, options, stream=1)
+        b_codes = quantized_weight(b, b_dims, options) if b.dim() == 2 else quantize_int8(b, b_dims, options, stream=1)
         ctx.save_for_backward(*a_codes, *b_codes)
         ctx.dtypes = (a.dtype, b.dtype, None if bias is None else bias.dtype)
         ctx.half = HALF_DTYPES[options.half_format]
@@ -178,7 +181,7 @@ class _Int8Convolution(torch.autograd.Function):
     ) -> Tensor:
         x_dims, weight_dims = convolution_slices(x, weight, options)
         x_codes = quantize_int8(x, x_dims, options, stream=0)
-        weight_codes = _weight_codes(weight, weight_dims, options)
+        weight_codes = quantized_weight(weight, weight_dims, options)
         if x.dim() == 4 and runs_compiled(x, options.backend):
             # Once, in one byte per element: the kernel, and cuDNN in the backward pass, read channels-last tensors.
             x_codes = Quantized(x_codes.codes.contiguous(memory_format=torch.channels_last), x_codes.scale)

@@ -26,7 +26,7 @@ from qsync_opt.kernels.matmul_choices import (
     write_choices,
 )
 
-_SPLITS = (1, 2, 3, 4, 6, 8)
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _GROUPS = (4, 8, 16, 32)
 _SECOND_LEVEL_CACHES = 2  # inputs are spread over so many times the card's second-level cache
 _MOST_SETS = 8

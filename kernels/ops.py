@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels import float_modes, fp8, int8
+from qsync_opt.kernels import eight_bit_convolution, float_modes, fp8, int8
 from qsync_opt.kernels.arguments import CONVOLUTIONS, PRODUCTS, convolution_call, product_call
 from qsync_opt.kernels.backend import device_precisions
+from qsync_opt.kernels.linear import linear
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize import Quantized, quantize_fp8, quantize_int8
 
@@ -28,7 +29,7 @@ _FLOATS = frozenset({"BF16", "FP16", "FP32"})
 _INT8_OPS = PRODUCTS | {"conv1d", "conv2d", "conv3d"}
 _FP8_OPS = frozenset({"linear", "addmm", "mm"})
 # Attention and einsum bring their own backward pass, which cannot be held to TF32; a lookup multiplies nothing.
-_TF32_OPS = PRODUCTS | CONVOLUTIONS
+TF32_OPERATORS = PRODUCTS | CONVOLUTIONS
 ADJUSTABLE: frozenset[str] = PRODUCTS | CONVOLUTIONS | {"einsum", "embedding", "scaled_dot_product_attention"}
 _DEFAULTS = KernelOptions()
 
@@ -38,7 +39,7 @@ def _kernel_exists(op_type: str, precision: str) -> bool:
         return precision == "FP32"
     if precision in _FLOATS:
         return True
-    return op_type in {"INT8": _INT8_OPS, "FP8": _FP8_OPS, "TF32": _TF32_OPS}.get(precision, frozenset())
+    return op_type in {"INT8": _INT8_OPS, "FP8": _FP8_OPS, "TF32": TF32_OPERATORS}.get(precision, frozenset())
 
 
 def precisions_of(op_type: str, device: torch.device | str) -> tuple[str, ...]:
@@ -55,6 +56,17 @@ def _supports(op_type: str, precision: str, device: torch.device | str) -> bool:
 def supports(op_type: str, precision: str, device: torch.device | str) -> bool:
     """Whether :func:`execute` can run an operator of this kind at a precision on a device."""
     return _supports(op_type, precision, device)
+
+
+def require(op_type: str, precision: str, device: torch.device) -> None:
+    """Refuse what :func:`execute` cannot do.
+
+    Raises:
+        UnsupportedError: The kind of operator cannot run at the precision on the device.
+    """
+    if not supports(op_type, precision, device):
+        allowed = ", ".join(precisions_of(op_type, device))
+        raise UnsupportedError(f"{op_type} cannot run in {precision} on {device}: allowed are {allowed}")
 
 
 def cast(x: Tensor, target: str, options: KernelOptions | None = None) -> Tensor | Quantized:
@@ -113,6 +125,11 @@ def _device(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | 
     return None
 
 
+def is_plain_linear(op_type: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is a linear layer written as the modules of torch write it."""
+    return op_type == "linear" and not kwargs and 2 <= len(args) <= 3 and args[0].dim() > 1 and args[1].dim() == 2
+
+
 def _run_float(
     op_type: str, dtype: torch.dtype, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -131,6 +148,8 @@ def _run_in_mode(
     if op_type in CONVOLUTIONS:
         conv = convolution_call(op_type, args, kwargs)
         return conv.restore(float_modes.convolution(conv.x, conv.weight, conv.bias, conv.geometry, mode))
+    if is_plain_linear(op_type, args, kwargs):
+        return float_modes.linear(args[0], args[1], args[2] if len(args) > 2 else None, mode)
     call = product_call(op_type, function, args, kwargs)
     product = float_modes.product(call.a, call.b, mode)
     return call.finish(product if call.bias is None else product + call.bias)
@@ -146,7 +165,10 @@ def _run_eight_bits(
 ) -> Any:
     if op_type in CONVOLUTIONS:
         conv = convolution_call(op_type, args, kwargs)
-        return conv.restore(int8.convolution(conv.x, conv.weight, conv.bias, conv.geometry, options))
+        convolution = eight_bit_convolution.convolution if options.backward == "eight" else int8.convolution
+        return conv.restore(convolution(conv.x, conv.weight, conv.bias, conv.geometry, options))
+    if is_plain_linear(op_type, args, kwargs):
+        return linear(args[0], args[1], args[2] if len(args) > 2 else None, precision, options)
     call = product_call(op_type, function, args, kwargs)
     kernel = int8.product if precision == "INT8" else fp8.product
     return call.finish(kernel(call.a, call.b, call.bias, options))
@@ -184,14 +206,12 @@ def execute(
     device = _device(args, kwargs)
     if device is None:
         return function(*args, **kwargs)
-    if not supports(op_type, precision, device):
-        allowed = ", ".join(precisions_of(op_type, device))
-        raise UnsupportedError(f"{op_type} cannot run in {precision} on {device}: allowed are {allowed}")
+    require(op_type, precision, device)
     if precision in ("INT8", "FP8"):
         return _run_eight_bits(op_type, precision, function, args, kwargs, options or _DEFAULTS)
     if precision == "TF32":
         return _run_in_mode(op_type, "tf32", function, args, kwargs)
-    if precision == "FP32" and device.type == "cuda" and op_type in _TF32_OPS:
+    if precision == "FP32" and device.type == "cuda" and op_type in TF32_OPERATORS:
         family = "conv" if op_type in CONVOLUTIONS else "matmul"
         if float_modes.current_mode(family) != "ieee":
             return _run_in_mode(op_type, "ieee", function, args, kwargs)

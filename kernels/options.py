@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -34,8 +34,9 @@ class KernelOptions:
         seed: Key of the random stream, any integer of 64 bits.
         offset: Position in the stream; a caller that wants fresh noise per step raises it per step.
         backward: Products of the backward pass in ``"half"`` (the 16-bit format) or in ``"eight"`` bits: the gradient
-            of the result is rounded stochastically, whatever ``rounding`` says, and scaled per tensor. Matrix products
-            only; convolutions run theirs in 16 bits.
+            of the result is rounded stochastically, whatever ``rounding`` says, and scaled per tensor. Batches of
+            products run theirs in 16 bits; of a convolution, the codes of the gradient are what both gradients come
+            from, and :mod:`~qsync_opt.kernels.eight_bit_convolution` says which of them integer kernels compute.
         weights: Quantize the weight of a product or convolution in every ``"call"``, or once per ``"step"``: its codes
             are kept until it is written to in place (a write through ``weight.data`` is not seen), with the noise of
             the call that made them.
@@ -75,8 +76,20 @@ class KernelOptions:
 
     def at(self, *, seed: int, offset: int) -> KernelOptions:
         """The same options at another place of the random stream."""
-        return replace(self, seed=seed, offset=offset)
+        if torch.compiler.is_compiling() or type(seed) is not int or type(offset) is not int:
+            return replace(self, seed=seed, offset=offset)
+        # Once per operator and pass: nothing of the rest is checked anew.
+        moved = object.__new__(KernelOptions)
+        for name in _FIELDS:
+            _set(moved, name, getattr(self, name))
+        _set(moved, "seed", seed)
+        _set(moved, "offset", offset)
+        return moved
 
     def nearest(self) -> KernelOptions:
         """The same options with rounding to nearest."""
         return self if self.rounding == "nearest" else replace(self, rounding="nearest")
+
+
+_FIELDS = tuple(entry.name for entry in fields(KernelOptions) if entry.name not in ("seed", "offset"))
+_set = object.__setattr__

@@ -21,7 +21,7 @@ from torch import Tensor
 from qsync_opt.kernels import library
 from qsync_opt.kernels.formats import E4M3, INT8, EightBits, amax, scale_from
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize_ops import UNIT, dequantize_matrix, quantize_matrix
+from qsync_opt.kernels.quantize_ops import UNIT, dequantize_matrix, quantize_matrix, quantize_unchecked
 from qsync_opt.kernels.random_bits import stepped_key, stream_key
 from qsync_opt.kernels.rounding import CHUNK, factor_of, fp8_codes, int8_codes
 
@@ -63,6 +63,12 @@ def _on_card(
     x: Tensor, dims: tuple[int, ...] | None, form: EightBits, options: KernelOptions, key: int
 ) -> Quantized | None:
     """The quantizer of matrices, where memory order makes ``dims`` the rows or the columns of one; else None."""
+    if x.dim() == 2 and x.is_contiguous() and not torch.compiler.is_compiling():
+        granularity = "tensor" if dims is None or len(dims) == 2 else "row" if dims == (1,) else "channel"
+        found = quantize_unchecked(
+            x, form.dtype, granularity, options.rounding, key, options.step, False, options.backend
+        )
+        return Quantized(found.codes, found.scale)
     order = _dense_order(x)
     dense = x.permute(order).contiguous()
     shared = [dims is None or dim in dims for dim in order]

@@ -260,6 +260,20 @@ def quantize_matrix(
     _check_choice("rounding", rounding, ROUNDINGS)
     if transposed and granularity == "block":
         raise UnsupportedError("quantize: blocks have no transposed copy: quantize the transposed matrix by itself")
+    return quantize_unchecked(x, format, granularity, rounding, key, step, transposed, backend)
+
+
+def quantize_unchecked(
+    x: Tensor,
+    format: torch.dtype,
+    granularity: str,
+    rounding: str,
+    key: int,
+    step: Tensor | None,
+    transposed: bool,
+    backend: str,
+) -> QuantizedMatrix:
+    """:func:`quantize_matrix` for callers that keep to what it allows by themselves."""
     operator = _operator("quantize", x.device, backend)
     codes, scale, turned = operator(x, format, granularity, rounding, signed(key), step, transposed)
     return QuantizedMatrix(codes, scale, turned if transposed else None)

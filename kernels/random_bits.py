@@ -47,7 +47,17 @@ def _mix(value: int) -> int:
 
 def stream_key(seed: int, offset: int, stream: int) -> int:
     """Key of one random stream: a 64-bit mix of three integers."""
-    return _mix(_mix(_mix(seed + _GOLDEN) + offset + _GOLDEN) + stream + _GOLDEN)
+    if torch.compiler.is_compiling():  # a graph cannot look into a cache
+        return _mix(_call_key(seed, offset) + stream + _GOLDEN)
+    return _mix(_cached_call_key(seed, offset) + stream + _GOLDEN)
+
+
+def _call_key(seed: int, offset: int) -> int:
+    return _mix(_mix(seed + _GOLDEN) + offset + _GOLDEN)
+
+
+# Of the last calls: each draws several streams, the last one in its backward pass.
+_cached_call_key = functools.lru_cache(maxsize=4096)(_call_key)
 
 
 def _mixed(value: Tensor) -> Tensor:

@@ -54,12 +54,13 @@ if TYPE_CHECKING:
     from qsync_opt.roles import RoleTable as RoleTable
     from qsync_opt.roofline import roofline_profile as roofline_profile
     from qsync_opt.runtimes.torch.adapting import PlanAdapter as PlanAdapter
-    from qsync_opt.runtimes.torch.apply import ApplyOptions as ApplyOptions
     from qsync_opt.runtimes.torch.apply import apply as apply
     from qsync_opt.runtimes.torch.apply import undo as undo
+    from qsync_opt.runtimes.torch.apply_options import ApplyOptions as ApplyOptions
     from qsync_opt.runtimes.torch.capture import capture as capture
     from qsync_opt.runtimes.torch.capture import capture_model as capture_model
     from qsync_opt.runtimes.torch.checkpoints import Checkpoints as Checkpoints
+    from qsync_opt.runtimes.torch.graphs import graphed as graphed
     from qsync_opt.runtimes.torch.job_options import PlanningOptions as PlanningOptions
     from qsync_opt.runtimes.torch.job_plan import JobPlan as JobPlan
     from qsync_opt.runtimes.torch.loss_scaling import LossScaler as LossScaler
@@ -135,7 +136,8 @@ _PUBLIC = {
     "measure_iteration": "qsync_opt.runtimes.torch.measure",
     "apply": "qsync_opt.runtimes.torch.apply",
     "undo": "qsync_opt.runtimes.torch.apply",
-    "ApplyOptions": "qsync_opt.runtimes.torch.apply",
+    "ApplyOptions": "qsync_opt.runtimes.torch.apply_options",
+    "graphed": "qsync_opt.runtimes.torch.graphs",
     "CostModel": "qsync_opt.plugins",
     "Runtime": "qsync_opt.plugins",
     "DataSheet": "qsync_opt.datasheets",

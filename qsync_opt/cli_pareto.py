@@ -36,9 +36,9 @@ def add_pareto(parser: argparse.ArgumentParser) -> Runner:
 
 
 def _pareto(options: argparse.Namespace) -> int:
-    from qsync_opt.front_cache import default_cache_folder
     from qsync_opt.front_svg import front_svg
     from qsync_opt.jsonio import check_writable, write_text
+    from qsync_opt.measurement_cache import default_cache_folder
     from qsync_opt.pareto import pareto_front
     from qsync_opt.problem_file import load_problem
     from qsync_opt.progress import reporting

@@ -36,8 +36,8 @@ def add_report(parser: argparse.ArgumentParser) -> Runner:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from qsync_opt.front_cache import default_cache_folder
     from qsync_opt.jsonio import check_writable
+    from qsync_opt.measurement_cache import default_cache_folder
     from qsync_opt.plan import load_plan
     from qsync_opt.problem_file import load_problem
     from qsync_opt.progress import reporting

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,6 @@ from qsync_opt.plan import plan_from_json
 from qsync_opt.problem import Problem
 
 _LOGGER = logging.getLogger(__name__)
-
-
-def default_cache_folder() -> Path:
-    """Where caches go if nothing else is said: ``$XDG_CACHE_HOME/qsync-opt``, else ``~/.cache/qsync-opt``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "qsync-opt"
 
 
 class FrontCache:

@@ -200,7 +200,7 @@ def check_name(name: object, what: str, *, error: type[QSyncError] = ProblemErro
     """Refuse names that files cannot carry: not a text, empty, not encodable, or beginning like an extension key."""
     if not isinstance(name, str) or not name:
         raise error(f"{what} is {name!r}, but a name must be a text that is not empty")
-    if any("\ud800" <= character <= "\udfff" for character in name):
+    if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
         raise error(f"{what} is {name!r}, but a name must not hold half of a surrogate pair")
     if name.startswith(EXTENSION_PREFIX):
         raise error(f"{what} is {name!r}, but names must not begin with {EXTENSION_PREFIX!r} (kept for extension keys)")

@@ -24,6 +24,12 @@ _LOGGER = logging.getLogger(__name__)
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
+def default_cache_folder() -> Path:
+    """Where caches go if nothing else is said: ``$XDG_CACHE_HOME/qsync-opt``, else ``~/.cache/qsync-opt``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "qsync-opt"
+
+
 class MeasurementCache:
     """A folder of measurements of one environment.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from qsync_opt.comparison import compare_plans
 from qsync_opt.errors import ProblemError, SolverError
 from qsync_opt.evaluation import Evaluation, evaluate
 from qsync_opt.jsonio import check_number
@@ -55,14 +56,16 @@ def plan_changes(problem: Problem, before: Plan, after: Plan) -> dict[str, dict[
         before: Need not fit the problem.
         after: Fits it.
     """
-    names = [operator.name for operator in problem.adjustable]
-    changes: dict[str, dict[str, Change]] = {}
-    for device, precisions in after.devices.items():
-        old = before.devices.get(device, {})
-        changed = {name: (old.get(name), precisions[name]) for name in names if old.get(name) != precisions[name]}
-        if changed:
-            changes[device] = changed
-    return changes
+    adjustable = {operator.name for operator in problem.adjustable}
+    # Compared without the problem, which the old plan need not fit.
+    differences = compare_plans(before, after).changes
+    changes = {
+        device: {
+            c.operator: (c.before, precisions[c.operator]) for c in differences[device] if c.operator in adjustable
+        }
+        for device, precisions in after.devices.items()
+    }
+    return {device: changed for device, changed in changes.items() if changed}
 
 
 def replan(

@@ -9,6 +9,7 @@ squared error of ``step**2 / 12``. Nearest rounding is deterministic: its mean s
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -56,6 +57,7 @@ def smallest_exponent(format_name: str) -> int:
     return 2 - (1 << (number_format(format_name).exponent_bits - 1))
 
 
+@functools.cache
 def noise_kinds(*, scaled: bool) -> tuple[str, ...]:
     """Names of the ways an element can be rounded.
 

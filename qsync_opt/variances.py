@@ -53,7 +53,7 @@ class NoiseOptions:
     ``activation_granularity`` also holds for the second operand of a batch of products, there per column.
     ``backward`` says in how many bits an 8-bit operator runs backward: in ``"half"`` the 16-bit format, or in
     ``"eight"`` bits, where the gradient of the result is rounded stochastically with one scale for the whole tensor
-    (INT8, or E5M2 for FP8); convolutions and batches of products stay in 16 bits.
+    (INT8, or E5M2 for FP8); batches of products stay in 16 bits.
     """
 
     rounding: Rounding = Rounding.STOCHASTIC
@@ -122,10 +122,10 @@ def tensor_rounding(
     """How an operator's tensors are rounded when it runs at a precision.
 
     INT8 and FP8 quantize both operands, save them so, and run backward in a 16-bit format into which gradient and
-    dequantized operands are rounded. With ``backward="eight"`` the gradient is quantized instead and the operands'
-    codes are used again (with scales per row or channel they are made anew along the other side, which is counted as
-    the same error), and weight gradients keep their FP32 sums. BF16 and FP16 cast everything. TF32 rounds what is
-    multiplied and nothing else.
+    dequantized operands are rounded; weight gradients of matrix products keep their FP32 sums, those of convolutions
+    are rounded to 16 bits. With ``backward="eight"`` the gradient is quantized instead and the operands' codes are used
+    again (with scales per row or channel they are made anew along the other side, which is counted as the same error).
+    BF16 and FP16 cast everything. TF32 rounds what is multiplied and nothing else.
     A lookup rounds the rows it delivers, once, and sums gradients in FP32.
 
     Args:
@@ -155,8 +155,9 @@ def tensor_rounding(
         )
     backward = "TF32" if precision == "TF32" else cast(formats.gradient_input)
     scaled = precision in SCALED_FORMATS
-    batch = not operator.op_type.startswith("conv") and operator.products[0].products > 1
-    eight = scaled and options.backward == "eight" and not batch and not operator.op_type.startswith("conv")
+    convolution = operator.op_type.startswith("conv")
+    batch = not convolution and operator.products[0].products > 1
+    eight = scaled and options.backward == "eight" and not batch
     columns = Granularity.CHANNEL if options.activation_granularity is Granularity.ROW else Granularity.TENSOR
     return TensorRounding(
         first=noise_kind(precision, options.activation_granularity) if scaled else cast(precision),
@@ -165,7 +166,7 @@ def tensor_rounding(
         gradient=GRADIENT_KINDS[precision] if eight else backward,
         output=cast(formats.output),
         input_gradient=cast(formats.gradient_output),
-        weight_gradient=None if eight else cast(formats.gradient_input),
+        weight_gradient=None if scaled and not (batch or convolution) else cast(formats.gradient_input),
     )
 
 

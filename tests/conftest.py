@@ -4,7 +4,12 @@ import shutil
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# A test must not fail because the machine is busy.
+hypothesis.settings.register_profile("any-machine", deadline=None)
+hypothesis.settings.load_profile("any-machine")
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -2,7 +2,7 @@
 
 The INT8 kernel reads codes and writes BF16, scales fused; for the first layer its time includes folding the image. The
 23 distinct shapes are timed; ``times`` says how often each occurs in the network. Also on a partition of 16
-multiprocessors, and, for some shapes, a whole training step of the layer with quantization (backward: cuDNN in BF16).
+multiprocessors.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import torch
 from measuring import median_eager_s, median_s
 from torch import Tensor
 
-from qsync_opt.kernels import library, ops
+from qsync_opt.kernels import library
 from qsync_opt.kernels.convolution import scaled_conv2d
-from qsync_opt.kernels.options import KernelOptions
 
 BATCH = 128
 WANTED = 1.3
@@ -53,7 +52,6 @@ SHAPES = (
     (2048, 512, 1, 1, 7, 2),
     (512, 512, 3, 1, 7, 2),
 )
-LAYERS = ((64, 64, 3, 1, 56), (256, 1024, 1, 1, 14), (256, 256, 3, 1, 14), (512, 512, 3, 1, 7))
 
 
 def _rotating(function: Callable[[Tensor], Tensor], inputs: list[Tensor]) -> Callable[[], None]:
@@ -152,29 +150,6 @@ def _summary(records: list[dict[str, Any]], device: str) -> list[dict[str, Any]]
     return found
 
 
-def _layer_records(shape: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Forward and backward of one layer from BF16 activations and FP32 weights, quantization included."""
-    c, k, r, stride, size = shape
-    make = functools.partial(torch.randn, device="cuda")
-    x = make(BATCH, c, size, size).to(torch.bfloat16, memory_format=torch.channels_last).requires_grad_()
-    weight = make(k, c, r, r).to(memory_format=torch.channels_last).requires_grad_()
-    geometry = {"stride": stride, "padding": r // 2}
-    options = KernelOptions()
-
-    def step(precision: str, grad: Tensor) -> None:
-        ops.execute("conv2d", precision, torch.nn.functional.conv2d, (x, weight), geometry, options).backward(grad)
-        x.grad = weight.grad = None
-
-    p = (size + 2 * (r // 2) - r) // stride + 1
-    grad = make(BATCH, k, p, p).to(torch.bfloat16, memory_format=torch.channels_last)
-    seconds = {name: median_s(functools.partial(step, name, grad), calls=4) for name in ("BF16", "INT8")}
-    facts = {"c": c, "k": k, "kernel": r, "stride": stride, "size": size, "batch": BATCH}
-    return [
-        {**facts, "implementation": f"layer, forward and backward, {name}", "seconds": value}
-        for name, value in seconds.items()
-    ]
-
-
 def _on_partition(shapes: tuple[tuple[int, ...], ...]) -> list[dict[str, Any]]:
     device = f"{PARTITION} of the card's multiprocessors"
     context = torch.cuda.GreenContext.create(num_sms=PARTITION, device_id=0)
@@ -194,7 +169,6 @@ def records(quick: bool) -> list[dict[str, Any]]:
         found = [record for shape in SHAPES for record in _case_records(shape, median_s, "whole card")]
         found += _summary(found, "whole card")
         if not quick:
-            found += [record for shape in LAYERS for record in _layer_records(shape)]
             found += _on_partition(SHAPES)
     finally:
         torch.backends.cudnn.benchmark = before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,10 +47,12 @@ def _training_step(subject: Subject, model: nn.Module, optimizer: torch.optim.Op
         optimizer.step()
 
 
-def measure(subject: Subject, device: torch.device) -> dict[str, Any]:
-    """Training step, statistics with and without probes, and the table of all precisions."""
+def measure(subject: Subject, device: torch.device, probes: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Training step, statistics with these numbers of probes, and the table of all precisions; grows by scoring."""
     meter = Meter(device)
-    model = subject.model(0, device)
+    torch.manual_seed(0)
+    with device:
+        model = subject.make().train()
     graph: OpGraph | None = None
 
     def captured() -> None:
@@ -60,52 +62,62 @@ def measure(subject: Subject, device: torch.device) -> dict[str, Any]:
     capture_s, _ = meter(captured)
     assert graph is not None
     optimizer = subject.optimizer(model)
-    steps = [meter(lambda: _training_step(subject, model, optimizer)) for _ in range(6)][2:]
+    steps = [meter(lambda: _training_step(subject, model, optimizer)) for _ in range(8)][3:]
     step_s, step_bytes = statistics.median(s for s, _ in steps), max(b for _, b in steps)
+    optimizer.zero_grad(set_to_none=True)
     formats = device_formats(device)
+    scored = len(formats) - 1  # full precision needs no score
     record: dict[str, Any] = {
         "model": subject.name,
         "what": subject.what,
         "parameters": sum(p.numel() for p in model.parameters()),
         "operators": sum(1 for _ in graph.operators),
         "precisions": len(formats),
+        "scored_precisions": scored,
         "capture_s": capture_s,
         "step_s": step_s,
         "step_bytes": step_bytes,
         "scoring": [],
     }
-    for probes in (0, 1, 2):
+    for count in probes:
         found: list[Any] = []
 
-        def score(probes: int = probes, found: list[Any] = found) -> None:
+        def score(count: int = count, found: list[Any] = found) -> None:
             assert graph is not None
-            known = collect_statistics(model, [subject.batch(2)], graph=graph, probes=probes)
+            known = collect_statistics(model, [subject.batch(2)], graph=graph, probes=count)
             found.append(sensitivities(graph, known, formats))
 
-        if probes == 0:
-            meter(score)  # the first use of every kernel
-        seconds, peak = meter(score)
+        first_s = meter(score)[0] if count == 0 else None  # with the first use of every kernel
+        runs = [meter(score) for _ in range(3 if count == 0 else 1)]
+        seconds, peak = statistics.median(s for s, _ in runs), max(b for _, b in runs)
         record["scoring"].append(
             {
-                "probes": probes,
+                "probes": count,
                 "indicator": str(found[-1].kind),
+                "first_seconds": first_s,
                 "seconds": seconds,
-                "steps_per_precision": seconds / step_s / len(formats),
+                "steps": seconds / step_s,
+                "steps_per_precision": seconds / step_s / scored,
                 "peak_bytes": peak,
                 "extra_memory": peak / step_bytes - 1 if step_bytes else None,
             }
         )
-    return significant(record)  # type: ignore[no-any-return]
+        yield significant(record)
 
 
 def section(device: torch.device, scale: str, clock: Clock) -> Iterator[dict[str, Any]]:
-    """BERT-base, ResNet-50, and a model of a thousand million parameters."""
-    for name in ("bert", "resnet50"):
-        if not clock.over():
-            yield measure(subject_of(name, device, scale=scale), device)
+    """BERT-base, a model of a thousand million parameters, and ResNet-50; records that replace each other by model."""
+    config = GptConfig(width=2048, layers=20, heads=16, context=512)
     if scale == "tiny":
         config = GptConfig(width=64, layers=2, heads=2, context=32)
-    else:
-        config = GptConfig(width=2048, layers=20, heads=16, context=512)
-    if not clock.over():
-        yield measure(gpt(device, config, 2), device)
+    subjects: tuple[tuple[Callable[[], Subject], tuple[int, ...]], ...] = (
+        (lambda: subject_of("bert", device, scale=scale), (0, 1)),
+        (lambda: gpt(device, config, 2, name="gpt-1b"), (0, 1)),
+        (lambda: subject_of("resnet50", device, scale=scale), (0, 1)),
+    )
+    for make, probes in subjects:
+        if clock.over():
+            return
+        yield from measure(make(), device, probes)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()

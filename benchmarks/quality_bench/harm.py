@@ -2,12 +2,12 @@
 
 Harm is measured in three ways:
 
-- ``after_steps``: from one state of model and optimizer, one training step is taken with the operator in INT8 and then
-  a few in full precision, over the same batches as a run that is in full precision throughout; the difference of the
-  losses on held-out batches. Rounding adds a part to the loss that is odd in the error, far larger than the harm and
-  zero in the mean; it is taken out by taking every step twice, with the same random numbers, once with the error as it
-  is and once with it reversed, and averaging. The loss is evaluated in double precision. The error is magnified by a
-  factor, the same for all operators, so that its effect stands clear of the arithmetic of the training step.
+- ``after_steps``: from one state of model and optimizer, some training steps are taken with the operator in INT8, over
+  the same batches as a run that is in full precision throughout; the difference of the losses on held-out batches.
+  Rounding adds a part to the loss that is odd in the error and zero in the mean; it is taken out by running every
+  operator twice, with the same random numbers, once with the error as it is and once with it reversed, and averaging.
+  The error is magnified by a factor, the same for all operators, so that its effect stands clear of that of another
+  order of summation, which training magnifies as well.
 - ``at_once``: the change of the training loss when the operator runs in INT8, weights as they are; the same way.
 - ``gradient``: the variance that is added to the gradient, magnified by nothing.
 
@@ -16,7 +16,6 @@ Each repeat has batches and random numbers of its own; the reliability says how 
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from estimates import ceiling, reliability, spearman, standard_error
 from noisy import added_variance, exact_gradient, planned
 from plans import magnified
 from subjects import Batch, Subject, subject_of, train_briefly
+from trials import Trials
 from work import Clock, significant
 
 from qsync_opt.graph import OpGraph, Role
@@ -39,9 +39,7 @@ from qsync_opt.runtimes.torch.statistics import collect_statistics, full_precisi
 from qsync_opt.sensitivity_table import IndicatorKind
 from qsync_opt.variances import NoiseOptions
 
-FACTOR = 8.0
 PRECISION = "INT8"
-STEPS = 3
 SGD_RATE = 0.1
 OPTIMIZERS = {"own": "the one it was trained by", "sgd": f"SGD at rate {SGD_RATE}"}
 ROUNDING = NoiseOptions(weight_granularity="tensor")  # type: ignore[arg-type]
@@ -67,44 +65,12 @@ class Bench:
         if optimizer == "sgd":
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=SGD_RATE)
         self.graph: OpGraph = capture(self.model, subject.batch(_HARM_BATCHES), name=subject.name)
-        self._held_out = [_double(batch) for batch in subject.held_out(4)]
-        self._twin = copy.deepcopy(self.model).double()
-        self._weights = {key: value.detach().clone() for key, value in self.model.state_dict().items()}
-        self._moments = copy.deepcopy(self.optimizer.state_dict())
+        held_out = subject.held_out(8)
+        self.held_out: Batch = tuple(torch.cat(parts) for parts in zip(*held_out, strict=True))
 
-    def restore(self) -> None:
-        """Put weights, buffers and moments back."""
-        self.model.load_state_dict(self._weights)
-        self.optimizer.load_state_dict(copy.deepcopy(self._moments))
-
-    def step(self, batch: Batch) -> None:
-        """One training step."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self.model(*batch).backward()
-        self.optimizer.step()
-
-    def held_out_loss(self) -> float:
-        """In double precision; batch normalization goes by the batch."""
-        self._twin.load_state_dict(self.model.state_dict())
-        with torch.no_grad():
-            return float(torch.stack([self._twin(*batch) for batch in self._held_out]).mean())
-
-    def batches(self, repeat: int) -> list[Batch]:
+    def batches(self, repeat: int, steps: int) -> list[Batch]:
         """Of one repeat, seen by no one else."""
-        return [self.subject.batch(2 * 10**6 + repeat * STEPS + i) for i in range(STEPS)]
-
-    def after_steps(self, batches: Sequence[Batch], operator: str | None, repeat: int, factor: float) -> float:
-        """Held-out loss after the steps, the first of them with an operator in INT8."""
-        self.restore()
-        with full_precision():
-            if operator is None:
-                self.step(batches[0])
-            else:
-                with planned(self.model, {operator: PRECISION}, self.graph, options(repeat * 1000), factor=factor):
-                    self.step(batches[0])
-            for batch in batches[1:]:
-                self.step(batch)
-            return self.held_out_loss()
+        return [self.subject.batch(2 * 10**6 + repeat * steps + i) for i in range(steps)]
 
     def at_once(self, batch: Batch, operator: str | None, repeat: int, factor: float) -> float:
         """Training loss with an operator in INT8, weights as they are (put back before)."""
@@ -113,10 +79,6 @@ class Bench:
                 return float(self.model(*batch).double())
             with planned(self.model, {operator: PRECISION}, self.graph, options(repeat * 1000), factor=factor):
                 return float(self.model(*batch).double())
-
-
-def _double(batch: Batch) -> Batch:
-    return tuple(x.double() if x.is_floating_point() else x for x in batch)
 
 
 def even_part(losses: Sequence[float], clean: float) -> float:
@@ -129,7 +91,7 @@ def measured_operators(graph: OpGraph, device: torch.device) -> list[str]:
     return [o.name for o in graph.by_role(Role.ADJUSTABLE) if ops.supports(o.op_type, PRECISION, device)]
 
 
-def tables(bench: Bench, device: torch.device, scale: str) -> dict[str, dict[str, float]]:
+def tables(bench: Bench, device: torch.device, scale: str, factor: float) -> dict[str, dict[str, float]]:
     """Sensitivity of every operator at INT8 by every indicator, at the magnified error."""
     batches = [bench.subject.batch(_HARM_BATCHES + i) for i in range(_BATCHES)]
     found = collect_statistics(
@@ -139,7 +101,7 @@ def tables(bench: Bench, device: torch.device, scale: str) -> dict[str, dict[str
         probes=2 if scale == "tiny" else 8,
         curvature_probes=2 if scale == "tiny" else 16,
     )
-    larger = magnified(found, FACTOR)
+    larger = magnified(found, factor)
     result = {}
     for kind in IndicatorKind:
         table = sensitivities(bench.graph, larger, device_formats(device), options=ROUNDING, kind=kind)
@@ -148,43 +110,71 @@ def tables(bench: Bench, device: torch.device, scale: str) -> dict[str, dict[str
 
 
 def section(
-    device: torch.device, scale: str, clock: Clock, *, name: str, shard: int, optimizer: str = "own"
+    device: torch.device,
+    scale: str,
+    clock: Clock,
+    *,
+    name: str,
+    shard: int,
+    factor: float,
+    steps: int,
+    optimizer: str = "own",
+    captured: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """One record: what was measured per operator and repeat, with the indicators. A shard has repeats of its own."""
+    """One record: what was measured per operator and repeat, with the indicators. A shard has repeats of its own.
+
+    Args:
+        device: Where.
+        scale: Of the subject.
+        clock: When to end.
+        name: Of the subject.
+        shard: Number of the shard; the first has the indicators.
+        factor: By which errors are magnified.
+        steps: Training steps of one repeat.
+        optimizer: ``own`` or ``sgd``.
+        captured: Whether steps run as CUDA graphs on a card.
+    """
     subject = subject_of(name, device, scale=scale)
     bench = Bench(subject, device, 5 if scale == "tiny" else 300, optimizer)
     names = measured_operators(bench.graph, device)
     record: dict[str, Any] = {
         "model": name,
         "what": subject.what,
-        "factor": FACTOR,
-        "steps": STEPS,
+        "factor": factor,
+        "steps": steps,
         "optimizer": OPTIMIZERS[optimizer],
-        "indicators": tables(bench, device, scale) if shard == 0 else {},
+        "indicators": tables(bench, device, scale, factor) if shard == 0 else {},
         **{measure: {operator: [] for operator in names} for measure in MEASURES},
     }
-    for repeat in range(shard * 10**4, shard * 10**4 + (2 if scale == "tiny" else 10**3)):
-        started = clock.left()
-        batches = bench.batches(repeat)
-        clean = bench.after_steps(batches, None, repeat, 1.0)
+    first = shard * 10**4
+    for repeat in range(first, first + (2 if scale == "tiny" else 6 if shard == 0 else 1)):
+        batch = bench.batches(repeat, steps)[0]
+        clean = bench.at_once(batch, None, repeat, 1.0)
+        exact = exact_gradient(bench.model, batch)
         for operator in names:
-            both = [bench.after_steps(batches, operator, repeat, sign * FACTOR) for sign in (1, -1)]
-            record["after_steps"][operator].append(even_part(both, clean))
-        bench.restore()
-        clean = bench.at_once(batches[0], None, repeat, 1.0)
-        exact = exact_gradient(bench.model, batches[0])
-        for operator in names:
-            both = [bench.at_once(batches[0], operator, repeat, sign * FACTOR) for sign in (1, -1)]
+            both = [bench.at_once(batch, operator, repeat, sign * factor) for sign in (1, -1)]
             record["at_once"][operator].append(even_part(both, clean))
-            added = added_variance(
-                bench.model, batches[0], exact, {operator: PRECISION}, bench.graph, options(repeat * 1000), 1
-            )
+            added = added_variance(bench.model, batch, exact, {operator: PRECISION}, bench.graph, options(repeat), 1)
             record["gradient"][operator].extend(added)
+    some = bench.batches(first, steps)[0]
+    trials = Trials(
+        bench.model,
+        bench.optimizer,
+        bench.graph,
+        names,
+        PRECISION,
+        options(first * 1000),
+        factor,
+        (some, bench.held_out),
+        captured,
+    )
+    for repeat in range(first, first + (2 if scale == "tiny" else 10**4)):
+        started = clock.left()
+        for operator, harm in trials.harms(bench.batches(repeat, steps)).items():
+            record["after_steps"][operator].append(harm)
+        yield record
         if clock.left() < 1.2 * (started - clock.left()):
             break
-        if repeat % 4 == 3:
-            yield record
-    yield record
 
 
 def merged(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

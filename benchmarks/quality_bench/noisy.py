@@ -24,7 +24,10 @@ EIGHT_BITS = ("INT8", "FP8")
 
 
 class MagnifiedPlan(AppliedPlan):
-    """A plan whose 8-bit operators err ``factor`` times as much as their kernels do."""
+    """A plan whose 8-bit operators err ``factor`` times as much as their kernels do.
+
+    ``widened`` hands results on in FP32, so that what lies between planned operators rounds nothing.
+    """
 
     def __init__(
         self,
@@ -35,14 +38,17 @@ class MagnifiedPlan(AppliedPlan):
         *,
         factor: float = 1.0,
         reference: str = "FP32",
+        widened: bool = False,
     ) -> None:
-        self._factor, self._reference = factor, reference
+        self._factor, self._reference, self._widened = factor, reference, widened
         adjustable = {operator.name: plan.get(operator.name, "FP32") for operator in graph.by_role(Role.ADJUSTABLE)}
         super().__init__(model, adjustable, graph, options)
 
     def __call__(self, call: OperatorCall) -> Any:
         """Run one operator."""
         low = super().__call__(call)
+        if self._widened and isinstance(low, Tensor) and low.is_floating_point():
+            low = low.float()
         if self._factor == 1.0 or self.precisions.get(call.name) not in EIGHT_BITS or not self.interception.training:
             return low
         exact = ops.execute(call.op_type, self._reference, call.function, call.args, call.kwargs)
@@ -84,9 +90,10 @@ def added_variance(
     options: ApplyOptions,
     draws: int,
     factor: float = 1.0,
+    widened: bool = False,
 ) -> list[float]:
     """Squared distance of the gradient under a plan from the exact one, per draw of the rounding."""
-    with full_precision(), planned(model, plan, graph, options, factor=factor):
+    with full_precision(), planned(model, plan, graph, options, factor=factor, widened=widened):
         return [squared_distance(gradient(model, batch), exact) for _ in range(draws)]
 
 

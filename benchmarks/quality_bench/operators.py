@@ -19,7 +19,7 @@ from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.interception import OperatorCall, intercepted
 from qsync_opt.runtimes.torch.product_calls import operand_slots, replace_operands
 from qsync_opt.runtimes.torch.statistics import collect_statistics, full_precision
-from qsync_opt.statistics import OperatorStatistics
+from qsync_opt.statistics import OperatorKind, OperatorStatistics
 from qsync_opt.variances import NoiseOptions, variances
 
 RESULTS = ("output", "weight_gradient", "input_gradient")
@@ -71,6 +71,29 @@ def run(entry: Recorded, precision: str, options: KernelOptions) -> list[Tensor]
     return [output.detach().float(), *(g.float() for g in gradients)]
 
 
+def dithered(x: Tensor) -> Tensor:
+    """FP32 numbers rounded stochastically to BF16, which no kernel does: up or down at random, without bias."""
+    bits = x.contiguous().view(torch.int32)
+    return ((bits + torch.randint_like(bits, 1 << 16)) & -(1 << 16)).view(torch.float32)
+
+
+def run_dithered(entry: Recorded) -> list[Tensor]:
+    """Result and gradients with all operands, the gradient and the results rounded to BF16 at random."""
+    call, gradient = entry.call, entry.gradient
+    slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
+    leaves = [dithered(slot.tensor.detach()).requires_grad_() for slot in slots]
+    args, kwargs = replace_operands(call.args, call.kwargs, slots, leaves)
+    with full_precision():
+        output = call.function(*args, **kwargs)
+        assert gradient is not None
+        gradients = torch.autograd.grad(output, leaves, dithered(gradient))
+    return [dithered(output.detach()), *(dithered(g) for g in gradients)]
+
+
+DITHERED = "BF16, rounded at random"
+"""Tells whether formulas or their assumption, that errors are independent, miss where BF16 rounds to nearest."""
+
+
 def cases() -> list[tuple[str, str, NoiseOptions]]:
     """Name, precision and rounding of what is compared."""
     granular = (("tensor", "tensor"), ("tensor", "channel"), ("row", "channel"))
@@ -83,7 +106,7 @@ def cases() -> list[tuple[str, str, NoiseOptions]]:
     found.append(("INT8 tensor/tensor, backward too", "INT8", eight))
     found.append(("FP8", "FP8", replace(eight, backward="half")))
     found.append(("FP8, backward too", "FP8", eight))
-    found += [("BF16", "BF16", NoiseOptions()), ("FP16", "FP16", NoiseOptions())]
+    found += [("BF16", "BF16", NoiseOptions()), (DITHERED, "BF16", NoiseOptions()), ("FP16", "FP16", NoiseOptions())]
     return found
 
 
@@ -99,18 +122,27 @@ def kernel_options(options: NoiseOptions, offset: int) -> KernelOptions:
 
 
 def compare(
-    entry: Recorded, found: OperatorStatistics, precision: str, options: NoiseOptions, device: torch.device, draws: int
+    entry: Recorded,
+    found: OperatorStatistics,
+    precision: str,
+    options: NoiseOptions,
+    device: torch.device,
+    draws: int,
+    dither: bool = False,
 ) -> dict[str, float]:
     """Predicted over measured variance of the operator's results; results without error are left out."""
     formats = device_formats(device)
     predicted = variances(found, precision, formats[precision], options)
     exact = run(entry, "FP32", KernelOptions())
-    random = precision in ("INT8", "FP8")
-    repeats = draws if random else 1
-    totals = [0.0] * len(exact)
+    repeats = draws if dither or precision in ("INT8", "FP8") else 1
+    # A number between two others is rounded to the nearer one with half the squared error of rounding at random.
+    scale = 0.5 if dither else 1.0
+    sums = []
     for draw in range(repeats):
-        for i, (low, true) in enumerate(zip(run(entry, precision, kernel_options(options, draw)), exact, strict=True)):
-            totals[i] += float((low - true).square().sum(dtype=torch.float64)) / repeats
+        results = run_dithered(entry) if dither else run(entry, precision, kernel_options(options, draw))
+        pairs = zip(results, exact, strict=True)
+        sums.append(torch.stack([(low - true).square().sum(dtype=torch.float64) for low, true in pairs]))
+    totals = (torch.stack(sums).mean(0) * scale).tolist()
     lead = 1 if found.op_type == "embedding" else 0
     # Three operands (attention) have no weight; their gradients are counted as the input's.
     noises = (predicted.first_gradient, predicted.second_gradient, predicted.third_gradient)[lead:]
@@ -138,8 +170,12 @@ def rows(
             supported = ops.supports(entry.call.op_type, precision, device)
             if options.backward == "eight" and entry.call.op_type.startswith("conv"):
                 supported = False  # runs backward in 16 bits, which is another case
+            dither = name == DITHERED
+            if dither and statistics_found[operator].kind is not OperatorKind.PRODUCT:
+                supported = False
             if supported and not clock.over():
-                ratios[operator] = compare(entry, statistics_found[operator], precision, options, device, draws)
+                found = statistics_found[operator]
+                ratios[operator] = compare(entry, found, precision, options, device, draws, dither)
         if ratios:
             yield {"case": name, **summary(ratios), "ratios": significant(ratios)}
 

@@ -52,12 +52,20 @@ class Subject:
 
 def adamw(rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """AdamW as language models are trained."""
-    return lambda model: torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
+    return lambda model: torch.optim.AdamW(
+        model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=_on_cuda(model)
+    )
 
 
 def sgd(rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """SGD with momentum as image models are trained."""
-    return lambda model: torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=5e-4)
+    return lambda model: torch.optim.SGD(
+        model.parameters(), lr=rate, momentum=0.9, weight_decay=5e-4, fused=_on_cuda(model)
+    )
+
+
+def _on_cuda(model: nn.Module) -> bool:
+    return next(model.parameters()).is_cuda
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
@@ -347,7 +355,7 @@ _GPTS: dict[str, dict[str, tuple[GptConfig, int, float]]] = {
     },
 }
 _CNNS: dict[str, dict[str, Any]] = {
-    "full": {"blocks": (2, 2, 2), "width": 32, "batch": 128, "size": 24, "large": False, "rate": 0.1},
+    "full": {"blocks": (2, 2, 2), "width": 32, "batch": 128, "size": 24, "large": False, "rate": 0.1, "classes": 94},
     "small": {"blocks": (1, 1, 1), "width": 12, "batch": 48, "size": 16, "large": False, "rate": 0.1, "classes": 40},
     "tiny": {"blocks": (1, 1), "width": 8, "batch": 16, "size": 16, "large": False, "rate": 0.05},
 }

@@ -24,6 +24,11 @@ from qsync_opt.runtimes.torch.statistics import collect_statistics
 PRECISIONS = ("INT8", "FP8", "BF16", "FP32")
 
 
+WIDENED = "uniform BF16, additions between operators in FP32"
+TRAINED = {"gpt": 300, "bert": 60, "resnet50": 60}
+"""Steps before anything is measured."""
+
+
 def mixed_plans(graph: OpGraph, device: torch.device, count: int) -> list[dict[str, str]]:
     """Random plans; every operator draws among the precisions it has, plan by plan more of the low ones."""
     source = random.Random(7)
@@ -52,10 +57,10 @@ def section(device: torch.device, scale: str, clock: Clock) -> Iterator[dict[str
         share = Clock(clock.left() / (len(subjects) - position))
         subject = subject_of(name, device, scale=scale)
         model = subject.model(0, device)
-        train_briefly(subject, model, 3 if scale == "tiny" else 60)
+        train_briefly(subject, model, 3 if scale == "tiny" else TRAINED[name])
         batch = subject.batch(10**6)
         graph = capture(model, batch, name=name)
-        found = collect_statistics(model, [batch], graph=graph, probes=2 if scale == "tiny" else 8)
+        found = collect_statistics(model, [batch], graph=graph, probes=2 if scale == "tiny" else 16)
         others = collect_statistics(model, [subject.batch(10**6 + i) for i in (1, 2)], graph=graph, probes=2)
         formats = device_formats(device)
         tables = {
@@ -66,25 +71,27 @@ def section(device: torch.device, scale: str, clock: Clock) -> Iterator[dict[str
         exact, options = exact_gradient(model, batch), ApplyOptions()
         plans = {f"mixed {i}": plan for i, plan in enumerate(mixed_plans(graph, device, 2 if scale == "tiny" else 8))}
         plans |= {f"uniform {p}": _uniform(graph, p, device) for p in PRECISIONS[:3] if p in formats}
+        plans[WIDENED] = plans["uniform BF16"]
         rows = []
-        draws = 2 if scale == "tiny" else 6
         for label, plan in plans.items():
-            measured = added_variance(model, batch, exact, plan, graph, options, draws)
+            draws = 1 if set(plan.values()) <= {"BF16", "FP32"} else 2 if scale == "tiny" else 24
+            measured = added_variance(model, batch, exact, plan, graph, options, draws, widened=label == WIDENED)
             mean = statistics.fmean(measured)
             rows.append(
                 {
                     "plan": label,
                     "measured": mean,
-                    "standard_error": standard_error(measured),
+                    "standard_error": standard_error(measured) if draws > 1 else None,
+                    "draws": draws,
                     "ratios": {kind: total(table, plan) / mean for kind, table in tables.items()},
                 }
             )
         singles: dict[str, dict[str, Any]] = {}
         for operator in graph.by_role(Role.ADJUSTABLE):
-            for precision in PRECISIONS[:3]:
+            for precision in PRECISIONS[:1]:
                 if share.over() or not ops.supports(operator.op_type, precision, device):
                     continue
-                alone = added_variance(model, batch, exact, {operator.name: precision}, graph, options, 2)
+                alone = added_variance(model, batch, exact, {operator.name: precision}, graph, options, 4)
                 entry = {"measured": statistics.fmean(alone)}
                 entry |= {kind: table[operator.name].get(precision, 0.0) for kind, table in tables.items()}
                 singles.setdefault(precision, {})[operator.name] = entry

@@ -30,7 +30,9 @@ def figures() -> dict[str, str]:
         **_solvers(results["solvers.json"]),
         **_capture(results["capture.json"]),
         **_kernels(results["kernels.json"]["sections"]),
+        **_host(results["host-cost.json"]["sections"]),
         **quality_figures(results["quality.json"]),
+        **_runtime(results["runtime.json"]),
     }
 
 
@@ -169,10 +171,10 @@ def _kernels(sections: Record) -> dict[str, str]:
     found = {"kernels.hardware": sections["product"]["hardware"], "kernels.date": sections["product"]["date"]}
     for record in sections["product"]["records"]:
         if "summary" in record and record["multiprocessors"] == 132:
-            name, ratio = record["summary"].split()[1].lower(), record["summary"].split(": ")[1]
-            place = {"times_bf16": "", "times_rival": "-rival"}.get(ratio)
-            if place is not None:
-                found[f"kernels.product.{name}{place}"] = f"{record['geometric_mean_mlp']:.2f}"
+            implementation, ratio = record["summary"].split(": ")
+            name = implementation.split()[1].lower() + ("-tensor" if "per tensor" in implementation else "")
+            place = {"times_bf16": "", "times_rival": "-rival", "times_row_scaled_rival": "-row-rival"}[ratio]
+            found[f"kernels.product.{name}{place}"] = f"{record['geometric_mean_mlp']:.2f}"
     for record in sections["convolution"]["records"]:
         if record.get("device") == "whole card" and "geometric_mean_of_23_shapes" in record:
             found.setdefault("kernels.convolution", f"{record['geometric_mean_of_23_shapes']:.2f}")
@@ -184,6 +186,10 @@ def _kernels(sections: Record) -> dict[str, str]:
         (r["speed_up"] for r in layers if "BF16 backward" in r["implementation"]), ".2f"
     )
     found |= _kernel_layers(sections)
+    trained = sections.get("trained_convolution", {"records": ()})["records"]
+    for name, ending in (("half", ", INT8"), ("eight", ", gradients in INT8")):
+        ratios = [record["ratio"] for record in trained if record["implementation"].endswith(ending)]
+        found[f"kernels.trained.{name}"] = f"{_span(ratios, '.2f')} x" if ratios else NOT_MEASURED
     copies = [r["share_of_copy"] for r in sections["quantize"]["records"] if "share_of_copy" in r]
     found["kernels.quantize"] = f"{100 * min(copies):.0f} to {100 * max(copies):.0f} %"
     return found
@@ -218,6 +224,78 @@ def _kernel_layers(sections: Record) -> dict[str, str]:
         name = f"kernels.model.{width}.{record['how']}.{record['precision'].split()[0].lower()}"
         found[name] = f"{1e3 * record['seconds']:.1f} ms{gain}"
     return found
+
+
+def _host(sections: Record) -> dict[str, str]:
+    """Whole steps, launched by the host and captured; ``before`` is of the code that came before."""
+    ways = ("bf16-autocast", "fp16-autocast", "plan-bf16", "plan-fp16", "plan-int8", "plan-fp8")
+    found = {
+        f"host.{model}.{how}.{way}": NOT_MEASURED
+        for model, how, way in itertools.product(("bert-base", "gpt-124m"), ("eager", "graphs", "before"), ways)
+    }
+    for section, suffix in (("steps", ""), ("steps (before)", "before")):
+        for record in sections[section]["records"]:
+            way = record["way"].lower().replace(" ", "-")
+            if "step_ms" in record:
+                found[f"host.{record['model']}.{suffix or record['how']}.{way}"] = f"{record['step_ms']:.1f} ms"
+    return found
+
+
+def _runtime(data: Record) -> dict[str, str]:
+    """Plans in training, on a card where one was measured."""
+    found = dict.fromkeys(
+        (
+            f"runtime.{name}"
+            for name in ("fp32", "bf16", "bf16-operators", "throughput", "by-speed", "soak", "hardware")
+        ),
+        NOT_MEASURED,
+    )
+    cards = {
+        part: [r for r in data.get(part, ()) if "NVIDIA" in r["hardware"]]
+        for part in ("overhead", "throughput", "soak")
+    }
+    for record in cards["overhead"]:
+        name = record["precision"].lower()
+        if name != "fp32" and record["carried_out"] != "by torch.autocast":
+            name += "-operators"
+        found[f"runtime.{name}"] = f"{percent(record['slower'])} time, {percent(record['more_memory'])} memory"
+        found["runtime.hardware"] = record["hardware"]
+    shares: dict[str, list[str]] = {"throughput": [], "by-speed": []}
+    planned = {r["model"] for r in cards["throughput"] if r.get("configuration") == "plan" and r["samples_per_s"]}
+    for model in sorted(planned):
+        mine = {
+            r["configuration"]: r["samples_per_s"] or 0.0
+            for r in cards["throughput"]
+            if r["model"] == model and r.get("workers_in_turn")
+        }
+        mine = {name: speed for name, speed in mine.items() if speed}
+        equal = {name: speed for name, speed in mine.items() if not name.startswith("local")}
+        best = max(speed for name, speed in equal.items() if name != "plan")
+        shares["throughput"].append(f"{model} {equal['plan'] / best:.2f} x")
+        both = mine.get("local batches by speed, plan")
+        if both:
+            shares["by-speed"].append(f"{model} {both / max(s for n, s in mine.items() if 'plan' not in n):.2f} x")
+    found |= {f"runtime.{name}": ", ".join(texts) for name, texts in shares.items() if texts}
+    for record in cards["soak"]:
+        found["runtime.soak"] = (
+            f"{record['steps']:,} steps: {percent(record['drift'])} time, "
+            f"{record['memory_growth_bytes'] / 2**20:+.1f} MiB; planned again in {record['replan_s']:.2f} s"
+        )
+    return found
+
+
+RUNTIME_ROWS = (
+    (
+        "A plan of FP32 alone against plain DDP; of BF16 alone against BF16 autocast",
+        "{{ runtime.fp32 }}; {{ runtime.bf16 }}; operator by operator {{ runtime.bf16-operators }}",
+    ),
+    (
+        "Throughput of the plan beside the best single way, a whole card and 16 multiprocessors of it in turn; the "
+        "same with local batches by speed",
+        "{{ runtime.throughput }}; {{ runtime.by-speed }}",
+    ),
+    ("Training with a plan made anew every 100 steps", "{{ runtime.soak }}"),
+)
 
 
 def readme_table() -> str:
@@ -279,6 +357,19 @@ def readme_table() -> str:
             "eager {{ kernels.model.eager }}; CUDA graph {{ kernels.model.graph }}; compiled "
             "{{ kernels.model.compiled }}",
             "kernels.json",
+        ),
+        row(
+            "A training step of BERT-base, 16 x 128 tokens: BF16 autocast; BF16 plan, INT8 plan; the plans captured by "
+            "`graphed`",
+            "{{ host.bert-base.eager.bf16-autocast }}; {{ host.bert-base.eager.plan-bf16 }}, "
+            "{{ host.bert-base.eager.plan-int8 }}; {{ host.bert-base.graphs.plan-bf16 }}, "
+            "{{ host.bert-base.graphs.plan-int8 }}",
+            "host-cost.json",
+        ),
+        *(
+            row(what, result, "runtime.json")
+            for what, result in RUNTIME_ROWS
+            if any(known[name] != NOT_MEASURED for name in _PLACE.findall(result))
         ),
         row(
             f"Variance of single operators, predicted over measured, {known['indicator.cases']} cases",

@@ -20,17 +20,19 @@ def _on_card(record: Record) -> bool:
 
 
 def operator_records(data: Record) -> list[dict[str, Any]]:
-    """Records of single operators with a label that says where they were run."""
-    return [
-        {**record, "label": f"{record['model']} on {'a card' if _on_card(record) else 'a CPU'}"}
-        for record in _records(data, "operators")
-        if _on_card(record) or record["model"] == "resnet50"
-    ]
+    """Records of single operators that were run on a card."""
+    return [{**record, "label": record["model"]} for record in _records(data, "operators") if _on_card(record)]
+
+
+def harm_records(data: Record) -> list[Record]:
+    """What was measured on a card: by the model's own optimizer first, then others."""
+    found = [record for record in _records(data, "harm") if _on_card(record)]
+    return sorted(found, key=lambda record: "SGD" in record["optimizer"])
 
 
 def harm_record(data: Record) -> Record:
-    """What was measured on a card."""
-    return next(record for record in _records(data, "harm") if _on_card(record))
+    """What was measured on a card by the model's own optimizer."""
+    return harm_records(data)[0]
 
 
 def plan_records(data: Record) -> list[Record]:
@@ -39,8 +41,8 @@ def plan_records(data: Record) -> list[Record]:
 
 
 def train_records(data: Record) -> list[Record]:
-    """Records of training."""
-    return _records(data, "train")
+    """Records of training that has come to its end."""
+    return [record for record in _records(data, "train") if record["summary"]]
 
 
 def _percent(value: float | None) -> str:
@@ -69,19 +71,18 @@ def operators_table(data: Record) -> str:
 
 def ranks_table(data: Record) -> str:
     """Rank correlations of every indicator, all operators and those with clear harm."""
-    record = harm_record(data)
+    record, *others = harm_records(data)
+    columns = [(name, record[measure]) for measure, name in MEASURES.items()]
+    columns += [(f"loss after steps by {other['optimizer']}", other["after_steps"]) for other in others]
     clear = record["after_steps"]["clear"]
-    header = ("indicator", *MEASURES.values(), f"loss after steps, {clear['operators']} operators with clear harm")
+    columns.append((f"loss after steps, {clear['operators']} operators with clear harm", clear))
 
     def show(value: float | None) -> str:
         return "–" if value is None else f"{value:.2f}"
 
-    rows = [
-        (kind, *(show(record[m]["spearman"][kind]) for m in MEASURES), show(clear["spearman"][kind]))
-        for kind in record["indicators"]
-    ]
-    rows.append(("best possible at this reliability", *(show(record[m]["ceiling"]) for m in MEASURES), "–"))
-    return table(header, rows)
+    rows = [(kind, *(show(part["spearman"][kind]) for _, part in columns)) for kind in record["indicators"]]
+    rows.append(("best possible at this reliability", *(show(part.get("ceiling")) for _, part in columns)))
+    return table(("indicator", *(name for name, _ in columns)), rows)
 
 
 def plans_table(data: Record) -> str:
@@ -94,7 +95,7 @@ def plans_table(data: Record) -> str:
         (
             record["model"],
             row["plan"],
-            _percent(row["standard_error"] / row["measured"]),
+            _percent(None if row["standard_error"] is None else row["standard_error"] / row["measured"]),
             *(f"{row['ratios'][kind]:.2f}" for kind in ("probed", "propagated", "probed, other batches")),
             "–" if row["measured_alone_over_together"] is None else f"{row['measured_alone_over_together']:.2f}",
         )
@@ -106,7 +107,16 @@ def plans_table(data: Record) -> str:
 
 def training_table(data: Record) -> str:
     """Scores and deficits."""
-    header = ("model", "setting", "policy", "seeds", "score", "worse than full precision", "gap recovered")
+    header = (
+        "model",
+        "setting",
+        "policy",
+        "seeds",
+        "score",
+        "worse than full precision",
+        "gap recovered",
+        "in training loss",
+    )
     rows = [
         (
             record["model"],
@@ -117,25 +127,42 @@ def training_table(data: Record) -> str:
             "–"
             if policy == "full precision"
             else f"{found['worse_than_full']:.4f} ± {found['worse_than_full_error'] or 0:.4f}",
-            _percent(found["recovered"]) if policy not in ("full precision", "uniform INT8") else "–",
+            *(
+                _percent(found[key]) if policy not in ("full precision", "uniform INT8") else "–"
+                for key in ("recovered", "recovered_in_training_loss")
+            ),
         )
-        for record in train_records(data)
-        for setting, policies in record["summary"].items()
-        for policy, found in policies.items()
+        for record in _records(data, "train")
+        for policy, found, setting in _trained(record)
     ]
     return table(header, rows)
 
 
+def _trained(record: Record) -> list[tuple[str, Record, str]]:
+    """Policy, what came of it, and the setting; runs that were stopped say after how many steps."""
+    found = [(p, part, setting) for setting, every in record["summary"].items() for p, part in every.items()]
+    for setting, every in record["unfinished_summary"].items():
+        steps = max(run["steps"] for run in record["unfinished"])
+        stopped = f"{setting}; stopped after {steps} of {record['steps']} steps"
+        found += [(policy, part, stopped) for policy, part in every.items()]
+    return found
+
+
 def cost_table(data: Record) -> str:
     """What scoring costs."""
-    header = ("model", "parameters", "probes", "seconds", "training steps per precision", "memory above a step")
+    header = (
+        "model", "parameters", "one training step", "probes", "scoring", "training steps, all precisions",
+        "per precision scored", "memory above a step",
+    )  # fmt: skip
     rows = [
         (
             record["model"],
             f"{record['parameters'] / 1e6:.0f} M",
+            f"{1e3 * record['step_s']:.0f} ms",
             score["probes"],
-            f"{score['seconds']:.2f}",
-            f"{score['steps_per_precision']:.1f}",
+            f"{score['seconds']:.2f} s",
+            f"{score['steps']:.1f}",
+            f"{score['steps_per_precision']:.1f} ({record['scored_precisions']})",
             _percent(score["extra_memory"]),
         )
         for record in _records(data, "cost")
@@ -148,11 +175,46 @@ def _span(values: list[float]) -> str:
     return f"{min(values):.2f} to {max(values):.2f}"
 
 
+def _ratios(data: Record, model: str, *beginnings: str) -> list[float]:
+    """Predicted over measured of the plans of a model whose names begin so."""
+    record = next(record for record in plan_records(data) if record["model"] == model)
+    return [row["ratios"]["probed"] for row in record["plans"] if row["plan"].startswith(beginnings)]
+
+
+def _inside(ratios: list[float]) -> str:
+    return f"{sum(0.75 <= ratio <= 1.25 for ratio in ratios)} of {len(ratios)}"
+
+
+def _baselines(ranks: Mapping[str, float | None]) -> list[float]:
+    return [value for kind, value in ranks.items() if value is not None and kind not in ("probed", "propagated")]
+
+
+def _training_figures(data: Record) -> dict[str, str]:
+    """Gap between uniform INT8 and full precision, and what each plan recovers, per model."""
+    found = {}
+    for record in _records(data, "train"):
+        summary, steps = record["summary"], record["steps"]
+        if not summary:
+            summary, steps = record["unfinished_summary"], max(run["steps"] for run in record["unfinished"])
+        model, harsh = record["model"], summary[record["chosen"]]
+        low = harsh["uniform INT8"]
+        found[f"quality.{model}.seeds"] = str(low["seeds"])
+        found[f"quality.{model}.steps"] = str(steps)
+        found[f"quality.{model}.asked-steps"] = str(record["steps"])
+        found[f"quality.{model}.gap"] = f"{low['worse_than_full']:.3f} ± {low['worse_than_full_error'] or 0:.3f}"
+        first = summary[next(iter(summary))]["uniform INT8"]
+        found[f"quality.{model}.gap-as-is"] = (
+            f"{first['worse_than_full']:.3f} ± {first['worse_than_full_error'] or 0:.3f}"
+        )
+        for policy in ("probed", "fisher", "hessian", "random"):
+            found[f"quality.{model}.{policy}"] = _percent(harsh[policy]["recovered"])
+            found[f"quality.{model}.{policy}.loss"] = _percent(harsh[policy]["recovered_in_training_loss"])
+    return found
+
+
 def quality_figures(data: Record) -> dict[str, str]:
     """Figures and tables by the names under which pages ask for them."""
     harm, sections = harm_record(data), data["sections"]
-    bert = next(record for record in plan_records(data) if record["model"] == "bert")
-    mixed = [row["ratios"]["probed"] for row in bert["plans"] if row["plan"].startswith("mixed")]
     predicted = [
         harm["indicators"]["probed"][name] / harm["factor"] ** 2 / value
         for name, value in harm["gradient"]["mean"].items()
@@ -160,7 +222,6 @@ def quality_figures(data: Record) -> dict[str, str]:
     found = {
         "quality.hardware": sections["operators"]["records"][0]["hardware"],
         "quality.date": sections["operators"]["date"],
-        "quality.bert.mixed": _span(mixed),
         "quality.single": _span(predicted),
         "quality.repeats": str(harm["after_steps"]["repeats"]),
         "quality.factor": f"{harm['factor']:g}",
@@ -174,23 +235,21 @@ def quality_figures(data: Record) -> dict[str, str]:
         "quality.table.training": training_table(data),
         "quality.table.cost": cost_table(data),
     }
+    for model in ("bert", "gpt", "resnet50"):
+        ratios = _ratios(data, model, "mixed")
+        found[f"quality.{model}.mixed"], found[f"quality.{model}.inside"] = _span(ratios), _inside(ratios)
+        plain, widened = _ratios(data, model, "uniform BF16")
+        found[f"quality.{model}.bf16"], found[f"quality.{model}.bf16-wide"] = f"{plain:.2f}", f"{widened:.2f}"
     for measure in MEASURES:
         part = harm[measure]
-        others = [
-            value
-            for kind, value in part["spearman"].items()
-            if value is not None and kind not in ("probed", "propagated")
-        ]
         found[f"quality.{measure}.probed"] = f"{part['spearman']['probed']:.2f}"
-        found[f"quality.{measure}.best-baseline"] = f"{max(others):.2f}"
+        found[f"quality.{measure}.best-baseline"] = f"{max(_baselines(part['spearman'])):.2f}"
         found[f"quality.{measure}.ceiling"] = f"{part['ceiling']:.2f}"
         found[f"quality.{measure}.reliability"] = f"{part['reliability']:.2f}"
     clear = harm["after_steps"]["clear"]["spearman"]
     found["quality.clear.probed"] = f"{clear['probed']:.2f}"
-    found["quality.clear.best-baseline"] = (
-        f"{max(v for k, v in clear.items() if k not in ('probed', 'propagated')):.2f}"
-    )
-    return found
+    found["quality.clear.best-baseline"] = f"{max(_baselines(clear)):.2f}"
+    return found | _training_figures(data)
 
 
 def overview(data: Mapping[str, Any]) -> str:

@@ -147,12 +147,10 @@ def _solvers(data: Record) -> str:
         )
     header = ("operators", "method", "cases", "proved", "median error", "worst error", "median s", "worst s")
     text += table(header, rows)
-    front = data.get("front")
-    if isinstance(front, dict) and "front_seconds" in front:
-        text += (
-            f"\nA front of {front['points']} points over {front['size']} operators took "
-            f"{front['front_seconds']:.2f} s, one solve of the same problem {front['solve_seconds']:.3f} s.\n"
-        )
+    text += "\nWhat is asked of the solvers, and what was measured:\n\n"
+    words = {True: "yes", False: "no", None: "not measured"}
+    asked = ((r["what"], r["asked"], r["measured"], words[r["met"]]) for r in data["report"]["requirements"])
+    text += table(("what", "asked", "measured", "met"), asked)
     return text
 
 

@@ -35,21 +35,17 @@ def blend(model: AssignmentModel, feasible_N: Ints, other_N: Ints, prices_R: Flo
     owner = np.concatenate([part_N, np.maximum(part_N[first], part_N[second])])
     before, after = model.chosen(feasible_N), model.chosen(other_N)
     changed = np.flatnonzero(owner >= 0)
-    rows = np.arange(len(model.limits_R))
-    no_price = np.zeros(len(rows))
-    old, _ = model.amounts(before[changed], rows, no_price)
-    new, _ = model.amounts(after[changed], rows, no_price)
-    rows_PR = np.zeros((count, len(rows)), dtype=np.int64)
-    np.add.at(rows_PR, owner[changed], new - old)
+    loads_PS = model.loads_of(after[changed], owner[changed], count)
+    loads_PS -= model.loads_of(before[changed], owner[changed], count)
     gain_P = np.zeros(count)
     np.add.at(gain_P, owner[changed], model.objective_Z[before[changed]] - model.objective_Z[after[changed]])
     useful = np.flatnonzero(gain_P > 0)
-    price_P = rows_PR[useful] @ prices_R
+    price_P = loads_PS[useful] @ model.load_prices(prices_R)
     ratio = gain_P[useful] / np.maximum(price_P, 1e-300)
     slack_R = -model.excess(feasible_N)
     taken = np.zeros(count + 1, dtype=np.bool_)
     for part in useful[np.argsort(-ratio, kind="stable")].tolist():
-        left_R = slack_R - rows_PR[part]
+        left_R = slack_R - model.left_sides(loads_PS[part])
         if (left_R >= 0).all():
             slack_R = left_R
             taken[part] = True

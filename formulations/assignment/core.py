@@ -185,12 +185,13 @@ def _rows_left(model: AssignmentModel, base_N: Ints, allowed_Z: Bools, excess_R:
     most_S, least_S = np.zeros(num_loads, dtype=np.int64), np.zeros(num_loads, dtype=np.int64)
     np.add.at(most_S, key[starts] % num_loads, high)
     np.add.at(least_S, key[starts] % num_loads, low)
-    step_RS = np.diff(model.rows_RS, axis=0, prepend=0)
-    up, down = np.maximum(step_RS, 0), np.minimum(step_RS, 0)
-    rising = excess_R + np.cumsum(up @ most_S + down @ least_S)
-    falling = excess_R + np.cumsum(up @ least_S + down @ most_S)
+    row, load, sign = model.steps
+    up_R, down_R = np.zeros_like(excess_R), np.zeros_like(excess_R)
+    np.add.at(up_R, row, sign * np.where(sign > 0, most_S[load], least_S[load]))
+    np.add.at(down_R, row, sign * np.where(sign > 0, least_S[load], most_S[load]))
+    rising, falling = excess_R + np.cumsum(up_R), excess_R + np.cumsum(down_R)
     first = np.concatenate([[0], np.maximum.accumulate(np.maximum(rising, 0))[:-1]])
-    kept = np.flatnonzero((rising > first) & (excess_R + model.rows_RS @ most_S > 0))
+    kept = np.flatnonzero((rising > first) & (excess_R + model.left_sides(most_S) > 0))
     last = np.maximum.accumulate(falling[kept][::-1])[::-1]
     result: Ints = kept[np.append(falling[kept][:-1] > last[1:], True)] if len(kept) else kept
     return result

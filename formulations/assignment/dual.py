@@ -19,6 +19,8 @@ _NEGLIGIBLE = 1e-12
 """Differences of the bound below this share of the largest objective seen are rounding."""
 _FEW_ROWS = 12
 """Up to this many rows are all in the master from the start."""
+_BEYOND = 1e-3
+"""How far beyond a level a step goes, so that rounding does not leave it short."""
 _FLOAT_SLACK = 1e-13
 """Relative rounding error granted to a bound: bounds are lowered by it."""
 
@@ -30,6 +32,11 @@ class Priced:
     labels_N: Ints
     objective: float
     excess_R: Ints
+
+    @property
+    def key(self) -> tuple[float, bytes]:
+        """Equal for plans that are the same cut."""
+        return self.objective, self.excess_R.tobytes()
 
     @property
     def feasible(self) -> bool:
@@ -115,23 +122,33 @@ def maximise(
         # Plans of a neighbouring problem tell more about the prices than its prices do.
         master = _LazyMaster(plans, weight)
         query = master.solve(plans)[1]
+    known = {plan.key for plan in plans}
+    full_step = False
     for step in range(max_steps):
         bound, plan = pricer.lagrangian(query, allowed_Z, weight)
         if bound == np.inf:
             return DualResult(np.inf, query, plans, np.zeros(len(plans)), proved_infeasible=True)
         if bound > best:
             best, best_prices = bound, query
+        is_new = plan.key not in known
+        known.add(plan.key)
         plans.append(plan)
         if best >= upper or (stop_at_feasible and plan.feasible) or not num_rows or time.monotonic() > deadline:
             break
         if master is None:
             master = _LazyMaster(plans, weight)
         value, target, weights = master.solve(plans)
-        if value - best <= tolerance * abs(value) + master.negligible and not master.add_violated(weights):
-            break
+        # A full step that brings back a known plan tells the master nothing: what is left is its rounding.
+        if value - best <= tolerance * abs(value) + master.negligible or (full_step and not is_new):
+            if not master.add_violated(weights):
+                break
+            value, target, weights = master.solve(plans)
         near = value - best <= 30 * (tolerance * abs(value) + master.negligible)
         # Half-way steps damp the jumps; a full step now and then tells whether the maximum is reached.
-        query = target if near or step % 6 == 5 else (best_prices + target) / 2
+        full_step = near or step % 6 == 5
+        query = target if full_step else (best_prices + target) / 2
+        if value > upper and best > -np.inf:
+            query, full_step = master.first_reaching(upper, best_prices, query, plans), False
     return DualResult(best, best_prices, plans, np.append(weights, np.zeros(len(plans) - len(weights))))
 
 
@@ -161,6 +178,20 @@ class _LazyMaster:
         prices_R = np.zeros(len(self._scale_R))
         prices_R[self._active] = scaled / self._scale_R[self._active]
         return value, prices_R, weights
+
+    def first_reaching(self, level: float, start_R: Floats, end_R: Floats, plans: list[Priced]) -> Floats:
+        """The prices nearest to ``start_R``, on the way to ``end_R``, at which no known plan is below a level.
+
+        Beyond them the bound could only say again that nothing is below the level; ``end_R`` if it is not reached.
+        """
+        cost_I = np.array([plan.objective * self._weight for plan in plans])
+        from_I = cost_I + self._scaled_IR @ (start_R * self._scale_R)
+        to_I = cost_I + self._scaled_IR @ (end_R * self._scale_R)
+        if (to_I <= level).any():
+            return end_R
+        below = from_I < level
+        step = float(((level - from_I[below]) / (to_I[below] - from_I[below])).max(initial=0.0))
+        return start_R + min(1.0, step * (1 + _BEYOND)) * (end_R - start_R)
 
     def add_violated(self, weights_I: Floats) -> bool:
         """Let rows join that the mix of plans breaks; tells whether any did."""

@@ -18,7 +18,7 @@ class Pass:
     width: int
     spread: bool = True
     solver_nodes: int | None = None
-    whole: int = 1
+    whole: float = 1.0
 
     @property
     def is_dear(self) -> bool:
@@ -37,7 +37,7 @@ SOLVER_PASSES = (
     Pass(60, 64),
     Pass(150, 64),
     Pass(150, 512),
-    Pass(150, 0, solver_nodes=100),
+    Pass(150, 0, solver_nodes=100, whole=1.6),
     Pass(600, 0, solver_nodes=1000, whole=4),
     Pass(None, 0),
 )

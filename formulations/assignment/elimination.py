@@ -3,7 +3,8 @@
 A round eliminates many nodes of which no two are neighbours; nodes of equal shape in a round are one batch of numpy
 work. Chains halve in every round, so a chain of n nodes takes about log2(n) rounds.
 
-Axes: B nodes of a batch, L labels of the eliminated node, then one axis for each neighbour; Z table entries.
+Axes: L labels of the eliminated node, B nodes of a batch, then one axis for each neighbour; Z table entries. Labels
+come first, so that their minimum runs over whole contiguous blocks.
 
 Source: bucket elimination (Dechter 1999) along a min-degree order; batching by rounds and shapes is ours.
 """
@@ -32,7 +33,7 @@ class TooWideError(Exception):
 class _Factor:
     """Where the tables that mention the eliminated nodes of a batch lie, and along which axes."""
 
-    index: Ints  # positions in the buffer, shape (B, axes of this factor or 1)
+    index: Ints  # positions in the buffer, shape (L or 1, B, neighbours' labels or 1)
     other_axes: tuple[int, ...]
 
 
@@ -46,6 +47,9 @@ class _Batch:
     target: Ints  # positions of the message in the buffer, shape (B, neighbours...)
     order: Ints | None  # sorts messages by target when several share one
     starts: Ints | None
+    shape: tuple[int, ...]  # of a table
+    first_B: Ints  # where each node's entries of one label begin in a table
+    strides_D: tuple[int, ...]  # of the neighbours' axes there, in entries
 
 
 class _Graph:
@@ -146,14 +150,18 @@ def _make_batch(
     patterns = signature[len(shape) :]
     offsets = np.array([row[2] for row in rows], dtype=np.int64)
     factors = []
+    whole = (shape[0], len(rows), *shape[1:])
+    place = (0, *range(2, len(whole)))  # where each axis of a pattern lies in a table
     for position, pattern in enumerate(patterns):
         axes: tuple[int, ...] = pattern  # type: ignore[assignment]
-        index = offsets[:, position].reshape(-1, *(1 for _ in shape))
+        index = offsets[:, position].reshape(1, -1, *(1 for _ in shape[1:]))
         for axis, stride in zip(axes, _row_major(tuple(shape[a] for a in axes)), strict=True):
             steps = np.arange(shape[axis]) * stride
-            index = index + steps.reshape(1, *(-1 if a == axis else 1 for a in range(len(shape))))
-        absent = tuple(a + 1 for a in range(len(shape)) if a not in axes)
-        factors.append(_Factor(index, absent))
+            index = index + steps.reshape(*(-1 if place[axis] == i else 1 for i in range(len(whole))))
+        absent = tuple(place[a] for a in range(len(shape)) if a not in axes)
+        factors.append(_Factor(np.ascontiguousarray(index), absent))
+    # The largest first: the sums are then formed in its place.
+    factors.sort(key=lambda factor: -factor.index.size)
     base = np.array([row[3] for row in rows], dtype=np.int64)
     steps = np.arange(int(np.prod(shape[1:], dtype=np.int64))).reshape(shape[1:])
     order, starts = None, None
@@ -161,7 +169,8 @@ def _make_batch(
         order = np.argsort(base, kind="stable")
         starts = np.flatnonzero(np.diff(base[order], prepend=-1))
     target = base.reshape(-1, *(1 for _ in shape[1:])) + steps
-    return _Batch(nodes_B, bag_BD, tuple(factors), target, order, starts)
+    first_B = np.arange(len(rows)) * len(steps.ravel())
+    return _Batch(nodes_B, bag_BD, tuple(factors), target, order, starts, whole, first_B, _row_major(shape[1:]))
 
 
 class Elimination:
@@ -200,11 +209,13 @@ class Elimination:
         Returns:
             The cost (infinite if every labelling is forbidden) and the labels, shape (N,).
         """
-        value, choices, _ = self._forward(cost_Z, keep_tables=False)
+        value, tables, _ = self._forward(cost_Z)
         labels_N = np.zeros(self._num_nodes, dtype=np.int64)
-        for batch, choice in zip(reversed(self._batches), reversed(choices), strict=True):
-            position = (np.arange(len(batch.nodes_B)), *labels_N[batch.bag_BD].T)
-            labels_N[batch.nodes_B] = choice[position]
+        for batch, table in zip(reversed(self._batches), reversed(tables), strict=True):
+            at_B = batch.first_B
+            for position, stride in enumerate(batch.strides_D):
+                at_B = at_B + labels_N.take(batch.bag_BD[:, position]) * stride
+            labels_N[batch.nodes_B] = table.reshape(len(table), -1).take(at_B, axis=1).argmin(axis=0)
         return value, labels_N
 
     def min_marginals(self, cost_Z: Floats) -> tuple[float, Floats]:
@@ -218,49 +229,39 @@ class Elimination:
 
         Source: two-pass message passing on the elimination tree; ours in batches.
         """
-        value, _, tables = self._forward(cost_Z, keep_tables=True)
+        value, tables, messages = self._forward(cost_Z)
         belief = np.full(self._end, np.inf)
         belief[self._roots] = value
-        for batch, table in zip(reversed(self._batches), reversed(tables), strict=True):
-            message = table.min(axis=1)
+        for batch, table, message in zip(reversed(self._batches), reversed(tables), reversed(messages), strict=True):
             with np.errstate(invalid="ignore"):
-                outside = belief[batch.target] - message
+                outside = belief.take(batch.target) - message
             outside[np.isnan(outside)] = np.inf
-            table += outside[:, None]
+            table += outside
             for factor in batch.factors:
                 reduced = table.min(axis=factor.other_axes, keepdims=True) if factor.other_axes else table
                 belief[factor.index] = reduced
         return value, belief[: self._num_entries]
 
-    def _forward(self, cost_Z: Floats, *, keep_tables: bool) -> tuple[float, list[Ints], list[Floats]]:
+    def _forward(self, cost_Z: Floats) -> tuple[float, list[Floats], list[Floats]]:
+        """Least total cost, and the table and the message of every batch."""
         buffer = np.zeros(self._end)
         buffer[: self._num_entries] = cost_Z
-        choices: list[Ints] = []
         tables: list[Floats] = []
+        messages: list[Floats] = []
         for batch in self._batches:
-            table = buffer[batch.factors[0].index]
+            table = buffer.take(batch.factors[0].index)
             for factor in batch.factors[1:]:
-                table = table + buffer[factor.index]
-            if keep_tables:
-                tables.append(table)
-                message = table.min(axis=1)
-            else:
-                message, choice = _least(table)
-                choices.append(choice)
+                cost = buffer.take(factor.index)
+                if table.shape == batch.shape:
+                    table += cost
+                else:
+                    table = table + cost
+            tables.append(table)
+            message = table.min(axis=0)
+            messages.append(message)
             if batch.order is None or batch.starts is None:
                 buffer[batch.target] += message
             else:
                 summed = np.add.reduceat(message[batch.order], batch.starts, axis=0)
                 buffer[batch.target[batch.order[batch.starts]]] += summed
-        return float(buffer[self._roots].sum()), choices, tables
-
-
-def _least(table: Floats) -> tuple[Floats, Ints]:
-    """Minimum and first minimising label along axis 1; faster than argmin for few labels."""
-    least = table[:, 0].copy()
-    choice = np.zeros(least.shape, dtype=np.int8 if table.shape[1] < 128 else np.int64)
-    for label in range(1, table.shape[1]):
-        candidate = table[:, label]
-        choice[candidate < least] = label
-        np.minimum(least, candidate, out=least)
-    return least, choice
+        return float(buffer[self._roots].sum()), tables, messages

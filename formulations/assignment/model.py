@@ -11,6 +11,7 @@ T stored load terms, D derived nodes.
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Whole = NDArray[np.integer[Any]]
+"""Whole numbers of any width."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +79,13 @@ class AssignmentModel:
         pointer_Z1: The terms of entry z are ``pointer_Z1[z]:pointer_Z1[z + 1]``.
         load_T: Load index of each term.
         value_T: Integer amount of each term.
-        rows_RS: Coefficients (0 or 1) of the limits.
+        rows_RS: Coefficients (0 or 1) of the limits, in few bytes where there are many rows.
         limits_R: Right-hand sides.
         derived: Derived nodes, each after its parents.
         wanted: Nodes that are 1 where another one wants it, if there are any.
         offset_N: First table entry of each node.
         offset_E: First table entry of each edge.
+        steps: Where a row differs from the one before: rows, loads, and by how much; short for nested rows.
     """
 
     sizes_N: Ints
@@ -91,28 +95,32 @@ class AssignmentModel:
     pointer_Z1: Ints
     load_T: Ints
     value_T: Ints
-    rows_RS: Ints
+    rows_RS: Whole
     limits_R: Ints
     derived: tuple[Derived, ...] = ()
     wanted: Wanted | None = None
     offset_N: Ints = field(init=False)
     offset_E: Ints = field(init=False)
-    _layers: list[tuple[Ints, Ints, Floats]] = field(init=False, repr=False)
+    steps: tuple[Ints, Ints, Ints] = field(init=False, repr=False)
+    _entry_T: Ints = field(init=False, repr=False)
+    _float_T: Floats = field(init=False, repr=False)
+    _follows: list[tuple[int, int, int, tuple[tuple[int, ...], ...]]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Compute the offsets and the layers that price tables without scattering twice into one entry."""
+        """Compute the offsets, the steps between rows, and what prices tables."""
         sizes_E = self.sizes_N[self.edges_E2[:, 0]] * self.sizes_N[self.edges_E2[:, 1]]
         offsets = np.concatenate([[0], np.cumsum(np.concatenate([self.sizes_N, sizes_E]))])
         num_nodes = len(self.sizes_N)
         object.__setattr__(self, "offset_N", offsets[:num_nodes])
         object.__setattr__(self, "offset_E", offsets[num_nodes:-1])
-        counts_Z = np.diff(self.pointer_Z1)
-        layers = []
-        for depth in range(int(counts_Z.max(initial=0))):
-            entry = np.flatnonzero(counts_Z > depth)
-            term = self.pointer_Z1[entry] + depth
-            layers.append((entry, self.load_T[term], self.value_T[term].astype(np.float64)))
-        object.__setattr__(self, "_layers", layers)
+        step_RS = np.diff(self.rows_RS, axis=0, prepend=self.rows_RS[:1] * 0)
+        row, load = np.nonzero(step_RS)
+        object.__setattr__(self, "steps", (row, load, step_RS[row, load].astype(np.int64)))
+        entry_T = np.repeat(np.arange(len(self.objective_Z)), np.diff(self.pointer_Z1))
+        object.__setattr__(self, "_entry_T", entry_T)
+        object.__setattr__(self, "_float_T", self.value_T.astype(np.float64))
+        follows = [(item.node, item.first, item.second, item.label_AB) for item in self.derived]
+        object.__setattr__(self, "_follows", follows)
 
     @property
     def num_nodes(self) -> int:
@@ -138,8 +146,20 @@ class AssignmentModel:
 
     def excess(self, labels_N: Ints) -> Ints:
         """Left-hand sides minus limits, shape (R,): feasible where nothing is positive."""
-        result: Ints = self.rows_RS @ self.loads(labels_N) - self.limits_R
-        return result
+        return self.left_sides(self.loads(labels_N)) - self.limits_R
+
+    def left_sides(self, loads_S: Ints) -> Ints:
+        """Left-hand sides of the limits for some loads, exactly, shape (R,)."""
+        row, load, sign = self.steps
+        step_R = np.zeros(len(self.limits_R), dtype=np.int64)
+        np.add.at(step_R, row, sign * loads_S[load])
+        return np.cumsum(step_R)
+
+    def load_prices(self, prices_R: Floats) -> Floats:
+        """What a unit of each load costs at the limits' prices, shape (S,)."""
+        priced = np.flatnonzero(prices_R)
+        price_S: Floats = prices_R[priced] @ self.rows_RS[priced].astype(np.float64)
+        return price_S
 
     def objective(self, labels_N: Ints) -> float:
         """Objective of a labelling; infinite if it chooses a forbidden entry."""
@@ -148,10 +168,9 @@ class AssignmentModel:
 
     def priced(self, prices_R: Floats, allowed_Z: Bools, objective_weight: float = 1.0) -> Floats:
         """Tables with the limits' prices added: ``objective + sum_r price_r * row_r``, forbidden entries infinite."""
-        price_S = prices_R @ self.rows_RS
+        price_T = self._float_T * self.load_prices(prices_R)[self.load_T]
         cost_Z = self.objective_Z * objective_weight
-        for entry, load, value in self._layers:
-            cost_Z[entry] += value * price_S[load]
+        cost_Z += np.bincount(self._entry_T, weights=price_T, minlength=len(cost_Z))
         cost_Z[~allowed_Z] = np.inf
         return cost_Z
 
@@ -162,10 +181,23 @@ class AssignmentModel:
         term = np.arange(len(owner)) + np.repeat(start - (np.cumsum(count) - count), count)
         load, value = self.load_T[term], self.value_T[term]
         amounts = np.zeros((len(entry_X), len(rows)), dtype=np.int64)
-        np.add.at(amounts, owner, value[:, None] * self.rows_RS[rows].T[load])
-        priced = np.zeros(len(entry_X))
-        np.add.at(priced, owner, value * (prices_R @ self.rows_RS)[load])
+        some = np.flatnonzero(count)
+        if len(some) and len(rows):
+            parts = value[:, None] * self.rows_RS[rows].T[load]
+            amounts[some] = np.add.reduceat(parts, (np.cumsum(count) - count)[some])
+        priced: Floats = np.zeros(len(entry_X))
+        priced += np.bincount(owner, weights=value * self.load_prices(prices_R)[load], minlength=len(entry_X))
         return amounts, priced
+
+    def loads_of(self, entry_X: Ints, group_X: Ints, num_groups: int) -> Ints:
+        """Loads of table entries, summed by group, shape (groups, S)."""
+        start, count = self.pointer_Z1[entry_X], self.pointer_Z1[entry_X + 1] - self.pointer_Z1[entry_X]
+        group = np.repeat(group_X, count)
+        term = np.arange(len(group)) + np.repeat(start - (np.cumsum(count) - count), count)
+        num_loads = self.rows_RS.shape[1]
+        loads = np.zeros(num_groups * num_loads, dtype=np.int64)
+        np.add.at(loads, group * num_loads + self.load_T[term], self.value_T[term])
+        return loads.reshape(num_groups, num_loads)
 
     def with_limits(self, limits_R: Ints) -> "AssignmentModel":
         """The same problem under other limits; everything else is shared."""
@@ -175,9 +207,10 @@ class AssignmentModel:
 
     def complete(self, labels_N: Ints) -> Ints:
         """Set every derived node to what its parents say, and what is wanted to 1; a new array."""
-        result = labels_N.copy()
-        for item in self.derived:
-            result[item.node] = item.label_AB[result[item.first]][result[item.second]]
+        labels = labels_N.tolist()  # joins hang in long chains, which Python follows faster than numpy
+        for node, first, second, label_AB in self._follows:
+            labels[node] = label_AB[labels[first]][labels[second]]
+        result = np.array(labels, dtype=np.int64)
         if self.wanted is not None:
             self.wanted.fill(result)
         return result
@@ -191,7 +224,7 @@ def assemble(
     edge_terms: tuple[Ints, Ints, Ints, Ints, Ints],
     ties: Sequence[tuple[int, int, Bools]],
     node_objective: Floats,
-    rows: Ints,
+    rows: Whole,
     limits: Ints,
     derived: tuple[Derived, ...],
     wanted: Wanted | None = None,

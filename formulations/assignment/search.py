@@ -31,6 +31,9 @@ from qsync_opt.formulations.linear_solver import LinearSolver
 PROOF = 1e-9
 """Improvements below this share of the objective are not looked for."""
 _MAX_PLANS = 60
+_MAX_CUTS = 30
+_ROUNDING = 1e-13
+"""Share of priced limits by which the Lagrangian at other limits is lowered."""
 _BLENDS = 8
 _MUCH_BETTER = 0.5
 _STATES, _NARROW = 6000, 64
@@ -64,6 +67,9 @@ class BoundAndFix:
         self._effort = Effort()
         self._towards_limits_R = np.zeros(len(model.limits_R))
         self._affordable_Z, self._affordable_at = model.allowed_Z, np.inf
+        self._proved = -np.inf  # a bound that holds under these limits
+        # Values and prices of the Lagrangian, and up to which objective its entries were all there.
+        self._cuts: list[tuple[float, Floats, float]] = []
         self._dived: set[bytes] = set()
         self._on_join = False  # whether the last node was split at a join
         self._equal: list[Condensed] = []  # cores of all that was undecided at this node, for their equal parts
@@ -93,9 +99,11 @@ class BoundAndFix:
         change_R = self.model.limits_R - limits_R
         other._known = [Priced(p.labels_N, p.objective, p.excess_R + change_R) for p in self._known]
         other._prices_R = self._prices_R
-        if (change_R <= 0).all():
-            # What cannot belong to a better plan than a known one cannot either where more plans are feasible.
-            other._affordable_Z, other._affordable_at = self._affordable_Z, self._affordable_at
+        other._affordable_Z, other._affordable_at = self._affordable_Z, self._affordable_at
+        other._cuts = self._cuts[-_MAX_CUTS:]
+        # The Lagrangian is linear in the limits, and tighter limits leave no better plan.
+        bounds = [min(value - float(prices_R @ limits_R), most) for value, prices_R, most in other._cuts]
+        other._proved = max([*bounds, self._proved if (change_R >= 0).all() else -np.inf])
         if self.best is not None:
             other.offer(self.best.labels_N)
         for plan in other._known:
@@ -125,12 +133,15 @@ class BoundAndFix:
         outcome = Outcome(None, np.inf, -np.inf, zero)
         open_nodes: list[Node] = []
         closed = np.inf
+        least = max(self._least_objective(), self._proved)
+        if self.best is not None and self._closed(least, effort):
+            return Outcome(self.best.labels_N, self.best.objective, min(least, self.upper), zero)
         try:
             plans, infeasible = self._feasible_start()
             if infeasible:
                 return Outcome(None, np.inf, np.inf, zero, proved_infeasible=True)
             prices = zero if self._prices_R is None else self._prices_R
-            open_nodes = [Node(self._least_objective(), 0, self._root_entries(), prices, plans)]
+            open_nodes = [Node(least, 0, self._root_entries(), prices, plans)]
             count = 1
             plunge = 0  # number of the child to go on with, at first; 0: the node of least bound
             while open_nodes and outcome.nodes < effort.max_nodes:
@@ -161,6 +172,7 @@ class BoundAndFix:
         except KeyboardInterrupt:
             outcome.out_of_time = outcome.interrupted = True
         outcome.bound = min([closed, self.upper, *(node.bound for node in open_nodes)])
+        self._proved = max(self._proved, outcome.bound)
         if self.best is not None:
             outcome.labels_N, outcome.objective = self.best.labels_N, self.best.objective
         elif outcome.bound == np.inf and not outcome.out_of_time:
@@ -198,6 +210,10 @@ class BoundAndFix:
         allowed = self._affordable(node.allowed_Z) if node.number else node.allowed_Z
         dual = self._dual(allowed, node.prices_R, node.plans, effort)
         bound = max(node.bound, dual.bound)
+        if not node.number and np.isfinite(dual.bound):
+            value = dual.bound + float(dual.prices_R @ self.model.limits_R)
+            slack = _ROUNDING * float(dual.prices_R @ np.abs(self.model.limits_R))
+            self._cuts.append((value - slack, dual.prices_R, self._affordable_at))
         if dual.proved_infeasible or self._closed(bound, effort):
             return bound, dual.prices_R, []
         self._blend(dual, effort)
@@ -239,7 +255,7 @@ class BoundAndFix:
         """Improve the incumbent by parts of the plans that come nearest to the bound at the dual's prices."""
         value_I = np.array([p.objective + float(dual.prices_R @ p.excess_R) for p in dual.plans])
         for index in np.argsort(value_I, kind="stable")[:_BLENDS].tolist():
-            if self.best is None or self._closed(dual.bound, effort):
+            if self.best is None or self._closed(dual.bound, effort) or time.monotonic() > self._deadline:
                 break
             other_N = self.relaxation.labelling(dual.plans[index].labels_N)
             self.offer(blend(self.model, self.best.labels_N, other_N, dual.prices_R))
@@ -275,8 +291,11 @@ class BoundAndFix:
         return float(least.sum()) * (1 - 1e-12) if (least >= 0).all() else -np.inf
 
     def _root_entries(self) -> Bools:
-        """Entries of the root; found again only when the incumbent has become much better."""
-        if self.upper < _MUCH_BETTER * self._affordable_at:
+        """Entries of the root; found again only when the incumbent has become much better, or worse."""
+        if self.upper > self._affordable_at:
+            self._affordable_Z, self._affordable_at = self.model.allowed_Z, np.inf
+        known = self._prices_R is not None  # else the incumbent is the first feasible plan, which rules out little
+        if known and self.upper < _MUCH_BETTER * self._affordable_at:
             self._affordable_Z, self._affordable_at = self._affordable(self._affordable_Z), self.upper
         return self._affordable_Z
 

@@ -37,9 +37,22 @@ inline cudaStream_t stream_of(const Tensor& x) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// A new dense tensor on the card of another.
+// A new dense tensor on the card of another. Not by torch::stable::new_empty, which looks its operator up by name in
+// every call: a product or quantizer makes several tensors, and the host's time is what small ones cost.
 inline Tensor empty_on(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {
-  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), dtype);
+  constexpr size_t kMostDims = 4;
+  STD_TORCH_CHECK(sizes.size() <= kMostDims, "a new tensor of ", sizes.size(), " dimensions; at most ", kMostDims, " are made");
+  int64_t strides[kMostDims];
+  int64_t step = 1;
+  for (size_t dim = sizes.size(); dim-- > 0;) {
+    strides[dim] = step;
+    step *= sizes.begin()[dim] > 1 ? sizes.begin()[dim] : 1;
+  }
+  const auto type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.begin(), strides, type,
+                                                  aoti_torch_device_type_cuda(), like.get_device_index(), &made));
+  return Tensor(made);
 }
 
 inline int multiprocessors() {

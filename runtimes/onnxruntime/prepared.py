@@ -105,7 +105,7 @@ def _with_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> onnx.Mode
     try:
         # onnx refuses external files outside of the model's folder.
         onnx.load_external_data_for_model(proto, str(Path(source).parent))
-    except (OSError, ValueError, onnx.checker.ValidationError) as error:
+    except (OSError, ValueError, TypeError, onnx.checker.ValidationError) as error:  # TypeError: a name that is no text
         raise ModelError(
             f"ONNX file {str(source)!r} cannot be read with its weights: {_first_line(error)}; export it again, with "
             "its external data beside it"

@@ -14,7 +14,7 @@ from torch import nn
 
 from qsync_opt.jsonio import check_integer, check_number
 from qsync_opt.runtimes.torch.agreement import gather_json, message_device, others_needed, world
-from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply, undo
+from qsync_opt.runtimes.torch.apply import AppliedPlan, ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.device_memory import memory_budget
 from qsync_opt.runtimes.torch.job_file import with_speed
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
@@ -140,7 +140,7 @@ class PlanAdapter:
     def _move(self, found: JobPlan) -> bool:
         """Put the plan on the model if it is another one than is applied now; True if any rank changed anything."""
         applied = applied_plan(self._model)
-        before = None if applied is None else dict(applied.precisions)
+        before = _carried_out(applied)
         options, graph = self._apply_options, None
         if applied is not None:
             options, graph = applied.options, applied.graph
@@ -149,4 +149,9 @@ class PlanAdapter:
         fresh = applied_plan(self._model)
         if fresh is not None:
             self._apply_options = fresh.options
-        return self._anywhere(before != (None if fresh is None else dict(fresh.precisions)))
+        return self._anywhere(before != _carried_out(fresh))
+
+
+def _carried_out(applied: AppliedPlan | None) -> tuple[dict[str, str], str | None] | None:
+    """What a model runs under, and how."""
+    return None if applied is None else (dict(applied.precisions), applied.options.autocast)

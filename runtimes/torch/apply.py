@@ -12,23 +12,25 @@ tensor they write to, as in plain torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
+from qsync_opt.errors import ModelError, NotReadyError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels import backend, float_modes, ops
 from qsync_opt.kernels.arguments import CONVOLUTIONS
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.random_bits import signed
 from qsync_opt.runtimes.torch.apply_checks import (
+    check_autocast,
     check_master_weights,
     check_names,
     check_precisions,
@@ -36,63 +38,17 @@ from qsync_opt.runtimes.torch.apply_checks import (
     model_device,
     some_names,
 )
+from qsync_opt.runtimes.torch.apply_options import AUTOCAST_TYPES as AUTOCAST_TYPES
+from qsync_opt.runtimes.torch.apply_options import ApplyOptions as ApplyOptions
+from qsync_opt.runtimes.torch.apply_options import DevicePlans as DevicePlans
+from qsync_opt.runtimes.torch.apply_options import of_device_type
 from qsync_opt.runtimes.torch.fixed_operators import any_half, lifted, run_fixed
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
 from qsync_opt.runtimes.torch.job_plan import JobPlan
+from qsync_opt.runtimes.torch.operator_calls import Run
+from qsync_opt.runtimes.torch.prepared_operators import eight_bits, fixed, floating, refuse_autocast
 from qsync_opt.runtimes.torch.step_audit import StepAudit
 from qsync_opt.runtimes.torch.wrappers import bare_model
-
-
-@runtime_checkable
-class DevicePlans(Protocol):
-    """Anything that holds, per device type, the precision of each operator (a ``Plan`` does)."""
-
-    @property
-    def devices(self) -> Mapping[str, Mapping[str, str]]:
-        """Device type to operator to precision."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApplyOptions:
-    """How a plan is carried out.
-
-    Attributes:
-        kernels: Rounding, granularity and backend of 8-bit operators. Seed and offset in it are starting points: every
-            operator, pass and rank has its own stream. ``half_format`` is replaced by the device's.
-        evaluate_in: ``"plan"``: a model in evaluation mode obeys the plan too, rounding to nearest, so that equal
-            inputs give equal results. ``"FP32"``: it runs in FP32, as the plain model would.
-        rank: Which stream of random bits this worker uses; None: the rank in the default process group, 0 without
-            one. Workers with different streams make independent rounding errors, which average out.
-
-    Raises:
-        UnsupportedError: ``evaluate_in`` is neither.
-    """
-
-    kernels: KernelOptions = field(default_factory=KernelOptions)
-    evaluate_in: str = "plan"
-    rank: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.evaluate_in not in ("plan", "FP32"):
-            raise UnsupportedError(f"option evaluate_in={self.evaluate_in!r}: allowed are plan, FP32")
-
-
-def _of_device_type(plan: Mapping[str, str] | DevicePlans, device_type: str | None) -> dict[str, str]:
-    if not isinstance(plan, DevicePlans):
-        if not isinstance(plan, Mapping) or not all(isinstance(text, str) for entry in plan.items() for text in entry):
-            raise ModelError(
-                f"the plan is a {type(plan).__name__}: a Plan is needed, or a mapping of texts, operator to precision"
-            )
-        return dict(plan)
-    known = ", ".join(plan.devices)
-    if device_type is None:
-        if len(plan.devices) != 1:
-            raise ModelError(f"the plan has several device types ({known}): say which one with device_type")
-        return dict(next(iter(plan.devices.values())))
-    if device_type not in plan.devices:
-        raise ModelError(f"the plan has no device type {device_type!r}: it has {known}")
-    return dict(plan.devices[device_type])
 
 
 def _seed(name: str, seed: int, rank: int) -> int:
@@ -167,6 +123,9 @@ class AppliedPlan:
             on_pass_end=self._end_pass,
             recurrent_inputs=lifted,
         )
+        if options.autocast is not None:
+            self.interception.at_rest = self._under_autocast
+        self.interception.prepares_evaluation = options.evaluate_in == "plan"
 
     @property
     def options(self) -> ApplyOptions:
@@ -174,7 +133,6 @@ class AppliedPlan:
 
         A plan that takes over goes on from here.
         """
-        kernels = self._options.kernels
         kernels = self._options.kernels
         offset = kernels.offset + self.interception.passes
         if self._counts_passes and self.counter is not None:
@@ -198,6 +156,7 @@ class AppliedPlan:
         kernels = self._options.kernels.at(seed=seed, offset=offset - self.interception.passes)
         self._options = replace(self._options, kernels=kernels)
         self._kernels, self._traced_kernels = self._stream_options(self._device, self._rank)
+        self.interception.forget_prepared()
         counted = offset if kernels.step is None else step
         if counted is not None and self.counter is not None:
             self.counter.fill_(signed(counted))
@@ -240,11 +199,24 @@ class AppliedPlan:
             else:
                 kernels = kernels.at(seed=kernels.seed, offset=kernels.offset + self.interception.pass_index)
         if torch.is_autocast_enabled(self._device.type):
-            raise NotReadyError(
-                f"operator {call.name!r} runs under torch.autocast, which would override its precision "
-                f"{precision}: leave autocast while a plan is applied"
-            )
+            refuse_autocast(call.name, precision)
         return ops.execute(call.op_type, precision, call.function, call.args, call.kwargs, kernels)
+
+    def _prepare(self, name: str, op_type: str) -> Run:
+        """How an operator runs in every pass from now on, as :meth:`__call__` would run it."""
+        if name not in self.precisions and op_type not in ops.ADJUSTABLE:
+            return fixed(name, op_type)
+        precision = self.precisions.get(name, "FP32")
+        kernels = self._kernels.get(name)
+        if kernels is None:
+            return floating(name, op_type, precision, self._device)
+        interception, nearest = self.interception, kernels.nearest()
+        seed, offset = kernels.seed, kernels.offset
+
+        def options() -> KernelOptions:
+            return kernels.at(seed=seed, offset=offset + interception.pass_index) if interception.training else nearest
+
+        return eight_bits(name, op_type, precision, self._device, options)
 
     def _note(self, call: OperatorCall) -> None:
         if call.op_type in ops.ADJUSTABLE:
@@ -259,6 +231,21 @@ class AppliedPlan:
         return self._device.type == "cpu" or all(
             float_modes.current_mode(family) == "ieee" for family in self._families
         )
+
+    def _under_autocast(self, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """What the forward pass runs in where torch's own mixed precision carries the plan out."""
+        wanted = AUTOCAST_TYPES[str(self._options.autocast)]
+        kind = self._device.type
+        if torch.is_autocast_enabled(kind):
+            if torch.get_autocast_dtype(kind) is not wanted:
+                raise NotReadyError(
+                    f"the model runs under torch.autocast in {torch.get_autocast_dtype(kind)}, but its plan is "
+                    f"{self._options.autocast}: leave autocast while a plan is applied"
+                )
+            return contextlib.nullcontext()  # a part that is computed again in the backward pass
+        if not module.training and self._options.evaluate_in == "FP32":
+            return contextlib.nullcontext()
+        return torch.autocast(kind, dtype=wanted)
 
     def _begin_pass(self) -> None:
         if self._counts_passes and self.counter is not None:
@@ -280,6 +267,8 @@ class AppliedPlan:
         if tracing:
             return
         self._checked = True
+        if type(self).__call__ is AppliedPlan.__call__:
+            self.interception.prepare = self._prepare
         if self._changes_nothing:
             self.interception.may_rest = self._may_rest
         if self._unplanned:
@@ -317,7 +306,8 @@ def apply(
         ModelError: The plan or graph is of another model (the first differing operators are named), the plan lacks
             the device type, parameters are not FP32, or what is given is no model or no plan. Raised also by the first
             forward pass, if it does not meet an operator of the plan.
-        UnsupportedError: The device lacks a planned precision, or an operator cannot run at it.
+        UnsupportedError: The device lacks a planned precision, or an operator cannot run at it; or ``autocast`` is
+            wanted for a plan that mixes precisions.
         NotReadyError: A plan is applied already. Raised also by a forward pass under ``torch.autocast``, and by an
             attempt to copy or pickle the model before ``undo``.
 
@@ -336,18 +326,24 @@ def apply(
     bare = bare_model(model)
     if interception_of(bare) is not None:
         raise NotReadyError("a plan is applied to this model already: undo(model) before applying another")
-    precisions = _of_device_type(plan, device_type)
+    precisions = of_device_type(plan, device_type)
+    options = options or ApplyOptions()
     check_master_weights(bare)
-    check_sharding(bare)
+    check_sharding(bare, options.kernels.weights)
     check_names(bare, precisions, graph)
     adjustable = check_precisions(precisions, graph, model_device(bare))
+    if isinstance(plan, JobPlan):
+        options = replace(options, autocast=plan.autocast.get(plan.device_type))
+    check_autocast(adjustable, options.autocast, model_device(bare))
     name = device_type
     if name is None and isinstance(plan, DevicePlans):
         name = next(iter(plan.devices))
-    applied = AppliedPlan(bare, adjustable, graph, options or ApplyOptions(), name)
+    applied = AppliedPlan(bare, adjustable, graph, options, name)
     if isinstance(plan, JobPlan):
         applied.audit = StepAudit(
-            bare, predicted_ns=plan.iteration_ns, predicted_bytes=plan.memory_bytes[plan.device_type]
+            bare,
+            predicted_ns=plan.expected_ns or plan.iteration_ns,
+            predicted_bytes=plan.memory_bytes[plan.device_type],
         )
     return model
 

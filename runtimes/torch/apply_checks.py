@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,10 +56,30 @@ def check_master_weights(model: nn.Module) -> None:
             )
 
 
-def check_sharding(model: nn.Module) -> None:
-    """Refuse wrappers that hand operators other weights than the FP32 ones."""
-    # Without this package of torch in use there is no such wrapper; loading it to find out takes seconds.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+def _fsdp() -> Any:
+    """Torch's package of sharding wrappers; None if it is not in use: loading it to find that out takes seconds."""
+    return sys.modules.get("torch.distributed.fsdp")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` or ``FullyShardedDataParallel`` holds some of the model's parameters."""
+    fsdp = _fsdp()
+    if fsdp is None:
+        return False
+    return any(isinstance(module, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)) for module in model.modules())
+
+
+def check_sharding(model: nn.Module, weights: str = "call") -> None:
+    """Refuse wrappers that hand operators other weights than the FP32 ones.
+
+    Args:
+        model: To look through.
+        weights: As in `KernelOptions`.
+
+    Raises:
+        UnsupportedError: There is such a wrapper; the text names it.
+    """
+    fsdp = _fsdp()
     if fsdp is None:
         return
     for path, module in model.named_modules():
@@ -75,6 +96,11 @@ def check_sharding(model: nn.Module) -> None:
                 raise UnsupportedError(
                     f"module {name!r} is sharded with param_dtype={given}: a plan decides each operator's precision "
                     "and needs the FP32 weights; leave param_dtype out of MixedPrecisionPolicy (reduce_dtype may stay)"
+                )
+            if weights == "step":
+                raise UnsupportedError(
+                    f"module {name!r} is sharded and kernel option weights='step': gathering fills a weight without "
+                    "saying that it was written to, so that old codes would be used; use weights='call'"
                 )
 
 
@@ -116,3 +142,17 @@ def check_precisions(plan: Mapping[str, str], graph: OpGraph | None, device: tor
             raise UnsupportedError(f"operator {name!r} cannot run in {precision} on {device}: allowed are {allowed}")
         adjustable[name] = precision
     return adjustable
+
+
+def check_autocast(adjustable: Mapping[str, str], wanted: str | None, device: torch.device) -> None:
+    """Refuse ``torch.autocast`` as the way to carry out a plan that says more than it can."""
+    if wanted is None:
+        return
+    for name, precision in adjustable.items():
+        kind = operator_kind(name)
+        possible = kind is not None and ops.supports(kind, wanted, device)
+        if precision != wanted and (possible or precision != "FP32"):
+            raise UnsupportedError(
+                f"operator {name!r} is planned in {precision}, but torch.autocast runs all in {wanted}: leave the "
+                "option autocast out for a plan that mixes precisions"
+            )

@@ -2,7 +2,7 @@
 
 Attention is no product: its noise passes through a softmax. So it is computed twice, in FP32 and as a fused kernel
 of the format computes it (operands, probabilities, gradients and results rounded to nearest; scores, softmax and sums
-in FP32), and the squared differences of output and gradients are added up, one batch element at a time.
+in FP32), and the squared differences of output and gradients are added up, a few batch elements at a time.
 
 Axis letters: H query heads, N queries, S keys, D features.
 """
@@ -20,6 +20,8 @@ from qsync_opt.rounding import LARGEST
 from qsync_opt.statistics import ProductSizes
 
 _MEASURED = ("BF16", "FP16", "TF32")
+_SCORES = 1 << 22
+"""Scores that are held at once, unless those of one batch element are more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +87,14 @@ _ROUND: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _sum_repeats(x: Tensor, repeats: int) -> Tensor:
-    """(repeats * heads, S, D) to (heads, S, D): the query heads of one key head stand together."""
-    return x.reshape(-1, repeats, *x.shape[-2:]).sum(1)
+    """(..., repeats * heads, S, D) to (..., heads, S, D): the query heads of one key head stand together."""
+    return x.reshape(*x.shape[:-3], -1, repeats, *x.shape[-2:]).sum(-3)
 
 
 def _compute(
     call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, g: Tensor, name: str
 ) -> _Results:
-    """Attention and its gradients for one batch element, rounded as a fused kernel of the format rounds."""
+    """Attention and its gradients for some batch elements, rounded as a fused kernel of the format rounds."""
     rounded = _ROUND[name]
     delivered = _ROUND["FP32"] if name == "TF32" else rounded  # TF32 results are FP32 tensors
     q, k, v, g = (rounded(x) for x in (q, k, v, g))
@@ -104,6 +106,8 @@ def _compute(
     kept = rounded(probabilities)
     output = kept @ v_H
     inner = g @ v_H.mT
+    # Fused kernels take the row sums from the result as they delivered it.
+    output = delivered(output)
     score_gradient = rounded(probabilities * (inner - (g * output).sum(-1, keepdim=True)))
     query = score_gradient @ k_H * call.scale
     key, value = score_gradient.mT @ q * call.scale, kept.mT @ g
@@ -145,12 +149,15 @@ def attention_errors(call: AttentionCall, grad: Tensor) -> dict[str, Tensor]:
     if bias is not None and bias.dim() > 2:
         bias = bias.expand(*lead, *bias.shape[-3:]).reshape(-1, *bias.shape[-3:])
     operands = [x.reshape(-1, *x.shape[-3:]) for x in (call.query, call.key, call.value, grad)]
-    largest = max(float(x.abs().max()) for x in operands)
+    largest = float(torch.stack([torch.linalg.vector_norm(x, float("inf")) for x in operands]).max())
     formats = [name for name in _MEASURED if largest <= LARGEST.get(name, largest)]
     totals = {name: torch.zeros(4, dtype=torch.float64, device=grad.device) for name in formats}
-    for element in range(operands[0].shape[0]):
-        q, k, v, g = (x[element] for x in operands)
-        mask = bias[element] if bias is not None and bias.dim() > 2 else bias
+    batch, heads, rows, _ = operands[0].shape
+    count = max(1, _SCORES // (heads * rows * operands[1].shape[-2]))
+    for start in range(0, batch, count):
+        some = slice(start, start + count)
+        q, k, v, g = (x[some] for x in operands)
+        mask = bias[some] if bias is not None and bias.dim() > 2 else bias
         exact = _compute(call, q, k, v, mask, g, "FP32")
         for name, total in totals.items():
             noisy = _compute(call, q, k, v, mask, g, name)

@@ -25,9 +25,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_opt.errors import ModelError
 from qsync_opt.graph import OpGraph, Role
+from qsync_opt.rounding import Granularity
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, replace_operands
-from qsync_opt.runtimes.torch.rounding_error import scaled_errors
+from qsync_opt.runtimes.torch.rounding_error import stacked_errors
 from qsync_opt.statistics import GRADIENTS, OPERANDS, Gain
 
 _NOMINAL_RATIO = 1e-3
@@ -163,7 +164,8 @@ def _noise_shapes(tensor: str, values: Tensor) -> tuple[Tensor | None, Tensor]:
     """
     uniform = None
     if tensor in _QUANTIZED:
-        uniform = scaled_errors(values, "INT8", torch.maximum(values.amax(), -values.amin())).stochastic
+        amax = torch.linalg.vector_norm(values, float("inf"))
+        uniform = stacked_errors(values, ("INT8/tensor",), {Granularity.TENSOR: amax}).stochastic[0]
     return uniform, values.square()
 
 

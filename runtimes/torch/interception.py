@@ -8,50 +8,29 @@ that both sides agree.
 How it works: each module's ``forward`` is shadowed by an attribute of the instance that keeps the path of the running
 module, and a torch function mode, active only inside the outermost ``forward``, sees the calls. Shadowing was taken
 instead of hooks because it can clean up in ``finally``: an interrupt in the middle of a forward pass leaves nothing
-behind. The mode was taken instead of replacing leaf modules because functional operations need it anyway.
+behind. The mode was taken instead of replacing leaf modules because functional operations need it anyway. It costs
+every function of torch some microseconds of host time, named or not. Once a handler has said how each operator runs
+(``prepare``), a pass asks it no more, and modules of torch that are one operator are run past the mode.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from qsync_opt.errors import NotReadyError, UnsupportedError
+from qsync_opt.runtimes.torch.leaf_modules import HALF, Leaf
+from qsync_opt.runtimes.torch.module_forwards import Forward
+from qsync_opt.runtimes.torch.operator_calls import Handler, Replays, Run
+from qsync_opt.runtimes.torch.operator_calls import OperatorCall as OperatorCall
+from qsync_opt.runtimes.torch.operator_calls import operator_name as operator_name
 from qsync_opt.runtimes.torch.torch_functions import ENTERED, function_names
-
-
-def operator_name(module: str, op_type: str, occurrence: int) -> str:
-    """Name of an operator: module path, operation, and which occurrence under that path (0 for the first)."""
-    base = f"{module}/{op_type}" if module else op_type
-    return base if occurrence == 0 else f"{base}_{occurrence}"
-
-
-@dataclass(slots=True)
-class OperatorCall:
-    """One call of a named operator; ``run`` executes it, by default with its own arguments."""
-
-    name: str
-    op_type: str
-    module: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Execute the torch function; without arguments, with those of the call."""
-        if args or kwargs:
-            return self.function(*args, **kwargs)
-        return self.function(*self.args, **self.kwargs)
-
-
-Handler = Callable[[OperatorCall], Any]
 
 
 class _Mode(TorchFunctionMode):
@@ -74,46 +53,6 @@ class _Mode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Forward:
-    """Stands before one module's ``forward`` and tells the interception when the module runs."""
-
-    def __init__(self, interception: Interception, path: str, module: nn.Module) -> None:
-        self.interception = interception
-        self.path = path
-        self.module = module
-        self.inner: Callable[..., Any] = module.forward
-        # What the instance itself had before; None when forward comes from the class.
-        self.shadowed = module.__dict__.get("forward")
-        self.recurrent = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
-        # Callers that inspect the signature of forward (as trainers do) see the original.
-        functools.update_wrapper(self, self.inner)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        interception = self.interception
-        if interception.resting:
-            return self.inner(*args, **kwargs)
-        if self.recurrent and interception.recurrent_inputs is not None:
-            args = interception.recurrent_inputs(args)
-        if interception.path is None:
-            return interception.outermost(self, args, kwargs)
-        outer = interception.path
-        interception.enter(self.path)
-        try:
-            return self.inner(*args, **kwargs)
-        finally:
-            interception.path = outer
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise NotReadyError(
-            f"module {self.path or 'the root'!r} cannot be copied or pickled while its operators are intercepted: "
-            "undo the plan first, and apply it to the copy"
-        )
-
-    __deepcopy__ = _refuse
-    __copy__ = _refuse
-    __reduce_ex__ = _refuse
-
-
 @dataclass(slots=True)
 class _Entry:
     """State of the counters when a module was entered, for a later recomputation of that very call."""
@@ -124,6 +63,7 @@ class _Entry:
 
 
 _NO_COUNTS: dict[tuple[str, str], int] = {}
+_past_modes: Any = torch._C.DisableTorchFunction
 
 
 class Interception:
@@ -147,7 +87,14 @@ class Interception:
         seen: Names met in the present or last pass.
         may_rest: Asked before an eager pass, if the handler set it: True runs the pass as if nothing were intercepted.
             Such a pass is not counted.
+        at_rest: What the handler wants every pass to run in, given its outermost module, as if nothing were
+            intercepted; a compiled pass too.
         resting: Whether the present pass is such a one.
+        prepare: From the name and kind of an operator to how it runs, if the handler set it: eager passes then ask this
+            once per operator, and the handler no more.
+        prepares_evaluation: Whether that holds in evaluation mode too.
+        graphs: Captured passes of the root module, tried before a pass runs.
+        prepared_pass: Whether the present pass is such a one.
     """
 
     def __init__(
@@ -193,6 +140,12 @@ class Interception:
         self.traced = False
         self.resting = False
         self.may_rest: Callable[[], bool] | None = None
+        self.at_rest: Callable[[nn.Module], contextlib.AbstractContextManager[Any]] | None = None
+        self.prepare: Callable[[str, str], Run] | None = None
+        self.prepares_evaluation = True
+        self.prepared_pass = False
+        self.graphs: Replays | None = None
+        self._prepared: dict[tuple[str, str], list[tuple[str, Run]]] = {}
         self._on_cuda = any(parameter.is_cuda for parameter in model.parameters())
         self.seen: list[str] = []
         modules = list(model.named_modules())
@@ -200,7 +153,7 @@ class Interception:
         for path, module in modules:
             _check_free(path, module)
         for path, module in modules:
-            module.forward = _Forward(self, path, module)
+            module.forward = Forward(self, path, module)
             self._modules.append((path, module))
 
     @property
@@ -208,19 +161,25 @@ class Interception:
         """Outermost forward passes that have begun, recomputations not counted."""
         return self._passes
 
-    def outermost(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def rewind(self, passes: int) -> None:
+        """Count from an earlier pass on: those after it did not matter."""
+        self._passes = passes
+
+    def outermost(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module of a pass."""
+        if self.at_rest is not None:
+            with self.at_rest(forward.module):
+                return self._resting(forward, args, kwargs)
         if torch.compiler.is_compiling():
             return self._traced(forward, args, kwargs)
         if self.may_rest is not None and self.may_rest():
-            self.resting = True
-            try:
-                return forward.inner(*args, **kwargs)
-            finally:
-                self.resting = False
+            return self._resting(forward, args, kwargs)
         self.traced = self._on_cuda and torch.cuda.is_current_stream_capturing()
         self.recomputing = torch._C._current_graph_task_id() != -1
         self.training = forward.module.training
+        self.prepared_pass = (
+            self.prepare is not None and not self.traced and (self.training or self.prepares_evaluation)
+        )
         if self.recomputing:
             self._recall(forward.path)
         else:
@@ -237,14 +196,21 @@ class Interception:
             self._on_pass_end(forward.path)
         return result
 
-    def _traced(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _resting(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self.resting = True
+        try:
+            return forward.inner(*args, **kwargs)
+        finally:
+            self.resting = False
+
+    def _traced(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module while ``torch.compile`` traces it.
 
         Nothing may be read here that a pass changes, or the next pass would be traced anew. A recomputation is part of
         the graph then and needs no memory of earlier calls.
         """
         self.traced = True
-        self.recomputing = False
+        self.recomputing = self.prepared_pass = False
         self.training = forward.module.training
         self._counts = {}
         self.seen = []  # a new list: a compiled pass must not depend on what the old one held
@@ -255,25 +221,34 @@ class Interception:
             self._on_pass_end(forward.path)
         return result
 
-    def _run(self, forward: _Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.path = forward.path
         try:
             with self._mode:
                 return forward.inner(*args, **kwargs)
         finally:
             self.path = None
+            self.prepared_pass = False
 
     def enter(self, path: str) -> None:
         """Note that a module begins to run inside the pass."""
         self.path = path
-        if self.recomputing or torch.compiler.is_compiling():
-            return
+        if not (self.recomputing or torch.compiler.is_compiling()):
+            self._remember(path)
+
+    def _remember(self, path: str) -> None:
         entries = self._entries.get(path)
-        if entries is None or entries[0].pass_index != self.pass_index:
-            counts = self._counts.copy() if self._has_shared_modules else _NO_COUNTS
-            self._entries[path] = [_Entry(self.pass_index, counts)]
-        else:
+        if entries is None:
+            entries = self._entries[path] = [_Entry(-1, _NO_COUNTS)]
+        first = entries[0]
+        if first.pass_index == self.pass_index:
             entries.append(_Entry(self.pass_index, self._counts.copy()))
+            return
+        first.pass_index, first.recomputed = self.pass_index, 0
+        if self._has_shared_modules:
+            first.counts = self._counts.copy()
+        if len(entries) > 1:
+            del entries[1:]
 
     def _recall(self, path: str) -> None:
         """Set the counters as they were when the call that is now recomputed began.
@@ -296,6 +271,8 @@ class Interception:
         key = (module, op_type)
         occurrence = self._counts.get(key, 0)
         self._counts[key] = occurrence + 1
+        if not torch.compiler.is_compiling() and self.prepared_pass:
+            return self._run_of(key, occurrence)(function, args, kwargs)
         if torch.compiler.is_compiling():
             name = operator_name(module, op_type, occurrence)
         else:
@@ -305,6 +282,47 @@ class Interception:
             name = names[occurrence]
         self.seen.append(name)
         return self._handler(OperatorCall(name, op_type, module, function, args, kwargs))
+
+    def _run_of(self, key: tuple[str, str], occurrence: int) -> Run:
+        """How an operator runs, by module path, kind and occurrence."""
+        ready = self._prepared.get(key)
+        if ready is None:
+            ready = self._prepared[key] = []
+        while len(ready) <= occurrence:
+            assert self.prepare is not None
+            name = operator_name(*key, len(ready))
+            ready.append((name, self.prepare(name, key[1])))
+        name, run = ready[occurrence]
+        self.seen.append(name)
+        return run
+
+    def run_leaf(self, forward: Forward, leaf: Leaf, x: torch.Tensor) -> Any:
+        """Run a module that is one operator in a prepared pass, without the mode."""
+        names = self._mode.names
+        if leaf.op_type is None and leaf.function in names:  # a role that a user gave
+            outer = self.path
+            self.enter(forward.path)
+            try:
+                return forward.inner(x)
+            finally:
+                self.path = outer
+        if not self.recomputing:
+            self._remember(forward.path)
+        with _past_modes():
+            if leaf.arguments is None:
+                if leaf.op_type is not None and x.dtype in HALF:
+                    x = x.float()
+                return forward.inner(x)
+            key = (forward.path, leaf.op_type or "")
+            occurrence = self._counts.get(key, 0)
+            self._counts[key] = occurrence + 1
+            return self._run_of(key, occurrence)(leaf.function, leaf.arguments(x), {})
+
+    def forget_prepared(self) -> None:
+        """Ask ``prepare`` anew for every operator, and capture anew: what was decided has changed."""
+        self._prepared.clear()
+        if self.graphs is not None:
+            self.graphs.forget()
 
     @property
     def handler(self) -> Handler:
@@ -319,15 +337,16 @@ class Interception:
             handle: Called with a call, and whether the handler would be told of it; returns the result.
             kinds: ATen names of operators to report besides.
         """
-        names, handler, may_rest = self.function_names, self._handler, self.may_rest
+        names, handler, may_rest, prepare = self.function_names, self._handler, self.may_rest, self.prepare
+        (graphs, self.graphs), (at_rest, self.at_rest) = (self.graphs, None), (self.at_rest, None)
         told = frozenset(names.values())
         self.function_names = self._mode.names = {**function_names(kinds), **names}
         self._handler = lambda call: handle(call, call.op_type in told)
-        self.may_rest = None
+        self.may_rest = self.prepare = None
         try:
             yield
         finally:
-            self.may_rest = may_rest
+            self.may_rest, self.prepare, self.graphs, self.at_rest = may_rest, prepare, graphs, at_rest
             self.function_names = self._mode.names = names
             self._handler = handler
 
@@ -341,7 +360,7 @@ class Interception:
             raise NotReadyError("the model is in the middle of a forward pass: end it first")
         for path, module in self._modules:
             forward = module.__dict__.get("forward")
-            if not isinstance(forward, _Forward) or forward.interception is not self:
+            if not isinstance(forward, Forward) or forward.interception is not self:
                 raise NotReadyError(
                     f"forward of module {path or 'the root'!r} was replaced since: take that back first"
                 )
@@ -350,10 +369,11 @@ class Interception:
             if shadowed is not None:
                 module.__dict__["forward"] = shadowed
         self._modules.clear()
+        self.graphs = None
 
 
 def _check_free(path: str, module: nn.Module) -> None:
-    if isinstance(module.__dict__.get("forward"), _Forward):
+    if isinstance(module.__dict__.get("forward"), Forward):
         raise NotReadyError(
             f"the operators of module {path or 'the root'!r} are intercepted already (a plan is applied, or "
             "statistics are being collected): undo that first"
@@ -365,7 +385,7 @@ def _check_free(path: str, module: nn.Module) -> None:
 def interception_of(model: nn.Module) -> Interception | None:
     """The interception that is active on a model, None if there is none."""
     forward = model.__dict__.get("forward")
-    return forward.interception if isinstance(forward, _Forward) else None
+    return forward.interception if isinstance(forward, Forward) else None
 
 
 @contextlib.contextmanager

@@ -12,9 +12,11 @@ from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.costs import CostFit, MeasuredCost
 from qsync_opt.device_profile import DeviceProfile
 from qsync_opt.errors import ProblemError
+from qsync_opt.graph import Role
 from qsync_opt.graph_file import graph_to_json, parse_graph
 from qsync_opt.jsonio import Fields, check_number, read_json, write_json
 from qsync_opt.runtimes.torch.job_plan import JobModel
+from qsync_opt.runtimes.torch.job_ways import Way
 from qsync_opt.sensitivity_values import SensitivityValues
 
 JOB_FORMAT = "qsync-job/1"
@@ -37,6 +39,7 @@ def save_job(made: JobModel, path: str | os.PathLike[str], facts: Mapping[str, A
             "graph": graph_to_json(made.graph),
             "profiles": {name: profile.to_json() for name, profile in made.profiles.items()},
             "sensitivities": {name: values.to_json() for name, values in made.sensitivities.items()},
+            "ways": {name: [way.to_json() for way in ways] for name, ways in made.ways.items()},
             "network": {
                 "latency_s": made.cluster.network.latency_s,
                 "bandwidth_bytes_per_s": made.cluster.network.bandwidth_bytes_per_s,
@@ -89,16 +92,35 @@ def load_job(path: str | os.PathLike[str]) -> tuple[JobModel, dict[str, Any]]:
         name: SensitivityValues.from_json(entry, f"{where}: sensitivities of {name!r}")
         for name, entry in fields.mapping("sensitivities").items()
     }
+    ways = _ways(fields, where)
     graph = parse_graph(json.dumps(fields.take("graph")), where=where)
     fields.finish()
     for name in names:
         memory.integer(name, minimum=1)
     if not names == profiles.keys() == sensitivities.keys():
         raise ProblemError(f"{where}: devices, profiles and sensitivities are of different types; measure the job anew")
+    if ways and ways.keys() != names:
+        raise ProblemError(f"{where}: devices and ways are of different types; measure the job anew")
+    operators = {operator.name for operator in graph.by_role(Role.ADJUSTABLE)}
+    for name, mine in ways.items():
+        if any(way.precisions.keys() != operators for way in mine):
+            raise ProblemError(f"{where}: ways of {name!r} are for other operators than the graph's; measure anew")
     for profile in profiles.values():
         profile.check_graph(graph)
     cluster = Cluster(name="job", devices=tuple(devices), network=network)
-    return JobModel(graph=graph, profiles=profiles, sensitivities=sensitivities, cluster=cluster), facts
+    made = JobModel(graph=graph, profiles=profiles, sensitivities=sensitivities, cluster=cluster, ways=ways)
+    return made, facts
+
+
+def _ways(fields: Fields, where: str) -> dict[str, tuple[Way, ...]]:
+    """Times of the whole model, where they were taken."""
+    if "ways" not in fields:
+        return {}
+    told = Fields(fields.take("ways"), f"{where}: ways")
+    return {
+        name: tuple(Way.from_json(entry, f"{where}: ways of {name!r}") for entry in told.sequence(name))
+        for name in told
+    }
 
 
 def with_workers(made: JobModel, counts: Mapping[str, int]) -> JobModel:
@@ -114,6 +136,7 @@ def with_workers(made: JobModel, counts: Mapping[str, int]) -> JobModel:
         made,
         profiles={name: made.profiles[name] for name in counts},
         sensitivities={name: made.sensitivities[name] for name in counts},
+        ways={name: made.ways[name] for name in counts} if made.ways else {},
         cluster=replace(made.cluster, devices=devices),
     )
 
@@ -130,7 +153,8 @@ def with_speed(made: JobModel, factors: Mapping[str, float]) -> JobModel:
         if not factor:
             raise ProblemError(f"speed factor of {name!r} is 0: times are multiplied by it, so it must be above 0")
     changed = {name: _slowed(made.profiles[name], factor) for name, factor in factors.items() if factor != 1.0}
-    return replace(made, profiles={**made.profiles, **changed})
+    slower = {name: tuple(way.slowed(factors.get(name, 1.0)) for way in ways) for name, ways in made.ways.items()}
+    return replace(made, profiles={**made.profiles, **changed}, ways=slower)
 
 
 def _slowed(profile: DeviceProfile, factor: float) -> DeviceProfile:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.front_cache import default_cache_folder
 from qsync_opt.jsonio import check_number
 from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.measurement_cache import default_cache_folder
 from qsync_opt.progress import Report
 
 COSTS = ("auto", "steps", "operators")
@@ -41,6 +41,11 @@ class PlanningOptions:
         profile_seconds: With recorded steps, after how long no plan beyond the uniform ones is begun.
         probes: As in `collect_statistics`.
         trial: Run the plan once on every rank before it is handed out.
+        compare: Time whole passes of the model in FP32, under autocast, in one precision everywhere and under the
+            plan, and hand out what is fastest by these times, with the least sensitivity among equally fast ones.
+        local_batches: ``"equal"`` on all workers, so that the slowest decides; ``"by speed"``: they will be sized so
+            that no worker waits, as the plan's ``shares`` say, and every device type takes its own fastest way. The
+            batch for planning is the same on all ranks in either case. Only ``compare`` looks at it.
         progress: As in `profile`.
     """
 
@@ -58,6 +63,8 @@ class PlanningOptions:
     profile_seconds: float = 60.0
     probes: int = 1
     trial: bool = True
+    compare: bool = True
+    local_batches: str = "equal"
     progress: Report | bool | None = None
 
     def __post_init__(self) -> None:
@@ -68,6 +75,8 @@ class PlanningOptions:
         check_number(self.least_gain, "least_gain")
         if self.least_gain >= 1:
             raise ProblemError(f"least_gain is {self.least_gain}: a share below 1 is needed, such as 0.02")
+        if self.local_batches not in ("equal", "by speed"):
+            raise ProblemError(f"local_batches is {self.local_batches!r}: allowed are 'equal' and 'by speed'")
 
 
 def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:

@@ -17,6 +17,7 @@ from qsync_opt.evaluation import evaluate
 from qsync_opt.graph import OpGraph
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem
+from qsync_opt.runtimes.torch.job_ways import Way
 from qsync_opt.sensitivity_values import SensitivityValues
 from qsync_opt.solution import Solution
 
@@ -25,16 +26,18 @@ from qsync_opt.solution import Solution
 class JobModel:
     """Everything that was measured about a job; from it a problem is built without measuring again.
 
-    ``sensitivities`` are by device type. ``cluster`` has the memory limits as they are now.
+    ``sensitivities`` are by device type. ``cluster`` has the memory limits as they are now. ``ways`` are the times of
+    the whole model by device type, empty if they were not taken.
     """
 
     graph: OpGraph
     profiles: Mapping[str, DeviceProfile]
     sensitivities: Mapping[str, SensitivityValues]
     cluster: Cluster
+    ways: Mapping[str, tuple[Way, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("profiles", "sensitivities"):
+        for name in ("profiles", "sensitivities", "ways"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def problem(self, *, slack: float = 0.0) -> Problem:
@@ -113,10 +116,13 @@ def alternatives(problem: Problem, *, fp32_share: float = 1.0) -> tuple[Alternat
 class JobPlan:
     """The plan of a job as one worker holds it; `apply` takes it as it is.
 
-    ``device_type`` is this worker's. ``worthwhile`` is False if training in FP32 is predicted to be as good; `apply`
-    then leaves the model alone. ``reason`` says so in words, ``alternatives`` are what it was compared with.
-    ``iteration_ns`` is predicted. ``measured`` says per device type how its costs were measured, and what of them was
-    not. ``problem``, ``solution`` and ``model`` are on rank 0 only, None elsewhere.
+    ``device_type`` is this worker's. ``worthwhile`` is False if training in FP32 is as good; `apply` then leaves the
+    model alone. ``reason`` says so in words, ``alternatives`` are what it was compared with. ``iteration_ns`` is
+    predicted from the costs of operators; ``expected_ns`` from times of the whole model, None if they were not taken.
+    ``taken`` names the way of every device type where such times decided, ``autocast`` has the format of those that
+    run under ``torch.autocast``, and ``shares`` the share of the global batch for one worker of each type.
+    ``measured`` says per device type how its costs were measured, and what of them was not. ``problem``, ``solution``
+    and ``model`` are on rank 0 only, None elsewhere.
     """
 
     plan: Plan
@@ -129,17 +135,23 @@ class JobPlan:
     reason: str
     alternatives: tuple[Alternative, ...]
     digest: str
+    expected_ns: int | None = None
+    taken: Mapping[str, str] = field(default_factory=dict)
+    autocast: Mapping[str, str] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, str] = field(default_factory=dict)
     problem: Problem | None = None
     solution: Solution | None = None
     model: JobModel | None = None
+    host_shares: Mapping[str, float] = field(default_factory=dict)
+    """Per device type with a card, the share of a pass under the plan in which the host still launches."""
 
     def __post_init__(self) -> None:
         if self.device_type not in self.plan.devices:
             raise ProblemError(
                 f"the plan has no device type {self.device_type!r}: it has {', '.join(self.plan.devices)}"
             )
-        for name in ("memory_bytes", "measured"):
+        for name in ("memory_bytes", "taken", "autocast", "shares", "measured"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @property
@@ -149,7 +161,7 @@ class JobPlan:
 
     def describe(self) -> str:
         """A few lines for people: what was decided and what it was compared with."""
-        rows = [self.reason]
+        rows = [self.reason, *host_bound_words(self.host_shares)]
         for other in self.alternatives:
             fits = "" if other.fits else ", does not fit into memory"
             rows.append(
@@ -157,6 +169,10 @@ class JobPlan:
             )
         rows.append(f"  plan: {self.iteration_ns / 1e6:.2f} ms, sensitivity {self.sensitivity:.4g}")
         rows += [f"  costs on {name}: {text}" for name, text in self.measured.items()]
+        for name, way in self.taken.items():
+            rows.append(f"  {name}: {way}")
+        if self.expected_ns is not None:
+            rows.append(f"  a step is expected to take {self.expected_ns / 1e6:.2f} ms")
         return "\n".join(rows)
 
 
@@ -165,6 +181,24 @@ def how_measured(profile: DeviceProfile) -> str:
     how = str(profile.options.get(MEASURED_OPTION, "operator by operator"))
     estimate = estimated_by(profile)
     return how if estimate is None else f"{how}; {estimate}"
+
+
+HOST_BOUND = 0.9
+"""Share of a pass that the host launches in, from which on a device waits for it."""
+
+
+def host_bound_words(shares: Mapping[str, float]) -> list[str]:
+    """A line for each device type that waits for its host, with what takes that away.
+
+    Args:
+        shares: Per device type, as `JobPlan` has them.
+    """
+    return [
+        f"  {name} waits for its host, which launches operators for {share:.0%} of a pass: capture the passes after "
+        "apply (qsync_opt.graphed(model, batch)), or compile the model"
+        for name, share in shares.items()
+        if share >= HOST_BOUND
+    ]
 
 
 def verdict(

@@ -1,39 +1,58 @@
 """What one call of one operator leaves behind: scalars on the device, and small vectors until its gradient arrives.
 
-Nothing of the size of an activation is kept beyond what autograd keeps anyway. All scalars of a call travel to the
-host together, when the call's gradients are complete.
+Nothing of the size of an activation is kept beyond what autograd keeps anyway. All scalars of a batch travel to the
+host together. What is looked at element by element is a sample, but for moments and reductions, which take all.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qsync_opt.errors import ModelError
-from qsync_opt.rounding import GRADIENT_KINDS, Granularity, Rounding, closed_form_variance, noise_kinds
+from qsync_opt.rounding import GRADIENT_KINDS, Granularity, Rounding
 from qsync_opt.runtimes.torch.attention_error import AttentionCall, attention_errors
+from qsync_opt.runtimes.torch.operator_summary import (
+    CAST_KINDS,
+    OUTPUT_GRADIENT_KINDS,
+    SCALED_KINDS,
+    alignments,
+    checked,
+    measured_errors,
+    tensor_statistics,
+)
 from qsync_opt.runtimes.torch.product_calls import Product
 from qsync_opt.runtimes.torch.product_forms import ProductForm
-from qsync_opt.runtimes.torch.rounding_error import ElementErrors, cast_errors, kind_errors
+from qsync_opt.runtimes.torch.rounding_error import ElementErrors, stacked_errors
 from qsync_opt.statistics import (
     GRADIENTS,
-    SHAPES,
-    MeasuredErrors,
     OperatorKind,
     OperatorStatistics,
     ProductSizes,
-    RoundingFactor,
-    TensorStatistics,
 )
 
-_INTEGER_GRADIENT = GRADIENT_KINDS["INT8"]
+_INTEGER_KINDS = tuple(kind for kind in SCALED_KINDS if kind.startswith("INT8/"))
+_RESULT_KINDS = (*CAST_KINDS, *OUTPUT_GRADIENT_KINDS)
+SAMPLE = 1 << 15
+"""Elements at most of a tensor that is no operand, whose rounding is looked at one by one."""
+_WAITING = 1 << 22
+_TABLE_DIMS = {Granularity.CHANNEL: (0,), Granularity.ROW: (1,)}
+_CHUNK = 1 << 19
+"""Elements of a large tensor that are looked at together where all of them are."""
 
 
 def _total(x: Tensor) -> Tensor:
     return x.sum(dtype=torch.float64)
+
+
+def _square_sum(x: Tensor) -> Tensor:
+    if x.numel() <= _CHUNK:
+        return _total(x.square())
+    return torch.stack([_total(part.square()) for part in torch.split(x.reshape(-1), _CHUNK)]).sum()
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -45,19 +64,34 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _strided(x: Tensor, limit: int) -> Tensor:
-    """About ``limit`` evenly spaced elements."""
+    """About ``limit`` evenly spaced elements, at no distance that some dimension repeats at."""
     flat = x.reshape(-1)
-    return flat[:: max(1, flat.numel() // limit)]
+    step = max(1, flat.numel() // limit)
+    while math.gcd(step, flat.numel()) > 1 and step > 1:
+        step += 1
+    return flat[::step]
 
 
 def _slices(form: ProductForm, operand: str) -> dict[Granularity, tuple[int, ...]]:
     return {granularity: form.slice_dims(operand, granularity) for granularity in Granularity}
 
 
-def _shape_of_kind(kind: str) -> str | None:
-    """The alignment shape that a noise kind of an operand stands for."""
-    name, _, granularity = kind.partition("/")
-    return granularity if name == "INT8" else None
+def _reduced(form: ProductForm, g: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Reductions by row and by column of a function of the elements of a gradient, large ones a few rows at a time."""
+    if g.numel() <= _CHUNK or g.dim() != 3:
+        values = function(g)
+        return form.result_by_row(values), form.result_by_column(values)
+    rows, columns = [], []
+    for part in torch.split(g, max(1, _CHUNK * g.shape[1] // g.numel()), 1):  # (P, N, M)
+        values = function(part)
+        rows.append(form.result_by_row(values))
+        columns.append(form.result_by_column(values))
+    return torch.cat(rows, 1), torch.stack(columns).sum(0)
+
+
+def _ratio(whole: Tensor, part: Tensor) -> Tensor:
+    """By what a sum over a sample is to be multiplied; 1 where the sample holds nothing."""
+    return torch.where(part > 0, whole / part.clamp(min=torch.finfo(part.dtype).tiny), 1.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,13 +107,17 @@ class OperatorRecord:
     needs_gradient: dict[str, int] = field(default_factory=dict)
     """Elements of each operand that a gradient is due for, by the gradient's name."""
     elements: dict[str, int] = field(default_factory=dict)
-    scalars: dict[str, Tensor] = field(default_factory=dict)
+    found: list[tuple[tuple[str, ...], Tensor]] = field(default_factory=list)
+    """Names and values, on the device until ``finish_batch``."""
+    waiting: list[tuple[str, Tensor]] = field(default_factory=list)
+    """Some elements of tensors that are no operands, until ``cast_waiting``."""
     # Of a product, from its forward to its backward pass: per shape the reductions that wait for the gradient.
     form: ProductForm | None = None
     factor: float = 1.0
-    by_row: dict[str, tuple[Tensor, slice]] = field(default_factory=dict)
+    by_row: dict[str, Tensor] = field(default_factory=dict)
     by_column: dict[str, Tensor] = field(default_factory=dict)
-    fraction: float = 1.0
+    row_sizes: Tensor | None = None
+    """Squared largest magnitude of every row of ``first``, shaped like a row's reduction; None without sampling."""
     sampled: slice = field(default_factory=lambda: slice(None))
     attention: AttentionCall | None = None
     # Of a lookup: which rows of the result count in the gradient of the table (all but those of padding).
@@ -87,73 +125,109 @@ class OperatorRecord:
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
-    def moments(self, tensor: str, x: Tensor) -> None:
-        """Largest magnitude and squared norm."""
+    def put(self, name: str, value: Tensor) -> None:
+        """Keep one number."""
+        self.found.append(((name,), value.reshape(1)))
+
+    def moments(self, tensor: str, x: Tensor, squares: Tensor | None = None) -> None:
+        """Largest magnitude and squared norm; ``squares`` are those of the elements, if known already."""
         self.elements[tensor] = x.numel()
-        self.scalars[f"{tensor}.amax"] = torch.maximum(x.amax(), -x.amin()).to(torch.float64)
-        self.scalars[f"{tensor}.square_sum"] = _total(x.square())
+        least, greatest = torch.aminmax(x)
+        self.put(f"{tensor}.least", least)
+        self.put(f"{tensor}.greatest", greatest)
+        self.put(f"{tensor}.square_sum", _square_sum(x) if squares is None else _total(squares))
 
     def plain(self, tensor: str, x: Tensor) -> None:
-        """Moments and cast errors of a tensor that is no operand."""
+        """Moments of a tensor that is no operand, and some elements, whose cast errors are found with all others."""
         self.moments(tensor, x)
-        part = _strided(x, self.sample)
-        for kind in noise_kinds(scaled=False):
-            self._errors(tensor, kind, cast_errors(part, kind), part)
+        self.waiting.append((tensor, _strided(x, min(self.sample, SAMPLE)).clone()))
 
-    def _errors(self, tensor: str, kind: str, errors: ElementErrors, part: Tensor) -> None:
-        """Mean errors of a tensor from those of a part of it.
+    def keep(self, tensor: str, kinds: tuple[str, ...], errors: ElementErrors, part: Tensor) -> None:
+        """Mean errors of a part of a tensor, and what they are scaled by to stand for the whole.
 
         Floating formats err in proportion to the square, so that a few large elements may hold most of the error: the
         part's error is scaled from its mean square to that of the tensor.
         """
-        share: Tensor | float = 1.0
-        if part.numel() < self.elements[tensor] and _shape_of_kind(kind) is None:
-            own = _mean(part.square())
-            whole = self.scalars[f"{tensor}.square_sum"] / self.elements[tensor]
-            share = torch.where(own > 0, whole / own.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
-        self.scalars[f"{tensor}.{kind}.stochastic"] = _mean(errors.stochastic) * share
-        self.scalars[f"{tensor}.{kind}.nearest"] = _mean(errors.nearest) * share
+        for rounding, values in zip(Rounding, errors, strict=True):
+            names = tuple(f"{tensor}.{kind}.{rounding}" for kind in kinds)
+            self.found.append((names, values.flatten(1).mean(1, dtype=torch.float64)))
+        if part.numel() < self.elements[tensor]:
+            self.put(f"{tensor}.sample.square", _mean(part.square()))
 
-    def _amaxes(self, tensor: str, x: Tensor, dims: dict[Granularity, tuple[int, ...]]) -> dict[Granularity, Tensor]:
-        amaxes = {}
-        for granularity in Granularity:
-            amax = x.abs().amax(dims[granularity], keepdim=True)
-            self.scalars[f"{tensor}.amax.{granularity}"] = _mean(amax.square())
-            amaxes[granularity] = amax
+    def _amaxes(self, tensor: str, x: Tensor, dims: Mapping[Granularity, tuple[int, ...]]) -> dict[Granularity, Tensor]:
+        magnitudes = x.abs()
+        amaxes = {g: magnitudes.amax(dims[g], keepdim=True) for g in (Granularity.CHANNEL, Granularity.ROW)}
+        rows = amaxes[Granularity.ROW]
+        amaxes[Granularity.TENSOR] = rows.amax(tuple(range(rows.dim())), keepdim=True)
+        for granularity, amax in amaxes.items():
+            self.put(f"{tensor}.amax.{granularity}", _mean(amax.square()))
         return amaxes
 
     def product(self, product: Product) -> None:
         """Everything about the operands of a bilinear operator that its forward pass can tell."""
         form, self.factor = product
         self.form, self.products = form, (form.sizes,)
-        x2, w2 = form.first.square(), form.second.square()
-        contracted_x2, contracted_w2 = form.first_by_contraction(x2), form.second_by_contraction(w2)
-        self.scalars["xw/floating"] = _dot(contracted_x2, contracted_w2)
+        squares = form.first.square()
+        contracted_x2 = form.first_by_contraction(squares)
+        self.by_row["floating"] = form.first_by_row(squares)
+        self.moments("first", form.first, squares)
+        squares = form.second.square()
+        contracted_w2 = form.second_by_contraction(squares)
+        self.by_column["floating"] = form.second_by_column(squares)
+        self.moments("second", form.second, squares)
+        del squares
+        self.put("xw/floating", _dot(contracted_x2, contracted_w2))
+        self._first(form, contracted_w2)
+        self._second(form, contracted_x2)
+
+    def _first(self, form: ProductForm, contracted_w2: Tensor) -> None:
+        """Errors of the first operand, from some of its rows."""
         part, rows = form.sample(self.sample)
-        self.fraction, self.sampled = part.numel() / form.first.numel(), rows
-        self.by_row["floating"] = (form.first_by_row(x2), slice(None))
-        self.by_column["floating"] = form.second_by_column(w2)
-
-        self.moments("first", form.first)
+        self.sampled = rows
         amaxes = self._amaxes("first", form.first, _slices(form, "first"))
-        amaxes[Granularity.ROW] = form.sampled_rows(amaxes[Granularity.ROW], rows)
-        for kind in noise_kinds(scaled=True):
-            errors = kind_errors(part, kind, amaxes)
-            self._errors("first", kind, errors, part)
-            shape = _shape_of_kind(kind)
-            if shape:
-                self.scalars[f"xw/first/{shape}"] = _dot(form.first_by_contraction(errors.stochastic), contracted_w2)
-                self.by_row[shape] = (form.first_by_row(errors.stochastic), rows)
+        row_amax = amaxes[Granularity.ROW]
+        amaxes[Granularity.ROW] = form.sampled_rows(row_amax, rows)
+        errors = stacked_errors(part, SCALED_KINDS, amaxes)
+        self.keep("first", SCALED_KINDS, errors, part)
+        by_size: Tensor | float = 1.0
+        fraction = part.numel() / form.first.numel()
+        if fraction < 1.0:
+            # With a scale per row, rows err by their own largest magnitude, which is known of all of them.
+            self.row_sizes = row_amax.square()
+            self.put("first.sample.row", _mean(amaxes[Granularity.ROW].square()))
+            by_size = _ratio(_mean(self.row_sizes), _mean(amaxes[Granularity.ROW].square()))
+        for kind in _INTEGER_KINDS:
+            shape = kind.partition("/")[2]
+            noise = errors.stochastic[SCALED_KINDS.index(kind)]
+            share = by_size if shape == Granularity.ROW else 1.0
+            self.put(f"xw/first/{shape}", _dot(form.first_by_contraction(noise), contracted_w2) / fraction * share)
+            self.by_row[shape] = form.first_by_row(noise)
 
-        self.moments("second", form.second)
+    def _second(self, form: ProductForm, contracted_x2: Tensor) -> None:
+        """Errors of the second operand, from some of its rows if it is a large weight."""
+        part, rows = form.sample_second(self.sample)
         amaxes = self._amaxes("second", form.second, _slices(form, "second"))
-        for kind in noise_kinds(scaled=True):
-            errors = kind_errors(form.second, kind, amaxes)
-            self._errors("second", kind, errors, form.second)
-            shape = _shape_of_kind(kind)
-            if shape:
-                self.scalars[f"xw/second/{shape}"] = _dot(contracted_x2, form.second_by_contraction(errors.stochastic))
-                self.by_column[shape] = form.second_by_column(errors.stochastic)
+        row_amax = amaxes[Granularity.ROW]
+        if part.numel() < form.second.numel():
+            amaxes[Granularity.ROW] = form.sampled_contraction(row_amax, rows)
+        errors = stacked_errors(part, SCALED_KINDS, amaxes)
+        self.keep("second", SCALED_KINDS, errors, part)
+        for kind in _INTEGER_KINDS:
+            shape = kind.partition("/")[2]
+            noise = errors.stochastic[SCALED_KINDS.index(kind)]
+            output = _dot(form.sampled_contraction(contracted_x2, rows), form.second_by_contraction(noise))
+            column = form.second_by_column(noise)
+            if part.numel() < form.second.numel():
+                sizes = torch.ones_like(contracted_x2)
+                if shape == Granularity.ROW:  # one number per row, whatever else a row's reduction has
+                    sizes = sizes.mul_(row_amax.square().reshape(*sizes.shape[:2], *(1,) * (sizes.dim() - 2)))
+                weighted = contracted_x2 * sizes
+                output = output * _ratio(_total(weighted), _total(form.sampled_contraction(weighted, rows)))
+                column = column * _ratio(_total(sizes), _total(form.sampled_contraction(sizes, rows)))
+                if shape == Granularity.ROW:
+                    self.put("second.sample.row", _mean(amaxes[Granularity.ROW].square()))
+            self.put(f"xw/second/{shape}", output)
+            self.by_column[shape] = column
 
     def lookup(self, table: Tensor, indices: Tensor, padding: int | None) -> None:
         """Everything about a lookup that its forward pass can tell: a product with a one-hot first operand."""
@@ -161,23 +235,29 @@ class OperatorRecord:
         self.products = (size,)
         one = torch.ones((), dtype=torch.float64, device=table.device)
         self.elements["first"] = size.rows * size.contraction
-        self.scalars["first.amax"] = one
-        self.scalars["first.square_sum"] = one * size.rows
+        self.put("first.greatest", one)
+        self.put("first.square_sum", one * size.rows)
         for granularity in Granularity:
-            self.scalars[f"first.amax.{granularity}"] = one
-        for kind in noise_kinds(scaled=True):  # zeros and ones are exact in every format
-            self.scalars[f"first.{kind}.stochastic"] = self.scalars[f"first.{kind}.nearest"] = one * 0
+            self.put(f"first.amax.{granularity}", one)
+        for rounding in Rounding:  # zeros and ones are exact in every format
+            names = tuple(f"first.{kind}.{rounding}" for kind in SCALED_KINDS)
+            self.found.append((names, one.new_zeros(len(names))))
         used = indices.reshape(-1)
-        self.scalars["xw/floating"] = _total(table.square().sum(1)[used])
+        rows = table[used]
+        self.put("xw/floating", _total(rows.square()))
         self.moments("second", table)
-        dims = {Granularity.TENSOR: (0, 1), Granularity.CHANNEL: (0,), Granularity.ROW: (1,)}
-        amaxes = self._amaxes("second", table, dims)
-        for kind in noise_kinds(scaled=True):
-            errors = kind_errors(table, kind, amaxes)
-            self._errors("second", kind, errors, table)
-            shape = _shape_of_kind(kind)
-            if shape:
-                self.scalars[f"xw/second/{shape}"] = _total(errors.stochastic.sum(1)[used])
+        amaxes = self._amaxes("second", table, _TABLE_DIMS)
+        step = max(1, min(table.shape[0] // 8, table.numel() // self.sample))
+        row_amax = amaxes[Granularity.ROW]
+        some = amaxes | {Granularity.ROW: row_amax[::step]}
+        self.keep("second", SCALED_KINDS, stacked_errors(table[::step], SCALED_KINDS, some), table[::step])
+        if step > 1:
+            self.put("second.sample.row", _mean(some[Granularity.ROW].square()))
+        step = max(1, rows.numel() // self.sample)
+        taken = amaxes | {Granularity.ROW: row_amax[used[::step]]}
+        errors = stacked_errors(rows[::step], _INTEGER_KINDS, taken).stochastic
+        totals = errors.flatten(1).sum(1, dtype=torch.float64) * (used.numel() / len(rows[::step]))
+        self.found.append((tuple(f"xw/second/{kind.partition('/')[2]}" for kind in _INTEGER_KINDS), totals))
         self.counted = None if padding is None else (used != padding)
 
     def output(self, z: Tensor) -> None:
@@ -186,51 +266,76 @@ class OperatorRecord:
 
     def output_gradient(self, g: Tensor) -> None:
         """The gradient of the result: completes what waits for it."""
-        self.plain("output_gradient", g)
-        if self._runs_backward_in_8_bits:
-            # It is quantized with one scale there.
-            amax = torch.maximum(g.amax(), -g.amin())
-            self.scalars[f"output_gradient.amax.{Granularity.TENSOR}"] = amax.to(torch.float64).square()
-            part = _strided(g, self.sample)
-            for kind in GRADIENT_KINDS.values():
-                self._errors("output_gradient", kind, kind_errors(part, kind, {Granularity.TENSOR: amax}), part)
+        if self.form is None or not self._runs_backward_in_8_bits:
+            self.plain("output_gradient", g)
+        else:
+            self.moments("output_gradient", g)
         if self.attention is not None:
-            for name, errors in attention_errors(self.attention, g).items():
-                for target, error in zip(("output", *GRADIENTS), errors, strict=True):
-                    self.scalars[f"measured.{name}.{target}"] = error
+            for name, measured in attention_errors(self.attention, g).items():
+                self.found.append((tuple(f"measured.{name}.{target}" for target in ("output", *GRADIENTS)), measured))
             self.attention = None
         if self.kind is OperatorKind.LOOKUP:
             rows = g.square().reshape(-1, g.shape[-1]).sum(1)
-            self.scalars["xg/floating"] = _total(rows if self.counted is None else rows[self.counted])
+            self.put("xg/floating", _total(rows if self.counted is None else rows[self.counted]))
         if self.form is not None:
             self._meet_gradient(self.form, self.form.result(g))
 
     @property
     def _runs_backward_in_8_bits(self) -> bool:
-        """Whether there are 8-bit kernels for its backward pass: of matrix products, not of convolutions."""
-        return self.kind is OperatorKind.PRODUCT and not self.op_type.startswith("conv")
+        """Whether there are 8-bit kernels for its backward pass: of matrix products and convolutions."""
+        return self.kind is OperatorKind.PRODUCT and "transpose" not in self.op_type
 
     def _meet_gradient(self, form: ProductForm, g: Tensor) -> None:
-        g2 = g.square()
-        row_g2, column_g2 = form.result_by_row(g2), form.result_by_column(g2)
-        for shape, (reduced, rows) in self.by_row.items():
-            self.scalars[f"xg/{shape}"] = _dot(reduced, form.sampled_rows(row_g2, rows))
-        for shape, reduced in self.by_column.items():
-            self.scalars[f"gw/{shape}"] = _dot(reduced, column_g2)
-        if self.fraction < 1.0:
-            # A few rows may hold most of the gradient: what it is in the sampled rows and in all, under even noise.
-            rows = self.sampled
-            window = form.first_by_row(torch.ones_like(form.first))
-            self.scalars["g/all"] = _dot(window, row_g2)
-            self.scalars["g/sampled"] = _dot(form.sampled_rows(window, rows), form.sampled_rows(row_g2, rows))
+        row_g2, column_g2 = _reduced(form, g, torch.square)
+        self.put("xg/floating", _dot(self.by_row["floating"], row_g2))
+        self.put("gw/floating", _dot(self.by_column["floating"], column_g2))
+        some_g2 = form.sampled_rows(row_g2, self.sampled)
+        even, by_size = self._outside_sample(form, row_g2, some_g2)
+        for kind in _INTEGER_KINDS:
+            shape = kind.partition("/")[2]
+            share = by_size if shape == Granularity.ROW else even
+            self.put(f"xg/{shape}", _dot(self.by_row[shape], some_g2) * share)
+            self.put(f"gw/{shape}", _dot(self.by_column[shape], column_g2))
         if self._runs_backward_in_8_bits:
-            errors = kind_errors(g, _INTEGER_GRADIENT, {Granularity.TENSOR: g.abs().amax()}).stochastic
-            self.scalars["gradient_error"] = _mean(errors)
-            self.scalars["xg/gradient"] = _dot(self.by_row["floating"][0], form.result_by_row(errors))
-            self.scalars["gw/gradient"] = _dot(self.by_column["floating"], form.result_by_column(errors))
-        self.form = None
+            self._gradient_errors(form, g)
+        self.form = self.row_sizes = None
         self.by_row.clear()
         self.by_column.clear()
+
+    def _outside_sample(
+        self, form: ProductForm, row_g2: Tensor, some_g2: Tensor
+    ) -> tuple[Tensor | float, Tensor | float]:
+        """By what sums over sampled rows are multiplied: with even noise, and with noise by the rows' magnitudes.
+
+        A few rows may hold most of the gradient, and the sample may have caught or missed them.
+        """
+        if self.row_sizes is None:
+            return 1.0, 1.0
+        found = []
+        for noise in (torch.ones_like(form.first), self.row_sizes.expand_as(form.first)):
+            window = form.first_by_row(noise)
+            found.append(_ratio(_dot(window, row_g2), _dot(form.sampled_rows(window, self.sampled), some_g2)))
+        return found[0], found[1]
+
+    def _gradient_errors(self, form: ProductForm, g: Tensor) -> None:
+        """What rounding the gradient of a matrix product does, every element counted: a few may hold most of it.
+
+        In 8 bits it is quantized with one scale.
+        """
+        amaxes = {Granularity.TENSOR: torch.linalg.vector_norm(g, float("inf"))}
+        self.put(f"output_gradient.amax.{Granularity.TENSOR}", amaxes[Granularity.TENSOR].square())
+        totals: list[Tensor] = []
+
+        def integer_errors(part: Tensor) -> Tensor:
+            errors = stacked_errors(part, _RESULT_KINDS, amaxes)
+            totals.append(torch.stack([values.flatten(1).sum(1, dtype=torch.float64) for values in errors]))
+            return errors.stochastic[_RESULT_KINDS.index(GRADIENT_KINDS["INT8"])]
+
+        rows, columns = _reduced(form, g, integer_errors)
+        for rounding, values in zip(Rounding, torch.stack(totals).sum(0) / g.numel(), strict=True):
+            self.found.append((tuple(f"output_gradient.{kind}.{rounding}" for kind in _RESULT_KINDS), values))
+        self.put("xg/gradient", _dot(self.by_row["floating"], rows))
+        self.put("gw/gradient", _dot(self.by_column["floating"], columns))
 
     # -- finishing -----------------------------------------------------------------------------------------------
 
@@ -239,29 +344,11 @@ class OperatorRecord:
         """True if a gradient could have come and none did."""
         return bool(self.needs_gradient) and "output_gradient" not in self.elements
 
-    def values(self, batch: int) -> dict[str, float]:
-        """All scalars on the host.
-
-        Raises:
-            ModelError: One of them is not finite; the text names operator, tensor and batch.
-        """
-        if not self.scalars:
-            return {}
-        host = torch.stack(list(self.scalars.values())).tolist()
-        values = dict(zip(self.scalars, host, strict=True))
-        for key, value in sorted(values.items(), key=lambda item: "/" in item[0]):  # tensors before sums over two
-            if not -float("inf") < value < float("inf"):
-                tensor = key.partition(".")[0].replace("_", " ")
-                raise ModelError(
-                    f"operator {self.name!r}: {tensor} is not finite in batch {batch}; "
-                    "statistics need finite values in full precision; check the batch, the loss and the weights"
-                )
-        return values
-
-    def finish(self, batch: int) -> OperatorStatistics:
+    def finish(self, values: dict[str, float], batch: int) -> OperatorStatistics:
         """Statistics of the call; gradients that never came are zero.
 
         Args:
+            values: What was found, by name.
             batch: Number of the batch, for error texts.
 
         Raises:
@@ -270,8 +357,11 @@ class OperatorRecord:
         for name, size in self.needs_gradient.items():
             self.elements.setdefault(name, size)
         self.elements.setdefault("output_gradient", self.elements["output"])
-        values = self.values(batch)
-        tensors: dict[str, Any] = {name: _tensor_statistics(name, size, values) for name, size in self.elements.items()}
+        values = checked(self.name, values, batch)
+        tensors: dict[str, Any] = {name: tensor_statistics(name, size, values) for name, size in self.elements.items()}
+        aligned: dict[str, float] = {}
+        if self.kind is not OperatorKind.ATTENTION:
+            aligned = alignments(self.products[0], self.factor, tensors, values)
         return OperatorStatistics(
             name=self.name,
             op_type=self.op_type,
@@ -280,78 +370,53 @@ class OperatorRecord:
             products=self.products,
             first_parameter=self.parameters[0],
             second_parameter=self.parameters[1],
-            alignment={} if self.kind is OperatorKind.ATTENTION else self._alignment(tensors, values),
-            measured=_measured(values),
+            alignment=aligned,
+            measured=measured_errors(values),
             **tensors,
         )
 
-    def _alignment(self, tensors: dict[str, TensorStatistics], values: dict[str, float]) -> dict[str, float]:
-        sizes = self.products[0]
-        squares = {name: tensors[name].mean_square for name in ("first", "second", "output_gradient")}
-        square = self.factor**2
 
-        def ratio(key: str, *means: float, fraction: float = 1.0) -> float:
-            scale = sizes.volume * fraction
-            for mean in means:
-                scale *= mean
-            return square * values.get(key, 0.0) / scale if scale else 0.0
-
-        sampled = self.fraction
-        if values.get("g/sampled", 0.0) > 0:
-            sampled = values["g/sampled"] / values["g/all"]
-        found = {}
-        for shape in SHAPES:
-            noise = {
-                name: squares[name] if shape == "floating" else values.get(f"{name}.INT8/{shape}.stochastic", 0.0)
-                for name in ("first", "second")
-            }
-            part = 1.0 if shape == "floating" else self.fraction
-            first, second = (
-                (("xw/floating",) * 2) if shape == "floating" else (f"xw/first/{shape}", f"xw/second/{shape}")
-            )
-            found[f"first>output/{shape}"] = ratio(first, noise["first"], squares["second"], fraction=part)
-            found[f"second>output/{shape}"] = ratio(second, noise["second"], squares["first"])
-            found[f"first>second_gradient/{shape}"] = ratio(
-                f"xg/{shape}",
-                noise["first"],
-                squares["output_gradient"],
-                fraction=1.0 if shape == "floating" else sampled,
-            )
-            found[f"second>first_gradient/{shape}"] = ratio(f"gw/{shape}", noise["second"], squares["output_gradient"])
-        # Both ends of these paths are squares: the same sum, whichever of the two is noisy.
-        found["gradient>second_gradient/floating"] = found["first>second_gradient/floating"]
-        found["gradient>first_gradient/floating"] = found["second>first_gradient/floating"]
-        if "gradient_error" in values:
-            error = values["gradient_error"]
-            found["gradient>second_gradient/tensor"] = ratio("xg/gradient", squares["first"], error)
-            found["gradient>first_gradient/tensor"] = ratio("gw/gradient", squares["second"], error)
-        return found
+def cast_waiting(records: Iterable[OperatorRecord]) -> None:
+    """Find the cast errors of all elements that wait, many tensors at once."""
+    alike: dict[tuple[torch.device, int], list[tuple[OperatorRecord, str, Tensor]]] = {}
+    for record in records:
+        for tensor, part in record.waiting:
+            alike.setdefault((part.device, part.numel()), []).append((record, tensor, part))
+        record.waiting.clear()
+    for (_, size), every in alike.items():
+        count = max(1, _WAITING // size)
+        for start in range(0, len(every), count):
+            some = every[start : start + count]
+            parts = torch.stack([part for _, _, part in some])
+            errors = stacked_errors(parts, CAST_KINDS, {})
+            means = [values.mean(2, dtype=torch.float64) for values in errors]
+            squares = parts.square().mean(1, dtype=torch.float64)
+            for i, (record, tensor, _) in enumerate(some):
+                for rounding, values in zip(Rounding, means, strict=True):
+                    record.found.append((tuple(f"{tensor}.{kind}.{rounding}" for kind in CAST_KINDS), values[:, i]))
+                if size < record.elements[tensor]:
+                    record.put(f"{tensor}.sample.square", squares[i])
 
 
-def _tensor_statistics(name: str, elements: int, values: dict[str, float]) -> TensorStatistics:
-    square_sum = values.get(f"{name}.square_sum", 0.0)
-    amaxes = {str(g): values[f"{name}.amax.{g}"] for g in Granularity if f"{name}.amax.{g}" in values}
-    factors = {}
-    for kind in dict.fromkeys((*noise_kinds(scaled=bool(amaxes)), *GRADIENT_KINDS.values())):
-        if f"{name}.{kind}.nearest" not in values:
-            continue
-        ratios = {}
-        for rounding in Rounding:
-            closed = closed_form_variance(kind, rounding, mean_square=square_sum / elements, mean_square_amax=amaxes)
-            ratios[str(rounding)] = values[f"{name}.{kind}.{rounding}"] / closed if closed else 0.0
-        factors[kind] = RoundingFactor(**ratios)
-    return TensorStatistics(
-        elements=elements,
-        amax=values.get(f"{name}.amax", 0.0),
-        square_sum=square_sum,
-        mean_square_amax=amaxes,
-        rounding=factors,
-    )
+def finish_batch(records: Sequence[OperatorRecord], batch: int) -> list[OperatorStatistics]:
+    """Statistics of every call; one transfer to the host per device and type.
 
+    Args:
+        records: Complete.
+        batch: Number of the batch, for error texts.
 
-def _measured(values: dict[str, float]) -> dict[str, MeasuredErrors]:
-    formats = dict.fromkeys(key.split(".")[1] for key in values if key.startswith("measured."))
-    return {
-        name: MeasuredErrors(**{target: values[f"measured.{name}.{target}"] for target in ("output", *GRADIENTS)})
-        for name in formats
-    }
+    Raises:
+        ModelError: A value is not finite.
+    """
+    cast_waiting(records)
+    together: dict[tuple[torch.device, torch.dtype], list[tuple[int, tuple[str, ...], Tensor]]] = {}
+    for i, record in enumerate(records):
+        for names, values in record.found:
+            together.setdefault((values.device, values.dtype), []).append((i, names, values))
+        record.found.clear()
+    found: list[dict[str, float]] = [{} for _ in records]
+    for every in together.values():
+        host = iter(torch.cat([values for _, _, values in every]).tolist())
+        for i, names, _ in every:
+            found[i].update(zip(names, host, strict=False))
+    return [record.finish(values, batch) for record, values in zip(records, found, strict=True)]

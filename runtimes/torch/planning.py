@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,12 @@ from torch.utils._pytree import tree_leaves
 import qsync_opt
 from qsync_opt.errors import ProblemError, SolverError
 from qsync_opt.estimates import FP32_SHARE_OPTION
-from qsync_opt.plan import plan_from_json
+from qsync_opt.plan import Plan, plan_from_json
 from qsync_opt.planner import solve
 from qsync_opt.runtimes.torch.agreement import broadcast_json, digest, gather_json, require_agreement, together, world
 from qsync_opt.runtimes.torch.capture import capture_model
+from qsync_opt.runtimes.torch.host_bound import with_host_shares
+from qsync_opt.runtimes.torch.job_choice import decide
 from qsync_opt.runtimes.torch.job_file import load_job, save_job, with_workers
 from qsync_opt.runtimes.torch.job_measuring import (
     DeviceTypes,
@@ -37,14 +39,8 @@ from qsync_opt.runtimes.torch.job_measuring import (
     require_one_model,
 )
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
-from qsync_opt.runtimes.torch.job_plan import (
-    Alternative,
-    JobModel,
-    JobPlan,
-    alternatives,
-    how_measured,
-    verdict,
-)
+from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, JobPlan, alternatives, how_measured
+from qsync_opt.runtimes.torch.job_timing import measure_ways
 from qsync_opt.runtimes.torch.measure import Loss
 from qsync_opt.runtimes.torch.trial import Trial, try_plan
 from qsync_opt.runtimes.torch.wrappers import bare_model
@@ -119,7 +115,7 @@ def auto_plan(
         sensitivities=tables,
         cluster=job_cluster(types, profiles, network),
     )
-    plan = _planned(job, made, types)
+    plan = with_host_shares(job, _planned(job, made, types), made.graph, types)
     _keep(job, plan, types)
     return plan
 
@@ -175,18 +171,19 @@ def _from_file(job: Job) -> JobPlan | None:
         _LOGGER.warning("%s", reason)
     if not broadcast_json(made is not None):
         return None
-    return shared_plan(made, types.mine, job.options)
+    found = shared_plan(made, types.mine, job.options)
+    if broadcast_json(made is not None and bool(made.ways)):
+        return found
+    return _compared(job, made, types, found)
 
 
 def _planned(job: Job, made: JobModel, types: DeviceTypes) -> JobPlan:
     """Solve, try, and solve again with less memory wherever the trial ran out of it."""
     for attempt in range(_TRIALS):
         found = shared_plan(made, types.mine, job.options)
-        if not (job.options.trial and found.worthwhile):
-            return found
-        short = _short_of_memory(job, made, types, found)
+        short = _short_of_memory(job, made, types, found) if job.options.trial and found.worthwhile else []
         if not short:
-            return found
+            return _compared(job, made, types, found)
         limits = {name: int(_TIGHTENED * made.cluster.device(name).memory_limit_bytes) for name in short}
         _LOGGER.warning(
             "trial %d: the plan needs more memory than predicted on %s; planning with %s",
@@ -199,6 +196,14 @@ def _planned(job: Job, made: JobModel, types: DeviceTypes) -> JobPlan:
         f"after {_TRIALS} plans, each with less memory than the one before, the device type "
         f"{', '.join(sorted(short))} still runs out of it: use a smaller batch there"
     )
+
+
+def _compared(job: Job, made: JobModel | None, types: DeviceTypes, found: JobPlan) -> JobPlan:
+    """The plan again, when whole passes were timed in all ways that the job could compute in."""
+    several = made is not None and any(set(device.precisions) - {"FP32"} for device in made.cluster.devices)
+    if not broadcast_json(job.options.compare and several):
+        return found
+    return shared_plan(measure_ways(job, made, found, types), types.mine, job.options)
 
 
 def _short_of_memory(job: Job, made: JobModel, types: DeviceTypes, found: JobPlan) -> list[str]:
@@ -249,22 +254,28 @@ def shared_plan(made: JobModel | None, device_type: str, options: PlanningOption
         alternatives=tuple(Alternative.from_json(entry) for entry in told["alternatives"]),
         **{name: told[name] for name in _SHARED},
     )
-    if digest(received.plan.to_json()) != received.digest:
+    if _digest(received.plan, received.autocast) != received.digest:
         raise SolverError("the plan that arrived is not the one that was sent: its digest differs")
     require_agreement("the plan", received.digest, "report this: it is a fault of this package")
     return received if local is None else local
 
 
-_SHARED = ("iteration_ns", "memory_bytes", "sensitivity", "bound", "worthwhile", "reason", "digest", "measured")
+_SHARED = (
+    "iteration_ns", "memory_bytes", "sensitivity", "bound", "worthwhile", "reason", "digest", "expected_ns", "taken",
+    "autocast", "shares", "measured",
+)  # fmt: skip
+
+
+def _digest(plan: Plan, autocast: Mapping[str, str]) -> str:
+    """Of what the workers are to do."""
+    return digest([plan.to_json(), dict(autocast)] if autocast else plan.to_json())
 
 
 def _shared(plan: JobPlan) -> dict[str, Any]:
     return {
         "plan": plan.plan.to_json(),
         "alternatives": [dataclasses.asdict(other) for other in plan.alternatives],
-        **{name: getattr(plan, name) for name in _SHARED if name not in ("memory_bytes", "measured")},
-        "memory_bytes": dict(plan.memory_bytes),
-        "measured": dict(plan.measured),
+        **{name: dict(x) if isinstance(x := getattr(plan, name), Mapping) else x for name in _SHARED},
     }
 
 
@@ -274,7 +285,7 @@ def plan_job(made: JobModel, device_type: str, options: PlanningOptions | None =
     Args:
         made: What was measured, with the limits as they are now.
         device_type: This worker's.
-        options: Method, slack and least gain; the rest is not used.
+        options: Method, slack, least gain and local batches; the rest is not used.
 
     Raises:
         ProblemError: No plan keeps the memory limits; the text names those that clash.
@@ -288,22 +299,15 @@ def plan_job(made: JobModel, device_type: str, options: PlanningOptions | None =
     # The slowest worker sets the pace: of several shares the largest is safe.
     shares = [float(profile.options.get(FP32_SHARE_OPTION, 1.0)) for profile in made.profiles.values()]
     others = alternatives(problem, fp32_share=max(shares))
-    worthwhile, reason = verdict(
-        solution.evaluation.iteration_ns, solution.evaluation.objective, others, options.least_gain
-    )
+    decision = decide(made, problem, solution.plan, solution.evaluation, others, options)
     return JobPlan(
-        plan=solution.plan,
         device_type=device_type,
-        iteration_ns=solution.evaluation.iteration_ns,
-        memory_bytes=solution.evaluation.memory_bytes,
-        sensitivity=solution.evaluation.objective,
         bound=solution.bound,
-        worthwhile=worthwhile,
-        reason=reason,
         alternatives=others,
-        digest=digest(solution.plan.to_json()),
+        digest=_digest(decision.plan, decision.autocast),
         measured={name: how_measured(profile) for name, profile in made.profiles.items()},
         problem=problem,
         solution=solution,
         model=made,
+        **decision.fields(),
     )

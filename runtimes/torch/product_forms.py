@@ -74,6 +74,12 @@ class ProductForm(Protocol):
     def sampled_rows(self, vector: Tensor, rows: slice) -> Tensor:
         """The entries of ``result_by_row`` that belong to sampled rows."""
 
+    def sample_second(self, limit: int) -> tuple[Tensor, slice]:
+        """Evenly spaced rows (contraction indices) of the second operand with about ``limit`` elements, and which."""
+
+    def sampled_contraction(self, vector: Tensor, rows: slice) -> Tensor:
+        """The entries of ``first_by_contraction`` that belong to sampled rows of the second operand."""
+
     def slice_dims(self, operand: str, granularity: Granularity) -> tuple[int, ...]:
         """Dimensions of ``first`` or ``second`` that share one scale."""
 
@@ -122,6 +128,18 @@ class MatrixForm:
         return self.first[:, rows], rows
 
     def sampled_rows(self, vector: Tensor, rows: slice) -> Tensor:
+        """Entries (P, rows)."""
+        return vector[:, rows]
+
+    def sample_second(self, limit: int) -> tuple[Tensor, slice]:
+        """Every s-th row of a weight; of a batch of products all."""
+        step = 1
+        if self.second.shape[0] == 1:
+            step = max(1, min(self.second.shape[1] // 8, self.second.numel() // max(limit, 1)))
+        rows = slice(None, None, step)
+        return self.second[:, rows], rows
+
+    def sampled_contraction(self, vector: Tensor, rows: slice) -> Tensor:
         """Entries (P, rows)."""
         return vector[:, rows]
 
@@ -217,6 +235,18 @@ class ConvolutionForm:
     def sampled_rows(self, vector: Tensor, rows: slice) -> Tensor:
         """Entries of the sampled images."""
         return vector[rows]
+
+    def sample_second(self, limit: int) -> tuple[Tensor, slice]:
+        """Every s-th input channel; all of them with groups, or transposed."""
+        step = 1
+        if self._groups == 1 and not self._transposed:
+            step = max(1, min(self.second.shape[1] // 8, self.second.numel() // max(limit, 1)))
+        rows = slice(None, None, step)
+        return self.second[:, rows], rows
+
+    def sampled_contraction(self, vector: Tensor, rows: slice) -> Tensor:
+        """Entries of the sampled input channels."""
+        return vector[:, rows]
 
     def slice_dims(self, operand: str, granularity: Granularity) -> tuple[int, ...]:
         """Rows of ``first`` are samples; channels of ``second`` are output channels, its rows input channels."""

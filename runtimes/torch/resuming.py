@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,7 @@ from qsync_opt.jsonio import Fields
 from qsync_opt.plan import Plan
 from qsync_opt.replanning import Change
 from qsync_opt.runtimes.torch.agreement import digest
-from qsync_opt.runtimes.torch.apply import AppliedPlan, ApplyOptions, applied_plan, apply, undo
+from qsync_opt.runtimes.torch.apply import AUTOCAST_TYPES, AppliedPlan, ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.job_plan import JobPlan
 
 _LOGGER = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class RankState:
 
     ``device_type`` is None on a rank without a plan. ``precisions`` are of its adjustable operators, None if no plan
     is applied. ``seed`` and ``offset`` are those of the kernels, ``step`` is their counter on the device if they have
-    one.
+    one. ``autocast`` is as in `ApplyOptions`.
     """
 
     device_type: str | None
@@ -37,6 +37,7 @@ class RankState:
     seed: int
     offset: int
     step: int | None
+    autocast: str | None = None
 
     @classmethod
     def of(cls, model: nn.Module, rank: int, plan: JobPlan | None) -> RankState:
@@ -52,6 +53,7 @@ class RankState:
             seed=kernels.seed,
             offset=kernels.offset,
             step=None if kernels.step is None else int(kernels.step),
+            autocast=applied.options.autocast,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -62,6 +64,7 @@ class RankState:
             "seed": self.seed,
             "offset": self.offset,
             "step": self.step,
+            **({} if self.autocast is None else {"autocast": self.autocast}),
         }
 
     @classmethod
@@ -82,8 +85,13 @@ class RankState:
             data.fail(f"step is {step!r}, but it must be an integer or null")
         smallest = -(2**63)
         seed, offset = data.integer("seed", minimum=smallest), data.integer("offset", minimum=smallest)
+        autocast = data.take_or("autocast", None)
+        if autocast not in (None, *AUTOCAST_TYPES):
+            data.fail(f"autocast is {autocast!r}, but allowed are {', '.join(AUTOCAST_TYPES)} and null")
         data.finish()
-        return cls(device_type=device_type, precisions=precisions, seed=seed, offset=offset, step=step)
+        return cls(
+            device_type=device_type, precisions=precisions, seed=seed, offset=offset, step=step, autocast=autocast
+        )
 
 
 def plan_of_ranks(ranks: Sequence[RankState]) -> Plan | None:
@@ -94,7 +102,8 @@ def plan_of_ranks(ranks: Sequence[RankState]) -> Plan | None:
 
 def digest_of_ranks(ranks: Sequence[RankState]) -> str:
     """Fingerprint of what all ranks run under."""
-    return digest([[rank.device_type, rank.to_json()["precisions"]] for rank in ranks])
+    told = [rank.to_json() for rank in ranks]
+    return digest([[data["device_type"], data["precisions"], *filter(None, [data.get("autocast")])] for data in told])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,9 +233,10 @@ def carry_out(model: nn.Module, rank: int, saved: Sequence[RankState], resumed: 
 
 def _adopted(model: nn.Module, applied: AppliedPlan | None, own: RankState) -> AppliedPlan | None:
     """The checkpoint's plan on the model, in place of another one or none."""
-    if (None if applied is None else applied.precisions) == own.precisions:
+    carried_out = (None, None) if applied is None else (applied.precisions, applied.options.autocast)
+    if carried_out == (own.precisions, own.autocast):
         return applied
-    options = ApplyOptions() if applied is None else applied.options
+    options = replace(ApplyOptions() if applied is None else applied.options, autocast=own.autocast)
     graph = None if applied is None else applied.graph
     if applied is not None:
         undo(model)

@@ -6,6 +6,8 @@ under stochastic rounding and by ``min(f, 1 - f)**2 * s**2`` under rounding to n
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,8 @@ from qsync_opt.rounding import (
 
 # A slice whose largest magnitude is below this many times the largest code uses the smallest normal FP32 scale.
 _SMALLEST_NORMAL = 2.0**-126
+_SMALLEST_UNIT = _SMALLEST_NORMAL * 512
+_LARGEST_EXPONENT = 127
 
 
 class ElementErrors(NamedTuple):
@@ -33,60 +37,85 @@ class ElementErrors(NamedTuple):
     nearest: Tensor
 
 
-def _errors(steps: Tensor, step: Tensor) -> ElementErrors:
-    """Errors of numbers given in units of the grid step, and that step."""
-    fraction = steps - steps.floor()
-    square = step.square()
-    return ElementErrors(
-        stochastic=fraction * (1 - fraction) * square,
-        nearest=torch.minimum(fraction, 1 - fraction).square() * square,
-    )
+class _Grid(NamedTuple):
+    """A format's grid: mantissa bits, and the least and greatest exponent whose step is still another."""
+
+    mantissa_bits: int
+    least: int
+    greatest: int
 
 
-def cast_errors(x: Tensor, format_name: str) -> ElementErrors:
-    """Errors of casting FP32 elements to a floating format, subnormal range included.
-
-    Args:
-        x: FP32, any shape, finite.
-        format_name: ``BF16``, ``FP16``, ``TF32``, or ``FP8`` and ``E5M2`` (elements then in units of the scale).
-
-    Source:
-        Ours.
-    """
+def _grid(format_name: str) -> _Grid:
     if format_name == WIDE_FP8:
-        return _floating_errors(x, WIDE_FP8_MANTISSA_BITS, WIDE_FP8_SMALLEST_EXPONENT)
-    return _floating_errors(x, number_format(format_name).mantissa_bits, smallest_exponent(format_name))
+        return _Grid(WIDE_FP8_MANTISSA_BITS, WIDE_FP8_SMALLEST_EXPONENT, _LARGEST_EXPONENT)
+    if number_format(format_name).is_integer:
+        return _Grid(0, 0, 0)
+    return _Grid(number_format(format_name).mantissa_bits, smallest_exponent(format_name), _LARGEST_EXPONENT)
 
 
-def _floating_errors(x: Tensor, mantissa_bits: int, least_exponent: int) -> ElementErrors:
-    _, exponent = torch.frexp(x)  # |x| in [2**(exponent - 1), 2**exponent)
-    step_exponent = (exponent - 1).clamp_(min=least_exponent) - mantissa_bits
-    step = torch.ldexp(torch.ones_like(x), step_exponent)
-    return _errors(x / step, step)
+class _Stack(NamedTuple):
+    """A stack of kinds, as tensors that broadcast against a stack of tensors.
+
+    ``slices`` says by which granularity each kind is scaled (0: by none, else one more than its place in
+    ``Granularity``), ``largest`` onto which number the largest magnitude goes; the others are as in ``_Grid``.
+    """
+
+    slices: Tensor
+    largest: Tensor
+    mantissa_bits: Tensor
+    least: Tensor
+    greatest: Tensor
 
 
-def scaled_errors(x: Tensor, format_name: str, amax: Tensor) -> ElementErrors:
-    """Errors of quantizing to a format with scales.
+@functools.lru_cache(maxsize=64)
+def _stack(kinds: tuple[str, ...], dims: int, device: torch.device) -> _Stack:
+    slices, largest, grids = [], [], []
+    for kind in kinds:
+        name, _, granularity = kind.partition("/")
+        slices.append(list(Granularity).index(Granularity(granularity)) + 1 if granularity else 0)
+        scaled_to = WIDE_FP8_LARGEST if name == WIDE_FP8 else LARGEST[name] if granularity else 1.0
+        largest.append(scaled_to)
+        grids.append(_grid(name))
+    shape = (-1, *(1,) * dims)
+    columns = [torch.tensor(column, dtype=torch.int32).view(shape).to(device) for column in zip(*grids, strict=True)]
+    floats = torch.tensor(largest, dtype=torch.float32).view(shape).to(device)
+    return _Stack(torch.tensor(slices, device=device), floats, *columns)
+
+
+def stacked_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity, Tensor]) -> ElementErrors:
+    """Errors of several noise kinds at once, in few kernels.
 
     Args:
         x: FP32, any shape, finite.
-        format_name: ``INT8``, ``FP8`` or ``E5M2``.
-        amax: Largest magnitude per slice, broadcasting against ``x``.
+        kinds: Noise kinds (``BF16``, ``INT8/row``, ...).
+        amaxes: Largest magnitude per slice and granularity, for the kinds with scales; broadcasting against ``x``.
+
+    Returns:
+        Errors of shape (kinds, *shape of x), subnormal ranges included.
 
     Source:
         Ours.
     """
-    largest = WIDE_FP8_LARGEST if format_name == WIDE_FP8 else LARGEST[format_name]
-    scale = (amax / largest).clamp(min=_SMALLEST_NORMAL)
-    if format_name != WIDE_FP8 and number_format(format_name).is_integer:
-        return _errors(x / scale, scale)
-    errors = cast_errors(x / scale, format_name)
-    return ElementErrors(*(error * scale.square() for error in errors))
-
-
-def kind_errors(x: Tensor, kind: str, amaxes: dict[Granularity, Tensor]) -> ElementErrors:
-    """Errors of one noise kind (``BF16``, ``INT8/row``, ...) given the largest magnitudes per granularity."""
-    name, _, granularity = kind.partition("/")
-    if not granularity:
-        return cast_errors(x, name)
-    return scaled_errors(x, name, amaxes[Granularity(granularity)])
+    stack = _stack(kinds, x.dim(), x.device)
+    factors: Tensor | None = None
+    if amaxes:
+        # Units in which x is held before the format's own largest number comes in: 1, or a largest magnitude.
+        units = x.new_ones((1 + len(Granularity), *x.shape))
+        for place, granularity in enumerate(Granularity, 1):
+            if granularity in amaxes:
+                units[place].copy_(amaxes[granularity])
+        units.clamp_(min=_SMALLEST_UNIT)
+        values = (x / units).index_select(0, stack.slices).mul_(stack.largest)
+        factors = units.index_select(0, stack.slices).div_(stack.largest)
+    else:
+        values = x.expand(len(kinds), *x.shape).contiguous()
+    exponent = torch.frexp(values).exponent.sub_(1)  # |x| in [2**exponent, 2**(exponent + 1))
+    step = torch.ldexp(torch.ones_like(values), exponent.clamp_(stack.least, stack.greatest).sub_(stack.mantissa_bits))
+    values.div_(step)
+    if factors is not None:
+        step.mul_(factors)
+    step.square_()
+    fraction = values.sub_(values.floor())
+    rest = 1 - fraction
+    nearest = torch.minimum(fraction, rest).square_().mul_(step)
+    return ElementErrors(stochastic=fraction.mul_(rest).mul_(step), nearest=nearest)

@@ -20,7 +20,7 @@ from qsync_opt.runtimes.torch.curvature_probe import probe_curvatures
 from qsync_opt.runtimes.torch.gradient_noise import GradientScatter
 from qsync_opt.runtimes.torch.gradient_probe import probe_gains
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
-from qsync_opt.runtimes.torch.operator_record import OperatorRecord
+from qsync_opt.runtimes.torch.operator_record import OperatorRecord, finish_batch
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.statistics import GRADIENTS, Curvature, Gain, ModelStatistics, OperatorKind, OperatorStatistics, Signal
@@ -238,9 +238,10 @@ def _finish_batch(
     curvatures: Mapping[str, Mapping[str, Curvature]],
 ) -> ModelStatistics:
     operators: list[OperatorStatistics] = []
+    finished = iter(finish_batch([record for records in collector.records.values() for record in records], batch))
     for name, records in collector.records.items():
-        calls = [record.finish(batch) for record in records]
-        merged = merge_operators(calls, [1] * len(calls), calls=len(calls))
+        calls = [next(finished) for _ in records]
+        merged = calls[0] if len(calls) == 1 else merge_operators(calls, [1] * len(calls), calls=len(calls))
         operators.append(dataclasses.replace(merged, gains=gains.get(name, {}), curvatures=curvatures.get(name, {})))
     signals = {}
     for name, seen in collector.signals.items():
@@ -277,7 +278,7 @@ def collect_statistics(
     graph: OpGraph | None = None,
     probes: int = 0,
     curvature_probes: int = 0,
-    sample_elements: int = 1 << 18,
+    sample_elements: int = 1 << 17,
     progress: Callable[[int], None] | None = None,
 ) -> ModelStatistics:
     """Statistics of every adjustable operator over some batches, forward and backward in full precision.

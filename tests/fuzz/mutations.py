@@ -71,12 +71,17 @@ def _data(data: Any, source: random.Random) -> Any:
         case 5 | 6 if isinstance(parent, list):
             parent.insert(key, copy.deepcopy(parent[key]))
         case 6 if isinstance(parent[key], (int, float)) and not isinstance(parent[key], bool):
-            parent[key] = source.choice([-parent[key], parent[key] * 2**40, parent[key] + 1, str(parent[key])])
+            parent[key] = source.choice([-parent[key], parent[key] * 2**40, parent[key] + 1, _digits(parent[key])])
         case _:
             depth = source.choice((1, 3, 30))
             for _ in range(depth):
                 parent[key] = [parent[key]] if source.random() < 0.5 else {"a": parent[key]}
     return data
+
+
+def _digits(number: float) -> str:
+    """The number as a text; Python itself writes no integers of more than 4300 digits."""
+    return "9" * 5000 if isinstance(number, int) and abs(number) >= 10**4299 else str(number)
 
 
 def _written(kind: str, data: Any, source: random.Random) -> bytes:

@@ -27,7 +27,7 @@ def test_spoiled_files_are_taken_or_refused(name, tmp_path_factory):
     loader = LOADERS[name]
     folder = tmp_path_factory.mktemp("fuzz")
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(st.randoms(use_true_random=False), st.sampled_from(range(len(loader.seeds))))
     def check(source, seed):
         path = folder / "file"
@@ -42,7 +42,7 @@ def test_any_bytes_are_taken_or_refused(name, tmp_path_factory):
     loader = LOADERS[name]
     folder = tmp_path_factory.mktemp("fuzz")
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(st.binary(max_size=300))
     def check(data):
         path = folder / "file"

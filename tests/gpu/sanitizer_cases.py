@@ -6,6 +6,7 @@ A script rather than a test: the sanitizer watches a whole process, and slows it
 from __future__ import annotations
 
 import itertools
+import sys
 
 import torch
 
@@ -47,13 +48,13 @@ def _products() -> int:
 
 
 def _tiles() -> int:
-    """Every tile of the products, whole and split, with and without an activation."""
+    """Every tile of the products: whole and split, several per block, with and without an activation, one scale."""
     count = 0
     for codes, promoting in itertools.product((torch.int8, torch.float8_e4m3fn), (False, True)):
         name = {torch.int8: "INT8", torch.float8_e4m3fn: "E4M3"}[codes]
         tiles = matmul_choices.variants(name, promoting=promoting)
         for index, ((rows, columns, depth), splits) in itertools.product(
-            tiles, (((130, 72, 272), 1), ((300, 200, 1040), 2), ((33, 17, 50), 1))
+            tiles, (((130, 72, 272), 1), ((300, 200, 1040), 2), ((33, 17, 50), 1), ((4200, 1100, 656), 1))
         ):
             a, b = (matmul_tuning.random_codes((n, depth), codes) for n in (rows, columns))
             blocks = -(-depth // 128) if promoting else 1
@@ -63,19 +64,22 @@ def _tiles() -> int:
                 matmul_choices.remember(kind, matmul_choices.Choice(variant=index, splits=splits, group=2))
                 scaled_mm(a, b, *scales, out_dtype=out)
                 scaled_mm_aux(a, b, *scales, epilogue="gelu", out_dtype=out)
+                scaled_mm(a, b, *(scale[0, :1] for scale in scales), out_dtype=out)
                 matmul_choices.forget(kind)
-                count += 2
+                count += 3
     return count
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
+    """Run the named groups of cases, or all."""
     if not (library.activate(UNIT) and matmul_choices.activate()):
         raise SystemExit(f"the compiled kernels do not run here: {library.reason(UNIT) or library.reason('matmul')}")
     assert feed_forward.UNIT == UNIT  # declares the operators of GELU
-    calls = _quantizers() + _products() + _tiles()
+    groups = {"quantizers": _quantizers, "products": _products, "tiles": _tiles}
+    calls = sum(groups[name]() for name in names or groups)
     torch.cuda.synchronize()
     print(f"{calls} calls ran")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

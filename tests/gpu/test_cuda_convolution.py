@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
@@ -232,3 +233,68 @@ def test_a_planned_convolution_and_its_gradients(geometry, granularity):
     for leaf, reference in zip(leaves, exact, strict=True):
         assert leaf.grad.dtype is torch.float32
         assert (leaf.grad - reference.grad).norm() / reference.grad.norm() < 0.02
+
+
+BACKWARD = {
+    "1x1": ((8, 64, 14, 14), (96, 64, 1, 1), {}),
+    "1x1, stride 2": ((8, 64, 14, 14), (96, 64, 1, 1), {"stride": 2}),
+    "3x3": ((8, 64, 14, 14), (96, 64, 3, 3), {"padding": 1}),
+    "3x3, stride 2": ((4, 64, 15, 14), (48, 64, 3, 3), {"padding": 1, "stride": 2}),
+    "7x7, stride 2, three channels": ((4, 3, 32, 32), (64, 3, 7, 7), {"padding": 3, "stride": 2}),
+    "dilated": ((4, 32, 16, 16), (32, 32, 3, 3), {"padding": 2, "dilation": 2}),
+    "groups": ((4, 32, 16, 16), (32, 8, 3, 3), {"padding": 1, "groups": 4}),
+    "odd": ((3, 5, 9, 7), (7, 5, 3, 2), {"padding": (0, 1), "stride": (2, 1)}),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("weight_granularity", ["tensor", "channel"])
+def test_gradients_in_eight_bits_against_float64_and_the_processor(name, weight_granularity):
+    size, taps, geometry = BACKWARD[name]
+    options = KernelOptions(backward="eight", weight_granularity=weight_granularity, seed=5)
+    here = [torch.randn(shape).to(memory_format=torch.channels_last) for shape in (size, taps)]
+    there = [t.cuda().requires_grad_() for t in here]
+    here = [t.requires_grad_() for t in here]
+    doubles = [t.detach().double().requires_grad_() for t in here]
+    exact = F.conv2d(*doubles, **geometry)
+    grad = torch.randn(exact.shape).bfloat16()
+    theirs = torch.autograd.grad(exact, doubles, grad.double())
+    found = {}
+    for device, leaves in (("cpu", here), ("cuda", there)):
+        result = ops.execute("conv2d", "INT8", F.conv2d, tuple(leaves), geometry, options)
+        found[device] = (result, *torch.autograd.grad(result, leaves, grad.to(device)))
+        for mine, expected in zip(found[device], (exact, *theirs), strict=True):
+            assert ((mine.cpu().double() - expected).norm() / expected.norm()).item() < 0.03
+    for mine, other in zip(found["cuda"], found["cpu"], strict=True):
+        # The codes are the same; what remains are roundings of 16-bit operands and results.
+        assert ((mine.cpu().double() - other.double()).norm() / other.double().norm()).item() < 6e-3
+
+
+def test_a_captured_step_in_eight_bits_rounds_anew():
+    step = torch.zeros(1, dtype=torch.int64, device="cuda")
+    options = KernelOptions(backward="eight", weight_granularity="tensor", step=step)
+    x, w = (
+        torch.randn(size, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
+        for size in ((4, 32, 8, 8), (32, 32, 3, 3))
+    )
+    grad = torch.randn(4, 32, 8, 8, device="cuda").bfloat16().to(memory_format=torch.channels_last)
+
+    def run():
+        result = ops.execute("conv2d", "INT8", F.conv2d, (x, w), {"padding": 1}, options)
+        return (result, *torch.autograd.grad(result, (x, w), grad))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    graph.replay()
+    first = [t.clone() for t in captured]
+    assert all(torch.equal(mine, eager) for mine, eager in zip(first, run(), strict=True))
+    step.add_(1)
+    graph.replay()
+    assert all(not torch.equal(mine, before) for mine, before in zip(captured, first, strict=True))

@@ -1,5 +1,6 @@
 """Scaled products on a card: against float64, over random shapes, every tile, graphs, compilation and partitions."""
 
+import itertools
 import math
 import random
 
@@ -116,6 +117,7 @@ def test_every_tile_and_split(codes):
                 ((300, 520, 1040), 1),
                 (((1000, 776, 2064), 3)),
                 ((129, 131, 144), 2),
+                ((4000, 3000, 784), 1),  # several tiles per block
             ):
                 a, b = _codes((rows, depth), codes), _codes((columns, depth), codes)
                 blocks = -(-depth // 128) if promoting else 1
@@ -130,6 +132,17 @@ def test_every_tile_and_split(codes):
                 expected, _ = _expected(a, b, *scales, None, "gelu")
                 assert _error(found, expected) < _bound(codes, torch.float32, promoting), (variant, splits)
                 assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn])
+def test_one_scale_for_all_gives_the_bits_of_equal_scales(codes):
+    if codes is not torch.int8 and not _has_fp8():
+        pytest.skip("the card has no FP8 products")
+    for (rows, columns, depth), out_dtype in itertools.product(((300, 520, 1040), (4000, 3000, 768)), RESULTS):
+        a, b = _codes((rows, depth), codes), _codes((columns, depth), codes)
+        one, other = torch.rand(1, device="cuda"), torch.rand(1, device="cuda")
+        found = matmul.scaled_mm(a, b, one, other, out_dtype=out_dtype)
+        assert torch.equal(found, matmul.scaled_mm(a, b, one.repeat(rows), other.repeat(columns), out_dtype=out_dtype))
 
 
 def test_int8_is_the_same_as_on_the_cpu():

@@ -1,6 +1,6 @@
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from qsync_opt.baselines import uniform_plan
@@ -57,7 +57,6 @@ def test_a_fit_of_anything_is_usable_and_knows_its_error(samples: list[tuple[int
         assert abs(fit.ns(n) - time_ns) <= fit.worst_error * time_ns * (1 + 1e-9)
 
 
-@settings(deadline=None)
 @given(seed=seeds)
 def test_any_graph_becomes_a_problem_that_can_be_replayed(seed: int) -> None:
     problem = _problem(seed)
@@ -68,7 +67,6 @@ def test_any_graph_becomes_a_problem_that_can_be_replayed(seed: int) -> None:
     assert memory_breakdown(problem, device).total_bytes == device.memory_kib * 1024
 
 
-@settings(deadline=None)
 @given(seed=seeds)
 def test_buckets_hold_every_parameter_once_and_are_ready_in_order(seed: int) -> None:
     source = random.Random(seed)
@@ -87,7 +85,6 @@ def test_buckets_hold_every_parameter_once_and_are_ready_in_order(seed: int) -> 
         assert group[0].operator == min(members, key=graph.index)
 
 
-@settings(deadline=None)
 @given(seed=seeds)
 def test_memory_never_misses_what_a_plan_must_hold(seed: int) -> None:
     graph = random_graph(random.Random(seed))
@@ -99,7 +96,6 @@ def test_memory_never_misses_what_a_plan_must_hold(seed: int) -> None:
         assert evaluation.memory_bytes["slow"] >= 3 * parameters + 800
 
 
-@settings(deadline=None)
 @given(seed=seeds)
 def test_sensitivity_grows_with_the_count_and_time_does_not_shrink(seed: int) -> None:
     one, two = _problem(seed, workers=1), _problem(seed, workers=2)

@@ -163,7 +163,7 @@ def bounds(nodes, weights, x, precisions):
     return exact, error
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs(), st.randoms(use_true_random=False))
 def test_random_graphs_under_random_plans(drawn, choose):
     nodes, results, seed = drawn

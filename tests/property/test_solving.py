@@ -20,7 +20,7 @@ from qsync_opt.testing import random_plan, random_problem
 EXAMPLES = 200
 problems = st.integers(0, 2**32 - 1).map(lambda seed: random_problem(random.Random(seed)))
 seeds = st.integers(0, 2**32 - 1)
-relaxed = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 def _objective(problem, method, **options):

@@ -53,7 +53,7 @@ def equal(a, b):
 
 
 @given(STATES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_state_comes_back_equal(state):
     tensors = {}
     data = json.loads(json.dumps(split_state({"root": state}, "x", tensors), allow_nan=False))
@@ -62,7 +62,7 @@ def test_state_comes_back_equal(state):
 
 
 @given(JSON)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_json_is_state_or_refused(data):
     with contextlib.suppress(QSyncError):
         join_state(data, {})

@@ -1,6 +1,7 @@
 // The operators qsync_opt::scaled_mm and its like on CUDA: what torch hands over becomes Arguments, or one clear refusal.
 #include <cuda.h>
 
+#include <optional>
 #include <vector>
 
 #include "matmul_choice.h"
@@ -157,11 +158,16 @@ void run_hopper(Arguments args, const Tensor& like) {
     return check(matmul::run_empty_sm90(args));
   }
   const int64_t pitch = (args.depth + 15) / 16 * 16;
-  const bool copy_a = !matmul::a_fits_sm90(args), copy_b = !matmul::b_fits_sm90(args);
-  const Tensor a = empty_on(like, {copy_a ? args.batch * args.rows * pitch : 0}, ScalarType::Byte);
-  const Tensor b = empty_on(like, {copy_b ? args.batch * args.columns * pitch : 0}, ScalarType::Byte);
-  if (copy_a || copy_b) {
-    check(matmul::realign_sm90(&args, copy_a ? a.data_ptr() : nullptr, copy_b ? b.data_ptr() : nullptr));
+  // They live until the kernels are launched; the allocator gives their memory to this stream alone after that.
+  std::optional<Tensor> a, b;
+  if (!matmul::a_fits_sm90(args)) {
+    a = empty_on(like, {args.batch * args.rows * pitch}, ScalarType::Byte);
+  }
+  if (!matmul::b_fits_sm90(args)) {
+    b = empty_on(like, {args.batch * args.columns * pitch}, ScalarType::Byte);
+  }
+  if (a.has_value() || b.has_value()) {
+    check(matmul::realign_sm90(&args, a.has_value() ? a->data_ptr() : nullptr, b.has_value() ? b->data_ptr() : nullptr));
   }
   const Choice choice = matmul::choose(args);
   const int64_t bytes = matmul::workspace_bytes_sm90(args, choice);

@@ -53,6 +53,11 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Counts at such a barrier without waiting: others wait until these warps have come by.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -124,14 +129,11 @@ __device__ __forceinline__ void launch_next() { asm volatile("griddepcontrol.lau
 // Waits until the kernels before this one in the stream have ended and what they wrote can be read.
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Descriptor of a matrix in shared memory: rows of 128 bytes along k, 128-byte swizzle, 1024 bytes per 8 rows.
-__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
-  uint64_t descriptor = (address & 0x3FFFF) >> 4;
-  descriptor |= uint64_t{1} << 16;            // leading offset: unused with this swizzle
-  descriptor |= uint64_t{1024 >> 4} << 32;    // from 8 rows to the next 8
-  descriptor |= uint64_t{1} << 62;            // 128-byte swizzle
-  return descriptor;
-}
+// Descriptor of a matrix in shared memory: rows of 128 bytes along k, 128-byte swizzle, 1024 bytes per 8 rows. The upper half
+// is the same for all (128-byte swizzle: 1 << 62; from 8 rows to the next 8: 1024 >> 4), so that only the lower half, which
+// counts addresses in 16 bytes, is carried in registers. Bit 16: a leading offset, unused with this swizzle.
+#define QSYNC_DESCRIPTOR_HIGH "0x40000040"
+__device__ __forceinline__ uint32_t matrix_descriptor(uint32_t address) { return (address & 0x3FFFF) >> 4 | 1u << 16; }
 
 // Writes four 8 x 8 matrices of 16-bit values: thread i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t v0, uint32_t v1, uint32_t v2, uint32_t v3) {

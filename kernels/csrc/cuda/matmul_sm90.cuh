@@ -103,27 +103,30 @@ __device__ __forceinline__ void release(const Shared<T>& shared, int stage, int 
   }
 }
 
-// Multiplies one tile; `sums` is written, not added to.
+// Multiplies one tile; `sums` is written, not added to. Arrives at `turn` once `announced` blocks have been asked for.
 template <class T>
 __device__ __forceinline__ void multiply(
-    const Shared<T>& shared, Ring<T::kStages>& ring, int blocks, int group_row, int thread, int rank,
+    const Shared<T>& shared, Ring<T::kStages>& ring, int blocks, int group_row, int thread, int rank, int announced,
     Sums<T> (&sums)[T::kSlabs][T::kColumns / 2]) {
   using Product = Wgmma<T::kA, T::kB, T::kColumns>;
+  const uint32_t first_a = matrix_descriptor(shared.a(0) + group_row * kDepth), first_b = matrix_descriptor(shared.b(0));
   int previous = 0;
   for (int block = 0; block < blocks; ++block) {
     barrier_wait(shared.full + 8 * ring.stage, ring.parity);
-    const uint64_t a = matrix_descriptor(shared.a(ring.stage) + group_row * kDepth);
-    const uint64_t b = matrix_descriptor(shared.b(ring.stage));
+    const uint32_t a = first_a + ring.stage * (T::kStageBytes / 16), b = first_b + ring.stage * (T::kStageBytes / 16);
     products_begin();
 #pragma unroll
     for (int step = 0; step < kDepth / 32; ++step) {
 #pragma unroll
       for (int slab = 0; slab < T::kSlabs; ++slab) {
         // 64 rows further on are 64 * 128 bytes, 32 k are 32 bytes; descriptors count in 16 bytes.
-        Product::run(sums[slab], a + slab * (64 * kDepth / 16) + step * 2, b + step * 2, block + step);
+        Product::run(sums[slab], a + slab * (64 * kDepth / 16) + step * 2, b + step * 2, step > 0 ? 1 : block);
       }
     }
     products_commit();
+    if (!T::kAlternating && block + 1 == announced && thread % 32 == 0) {
+      barrier_arrive(shared.turn);
+    }
     if (block > 0) {
       products_wait<1>();
       release<T>(shared, previous, thread, rank);
@@ -148,8 +151,8 @@ __device__ __forceinline__ void multiply_promoting(
   const int row = group_row + thread / 32 * 16 + thread % 32 / 4;
   for (int block = 0; block < blocks; ++block) {
     barrier_wait(shared.full + 8 * ring.stage, ring.parity);
-    const uint64_t a = matrix_descriptor(shared.a(ring.stage) + group_row * kDepth);
-    const uint64_t b = matrix_descriptor(shared.b(ring.stage));
+    const uint32_t a = matrix_descriptor(shared.a(ring.stage) + group_row * kDepth);
+    const uint32_t b = matrix_descriptor(shared.b(ring.stage));
     products_begin();
 #pragma unroll
     for (int step = 0; step < kDepth / 32; ++step) {
@@ -174,20 +177,20 @@ __device__ __forceinline__ void multiply_promoting(
   }
 }
 
-// Two warpgroups: multiply and write out.
+// Two or three warpgroups: multiply and write out. Those that share a tile go at their own pace, within the ring's stages:
+// while one writes out, another multiplies. A lead of the first one, enforced at the beginning of each tile, keeps them apart.
 template <class T>
 __device__ __forceinline__ void compute(
     const Launch& p, const Shared<T>& shared, int cluster, int clusters, int group, int thread) {
-  constexpr int kTeam = T::kAlternating ? kGroupThreads : 2 * kGroupThreads;  // threads that share a tile's columns
-  constexpr int kEach = (T::kColumns + kTeam - 1) / kTeam;
+  constexpr int kEach = (T::kColumns + kGroupThreads - 1) / kGroupThreads;
+  constexpr int kColumnsFree = 1 + T::kGroups, kColumnsThere = 2 + T::kGroups;  // named barriers
   const int rank = T::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
-  const int in_team = T::kAlternating ? thread : group * kGroupThreads + thread;
-  const int team_barrier = T::kAlternating ? 1 + group : 3;
   const int group_row = T::kAlternating ? 0 : group * T::kGroupRows;
   float* const columns = reinterpret_cast<float*>(shared.column_pairs(T::kAlternating ? group : 0));
   Ring<T::kStages> ring;
   Outlet<T> outlet(p, shared, group, thread);
   Sums<T> sums[T::kSlabs][T::kColumns / 2];
+  const float one_scale = p.one_scale ? *p.a_scale * *p.b_scale : 1.0f;
   uint32_t turn = 0;
   int count = 0;
   for (int index = cluster; index < p.total; index += clusters, ++count) {
@@ -199,7 +202,7 @@ __device__ __forceinline__ void compute(
     const int first_row = (work.tile_row * T::kClusterRows + rank % T::kClusterRows) * T::kRows + group_row;
     const int first_column = (work.tile_column * T::kClusterColumns + rank / T::kClusterRows) * T::kColumns;
     // Scales and bias are asked for now and needed after the product.
-    const bool scaled = !p.raw && !p.block_scales;
+    const bool scaled = !p.raw && !p.block_scales && !p.one_scale;
     float row_scales[T::kSlabs][2], column_scale[kEach], bias[kEach];
 #pragma unroll
     for (int i = 0; i < 2 * T::kSlabs; ++i) {
@@ -209,10 +212,14 @@ __device__ __forceinline__ void compute(
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int column = first_column + in_team + i * kTeam;
-      const bool inside = column < p.columns && in_team + i * kTeam < T::kColumns;
+      const int column = first_column + thread + i * kGroupThreads;
+      const bool mine = T::kAlternating || group == 0;  // the first warpgroup fetches for the others too
+      const bool inside = mine && column < p.columns && thread + i * kGroupThreads < T::kColumns;
       column_scale[i] = scaled && inside ? p.b_scale[work.z * p.b_scale_batch + column * p.b_scale_row] : 1.0f;
       bias[i] = p.bias != nullptr && inside ? load_float(p.bias, p.bias_float, column) : 0.0f;
+    }
+    if (p.one_scale) {
+      row_scales[0][0] = one_scale;
     }
     if constexpr (T::kAlternating) {
       // A warpgroup begins when the other has seen all of its stages: it may not run ahead by more than one round.
@@ -220,11 +227,14 @@ __device__ __forceinline__ void compute(
         barrier_wait(shared.turn + 8 * group, turn);
         turn ^= 1;
       }
+    } else if (p.lead > 0 && group > 0) {
+      barrier_wait(shared.turn, turn);
+      turn ^= 1;
     }
     if constexpr (T::kPromote) {
       multiply_promoting<T>(shared, ring, work.blocks, group_row, group, thread, rank, sums);
     } else {
-      multiply<T>(shared, ring, work.blocks, group_row, thread, rank, sums);
+      multiply<T>(shared, ring, work.blocks, group_row, thread, rank, group == 0 ? p.lead : 0, sums);
     }
     if constexpr (T::kAlternating) {
       if (thread % 32 == 0) {
@@ -235,25 +245,41 @@ __device__ __forceinline__ void compute(
       products_wait<0>();
       release<T>(shared, ring.stage == 0 ? T::kStages - 1 : ring.stage - 1, thread, rank);
     }
-    named_barrier(team_barrier, kTeam);  // the last tile's columns have been read
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if (in_team + i * kTeam < T::kColumns) {
-        columns[2 * (in_team + i * kTeam)] = column_scale[i];
-        columns[2 * (in_team + i * kTeam) + 1] = bias[i];
+    // Factors of columns go through shared memory, where their order fits that of the sums; a lone scale needs none of that.
+    const bool exchanged = !p.one_scale;
+    if (exchanged && (T::kAlternating || group == 0)) {
+      if (T::kAlternating) {
+        named_barrier(1 + group, kGroupThreads);  // the last tile's columns have been read
+      } else if (count > 0) {
+        named_barrier(kColumnsFree, T::kGroups * kGroupThreads);
       }
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const int column = thread + i * kGroupThreads;
+        if (column < T::kColumns) {
+          columns[2 * column] = column_scale[i];
+          columns[2 * column + 1] = bias[i];
+        }
+      }
+      if (!T::kAlternating) {
+        named_barrier_arrive(kColumnsThere, T::kGroups * kGroupThreads);
+      }
+      named_barrier(1 + group, kGroupThreads);
+    } else if (exchanged) {
+      named_barrier(kColumnsThere, T::kGroups * kGroupThreads);
     }
-    named_barrier(team_barrier, kTeam);
     const float4* pairs = reinterpret_cast<const float4*>(columns);
-    const auto write = [&](auto format, auto plain) {
-      write_tile<T, decltype(format)::value, decltype(plain)::value>(
+    const auto write = [&](auto format, auto plain, auto one) {
+      write_tile<T, decltype(format)::value, decltype(plain)::value, decltype(one)::value>(
           p, outlet, work, first_row, first_column, pairs, row_scales, sums);
     };
     const auto write_as = [&](auto format) {
-      if (p.activation == Activation::kNone && p.preactivation_pointer == nullptr && p.copy_out) {
-        write(format, std::true_type());
+      if (p.activation != Activation::kNone || p.preactivation_pointer != nullptr || !p.copy_out) {
+        write(format, std::false_type(), std::false_type());
+      } else if (p.one_scale) {
+        write(format, std::true_type(), std::true_type());
       } else {
-        write(format, std::false_type());
+        write(format, std::true_type(), std::false_type());
       }
     };
     if (p.raw || p.out_float == Float::kFP32) {
@@ -263,8 +289,11 @@ __device__ __forceinline__ void compute(
     } else {
       write_as(std::integral_constant<Float, Float::kFP16>());
     }
+    if (exchanged && !T::kAlternating && group > 0 && index + clusters < p.total) {
+      named_barrier_arrive(kColumnsFree, T::kGroups * kGroupThreads);
+    }
   }
-  if (thread == 0) {
+  if (thread % 32 == 0) {
     copies_out_read<0>();
   }
 }
@@ -274,17 +303,18 @@ struct Instance {
   const void* kernel;
   int rows, columns, cluster_rows, cluster_columns;
   bool alternating, promote;
-  int shared_bytes;
+  int shared_bytes, threads, stages;
 };
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_constant__ Launch p) {
+__global__ void __launch_bounds__(T::kThreads, 1) product_kernel(const __grid_constant__ Launch p) {
   extern __shared__ __align__(1024) char memory[];
   const Shared<T> shared(memory);
-  const int group = threadIdx.x / kGroupThreads;
+  // Taken from one lane, so that the compiler knows: what depends on it alone lies in the registers of the whole warp.
+  const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kGroupThreads, 0);
   const int cluster = blockIdx.x / T::kCluster, clusters = gridDim.x / T::kCluster;
   if (threadIdx.x == 0) {
-    constexpr int kReaders = (T::kAlternating ? 1 : 2) * (T::kClusterRows + T::kClusterColumns - 1);
+    constexpr int kReaders = (T::kAlternating ? 1 : T::kGroups) * (T::kClusterRows + T::kClusterColumns - 1);
     for (int stage = 0; stage < T::kStages; ++stage) {
       barrier_init(shared.full + 8 * stage, T::kPromote ? 33 : 1);
       barrier_init(shared.empty + 8 * stage, kReaders);
@@ -304,7 +334,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
   launch_next();
   wait_for_previous();
   if (group == 0) {
-    give_registers<40>();
+    give_registers<T::kGroups == 2 ? 40 : 32>();
     const int warp = threadIdx.x / 32;
     if (warp == 0 && threadIdx.x % 32 == 0) {
       copy_operands<T>(p, shared, cluster, clusters);
@@ -316,7 +346,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
     }
     __syncwarp();
   } else {
-    take_registers<232>();
+    take_registers<T::kGroups == 2 ? 232 : 160>();
     compute<T>(p, shared, cluster, clusters, group - 1, threadIdx.x % kGroupThreads);
   }
   if constexpr (T::kCluster > 1) {
@@ -327,7 +357,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
 template <class T>
 Instance instance() {
   return {reinterpret_cast<const void*>(&product_kernel<T>), T::kRows, T::kColumns, T::kClusterRows, T::kClusterColumns,
-          T::kAlternating, T::kPromote, T::kSharedBytes};
+          T::kAlternating, T::kPromote, T::kSharedBytes, T::kThreads, T::kStages};
 }
 
 }  // namespace qsync::matmul

@@ -19,6 +19,13 @@ std::map<Key, Choice>& table() {
   return choices;
 }
 
+// Estimates of products in no table: the same on every run, but the host would search all tiles in every call.
+constexpr size_t kMostEstimates = 4096;
+std::map<Key, Choice>& estimates() {
+  static std::map<Key, Choice> choices;
+  return choices;
+}
+
 int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple; }
 
 int depth_blocks(const Arguments& args) { return int(up(args.depth, 128)); }
@@ -70,7 +77,7 @@ Choice estimated(const Arguments& args) {
     if (!tile_at(args.b_code, index, &tile) || tile.promote != needs_promotion(args)) {
       continue;
     }
-    for (const int wanted : {1, 2, 3, 4, 6, 8}) {
+    for (const int wanted : {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64}) {
       const int splits = valid_splits(args, wanted);
       const double cycles = estimate(args, tile, splits);
       if (cycles < least) {
@@ -105,19 +112,25 @@ void remember(const Key& key, const Choice& choice) {
 }
 
 Choice choose(const Arguments& args) {
-  {
-    const std::lock_guard<std::mutex> lock(guard);
-    const auto found = table().find(key_of(args));
-    if (found != table().end()) {
-      Choice choice = found->second;
-      TileShape tile;
-      if (tile_at(args.b_code, choice.variant, &tile) && tile.promote == needs_promotion(args)) {
-        choice.splits = valid_splits(args, choice.splits);
-        return choice;
-      }
+  const Key key = key_of(args);
+  const std::lock_guard<std::mutex> lock(guard);
+  const auto found = table().find(key);
+  if (found != table().end()) {
+    Choice choice = found->second;
+    TileShape tile;
+    if (tile_at(args.b_code, choice.variant, &tile) && tile.promote == needs_promotion(args)) {
+      choice.splits = valid_splits(args, choice.splits);
+      return choice;
     }
   }
-  return estimated(args);
+  const auto known = estimates().find(key);
+  if (known != estimates().end()) {
+    return known->second;
+  }
+  if (estimates().size() >= kMostEstimates) {
+    estimates().clear();
+  }
+  return estimates()[key] = estimated(args);
 }
 
 }  // namespace qsync::matmul

@@ -13,7 +13,8 @@ namespace qsync::matmul {
 #define QSYNC_FINDERS(NAME) \
   bool find_##NAME##_0(int, Instance*); \
   bool find_##NAME##_1(int, Instance*); \
-  bool find_##NAME##_2(int, Instance*);
+  bool find_##NAME##_2(int, Instance*); \
+  bool find_##NAME##_3(int, Instance*);
 QSYNC_FINDERS(int8)
 QSYNC_FINDERS(e4m3_e4m3)
 QSYNC_FINDERS(e5m2_e4m3)
@@ -22,7 +23,9 @@ bool find_e5m2_e5m2_2(int, Instance*);
 
 namespace {
 
-#define QSYNC_FIND(NAME) (find_##NAME##_0(index, found) || find_##NAME##_1(index, found) || find_##NAME##_2(index, found))
+#define QSYNC_FIND(NAME) \
+  (find_##NAME##_0(index, found) || find_##NAME##_1(index, found) || find_##NAME##_2(index, found) || \
+   find_##NAME##_3(index, found))
 bool find(Code a, Code b, int index, Instance* found) {
   if (a == Code::kInt8) {
     return QSYNC_FIND(int8);
@@ -217,7 +220,7 @@ Status launch_product(const Arguments& args, const Instance& instance, const Cho
                                    : args.out_float == Float::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                                     : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const auto encode_out = [&](CUtensorMap* map, const void* pointer) {
-    return encode(map, type, bytes, pointer, columns, rows, matrices, out_pitch, out_pitch * rows, kChunkRows);
+    return encode(map, type, bytes, pointer, columns, rows, matrices, out_pitch, out_pitch * rows, kWarpRows);
   };
   p.preactivation_pointer = raw ? nullptr : args.preactivation;
   if (p.copy_out && (!encode_out(&p.out, out) ||
@@ -246,6 +249,13 @@ Status launch_product(const Arguments& args, const Instance& instance, const Cho
   p.out_float = args.out_float, p.bias_float = args.bias_float;
   p.activation = raw ? Activation::kNone : args.activation;
   p.raw = raw, p.block_scales = args.block_scales;
+  // Plain results only: the other ways to write results want factors per column.
+  p.one_scale = !raw && !p.block_scales && args.bias == nullptr && args.a_scale_row == 0 && args.a_scale_batch == 0 &&
+                args.b_scale_row == 0 && args.b_scale_batch == 0 && args.activation == Activation::kNone &&
+                args.preactivation == nullptr && p.copy_out;
+  // The lead is announced once per tile: a tile must be longer than what a warpgroup can run ahead.
+  const int least_blocks = p.depth_blocks - (choice.splits - 1) * p.split_blocks;
+  p.lead = instance.alternating || instance.promote || least_blocks < instance.stages ? 0 : 1;
 
   const int cluster = instance.cluster_rows * instance.cluster_columns;
   const int clusters = int(std::min<int64_t>(total, std::max(1, args.multiprocessors / cluster)));
@@ -254,7 +264,7 @@ Status launch_product(const Arguments& args, const Instance& instance, const Cho
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(clusters * cluster));
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(unsigned(instance.threads));
   config.dynamicSmemBytes = size_t(instance.shared_bytes);
   config.stream = args.stream;
   cudaLaunchAttribute attributes[2] = {early(), {}};
@@ -269,14 +279,14 @@ Status launch_product(const Arguments& args, const Instance& instance, const Cho
 }  // namespace
 
 bool tile_at(Code b, int index, TileShape* shape) {
-  if (b == Code::kE5M2 && index < QSYNC_TILES_2_BEGIN) {
+  if (b == Code::kE5M2 && (index < QSYNC_TILES_2_BEGIN || index >= QSYNC_TILES_3_BEGIN)) {
     return false;
   }
 #define QSYNC_SHAPE(INDEX, ROWS, COLUMNS, CLUSTER_ROWS, CLUSTER_COLUMNS, ALTERNATING, PROMOTE, BUFFERS) \
   case INDEX: \
     *shape = {ROWS, COLUMNS, CLUSTER_ROWS, CLUSTER_COLUMNS, ALTERNATING, PROMOTE}; \
     return true;
-  switch (index) { QSYNC_TILES_0(QSYNC_SHAPE) QSYNC_TILES_1(QSYNC_SHAPE) QSYNC_TILES_2(QSYNC_SHAPE) }
+  switch (index) { QSYNC_TILES_0(QSYNC_SHAPE) QSYNC_TILES_1(QSYNC_SHAPE) QSYNC_TILES_2(QSYNC_SHAPE) QSYNC_TILES_3(QSYNC_SHAPE) }
   return false;
 }
 

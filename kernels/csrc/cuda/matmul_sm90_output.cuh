@@ -6,44 +6,46 @@
 
 namespace qsync::matmul {
 
-// A warpgroup's way out: chunks of 64 rows x 128 bytes through shared memory, where they lie swizzled.
+// A warp's way out: pieces of 16 rows x 128 bytes through shared memory, where they lie swizzled. No warp waits for another.
 template <class T>
 struct Outlet {
   const Launch& p;
-  uint32_t chunks;
+  uint32_t pieces;
   char* memory;
-  int group, thread;
+  int warp, lane;
   int slot = 0;
 
-  __device__ __forceinline__ Outlet(const Launch& launch, const Shared<T>& shared, int group_, int thread_)
-      : p(launch), group(group_), thread(thread_) {
-    chunks = shared.chunks + group * T::kBuffers * kChunkBytes;
-    memory = shared.base + (chunks - shared.stages);
+  __device__ __forceinline__ Outlet(const Launch& launch, const Shared<T>& shared, int group, int thread)
+      : p(launch), warp(__shfl_sync(0xFFFFFFFFu, thread / 32, 0)), lane(thread % 32) {
+    pieces = shared.chunks + group * T::kBuffers * kChunkBytes + warp * kWarpBytes;
+    memory = shared.base + (pieces - shared.stages);
   }
 
   // Returns a buffer that nothing reads any more.
   __device__ __forceinline__ uint32_t acquire() {
-    if (thread == 0) {
+    if (lane == 0) {
       copies_out_read<T::kBuffers - 1>();
     }
-    named_barrier(1 + group, kGroupThreads);
-    return chunks + slot * kChunkBytes;
+    __syncwarp();
+    return pieces + slot * kChunkBytes;
   }
 
-  // Sends the buffer that was acquired last to (row, column) of matrix z. kPlain: by the copy engine in any case.
+  // Sends the buffer that was acquired last: a warp's part of 64 rows from (row, column) of matrix z on. kPlain: by the copy
+  // engine in any case.
   template <bool kPlain>
   __device__ __forceinline__ void send(
       const CUtensorMap* map, void* pointer, int row, int column, int z, int bytes_each) {
+    row += warp * kWarpRows;
     if (kPlain || p.copy_out) {
       fence_copies();
-      named_barrier(1 + group, kGroupThreads);
-      if (thread == 0) {
-        copy_out(map, chunks + slot * kChunkBytes, column, row, z);
+      __syncwarp();
+      if (lane == 0) {
+        copy_out(map, pieces + slot * kChunkBytes, column, row, z);
       }
     } else {
-      named_barrier(1 + group, kGroupThreads);
+      __syncwarp();
       const int each_row = 128 / bytes_each;
-      for (int i = thread; i < kChunkRows * each_row; i += kGroupThreads) {
+      for (int i = lane; i < kWarpRows * each_row; i += 32) {
         const int r = i / each_row, c = i % each_row, byte = c * bytes_each;
         if (row + r < p.rows && column + c < p.columns) {
           const char* from = memory + slot * kChunkBytes + r * 128 + ((((byte >> 4) ^ (r & 7)) << 4) | (byte & 15));
@@ -60,11 +62,11 @@ struct Outlet {
   }
 };
 
-// Writes 64 x 64 values of 16 bits: value 4 * j + i of a thread is in row i / 2 * 8 + lane / 4 of its warp's 16 and in column
+// Writes 16 x 64 values of 16 bits: value 4 * j + i of a lane is in row i / 2 * 8 + lane / 4 and in column
 // 8 * j + lane % 4 * 2 + i % 2.
 template <bool kBF16>
-__device__ __forceinline__ void put_chunk16(uint32_t buffer, const float (&v)[32], int thread) {
-  const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+__device__ __forceinline__ void put_piece16(uint32_t buffer, const float (&v)[32], int lane) {
+  const int row = lane % 16;
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
     const uint32_t at = buffer + row * 128 + (((j + lane / 16) ^ (row & 7)) << 4);
@@ -74,9 +76,9 @@ __device__ __forceinline__ void put_chunk16(uint32_t buffer, const float (&v)[32
   }
 }
 
-// Writes 64 x 32 values of 32 bits, in the same order.
-__device__ __forceinline__ void put_chunk32(uint32_t buffer, const float (&v)[16], int thread) {
-  const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+// Writes 16 x 32 values of 32 bits, in the same order.
+__device__ __forceinline__ void put_piece32(uint32_t buffer, const float (&v)[16], int lane) {
+  const int row = lane / 4;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
 #pragma unroll
@@ -94,32 +96,41 @@ __device__ __forceinline__ float bits_of(float sum) { return sum; }
 
 // Scales, adds, activates and sends a warpgroup's sums. kPlain: no activation, nobody wants what it would be applied to, and
 // the copy engine takes the result; apart from the rest, because jumping over that code costs more than running what is left.
-template <class T, Float kFloat, bool kPlain>
+// kOne: the first row scale is the factor of every sum, and there is no bias.
+template <class T, Float kFloat, bool kPlain, bool kOne>
 __device__ __forceinline__ void write_tile(
     const Launch& p, Outlet<T>& outlet, const Work& work, int first_row, int first_column, const float4* columns,
     const float (&row_scales)[T::kSlabs][2], const Sums<T> (&sums)[T::kSlabs][T::kColumns / 2]) {
   constexpr bool kWide = kFloat == Float::kFP32;
   constexpr int kWidth = kWide ? 32 : 64, kValues = kWidth / 2, kBytes = kWide ? 4 : 2;
-  const int lane = outlet.thread % 32, z = p.raw ? work.split * p.batch + work.z : work.z;
+  const int lane = outlet.lane, z = p.raw ? work.split * p.batch + work.z : work.z;
 #pragma unroll
-  for (int slab = 0; slab < T::kSlabs; ++slab) {
+  for (int chunk = 0; chunk < (T::kColumns + kWidth - 1) / kWidth; ++chunk) {
+    // The last chunk of a width that chunks do not divide begins earlier: a few results are written twice, alike.
+    const int begin = chunk * kWidth < T::kColumns - kWidth ? chunk * kWidth : T::kColumns - kWidth;
+    const int column = first_column + begin;
 #pragma unroll
-    for (int chunk = 0; chunk < T::kColumns / kWidth; ++chunk) {
-      const int row = first_row + slab * 64, column = first_column + chunk * kWidth;
+    for (int slab = 0; slab < T::kSlabs; ++slab) {
+      const int row = first_row + slab * 64;
       float v[kValues];
-      if (kWide && p.raw) {
+      if (kOne) {
 #pragma unroll
         for (int i = 0; i < kValues; ++i) {
-          v[i] = bits_of(sums[slab][chunk * kValues + i]);
+          v[i] = static_cast<float>(sums[slab][begin / 2 + i]) * row_scales[0][0];
+        }
+      } else if (kWide && p.raw) {
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) {
+          v[i] = bits_of(sums[slab][begin / 2 + i]);
         }
       } else {
 #pragma unroll
         for (int j = 0; j < kWidth / 8; ++j) {
-          const float4 pair = columns[chunk * (kWidth / 2) + 4 * j + lane % 4];  // scale, bias of two columns
+          const float4 pair = columns[begin / 2 + 4 * j + lane % 4];  // scale, bias of two columns
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const float scale = row_scales[slab][i / 2] * (i % 2 ? pair.z : pair.x);
-            const float sum = static_cast<float>(sums[slab][chunk * kValues + 4 * j + i]);
+            const float sum = static_cast<float>(sums[slab][begin / 2 + 4 * j + i]);
             v[4 * j + i] = fmaf(sum, scale, i % 2 ? pair.w : pair.y);
           }
         }
@@ -127,9 +138,9 @@ __device__ __forceinline__ void write_tile(
       const auto send = [&](const CUtensorMap* map, void* pointer) {
         const uint32_t buffer = outlet.acquire();
         if constexpr (kWide) {
-          put_chunk32(buffer, v, outlet.thread);
+          put_piece32(buffer, v, lane);
         } else {
-          put_chunk16<kFloat == Float::kBF16>(buffer, v, outlet.thread);
+          put_piece16<kFloat == Float::kBF16>(buffer, v, lane);
         }
         outlet.template send<kPlain>(map, pointer, row, column, z, kBytes);
       };

@@ -11,9 +11,10 @@ namespace qsync::matmul {
 
 constexpr int kDepth = 128;            // k per stage: the width of the 128-byte swizzle
 constexpr int kGroupThreads = 128;     // a warpgroup
-constexpr int kThreads = 3 * kGroupThreads;
-constexpr int kChunkRows = 64;         // a piece of the result on its way out: 64 rows of 128 bytes
+constexpr int kChunkRows = 64;         // a piece of the result on its way out: 64 rows of 128 bytes,
 constexpr int kChunkBytes = kChunkRows * 128;
+constexpr int kWarpRows = 16;          // of which each warp writes and sends 16
+constexpr int kWarpBytes = kWarpRows * 128;
 constexpr int kSharedLimit = 232448;   // bytes a block may have
 
 // Division by a number known at launch, for dividends below 2^31: a multiplication and a shift.
@@ -51,7 +52,9 @@ struct Launch {
   Activation activation;
   bool raw;          // the result is the sums themselves, 32 bits each, one matrix per split
   bool block_scales;
+  bool one_scale;    // one scale per operand for all of its matrices, and no bias
   bool copy_out;     // the result's rows are aligned to 16 bytes, as the copy engine wants them
+  int lead;          // stages that the first warpgroup of a cooperative tile is ahead of the others; 0: nothing is enforced
 };
 
 template <Code kA_, Code kB_, int kRows_, int kColumns_, int kClusterRows_, int kClusterColumns_, bool kAlternating_,
@@ -62,7 +65,9 @@ struct Tile {
   static constexpr int kClusterRows = kClusterRows_, kClusterColumns = kClusterColumns_;
   static constexpr int kCluster = kClusterRows * kClusterColumns;
   static constexpr bool kAlternating = kAlternating_, kPromote = kPromote_;
-  static constexpr int kGroupRows = kAlternating ? kRows : kRows / 2;  // rows of one warpgroup
+  static constexpr int kGroups = kRows == 192 ? 3 : 2;  // warpgroups that multiply
+  static constexpr int kThreads = (1 + kGroups) * kGroupThreads;
+  static constexpr int kGroupRows = kAlternating ? kRows : kRows / kGroups;  // rows of one warpgroup
   static constexpr int kSlabs = kGroupRows / 64;
   static constexpr int kStageBytes = (kRows + kColumns) * kDepth;
   static constexpr int kScaleBytes = kPromote ? (kRows + kColumns) * 4 : 0;  // block scales, per stage
@@ -71,9 +76,10 @@ struct Tile {
   static constexpr int kBarrierBytes = 256;
   static constexpr int kFree = kSharedLimit - kColumnBytes - kBarrierBytes;
   static constexpr int kBuffers = kBuffers_;  // chunks of each warpgroup that may be under way
-  static constexpr int kStages = (kFree - 2 * kBuffers * kChunkBytes) / (kStageBytes + kScaleBytes);
+  static constexpr int kStages = (kFree - kGroups * kBuffers * kChunkBytes) / (kStageBytes + kScaleBytes);
   static constexpr int kSharedBytes =
-      kStages * (kStageBytes + kScaleBytes) + 2 * kBuffers * kChunkBytes + kColumnBytes + kBarrierBytes;
+      kStages * (kStageBytes + kScaleBytes) + kGroups * kBuffers * kChunkBytes + kColumnBytes + kBarrierBytes;
+  static_assert(kColumns % 8 == 0 && kColumns >= 64 && kGroupRows % 64 == 0, "a warpgroup writes 64 x 64 results at once");
   static_assert(kStages >= 3 && kStages <= 12 && kSharedBytes <= kSharedLimit, "tile does not fit shared memory");
 };
 
@@ -104,7 +110,7 @@ struct Shared {
   __device__ __forceinline__ explicit Shared(char* memory) : base(memory) {
     stages = shared_address(memory);
     chunks = stages + T::kStages * T::kStageBytes;
-    columns = chunks + 2 * T::kBuffers * kChunkBytes;
+    columns = chunks + T::kGroups * T::kBuffers * kChunkBytes;
     scales = columns + T::kColumnBytes;
     full = scales + T::kStages * T::kScaleBytes;
     empty = full + 8 * T::kStages;

@@ -1,6 +1,6 @@
 // The tiles that exist: index, rows, columns, blocks of a cluster along rows and columns, alternating, promoting, buffers of
-// results. An index is what a tuned table names, so entries keep theirs. Three parts, compiled apart; pairs of codes that
-// training hardly uses (B in E5M2) have the last part only.
+// results. An index is what a tuned table names, so entries keep theirs. Four parts, compiled apart; pairs of codes that
+// training hardly uses (B in E5M2) have the third part only.
 #pragma once
 
 #define QSYNC_TILES_0(X) \
@@ -28,5 +28,11 @@
   X(17, 128, 128, 2, 1, false, true, 2) \
   X(18, 64, 128, 1, 1, true, true, 2)
 
+#define QSYNC_TILES_3(X) \
+  X(19, 192, 96, 1, 2, false, false, 1) \
+  X(20, 256, 128, 1, 1, false, false, 2) \
+  X(21, 128, 256, 2, 1, false, false, 4)
+
 #define QSYNC_TILES_2_BEGIN 13
-#define QSYNC_TILE_COUNT 19
+#define QSYNC_TILES_3_BEGIN 19
+#define QSYNC_TILE_COUNT 22

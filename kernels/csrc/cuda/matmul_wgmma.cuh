@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "matmul_arguments.h"
+#include "matmul_ptx.cuh"
 
 namespace qsync::matmul {
 
@@ -17,7 +18,7 @@ struct Sum<Code::kInt8, Code::kInt8> {
   using type = int32_t;
 };
 
-// d (kColumns / 2 registers of each thread) = a * b, plus d itself unless `add` is 0.
+// d (kColumns / 2 registers of each thread) = a * b, plus d itself unless `add` is 0. a and b: matrix_descriptor().
 template <Code kA, Code kB, int kColumns>
 struct Wgmma;
 
@@ -30,6 +31,19 @@ struct Wgmma;
   C(d[8]), C(d[9]), C(d[10]), C(d[11]), C(d[12]), C(d[13]), C(d[14]), C(d[15]), \
   C(d[16]), C(d[17]), C(d[18]), C(d[19]), C(d[20]), C(d[21]), C(d[22]), C(d[23]), \
   C(d[24]), C(d[25]), C(d[26]), C(d[27]), C(d[28]), C(d[29]), C(d[30]), C(d[31])
+
+#define QSYNC_REGISTERS_96 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+
+#define QSYNC_OPERANDS_96(C) \
+  C(d[0]), C(d[1]), C(d[2]), C(d[3]), C(d[4]), C(d[5]), C(d[6]), C(d[7]), \
+  C(d[8]), C(d[9]), C(d[10]), C(d[11]), C(d[12]), C(d[13]), C(d[14]), C(d[15]), \
+  C(d[16]), C(d[17]), C(d[18]), C(d[19]), C(d[20]), C(d[21]), C(d[22]), C(d[23]), \
+  C(d[24]), C(d[25]), C(d[26]), C(d[27]), C(d[28]), C(d[29]), C(d[30]), C(d[31]), \
+  C(d[32]), C(d[33]), C(d[34]), C(d[35]), C(d[36]), C(d[37]), C(d[38]), C(d[39]), \
+  C(d[40]), C(d[41]), C(d[42]), C(d[43]), C(d[44]), C(d[45]), C(d[46]), C(d[47])
 
 #define QSYNC_REGISTERS_128 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
@@ -103,48 +117,65 @@ struct Wgmma;
 #define QSYNC_WGMMA_64(A, B, TYPE, C, NAME, TAIL) \
   template <> \
   struct Wgmma<Code::A, Code::B, 64> { \
-    static __device__ __forceinline__ void run(TYPE (&d)[32], uint64_t a, uint64_t b, int add) { \
+    static __device__ __forceinline__ void run(TYPE (&d)[32], uint32_t a, uint32_t b, int add) { \
       asm volatile( \
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n" \
-          "wgmma.mma_async.sync.aligned.m64n64k32." NAME " {" QSYNC_REGISTERS_64 "}, %32, %33, p" TAIL ";\n}\n" \
+          "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %34, 0;\n" \
+          "mov.b64 da, {%32, " QSYNC_DESCRIPTOR_HIGH "};\nmov.b64 db, {%33, " QSYNC_DESCRIPTOR_HIGH "};\n" \
+          "wgmma.mma_async.sync.aligned.m64n64k32." NAME " {" QSYNC_REGISTERS_64 "}, da, db, p" TAIL ";\n}\n" \
           : QSYNC_OPERANDS_64(C) \
-          : "l"(a), "l"(b), "r"(add)); \
+          : "r"(a), "r"(b), "r"(add)); \
+    } \
+  };
+
+#define QSYNC_WGMMA_96(A, B, TYPE, C, NAME, TAIL) \
+  template <> \
+  struct Wgmma<Code::A, Code::B, 96> { \
+    static __device__ __forceinline__ void run(TYPE (&d)[48], uint32_t a, uint32_t b, int add) { \
+      asm volatile( \
+          "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %50, 0;\n" \
+          "mov.b64 da, {%48, " QSYNC_DESCRIPTOR_HIGH "};\nmov.b64 db, {%49, " QSYNC_DESCRIPTOR_HIGH "};\n" \
+          "wgmma.mma_async.sync.aligned.m64n96k32." NAME " {" QSYNC_REGISTERS_96 "}, da, db, p" TAIL ";\n}\n" \
+          : QSYNC_OPERANDS_96(C) \
+          : "r"(a), "r"(b), "r"(add)); \
     } \
   };
 
 #define QSYNC_WGMMA_128(A, B, TYPE, C, NAME, TAIL) \
   template <> \
   struct Wgmma<Code::A, Code::B, 128> { \
-    static __device__ __forceinline__ void run(TYPE (&d)[64], uint64_t a, uint64_t b, int add) { \
+    static __device__ __forceinline__ void run(TYPE (&d)[64], uint32_t a, uint32_t b, int add) { \
       asm volatile( \
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n" \
-          "wgmma.mma_async.sync.aligned.m64n128k32." NAME " {" QSYNC_REGISTERS_128 "}, %64, %65, p" TAIL ";\n}\n" \
+          "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %66, 0;\n" \
+          "mov.b64 da, {%64, " QSYNC_DESCRIPTOR_HIGH "};\nmov.b64 db, {%65, " QSYNC_DESCRIPTOR_HIGH "};\n" \
+          "wgmma.mma_async.sync.aligned.m64n128k32." NAME " {" QSYNC_REGISTERS_128 "}, da, db, p" TAIL ";\n}\n" \
           : QSYNC_OPERANDS_128(C) \
-          : "l"(a), "l"(b), "r"(add)); \
+          : "r"(a), "r"(b), "r"(add)); \
     } \
   };
 
 #define QSYNC_WGMMA_192(A, B, TYPE, C, NAME, TAIL) \
   template <> \
   struct Wgmma<Code::A, Code::B, 192> { \
-    static __device__ __forceinline__ void run(TYPE (&d)[96], uint64_t a, uint64_t b, int add) { \
+    static __device__ __forceinline__ void run(TYPE (&d)[96], uint32_t a, uint32_t b, int add) { \
       asm volatile( \
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n" \
-          "wgmma.mma_async.sync.aligned.m64n192k32." NAME " {" QSYNC_REGISTERS_192 "}, %96, %97, p" TAIL ";\n}\n" \
+          "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %98, 0;\n" \
+          "mov.b64 da, {%96, " QSYNC_DESCRIPTOR_HIGH "};\nmov.b64 db, {%97, " QSYNC_DESCRIPTOR_HIGH "};\n" \
+          "wgmma.mma_async.sync.aligned.m64n192k32." NAME " {" QSYNC_REGISTERS_192 "}, da, db, p" TAIL ";\n}\n" \
           : QSYNC_OPERANDS_192(C) \
-          : "l"(a), "l"(b), "r"(add)); \
+          : "r"(a), "r"(b), "r"(add)); \
     } \
   };
 
 #define QSYNC_WGMMA_256(A, B, TYPE, C, NAME, TAIL) \
   template <> \
   struct Wgmma<Code::A, Code::B, 256> { \
-    static __device__ __forceinline__ void run(TYPE (&d)[128], uint64_t a, uint64_t b, int add) { \
+    static __device__ __forceinline__ void run(TYPE (&d)[128], uint32_t a, uint32_t b, int add) { \
       asm volatile( \
-          "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n" \
-          "wgmma.mma_async.sync.aligned.m64n256k32." NAME " {" QSYNC_REGISTERS_256 "}, %128, %129, p" TAIL ";\n}\n" \
+          "{\n.reg .pred p;\n.reg .b64 da, db;\nsetp.ne.b32 p, %130, 0;\n" \
+          "mov.b64 da, {%128, " QSYNC_DESCRIPTOR_HIGH "};\nmov.b64 db, {%129, " QSYNC_DESCRIPTOR_HIGH "};\n" \
+          "wgmma.mma_async.sync.aligned.m64n256k32." NAME " {" QSYNC_REGISTERS_256 "}, da, db, p" TAIL ";\n}\n" \
           : QSYNC_OPERANDS_256(C) \
-          : "l"(a), "l"(b), "r"(add)); \
+          : "r"(a), "r"(b), "r"(add)); \
     } \
   };
 
@@ -156,12 +187,14 @@ struct Wgmma;
   QSYNC_WGMMA_##N(kE5M2, kE5M2, float, QSYNC_AS_FLOAT, "f32.e5m2.e5m2", ", 1, 1")
 
 QSYNC_WGMMA(64)
+QSYNC_WGMMA(96)
 QSYNC_WGMMA(128)
 QSYNC_WGMMA(192)
 QSYNC_WGMMA(256)
 
 #undef QSYNC_WGMMA
 #undef QSYNC_WGMMA_64
+#undef QSYNC_WGMMA_96
 #undef QSYNC_WGMMA_128
 #undef QSYNC_WGMMA_192
 #undef QSYNC_WGMMA_256

@@ -29,21 +29,25 @@ __device__ __forceinline__ uint32_t block_max(uint32_t bits) {
   return group_max<32>(bits);
 }
 
-// Grid: a wave of blocks over the packs of a dense tensor. Traffic: each element read once, one atomic per block.
+// Grid: a wave of blocks over the packs of a dense tensor, kUnroll neighbouring lines of kThreads packs at a time. Traffic:
+// each element read once, one atomic per block.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) amax_tensor_kernel(const uint4* x, int64_t packs, uint32_t* amax) {
   constexpr int kUnroll = 4;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  int64_t p = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads * kUnroll;
+  int64_t p = static_cast<int64_t>(blockIdx.x) * kThreads * kUnroll + threadIdx.x;
   float magnitude = 0.0f;
-  for (; p + (kUnroll - 1) * step < packs; p += kUnroll * step) {
+  for (; p + (kUnroll - 1) * kThreads < packs; p += step) {
     uint4 raw[kUnroll];
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) raw[i] = __ldg(x + p + i * step);
+    for (int i = 0; i < kUnroll; ++i) raw[i] = __ldg(x + p + i * kThreads);
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) magnitude = larger(magnitude, Pack<T>::magnitude(raw[i]));
   }
-  for (; p < packs; p += step) magnitude = larger(magnitude, Pack<T>::magnitude(__ldg(x + p)));
+#pragma unroll
+  for (int i = 0; i < kUnroll; ++i) {
+    if (p + i * kThreads < packs) magnitude = larger(magnitude, Pack<T>::magnitude(__ldg(x + p + i * kThreads)));
+  }
   const uint32_t bits = block_max(__float_as_uint(magnitude));
   if (threadIdx.x == 0) atomicMax(amax, bits);
 }

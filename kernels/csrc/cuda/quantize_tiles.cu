@@ -6,6 +6,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kTile = 128;
+constexpr int kUnroll = 4;
 
 // Where the factors of a launch come from: an array, or the largest magnitude of the whole tensor. In the second case the
 // first thread of the grid writes the scale.
@@ -23,28 +24,27 @@ __device__ __forceinline__ float factor_of_tensor(const Scaling& scaling) {
   return factor_of<F, kStochastic>(scale);
 }
 
-// Grid: a wave of blocks over the packs of a dense tensor, from its end to its start: what find_amax read last is still
-// in the second-level cache. Traffic: each element read once, each code written once.
+// Grid: a block per kUnroll neighbouring lines of kThreads packs of a dense tensor, from its end to its start: what find_amax
+// read last is still in the second-level cache. Traffic: each element read once, each code written once.
 // Contract: quantize(granularity="tensor"), second pass.
 template <typename T, Format F, bool kStochastic>
 __global__ void __launch_bounds__(kThreads)
     dense_kernel(const uint4* x, int64_t packs, Scaling scaling, uint8_t* codes, Stream stream) {
   constexpr int kCount = Pack<T>::kCount;
-  constexpr int kUnroll = 4;
   const float factor = factor_of_tensor<F, kStochastic>(scaling);
   const uint64_t key = kStochastic ? stream_key(stream) : 0;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  for (int64_t start = first; start < packs; start += kUnroll * step) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads * kUnroll;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kUnroll + threadIdx.x;
+  for (int64_t start = first; start < packs; start += step) {
     uint4 raw[kUnroll];
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
-      const int64_t p = start + i * step;
+      const int64_t p = start + i * kThreads;
       if (p < packs) raw[i] = __ldcs(x + packs - 1 - p);
     }
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
-      const int64_t p = packs - 1 - (start + i * step);
+      const int64_t p = packs - 1 - (start + i * kThreads);
       if (p < 0) continue;
       float y[kCount];
       Pack<T>::unpack(raw[i], y);
@@ -72,8 +72,8 @@ __device__ __forceinline__ void transpose_bytes(const uint32_t (&row)[4], uint32
   col[3] = __byte_perm(c, d, 0x7632);
 }
 
-// Grid: x over tiles of 128 x 128 elements, from the last to the first (dense_kernel says why). Traffic: each element read once, each code
-// written once, and once more, through shared memory, for the transposition.
+// Grid: x over tiles of 128 x 128 elements, from the last to the first (dense_kernel says why). Traffic: each element read
+// once, each code written once, and once more, through shared memory, for the transposition.
 // Contract: quantize() of any granularity but blocks, second pass.
 template <typename T, Format F, bool kStochastic, bool kTransposed>
 __global__ void __launch_bounds__(kThreads) tiles_kernel(const T* x, int64_t row_stride, int64_t rows, int64_t cols,
@@ -194,7 +194,7 @@ void launch_codes(const Matrix& x, const Codes& out, Granularity granularity, co
   }
   if (out.transposed == nullptr && granularity == Granularity::kTensor && x.row_stride == x.cols) {
     const int64_t packs = x.rows * x.cols / Pack<T>::kCount;
-    const int64_t grid = std::min((packs + kThreads * 4 - 1) / (kThreads * 4), static_cast<int64_t>(blocks_per_wave(8)));
+    const int64_t grid = std::min((packs + kThreads * kUnroll - 1) / (kThreads * kUnroll), int64_t{0x7fffffff});
     dense_kernel<T, F, kStochastic><<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(
         static_cast<const uint4*>(x.data), packs, scaling, out.codes, out.stream);
     return;

@@ -1,5 +1,6 @@
 """Small pieces of the quality benchmark: its statistics, plans at equal time, what it makes of runs."""
 
+import dataclasses
 import math
 import random
 import sys
@@ -113,18 +114,73 @@ def test_magnified_statistics_scale_8_bit_rounding_alone(plans):
 
 
 def _run(policy, setting, seed, score):
-    return {"policy": policy, "setting": setting, "seed": seed, "score": score}
+    return {"policy": policy, "setting": setting, "seed": seed, "score": score, "last_training_loss": score / 2}
 
 
-def test_first_setting_that_clearly_harms_is_taken(training):
+def test_a_setting_harms_if_the_paired_difference_stands_out(training):
     settings = training.SETTINGS["gpt"]
     harmless, harmful = settings[0].name, settings[1].name
     runs = [_run("full precision", harmless, seed, 2.0 + 0.1 * seed) for seed in range(3)]
     runs += [_run("uniform INT8", harmless, seed, 2.0 + 0.1 * seed + (-1) ** seed * 0.01) for seed in range(3)]
     runs += [_run("uniform INT8", harmful, seed, 2.1 + 0.1 * seed + (-1) ** seed * 0.01) for seed in range(3)]
-    assert training.harsh_enough(runs, settings, 1.0).name == harmful
-    # Where a higher score is better the same numbers are an improvement everywhere: the harshest is taken.
-    assert training.harsh_enough(runs, settings[:2], -1.0).name == harmful
+    assert not training.clearly_worse(runs, harmless, 1.0)
+    assert training.clearly_worse(runs, harmful, 1.0)
+    # Where a higher score is better the same numbers are an improvement.
+    assert not training.clearly_worse(runs, harmful, -1.0)
+
+
+def _job(policy, seed=0, plan=None, factor=1.0):
+    from runs import Job, Setting
+
+    return Job(
+        subject="gpt",
+        policy=policy,
+        setting=Setting(name=f"x {factor}", factor=factor),
+        seed=seed,
+        steps=6,
+        plan=plan or {},
+        graph="",
+        scale="tiny",
+        device="cpu",
+    )
+
+
+def test_policies_that_agree_on_a_plan_share_a_run(training):
+    import runs
+
+    jobs = [_job("probed", plan={"a": "INT8"}), _job("random", plan={"a": "BF16"}), _job("fisher", plan={"a": "INT8"})]
+    jobs += [_job("fisher", seed=1, plan={"a": "INT8"}), _job("fisher", plan={"a": "INT8"}, factor=4.0)]
+    assert runs.alike(jobs) == {0: 0, 1: 1, 2: 0, 3: 3, 4: 4}
+
+
+def test_runs_side_by_side_are_the_runs_alone(training, tmp_path):
+    """Side by side, with equal plans shared, and alone: the same losses."""
+    import runs
+
+    from qsync_opt.graph_file import save_graph
+    from qsync_opt.runtimes.torch.capture import capture
+
+    subject = runs.cached_subject("gpt", torch.device("cpu"), "tiny")
+    model = subject.model(0, torch.device("cpu"))
+    graph = capture(model, subject.batch(0), name="gpt")
+    save_graph(graph, tmp_path / "graph.json")
+    low = {"blocks.0.up/linear": "INT8"}
+    plans = {"full precision": {}, "probed": low, "fisher": low}
+
+    def jobs(seeds, policies):
+        chosen = [(seed, policy) for seed in seeds for policy in policies]
+        return [_job(p, seed=s, plan=plans[p]) for s, p in chosen]
+
+    def scores(seeds, policies):
+        wanted = [dataclasses.replace(job, graph=str(tmp_path / "graph.json")) for job in jobs(seeds, policies)]
+        *_, last = runs.Training(wanted).run(until=math.inf)
+        assert all(run["steps"] == 6 for run in last)
+        return {(run["policy"], run["seed"]): run["score"] for run in last}
+
+    together = scores((0, 1), tuple(plans))
+    assert together["probed", 0] == together["fisher", 0] != together["full precision", 0]
+    assert together["full precision", 0] != together["full precision", 1]
+    assert scores((1,), ("probed",))["probed", 1] == together["probed", 1]
 
 
 def test_summary_compares_policies_on_the_seeds_they_share(training):
@@ -138,6 +194,7 @@ def test_summary_compares_policies_on_the_seeds_they_share(training):
     assert found["probed"]["worse_than_full"] == pytest.approx(0.1)
     assert found["probed"]["recovered"] == pytest.approx(0.75)
     assert found["probed"]["worse_than_full_error"] is None
+    assert found["probed"]["recovered_in_training_loss"] == pytest.approx(0.75)
 
 
 def test_magnified_plan_errs_in_proportion(training):

@@ -100,6 +100,20 @@ def test_a_section_replaces_only_itself(folder):
     }
 
 
+def test_a_problem_is_measured_again_in_its_place(folder):
+    copy = folder / "again.json"
+    copy.write_text((folder / "solvers.json").read_text())
+    before = json.loads(copy.read_text())["sections"]["quality"]["records"]
+    title = before[1]["job"]["title"]
+    assert _run(*TINY, "quality", "--again", title, "--output", copy).returncode == 0
+    after = json.loads(copy.read_text())["sections"]["quality"]["records"]
+    assert [record["job"]["title"] for record in after] == [record["job"]["title"] for record in before]
+    assert [number for number, record in enumerate(after) if record != before[number]] == [1]
+    assert {"date", "revision"} <= set(after[1]["again"])
+    assert f"1 of {len(after)} records at" in (folder / "again.md").read_text()
+    assert _run(*TINY, "quality", "--again", "nothing", "--output", copy).returncode != 0
+
+
 @pytest.mark.parametrize("wrong", [("nonsense",), ("--families", "nonsense"), ("--cores", "x")])
 def test_wrong_arguments_are_refused_in_one_line(wrong):
     ended = _run(*wrong)

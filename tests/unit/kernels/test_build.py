@@ -138,7 +138,7 @@ def test_cards_without_a_target(monkeypatch):
 def test_the_cache_follows_the_users_folders(monkeypatch, tmp_path):
     monkeypatch.delenv(build.CACHE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build.cache_folder() == tmp_path / "qsync_opt" / "kernels"
+    assert build.cache_folder() == tmp_path / "qsync-opt" / "kernels"
 
 
 def test_every_unit_has_sources_and_no_source_is_orphaned():

@@ -242,6 +242,16 @@ def test_external_weights_outside_of_the_folder_are_refused(fork, tmp_path, loca
         RunnableModel(folder / "m.onnx")
 
 
+def test_the_name_of_a_weight_file_that_is_no_text_is_refused(fork, tmp_path):
+    tensor = fork.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="weights.bin")
+    (tmp_path / "m.onnx").write_bytes(fork.SerializeToString().replace(b"weights.bin", b"w\xb5ights.bin"))
+    with pytest.raises(ModelError, match="cannot be read with its weights"):
+        RunnableModel(tmp_path / "m.onnx")
+
+
 @pytest.mark.parametrize(
     ("plan", "kind", "needles"),
     [

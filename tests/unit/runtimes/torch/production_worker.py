@@ -11,6 +11,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -275,9 +276,11 @@ def sharded(folder):
     """Fully sharded: weights are gathered and gradients reduced in FP32, so that precisions may differ."""
     torch.manual_seed(0)
     model = Net().to(DEVICE[0])
+    # Without a mesh, the card of a machine that has one would be taken.
+    mesh = init_device_mesh(DEVICE[0].type, (2,))
     for layer in (model.a, model.b, model.c):
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     rank = dist.get_rank()
     apply(model, MIXED[rank])
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -309,7 +312,7 @@ def sharded(folder):
     alone = Net().to(DEVICE[0])
     Checkpoints(folder + "/sharded", alone).load(8, model_only=True)
     mixed = Net().to(DEVICE[0])
-    fully_shard(mixed, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(mixed, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     try:
         apply(mixed, MIXED[rank])
         said = ""

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels import eight_bit
+from qsync_opt.kernels import eight_bit, ops
 from qsync_opt.kernels.formats import E4M3, INT8
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.precision import formats_for
@@ -82,20 +82,37 @@ def test_gain_of_fixed_point_noise_follows_the_errors_of_single_elements():
     assert gain.uniform == pytest.approx(4 * 1.0**2)  # spread evenly it would be 2 * 3**2 + 2 * 1**2
 
 
-def test_convolutions_run_backward_in_16_bits(data):
-    class Convolution(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
+class Convolution(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight, self.padding = nn.Parameter(weight), weight.shape[2] // 2
 
-        def forward(self, x):
-            return self.conv(x).square().sum()
+    def forward(self, x, g):
+        return (F.conv2d(x, self.weight, padding=self.padding) * g).sum()
 
-    statistics = collect_statistics(Convolution(), [(torch.randn(2, 3, 8, 8).requires_grad_(),)]).operators[0]
-    half, eight = (
-        variances(statistics, "INT8", FORMATS["INT8"], NoiseOptions(backward=how)) for how in ("half", "eight")
-    )
-    assert half == eight
+
+@pytest.mark.parametrize("taps", [1, 3])
+def test_predicted_variance_of_convolutions_is_that_of_the_kernels(taps):
+    generator = torch.Generator().manual_seed(4)
+    x, w = torch.randn(8, 6, 9, 9, generator=generator), 0.1 * torch.randn(10, 6, taps, taps, generator=generator)
+    sizes = torch.exp(torch.randn(8, 1, 9, 9, generator=generator))
+    g = torch.randn(8, 10, 9, 9, generator=generator) * sizes
+    operator = collect_statistics(Convolution(w.clone()), [(x.clone().requires_grad_(), g)]).operators[0]
+    found = variances(operator, "INT8", FORMATS["INT8"], EIGHT)
+    doubles = [t.double().requires_grad_() for t in (x, w)]
+    exact = F.conv2d(*doubles, padding=taps // 2)
+    true_x, true_w = torch.autograd.grad(exact, doubles, g.double())
+    measured = [0.0, 0.0, 0.0]
+    for draw in range(DRAWS):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        options = KernelOptions(weight_granularity="tensor", backward="eight", offset=draw)
+        z = ops.execute("conv2d", "INT8", F.conv2d, tuple(leaves), {"padding": taps // 2}, options)
+        dx, dw = torch.autograd.grad(z, leaves, g.to(z.dtype))
+        for i, (low, true) in enumerate(zip((z, dw, dx), (exact.detach(), true_w, true_x), strict=True)):
+            measured[i] += float((low.detach().double() - true).square().sum()) / DRAWS
+    for noise, real in zip((found.output, found.second_gradient, found.first_gradient), measured, strict=True):
+        assert noise is not None
+        assert noise.total / real == pytest.approx(1, abs=0.15)
 
 
 def test_other_backward_passes_are_refused():

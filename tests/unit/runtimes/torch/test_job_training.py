@@ -1,10 +1,6 @@
 """All of ordinary training on two workers under different plans; see ``production_worker.py`` for the cases."""
 
-import json
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,31 +11,9 @@ from qsync_opt.runtimes.torch.ddp import free_port, process_group
 from qsync_opt.runtimes.torch.loss_scaling import LossScaler
 
 
-def run(folder, backend):
-    script, port = Path(__file__).with_name("production_worker.py"), str(free_port())
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", script, str(rank), "2", port, str(folder), backend],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        texts = [worker.communicate(timeout=240) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    for worker, (_, errors) in zip(workers, texts, strict=True):
-        assert worker.returncode == 0, errors
-    return [json.loads(output.splitlines()[-1]) for output, _ in texts]
-
-
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("cpu"), "gloo")
+def seen(tmp_path_factory, run_workers):
+    return run_workers("production_worker.py", tmp_path_factory.mktemp("cpu"), "gloo", flags=("-W", "ignore"))
 
 
 def check_equal_weights(seen):
@@ -130,10 +104,10 @@ def test_autocast_is_refused(seen):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_all_of_it_on_two_cards(tmp_path):
+def test_all_of_it_on_two_cards(tmp_path, run_workers):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    seen = run(tmp_path, "nccl")
+    seen = run_workers("production_worker.py", tmp_path, "nccl", flags=("-W", "ignore"))
     check_equal_weights(seen)
     check_learning(seen, "plain", "normalization", "sharded", "synchronized_normalization")
     check_gradients(seen)

@@ -1,8 +1,4 @@
-import json
 import logging
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +7,9 @@ from torch import nn
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
 from qsync_opt.estimates import estimate_lines
 from qsync_opt.evaluation import evaluate
-from qsync_opt.front_cache import default_cache_folder
+from qsync_opt.measurement_cache import default_cache_folder
 from qsync_opt.runtimes.torch import job_measuring, job_steps, planning, step_profile
 from qsync_opt.runtimes.torch.apply import applied_plan, apply, undo
-from qsync_opt.runtimes.torch.ddp import free_port
 from qsync_opt.runtimes.torch.job_options import PlanningOptions, cache_folder
 from qsync_opt.runtimes.torch.job_plan import Alternative, verdict
 from qsync_opt.runtimes.torch.planning import auto_plan, plan_job
@@ -43,6 +38,7 @@ def cache(tmp_path_factory):
 def options(cache):
     def make(**changes):
         settings = {"cache_dir": cache, "progress": False, "memory": "1 GiB", "precisions": ("BF16", "INT8")}
+        settings["compare"] = False
         return PlanningOptions(**{**settings, **changes})
 
     return make
@@ -245,38 +241,19 @@ def test_verdict(plan_ns, full, worthwhile):
     assert verdict(plan_ns, 1.0, (), 0.02)[0]
 
 
-def run_workers(case, tmp_path, world_size=2):
-    script, port = Path(__file__).with_name("planning_worker.py"), str(free_port())
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-P", str(script), str(rank), str(world_size), port, case, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    results = []
-    for worker in workers:
-        output, errors = worker.communicate(timeout=240)
-        assert worker.returncode == 0, errors
-        results.append(json.loads(output.splitlines()[-1]))
-    return results
-
-
-def test_two_types_profile_themselves_and_train_under_one_plan(tmp_path):
-    first, second = run_workers("train", tmp_path)
+def test_two_types_profile_themselves_and_train_under_one_plan(tmp_path, run_workers):
+    first, second = run_workers("planning_worker.py", "train", tmp_path)
     assert first["digest"] == second["digest"]
     assert first["types"] == second["types"] == ["big", "small"]
     assert (first["mine"], second["mine"]) == ("big", "small")
     assert first["has_model"]
     assert not second["has_model"]
     assert first["weights"] == second["weights"]
-    assert second["second"] < 0.5 * second["first"]  # everything was measured before
+    assert second["kept"][0] == second["kept"][1] > 0  # everything was measured before
 
 
-def test_two_types_record_their_own_steps_with_ddp_around(tmp_path):
-    first, second = run_workers("steps", tmp_path)
+def test_two_types_record_their_own_steps_with_ddp_around(tmp_path, run_workers):
+    first, second = run_workers("planning_worker.py", "steps", tmp_path)
     assert first["digest"] == second["digest"]
     assert first["weights"] == pytest.approx(second["weights"], abs=1e-9)
     assert first["measured"] == second["measured"]
@@ -284,24 +261,24 @@ def test_two_types_record_their_own_steps_with_ddp_around(tmp_path):
     assert all(text.startswith("training steps recorded") for text in first["measured"].values())
 
 
-def test_ranks_with_different_models_are_told_which_operators_differ(tmp_path):
-    for result in run_workers("models", tmp_path):
+def test_ranks_with_different_models_are_told_which_operators_differ(tmp_path, run_workers):
+    for result in run_workers("planning_worker.py", "models", tmp_path):
         assert result["error"] == "ModelError"
         assert "hold different models" in result["said"]
         assert "rank 0" in result["said"]
         assert "rank 1" in result["said"]
 
 
-def test_ranks_with_different_versions_are_told_which(tmp_path):
-    for result in run_workers("versions", tmp_path):
+def test_ranks_with_different_versions_are_told_which(tmp_path, run_workers):
+    for result in run_workers("planning_worker.py", "versions", tmp_path):
         assert result["error"] == "ModelError"
         assert "the version of qsync_opt or torch differs between ranks: ranks 1 are not as rank 0" in result["said"]
         assert "'9.9.9'" in result["said"]
         assert "install the same versions everywhere" in result["said"]
 
 
-def test_a_failure_on_one_rank_stops_all(tmp_path):
-    first, second = run_workers("failure", tmp_path)
+def test_a_failure_on_one_rank_stops_all(tmp_path, run_workers):
+    first, second = run_workers("planning_worker.py", "failure", tmp_path)
     assert second["error"] == "ProblemError"
     assert first["error"] == "NotReadyError"
     assert first["said"].startswith("rank 1 failed: ProblemError: memory is '3 parsecs'")

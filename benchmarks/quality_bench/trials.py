@@ -1,0 +1,177 @@
+"""One operator alone in INT8 for some training steps: all operators side by side, from one state, on equal batches.
+
+On a card a whole step of every run, optimizer included, is captured as a graph and replayed; runs share streams.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from noisy import MagnifiedPlan
+from subjects import Batch
+from torch import Tensor, nn
+
+from qsync_opt.graph import OpGraph
+from qsync_opt.runtimes.torch.apply import ApplyOptions
+from qsync_opt.runtimes.torch.statistics import full_precision
+
+_STREAMS = 8
+
+
+class Trial:
+    """A copy of a model, trained under a plan from a given state as often as wanted."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: Mapping[str, str],
+        graph: OpGraph,
+        options: ApplyOptions,
+        factor: float,
+        batches: tuple[Batch, Batch],
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        """Take the state that model and optimizer are in.
+
+        Args:
+            model: Not under a plan.
+            optimizer: Of the model.
+            plan: Operator to precision; the others run in FP32.
+            graph: Of the model.
+            options: Rounding, and the place in the random stream.
+            factor: By which the error of the operators is multiplied.
+            batches: One as they are trained on, and the one the loss is evaluated on.
+            stream: Where a captured graph runs; None: everything is launched by the host.
+        """
+        self._model = copy.deepcopy(model)
+        self._optimizer = _copied(optimizer, self._model)
+        # Evaluated without a plan, on the very parameters.
+        self._plain = copy.deepcopy(model)
+        for shared, own in zip(self._plain.parameters(), self._model.parameters(), strict=True):
+            shared.data = own.data
+        self._state = [*self._model.parameters(), *self._model.buffers(), *_tensors(self._optimizer)]
+        self._saved = [x.detach().clone() for x in self._state]
+        MagnifiedPlan(self._model, plan, graph, options, factor=factor)
+        self._inputs = [x.clone() for x in batches[0]]
+        self._held_out = batches[1]
+        self._found = torch.zeros(())
+        self._stream = stream
+        self._graphs = (self._train, self._evaluate)
+        if stream is not None:
+            self._graphs = (self._captured(self._train, stream), self._captured(self._evaluate, stream))
+
+    def _captured(self, function: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[], None]:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                function()
+            self._optimizer.zero_grad(set_to_none=True)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                function()
+        stream.synchronize()
+        return graph.replay
+
+    def _train(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self._model(*self._inputs).backward()
+        self._optimizer.step()
+
+    def _evaluate(self) -> None:
+        with torch.no_grad():
+            self._found = self._plain(*self._held_out)
+
+    def restore(self) -> None:
+        """Back to the state at the beginning."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._state, self._saved)
+
+    def step(self, batch: Batch) -> None:
+        """One training step."""
+        for place, x in zip(self._inputs, batch, strict=True):
+            place.copy_(x)
+        self._graphs[0]()
+
+    def evaluate(self) -> Tensor:
+        """Held-out loss, on the device."""
+        self._graphs[1]()
+        return self._found.clone()
+
+
+def _copied(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    """The same kind of optimizer in the same state for another copy of the model."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    found = type(optimizer)(model.parameters(), lr=groups[0]["lr"])
+    state = copy.deepcopy(optimizer.state_dict())
+    if next(model.parameters()).is_cuda and "capturable" in groups[0]:
+        for group in state["param_groups"]:
+            group["capturable"] = True
+    found.load_state_dict(state)
+    return found
+
+
+def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [x for entry in optimizer.state.values() for x in entry.values() if isinstance(x, Tensor)]
+
+
+class Trials:
+    """Every operator alone in a precision, once with its error and once with the error reversed, and none at all."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        graph: OpGraph,
+        names: Sequence[str],
+        precision: str,
+        options: ApplyOptions,
+        factor: float,
+        batches: tuple[Batch, Batch],
+        captured: bool,
+    ) -> None:
+        device = next(model.parameters()).device
+        streams = [torch.cuda.Stream() for _ in range(_STREAMS)] if device.type == "cuda" else [None]
+        self._streams = itertools.cycle(streams)
+        self._captured = captured and device.type == "cuda"
+
+        def trial(plan: Mapping[str, str], sign: float) -> tuple[Trial, torch.cuda.Stream | None]:
+            stream = next(self._streams)
+            with full_precision():
+                return Trial(
+                    model, optimizer, plan, graph, options, sign * factor, batches, stream if self._captured else None
+                ), stream
+
+        self._clean = trial({}, 1.0)
+        self._pairs = {name: [trial({name: precision}, sign) for sign in (1.0, -1.0)] for name in names}
+        self._every = [self._clean, *(one for pair in self._pairs.values() for one in pair)]
+
+    def _all(self, function: Callable[[Trial], Tensor | None]) -> list[Tensor | None]:
+        found = []
+        for trial, stream in self._every:
+            if stream is None:
+                found.append(function(trial))
+                continue
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                found.append(function(trial))
+        for _, stream in self._every[:_STREAMS]:
+            if stream is not None:
+                torch.cuda.current_stream().wait_stream(stream)
+        return found
+
+    def harms(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Change of the held-out loss after training on the batches with one operator in low precision throughout.
+
+        The mean over an error and the reversed one: the even part, as the odd part is none in the mean.
+        """
+        with full_precision():
+            self._all(Trial.restore)
+            for batch in batches:
+                self._all(lambda trial, batch=batch: trial.step(batch))  # type: ignore[misc]
+            losses = torch.stack([x.double() for x in self._all(Trial.evaluate) if x is not None]).tolist()
+        clean, *both = losses
+        return {name: (both[2 * i] + both[2 * i + 1]) / 2 - clean for i, name in enumerate(self._pairs)}

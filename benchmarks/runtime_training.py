@@ -1,0 +1,217 @@
+"""A worker of ``runtime.py`` and the training that its parts time: model, DistributedDataParallel and optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync_opt
+from qsync_opt.graph import Role
+from qsync_opt.runtimes.torch.agreement import gather_json
+from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply, undo
+from qsync_opt.runtimes.torch.capabilities import operator_precisions
+from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
+from qsync_opt.runtimes.torch.device_memory import memory_budget
+from qsync_opt.runtimes.torch.job_ways import Way
+from qsync_opt.runtimes.torch.measure import default_loss
+
+Batch = dict[str, Tensor]
+
+
+class Worker:
+    """Device, rank and what they need: built once per process."""
+
+    def __init__(
+        self, part: str, device: str, rank: int, world: int, sms: int, memory: str, output: str, cache: str
+    ) -> None:
+        self.rank, self.world, self.sms = rank, world, sms
+        self.output = Path(output)
+        self.cache = Path(cache)
+        self.device = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+        self.partition_memory = memory
+        if device == "cuda":
+            torch.cuda.set_device(self.device)
+            backends: Any = torch.backends  # FP32 is FP32 wherever it is timed
+            backends.cuda.matmul.fp32_precision = backends.cudnn.conv.fp32_precision = "ieee"
+        else:
+            torch.set_num_threads(1)
+        self.memory: str | None = None
+        self.become(partition=rank == world - 1 and world > 1 and part == "throughput")
+
+    def become(self, *, partition: bool) -> None:
+        """Be a partition of the card from now on, with little memory, or the whole of it; a CPU stays what it is."""
+        self.partition = partition
+        if self.device.type != "cuda":
+            return
+        self.memory = self.partition_memory if partition else None
+        torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+        if partition:
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(memory_budget(self.device, self.memory) / total, self.device)
+
+    @contextlib.contextmanager
+    def compute(self) -> Iterator[None]:
+        """On the partition: everything runs on a stream of a context with that many multiprocessors."""
+        if not self.partition or self.device.type != "cuda":
+            yield
+            return
+        context = torch.cuda.GreenContext.create(num_sms=self.sms, device_id=self.device.index)
+        with torch.cuda.stream(context.Stream()):
+            yield
+            self.wait()
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def write(self, **record: Any) -> None:
+        if self.rank == 0:
+            print(json.dumps(record), flush=True)
+            with open(self.output, "a", encoding="utf-8") as stream:
+                stream.write(json.dumps(record) + "\n")
+
+    def memory_bytes(self) -> int:
+        """Of this process now: what torch has allocated on the card, or the resident set."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+        return pages * 4096
+
+    @property
+    def kind(self) -> str:
+        """Name of this worker's device type."""
+        kinds = ("whole", f"{self.sms} SMs") if self.device.type == "cuda" else ("first", "second")
+        return kinds[self.partition]
+
+    def options(self, name: str, **changes: Any) -> qsync_opt.PlanningOptions:
+        settings = {
+            "cache_dir": self.cache / "measurements",
+            "job_file": self.cache / f"{name}-{self.device.type}-{self.world}-{self.kind}.json",
+            "device_type": self.kind,
+            "memory": self.memory or (None if self.device.type == "cuda" else "4 GiB"),
+            "profile_seconds": 5.0,
+            "progress": False,
+        }
+        return qsync_opt.PlanningOptions(**{**settings, **changes})
+
+
+class Run:
+    """A model in DistributedDataParallel with its optimizer, and one way to compute."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        make: Callable[[], nn.Module],
+        batch: Batch,
+        *,
+        plan: Any = None,
+        autocast: torch.dtype | None = None,
+        tf32: bool = False,
+        weight: float = 1.0,
+    ) -> None:
+        torch.manual_seed(0)
+        self.worker, self.batch, self.autocast, self.tf32, self.weight = worker, batch, autocast, tf32, weight
+        self.model = make().to(worker.device)
+        if isinstance(plan, Way):
+            apply(self.model, plan.precisions, options=ApplyOptions(autocast=plan.autocast))
+        elif plan is not None:
+            apply(self.model, plan)
+        ids = [worker.device.index] if worker.device.type == "cuda" else None
+        self.parallel = DistributedDataParallel(self.model, device_ids=ids, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
+        self.scaler = qsync_opt.LossScaler(self.model, enabled=True) if autocast is torch.float16 else None
+        if self.scaler is None:
+            scaler = qsync_opt.LossScaler(self.model)
+            self.scaler = scaler if scaler.is_enabled() else None
+
+    def loss(self, model: nn.Module) -> Tensor:
+        kind = self.worker.device.type
+        if kind == "cuda":
+            backends: Any = torch.backends
+            backends.cuda.matmul.fp32_precision = backends.cudnn.conv.fp32_precision = "tf32" if self.tf32 else "ieee"
+        with torch.autocast(kind, dtype=self.autocast) if self.autocast else contextlib.nullcontext():
+            return self.weight * default_loss(model(**self.batch))
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        loss = self.loss(self.parallel)
+        if self.scaler is None:
+            loss.backward()
+            self.optimizer.step()
+            return
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def timed(self, steps: int) -> float:
+        """Seconds per step on the slowest worker."""
+        gather_json(0)  # all begin together
+        self.worker.wait()
+        began = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self.worker.wait()
+        return max(gather_json((time.perf_counter() - began) / steps))
+
+    def alone_s(self, steps: int) -> float:
+        """Seconds of this worker's forward and backward pass, without waiting for the other."""
+        synchronized = self.parallel.no_sync
+        times = []
+        # Everything that a step will need is there from the first one on, so that what does not fit shows here.
+        with synchronized():
+            self.loss(self.parallel).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for _ in range(steps + 1):
+            self.worker.wait()
+            began = time.perf_counter()
+            with synchronized():
+                self.loss(self.parallel).backward()
+            self.worker.wait()
+            times.append(time.perf_counter() - began)
+        self.optimizer.zero_grad()
+        return statistics.median(times[1:])
+
+    def peaks(self) -> list[int]:
+        """Bytes that one step needs on every worker; none on a CPU, where the resident set is no measure."""
+        if self.worker.device.type != "cuda":
+            return []
+        self.worker.wait()
+        torch.cuda.reset_peak_memory_stats(self.worker.device)
+        self.step()
+        self.worker.wait()
+        return list(gather_json(torch.cuda.max_memory_allocated(self.worker.device)))
+
+    def close(self) -> None:
+        if applied_plan(self.model) is not None:
+            undo(self.model)  # a model under a plan refers to itself
+        self.__dict__.clear()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def gpt(worker: Worker, *, layers: int = 12) -> tuple[Callable[[], nn.Module], Batch]:
+    """The decoder of the demo: on a card as wide as GPT-2, on a CPU a small one."""
+    config = GptConfig(width=128, layers=2, context=32)
+    if worker.device.type == "cuda":
+        config = GptConfig(width=768, heads=12, layers=layers, context=512)
+    tokens = torch.randint(0, config.vocabulary, (8, config.context), device=worker.device)
+    return lambda: Gpt(config), dict(zip(("tokens_BS", "targets_BS"), (tokens, tokens), strict=True))
+
+
+def everywhere(model: nn.Module, batch: Batch, precision: str, device: torch.device) -> dict[str, str]:
+    """Every operator that can run in a precision in it, the others in FP32."""
+    graph = qsync_opt.capture(model, (), batch)
+    names = {operator.name: operator.op_type for operator in graph.by_role(Role.ADJUSTABLE)}
+    return {n: precision if precision in operator_precisions(kind, device) else "FP32" for n, kind in names.items()}

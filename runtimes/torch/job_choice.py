@@ -1,0 +1,159 @@
+"""What a measured job does: the solver's plan, or what the times of the whole model say is better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qsync_opt.evaluation import BYTES_PER_KIB, Evaluation, evaluate, evaluate_device
+from qsync_opt.plan import Plan
+from qsync_opt.problem import Problem
+from qsync_opt.propagation import propagate
+from qsync_opt.runtimes.torch.job_options import PlanningOptions
+from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, verdict
+from qsync_opt.runtimes.torch.job_ways import FULL, PLANNED, Way, choose, everywhere, step_ns, words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The fields of a `JobPlan` that depend on which way every device type takes."""
+
+    plan: Plan
+    evaluation: Evaluation
+    worthwhile: bool
+    reason: str
+    expected_ns: int | None
+    taken: Mapping[str, str]
+    autocast: Mapping[str, str]
+    shares: Mapping[str, float]
+
+    def fields(self) -> dict[str, Any]:
+        """As `JobPlan` wants them."""
+        return {
+            "plan": self.plan,
+            "iteration_ns": self.evaluation.iteration_ns,
+            "memory_bytes": self.evaluation.memory_bytes,
+            "sensitivity": self.evaluation.objective,
+            "worthwhile": self.worthwhile,
+            "reason": self.reason,
+            "expected_ns": self.expected_ns,
+            "taken": self.taken,
+            "autocast": self.autocast,
+            "shares": self.shares,
+        }
+
+
+def decide(
+    made: JobModel,
+    problem: Problem,
+    plan: Plan,
+    evaluation: Evaluation,
+    others: tuple[Alternative, ...],
+    options: PlanningOptions,
+) -> Decision:
+    """Take the solver's plan, or with times of the whole model the way that is best on every device type.
+
+    Args:
+        made: The job, perhaps with such times.
+        problem: Of the job as it is now.
+        plan: The solver's.
+        evaluation: Of that.
+        others: What the plan is compared with where there are no times.
+        options: Slack, least gain, and how local batches will be sized.
+
+    Source:
+        Ours.
+    """
+    limits = {device.name: device.memory_limit_bytes for device in made.cluster.devices}
+    ways = _with_the_plan(made, problem, plan, evaluation)
+    balanced = options.local_batches == "by speed"
+    chosen = choose(ways, limits, slack=options.slack, balanced=balanced) if ways else None
+    if chosen is None:
+        worthwhile, reason = verdict(evaluation.iteration_ns, evaluation.objective, others, options.least_gain)
+        return Decision(
+            plan=plan,
+            evaluation=evaluation,
+            worthwhile=worthwhile,
+            reason=reason,
+            expected_ns=None,
+            taken={},
+            autocast={},
+            shares=_shares(made, None),
+        )
+    # All-reduces that nothing hides, and the optimizer: the same whatever the passes are computed in.
+    rest_ns = evaluation.iteration_ns - max(device.backward_end_ns for device in evaluation.devices.values())
+    full = _full(ways, limits)
+    gain = 1.0
+    if full is not None:
+        gain = 1 - _time(made, chosen, rest_ns, balanced) / _time(made, full, rest_ns, balanced)
+    worthwhile = full is None or gain >= options.least_gain
+    if full is None:
+        said = "training in FP32 would not fit into memory"
+    elif not worthwhile or all(way.is_plain for way in chosen.values()):
+        chosen, worthwhile = full, False
+        said = f"nothing is faster than FP32 by {options.least_gain:.0%}: the model is left alone"
+    else:
+        said = f"{gain:.1%} less time per sample than in FP32"
+    reason = f"{said}; {words(chosen, everywhere(ways, limits))}"
+    whole = Plan(problem=plan.problem, devices={name: way.precisions for name, way in chosen.items()})
+    found = plan if all(way.name == PLANNED for way in chosen.values()) else whole
+    return Decision(
+        plan=found,
+        evaluation=evaluate(problem, found),
+        worthwhile=worthwhile,
+        reason=reason,
+        expected_ns=step_ns(chosen) + rest_ns,
+        taken={name: way.name for name, way in chosen.items()},
+        autocast={name: way.autocast for name, way in chosen.items() if way.autocast is not None},
+        shares=_shares(made, chosen if balanced else None),
+    )
+
+
+def _full(ways: Mapping[str, Sequence[Way]], limits: Mapping[str, int]) -> dict[str, Way] | None:
+    """FP32 on every device type, None where one has no room for it."""
+    found = {n: way for n, mine in ways.items() for way in mine if way.name == FULL and way.fits(limits[n])}
+    return found if len(found) == len(ways) else None
+
+
+def _time(made: JobModel, chosen: Mapping[str, Way], rest_ns: int, balanced: bool) -> float:
+    """Of a step; with balanced local batches, of as many samples as there are in a step with equal ones."""
+    if not balanced:
+        return step_ns(chosen) + rest_ns
+    counts = {device.name: device.count for device in made.cluster.devices}
+    return sum(counts.values()) / sum(counts[name] / max(1, way.pass_ns) for name, way in chosen.items()) + rest_ns
+
+
+def _shares(made: JobModel, chosen: Mapping[str, Way] | None) -> dict[str, float]:
+    """Share of the global batch of one worker of each type: equal, or as fast as it is."""
+    speeds = {d.name: 1.0 if chosen is None else 1 / max(1, chosen[d.name].pass_ns) for d in made.cluster.devices}
+    total = sum(device.count * speeds[device.name] for device in made.cluster.devices)
+    return {name: speed / total for name, speed in speeds.items()}
+
+
+def _with_the_plan(made: JobModel, problem: Problem, plan: Plan, evaluation: Evaluation) -> dict[str, tuple[Way, ...]]:
+    """The measured ways, with the solver's plan of now in place of the one that was measured, if it is another.
+
+    Its time is then the predicted one, corrected by how far the prediction was off for the plan that was measured, or
+    for FP32 if that was the plan.
+    """
+    found = {}
+    for name, ways in made.ways.items():
+        others = tuple(way for way in ways if way.name != PLANNED)
+        measured = next((way for way in reversed(ways) if way.name in (PLANNED, FULL)), ways[-1])
+        now = Way(name=PLANNED, precisions={n: plan.devices[name][n] for n in measured.precisions})
+        if now.is_plain:
+            found[name] = others
+            continue
+        if now.precisions != measured.precisions:
+            device, mine = problem.device(name), evaluation.devices[name]
+            before = evaluate_device(problem, device, propagate(problem, device, measured.precisions))
+            off = measured.pass_ns / max(1, before.backward_end_ns)
+            measured = replace(
+                now,
+                sensitivity=mine.sensitivity,
+                pass_ns=round(off * mine.backward_end_ns),
+                needed_bytes=mine.memory_kib * BYTES_PER_KIB,
+            )
+        found[name] = (*others, replace(measured, name=PLANNED))
+    return found

@@ -1,0 +1,208 @@
+"""Time the ways that a job could compute in, on every rank at once, before one of them is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from qsync_opt.baselines import uniform_plan
+from qsync_opt.evaluation import BYTES_PER_KIB, evaluate_device
+from qsync_opt.graph import OpGraph, Role
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.problem import Problem, ProblemDevice
+from qsync_opt.propagation import propagate
+from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json, together, world
+from qsync_opt.runtimes.torch.allocations import allocation_of
+from qsync_opt.runtimes.torch.apply import AUTOCAST_TYPES, ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.job_measuring import DeviceTypes, Job
+from qsync_opt.runtimes.torch.job_plan import JobModel, JobPlan
+from qsync_opt.runtimes.torch.job_ways import FULL, PLANNED, Way
+from qsync_opt.runtimes.torch.measure import TrainingExample, resident_bytes
+from qsync_opt.runtimes.torch.stopwatch import cpu_clock
+from qsync_opt.runtimes.torch.unchanged import model_unchanged
+
+_ROUNDS = 3
+_BLOCK_NS = 100e6
+"""How long the passes take that are timed together, as far as `_MOST_PASSES` allows."""
+_MOST_PASSES = 20
+_WAY_NS = 1.5e9
+"""When a way has taken so long, no further round follows."""
+
+
+def ways_of(problem: Problem, plan: Mapping[str, Mapping[str, str]]) -> dict[str, list[Way]]:
+    """The ways of every device type, not timed: one precision everywhere, from the finest, and any other plan.
+
+    Args:
+        problem: Gives sensitivities, and which precisions an operator has on a device.
+        plan: Device type to operator to precision.
+    """
+    found: dict[str, list[Way]] = {}
+    for device in problem.devices:
+        present = {precision for table in device.operators.values() for precision in table}
+        mine = []
+        for precision in reversed([name for name in problem.formats if name in present]):
+            whole = uniform_plan(problem, precision).devices[device.name]
+            autocast = precision in AUTOCAST_TYPES and set(_adjustable(problem, whole).values()) <= {precision, FULL}
+            name = f"{precision} autocast" if autocast else precision
+            mine.append(_way(problem, device, name, whole, precision if autocast else None))
+        planned = _way(problem, device, PLANNED, plan[device.name], None)
+        found[device.name] = mine if planned.is_plain else [*mine, planned]
+    return found
+
+
+def _adjustable(problem: Problem, precisions: Mapping[str, str]) -> dict[str, str]:
+    return {o.name: precisions[o.name] for o in problem.operators if o.role is Role.ADJUSTABLE}
+
+
+def _way(problem: Problem, device: ProblemDevice, name: str, entry: Mapping[str, str], autocast: str | None) -> Way:
+    precisions = _adjustable(problem, entry)
+    found = evaluate_device(problem, device, propagate(problem, device, precisions))
+    return Way(
+        name=name,
+        precisions=precisions,
+        autocast=autocast,
+        sensitivity=found.sensitivity,
+        needed_bytes=found.memory_kib * BYTES_PER_KIB,
+    )
+
+
+def measure_ways(job: Job, made: JobModel | None, found: JobPlan, types: DeviceTypes) -> JobModel | None:
+    """The job with the times of every way that it could compute in; every rank must call it.
+
+    Args:
+        job: Whose model and batch are used; the model is left as it was.
+        made: What was measured before, on rank 0.
+        found: The solver's plan.
+        types: Device types and their ranks.
+
+    Returns:
+        ``made`` with ``ways``, where it was given.
+    """
+    rank, size = world()
+
+    def draft() -> dict[str, list[Way]]:
+        return {} if rank or found.problem is None else ways_of(found.problem, found.plan.devices)
+
+    drafts = together(draft)
+    # What is timed runs neither the optimizer, whose state stays, nor DistributedDataParallel, whose buckets do.
+    buckets = sum(p.numel() * p.element_size() for p in job.model.parameters() if p.requires_grad) if size > 1 else 0
+    states = {} if made is None else {name: made.profiles[name].optimizer.state_bytes for name in drafts}
+    told = broadcast_json({name: [states[name], [way.to_json() for way in mine]] for name, mine in drafts.items()})
+    state_bytes, entries = told[types.mine]
+    mine = [Way.from_json(entry, "a way") for entry in entries]
+    graph = None if made is None else made.graph
+    kernels = job.options.kernels
+    timed = together(lambda: time_ways(job.model, job.example, mine, graph, kernels, kept_bytes=state_bytes + buckets))
+    gathered = gather_json([[way.pass_ns, way.needed_bytes] for way in timed])
+    if made is None or rank:
+        return made
+    ways = {}
+    for name, ranks in types.ranks.items():
+        rows = zip(drafts[name], *(gathered[number] for number in ranks), strict=True)
+        ways[name] = tuple(_merged(way, results) for way, *results in rows)
+    return replace(made, ways=ways)
+
+
+def _merged(way: Way, results: Sequence[Sequence[int | None]]) -> Way:
+    """A way as its slowest worker, and the one that needs most memory, found it."""
+    needs = [needed for _, needed in results if needed is not None]
+    needed = None if len(needs) < len(results) else max(needs)
+    return replace(way, pass_ns=max(int(time_ns or 0) for time_ns, _ in results), needed_bytes=needed)
+
+
+def time_ways(
+    model: nn.Module,
+    example: TrainingExample,
+    ways: Sequence[Way],
+    graph: OpGraph | None,
+    kernels: KernelOptions,
+    *,
+    kept_bytes: int = 0,
+) -> list[Way]:
+    """The same ways, with the median time of a forward and backward pass on this rank, and on a card its peak memory.
+
+    Several passes are timed together, as they follow each other in training: on a card the host runs ahead. The ways
+    take turns, so that a disturbance meets all of them. Parameters, gradients, buffers and random state are put back.
+
+    Args:
+        model: Without a plan.
+        example: A batch for it.
+        ways: To be timed.
+        graph: The captured graph, if it is known here.
+        kernels: Rounding and granularity.
+        kept_bytes: What training keeps beside parameters, gradients and activations.
+
+    Returns:
+        In the same order. ``needed_bytes`` is None where memory ran out; on a CPU, which keeps no account of it, it
+        stays what it was.
+    """
+    times: list[list[float]] = [[] for _ in ways]
+    spent = [0.0 for _ in ways]
+    needs = [way.needed_bytes for way in ways]
+    with model_unchanged(model):
+        for turn in range(_ROUNDS):
+            for index, way in enumerate(ways):
+                if needs[index] is None or spent[index] > _WAY_NS:
+                    continue
+                with _carried_out(model, way, graph, kernels):
+                    try:
+                        if not turn and example.device.type == "cuda":
+                            needs[index] = _peak_bytes(example) + kept_bytes
+                        block, passes = _timed_block(example)
+                    except torch.cuda.OutOfMemoryError:
+                        needs[index] = None
+                        model.zero_grad()
+                        torch.cuda.empty_cache()
+                        continue
+                times[index].append(block / passes)
+                spent[index] += block
+    return [
+        replace(way, pass_ns=round(statistics.median(found)) if found else 0, needed_bytes=needed)
+        for way, found, needed in zip(ways, times, needs, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def _carried_out(model: nn.Module, way: Way, graph: OpGraph | None, kernels: KernelOptions) -> Iterator[None]:
+    if way.is_plain:
+        yield
+        return
+    apply(model, way.precisions, graph=graph, options=ApplyOptions(kernels=kernels, autocast=way.autocast))
+    try:
+        yield
+    finally:
+        undo(model)
+
+
+def _pass(example: TrainingExample) -> None:
+    example.forward().backward()  # type: ignore[no-untyped-call]
+    example.model.zero_grad()
+
+
+def _peak_bytes(example: TrainingExample) -> int:
+    _, allocation = allocation_of(lambda: _pass(example), example.device)
+    return resident_bytes(example.model) + allocation.peak_bytes
+
+
+def _timed_block(example: TrainingExample) -> tuple[float, int]:
+    """Nanoseconds of some passes that follow each other, and how many they are."""
+    device = example.device
+    clock: Callable[[], int] = time.perf_counter_ns if device.type == "cuda" else cpu_clock()
+
+    def block(passes: int) -> float:
+        began = clock()
+        for _ in range(passes):
+            _pass(example)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return float(clock() - began)
+
+    block(1)
+    passes = max(1, min(_MOST_PASSES, int(_BLOCK_NS / max(1.0, block(1)))))
+    return block(passes), passes

@@ -1,0 +1,148 @@
+"""Which way of computing does each device type take? From times of the real model, not from predictions.
+
+A way is one that a user could have chosen without a solver (FP32, BF16 or FP16 autocast, one precision everywhere), or
+the solver's plan. The slowest device type decides how long a step takes; the others have time left, which they
+spend on precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from qsync_opt.jsonio import Fields
+from qsync_opt.precision import number_format
+
+PLANNED = "plan"
+FULL = "FP32"
+_NOISE = 0.01
+"""Relative difference of two times that says nothing: equal blocks of steps differ by as much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way for the workers of a device type to compute.
+
+    Attributes:
+        name: ``"FP32"``, ``"BF16 autocast"``, ``"INT8"``, ``"plan"`` and such.
+        precisions: Of every adjustable operator.
+        autocast: Format of ``torch.autocast`` where that carries it out, else None.
+        sensitivity: Total over the operators, for this device type.
+        pass_ns: Forward and backward pass on the slowest of the workers.
+        needed_bytes: At the peak of a step on the worker that needs most; None if one of them ran out of memory.
+    """
+
+    name: str
+    precisions: Mapping[str, str]
+    autocast: str | None = None
+    sensitivity: float = 0.0
+    pass_ns: int = 0
+    needed_bytes: int | None = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precisions", MappingProxyType(dict(self.precisions)))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is what the model does by itself."""
+        return self.autocast is None and set(self.precisions.values()) <= {FULL}
+
+    def fits(self, limit_bytes: int) -> bool:
+        """Whether it keeps a memory limit."""
+        return self.needed_bytes is not None and self.needed_bytes <= limit_bytes
+
+    def slowed(self, factor: float) -> Way:
+        """The same on a device that takes so many times longer."""
+        return replace(self, pass_ns=round(factor * self.pass_ns))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return {
+            "name": self.name,
+            "precisions": dict(self.precisions),
+            "autocast": self.autocast,
+            "sensitivity": self.sensitivity,
+            "pass_ns": self.pass_ns,
+            "needed_bytes": self.needed_bytes,
+        }
+
+    @classmethod
+    def from_json(cls, data: object, where: str) -> Way:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ProblemError: It is something else.
+            UnsupportedError: No such precision.
+        """
+        fields = Fields(data, where)
+        precisions, autocast = fields.mapping("precisions"), fields.take("autocast")
+        for precision in precisions.values():
+            number_format(precision)
+        if autocast not in (None, "BF16", "FP16"):
+            fields.fail(f"autocast is {autocast!r}, but allowed are BF16, FP16 and null")
+        ran_out = fields.take("needed_bytes") is None
+        found = cls(
+            name=fields.text("name"),
+            precisions=precisions,
+            autocast=autocast,
+            sensitivity=fields.number("sensitivity"),
+            pass_ns=fields.integer("pass_ns"),
+            needed_bytes=None if ran_out else fields.integer("needed_bytes"),
+        )
+        fields.finish()
+        return found
+
+
+def choose(
+    ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int], *, slack: float = 0.0, balanced: bool = False
+) -> dict[str, Way] | None:
+    """The way of every device type: as fast as can be together, then with the least sensitivity.
+
+    Args:
+        ways: Of every device type.
+        limits_bytes: Memory limit of every device type.
+        slack: How much longer than the fastest choice a step may take (0.1: 10 %), beyond what noise leaves open.
+        balanced: Whether local batches will be sized by speed, so that no device type waits for another and each
+            takes as little time as it can.
+
+    Returns:
+        One way per device type; None if one of them has none that fits into its memory.
+
+    Source:
+        Ours; the objective is QSync's (IPDPS 2024): the least sensitivity among the fastest.
+    """
+    fitting = {name: [way for way in found if way.fits(limits_bytes[name])] for name, found in ways.items()}
+    if not all(fitting.values()):
+        return None
+    fastest = {name: min(way.pass_ns for way in found) for name, found in fitting.items()}
+    slowest = max(fastest.values())
+    chosen = {}
+    for name, found in fitting.items():
+        limit = (1 + slack) * (1 + _NOISE) * (fastest[name] if balanced else slowest)
+        allowed = [way for way in found if way.pass_ns <= limit]
+        chosen[name] = min(allowed, key=lambda way: (way.sensitivity, way.pass_ns))
+    return chosen
+
+
+def step_ns(chosen: Mapping[str, Way]) -> int:
+    """Forward and backward pass of the slowest device type."""
+    return max(way.pass_ns for way in chosen.values())
+
+
+def everywhere(ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Time of every way that all device types have and have room for, the same on all of them; name to nanoseconds."""
+    found: dict[str, list[int]] = {}
+    for name, mine in ways.items():
+        for way in mine:
+            if way.name != PLANNED and way.fits(limits_bytes[name]):
+                found.setdefault(way.name, []).append(way.pass_ns)
+    return {name: max(times) for name, times in found.items() if len(times) == len(ways)}
+
+
+def words(chosen: Mapping[str, Way], uniform: Mapping[str, int]) -> str:
+    """What was measured and taken, for the reason of a plan."""
+    taken = ", ".join(f"{way.name} on {name}" for name, way in chosen.items())
+    compared = ", ".join(f"{name} {time / 1e6:.2f} ms" for name, time in sorted(uniform.items(), key=lambda e: e[1]))
+    return f"measured passes: {compared or 'no single way fits everywhere'}; {taken} {step_ns(chosen) / 1e6:.2f} ms"

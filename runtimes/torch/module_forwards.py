@@ -1,0 +1,76 @@
+"""What stands before the ``forward`` of each module of an intercepted model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from qsync_opt.errors import NotReadyError
+from qsync_opt.runtimes.torch.leaf_modules import leaf_of
+
+if TYPE_CHECKING:
+    from qsync_opt.runtimes.torch.interception import Interception
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_modes_active: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+class Forward:
+    """Stands before one module's ``forward`` and tells the interception when the module runs."""
+
+    def __init__(self, interception: Interception, path: str, module: nn.Module) -> None:
+        self.interception = interception
+        self.path = path
+        self.module = module
+        self.inner: Callable[..., Any] = module.forward
+        # What the instance itself had before; None when forward comes from the class.
+        self.shadowed = module.__dict__.get("forward")
+        self.recurrent = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+        self.leaf = None if self.shadowed is not None else leaf_of(module)
+        # Callers that inspect the signature of forward (as trainers do) see the original.
+        functools.update_wrapper(self, self.inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module: as a pass if none runs, as part of it else."""
+        interception = self.interception
+        if interception.resting:
+            return self.inner(*args, **kwargs)
+        if self.recurrent and interception.recurrent_inputs is not None:
+            args = interception.recurrent_inputs(args)
+        if interception.path is None:
+            if interception.graphs is not None and not torch.compiler.is_compiling() and not self.path:
+                result = interception.graphs.run(args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            return interception.outermost(self, args, kwargs)
+        leaf = self.leaf
+        if (
+            leaf is not None
+            and not torch.compiler.is_compiling()
+            and interception.prepared_pass
+            and len(args) == 1
+            and not kwargs
+            and type(args[0]) in _PLAIN
+            and _modes_active() == 1
+        ):
+            return interception.run_leaf(self, leaf, args[0])
+        outer = interception.path
+        interception.enter(self.path)
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            interception.path = outer
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise NotReadyError(
+            f"module {self.path or 'the root'!r} cannot be copied or pickled while its operators are intercepted: "
+            "undo the plan first, and apply it to the copy"
+        )
+
+    __deepcopy__ = _refuse
+    __copy__ = _refuse
+    __reduce_ex__ = _refuse

@@ -1,0 +1,82 @@
+"""Small pieces of the runtime benchmark: local batches, what becomes of its records, and the figures made of them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = [str(ROOT / "benchmarks"), str(ROOT / "docs" / "generators")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules():
+    """The modules import each other by their bare names."""
+    sys.path[:0] = FOLDERS
+    yield
+    for folder in FOLDERS:
+        sys.path.remove(folder)
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8), st.integers(8, 500))
+def test_whole_samples_by_speed(speeds, total):
+    from runtime_throughput import shares
+
+    found = shares(speeds, total)
+    assert sum(found) == total
+    assert min(found) >= 1
+    ideal = [total * speed / sum(speeds) for speed in speeds]
+    assert all(abs(count - wanted) <= len(speeds) for count, wanted in zip(found, ideal, strict=True))
+
+
+def test_sensitivities_reach_the_records_they_belong_to():
+    from runtime import with_plans
+
+    told = {"planning_s": 3.0, "predicted_ms": 9.0, "taken": {}, "measured": {}, "reason": "so"}
+    records = [
+        {"configuration": "BF16 autocast"},
+        {"configuration": "local batches by speed, BF16 autocast"},
+        {"configuration": "uniform INT8"},
+        {"sensitivities": {"BF16": 1.0, "INT8": 2.0, "plan": 0.5}, **told},
+        {"configuration": "plan"},
+    ]
+    found = with_plans(records)
+    assert [record["sensitivity"] for record in found] == [1.0, 1.0, 2.0, 0.5]
+    assert found[-1]["planning_s"] == 3.0
+    assert "planning_s" not in found[0]
+    assert with_plans(records[:2]) == records[:2]  # cut off before the plan
+
+
+def test_what_was_not_measured_says_so():
+    from figures import NOT_MEASURED, _runtime
+
+    found = _runtime({"overhead": [{"hardware": "a processor", "precision": "FP32", "slower": 0.5}]})
+    assert set(found.values()) == {NOT_MEASURED}
+
+
+def test_the_plan_is_compared_with_the_best_single_way():
+    from figures import _runtime
+
+    def record(name, speed, turn=True):
+        return {
+            "hardware": "NVIDIA",
+            "model": "m",
+            "configuration": name,
+            "samples_per_s": speed,
+            "workers_in_turn": turn,
+        }
+
+    throughput = [
+        {"hardware": "NVIDIA", "model": "m", "worker": "whole"},
+        record("BF16 autocast", 200.0),
+        record("INT8", None),
+        record("FP32", 50.0),
+        record("plan", 190.0),
+        record("local batches by speed, BF16 autocast", 400.0),
+        record("local batches by speed, plan", 440.0),
+    ]
+    found = _runtime({"throughput": throughput})
+    assert found["runtime.throughput"] == "m 0.95 x"
+    assert found["runtime.by-speed"] == "m 1.10 x"

@@ -1,0 +1,55 @@
+"""What `graphed` refuses; what it does is tested on a card."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import qsync_opt
+from qsync_opt.errors import NotReadyError, UnsupportedError
+from qsync_opt.runtimes.torch.job_plan import host_bound_words
+
+
+def test_a_plan_comes_first():
+    with pytest.raises(NotReadyError, match=r"no plan is applied.*make_graphed_callables"):
+        qsync_opt.graphed(nn.Linear(4, 4), torch.zeros(2, 4))
+
+
+def test_recurrent_layers_and_evaluation_are_refused():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.out = nn.LSTM(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.out(self.lstm(x)[0])
+
+    model = qsync_opt.apply(Recurrent(), {"out/linear": "FP32"})
+    with pytest.raises(UnsupportedError, match=r"'lstm' is a recurrent layer.*operator by operator"):
+        qsync_opt.graphed(model, torch.zeros(2, 4))
+    resting = qsync_opt.apply(nn.Sequential(nn.Linear(4, 4)), {"0/linear": "FP32"}).eval()
+    with pytest.raises(NotReadyError, match=r"evaluation mode.*model.train\(\)"):
+        qsync_opt.graphed(resting, torch.zeros(2, 4))
+
+
+def test_a_model_on_the_host_cannot_be_captured():
+    model = qsync_opt.apply(nn.Sequential(nn.Linear(4, 4)), {"0/linear": "BF16"})
+    with pytest.raises(UnsupportedError, match="on cpu: CUDA graphs need a model on a card"):
+        qsync_opt.graphed(model, torch.zeros(2, 4))
+    assert model(torch.zeros(2, 4)).dtype is torch.bfloat16
+
+
+def test_a_plan_says_which_devices_wait_for_their_host_and_what_helps():
+    lines = host_bound_words({"H200": 0.97, "T4": 0.41})
+    assert len(lines) == 1
+    assert "H200 waits for its host" in lines[0]
+    assert "97%" in lines[0]
+    assert "qsync_opt.graphed(model, batch)" in lines[0]
+    plan = qsync_opt.auto_plan(
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)),
+        torch.zeros(4, 8),
+        options=qsync_opt.PlanningOptions(precisions=("FP32",), progress=False),
+    )
+    assert plan.host_shares == {}  # on a CPU nobody waits
+    assert lines[0] in dataclasses.replace(plan, host_shares={"H200": 0.97}).describe()
