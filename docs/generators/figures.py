@@ -326,8 +326,8 @@ def readme_table() -> str:
             "predictor.json",
         ),
         row(
-            f"The same of GPT-110M on 8 multiprocessors, each of {known['held-out.cases']} recorded plans predicted from "
-            "the other ones",
+            f"The same of GPT-110M on 8 multiprocessors, each of {known['held-out.cases']} recorded plans predicted "
+            "from the other ones",
             "off by {{ held-out.all }}",
             "predictor-held-out.json",
         ),
