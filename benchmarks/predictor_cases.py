@@ -77,6 +77,8 @@ COMBINATIONS = (
     _combination("gpt-110m", SMALL, 8, _THREE, 4, precisions=_THREE),
     _combination("bert-base", SMALL, 16, _OTHER, 4, precisions=_OTHER),
     _combination("vit-base", LARGE, 64, _FOUR, 4),
+    _combination("resnet50", LARGE, None, _FOUR, 4, precisions=_THREE),
+    _combination("vit-base", LARGE, None, _FOUR, 4, precisions=_THREE),
     _combination("gpt-110m", LARGE, None, _FOUR, 2),
     _combination("gpt-tiny", SMALL, 16, ("FP32", "BF16"), 2, True),
     _combination("gpt-tiny", LARGE, None, ("FP32", "INT8"), 1),

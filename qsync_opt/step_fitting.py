@@ -18,6 +18,8 @@ from qsync_opt.step_trace import BACKWARD, BEGIN, FORWARD, PHASES, Span, StepSpa
 from qsync_opt.two_queues import NEVER, Work, launched
 
 _EMPTY = Span()
+_SHORT_WAIT = 0.05
+"""Share of a traced phase that launches may wait without putting its scale in doubt by more than that."""
 PHASE_LABELS = ("forward", "forward|end", "backward", "backward|end", "optimizer", "zero_grad")
 
 
@@ -165,7 +167,12 @@ def _merged(samples: Sequence[StepSample]) -> tuple[dict[str, str], dict[str, st
 
 
 def _host_scales(samples: Sequence[StepSample]) -> dict[str, dict[str, float]]:
-    """Untraced over traced time on the host, by plan and phase; where a launch had to wait, the usual one."""
+    """Untraced over traced time on the host, by plan and phase.
+
+    Where launches waited for room in the device's queue for long, the untraced step has waited too, and the scale that
+    the phase has under other plans is taken. A short wait (a kernel that is loaded, a buffer of the profiler) changes
+    the scale by no more than its own share.
+    """
     scales: dict[str, dict[str, float | None]] = {}
     for sample in samples:
         scales[sample.name] = {}
@@ -174,13 +181,19 @@ def _host_scales(samples: Sequence[StepSample]) -> dict[str, dict[str, float]]:
             traced = sum(span.host_ns for span in spans)
             waited = sum(span.blocked_ns for span in spans)
             measured = sample.host_ns.get(phase, 0.0)
-            scales[sample.name][phase] = measured / traced if traced and not waited else None
-    known = [scale for by_phase in scales.values() for scale in by_phase.values() if scale is not None]
-    usual = statistics.median(known) if known else 1.0
+            known = traced > 0 and waited <= _SHORT_WAIT * (traced + waited)
+            scales[sample.name][phase] = measured / traced if known else None
+    usual = {phase: _usual([by_phase[phase] for by_phase in scales.values()]) for phase in PHASES}
+    any_phase = _usual(list(usual.values())) or 1.0
     return {
-        name: {phase: usual if scale is None else scale for phase, scale in by_phase.items()}
+        name: {phase: scale or usual[phase] or any_phase for phase, scale in by_phase.items()}
         for name, by_phase in scales.items()
     }
+
+
+def _usual(scales: Sequence[float | None]) -> float | None:
+    known = [scale for scale in scales if scale]
+    return statistics.median(known) if known else None
 
 
 def _work(span: Span, step: StepSpans, scale: float) -> Work:

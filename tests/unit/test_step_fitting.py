@@ -1,0 +1,72 @@
+"""Time on the host: what a profiler lengthens is scaled back to what the same phase took untraced."""
+
+from dataclasses import replace
+
+import pytest
+
+from qsync_opt.device_profile import DeviceIdentity
+from qsync_opt.graph import Role
+from qsync_opt.step_fitting import fit_step_costs
+from qsync_opt.step_sample import StepSample
+from qsync_opt.step_trace import BACKWARD, BEGIN, FORWARD, Span, StepSpans
+from qsync_opt.synthetic import stacked_graph
+
+DEVICE = DeviceIdentity(name="gpu", kind="cuda", threads=1, versions={})
+
+
+def sample(name, graph, precision, *, traced, blocked, measured):
+    """A step whose forward pass took ``traced`` (and waited for ``blocked``) on the host, untraced ``measured``."""
+    spans = StepSpans(
+        spans={(FORWARD, BEGIN): Span(host_ns=traced, blocked_ns=blocked), (BACKWARD, BEGIN): Span(host_ns=1_000)},
+        order=(),
+        other_streams=(),
+        gap_ns=0.0,
+        latency_ns=0.0,
+        start_ns=0,
+        end_ns=0,
+    )
+    return StepSample(
+        name=name,
+        precisions={operator.name: precision for operator in graph.by_role(Role.ADJUSTABLE)},
+        outputs={},
+        spans=spans,
+        memory=spans,
+        kept={},
+        host_ns={FORWARD: measured, BACKWARD: 1_000.0},
+        iteration_ns=measured,
+        resident_bytes=0,
+        peak_bytes=0,
+    )
+
+
+def forward_host_ns(graph, *samples):
+    return fit_step_costs(graph, samples, DEVICE, half_format="BF16").phases["forward"].host
+
+
+def test_a_phase_is_scaled_to_what_it_took_untraced():
+    graph = stacked_graph(1)
+    assert forward_host_ns(graph, sample("a", graph, "FP32", traced=30_000, blocked=0, measured=10_000.0)) == 10_000
+
+
+def test_a_short_wait_leaves_the_scale_to_the_phase_itself():
+    graph = stacked_graph(1)
+    waited = sample("a", graph, "FP32", traced=30_000, blocked=300, measured=10_000.0)
+    other = sample("b", graph, "FP32", traced=30_000, blocked=0, measured=30_000.0)
+    assert forward_host_ns(graph, waited) == 10_000
+    assert forward_host_ns(graph, waited, other) == 20_000  # the mean of the two
+
+
+def test_a_phase_that_waited_long_takes_the_scale_that_it_has_elsewhere():
+    graph = stacked_graph(1)
+    waited = sample("a", graph, "FP32", traced=40_000, blocked=40_000, measured=90_000.0)
+    other = sample("b", graph, "FP32", traced=40_000, blocked=0, measured=20_000.0)
+    assert forward_host_ns(graph, waited, other) == 20_000
+    # Nothing is known of the phase anywhere: the scale of the others, here of the backward pass.
+    assert forward_host_ns(graph, waited) == 40_000
+
+
+@pytest.mark.parametrize(("resting", "share"), [(0.0, 1.0), (5_500.0, 0.5), (20_000.0, 1.0)])
+def test_what_a_plan_of_fp32_alone_takes_when_it_stands_aside(resting, share):
+    graph = stacked_graph(1)
+    fine = replace(sample("a", graph, "FP32", traced=30_000, blocked=0, measured=10_000.0), resting_ns=resting)
+    assert fit_step_costs(graph, [fine], DEVICE, half_format="BF16").resting_share == share
