@@ -285,16 +285,18 @@ def test_a_captured_step_in_eight_bits_rounds_anew():
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
+    # All on one stream: the graph of gradients remembers on which its leaves were first used.
     with torch.cuda.stream(side):
         for _ in range(2):
             run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    graph.replay()
-    first = [t.clone() for t in captured]
-    assert all(torch.equal(mine, eager) for mine, eager in zip(first, run(), strict=True))
-    step.add_(1)
-    graph.replay()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            captured = run()
+        graph.replay()
+        first = [t.clone() for t in captured]
+        eager = run()
+        step.add_(1)
+        graph.replay()
+    side.synchronize()
+    assert all(torch.equal(mine, other) for mine, other in zip(first, eager, strict=True))
     assert all(not torch.equal(mine, before) for mine, before in zip(captured, first, strict=True))
