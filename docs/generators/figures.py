@@ -302,9 +302,12 @@ def readme_table() -> str:
     """The table of measured results that README shows; a test compares the two."""
     known, results = figures(), load_results()
 
-    def row(what: str, result: str, name: str) -> tuple[str, str, str, str]:
+    def row(what: str, result: str, name: str, sections: tuple[str, ...] = ()) -> tuple[str, str, str, str]:
+        """``sections`` are those that the result comes from, where they may be of several days."""
         found = environment(results[name])
-        date = found["date"] if found["date"][:1].isdigit() else "–"
+        parts = [results[name]["sections"][section] for section in sections] or [results[name]]
+        days = sorted({environment(part)["date"][: len("2026-11-22")] for part in parts})
+        date = " and ".join(days) if days[0][:1].isdigit() else "–"
         return what, with_figures(result, known), f"{found['hardware']}, {date}", f"`{name}`"
 
     rows = [
@@ -345,11 +348,13 @@ def readme_table() -> str:
             "INT8 products against cuBLAS BF16; INT8 convolutions against cuDNN BF16, geometric means of speed",
             "{{ kernels.product.int8 }} x; {{ kernels.convolution }} x",
             "kernels.json",
+            ("product", "convolution"),
         ),
         row(
             "Linear-GELU-Linear in 8 bits, forward and backward with all quantization, against BF16",
             "{{ kernels.layer }} x; with a 16-bit backward {{ kernels.layer-half }} x",
             "kernels.json",
+            ("layer",),
         ),
         row(
             "A training step of two transformers (12 layers, width 768 and 2048) under uniform INT8 and FP8 plans, "
@@ -357,6 +362,7 @@ def readme_table() -> str:
             "eager {{ kernels.model.eager }}; CUDA graph {{ kernels.model.graph }}; compiled "
             "{{ kernels.model.compiled }}",
             "kernels.json",
+            ("model",),
         ),
         row(
             "A training step of BERT-base, 16 x 128 tokens: BF16 autocast; BF16 plan, INT8 plan; the plans captured by "
