@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -154,7 +155,17 @@ def _solvers(data: Record) -> dict[str, str]:
         found[f"{name}.median-error"] = f"{100 * values['error']['median']:.3g} %"
         found[f"{name}.median-share"] = f"{100 * values['error_share_of_range']['median']:.2g} %"
     found["solvers.hardware"] = environment(data)["hardware"]
+    found["solvers.load"] = _solver_load(data["sections"]["quality"])
     return found
+
+
+def _solver_load(section: Record) -> str:
+    """What a fixed piece of work tells of other load while 1,000 operators were measured; nothing if there was none."""
+    turns = ("probe_before_s", "probe_after_s")
+    every = [r[turn] for r in section["records"] for turn in turns if turn in r]
+    own = [r[turn] for r in section["records"] for turn in turns if turn in r and r.get("size") == 1000]
+    slower = statistics.median(own) / min(every) if own else 1.0
+    return f" (beside other load, which made the core {slower:.1f} times slower)" if slower > 1.1 else ""
 
 
 def _capture(data: Record) -> dict[str, str]:
@@ -394,12 +405,12 @@ def readme_table() -> str:
             "quality.json",
         ),
         row(
-            "`exact`, 1,000 operators: proved; median time",
+            f"`exact`, 1,000 operators: proved; median time{known['solvers.load']}",
             "{{ solvers.exact.1000.proved }}; {{ solvers.exact.1000.seconds }}",
             "solvers.json",
         ),
         row(
-            "`greedy`, 1,000 operators: worst distance from the optimum; median time",
+            f"`greedy`, 1,000 operators: worst distance from the optimum; median time{known['solvers.load']}",
             "{{ solvers.greedy.1000.worst-error }}; {{ solvers.greedy.1000.seconds }}",
             "solvers.json",
         ),
