@@ -8,7 +8,7 @@ from torch import nn
 
 from qsync_opt.precision import formats_for
 from qsync_opt.rounding import Granularity, noise_kinds
-from qsync_opt.runtimes.torch import operator_record
+from qsync_opt.runtimes.torch import reductions
 from qsync_opt.runtimes.torch.attention_error import attention_call, attention_errors
 from qsync_opt.runtimes.torch.rounding_error import stacked_errors
 from qsync_opt.runtimes.torch.statistics import collect_statistics
@@ -99,7 +99,7 @@ def test_samples_stand_for_the_whole(monkeypatch):
     for key, value in whole.items():
         assert sampled[key] == pytest.approx(value, rel=0.1), key
     # Looking at a few rows at a time changes nothing but the order of sums.
-    monkeypatch.setattr(operator_record, "_CHUNK", 1000)
+    monkeypatch.setattr(reductions, "_CHUNK", 1000)
     for key, value in _table(model, batch, 1 << 24).items():
         assert value == pytest.approx(whole[key], rel=1e-5), key
 
