@@ -92,7 +92,10 @@ def profile_job_steps(
     key = f"steps {graph.fingerprint()} in {','.join(formats)} with {_settings(optimizer)}"
     known = cache.get(key)
     if known is None:
-        costs, state = _recorded(example, graph, optimizer, tuple(formats), kernels, group, budget_s, progress, name)
+        with _memory_given_back(device):
+            costs, state = _recorded(
+                example, graph, optimizer, tuple(formats), kernels, group, budget_s, progress, name
+            )
         known = {"costs": costs.to_json(), "state_bytes": state, "signatures": _signatures(graph, costs)}
         cache.put(key, known)
     costs = _of_this_batch(graph, StepCosts.from_json(known["costs"], "recorded steps"), known["signatures"])
@@ -127,6 +130,17 @@ def _settings(optimizer: torch.optim.Optimizer | None) -> str:
     return f"{type(optimizer).__name__} {hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:24]}"
 
 
+@contextlib.contextmanager
+def _memory_given_back(device: torch.device) -> Iterator[None]:
+    """What was around the model refers to itself in circles; its buckets shall be gone before the job goes on."""
+    try:
+        yield
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
 def _recorded(
     example: TrainingExample,
     graph: OpGraph,
@@ -139,26 +153,6 @@ def _recorded(
     name: str | None,
 ) -> tuple[StepCosts, int]:
     """Costs, and the bytes of the optimizer's state."""
-    try:
-        return _recorded_in_place(example, graph, optimizer, formats, kernels, group, budget_s, progress, name)
-    finally:
-        # What was around the model refers to itself in circles; its buckets shall be gone before the job goes on.
-        gc.collect()
-        if example.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def _recorded_in_place(
-    example: TrainingExample,
-    graph: OpGraph,
-    optimizer: torch.optim.Optimizer | None,
-    formats: tuple[str, ...],
-    kernels: KernelOptions,
-    group: Any,
-    budget_s: float | None,
-    progress: Report | bool | None,
-    name: str | None,
-) -> tuple[StepCosts, int]:
     with parameters_put_back(example.model), model_unchanged(example.model):
         wrapped = example.model if group is None else DistributedDataParallel(example.model, process_group=group)
         own = _own_optimizer(optimizer, example.model)
