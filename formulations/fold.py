@@ -70,6 +70,7 @@ class Folding:
     _wanted_ties: dict[tuple[int, ...], Bools] = field(default_factory=dict)
     _map_ids: dict[tuple[int, ...], int] = field(default_factory=dict)
     _stage_parts: dict[_Stage, tuple[tuple[tuple[int, ...], ...], Bools, Bools]] = field(default_factory=dict)
+    _joins: dict[tuple[int, int, _Stage], int] = field(default_factory=dict)
 
     def map_id(self, precisions: tuple[int, ...]) -> int:
         """Number of a label-to-precision map."""
@@ -80,7 +81,10 @@ class Folding:
         return found
 
     def add_join(self, left: int, right: int, stage: _Stage) -> int:
-        """Add a join node below two parents; returns it."""
+        """The join node below two parents, added if there is none yet: concatenations share what they have in common."""
+        known = self._joins.get((left, right, stage))
+        if known is not None:
+            return known
         parts = self._stage_parts.get(stage)
         if parts is None:
             table = tuple(tuple(a * stage.num_right + b for b in stage.right_classes) for a in stage.left_classes)
@@ -93,6 +97,7 @@ class Folding:
         self.derived.append(Derived(node=node, first=left, second=right, label_AB=parts[0], group_L=stage.values))
         self.ties.append((left, node, parts[1]))
         self.ties.append((right, node, parts[2]))
+        self._joins[left, right, stage] = node
         return node
 
     def add_wanted(self, flags: dict[int, tuple[int, ...]]) -> int:
