@@ -104,7 +104,9 @@ class Sweep:
         self._deadline = deadline
         self._further = greedy_effort(gap) if gap and thorough else None
         if gap:
-            self._effort = Effort(gap=gap, passes=_POINT_PASSES, dives=1, dive_passes=1, max_nodes=1)
+            self._effort = Effort(
+                gap=gap, passes=_POINT_PASSES, blends=2, dual_share=0.2, dives=1, dive_passes=1, max_nodes=1
+            )
         else:
             choice = solver or default_solver()
             self._effort = exact_effort(0.0, None if choice is None else create(Kind.SOLVER, choice))

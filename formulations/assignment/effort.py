@@ -54,6 +54,8 @@ class Effort:
         passes: Core searches to try at a node, in this order.
         dive_passes: How many of them to try with the joins held.
         join_passes: How many of them to try before a node is split at a join.
+        blends: Plans of the dual whose parts are tried in the incumbent.
+        dual_share: Share of the gap to which the bound's maximum is sought.
         dives: Plans of the dual whose joins are held to look for a better incumbent.
         max_nodes: Most nodes of the tree.
         aim: Objective that a labelling is sought below, or proved to be missed; then the search stops.
@@ -67,6 +69,8 @@ class Effort:
     passes: tuple[Pass, ...] = PASSES
     dive_passes: int = 2
     join_passes: int = 3
+    blends: int = 8
+    dual_share: float = 0.1
     dives: int = 2
     max_nodes: int = 100_000
     aim: float | None = None
