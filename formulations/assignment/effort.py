@@ -11,7 +11,8 @@ class Pass:
 
     A width of 0 hands the core to the solver, unless it is so easy that a bounded search closes it;
     ``solver_nodes`` then bounds the solver's tree where the core is only a part of what is undecided, and it gets all
-    that is undecided where that is at most ``whole`` times ``nodes``.
+    that is undecided where that is at most ``whole`` times ``nodes``. ``whole_only`` leaves a pass out where it would
+    get only a part of what is undecided.
     """
 
     nodes: int | None
@@ -19,6 +20,7 @@ class Pass:
     spread: bool = True
     solver_nodes: int | None = None
     whole: float = 1.0
+    whole_only: bool = False
 
     @property
     def is_dear(self) -> bool:
@@ -36,7 +38,7 @@ PASSES = (
 SOLVER_PASSES = (
     Pass(60, 64),
     Pass(150, 64),
-    Pass(150, 512),
+    Pass(150, 512, whole_only=True),
     Pass(150, 0, solver_nodes=100, whole=1.6),
     Pass(600, 0, solver_nodes=1000, whole=4),
     Pass(None, 0),

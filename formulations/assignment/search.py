@@ -41,8 +41,8 @@ _STATES, _NARROW = 6000, 64
 """States of a whole core search that pay at this width, and in proportion: short cores are searched more widely."""
 _MOST_EXTENDED = 1_000_000
 """A short core is not searched so widely that a step makes more states than this, which are kept in memory."""
-_EASY_NODES, _EASY_WIDTH = 40, 4096
-"""Cores of one row or so few nodes are closed by a bounded search of this width sooner than by a solver."""
+_EASY_NODES, _EASY_MERGED, _EASY_WIDTH = 40, 16, 8192
+"""Cores of one row, or so few nodes before or after merging, are closed by a search of this width before a solver."""
 
 
 class BoundAndFix:
@@ -256,6 +256,8 @@ class BoundAndFix:
                 break
             if each.is_dear and bound >= self._target(effort.enough):
                 break
+            if each.whole_only and each.nodes is not None and self._undecided(allowed) > each.nodes:
+                continue
             found, allowed = self._search_core(allowed, dual, each)
             bound = max(bound, found)
         if effort.max_nodes == 1 or bound >= self._target(max(effort.gap, effort.enough)):
@@ -373,10 +375,10 @@ class BoundAndFix:
         ):
             return min(self._searched[3], ceiling), allowed_Z
         core = extract(self.model, base_N, tried_Z, dual.prices_R)
-        easy = len(core.excess_R) <= 1 or len(core.nodes) <= _EASY_NODES
+        small = condense(core, self._too_dear(), merge=True)
+        easy = len(core.excess_R) <= 1 or len(core.nodes) <= _EASY_NODES or len(small.nodes) <= _EASY_MERGED
         bound = -np.inf
         if effort_pass.width or easy:
-            small = condense(core, self._too_dear(), merge=True)
             if ceiling == np.inf and isinstance(small, Condensed):
                 self._equal.append(small)
             width = self._width(effort_pass.width or _EASY_WIDTH, small)
