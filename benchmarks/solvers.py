@@ -47,6 +47,8 @@ from solvers_cases import FAMILIES, SEEDS, SMALL_FAMILIES, Case, captured, compa
 from solvers_parts import Share, joined, place, write_part
 from solvers_summary import analyse, comparisons, flat
 
+import qsync_opt
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "solvers.json"
 FORMAT = "qsync-bench-solvers/2"
@@ -300,8 +302,8 @@ def _command(words: list[str]) -> list[str]:
 
 def environment(cores: list[int]) -> dict[str, Any]:
     """Date, hardware, versions, command and revision."""
-    versions = {}
-    for package in ("qsync-opt", "numpy", "ortools", "pulp"):
+    versions: dict[str, str | None] = {"qsync-opt": qsync_opt.__version__}
+    for package in ("numpy", "ortools", "pulp"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

@@ -15,6 +15,8 @@ from typing import Any
 
 Record = dict[str, Any]
 FORMAT = "qsync-bench-solvers-part/1"
+_OWN = ("--cores", "--share", "--output")
+"""Options with a value that differ from run to run."""
 
 
 def place(job: Record) -> tuple[str, ...]:
@@ -48,6 +50,16 @@ def write_part(path: Path, section: str, environment: Record, records: Iterable[
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps({"format": FORMAT, "sections": {**known, section: found}}))
     temporary.replace(path)
+
+
+def _plain(command: list[str]) -> list[str]:
+    """A command without what only tells runs apart: cores, shared folder, output."""
+    kept, skip = [], False
+    for word in command:
+        if not skip and word not in _OWN:
+            kept.append(word)
+        skip = word in _OWN
+    return kept
 
 
 def joined(paths: Iterable[Path], section: str, jobs: Iterable[Record]) -> tuple[Record | None, list[str]]:
@@ -86,6 +98,7 @@ def joined(paths: Iterable[Path], section: str, jobs: Iterable[Record]) -> tuple
     first = min(environments, key=lambda environment: environment["date"])
     together = {
         **first,
+        "command": _plain(first["command"]),
         "cores_used": sum(environment["cores_used"] for environment in environments),
         "runs": len(environments),
         "load_before": max(environment["load_before"] for environment in environments),

@@ -60,6 +60,7 @@ class Effort:
         dual_share: Share of the gap to which the bound's maximum is sought.
         dives: Plans of the dual whose joins are held to look for a better incumbent.
         max_nodes: Most nodes of the tree.
+        joins_only: Split nodes of the tree at joins alone.
         aim: Objective that a labelling is sought below, or proved to be missed; then the search stops.
         tree_gap: Relative gap from which the tree is not opened further.
         offset: Constant that is part of the objective when gaps are measured.
@@ -75,6 +76,7 @@ class Effort:
     dual_share: float = 0.1
     dives: int = 2
     max_nodes: int = 100_000
+    joins_only: bool = False
     aim: float | None = None
     tree_gap: float = 0.0
     offset: float = 0.0

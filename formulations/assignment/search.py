@@ -262,9 +262,9 @@ class BoundAndFix:
             bound = max(bound, found)
         if effort.max_nodes == 1 or bound >= self._target(max(effort.gap, effort.enough)):
             return bound, dual.prices_R, []
-        if split is None and self._equal and self.relaxation.entry_Y is None:
+        if split is None and not effort.joins_only and self._equal and self.relaxation.entry_Y is None:
             split = split_count(self.model, self._equal[-1], dual)
-        if split is None:
+        if split is None and not effort.joins_only:
             split = widest_choice(self.model, allowed)
         if split is None:
             return bound, dual.prices_R, []
@@ -376,12 +376,13 @@ class BoundAndFix:
             return min(self._searched[3], ceiling), allowed_Z
         core = extract(self.model, base_N, tried_Z, dual.prices_R)
         small = condense(core, self._too_dear(), merge=True)
-        easy = len(core.excess_R) <= 1 or len(core.nodes) <= _EASY_NODES or len(small.nodes) <= _EASY_MERGED
+        easy = len(core.excess_R) <= 1 or len(core.nodes) <= _EASY_NODES
+        easy = easy or (ceiling == np.inf and len(small.nodes) <= _EASY_MERGED)
         bound = -np.inf
         if effort_pass.width or easy:
             if ceiling == np.inf and isinstance(small, Condensed):
                 self._equal.append(small)
-            width = self._width(effort_pass.width or _EASY_WIDTH, small)
+            width = self._width(effort_pass.width, small) if effort_pass.width else _EASY_WIDTH
             result = search(small, self._target(0.0), width, spread=effort_pass.spread, deadline=self._deadline)
             if result.labels_N is not None:
                 self.offer(result.labels_N)
