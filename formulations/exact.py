@@ -34,9 +34,9 @@ def exact_effort(gap: float, solver: LinearSolver | None) -> Effort:
 
 
 def _first_effort(gap: float) -> Effort:
-    """A first plan as of `greedy`, without its widest searches: what they would find the proof finds anyway."""
+    """A first plan as of `greedy`, without its widest searches and splits: what they find the proof finds anyway."""
     effort = greedy_effort(gap)
-    return replace(effort, passes=effort.passes[:_FIRST_PASSES])
+    return replace(effort, passes=effort.passes[:_FIRST_PASSES], joins_only=True)
 
 
 class ExactFormulation:
