@@ -36,7 +36,7 @@ def exact_effort(gap: float, solver: LinearSolver | None) -> Effort:
 def _first_effort(gap: float) -> Effort:
     """A first plan as of `greedy`, without its widest searches and splits: what they find the proof finds anyway."""
     effort = greedy_effort(gap)
-    return replace(effort, passes=effort.passes[:_FIRST_PASSES], joins_only=True)
+    return replace(effort, passes=effort.passes[:_FIRST_PASSES], joins_only=True, tree_passes=None)
 
 
 class ExactFormulation:

@@ -54,6 +54,7 @@ class Effort:
         gap: Relative gap at which to stop.
         enough: Relative gap from which dear passes and further nodes of the tree are not begun.
         passes: Core searches to try at a node, in this order.
+        tree_passes: Those to try below the root instead, where a node is not split at a join; None: the same.
         dive_passes: How many of them to try with the joins held.
         join_passes: How many of them to try before a node is split at a join.
         blends: Plans of the dual whose parts are tried in the incumbent.
@@ -70,6 +71,7 @@ class Effort:
     gap: float = 0.0
     enough: float = 0.0
     passes: tuple[Pass, ...] = PASSES
+    tree_passes: tuple[Pass, ...] | None = None
     dive_passes: int = 2
     join_passes: int = 3
     blends: int = 8

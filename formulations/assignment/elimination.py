@@ -134,7 +134,7 @@ class _Graph:
         near = self.neighbours[node]
         if len(near) < _FEW_NEIGHBOURS:
             return _SMALL_TABLE
-        entries = self.sizes[node]
+        entries: int = self.sizes[node]
         for other in near:
             entries *= self.sizes[other]
             if entries > max(_SMALL_TABLE, MAX_TABLE_ENTRIES):

@@ -248,7 +248,8 @@ class BoundAndFix:
         if split is not None:
             self._dive(allowed, dual, effort)
         self._equal.clear()
-        passes = effort.passes if split is None else effort.passes[: effort.join_passes]
+        own = effort.passes if effort.tree_passes is None or not node.number else effort.tree_passes
+        passes = own if split is None else effort.passes[: effort.join_passes]
         if effort.solver is None:
             passes = tuple(each for each in passes if each.width)
         for each in passes:
