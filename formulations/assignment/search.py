@@ -146,7 +146,7 @@ class BoundAndFix:
                 return Outcome(None, np.inf, np.inf, zero, proved_infeasible=True)
             prices = zero if self._prices_R is None else self._prices_R
             open_nodes = self._first_nodes(least, prices, plans, effort)
-            count = most_leaves = len(open_nodes)
+            most_leaves, count = len(open_nodes), len(open_nodes) + 1
             plunge = 0  # number of the child to go on with, at first; 0: the node of least bound
             while open_nodes and outcome.nodes < effort.max_nodes + most_leaves - 1:
                 plunging = plunge or not outcome.nodes
