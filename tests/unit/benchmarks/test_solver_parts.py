@@ -8,9 +8,10 @@ import pytest
 
 FOLDER = str(Path(__file__).parents[3] / "benchmarks")
 sys.path.insert(0, FOLDER)
-from solvers_parts import Share, joined, write_part
-
-sys.path.remove(FOLDER)
+try:
+    from solvers_parts import Share, joined, write_part
+finally:
+    sys.path.remove(FOLDER)
 
 JOBS = [{"title": title, "runs": [{"label": "exact"}]} for title in ("one", "two", "three")]
 ENVIRONMENT = {

@@ -14,9 +14,10 @@ from qsync_opt.propagation import propagate
 
 BENCHMARKS = str(Path(__file__).parents[3] / "benchmarks")
 sys.path.insert(0, BENCHMARKS)
-from families import Recipe, generate
-
-sys.path.remove(BENCHMARKS)
+try:
+    from families import Recipe, generate
+finally:
+    sys.path.remove(BENCHMARKS)
 
 KINDS = [
     Recipe(family="dense", operators=9),
