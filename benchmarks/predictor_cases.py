@@ -49,9 +49,8 @@ class Combination:
         return f"{self.subject.model}:{self.multiprocessors or 'whole'}"
 
 
-_FOUR = ("FP32", "TF32", "BF16", "INT8")
+_SIX = ("FP32", "TF32", "BF16", "FP16", "INT8", "FP8")
 _THREE = ("TF32", "BF16", "INT8")
-_OTHER = ("TF32", "FP16", "INT8", "FP8")
 
 
 def _combination(
@@ -70,16 +69,17 @@ def _combination(
 
 
 COMBINATIONS = (
-    _combination("gpt-110m", SMALL, 16, ("FP32", "TF32", "BF16", "FP16", "INT8", "FP8"), 4, True),
-    _combination("bert-base", LARGE, 64, _FOUR, 4, True),
-    _combination("resnet50", LARGE, 32, _FOUR, 4, precisions=_THREE),
-    _combination("vit-base", SMALL, 16, _THREE, 4, precisions=_THREE),
-    _combination("gpt-110m", SMALL, 8, _THREE, 4, precisions=_THREE),
-    _combination("bert-base", SMALL, 16, _OTHER, 4, precisions=_OTHER),
-    _combination("vit-base", LARGE, 64, _FOUR, 4),
-    _combination("resnet50", LARGE, None, _FOUR, 4, precisions=_THREE),
-    _combination("vit-base", LARGE, None, _FOUR, 4, precisions=_THREE),
-    _combination("gpt-110m", LARGE, None, _FOUR, 2),
+    _combination("gpt-110m", SMALL, 8, _SIX, 4, True),
+    _combination("bert-base", LARGE, 16, _SIX, 4, True),
+    _combination("resnet50", LARGE, 32, _SIX, 4, True),
+    _combination("vit-base", LARGE, 64, _SIX, 4, True),
+    _combination("gpt-110m", SMALL, 16, _SIX, 4, True),
+    _combination("bert-base", LARGE, 64, _SIX, 4, True),
+    _combination("vit-base", SMALL, 8, _SIX, 4, True),
+    _combination("resnet50", LARGE, None, _THREE, 4, True, _THREE),
+    _combination("vit-base", LARGE, None, _THREE, 4, True, _THREE),
+    _combination("gpt-110m", LARGE, None, _THREE, 4, True, _THREE),
+    _combination("bert-base", LARGE, None, _THREE, 4, True, _THREE),
     _combination("gpt-tiny", SMALL, 16, ("FP32", "BF16"), 2, True),
     _combination("gpt-tiny", LARGE, None, ("FP32", "INT8"), 1),
 )

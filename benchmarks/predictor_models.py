@@ -20,7 +20,7 @@ SMALL, LARGE = "small", "large"
 BATCHES = {
     "gpt-110m": {SMALL: 4, LARGE: 16},
     "bert-base": {SMALL: 16, LARGE: 64},
-    "vit-base": {SMALL: 16, LARGE: 64},
+    "vit-base": {SMALL: 16, LARGE: 128},
     "resnet50": {SMALL: 32, LARGE: 64},
     "gpt-tiny": {SMALL: 2, LARGE: 4},
 }

@@ -7,6 +7,7 @@ import datetime
 import gc
 import gzip
 import json
+import os
 import platform
 import statistics
 import time
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from predictor_cases import FIXED, Combination, plans
 from predictor_peers import torch_estimates
+from predictor_pinning import cores_of, pin_threads, stolen_s, without_collection
 from predictor_records import records_json
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,11 +40,13 @@ from qsync_opt.runtimes.torch.step_profile import record_steps
 from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper
 from qsync_opt.step_bridge import profile_from_steps
 from qsync_opt.step_costs import StepCosts
-from qsync_opt.step_predictor import StepPredictor
+from qsync_opt.step_predictor import PlannedStep, StepPredictor
 from qsync_opt.weight_indicator import weight_sensitivities
 
 SIZES = tuple(1 << k for k in range(14, 29, 2))
 MS = 1e6
+BLOCK_NS = 0.9e9
+"""About how long a block of steps takes; every case is measured in two, far apart."""
 PEERS_S = 25.0
 """How long torch's estimators may go on after the deadline of the cases."""
 
@@ -56,6 +60,8 @@ class Worker:
     solo: Any
     deadline: float
     keep: Path | None = None
+    cores: list[int] = field(default_factory=list)
+    pinned: dict[str, int] | None = None
     costs: dict[str, StepCosts] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
 
@@ -88,31 +94,40 @@ def clean(device: torch.device) -> None:
 
 
 def stepper_of(worker: Worker, combination: Combination, group: Any) -> Stepper:
-    """The model with AdamW, and DistributedDataParallel around it where there is another worker."""
+    """The model with AdamW, and DistributedDataParallel around it where there is another worker; a few steps done."""
     model, kwargs = combination.subject.build(worker.device)
     wrapped = model
     if dist.get_world_size() > 1:
         ids = [worker.device.index] if worker.device.type == "cuda" else None
         wrapped = DistributedDataParallel(model, device_ids=ids, process_group=group, broadcast_buffers=False)
-    return Stepper(TrainingExample(model=wrapped, kwargs=kwargs), torch.optim.AdamW(wrapped.parameters(), foreach=True))
+    optimizer = torch.optim.AdamW(wrapped.parameters(), foreach=True)
+    stepper = Stepper(TrainingExample(model=wrapped, kwargs=kwargs), optimizer)
+    for _ in range(3):  # DistributedDataParallel settles its buckets, libraries load themselves
+        stepper.step()
+    worker.pinned = pin_threads(worker.cores, worker.device)
+    return stepper
 
 
-def measure(worker: Worker, stepper: Stepper) -> tuple[list[float], int, float]:
-    """Nanoseconds of each of some steps that follow without waiting, peak of memory, and how slow the host just was.
+def measure(worker: Worker, stepper: Stepper) -> dict[str, Any]:
+    """Nanoseconds of each of some steps that follow without waiting, and what tells who set their pace.
 
-    All ranks are in step.
+    All ranks are in step. ``host`` has the host's nanoseconds by phase in steps that begin on an idle device, ``unit``
+    those of a small fixed piece of work on the host.
     """
     for _ in range(2):
         stepper.step()
     rough = agreed(worker, stepper.steady_ns(2))
     if worker.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(worker.device)
-    unit = stepper.host_unit_ns()
-    dist.barrier()
-    steps = stepper.paced_ns(max(5, min(20, round(0.8e9 / rough))))
-    unit = (unit + stepper.host_unit_ns()) / 2
+    stolen = stolen_s()
+    with without_collection():
+        unit = stepper.host_unit_ns()
+        dist.barrier()
+        steps = stepper.paced_ns(max(4, min(30, round(BLOCK_NS / rough))))
+        unit = (unit + stepper.host_unit_ns()) / 2
+        host, _ = stepper.host_ns(max(2, min(7, round(BLOCK_NS / 2 / rough))))
     peak = torch.cuda.max_memory_allocated(worker.device) if worker.device.type == "cuda" else 0
-    return steps, peak, unit
+    return {"steps": steps, "peak": peak, "unit": unit, "host": host, "stolen_s": round(stolen_s() - stolen, 2)}
 
 
 def agreed(worker: Worker, value: float) -> float:
@@ -130,20 +145,19 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
     clean(worker.device)
     start = time.perf_counter()
     stepper = stepper_of(worker, combination, worker.solo)
-    for _ in range(3):  # DistributedDataParallel settles its buckets, libraries load themselves
-        stepper.step()
     hardware = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else "cpu"
     name = None if count is None else f"{hardware}, {count}-SM partition"
-    records = record_steps(
-        stepper.example,
-        graph,
-        stepper.optimizer,
-        precisions=combination.allowed(device_formats(worker.device)),
-        mixed=1,
-        options=RecordingOptions(warm_up=2, repeats=max(3, min(8, round(0.5e9 / stepper.steady_ns(2)))), traced=1),
-        progress=False,
-        name=name,
-    )
+    with without_collection():
+        records = record_steps(
+            stepper.example,
+            graph,
+            stepper.optimizer,
+            precisions=combination.allowed(device_formats(worker.device)),
+            mixed=1,
+            options=RecordingOptions(warm_up=2, repeats=max(3, min(12, round(0.7e9 / stepper.steady_ns(2)))), traced=1),
+            progress=False,
+            name=name,
+        )
     worker.costs[key] = records.fit(graph)
     seconds = time.perf_counter() - start
     checks = worker.costs[key].checks
@@ -158,6 +172,7 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
     return {
         "what": key,
         "seconds": seconds,
+        "pinned": worker.pinned,
         "plans": [
             {
                 "plan": c.plan,
@@ -189,8 +204,15 @@ def run_worker(
     with process_group(rank, workers, port, backend="nccl" if device_type == "cuda" else "gloo", timeout_s=150.0):
         groups = [dist.new_group([r]) for r in range(workers)]
         worker = Worker(
-            rank=rank, device=device, solo=groups[rank], deadline=time.perf_counter() + deadline_s, keep=keep
+            rank=rank,
+            device=device,
+            solo=groups[rank],
+            deadline=time.perf_counter() + deadline_s,
+            keep=keep,
+            cores=cores_of(rank, workers) if device_type == "cuda" else [],
         )
+        if worker.cores:
+            os.sched_setaffinity(0, worker.cores)
         collective = measure_collectives(SIZES, device=device) if workers > 1 else None
         found: dict[str, Any] = {
             "date": datetime.date.today().isoformat(),
@@ -217,6 +239,13 @@ def run_worker(
                 worker.say(found["skipped"][-1])
         if workers == 1:
             compare_with_torch(worker, combinations, graphs, found, output)
+        elif device_type == "cuda":  # the worker under the plan asks them, rank 0 writes
+            if rank == 0:
+                output.write_text(json.dumps(found))
+            cases = gathered(found["cases"] if rank == 0 else None, device)[0]
+            if rank == workers - 1:
+                compare_with_torch(worker, combinations, graphs, {"cases": cases}, None)
+            found["cases"] = gathered(cases if rank == workers - 1 else None, device)[workers - 1]
         if rank == 0:
             output.write_text(json.dumps(found))
 
@@ -295,8 +324,7 @@ def run_combination(
             if solved:
                 cases["solver's"] = solved
         fixed = {n: finest_at(a, FIXED) for n, a in available.items()}
-        measured: dict[str, list[list[float]]] = {}
-        units: dict[str, list[list[float]]] = {}
+        measured: dict[str, list[list[dict[str, Any]]]] = {}
         # Every case twice, minutes apart: what the host's speed changes by meanwhile is seen as the spread.
         for again, order in enumerate((list(cases), list(reversed(cases)))):
             for label in order:
@@ -308,17 +336,15 @@ def run_combination(
                 mine = plan if worker.rank == last else first
                 apply(stepper.example.model, mine, graph=graph, options=ApplyOptions())
                 try:
-                    steps, peak, unit = measure(worker, stepper)
+                    block = measure(worker, stepper)
                 finally:
                     undo(stepper.example.model)
-                told = gathered({"peak": max(0, peak - before), "steps": steps, "unit": unit}, worker.device)
+                block["peak"] = max(0, block["peak"] - before)
+                told = gathered(block, worker.device)
                 if worker.rank:
                     continue
-                measured.setdefault(label, []).append(slowest([rank["steps"] for rank in told]))
-                peaks = [rank["peak"] for rank in told]
-                case = predictor.case(label, [first, plan][-len(told) :], measured[label], peaks)
-                units.setdefault(label, []).append([round(rank["unit"] / 1e3, 2) for rank in told])
-                case["host_unit_us"] = units[label]
+                measured.setdefault(label, []).append(told)
+                case = predictor.case(label, [first, plan][-len(told) :], measured[label])
                 found["cases"] = [c for c in found["cases"] if c["key"] != case["key"]] + [case]
                 output.write_text(json.dumps(found))
                 if again or worker.device.type == "cpu":
@@ -333,7 +359,7 @@ def run_combination(
 
 
 def compare_with_torch(
-    worker: Worker, combinations: list[Combination], graphs: Path | None, found: dict[str, Any], output: Path
+    worker: Worker, combinations: list[Combination], graphs: Path | None, found: dict[str, Any], output: Path | None
 ) -> None:
     """Put what torch's estimators say beside uniform cases, while there is time: one of each combination, then more."""
     waiting = []
@@ -350,7 +376,8 @@ def compare_with_torch(
         whole = combination.multiprocessors is None
         with partition(worker.device, combination.multiprocessors):
             case |= torch_estimates(combination.subject, graph, plan, worker.device, whole=whole)
-        output.write_text(json.dumps(found))
+        if output is not None:
+            output.write_text(json.dumps(found))
         worker.say(case["key"], {key: value for key, value in case.items() if key.startswith("torch")})
         clean(worker.device)
 
@@ -373,7 +400,7 @@ def autocast(
     wrapped = TrainingExample(model=Cast(), args=example.args, kwargs=example.kwargs)
     other = Stepper(wrapped, stepper.optimizer)
     other.device = stepper.device
-    steps, _, _ = measure(worker, other)
+    steps = measure(worker, other)["steps"]
     torch.backends.cuda.matmul.allow_tf32 = False
     if worker.rank == 0:
         row = {
@@ -384,6 +411,21 @@ def autocast(
         }
         found["baselines"].append(row)
         worker.say(row)
+
+
+def phases_of(predictor: StepPredictor, planned: PlannedStep) -> dict[str, list[float]]:
+    """Predicted milliseconds by phase: on the host, and on the device."""
+    phases = predictor.costs.phases
+    rows = {
+        "forward": [phases["forward"], *[cost.forward for cost in planned.costs], phases["forward|end"]],
+        "backward": [phases["backward"], *[cost.backward for cost in planned.costs], phases["backward|end"]],
+        "optimizer": [phases["optimizer"]],
+        "zero_grad": [phases["zero_grad"]],
+    }
+    return {
+        name: [round(sum(work.host for work in row) / MS, 2), round(sum(work.device for work in row) / MS, 2)]
+        for name, row in rows.items()
+    }
 
 
 class Predictor:
@@ -447,13 +489,13 @@ class Predictor:
             slack=0.005,
         )
 
-    def case(
-        self, label: str, both: list[dict[str, str]], rounds: list[list[float]], peaks: list[int]
-    ) -> dict[str, Any]:
-        """One record; ``rounds`` has the milliseconds of every step measured."""
+    def case(self, label: str, both: list[dict[str, str]], blocks: list[list[dict[str, Any]]]) -> dict[str, Any]:
+        """One record; ``blocks`` has what `measure` returned, block by block and rank by rank."""
+        rounds = [slowest([rank["steps"] for rank in told]) for told in blocks]
+        peaks = [max(told[i]["peak"] for told in blocks) for i in range(len(both))]
         steps, workers, naive, steady = [], [], 0.0, 0
         tails = network_tails(self.allreduce_ns, self.segments)
-        for predictor, plan, peak in zip(self.predictors, both, peaks, strict=True):
+        for rank, (predictor, plan, peak) in enumerate(zip(self.predictors, both, peaks, strict=True)):
             planned = predictor.plan(plan)
             steps.append(worker_step(f"rank {len(steps)}", predictor, planned))
             steady = max(steady, predictor.steady_ns(planned, tails))
@@ -464,6 +506,14 @@ class Predictor:
                     "measured_peak_bytes": peak,
                     "memory_error": memory.peak_bytes / peak - 1 if peak else 0.0,
                     "composed_cases": sum(cost.samples == 0 for cost in planned.costs),
+                    "steady_ms": predictor.steady_ns(planned, tails) / MS,
+                    "predicted_phases_ms": phases_of(predictor, planned),
+                    "measured_host_ms": [
+                        {name: round(time / MS, 2) for name, time in told[rank]["host"].items()} for told in blocks
+                    ],
+                    "measured_steps_ms": [[round(t / MS, 3) for t in told[rank]["steps"]] for told in blocks],
+                    "host_unit_us": [round(told[rank]["unit"] / 1e3, 2) for told in blocks],
+                    "stolen_s": [told[rank]["stolen_s"] for told in blocks],
                 }
             )
             naive = max(naive, sum(cost.kernel_ns for cost in planned.costs))
