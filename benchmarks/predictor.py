@@ -55,8 +55,8 @@ def ranks(values: list[float]) -> list[float]:
 
 
 def spearman(a: list[float], b: list[float]) -> float | None:
-    """Rank correlation, None for fewer than three pairs."""
-    if len(a) < 3:
+    """Rank correlation, None for fewer than three pairs, or where one side is constant."""
+    if len(a) < 3 or len(set(a)) == 1 or len(set(b)) == 1:
         return None
     return statistics.correlation(ranks(a), ranks(b))
 

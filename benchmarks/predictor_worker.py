@@ -153,7 +153,7 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
             graph,
             stepper.optimizer,
             precisions=combination.allowed(device_formats(worker.device)),
-            mixed=1,
+            mixed=2,
             options=RecordingOptions(warm_up=2, repeats=max(3, min(12, round(0.7e9 / stepper.steady_ns(2)))), traced=1),
             progress=False,
             name=name,

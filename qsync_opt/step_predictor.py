@@ -118,16 +118,23 @@ class StepPredictor:
                 f"operator {name!r} was never recorded in {wanted} on {self.costs.device.name!r}, only in {there}; "
                 "record a plan that has it"
             )
-        best = min(candidates, key=lambda seen: sum(a != b for a, b in zip(seen.inputs, case.inputs, strict=True)))
-        self.composed[case] = best
-        cost = self.costs.cases[best]
         operator = self.graph.operators[position]
         output = self._flow.output(position, case, None)
+
+        def distance(seen: Case) -> tuple[bool, int]:
+            differing = sum(a != b for a, b in zip(seen.inputs, case.inputs, strict=True))
+            return operator.role is Role.DEPENDENT and self.costs.cases[seen].output != output, differing
+
+        best = min(candidates, key=distance)
+        self.composed[case] = best
+        cost = self.costs.cases[best]
         target = output if operator.role is not Role.ADJUSTABLE else _arrival(case.precision)
         forward, backward = cost.forward, cost.backward
         for source, old, new in zip(self._flow.inputs[position], best.inputs, case.inputs, strict=True):
             if old != new:
-                forward = self._recast(forward, self._elements[source], old, new, target)
+                # Kernels of dependent operators read unlike formats; only gradients are cast back.
+                if operator.role is not Role.DEPENDENT:
+                    forward = self._recast(forward, self._elements[source], old, new, target)
                 backward = self._recast(backward, self._elements[source], old, new, target)
         recast = replace(cost, forward=forward, backward=backward, output=output, samples=0)
         return self._rekept(recast, position, best.inputs, case.inputs, target)

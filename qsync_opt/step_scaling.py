@@ -117,7 +117,8 @@ def _scaled(
         name: _scaled_work(getattr(cost, name), [(getattr(a, name), getattr(b, name)) for a, b in pairs])
         for name in _TIMES
     }
-    for name in (*_BYTES, "kernel_ns"):
+    alike = _ARRIVAL.get(source, source) == arrival is not None
+    for name in ("kernel_ns",) if alike else (*_BYTES, "kernel_ns"):  # the same formats take the same bytes
         before, after = (sum(abs(getattr(pair[k], name)) for pair in pairs) for k in (0, 1))
         changes[name] = round(getattr(cost, name) * after / before) if before else getattr(cost, name)
     changed = replace(
