@@ -30,6 +30,13 @@ class Combination:
     precisions: tuple[str, ...] | None = None
 
     @property
+    def captured(self) -> tuple[str, ...]:
+        """Labels of plans that are measured as CUDA graphs too: on whole GPUs, which graphs do not leave."""
+        if self.multiprocessors is not None or self.subject.model == "gpt-tiny":
+            return ()
+        return ("uniform BF16", "uniform INT8", "random 0", "halves 2")
+
+    @property
     def planned(self) -> str:
         """The worker under a plan."""
         return "whole" if self.multiprocessors is None else f"{self.multiprocessors} SMs"
@@ -83,6 +90,10 @@ COMBINATIONS = (
     _combination("gpt-tiny", SMALL, 16, ("FP32", "BF16"), 2, True),
     _combination("gpt-tiny", LARGE, None, ("FP32", "INT8"), 1),
 )
+
+
+CAPTURED = ", captured"
+"""What the label of a plan ends with whose passes run as CUDA graphs."""
 
 
 def plans(combination: Combination, graph: OpGraph, available: dict[str, Sequence[str]]) -> dict[str, dict[str, str]]:

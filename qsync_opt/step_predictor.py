@@ -274,6 +274,17 @@ class StepPredictor:
             host, device = round(share * host), round(on_device * device)
         return max(host, device)
 
+    def captured_ns(self, step: PlannedStep, tails: Sequence[tuple[int, int]] = ()) -> int:
+        """As `steady_ns`, when forward and backward pass are replayed as CUDA graphs (`qsync_opt.graphed`).
+
+        The host launches them at once, so it counts with the optimizer alone; gradients are handed over after the whole
+        backward pass, so no all-reduce overlaps it.
+        """
+        phases = self.costs.phases
+        after = [phases[label] for label in ("backward|end", "optimizer", "zero_grad")]
+        network = max((tail for _, tail in tails), default=0)
+        return max(sum(work.host for work in after), sum(step.device_ns) + network + sum(w.device for w in after))
+
     def resting_share(self, plan: Mapping[str, str]) -> float:
         """Share of the host's time that a plan takes: less than 1 for one of FP32 alone, which stands aside."""
         if self.costs.resting_share >= 1.0 or any(precision != "FP32" for precision in plan.values()):
