@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from predictor_models import LARGE, SMALL, Subject
+from predictor_models import LARGE, MEDIUM, SMALL, Subject
 
 from qsync_opt.covering_plans import finest_at
 from qsync_opt.graph import OpGraph, Role
@@ -77,10 +77,10 @@ def _combination(
 
 COMBINATIONS = (
     _combination("gpt-110m", SMALL, 8, _SIX, 4, True),
-    _combination("bert-base", LARGE, 16, _SIX, 4, True),
+    _combination("bert-base", MEDIUM, 16, _SIX, 4, True),
     _combination("resnet50", LARGE, 32, _SIX, 4, True),
     _combination("vit-base", LARGE, 64, _SIX, 4, True),
-    _combination("gpt-110m", SMALL, 16, _SIX, 4, True),
+    _combination("gpt-110m", MEDIUM, 16, _SIX, 4, True),
     _combination("bert-base", LARGE, 64, _SIX, 4, True),
     _combination("vit-base", SMALL, 8, _SIX, 4, True),
     _combination("resnet50", LARGE, None, _THREE, 4, True, _THREE),
