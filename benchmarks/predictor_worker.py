@@ -149,7 +149,9 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
             stepper.optimizer,
             precisions=combination.allowed(device_formats(worker.device)),
             mixed=2,
-            options=RecordingOptions(warm_up=2, repeats=max(3, min(12, round(0.7e9 / stepper.steady_ns(2)))), traced=1),
+            options=RecordingOptions(
+                warm_up=2, repeats=max(3, min(10, round(0.5e9 / stepper.steady_ns(2)))), traced=1, rounds=2
+            ),
             progress=False,
             name=name,
         )
