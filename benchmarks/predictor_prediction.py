@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -64,7 +64,9 @@ class Predictor:
         collective: CollectiveCost | None,
         combination: Combination,
         device: torch.device,
+        refused: Collection[str] = (),
     ) -> None:
+        self.refused = refused
         self.graph, self.costs, self.combination = graph, costs, combination
         buckets = gradient_buckets(graph)
         self.buckets = buckets
@@ -86,16 +88,20 @@ class Predictor:
 
     def make_problem(self) -> None:
         """The problem file of this cluster, its rows from observed steps."""
-        formats = device_formats(self.device)
+        known = device_formats(self.device)
+        usual = self.combination.allowed(known)
+        allowed = {"fixed": usual, "planned": [p for p in usual if p not in self.refused]}
         profiles = {}
         names = ("fixed", "planned")[-len(self.costs) :]
         for name, costs in zip(names, self.costs, strict=True):
             state = 2 * sum(p.spec.num_bytes for p in self.graph.parameters)
+            formats = {precision: known[precision] for precision in allowed[name]}
             profiles[name] = profile_from_steps(self.graph, costs, formats, state_bytes=state)
-        fixed = FIXED if FIXED in formats else "FP32"
+        fixed = FIXED if FIXED in usual else "FP32"
+        limit, planned = 1 << 40, tuple(allowed["planned"])
         kinds = (
-            DeviceType(name="fixed", count=1, memory_limit_bytes=1 << 40, precisions=(fixed,), role=DeviceRole.FIXED),
-            DeviceType(name="planned", count=1, memory_limit_bytes=1 << 40, precisions=tuple(formats)),
+            DeviceType(name="fixed", count=1, memory_limit_bytes=limit, precisions=(fixed,), role=DeviceRole.FIXED),
+            DeviceType(name="planned", count=1, memory_limit_bytes=limit, precisions=planned),
         )
         network = (
             Network(latency_s=0.0, bandwidth_bytes_per_s=1e12, source="one worker sends nothing")
@@ -106,7 +112,7 @@ class Predictor:
                 source="fitted to all-reduces of this group",
             )
         )
-        sensitivities = weight_sensitivities(self.graph, formats)
+        sensitivities = weight_sensitivities(self.graph, {precision: known[precision] for precision in usual})
         self.problem = qsync_opt.build_problem(
             self.graph,
             profiles,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import gc
 import gzip
@@ -11,7 +10,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from predictor_cases import CAPTURED, FIXED, Combination, plans
+from predictor_partition import WAYS, partition, usable
 from predictor_peers import torch_estimates
 from predictor_pinning import cores_of, pin_threads, stolen_s, without_collection
 from predictor_prediction import MS, Predictor, said
@@ -57,26 +57,14 @@ class Worker:
     keep: Path | None = None
     cores: list[int] = field(default_factory=list)
     pinned: dict[str, int] | None = None
+    ways: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, dict[str, str]] = field(default_factory=dict)
     costs: dict[str, StepCosts] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
 
     def say(self, *words: object) -> None:
         """Print with the time since the start."""
         print(f"[{time.perf_counter() - self.started:6.1f} r{self.rank}]", *words, flush=True)
-
-
-@contextlib.contextmanager
-def partition(device: torch.device, multiprocessors: int | None) -> Iterator[None]:
-    """Run everything inside on a number of the card's multiprocessors; None: on all of them."""
-    if multiprocessors is None or device.type == "cpu":
-        yield
-        return
-    context = torch.cuda.GreenContext.create(num_sms=multiprocessors, device_id=device.index)
-    stream = context.Stream()
-    torch.cuda.synchronize(device)
-    with torch.cuda.stream(stream):
-        yield
-        torch.cuda.synchronize(device)
 
 
 def clean(device: torch.device) -> None:
@@ -132,22 +120,52 @@ def agreed(worker: Worker, value: float) -> float:
     return float(tensor)
 
 
-def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int | None) -> dict[str, Any]:
+def try_precisions(worker: Worker, combination: Combination, graph: OpGraph, count: int | None) -> str:
+    """Find out how this rank's device is made and which precisions run on it, and note it."""
+    key = f"{combination.subject.name} on {count or 'whole'}"
+    if key in worker.ways or count is None:
+        return worker.ways.setdefault(key, WAYS[0])
+    model, kwargs = combination.subject.build(worker.device)
+    example = TrainingExample(model=model, kwargs=kwargs)
+
+    def attempt(precision: str) -> Callable[[], None]:
+        def run() -> None:
+            available = precisions_of(combination, graph, worker.device, ())
+            apply(model, {n: finest_at(a, precision) for n, a in available.items()}, graph=graph)
+            try:
+                example.forward().backward()
+            finally:
+                undo(model)
+                model.zero_grad()
+
+        return run
+
+    names = combination.allowed(device_formats(worker.device))
+    worker.ways[key], worker.refused[key] = usable(worker.device, count, {name: attempt(name) for name in names})
+    if worker.refused[key] or worker.ways[key] != WAYS[0]:
+        worker.say(key, "made", worker.ways[key], "refused", worker.refused[key])
+    return worker.ways[key]
+
+
+def profile(
+    worker: Worker, combination: Combination, graph: OpGraph, count: int | None, held: int | None
+) -> dict[str, Any]:
     """Record this rank's steps on its own; what was recorded before is not recorded again."""
     key = f"{combination.subject.name} on {count or 'whole'}"
     if key in worker.costs:
         return {}
+    refused = worker.refused.get(key, {})
     clean(worker.device)
     start = time.perf_counter()
     stepper = stepper_of(worker, combination, worker.solo)
     hardware = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else "cpu"
-    name = None if count is None else f"{hardware}, {count}-SM partition"
+    name = None if count is None else f"{hardware}, {held}-SM partition"
     with without_collection():
         records = record_steps(
             stepper.example,
             graph,
             stepper.optimizer,
-            precisions=combination.allowed(device_formats(worker.device)),
+            precisions=[p for p in combination.allowed(device_formats(worker.device)) if p not in refused],
             mixed=2,
             options=RecordingOptions(
                 warm_up=2, repeats=max(3, min(10, round(0.5e9 / stepper.steady_ns(2)))), traced=1, rounds=2
@@ -170,6 +188,7 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
         "what": key,
         "seconds": seconds,
         "pinned": worker.pinned,
+        "partition": None if count is None else {"made": worker.ways[key], "multiprocessors": held, "refused": refused},
         "plans": [
             {
                 "plan": c.plan,
@@ -265,9 +284,11 @@ def gathered(value: Any, device: torch.device) -> list[Any]:
     return [json.loads(bytes(t[: int(n)].cpu().tolist())) for t, n in zip(texts, sizes, strict=True)]
 
 
-def precisions_of(combination: Combination, graph: OpGraph, device: torch.device) -> dict[str, tuple[str, ...]]:
-    """Precisions that plans may give each adjustable operator."""
-    allowed = combination.allowed(device_formats(device))
+def precisions_of(
+    combination: Combination, graph: OpGraph, device: torch.device, refused: Collection[str]
+) -> dict[str, tuple[str, ...]]:
+    """Precisions that plans may give each adjustable operator; those refused do not run on the device."""
+    allowed = [p for p in combination.allowed(device_formats(device)) if p not in refused]
     return {
         o.name: tuple(p for p in allowed if ops.supports(o.op_type, p, device)) for o in graph.by_role(Role.ADJUSTABLE)
     }
@@ -284,19 +305,22 @@ def run_combination(
     """Profile what is new, then predict and measure every case."""
     last = dist.get_world_size() - 1
     count = combination.multiprocessors if worker.rank == last else None
-    with partition(worker.device, count):
-        profiled = profile(worker, combination, graph, count)
+    key = f"{combination.subject.name} on {count or 'whole'}"
+    way = try_precisions(worker, combination, graph, count)
+    clean(worker.device)
+    with partition(worker.device, count, way) as held:
+        profiled = profile(worker, combination, graph, count, held)
         found["profiles"] += [p for p in gathered(profiled, worker.device) if p]
-        key = f"{combination.subject.name} on {count or 'whole'}"
+        refused = gathered(worker.refused.get(key, {}), worker.device)[-1]
         both = [StepCosts.from_json(data, "worker") for data in gathered(worker.costs[key].to_json(), worker.device)]
-        available = precisions_of(combination, graph, worker.device)
+        available = precisions_of(combination, graph, worker.device, refused)
         cases = plans(combination, graph, available)
         # A process group of NCCL keeps the buckets of a model that is gone until its next collective.
         dist.all_reduce(torch.zeros(1, device=worker.device), group=worker.solo)
         clean(worker.device)
         before = torch.cuda.memory_allocated(worker.device) if worker.device.type == "cuda" else 0
         stepper = stepper_of(worker, combination, None)
-        predictor = Predictor(graph, both, collective, combination, worker.device)
+        predictor = Predictor(graph, both, collective, combination, worker.device, refused)
         if combination.solve:
             try:
                 solved = gathered(predictor.solve() if worker.rank == 0 else None, worker.device)[0]
@@ -306,7 +330,8 @@ def run_combination(
             if solved:
                 cases["solver's"] = solved
         cases |= {f"{label}{CAPTURED}": cases[label] for label in combination.captured if label in cases}
-        fixed = {n: finest_at(a, FIXED) for n, a in available.items()}
+        everything = precisions_of(combination, graph, worker.device, ())
+        fixed = {n: finest_at(a, FIXED) for n, a in everything.items()}
         measured: dict[str, list[list[dict[str, Any]]]] = {}
         # Every case twice, far apart: what the host's speed changes by meanwhile is seen as the spread.
         eager = [label for label in cases if not label.endswith(CAPTURED)]
@@ -358,10 +383,11 @@ def compare_with_torch(
         if time.perf_counter() > worker.deadline + PEERS_S:
             return
         graph = combination.subject.graph(graphs)
-        available = precisions_of(combination, graph, worker.device)
+        key = f"{combination.subject.name} on {combination.multiprocessors or 'whole'}"
+        available = precisions_of(combination, graph, worker.device, worker.refused.get(key, {}))
         plan = {name: finest_at(p, case["plan"].removeprefix("uniform ")) for name, p in available.items()}
         whole = combination.multiprocessors is None
-        with partition(worker.device, combination.multiprocessors):
+        with partition(worker.device, combination.multiprocessors, worker.ways[key]):
             case |= torch_estimates(combination.subject, graph, plan, worker.device, whole=whole)
         if output is not None:
             output.write_text(json.dumps(found))
