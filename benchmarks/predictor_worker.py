@@ -142,6 +142,8 @@ def try_precisions(worker: Worker, combination: Combination, graph: OpGraph, cou
 
     names = combination.allowed(device_formats(worker.device))
     worker.ways[key], worker.refused[key] = usable(worker.device, count, {name: attempt(name) for name in names})
+    if "TF32" in worker.refused[key]:  # convolutions outside of plans use it by default
+        torch.backends.cudnn.allow_tf32 = False
     if worker.refused[key] or worker.ways[key] != WAYS[0]:
         worker.say(key, "made", worker.ways[key], "refused", worker.refused[key])
     return worker.ways[key]
