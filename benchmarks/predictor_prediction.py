@@ -6,15 +6,14 @@ import statistics
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from predictor_cases import CAPTURED, FIXED, Combination
 
 import qsync_opt
 from qsync_opt.buckets import gradient_buckets
 from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, Network
 from qsync_opt.cluster_step import bucket_borders, bucket_segments, network_tails, worker_step
-from qsync_opt.graph import OpGraph
-from qsync_opt.runtimes.torch.capabilities import device_formats
+from qsync_opt.graph import OpGraph, Role
+from qsync_opt.precision import PrecisionFormats
 from qsync_opt.runtimes.torch.collectives import CollectiveCost
 from qsync_opt.step_bridge import profile_from_steps
 from qsync_opt.step_costs import StepCosts
@@ -63,10 +62,10 @@ class Predictor:
         costs: list[StepCosts],
         collective: CollectiveCost | None,
         combination: Combination,
-        device: torch.device,
+        known: Mapping[str, PrecisionFormats],
         refused: Collection[str] = (),
     ) -> None:
-        self.refused = refused
+        self.known, self.refused = known, refused
         self.graph, self.costs, self.combination = graph, costs, combination
         buckets = gradient_buckets(graph)
         self.buckets = buckets
@@ -74,7 +73,6 @@ class Predictor:
         self.segments = bucket_segments(graph, buckets)
         self.allreduce_ns = [0 if collective is None else collective.ns(bucket.num_bytes) for bucket in buckets]
         self.predictors = [StepPredictor(graph, c, borders) for c in costs]
-        self.device = device
         self.collective = collective
         self.cluster = combination.cluster if len(costs) > 1 else combination.planned
         self.problem: qsync_opt.Problem | None = None
@@ -84,11 +82,15 @@ class Predictor:
         self.make_problem()
         assert self.problem is not None
         solution = qsync_opt.solve(self.problem)
-        return None if solution.plan is None else dict(solution.plan.devices["planned"])
+        return None if solution.plan is None else self.in_order(solution.plan.devices["planned"])
+
+    def in_order(self, plan: Mapping[str, str]) -> dict[str, str]:
+        """A plan in the order of the graph's adjustable operators."""
+        return {operator.name: plan[operator.name] for operator in self.graph.by_role(Role.ADJUSTABLE)}
 
     def make_problem(self) -> None:
         """The problem file of this cluster, its rows from observed steps."""
-        known = device_formats(self.device)
+        known = self.known
         usual = self.combination.allowed(known)
         allowed = {"fixed": usual, "planned": [p for p in usual if p not in self.refused]}
         profiles = {}
@@ -166,6 +168,7 @@ class Predictor:
             "model": self.combination.subject.name,
             "plan": label,
             "cluster": self.cluster,
+            "precisions": " ".join(both[-1].values()),
             "way": "captured" if captured else "eager",
             "plan_recorded_alone": label.startswith("uniform"),
             "predicted_ms": steady / MS,

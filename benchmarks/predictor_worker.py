@@ -322,7 +322,7 @@ def run_combination(
         clean(worker.device)
         before = torch.cuda.memory_allocated(worker.device) if worker.device.type == "cuda" else 0
         stepper = stepper_of(worker, combination, None)
-        predictor = Predictor(graph, both, collective, combination, worker.device, refused)
+        predictor = Predictor(graph, both, collective, combination, device_formats(worker.device), refused)
         if combination.solve:
             try:
                 solved = gathered(predictor.solve() if worker.rank == 0 else None, worker.device)[0]
