@@ -216,23 +216,14 @@ class _Recorder:
     def time_hosts_again(self, deadline: float | None) -> None:
         """Time the host under every plan some more; the mean of all rounds counts."""
         options = self._options or RecordingOptions()
-        rounds = {sample.name: [sample.host_ns] for sample in self.samples}
+        rounds = {sample.name: [(sample.host_ns, sample.iteration_ns)] for sample in self.samples}
         for _ in range(options.rounds - 1):
             for sample in self.samples:
                 if deadline is not None and time.perf_counter() > deadline:
                     break
                 if sample.iteration_ns < _FAR_ABOVE * sum(sample.host_ns.values()):
                     rounds[sample.name].append(time_host(self._stepper, self._graph, sample, options, self._kernels))
-        self.samples = [
-            dataclasses.replace(
-                sample,
-                host_ns={
-                    phase: statistics.fmean(one[phase] for one in rounds[sample.name]) for phase in sample.host_ns
-                },
-                host_rounds_ns=tuple(sum(one.values()) for one in rounds[sample.name]),
-            )
-            for sample in self.samples
-        ]
+        self.samples = [_over_rounds(sample, rounds[sample.name]) for sample in self.samples]
 
     def record_lost_in_parts(self, available: Mapping[str, Sequence[str]]) -> None:
         """Record what the lost uniform plans have, some operators at a time on top of the plan that needs the least.
@@ -310,8 +301,8 @@ def record_plan(
 
 def time_host(
     stepper: Stepper, graph: OpGraph, sample: StepSample, options: RecordingOptions, kernels: KernelOptions
-) -> dict[str, float]:
-    """Time on the host by phase under a plan that was recorded before, in nanoseconds."""
+) -> tuple[dict[str, float], float]:
+    """Time on the host by phase under a plan that was recorded before, and of steps that do not wait; nanoseconds."""
     model = stepper.example.model
     apply(model, dict(sample.precisions), graph=graph, options=ApplyOptions(kernels=kernels))
     try:
@@ -320,9 +311,21 @@ def time_host(
         interception.may_rest = None  # as in `record_plan`
         for _ in range(options.warm_up):
             stepper.step()
-        return stepper.host_ns(options.repeats)[0]
+        phases, _ = stepper.host_ns(options.repeats)
+        return phases, statistics.median(stepper.paced_ns(options.repeats))
     finally:
         undo(model)
+
+
+def _over_rounds(sample: StepSample, rounds: Sequence[tuple[Mapping[str, float], float]]) -> StepSample:
+    """A sample whose time on the host is the mean of all rounds, and whose steps' time their median."""
+    return dataclasses.replace(
+        sample,
+        host_ns={phase: statistics.fmean(host[phase] for host, _ in rounds) for phase in sample.host_ns},
+        host_rounds_ns=tuple(sum(host.values()) for host, _ in rounds),
+        # A plan of FP32 alone stood aside when its steps were timed; now it does not.
+        iteration_ns=sample.iteration_ns if sample.resting_ns else statistics.median(pace for _, pace in rounds),
+    )
 
 
 def fit_samples(
