@@ -12,6 +12,7 @@ import argparse
 import gzip
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from predictor import RESULTS, merged, write_record
 from predictor_cases import COMBINATIONS, FIXED, Combination
+from predictor_models import BATCHES, Subject
 from predictor_prediction import MS, Predictor
 from predictor_records import records_from_json
 
@@ -66,8 +68,9 @@ def again(folder: Path, graphs: Path) -> dict[str, Any]:
     part: dict[str, Any] = json.loads(path.read_text())
     part.setdefault("device", "cuda")
     part.setdefault("workers", len(list(folder.glob("records-*.json.gz"))))
-    key = part["cases"][0]["key"]
-    combination = next(c for c in COMBINATIONS if key.startswith(f"{c.name} "))
+    first = part["cases"][0]
+    combination = next(c for c in COMBINATIONS if first["key"].startswith(f"{c.name} "))
+    combination = replace(combination, subject=subject_of(first["model"]))
     graph = combination.subject.graph(graphs)
     costs, available = fitted(folder, graph)
     refused = [
@@ -91,6 +94,12 @@ def again(folder: Path, graphs: Path) -> dict[str, Any]:
             for c in cost.checks
         ]
     return part
+
+
+def subject_of(name: str) -> Subject:
+    """Of its name, with the batch."""
+    known = [Subject(model=model, size=size) for model, sizes in BATCHES.items() for size in sizes]
+    return next(subject for subject in known if subject.name == name)
 
 
 def fitted(folder: Path, graph: OpGraph) -> tuple[list[StepCosts], list[dict[str, Any]]]:

@@ -20,7 +20,7 @@ SMALL, MEDIUM, LARGE = "small", "medium", "large"
 BATCHES = {
     "gpt-110m": {SMALL: 4, MEDIUM: 8, LARGE: 16},
     "bert-base": {SMALL: 16, MEDIUM: 32, LARGE: 64},
-    "vit-base": {SMALL: 16, LARGE: 64},
+    "vit-base": {SMALL: 16, MEDIUM: 64, LARGE: 128},
     "resnet50": {SMALL: 32, LARGE: 64},
     "gpt-tiny": {SMALL: 2, LARGE: 4},
 }

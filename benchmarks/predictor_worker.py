@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import gc
 import gzip
 import json
 import os
@@ -11,19 +10,18 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from predictor_cases import CAPTURED, FIXED, Combination, plans
-from predictor_partition import WAYS, partition, usable
+from predictor_measuring import Worker, agreed, capture_passes, clean, gathered, measure, stepper_of
+from predictor_partition import partition, refused
 from predictor_peers import torch_estimates
-from predictor_pinning import cores_of, pin_threads, stolen_s, without_collection
+from predictor_pinning import cores_of, without_collection
 from predictor_prediction import MS, Predictor, said
 from predictor_records import records_json
-from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
 from qsync_opt.covering_plans import finest_at
@@ -33,98 +31,21 @@ from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.collectives import CollectiveCost, measure_collectives
 from qsync_opt.runtimes.torch.ddp import process_group
-from qsync_opt.runtimes.torch.graphs import graphed
 from qsync_opt.runtimes.torch.measure import TrainingExample
 from qsync_opt.runtimes.torch.step_profile import record_steps
 from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper
 from qsync_opt.step_costs import StepCosts
 
 SIZES = tuple(1 << k for k in range(14, 29, 2))
-BLOCK_NS = 0.9e9
-"""About how long a block of steps takes; every case is measured in two, far apart."""
 PEERS_S = 25.0
 """How long torch's estimators may go on after the deadline of the cases."""
 
 
-@dataclass(slots=True)
-class Worker:
-    """What a rank keeps over the run."""
-
-    rank: int
-    device: torch.device
-    solo: Any
-    deadline: float
-    keep: Path | None = None
-    cores: list[int] = field(default_factory=list)
-    pinned: dict[str, int] | None = None
-    ways: dict[str, str] = field(default_factory=dict)
-    refused: dict[str, dict[str, str]] = field(default_factory=dict)
-    costs: dict[str, StepCosts] = field(default_factory=dict)
-    started: float = field(default_factory=time.perf_counter)
-
-    def say(self, *words: object) -> None:
-        """Print with the time since the start."""
-        print(f"[{time.perf_counter() - self.started:6.1f} r{self.rank}]", *words, flush=True)
-
-
-def clean(device: torch.device) -> None:
-    """Give everything back, so that memory is that of the next case alone."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-
-
-def stepper_of(worker: Worker, combination: Combination, group: Any) -> Stepper:
-    """The model with AdamW, and DistributedDataParallel around it where there is another worker; a few steps done."""
-    model, kwargs = combination.subject.build(worker.device)
-    wrapped = model
-    if dist.get_world_size() > 1:
-        ids = [worker.device.index] if worker.device.type == "cuda" else None
-        wrapped = DistributedDataParallel(model, device_ids=ids, process_group=group, broadcast_buffers=False)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), foreach=True)
-    stepper = Stepper(TrainingExample(model=wrapped, kwargs=kwargs), optimizer)
-    for _ in range(3):  # DistributedDataParallel settles its buckets, libraries load themselves
-        stepper.step()
-    worker.pinned = pin_threads(worker.cores, worker.device)
-    return stepper
-
-
-def measure(worker: Worker, stepper: Stepper) -> dict[str, Any]:
-    """Nanoseconds of each of some steps that follow without waiting, and what tells who set their pace.
-
-    All ranks are in step. ``host`` has the host's nanoseconds by phase in steps that begin on an idle device, ``unit``
-    those of a small fixed piece of work on the host.
-    """
-    for _ in range(2):
-        stepper.step()
-    rough = agreed(worker, stepper.steady_ns(2))
-    if worker.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(worker.device)
-    stolen = stolen_s()
-    with without_collection():
-        unit = stepper.host_unit_ns()
-        dist.barrier()
-        steps = stepper.paced_ns(max(4, min(30, round(BLOCK_NS / rough))))
-        unit = (unit + stepper.host_unit_ns()) / 2
-        host, _ = stepper.host_ns(max(2, min(7, round(BLOCK_NS / 2 / rough))))
-    peak = torch.cuda.max_memory_allocated(worker.device) if worker.device.type == "cuda" else 0
-    return {"steps": steps, "peak": peak, "unit": unit, "host": host, "stolen_s": round(stolen_s() - stolen, 2)}
-
-
-def agreed(worker: Worker, value: float) -> float:
-    """The largest of all ranks."""
-    tensor = torch.tensor([value], dtype=torch.float64, device=worker.device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return float(tensor)
-
-
-def try_precisions(worker: Worker, combination: Combination, graph: OpGraph, count: int | None) -> str:
-    """Find out how this rank's device is made and which precisions run on it, and note it."""
+def try_precisions(worker: Worker, combination: Combination, graph: OpGraph, count: int | None) -> None:
+    """Find out which precisions do not run on this rank's device, and note them."""
     key = f"{combination.subject.name} on {count or 'whole'}"
-    if key in worker.ways or count is None:
-        return worker.ways.setdefault(key, WAYS[0])
+    if key in worker.refused or count is None:
+        return
     model, kwargs = combination.subject.build(worker.device)
     example = TrainingExample(model=model, kwargs=kwargs)
 
@@ -141,33 +62,30 @@ def try_precisions(worker: Worker, combination: Combination, graph: OpGraph, cou
         return run
 
     names = combination.allowed(device_formats(worker.device))
-    worker.ways[key], worker.refused[key] = usable(worker.device, count, {name: attempt(name) for name in names})
+    worker.refused[key] = refused(worker.device, count, {name: attempt(name) for name in names})
     if "TF32" in worker.refused[key]:  # convolutions outside of plans use it by default
         torch.backends.cudnn.allow_tf32 = False
-    if worker.refused[key] or worker.ways[key] != WAYS[0]:
-        worker.say(key, "made", worker.ways[key], "refused", worker.refused[key])
-    return worker.ways[key]
+    if worker.refused[key]:
+        worker.say(key, "refuses", worker.refused[key])
 
 
-def profile(
-    worker: Worker, combination: Combination, graph: OpGraph, count: int | None, held: int | None
-) -> dict[str, Any]:
+def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int | None) -> dict[str, Any]:
     """Record this rank's steps on its own; what was recorded before is not recorded again."""
     key = f"{combination.subject.name} on {count or 'whole'}"
     if key in worker.costs:
         return {}
-    refused = worker.refused.get(key, {})
+    failed = worker.refused.get(key, {})
     clean(worker.device)
     start = time.perf_counter()
     stepper = stepper_of(worker, combination, worker.solo)
     hardware = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else "cpu"
-    name = None if count is None else f"{hardware}, {held}-SM partition"
+    name = None if count is None else f"{hardware}, {count}-SM partition"
     with without_collection():
         records = record_steps(
             stepper.example,
             graph,
             stepper.optimizer,
-            precisions=[p for p in combination.allowed(device_formats(worker.device)) if p not in refused],
+            precisions=[p for p in combination.allowed(device_formats(worker.device)) if p not in failed],
             mixed=2,
             options=RecordingOptions(
                 warm_up=2, repeats=max(3, min(10, round(0.5e9 / stepper.steady_ns(2)))), traced=1, rounds=2
@@ -190,7 +108,7 @@ def profile(
         "what": key,
         "seconds": seconds,
         "pinned": worker.pinned,
-        "partition": None if count is None else {"made": worker.ways[key], "multiprocessors": held, "refused": refused},
+        "partition": None if count is None else {"multiprocessors": count, "refused": failed},
         "plans": [
             {
                 "plan": c.plan,
@@ -273,19 +191,6 @@ def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
-def gathered(value: Any, device: torch.device) -> list[Any]:
-    """JSON data of all ranks."""
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([text.numel()], device=device))
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: text.numel()] = text
-    texts = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(texts, padded)
-    return [json.loads(bytes(t[: int(n)].cpu().tolist())) for t, n in zip(texts, sizes, strict=True)]
-
-
 def precisions_of(
     combination: Combination, graph: OpGraph, device: torch.device, refused: Collection[str]
 ) -> dict[str, tuple[str, ...]]:
@@ -308,21 +213,21 @@ def run_combination(
     last = dist.get_world_size() - 1
     count = combination.multiprocessors if worker.rank == last else None
     key = f"{combination.subject.name} on {count or 'whole'}"
-    way = try_precisions(worker, combination, graph, count)
+    try_precisions(worker, combination, graph, count)
     clean(worker.device)
-    with partition(worker.device, count, way) as held:
-        profiled = profile(worker, combination, graph, count, held)
+    with partition(worker.device, count):
+        profiled = profile(worker, combination, graph, count)
         found["profiles"] += [p for p in gathered(profiled, worker.device) if p]
-        refused = gathered(worker.refused.get(key, {}), worker.device)[-1]
+        failed = gathered(worker.refused.get(key, {}), worker.device)[-1]
         both = [StepCosts.from_json(data, "worker") for data in gathered(worker.costs[key].to_json(), worker.device)]
-        available = precisions_of(combination, graph, worker.device, refused)
+        available = precisions_of(combination, graph, worker.device, failed)
         cases = plans(combination, graph, available)
         # A process group of NCCL keeps the buckets of a model that is gone until its next collective.
         dist.all_reduce(torch.zeros(1, device=worker.device), group=worker.solo)
         clean(worker.device)
         before = torch.cuda.memory_allocated(worker.device) if worker.device.type == "cuda" else 0
         stepper = stepper_of(worker, combination, None)
-        predictor = Predictor(graph, both, collective, combination, device_formats(worker.device), refused)
+        predictor = Predictor(graph, both, collective, combination, device_formats(worker.device), failed)
         if combination.solve:
             try:
                 solved = gathered(predictor.solve() if worker.rank == 0 else None, worker.device)[0]
@@ -338,31 +243,34 @@ def run_combination(
         # Every case twice, far apart: what the host's speed changes by meanwhile is seen as the spread.
         eager = [label for label in cases if not label.endswith(CAPTURED)]
         captured = [label for label in cases if label.endswith(CAPTURED)]
-        for again, order in ((0, eager), (1, eager[::-1]), (0, captured), (1, captured[::-1])):
-            for label in order:
-                if agreed(worker, time.perf_counter() - worker.deadline) > 0:
-                    found["skipped"].append(f"{combination.name} {label}, round {again + 1}")
-                    continue
-                plan = cases[label]
-                first = plan if combination.multiprocessors is None else fixed
-                mine = plan if worker.rank == last else first
-                apply(stepper.example.model, mine, graph=graph, options=ApplyOptions())
-                try:
-                    if label.endswith(CAPTURED):
-                        graphed(stepper.example.model, stepper.example.kwargs)
-                    block = measure(worker, stepper)
-                finally:
-                    undo(stepper.example.model)
-                block["peak"] = max(0, block["peak"] - before)
-                told = gathered(block, worker.device)
-                if worker.rank:
-                    continue
-                measured.setdefault(label, []).append(told)
-                case = predictor.case(label, [first, plan][-len(told) :], measured[label])
-                found["cases"] = [c for c in found["cases"] if c["key"] != case["key"]] + [case]
-                output.write_text(json.dumps(found))
-                if again or worker.device.type == "cpu":
-                    worker.say(said(combination, case))
+        rounds = [(0, label) for label in eager] + [(1, label) for label in eager[::-1]]
+        rounds += [(0, label) for label in captured] + [(1, label) for label in captured[::-1]]
+        for again, label in rounds:
+            if agreed(worker, time.perf_counter() - worker.deadline) > 0:
+                found["skipped"].append(f"{combination.name} {label}, round {again + 1}")
+                continue
+            plan = cases[label]
+            first = plan if combination.multiprocessors is None else fixed
+            mine = plan if worker.rank == last else first
+            apply(stepper.example.model, mine, graph=graph, options=ApplyOptions())
+            try:
+                refusal = capture_passes(worker, stepper) if label.endswith(CAPTURED) else ""
+                block = None if refusal else measure(worker, stepper)
+            finally:
+                undo(stepper.example.model)
+            if block is None:
+                found["skipped"].append(f"{combination.name} {label}: {refusal}")
+                continue
+            block["peak"] = max(0, block["peak"] - before)
+            told = gathered(block, worker.device)
+            if worker.rank:
+                continue
+            measured.setdefault(label, []).append(told)
+            case = predictor.case(label, [first, plan][-len(told) :], measured[label])
+            found["cases"] = [c for c in found["cases"] if c["key"] != case["key"]] + [case]
+            output.write_text(json.dumps(found))
+            if again or worker.device.type == "cpu":
+                worker.say(said(combination, case))
         if combination.solve and worker.device.type == "cuda":
             for name, dtype in (("BF16 autocast", torch.bfloat16), ("FP16 autocast", torch.float16)):
                 autocast(worker, combination, stepper, name, dtype, found)
@@ -389,7 +297,7 @@ def compare_with_torch(
         available = precisions_of(combination, graph, worker.device, worker.refused.get(key, {}))
         plan = {name: finest_at(p, case["plan"].removeprefix("uniform ")) for name, p in available.items()}
         whole = combination.multiprocessors is None
-        with partition(worker.device, combination.multiprocessors, worker.ways[key]):
+        with partition(worker.device, combination.multiprocessors):
             case |= torch_estimates(combination.subject, graph, plan, worker.device, whole=whole)
         if output is not None:
             output.write_text(json.dumps(found))

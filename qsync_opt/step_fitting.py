@@ -20,8 +20,6 @@ from qsync_opt.two_queues import NEVER, Work, launched
 _EMPTY = Span()
 _SHORT_WAIT = 0.05
 """Share of a traced phase that launches may wait without putting its scale in doubt by more than that."""
-_BUSY_HOST = 1.3
-"""A host that needs this many times what its kernels run paces the step."""
 _DEVICE_BOUND = 1.3
 """A step that takes this many times what the host needs is paced by the device."""
 PHASE_LABELS = ("forward", "forward|end", "backward", "backward|end", "optimizer", "zero_grad")
@@ -176,10 +174,8 @@ def _host_scales(samples: Sequence[StepSample]) -> dict[str, dict[str, float]]:
 
     Where launches waited for room in the device's queue for long, the untraced step has waited too, and the scale that
     the phase has under other plans is taken. A short wait (a kernel that is loaded, a buffer of the profiler) changes
-    the scale by no more than its own share. Phases are timed in steps that begin on an idle device; what steps that
-    follow one another cost the host more (or less), as a plan that it paces shows, is put on all.
+    the scale by no more than its own share.
     """
-    pace = _pace(samples)
     scales: dict[str, dict[str, float | None]] = {}
     for sample in samples:
         scales[sample.name] = {}
@@ -189,23 +185,13 @@ def _host_scales(samples: Sequence[StepSample]) -> dict[str, dict[str, float]]:
             waited = sum(span.blocked_ns for span in spans)
             measured = sample.host_ns.get(phase, 0.0)
             known = traced > 0 and waited <= _SHORT_WAIT * (traced + waited)
-            scales[sample.name][phase] = pace * measured / traced if known else None
+            scales[sample.name][phase] = measured / traced if known else None
     usual = {phase: _usual([by_phase[phase] for by_phase in scales.values()]) for phase in PHASES}
     any_phase = _usual(list(usual.values())) or 1.0
     return {
         name: {phase: scale or usual[phase] or any_phase for phase, scale in by_phase.items()}
         for name, by_phase in scales.items()
     }
-
-
-def _pace(samples: Sequence[StepSample]) -> float:
-    """Time of steps that the host paces, relative to its time of steps on an idle device; the median of plans."""
-    found = []
-    for sample in samples:
-        host = sum(sample.host_ns.values())
-        if not sample.resting_ns and 0 < _BUSY_HOST * _kernel_ns(sample) < host:
-            found.append(sample.iteration_ns / host)
-    return statistics.median(found) if found else 1.0
 
 
 def _kernel_ns(sample: StepSample) -> int:

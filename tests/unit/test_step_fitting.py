@@ -91,16 +91,3 @@ def test_the_gap_between_kernels_is_that_of_untraced_steps_which_the_device_pace
     # Never more than was seen, nor less than nothing.
     assert device_ns(with_kernels("a", 200_000.0)) == 10 * (10_000 + 1_200)
     assert device_ns(with_kernels("a", 90_000.0)) == 10 * 10_000
-
-
-def test_what_steps_that_follow_one_another_cost_the_host_is_put_on_all_of_it():
-    graph = stacked_graph(1)
-
-    def with_kernel(name, duration, iteration_ns):
-        found = sample(name, graph, "FP32", traced=30_000, blocked=0, measured=10_000.0)
-        span = Span(host_ns=30_000, kernels=[(0, duration, "k")])
-        spans = replace(found.spans, spans={**found.spans.spans, (FORWARD, BEGIN): span})
-        return replace(found, spans=spans, iteration_ns=iteration_ns)
-
-    assert forward_host_ns(graph, with_kernel("paced by its host", 2_000, 13_200.0)) == 12_000  # 13.2 / 11 of it
-    assert forward_host_ns(graph, with_kernel("paced by its device", 20_000, 22_000.0)) == 10_000

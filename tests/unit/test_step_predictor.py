@@ -154,6 +154,26 @@ def test_a_sum_never_met_in_these_formats_is_one_that_delivers_the_same():
         assert found.backward.device == wide.backward.device + costs.casts["BF16>FP32"].ns(elements)
 
 
+def test_what_follows_a_format_that_was_never_met_grows_with_its_width():
+    graph = residual_graph()
+    costs = random_step_costs(graph, PRECISIONS)
+    position = graph.index("gelu")
+    signature = StepFlow(graph, "BF16").signature(position)
+    half = Case(signature, "", ("BF16",))
+    known = {case: cost for case, cost in costs.cases.items() if case.signature != signature} | {
+        half: costs.cases[half]
+    }
+    predictor = StepPredictor(graph, replace(costs, cases=known))
+    wide, other = (predictor.cost(position, half._replace(inputs=(name,))) for name in ("FP32", "FP16"))
+    assert (wide.output, wide.result_bytes) == ("FP32", 2 * known[half].result_bytes)
+    assert wide.backward.device == 2 * known[half].backward.device  # no cast: it delivers what it is given
+    assert (other.output, other.result_bytes, other.backward) == (
+        "FP16",
+        known[half].result_bytes,
+        known[half].backward,
+    )
+
+
 def test_what_cannot_be_predicted_is_refused(tmp_path):
     graph = residual_graph()
     costs = random_step_costs(graph, PRECISIONS)
