@@ -16,7 +16,7 @@ import torch
 from qsync_opt.kernels import feed_forward, library, matmul_choices, matmul_tuning
 from qsync_opt.kernels.convolution import scaled_conv2d
 from qsync_opt.kernels.formats import FORMATS
-from qsync_opt.kernels.matmul import scaled_mm, scaled_mm_aux
+from qsync_opt.kernels.matmul import scaled_mm, scaled_mm_amax, scaled_mm_aux
 from qsync_opt.kernels.quantize_ops import GRANULARITIES, UNIT, dequantize_matrix, quantize_matrix, recast_matrix
 
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,7 +36,10 @@ def _quantizers() -> int:
             count += 3
         recast_matrix(result.codes, result.scale, torch.int8, rounding="stochastic", backend="compiled")
         torch.ops.qsync_opt.gelu_backward_amax(x, torch.ops.qsync_opt.gelu_amax(x)[0])
-        count += 3
+        for grad, rounding in itertools.product((None, x), ("nearest", "stochastic")):
+            bound = x.abs().amax().float().reshape(1)
+            torch.ops.qsync_opt.gelu_quantize(x, grad, bound, format, rounding, 0, None)
+        count += 7
     return count
 
 
@@ -68,7 +71,7 @@ def _tiles(codes: torch.dtype, promoting: bool) -> int:
             matmul_choices.remember(kind, matmul_choices.Choice(variant=index, splits=splits, group=2))
             scaled_mm(a, b, *scales, bias, out_dtype=out)
             scaled_mm_aux(a, b, *scales, epilogue="gelu", out_dtype=out)
-            scaled_mm(a, b, *(scale[0, :1] for scale in scales), out_dtype=out)
+            scaled_mm_amax(a, b, *(scale[0, :1] for scale in scales), out_dtype=out)
             matmul_choices.forget(kind)
             count += 3
     return count

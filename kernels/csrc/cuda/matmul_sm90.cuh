@@ -192,6 +192,7 @@ __device__ __forceinline__ void compute(
   const float one_scale = p.one_scale ? *p.a_scale * *p.b_scale : 1.0f;
   uint32_t turn = 0;
   int count = 0, half = 0;
+  float largest = 0.0f;
   for (int index = cluster; index < p.total; index += clusters, ++count) {
     const Work work = work_at(p, index);
     if (T::kAlternating && count % 2 != group) {
@@ -253,17 +254,19 @@ __device__ __forceinline__ void compute(
       }
       named_barrier(1 + group, kGroupThreads);
     };
-    const auto write = [&](auto format, auto plain, auto one) {
-      write_tile<T, decltype(format)::value, decltype(plain)::value, decltype(one)::value>(
-          p, outlet, work, first_row, first_column, pairs, bring, row_scales, sums);
+    const auto write = [&](auto format, auto plain, auto one, auto largest_too) {
+      write_tile<T, decltype(format)::value, decltype(plain)::value, decltype(one)::value, decltype(largest_too)::value>(
+          p, outlet, work, first_row, first_column, pairs, bring, row_scales, sums, largest);
     };
     const auto write_as = [&](auto format) {
       if (p.activation != Activation::kNone || p.preactivation_pointer != nullptr || !p.copy_out) {
-        write(format, std::false_type(), std::false_type());
-      } else if (p.one_scale) {
-        write(format, std::true_type(), std::true_type());
-      } else {
-        write(format, std::true_type(), std::false_type());
+        write(format, std::false_type(), std::false_type(), std::false_type());
+      } else if (!p.one_scale) {
+        write(format, std::true_type(), std::false_type(), std::false_type());
+      } else if (p.largest == nullptr) {
+        write(format, std::true_type(), std::true_type(), std::false_type());
+      } else if constexpr (decltype(format)::value != Float::kFP32) {
+        write(format, std::true_type(), std::true_type(), std::true_type());
       }
     };
     if (p.raw || p.out_float == Float::kFP32) {
@@ -276,6 +279,17 @@ __device__ __forceinline__ void compute(
   }
   if (thread % 32 == 0) {
     copies_out_read<0>();
+  }
+  if (p.largest != nullptr) {
+    // Rounded like the results: the largest of what was rounded is what the largest was rounded to.
+    const uint32_t bits = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(largest));
+    if (thread % 32 == 0) {
+      const uint32_t pair = pack_pair(__uint_as_float(bits), 0.0f, p.out_float == Float::kBF16);
+      const float rounded = p.out_float == Float::kBF16
+                                ? __uint_as_float(pair << 16)
+                                : __half2float(__ushort_as_half(static_cast<unsigned short>(pair & 0xFFFF)));
+      atomicMax(p.largest, __float_as_uint(rounded) & 0x7FFFFFFFu);
+    }
   }
 }
 

@@ -44,6 +44,7 @@ struct Launch {
   const float *a_scale, *b_scale;
   const void* bias;
   void *out_pointer, *preactivation_pointer;
+  uint32_t* largest;  // raised to the bits of the largest magnitude of the result; null: nobody wants it
   int64_t a_scale_row, a_scale_block, a_scale_batch, b_scale_row, b_scale_block, b_scale_batch;
   int rows, columns, depth_blocks;
   int tile_rows, tile_columns;  // tiles of a whole cluster

@@ -132,6 +132,8 @@ __global__ void scales_kernel(const uint32_t* amax, float* scale, float* factors
   factors[i] = factor_of<F, kStochastic>(s);
 }
 
+__global__ void stretch_kernel(const float* amax, float stretch, float* result) { *result = __fmul_rn(*amax, stretch); }
+
 template <typename T>
 void launch_amax(const Matrix& x, Granularity granularity, uint32_t* amax, cudaStream_t stream) {
   const T* data = static_cast<const T*>(x.data);
@@ -166,6 +168,10 @@ void find_amax(const Matrix& x, Granularity granularity, uint32_t* amax, cudaStr
   with_element(x.element, [&](auto element) {
     launch_amax<typename decltype(element)::type>(x, granularity, amax, stream);
   });
+}
+
+void stretch_amax(const uint32_t* amax, float stretch, float* result, cudaStream_t stream) {
+  stretch_kernel<<<1, 1, 0, stream>>>(reinterpret_cast<const float*>(amax), stretch, result);
 }
 
 void find_scales(const Codes& out, const uint32_t* amax, float* scale, float* factors, int64_t count, cudaStream_t stream) {
