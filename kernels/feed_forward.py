@@ -81,11 +81,16 @@ def _gelu_quantize(
     rounding: str,
     key: int,
     step: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain PyTorch: codes of GELU of ``x``, or of its gradient, rounded as by the operators above, by a bound."""
+    sums: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Plain PyTorch: codes of GELU of ``x``, or of its gradient, rounded as by the operators above, by a bound.
+
+    The last result is the gradient's sum over rows, if wanted.
+    """
     values = (_gelu_amax(x) if grad is None else _gelu_backward_amax(grad, x))[0]
     bound = largest if grad is None else largest * torch.tensor(_STEEPEST, dtype=torch.float32, device=x.device)
-    return plain_by_amax(values, bound, format, rounding, key, step, True)
+    total = values.sum(0, dtype=torch.float32) if sums else values.new_empty(0, dtype=torch.float32)
+    return *plain_by_amax(values, bound, format, rounding, key, step, True), total
 
 
 def _gelu_quantize_fake(
@@ -96,15 +101,16 @@ def _gelu_quantize_fake(
     rounding: str,
     key: int,
     step: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    sums: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, columns = x.shape
-    scale = x.new_empty((1, 1), dtype=torch.float32)
-    return x.new_empty((rows, columns), dtype=format), scale, x.new_empty((columns, rows), dtype=format)
+    scale, total = (x.new_empty(shape, dtype=torch.float32) for shape in ((1, 1), (columns if sums else 0,)))
+    return x.new_empty((rows, columns), dtype=format), scale, x.new_empty((columns, rows), dtype=format), total
 
 
 _GELU_QUANTIZE = library.define(
-    "gelu_quantize(Tensor x, Tensor? grad, Tensor largest, ScalarType format, str rounding, int key, Tensor? step)"
-    " -> (Tensor, Tensor, Tensor)",
+    "gelu_quantize(Tensor x, Tensor? grad, Tensor largest, ScalarType format, str rounding, int key, Tensor? step,"
+    " bool sums) -> (Tensor, Tensor, Tensor, Tensor)",
     unit=UNIT,
     plain=_gelu_quantize,
     fake=_gelu_quantize_fake,
@@ -126,7 +132,7 @@ def _hidden_codes(
     key = stream_key(options.seed, options.offset, _HIDDEN)
     if dtype is not INT8.dtype:
         hidden, largest = scaled_mm_amax(a.codes, w.codes, a.scale, w.scale, bias, out_dtype=options.half_dtype)
-        return hidden, _by_bound(hidden, None, largest, dtype, options.rounding, key, options)
+        return hidden, _by_bound(hidden, None, largest, dtype, options.rounding, key, options)[0]
     hidden = scaled_mm(a.codes, w.codes, a.scale, w.scale, bias, out_dtype=options.half_dtype)
     activated, largest = _operator(_GELU_AMAX, _gelu_amax, hidden.device, options.backend)(hidden)
     return hidden, quantize_by_amax(
@@ -149,9 +155,11 @@ def _by_bound(
     rounding: str,
     key: int,
     options: KernelOptions,
-) -> QuantizedMatrix:
+    sums: bool = False,
+) -> tuple[QuantizedMatrix, Tensor]:
     quantize = _operator(_GELU_QUANTIZE, _gelu_quantize, x.device, options.backend)
-    return QuantizedMatrix(*quantize(x, grad, largest, dtype, rounding, signed(key), options.step))
+    *codes, total = quantize(x, grad, largest, dtype, rounding, signed(key), options.step, sums)
+    return QuantizedMatrix(*codes), total
 
 
 class _FeedForward(torch.autograd.Function):
@@ -197,10 +205,12 @@ class _FeedForward(torch.autograd.Function):
         grad_second_bias = grad.sum(0, dtype=torch.float32).to(second_bias_dtype) if wanted[4] else None
         grad_x = grad_first = grad_first_bias = None
         if wanted[0] or wanted[1] or wanted[2]:
-            if ctx.gradient_dtype is not INT8.dtype and not wanted[2]:
+            if ctx.gradient_dtype is not INT8.dtype:
                 grad_gelu, largest = scaled_mm_amax(g.codes, v, g.scale, v_scale, out_dtype=options.half_dtype)
                 key = stream_key(options.seed, options.offset, _HIDDEN_GRADIENT)
-                e = _by_bound(hidden, grad_gelu, largest, ctx.gradient_dtype, "stochastic", key, options)
+                common = (largest, ctx.gradient_dtype, "stochastic", key, options, wanted[2])
+                e, total = _by_bound(hidden, grad_gelu, *common)
+                grad_first_bias = total.to(first_bias_dtype) if wanted[2] else None
             else:
                 grad_gelu = scaled_mm(g.codes, v, g.scale, v_scale, out_dtype=options.half_dtype)
                 backward = _operator(_GELU_BACKWARD_AMAX, _gelu_backward_amax, grad.device, options.backend)

@@ -38,7 +38,7 @@ def _quantizers() -> int:
         torch.ops.qsync_opt.gelu_backward_amax(x, torch.ops.qsync_opt.gelu_amax(x)[0])
         for grad, rounding in itertools.product((None, x), ("nearest", "stochastic")):
             bound = x.abs().amax().float().reshape(1)
-            torch.ops.qsync_opt.gelu_quantize(x, grad, bound, format, rounding, 0, None)
+            torch.ops.qsync_opt.gelu_quantize(x, grad, bound, format, rounding, 0, None, grad is not None)
         count += 7
     return count
 

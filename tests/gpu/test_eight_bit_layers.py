@@ -167,7 +167,8 @@ def test_codes_of_gelu_are_those_of_what_its_operators_write(format, rounding, d
         x, grad = (torch.randn(shape, device=CUDA).mul_(3).to(dtype) for _ in range(2))
         for gradient, source in ((None, x), (grad, grad)):
             largest = source.abs().amax().float().reshape(1) if x.numel() else torch.zeros(1, device=CUDA)
-            found = torch.ops.qsync_opt.gelu_quantize(x, gradient, largest, format, rounding, 77, step)
+            summed = gradient is not None
+            *found, total = torch.ops.qsync_opt.gelu_quantize(x, gradient, largest, format, rounding, 77, step, summed)
             gelu, slope = torch.ops.qsync_opt.gelu_amax, torch.ops.qsync_opt.gelu_backward_amax
             values, exact = gelu(x) if gradient is None else slope(grad, x)
             bound = largest if gradient is None else largest * 1.14
@@ -175,12 +176,16 @@ def test_codes_of_gelu_are_those_of_what_its_operators_write(format, rounding, d
             same = quantize_by_amax(values, bound, format, rounding=rounding, key=77, step=step, transposed=True)
             for mine, theirs in zip(found, same, strict=True):
                 assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+            if summed:
+                magnitudes = values.double().abs().sum(0)
+                assert bool(((total.double() - values.double().sum(0)).abs() <= 1e-5 * magnitudes).all())
 
 
 def test_registration_of_codes_of_gelu():
     x = torch.randn(64, 128, device=CUDA, dtype=torch.bfloat16)
     for grad in (None, x):
         arguments = (x, grad, x.abs().amax().float().reshape(1), torch.float8_e5m2, "stochastic", 3, None)
+        arguments = (*arguments, grad is not None)
         torch.library.opcheck(torch.ops.qsync_opt.gelu_quantize.default, arguments)
 
 

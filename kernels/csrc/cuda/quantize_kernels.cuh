@@ -85,11 +85,16 @@ void gelu_amax(Element element, const void* x, int64_t count, void* result, uint
 void gelu_backward_amax(Element element, const void* grad, const void* x, int64_t count, void* result, uint32_t* amax,
                         cudaStream_t stream);
 
-// Codes (and their transposition) of GELU, or of its gradient if there is one, for a matrix whose `grad` is strided like it:
-// the scale comes from `stretch` times a magnitude. Whether this runs for a layout and format; else the functions above do.
+// Codes (and their transposition) of GELU, or of its gradient if there is one, for dense matrices: the scale comes from
+// `stretch` times a magnitude; `sums` as for add_tile_rows(), or null. Whether this runs for a layout and format; else the
+// functions above do.
 bool forms_gelu(const Matrix& x, const void* grad, const Codes& out);
 void quantize_gelu(const Matrix& x, const void* grad, const Codes& out, const uint32_t* amax, float stretch, float* scale,
-                   cudaStream_t stream);
+                   float* sums, cudaStream_t stream);
+// Sums over the rows of each tile of a dense matrix, sum_tiles(rows) x cols of them; and their sum over the tiles.
+int64_t sum_tiles(int64_t rows);
+void add_tile_rows(const Matrix& x, float* sums, cudaStream_t stream);
+void add_tiles(const float* sums, int64_t tiles, int64_t cols, float* whole, cudaStream_t stream);
 
 int blocks_per_wave(int per_multiprocessor);
 

@@ -93,10 +93,10 @@ void launch_codes(const Matrix& x, const Codes& out, Granularity granularity, co
   const unsigned grid = static_cast<unsigned>(across * down);
   if (out.transposed == nullptr) {
     tiles_kernel<T, F, kStochastic, false, Values::kPlain><<<grid, kThreads, 0, stream>>>(
-        data, nullptr, x.row_stride, x.rows, x.cols, across, granularity, scaling, out.codes, nullptr, out.stream);
+        data, nullptr, x.row_stride, x.rows, x.cols, across, granularity, scaling, out.codes, nullptr, out.stream, nullptr);
   } else {
     tiles_kernel<T, F, kStochastic, true, Values::kPlain><<<grid, kThreads, 0, stream>>>(
-        data, nullptr, x.row_stride, x.rows, x.cols, across, granularity, scaling, out.codes, out.transposed, out.stream);
+        data, nullptr, x.row_stride, x.rows, x.cols, across, granularity, scaling, out.codes, out.transposed, out.stream, nullptr);
   }
 }
 

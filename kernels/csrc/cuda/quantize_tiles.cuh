@@ -42,11 +42,13 @@ __device__ __forceinline__ void transpose_bytes(const uint32_t (&row)[4], uint32
 // Grid: x over tiles of 128 x 128 elements, from the last to the first (dense_kernel says why). Traffic: each element read
 // once, each code written once, and once more, through shared memory, for the transposition.
 // Contract: quantize() of any granularity but blocks, second pass; of GELU or its gradient as quantize_gelu.cu rounds it,
-// which is formed on the way and written nowhere.
+// which is formed on the way and written nowhere. `sums` (kGeluGradient only) or null: sums over the rows of each tile, tile
+// rows x cols, in a fixed order.
 template <typename T, Format F, bool kStochastic, bool kTransposed, Values kValues>
 __global__ void __launch_bounds__(kTileThreads)
     tiles_kernel(const T* x, const T* grad, int64_t row_stride, int64_t rows, int64_t cols, int64_t tiles_across,
-                 Granularity granularity, Scaling scaling, uint8_t* codes, uint8_t* transposed, Stream stream) {
+                 Granularity granularity, Scaling scaling, uint8_t* codes, uint8_t* transposed, Stream stream,
+                 float* sums) {
   constexpr int kCount = Pack<T>::kCount;
   constexpr int kAcross = kTile / kCount;           // threads along a row of the tile
   constexpr int kLines = kTileThreads / kAcross;        // groups of four rows at a time
@@ -58,7 +60,7 @@ __global__ void __launch_bounds__(kTileThreads)
   const int64_t top = tile_row * kTile, left = (tile - tile_row * tiles_across) * kTile;
   const int64_t col = left + across * kCount;
   const uint64_t key = kStochastic ? stream_key(stream) : 0;
-  float factor[kCount];
+  float factor[kCount], sum[kCount] = {};
   const float whole = granularity == Granularity::kTensor ? factor_of_tensor<F, kStochastic>(scaling) : 0.0f;
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
@@ -95,7 +97,10 @@ __global__ void __launch_bounds__(kTileThreads)
         float g[kCount];
         Pack<T>::unpack(raw_grad[r], g);
 #pragma unroll
-        for (int j = 0; j < kCount; ++j) y[j] = to_float(from_float<T>(gelu_gradient(y[j], g[j])));
+        for (int j = 0; j < kCount; ++j) {
+          y[j] = to_float(from_float<T>(gelu_gradient(y[j], g[j])));
+          sum[j] += y[j];
+        }
       }
 #pragma unroll
       for (int j = 0; j < kCount; ++j) y[j] = __fmul_rn(y[j], granularity == Granularity::kRow ? by_row : factor[j]);
@@ -130,6 +135,21 @@ __global__ void __launch_bounds__(kTileThreads)
       const int64_t to = left + c;
       if (to < cols && row < rows) {
         *reinterpret_cast<uint32_t*>(transposed + to * rows + row) = shared[(c % kCount) * kAcross + c / kCount][lane];
+      }
+    }
+  }
+  if constexpr (kValues == Values::kGeluGradient) {
+    if (sums != nullptr) {
+      __syncthreads();
+      float* const lines = reinterpret_cast<float*>(&shared[0][0]);  // kLines x kTile
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) lines[line * kTile + across * kCount + j] = sum[j];
+      __syncthreads();
+      if (threadIdx.x < kTile && left + threadIdx.x < cols) {
+        float total = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kLines; ++i) total += lines[i * kTile + threadIdx.x];
+        sums[tile_row * cols + left + threadIdx.x] = total;
       }
     }
   }
