@@ -200,24 +200,26 @@ def _as_records(name: str, measured: dict[str, dict[str, float | str]]) -> list[
     return found
 
 
-def records(quick: bool) -> Iterator[dict[str, Any]]:
-    """One record per model, way to launch, and precision, as they are measured.
-
-    Compilations of all models run beside each other, measurements one after another once all have compiled.
-    """
-    names = list(MODELS)[: 1 if quick else None]
-    workers = {(name, precision): _started(name, precision) for name in names for precision in PRECISIONS}
+def _records_of(name: str) -> list[dict[str, Any]]:
+    """Compilations run beside each other, measurements one after another."""
+    workers = {precision: _started(name, precision) for precision in PRECISIONS}
     try:
-        for (name, precision), worker in workers.items():
+        for precision, worker in workers.items():
             assert worker.stdout is not None
             if worker.stdout.readline().strip() != "ready":
                 raise SystemExit(f"{name} in {precision} ended with {worker.wait()} before it was measured")
-        for name in names:
-            lines = {precision: workers[name, precision].communicate("go\n")[0] for precision in PRECISIONS}
-            yield from _as_records(name, {precision: json.loads(line) for precision, line in lines.items()})
+        lines = {precision: worker.communicate("go\n")[0] for precision, worker in workers.items()}
     finally:
         for worker in workers.values():
             worker.kill()
+    return _as_records(name, {precision: json.loads(line) for precision, line in lines.items()})
+
+
+def records(quick: bool, only: str = "") -> Iterator[dict[str, Any]]:
+    """One record per model (with ``only`` in its name), way to launch, and precision, as they are measured."""
+    for name in list(MODELS)[: 1 if quick else None]:
+        if only in name:
+            yield from _records_of(name)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,8 @@ __global__ void __launch_bounds__(256) finish_kernel(const __grid_constant__ Arg
     const int64_t z = p.batch == 1 ? 0 : line / p.rows, row = line - z * p.rows;
     const Part* from = static_cast<const Part*>(sums) + (line * pitch + column) / 4;
     Whole whole[4] = {0, 0, 0, 0};
-#pragma unroll 4
+    // Small results of deep products have many splits and few threads: those must have much under way.
+#pragma unroll 16
     for (int s = 0; s < splits; ++s) {
       const Part part = from[s * step];
       whole[0] += part.x, whole[1] += part.y, whole[2] += part.z, whole[3] += part.w;

@@ -7,7 +7,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Grid: a wave of blocks over the packs of dense tensors; the elements that fill no pack go to the first block.
+// Grid: a wave of blocks over the packs of dense tensors, from their end to their start, as amax_tensor_kernel; the elements
+// that fill no pack go to the first block.
 // Traffic: each operand read once, each result written once, one atomic per block.
 // Contract: gelu_amax() and gelu_backward_amax() within 2e-7 (times grad) and the rounding of the element type.
 template <typename T, bool kBackward>
@@ -21,14 +22,14 @@ __global__ void __launch_bounds__(kThreads)
     uint4 raw[kUnroll], raw_grad[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int64_t p = first + u * step;
-      if (p < packs) raw[u] = __ldcs(reinterpret_cast<const uint4*>(x) + p);
-      if (kBackward && p < packs) raw_grad[u] = __ldcs(reinterpret_cast<const uint4*>(grad) + p);
+      const int64_t p = packs - 1 - first - u * step;
+      if (p >= 0) raw[u] = __ldcs(reinterpret_cast<const uint4*>(x) + p);
+      if (kBackward && p >= 0) raw_grad[u] = __ldcs(reinterpret_cast<const uint4*>(grad) + p);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int64_t p = first + u * step;
-      if (p >= packs) continue;
+      const int64_t p = packs - 1 - first - u * step;
+      if (p < 0) continue;
       float v[kCount], g[kCount];
       Pack<T>::unpack(raw[u], v);
       if constexpr (kBackward) Pack<T>::unpack(raw_grad[u], g);

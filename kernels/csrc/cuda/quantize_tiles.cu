@@ -7,7 +7,7 @@ namespace {
 constexpr int kThreads = kTileThreads;
 constexpr int kUnroll = 4;
 
-// Grid: a block per kUnroll neighbouring lines of kThreads packs of a dense tensor, from its end to its start: what find_amax
+// Grid: a block per kUnroll neighbouring lines of kThreads packs of a dense tensor, from its start to its end: what find_amax
 // read last is still in the second-level cache. Traffic: each element read once, each code written once.
 // Contract: quantize(granularity="tensor"), second pass.
 template <typename T, Format F, bool kStochastic>
@@ -23,12 +23,12 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       const int64_t p = start + i * kThreads;
-      if (p < packs) raw[i] = __ldcs(x + packs - 1 - p);
+      if (p < packs) raw[i] = __ldcs(x + p);
     }
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
-      const int64_t p = packs - 1 - (start + i * kThreads);
-      if (p < 0) continue;
+      const int64_t p = start + i * kThreads;
+      if (p >= packs) continue;
       float y[kCount];
       Pack<T>::unpack(raw[i], y);
 #pragma unroll

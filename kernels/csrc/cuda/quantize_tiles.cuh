@@ -39,7 +39,8 @@ __device__ __forceinline__ void transpose_bytes(const uint32_t (&row)[4], uint32
   col[3] = __byte_perm(c, d, 0x7632);
 }
 
-// Grid: x over tiles of 128 x 128 elements, from the last to the first (dense_kernel says why). Traffic: each element read
+// Grid: x over tiles of 128 x 128 elements, beginning where the kernel before ended: the pass that found one magnitude for all
+// ends at the start, any other at the end. Traffic: each element read
 // once, each code written once, and once more, through shared memory, for the transposition.
 // Contract: quantize() of any granularity but blocks, second pass; of GELU or its gradient as quantize_gelu.cu rounds it,
 // which is formed on the way and written nowhere. `sums` (kGeluGradient only) or null: sums over the rows of each tile, tile
@@ -56,7 +57,8 @@ __global__ void __launch_bounds__(kTileThreads)
   // Column c of the tile is line (c % kCount) * kAcross + c / kCount: a warp then writes to 32 banks.
   __shared__ uint32_t shared[kTransposed ? kTile : 1][kTile / 4 + 1];
   const int across = threadIdx.x % kAcross, line = threadIdx.x / kAcross;
-  const int64_t tile = gridDim.x - 1 - blockIdx.x, tile_row = tile / tiles_across;
+  const bool from_start = kValues == Values::kPlain && granularity == Granularity::kTensor;
+  const int64_t tile = from_start ? blockIdx.x : gridDim.x - 1 - blockIdx.x, tile_row = tile / tiles_across;
   const int64_t top = tile_row * kTile, left = (tile - tile_row * tiles_across) * kTile;
   const int64_t col = left + across * kCount;
   const uint64_t key = kStochastic ? stream_key(stream) : 0;
