@@ -60,7 +60,7 @@ def copy_bandwidth(gigabytes: float = 2.0) -> float:
 
 
 def kernel_copy_bandwidth(gigabytes: float = 2.0) -> float:
-    """The same of a kernel that reads and writes as much (a negation): it keeps to the multiprocessors of its stream."""
+    """The same of a kernel, a negation, which keeps to the multiprocessors of its stream."""
     source = torch.empty(int(gigabytes * 1e9 / 4), device="cuda").normal_()
     target = torch.empty_like(source)
     return 2 * 4 * source.numel() / median_eager_s(lambda: torch.neg(source, out=target))
