@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_opt.kernels import backend, layers, matmul_choices, ops
+from qsync_opt.kernels import backend, layers, library, matmul_choices, ops
 from qsync_opt.kernels.feed_forward import feed_forward
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize_ops import quantize_by_amax
@@ -18,7 +18,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled():
-    if not matmul_choices.activate():
+    if not (matmul_choices.activate() and library.activate("quantize")):
         pytest.skip(f"the compiled products do not run here: {backend.explain(CUDA)['linear']}")
 
 
