@@ -10,7 +10,7 @@ constexpr int kThreads = 256;
 // Grid: a wave of blocks over the packs of dense tensors, from their end to their start, as amax_tensor_kernel; the elements
 // that fill no pack go to the first block.
 // Traffic: each operand read once, each result written once, one atomic per block.
-// Contract: gelu_amax() and gelu_backward_amax() within 2e-7 (times grad) and the rounding of the element type.
+// Contract: gelu_amax() and gelu_backward_amax() within 5e-7 (times grad) and the rounding of the element type.
 template <typename T, bool kBackward>
 __global__ void __launch_bounds__(kThreads)
     gelu_kernel(const T* x, const T* grad, int64_t count, T* result, uint32_t* amax) {
@@ -33,10 +33,9 @@ __global__ void __launch_bounds__(kThreads)
       float v[kCount], g[kCount];
       Pack<T>::unpack(raw[u], v);
       if constexpr (kBackward) Pack<T>::unpack(raw_grad[u], g);
-      __align__(16) T out[kCount];
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) out[i] = from_float<T>(kBackward ? gelu_gradient(v[i], g[i]) : gelu_value(v[i]));
-      const uint4 packed = *reinterpret_cast<const uint4*>(out);
+      for (int i = 0; i < kCount; ++i) v[i] = kBackward ? gelu_gradient(v[i], g[i]) : gelu_value(v[i]);
+      const uint4 packed = pack<T>(v);
       magnitude = larger(magnitude, Pack<T>::magnitude(packed));
       reinterpret_cast<uint4*>(result)[p] = packed;
     }

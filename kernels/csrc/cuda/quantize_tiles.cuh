@@ -94,15 +94,16 @@ __global__ void __launch_bounds__(kTileThreads)
       Pack<T>::unpack(raw[r], y);
       if constexpr (kValues == Values::kGelu) {
 #pragma unroll
-        for (int j = 0; j < kCount; ++j) y[j] = to_float(from_float<T>(gelu_value(y[j])));
+        for (int j = 0; j < kCount; ++j) y[j] = gelu_value(y[j]);
+        Pack<T>::unpack(pack<T>(y), y);
       } else if constexpr (kValues == Values::kGeluGradient) {
         float g[kCount];
         Pack<T>::unpack(raw_grad[r], g);
 #pragma unroll
-        for (int j = 0; j < kCount; ++j) {
-          y[j] = to_float(from_float<T>(gelu_gradient(y[j], g[j])));
-          sum[j] += y[j];
-        }
+        for (int j = 0; j < kCount; ++j) y[j] = gelu_gradient(y[j], g[j]);
+        Pack<T>::unpack(pack<T>(y), y);
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) sum[j] += y[j];
       }
 #pragma unroll
       for (int j = 0; j < kCount; ++j) y[j] = __fmul_rn(y[j], granularity == Granularity::kRow ? by_row : factor[j]);
