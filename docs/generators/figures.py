@@ -213,7 +213,11 @@ def _kernels(sections: Record) -> dict[str, str]:
     for name, ending in (("half", ", INT8"), ("eight", ", gradients in INT8")):
         ratios = [record["ratio"] for record in trained if record["implementation"].endswith(ending)]
         found[f"kernels.trained.{name}"] = f"{_span(ratios, '.2f')} x" if ratios else NOT_MEASURED
-    copies = [r["share_of_copy"] for r in sections["quantize"]["records"] if "share_of_copy" in r]
+    copies = [
+        r["share_of_copy"]
+        for r in sections["quantize"]["records"]
+        if "share_of_copy" in r and "multiprocessors" not in r
+    ]
     found["kernels.quantize"] = f"{100 * min(copies):.0f} to {100 * max(copies):.0f} %"
     return found
 
@@ -223,7 +227,8 @@ NOT_MEASURED = "not measured"
 
 def _kernel_layers(sections: Record) -> dict[str, str]:
     """Linear-GELU-Linear as one operation with weights in BF16, and whole models; what no run has reached says so."""
-    names = [f"kernels.{section}.{size}" for section in ("layer", "peer") for size in ("large", "small", "partition")]
+    sizes = ("large", "small", "large-partition", "small-partition")
+    names = [f"kernels.{section}.{size}" for section in ("layer", "peer") for size in sizes]
     found = dict.fromkeys((f"{n}{end}" for n in names for end in ("", ".int8", ".fp8")), NOT_MEASURED)
     for section in ("layer", "peer"):
         for record in sections.get(section, {"records": ()})["records"]:
@@ -231,7 +236,7 @@ def _kernel_layers(sections: Record) -> dict[str, str]:
             if form != "one operation" or record.get("weights", "BF16") != "BF16":
                 continue
             size = "large" if record["shape"][1] == 4096 else "small"
-            name = f"kernels.{section}.{'partition' if 'multiprocessors' in record else size}"
+            name = f"kernels.{section}.{size}{'-partition' if 'multiprocessors' in record else ''}"
             found[f"{name}.{precision}"] = f"{record['speed_up']:.2f}"
             if precision == "fp8" and "times_torchao_tensorwise" in record:
                 found[name] = f"{record['times_torchao_tensorwise']:.2f}"
