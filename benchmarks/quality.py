@@ -5,8 +5,9 @@
 
 Every part writes a file of its own into FOLDER, again after every record, and ends when its time is used up, so that
 parts can run side by side and nothing is lost; ``--merge`` makes one file of them. Parts: operators[:MODEL],
-whole-model, harm:MODEL:SHARD[:sgd] (small-gpt, cnn; shards have repeats of their own; by the own optimizer or by SGD),
-cost, train:MODEL (gpt, cnn; goes on where its file in FOLDER ends).
+whole-model[:MODEL], cost[:MODEL], harm:MODEL:SHARD[:sgd] (small-gpt, cnn; shards have repeats of their own; by the own
+optimizer or by SGD), train:MODEL[:SHARD] (gpt, cnn; shards have seeds of their own; goes on where its file in FOLDER
+ends).
 """
 
 from __future__ import annotations
@@ -55,10 +56,11 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
     """Run one part and keep its records as they come."""
     scale, folder = arguments.scale, arguments.folder
     kind, *rest = part.split(":")
+    path = folder / f"{part.replace(':', '-')}.json"
     clock, begin = Clock(arguments.seconds), time.monotonic()
     found: Iterator[dict[str, Any]]
     if kind == "train":
-        found = train(rest[0], device, clock, arguments)
+        found = train(rest[0], int((rest[1:] or ["0"])[0]), device, clock, arguments, before=path)
     elif kind == "harm":
         found = harm.section(
             device,
@@ -75,9 +77,8 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
         found = operators.section(device, scale, clock, rest or operators.MODELS)
     else:
         sections = {"whole-model": whole_model.section, "cost": cost.section}
-        found = sections[kind](device, scale, clock)
+        found = sections[kind](device, scale, clock, rest or None)
     records: list[dict[str, Any]] = []
-    path = folder / f"{part.replace(':', '-')}.json"
     for record in found:
         if kind in ("train", "harm"):
             records = [record]  # each holds all that is known so far
@@ -90,11 +91,12 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
         print(f"{part}: record {len(records)} after {time.monotonic() - begin:.0f} s", flush=True)
 
 
-def train(name: str, device: torch.device, clock: Clock, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Runs of one model; every record holds all that is known so far."""
+def train(
+    name: str, shard: int, device: torch.device, clock: Clock, arguments: argparse.Namespace, before: Path
+) -> Iterator[dict[str, Any]]:
+    """Runs of one model over the seeds of a shard; every record holds all that is known so far."""
     steps = arguments.steps
     comparison = training.Comparison(name, device, arguments.scale, arguments.folder)
-    before = arguments.folder / f"train-{name}.json"
     known = read_json(before, (PART,))["records"][-1]["runs"] if before.is_file() else []
     sign = -1.0 if training.better_when_higher(name) else 1.0
     chosen = training.SETTINGS[name][-1]
@@ -111,7 +113,8 @@ def train(name: str, device: torch.device, clock: Clock, arguments: argparse.Nam
     }
     yield record
     done_before = {training.key(run) for run in known}
-    every = training.jobs(comparison, range(arguments.seeds), steps, captured=not arguments.eager)
+    seeds = range(shard * arguments.seeds, (shard + 1) * arguments.seeds)
+    every = training.jobs(comparison, seeds, steps, captured=not arguments.eager)
     jobs = [job for job in every if training.key(job) not in done_before]
     if not jobs:
         return
@@ -138,6 +141,7 @@ def merge(folder: Path, output: Path) -> None:
         if kind == "harm":
             records = _harm_records(records)
         elif kind == "train":
+            records = training.merged(records)
             for record in records:
                 record["summary"] = _train_summary(record, record["runs"])
                 record["unfinished_summary"] = _train_summary(record, record.get("unfinished", []))
@@ -170,7 +174,7 @@ def main() -> int:
     parser.add_argument("--scale", choices=("full", "small", "tiny"), default="full", help="small: for a CPU")
     parser.add_argument("--seconds", type=float, default=120.0, help="for each part")
     parser.add_argument("--eager", action="store_true", help="training steps launched by the host, not as CUDA graphs")
-    parser.add_argument("--seeds", type=int, default=4, help="training runs of every policy")
+    parser.add_argument("--seeds", type=int, default=4, help="training runs of every policy, per shard")
     parser.add_argument("--steps", type=int, default=500, help="of a training run or a repeat of harm")
     parser.add_argument("--factor", type=float, default=8.0, help="by which errors are magnified for harm")
     parser.add_argument("--merge", type=Path, metavar="FOLDER")

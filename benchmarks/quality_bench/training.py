@@ -36,6 +36,7 @@ WORSE = 3.0
 SETTINGS: Mapping[str, tuple[Setting, ...]] = {
     "gpt": (
         Setting(name="INT8 forward and backward, per tensor", backward="eight"),
+        Setting(name="INT8 forward, per tensor, error x 4", factor=4.0),
         Setting(name="INT8 forward and backward, per tensor, error x 4", backward="eight", factor=4.0),
     ),
     "cnn": (
@@ -199,3 +200,24 @@ def jobs(comparison: Comparison, seeds: Sequence[int], steps: int, captured: boo
             yield comparison.job(f"uniform {LOW}", setting, seed, steps, captured)
         for policy in PLANNERS:
             yield comparison.job(policy, settings[-1], seed, steps, captured)
+
+
+def merged(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Shards of one model and length as one record: all runs, each once, and every plan that differs between shards.
+
+    Statistics are collected anew by every shard; where a card sums in another order, a plan may come out otherwise.
+    """
+    found: list[dict[str, Any]] = []
+    groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault((record["hardware"], record["what"], record["steps"]), []).append(record)
+    for group in groups.values():
+        one = dict(group[0])
+        for part in ("runs", "unfinished"):
+            every = {key(run): run for record in group for run in record.get(part, [])}
+            one[part] = [every[which] for which in sorted(every)]
+        one["plans_differ"] = sorted(
+            policy for policy in one["plans"] if any(r["plans"][policy] != one["plans"][policy] for r in group[1:])
+        )
+        found.append(one)
+    return found
