@@ -28,6 +28,7 @@ from qsync_opt.graph import OpGraph, Role
 from qsync_opt.rounding import Granularity
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, replace_operands
+from qsync_opt.runtimes.torch.random_signs import RandomSigns
 from qsync_opt.runtimes.torch.rounding_error import stacked_errors
 from qsync_opt.statistics import GRADIENTS, OPERANDS, Gain
 
@@ -202,7 +203,7 @@ def _squares(
     Weights are those of `_noise_shapes`, over their mean.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    generator = torch.Generator().manual_seed(seed)
+    random = RandomSigns(seed)
     totals: dict[tuple[str, str], Tensor] = {}
     try:
         with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):
@@ -216,7 +217,7 @@ def _squares(
         used = [(parameter, g) for parameter, g in pairs if g is not None and g.requires_grad]
         roots = _directions(used, metric)
         for probe in range(probes):
-            signs = [torch.randint(0, 2, g.shape, generator=generator).to(g) * 2 - 1 for _, g in used]
+            signs = [random.like(g.detach()) for _, g in used]
             along = [u if root is None else u * root for u, root in zip(signs, roots, strict=True)]
             projection = torch.stack([(g * u).sum() for (_, g), u in zip(used, along, strict=True)]).sum()
             derivatives = torch.autograd.grad(

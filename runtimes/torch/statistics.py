@@ -20,6 +20,7 @@ from qsync_opt.runtimes.torch.curvature_probe import probe_curvatures
 from qsync_opt.runtimes.torch.gradient_noise import GradientScatter
 from qsync_opt.runtimes.torch.gradient_probe import probe_gains
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
+from qsync_opt.runtimes.torch.loss_curvature import loss_curvature
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord, finish_batch
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
@@ -110,27 +111,9 @@ class _Collector:
         if entering is not None and _is_floating(output) and output.numel() > 0:
             seen = [x.detach().square().sum(dtype=torch.float64) for x in (entering, output)]
             is_loss = output.numel() == 1 and output.requires_grad and entering.numel() > 1
-            seen.append(_curvature(call, entering) if is_loss else torch.zeros_like(seen[0]))
+            seen.append(loss_curvature(call, _full(entering)) if is_loss else torch.zeros_like(seen[0]))
             self.signals.setdefault(call.name, []).append((output.numel(), torch.stack(seen)))
         return output
-
-
-def _curvature(call: OperatorCall, entering: Tensor) -> Tensor:
-    """How noise on a loss's input changes its gradient: |H|^2 mean(x^2) / |g|^2, per unit of noise-to-signal ratio.
-
-    The squared norm of the second derivative H is estimated with one vector of random signs from its own generator.
-    """
-    x = _full(entering).requires_grad_()
-    args = tuple(x if value is entering else value for value in call.args)
-    kwargs = {key: x if value is entering else value for key, value in call.kwargs.items()}
-    (gradient,) = torch.autograd.grad(call.function(*args, **kwargs), x, create_graph=True)
-    if not gradient.requires_grad:  # a linear loss
-        return torch.zeros((), dtype=torch.float64, device=x.device)
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1
-    (change,) = torch.autograd.grad(gradient, x, signs)
-    norms = [t.detach().square().sum(dtype=torch.float64) for t in (change, x, gradient)]
-    return norms[0] * norms[1] / (x.numel() * norms[2].clamp(min=torch.finfo(torch.float64).tiny))
 
 
 def _is_floating(x: Any) -> bool:
