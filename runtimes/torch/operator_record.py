@@ -6,9 +6,10 @@ host together. What is looked at element by element is a sample, but for moments
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +26,9 @@ from qsync_opt.runtimes.torch.operator_summary import (
     tensor_statistics,
 )
 from qsync_opt.runtimes.torch.product_calls import Product
-from qsync_opt.runtimes.torch.product_forms import ProductForm
+from qsync_opt.runtimes.torch.product_forms import MatrixForm, ProductForm
 from qsync_opt.runtimes.torch.reductions import dot, mean, ratio, reduced, square_sum, strided, total
+from qsync_opt.runtimes.torch.replays import Replays
 from qsync_opt.runtimes.torch.rounding_error import ElementErrors, stacked_errors
 from qsync_opt.statistics import (
     GRADIENTS,
@@ -39,12 +41,22 @@ _INTEGER_KINDS = tuple(kind for kind in SCALED_KINDS if kind.startswith("INT8/")
 _RESULT_KINDS = (*CAST_KINDS, *OUTPUT_GRADIENT_KINDS)
 SAMPLE = 1 << 15
 """Elements at most of a tensor that is no operand, whose rounding is looked at one by one."""
-_WAITING = 1 << 22
 _TABLE_DIMS = {Granularity.CHANNEL: (0,), Granularity.ROW: (1,)}
 
 
 def _slices(form: ProductForm, operand: str) -> dict[Granularity, tuple[int, ...]]:
     return {granularity: form.slice_dims(operand, granularity) for granularity in Granularity}
+
+
+class _Labels(NamedTuple):
+    """What a record has measured, but for the tensors; the same for all operators of one shape."""
+
+    names: tuple[tuple[str, ...], ...]
+    elements: dict[str, int]
+    by_row: tuple[str, ...]
+    by_column: tuple[str, ...]
+    sized: bool
+    sampled: slice
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,6 +87,8 @@ class OperatorRecord:
     attention: AttentionCall | None = None
     # Of a lookup: which rows of the result count in the gradient of the table (all but those of padding).
     counted: Tensor | None = None
+    replays: Replays = field(default_factory=Replays)
+    """Shared by the records of a collection."""
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
@@ -120,6 +134,20 @@ class OperatorRecord:
         """Everything about the operands of a bilinear operator that its forward pass can tell."""
         form, self.factor = product
         self.form, self.products = form, (form.sizes,)
+        if not isinstance(form, MatrixForm):
+            self._measure_operands(form)
+            return
+
+        def measure(first: Tensor, second: Tensor) -> tuple[_Labels, list[Tensor]]:
+            scratch = self._scratch()
+            scratch._measure_operands(dataclasses.replace(form, first=first, second=second))
+            return scratch._packed()
+
+        self._unpack(
+            *self.replays(("operands", self.op_type, form.sizes, self.sample), measure, form.first, form.second)
+        )
+
+    def _measure_operands(self, form: ProductForm) -> None:
         squares = form.first.square()
         contracted_x2 = form.first_by_contraction(squares)
         self.by_row["floating"] = form.first_by_row(squares)
@@ -221,17 +249,93 @@ class OperatorRecord:
         """The gradient of the result: completes what waits for it."""
         if self.form is None or not self._runs_backward_in_8_bits:
             self.plain("output_gradient", g)
-        else:
-            self.moments("output_gradient", g)
         if self.attention is not None:
-            for name, measured in attention_errors(self.attention, g).items():
-                self.found.append((tuple(f"measured.{name}.{target}" for target in ("output", *GRADIENTS)), measured))
+            self._attention_errors(self.attention, g)
             self.attention = None
         if self.kind is OperatorKind.LOOKUP:
             rows = g.square().reshape(-1, g.shape[-1]).sum(1)
             self.put("xg/floating", total(rows if self.counted is None else rows[self.counted]))
         if self.form is not None:
-            self._meet_gradient(self.form, self.form.result(g))
+            self._complete(self.form, self.form.result(g))
+
+    def _attention_errors(self, attention: AttentionCall, g: Tensor) -> None:
+        operands = [attention.query, attention.key, attention.value, g]
+        if attention.mask is not None:
+            operands.append(attention.mask)
+
+        def measure(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *mask: Tensor) -> tuple[tuple[str, ...], list[Tensor]]:
+            call = dataclasses.replace(attention, query=q, key=k, value=v, mask=mask[0] if mask else None)
+            found = attention_errors(call, g)
+            return tuple(found), list(found.values())
+
+        key = ("attention", attention.is_causal, attention.scale, attention.repeats)
+        for name, measured in zip(*self.replays(key, measure, *operands), strict=True):
+            self.found.append((tuple(f"measured.{name}.{target}" for target in ("output", *GRADIENTS)), measured))
+
+    def _complete(self, form: ProductForm, g: Tensor) -> None:
+        """Let what waits for the gradient meet it."""
+        if isinstance(form, MatrixForm):
+            row, column = tuple(self.by_row), tuple(self.by_column)
+            vectors = [*self.by_row.values(), *self.by_column.values()]
+            sized, sampled = self.row_sizes is not None, self.sampled
+            if self.row_sizes is not None:
+                vectors.append(self.row_sizes)
+            shapes = form.first.shape, form.second.shape
+
+            def meet(g: Tensor, *vectors: Tensor) -> tuple[_Labels, list[Tensor]]:
+                scratch, nothing = self._scratch(), g.new_zeros(())  # only the operands' shapes matter by now
+                scratch.form = dataclasses.replace(
+                    form, first=nothing.expand(shapes[0]), second=nothing.expand(shapes[1])
+                )
+                scratch.by_row = dict(zip(row, vectors, strict=False))
+                scratch.by_column = dict(zip(column, vectors[len(row) :], strict=False))
+                scratch.row_sizes, scratch.sampled = vectors[-1] if sized else None, sampled
+                scratch._meet_gradient(scratch.form, g)
+                return scratch._packed()
+
+            key = ("gradient", self.op_type, form.sizes, *shapes, row, column, sized, sampled.step)
+            self._unpack(*self.replays(key, meet, g, *vectors))
+        else:
+            self._meet_gradient(form, g)
+        self.form = self.row_sizes = None
+        self.by_row.clear()
+        self.by_column.clear()
+
+    def _scratch(self) -> OperatorRecord:
+        """A record of the same operator, empty."""
+        return OperatorRecord(
+            name=self.name, op_type=self.op_type, kind=self.kind, sample=self.sample, parameters=self.parameters
+        )
+
+    def _packed(self) -> tuple[_Labels, list[Tensor]]:
+        """What was measured, apart from its tensors: numbers of one type together, then what waits for the gradient."""
+        names: list[tuple[str, ...]] = []
+        tensors: list[Tensor] = []
+        for dtype in dict.fromkeys(values.dtype for _, values in self.found):
+            alike = [(keys, values) for keys, values in self.found if values.dtype is dtype]
+            names.append(tuple(key for keys, _ in alike for key in keys))
+            tensors.append(torch.cat([values for _, values in alike]))
+        waiting = [*self.by_row.values(), *self.by_column.values()]
+        if self.row_sizes is not None:
+            waiting.append(self.row_sizes)
+        labels = _Labels(
+            names=tuple(names),
+            elements=dict(self.elements),
+            by_row=tuple(self.by_row),
+            by_column=tuple(self.by_column),
+            sized=self.row_sizes is not None,
+            sampled=self.sampled,
+        )
+        return labels, [*tensors, *waiting]
+
+    def _unpack(self, labels: _Labels, tensors: Sequence[Tensor]) -> None:
+        """Take over what a scratch record measured."""
+        rest = iter(tensors)
+        self.found.extend((names, next(rest)) for names in labels.names)
+        self.elements |= labels.elements
+        self.by_row = {shape: next(rest) for shape in labels.by_row}
+        self.by_column = {shape: next(rest) for shape in labels.by_column}
+        self.row_sizes, self.sampled = next(rest) if labels.sized else None, labels.sampled
 
     @property
     def _runs_backward_in_8_bits(self) -> bool:
@@ -239,6 +343,8 @@ class OperatorRecord:
         return self.kind is OperatorKind.PRODUCT and "transpose" not in self.op_type
 
     def _meet_gradient(self, form: ProductForm, g: Tensor) -> None:
+        if self._runs_backward_in_8_bits:
+            self.moments("output_gradient", g)
         row_g2, column_g2 = reduced(form, g, torch.square)
         self.put("xg/floating", dot(self.by_row["floating"], row_g2))
         self.put("gw/floating", dot(self.by_column["floating"], column_g2))
@@ -251,9 +357,7 @@ class OperatorRecord:
             self.put(f"gw/{shape}", dot(self.by_column[shape], column_g2))
         if self._runs_backward_in_8_bits:
             self._gradient_errors(form, g)
-        self.form = self.row_sizes = None
-        self.by_row.clear()
-        self.by_column.clear()
+        self.by_row, self.by_column, self.row_sizes = {}, {}, None
 
     def _outside_sample(
         self, form: ProductForm, row_g2: Tensor, some_g2: Tensor
@@ -327,49 +431,3 @@ class OperatorRecord:
             measured=measured_errors(values),
             **tensors,
         )
-
-
-def cast_waiting(records: Iterable[OperatorRecord]) -> None:
-    """Find the cast errors of all elements that wait, many tensors at once."""
-    alike: dict[tuple[torch.device, int], list[tuple[OperatorRecord, str, Tensor]]] = {}
-    for record in records:
-        for tensor, part in record.waiting:
-            alike.setdefault((part.device, part.numel()), []).append((record, tensor, part))
-        record.waiting.clear()
-    for (_, size), every in alike.items():
-        count = max(1, _WAITING // size)
-        for start in range(0, len(every), count):
-            some = every[start : start + count]
-            parts = torch.stack([part for _, _, part in some])
-            errors = stacked_errors(parts, CAST_KINDS, {})
-            means = [values.mean(2, dtype=torch.float64) for values in errors]
-            squares = parts.square().mean(1, dtype=torch.float64)
-            for i, (record, tensor, _) in enumerate(some):
-                for rounding, values in zip(Rounding, means, strict=True):
-                    record.found.append((tuple(f"{tensor}.{kind}.{rounding}" for kind in CAST_KINDS), values[:, i]))
-                if size < record.elements[tensor]:
-                    record.put(f"{tensor}.sample.square", squares[i])
-
-
-def finish_batch(records: Sequence[OperatorRecord], batch: int) -> list[OperatorStatistics]:
-    """Statistics of every call; one transfer to the host per device and type.
-
-    Args:
-        records: Complete.
-        batch: Number of the batch, for error texts.
-
-    Raises:
-        ModelError: A value is not finite.
-    """
-    cast_waiting(records)
-    together: dict[tuple[torch.device, torch.dtype], list[tuple[int, tuple[str, ...], Tensor]]] = {}
-    for i, record in enumerate(records):
-        for names, values in record.found:
-            together.setdefault((values.device, values.dtype), []).append((i, names, values))
-        record.found.clear()
-    found: list[dict[str, float]] = [{} for _ in records]
-    for every in together.values():
-        host = iter(torch.cat([values for _, _, values in every]).tolist())
-        for i, names, _ in every:
-            found[i].update(zip(names, host, strict=False))
-    return [record.finish(values, batch) for record, values in zip(records, found, strict=True)]

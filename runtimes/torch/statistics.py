@@ -21,8 +21,10 @@ from qsync_opt.runtimes.torch.gradient_noise import GradientScatter
 from qsync_opt.runtimes.torch.gradient_probe import probe_gains
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.loss_curvature import loss_curvature
-from qsync_opt.runtimes.torch.operator_record import OperatorRecord, finish_batch
+from qsync_opt.runtimes.torch.operator_batch import finish_batch
+from qsync_opt.runtimes.torch.operator_record import OperatorRecord
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
+from qsync_opt.runtimes.torch.replays import Replays
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.statistics import GRADIENTS, Curvature, Gain, ModelStatistics, OperatorKind, OperatorStatistics, Signal
 from qsync_opt.statistics_merge import merge_operators, merge_statistics
@@ -65,10 +67,10 @@ def default_step(model: nn.Module, batch: Any) -> Tensor:
 class _Collector:
     """Handler of an interception: runs every operator as it is and measures the adjustable ones."""
 
-    def __init__(self, model: nn.Module, graph: OpGraph | None, sample: int) -> None:
+    def __init__(self, model: nn.Module, graph: OpGraph | None, sample: int, replays: Replays) -> None:
         self._wanted = None if graph is None else {operator.name for operator in graph.by_role(Role.ADJUSTABLE)}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._sample = sample
+        self._sample, self._replays = sample, replays
         self.records: dict[str, list[OperatorRecord]] = {}
         self.signals: dict[str, list[tuple[int, Tensor]]] = {}
 
@@ -86,6 +88,7 @@ class _Collector:
             kind=kind,
             sample=self._sample,
             parameters=(*lead, *(self._parameter(slot.tensor) for slot in slots)),
+            replays=self._replays,
         )
         gradients = GRADIENTS[len(lead) :]
         taps = [_tap(record, name, slot.tensor) for name, slot in zip(gradients, slots, strict=False)]
@@ -307,9 +310,10 @@ def collect_statistics(
     run = step or default_step
     total: ModelStatistics | None = None
     silent: dict[str, None] = {}
+    replays = Replays()
     with model_unchanged(model), full_precision(), GradientScatter(model) as scatter:
         for number, batch in enumerate(batches):
-            collector = _Collector(model, graph, sample_elements)
+            collector = _Collector(model, graph, sample_elements, replays)
             with _watched(model, collector):
                 loss = run(model, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
