@@ -96,7 +96,7 @@ def train(
 ) -> Iterator[dict[str, Any]]:
     """Runs of one model over the seeds of a shard; every record holds all that is known so far."""
     steps = arguments.steps
-    comparison = training.Comparison(name, device, arguments.scale, arguments.folder)
+    comparison = training.Comparison(name, device, arguments.scale, arguments.folder, steps)
     known = read_json(before, (PART,))["records"][-1]["runs"] if before.is_file() else []
     sign = -1.0 if training.better_when_higher(name) else 1.0
     chosen = training.SETTINGS[name][-1]
@@ -109,6 +109,7 @@ def train(
         "runs": known,
         "unfinished": [],
         "chosen": chosen.name,
+        "horizon": comparison.horizon,
         "plans": comparison.planned(chosen),
     }
     yield record

@@ -84,6 +84,11 @@ def rate_at(step: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - warm) / max(1, steps - warm))
 
 
+def mean_square_rate(steps: int) -> float:
+    """Mean square of ``rate_at``."""
+    return sum(rate_at(step, steps) ** 2 for step in range(steps)) / steps
+
+
 class Run:
     """One model in training under a plan."""
 

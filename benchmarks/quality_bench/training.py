@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from estimates import paired, recovered, standard_error
 from plans import HIGH, LOW, low_share, magnified, plan_half_way
-from runs import Job, Setting, cached_subject
+from runs import Job, Setting, cached_subject, mean_square_rate
 from subjects import train_briefly
 
+import qsync_opt
 from qsync_opt.graph import Role
 from qsync_opt.graph_file import save_graph
 from qsync_opt.indicator import sensitivities
@@ -27,8 +28,8 @@ from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.statistics import collect_statistics
 
-PLANNERS = ("probed", "hessian", "fisher", "random")
-OURS = "probed"
+PLANNERS = ("loss", "probed", "hessian", "fisher", "random")
+OURS = ("loss", "probed")
 WORSE = 3.0
 """Standard errors by which uniform INT8 must be worse for a setting to tell plans apart."""
 
@@ -50,12 +51,12 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
 class Comparison:
     """What is common to all runs of a subject: graph, statistics of a model that has trained a little, plans."""
 
-    def __init__(self, name: str, device: torch.device, scale: str, folder: Path) -> None:
+    def __init__(self, name: str, device: torch.device, scale: str, folder: Path, steps: int) -> None:
         self.name, self.scale, self.device = name, scale, device
         subject = cached_subject(name, device, scale)
         self.what = subject.what
         model = subject.model(0, device)
-        train_briefly(subject, model, 3 if scale == "tiny" else 150, first=10**7)
+        optimizer = train_briefly(subject, model, 3 if scale == "tiny" else 150, first=10**7)
         batches = [subject.batch(10**6 + i) for i in range(2)]
         self.graph = capture(model, batches[0], name=name)
         self.path = folder / f"{name}-graph.json"
@@ -66,6 +67,12 @@ class Comparison:
             graph=self.graph,
             probes=2 if scale == "tiny" else 4,
             curvature_probes=2 if scale == "tiny" else 16,
+        )
+        self.horizon = qsync_opt.noise_horizon(
+            optimizer,
+            steps=steps,
+            statistics=self.statistics,
+            learning_rate=optimizer.param_groups[0]["lr"] * mean_square_rate(steps) ** 0.5,
         )
         adjustable = [o for o in self.graph.by_role(Role.ADJUSTABLE)]
         self.multiplications = {
@@ -90,6 +97,7 @@ class Comparison:
             options=setting.noise,
             kind=policy,  # type: ignore[arg-type]
             seed=seed,
+            horizon=self.horizon,
         )
         return {**self._high, **plan_half_way(self.multiplications, table, setting.backward)}
 
