@@ -11,9 +11,9 @@ of the gradient raises the expected loss by ``eta^2 * sum(H * P^2 * Var) / 2``, 
 
 Both need curvatures H, of activations and of weights. For losses that are a mean of n log-likelihoods, the Gauss-Newton
 part of either is the Fisher information, which is n times the mean square of the batch's gradient g: ``H = n g^2``. The
-first part is then ``n / 2`` times the score that is called ``fisher`` here, ``F = sum(g_t^2 * v)``. For Adam, whose P is
-one over the root of the mean square of g, P and H cancel in the second, and what is left is the plain variance of the
-gradient, V, as the indicator ``probed`` has it:
+first part is then ``n / 2`` times the score that is called ``fisher`` here, ``F = sum(g_t^2 * v)``. For Adam, whose P
+is one over the root of the mean square of g, P and H cancel in the second, and what is left is the plain variance of
+the gradient, V, as the indicator ``probed`` has it:
 
     increase of the loss = n / 2 * (F + horizon * V),    horizon = sum of eta^2 over the steps to come.
 
