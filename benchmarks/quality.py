@@ -127,7 +127,7 @@ def train(
 
 
 def merge(folder: Path, output: Path) -> None:
-    """One file from all parts; sections that no part holds are kept as the output has them."""
+    """One file from all parts; what no part has measured anew is kept as the output has it."""
     sections: dict[str, Any] = {}
     if output.is_file():
         sections = dict(read_json(output, (FORMAT,))["sections"])
@@ -138,7 +138,11 @@ def merge(folder: Path, output: Path) -> None:
             continue
         # Parts may come from several machines; what a card measured comes first.
         chosen.sort(key=lambda part: "NVIDIA" not in part["hardware"])
-        records = [{"hardware": part["hardware"], **record} for part in chosen for record in part["records"]]
+        records = [
+            {"hardware": part["hardware"], "date": part["date"], **record}
+            for part in chosen
+            for record in part["records"]
+        ]
         if kind == "harm":
             records = _harm_records(records)
         elif kind == "train":
@@ -146,11 +150,20 @@ def merge(folder: Path, output: Path) -> None:
             for record in records:
                 record["summary"] = _train_summary(record, record["runs"])
                 record["unfinished_summary"] = _train_summary(record, record.get("unfinished", []))
+        before = sections.get(kind, {"records": [], "command": ""})
+        measured = {_subject(record) for record in records}
+        kept = [{"date": before["date"], **r} for r in before["records"] if _subject(r) not in measured]
         head = {key: chosen[0][key] for key in ("date", "versions")}
-        hardware = ", ".join(dict.fromkeys(part["hardware"] for part in chosen))
-        commands = "; ".join(dict.fromkeys(part["command"] for part in chosen))
-        sections[kind] = {**head, "hardware": hardware, "command": commands, "records": records}
+        hardware = ", ".join(dict.fromkeys(record["hardware"] for record in [*records, *kept]))
+        commands = [part["command"] for part in chosen] + (before["command"].split("; ") if kept else [])
+        section = {**head, "hardware": hardware, "command": "; ".join(dict.fromkeys(commands))}
+        sections[kind] = {**section, "records": [*records, *kept]}
     write_json(output, {"format": FORMAT, "sections": sections})
+
+
+def _subject(record: dict[str, Any]) -> tuple[str, ...]:
+    """What a record is about: one of the same replaces it."""
+    return tuple(str(record.get(key)) for key in ("hardware", "model", "case", "factor", "optimizer"))
 
 
 def _harm_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

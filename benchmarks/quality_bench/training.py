@@ -29,7 +29,8 @@ from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.statistics import collect_statistics
 
 PLANNERS = ("loss", "probed", "hessian", "fisher", "random")
-OURS = ("loss", "probed")
+PEER = "fisher"
+"""The indicator that others plan by; plans are also compared with its, seed by seed."""
 WORSE = 3.0
 """Standard errors by which uniform INT8 must be worse for a setting to tell plans apart."""
 
@@ -170,12 +171,16 @@ def summary(runs: Sequence[Mapping[str, Any]], setting: str, sign: float) -> dic
         return deficit(runs, policy, setting, 1.0, "last_training_loss")[0]
 
     policies = dict.fromkeys(str(run["policy"]) for run in runs)
+    peer = scores(runs, PEER, setting)
     gap = deficit(runs, f"uniform {LOW}", setting, sign)[0]
     for policy in policies:
         values = list(scores(runs, policy, setting).values())
         if not values:
             continue
         mean, error = deficit(runs, policy, setting, sign)
+        ours = scores(runs, policy, setting)
+        shared = sorted(ours.keys() & peer.keys())
+        beside = paired([sign * ours[s] for s in shared], [sign * peer[s] for s in shared]) if shared else None
         found[policy] = {
             "seeds": len(values),
             "mean": statistics.fmean(values),
@@ -184,6 +189,9 @@ def summary(runs: Sequence[Mapping[str, Any]], setting: str, sign: float) -> dic
             "worse_than_full": mean,
             "worse_than_full_error": error if math.isfinite(error) else None,
             "recovered": recovered(gap, 0.0, mean),
+            "recovered_error": error / abs(gap) if gap and math.isfinite(error) else None,
+            f"worse_than_{PEER}": None if beside is None else beside[0],
+            f"worse_than_{PEER}_error": None if beside is None or len(shared) < 2 else beside[1],
             "recovered_in_training_loss": recovered(loss_deficit(f"uniform {LOW}"), 0.0, loss_deficit(policy))
             if finished
             else None,
