@@ -7,7 +7,9 @@ finds is copied out at once, so that all graphs can share their memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -41,6 +43,18 @@ class _Graph(Generic[Labels]):
             for dtype, whole in self.flat.items()
         }
         return self.labels, [next(parts[x.dtype]).view(x.shape) for x in self.outputs]
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection: freeing what belongs to other graphs would spoil the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Replays:
@@ -83,7 +97,7 @@ class Replays:
             self._pool = torch.cuda.graph_pool_handle()
         stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _no_collection():
             # Not torch.cuda.graph, which collects garbage and empties the cache. Other threads may go on meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
