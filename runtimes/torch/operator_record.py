@@ -122,8 +122,11 @@ class OperatorRecord:
             self.put(f"{tensor}.sample.square", mean(part.square()))
 
     def _amaxes(self, tensor: str, x: Tensor, dims: Mapping[Granularity, tuple[int, ...]]) -> dict[Granularity, Tensor]:
-        magnitudes = x.abs()
-        amaxes = {g: magnitudes.amax(dims[g], keepdim=True) for g in (Granularity.CHANNEL, Granularity.ROW)}
+        largest = float("inf")
+        amaxes = {
+            g: torch.linalg.vector_norm(x, largest, dims[g], keepdim=True)
+            for g in (Granularity.CHANNEL, Granularity.ROW)
+        }
         rows = amaxes[Granularity.ROW]
         amaxes[Granularity.TENSOR] = rows.amax(tuple(range(rows.dim())), keepdim=True)
         for granularity, amax in amaxes.items():
