@@ -41,14 +41,15 @@ PART = "qsync-bench-quality-part/1"
 RESULTS = Path(__file__).parent / "results" / "quality.json"
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Where and with what a part was run."""
+def environment(device: torch.device, folder: Path) -> dict[str, Any]:
+    """Where and with what a part was run; whatever the folder is called."""
     cuda = device.type == "cuda"
+    arguments = ["parts" if argument == str(folder) else argument for argument in sys.argv[1:]]
     return {
         "date": datetime.date.today().isoformat(),
         "hardware": torch.cuda.get_device_name() if cuda else platform.machine(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "command": " ".join(["python benchmarks/quality.py", *sys.argv[1:]]),
+        "command": " ".join(["python benchmarks/quality.py", *arguments]),
     }
 
 
@@ -86,7 +87,7 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
             records = [*(known for known in records if known["model"] != record["model"]), record]
         else:
             records.append(record)
-        data = {"format": PART, "part": part, **environment(device), "seconds": time.monotonic() - begin}
+        data = {"format": PART, "part": part, **environment(device, folder), "seconds": time.monotonic() - begin}
         write_json(path, {**data, "records": records})
         print(f"{part}: record {len(records)} after {time.monotonic() - begin:.0f} s", flush=True)
 
