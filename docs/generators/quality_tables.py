@@ -249,6 +249,8 @@ def quality_figures(data: Record) -> dict[str, str]:
         found[f"quality.{measure}.best-baseline"] = f"{max(_baselines(part['spearman'])):.2f}"
         found[f"quality.{measure}.ceiling"] = f"{part['ceiling']:.2f}"
         found[f"quality.{measure}.reliability"] = f"{part['reliability']:.2f}"
+    for record in _records(data, "cost"):
+        found[f"quality.cost.{record['model']}"] = f"{record['scoring'][0]['steps_per_precision']:.1f}"
     clear = harm["after_steps"]["clear"]["spearman"]
     found["quality.clear.probed"] = f"{clear['probed']:.2f}"
     found["quality.clear.best-baseline"] = f"{max(_baselines(clear)):.2f}"
