@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qsync_opt.rounding import Rounding
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
-from qsync_opt.runtimes.torch.operator_summary import CAST_KINDS
+from qsync_opt.runtimes.torch.operator_summary import (
+    CAST_KINDS,
+    alignments,
+    checked,
+    measured_errors,
+    tensor_statistics,
+)
 from qsync_opt.runtimes.torch.rounding_error import stacked_errors
-from qsync_opt.statistics import OperatorStatistics
+from qsync_opt.statistics import OperatorKind, OperatorStatistics
 
 _WAITING = 1 << 22
 
@@ -38,6 +45,39 @@ def cast_waiting(records: Iterable[OperatorRecord]) -> None:
                     record.put(f"{tensor}.sample.square", squares[i])
 
 
+def finished(record: OperatorRecord, values: dict[str, float], batch: int) -> OperatorStatistics:
+    """Statistics of one call; gradients that never came are zero.
+
+    Args:
+        record: Complete.
+        values: What was found, by name.
+        batch: Number of the batch, for error texts.
+
+    Raises:
+        ModelError: A value is not finite.
+    """
+    for name, size in record.needs_gradient.items():
+        record.elements.setdefault(name, size)
+    record.elements.setdefault("output_gradient", record.elements["output"])
+    values = checked(record.name, values, batch)
+    tensors: dict[str, Any] = {name: tensor_statistics(name, size, values) for name, size in record.elements.items()}
+    aligned: dict[str, float] = {}
+    if record.kind is not OperatorKind.ATTENTION:
+        aligned = alignments(record.products[0], record.factor, tensors, values)
+    return OperatorStatistics(
+        name=record.name,
+        op_type=record.op_type,
+        kind=record.kind,
+        calls=1,
+        products=record.products,
+        first_parameter=record.parameters[0],
+        second_parameter=record.parameters[1],
+        alignment=aligned,
+        measured=measured_errors(values),
+        **tensors,
+    )
+
+
 def finish_batch(records: Sequence[OperatorRecord], batch: int) -> list[OperatorStatistics]:
     """Statistics of every call; one transfer to the host per device and type.
 
@@ -59,4 +99,4 @@ def finish_batch(records: Sequence[OperatorRecord], batch: int) -> list[Operator
         host = iter(torch.cat([values for _, _, values in every]).tolist())
         for i, names, _ in every:
             found[i].update(zip(names, host, strict=False))
-    return [record.finish(values, batch) for record, values in zip(records, found, strict=True)]
+    return [finished(record, values, batch) for record, values in zip(records, found, strict=True)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,6 @@ from qsync_opt.runtimes.torch.operator_summary import (
     CAST_KINDS,
     OUTPUT_GRADIENT_KINDS,
     SCALED_KINDS,
-    alignments,
-    checked,
-    measured_errors,
-    tensor_statistics,
 )
 from qsync_opt.runtimes.torch.product_calls import Product
 from qsync_opt.runtimes.torch.product_forms import MatrixForm, ProductForm
@@ -33,15 +29,14 @@ from qsync_opt.runtimes.torch.rounding_error import ElementErrors, stacked_error
 from qsync_opt.statistics import (
     GRADIENTS,
     OperatorKind,
-    OperatorStatistics,
     ProductSizes,
 )
 
-_INTEGER_KINDS = tuple(kind for kind in SCALED_KINDS if kind.startswith("INT8/"))
+INTEGER_KINDS = tuple(kind for kind in SCALED_KINDS if kind.startswith("INT8/"))
+"""Fixed-point rounding of an operand, by granularity."""
 _RESULT_KINDS = (*CAST_KINDS, *OUTPUT_GRADIENT_KINDS)
 SAMPLE = 1 << 15
 """Elements at most of a tensor that is no operand, whose rounding is looked at one by one."""
-_TABLE_DIMS = {Granularity.CHANNEL: (0,), Granularity.ROW: (1,)}
 
 
 def _slices(form: ProductForm, operand: str) -> dict[Granularity, tuple[int, ...]]:
@@ -121,7 +116,8 @@ class OperatorRecord:
         if part.numel() < self.elements[tensor]:
             self.put(f"{tensor}.sample.square", mean(part.square()))
 
-    def _amaxes(self, tensor: str, x: Tensor, dims: Mapping[Granularity, tuple[int, ...]]) -> dict[Granularity, Tensor]:
+    def amaxes(self, tensor: str, x: Tensor, dims: Mapping[Granularity, tuple[int, ...]]) -> dict[Granularity, Tensor]:
+        """Largest magnitude of every slice, per granularity."""
         largest = float("inf")
         amaxes = {
             g: torch.linalg.vector_norm(x, largest, dims[g], keepdim=True)
@@ -168,7 +164,7 @@ class OperatorRecord:
         """Errors of the first operand, from some of its rows."""
         part, rows = form.sample(self.sample)
         self.sampled = rows
-        amaxes = self._amaxes("first", form.first, _slices(form, "first"))
+        amaxes = self.amaxes("first", form.first, _slices(form, "first"))
         row_amax = amaxes[Granularity.ROW]
         amaxes[Granularity.ROW] = form.sampled_rows(row_amax, rows)
         errors = stacked_errors(part, SCALED_KINDS, amaxes)
@@ -180,7 +176,7 @@ class OperatorRecord:
             self.row_sizes = row_amax.square()
             self.put("first.sample.row", mean(amaxes[Granularity.ROW].square()))
             by_size = ratio(mean(self.row_sizes), mean(amaxes[Granularity.ROW].square()))
-        for kind in _INTEGER_KINDS:
+        for kind in INTEGER_KINDS:
             shape = kind.partition("/")[2]
             noise = errors.stochastic[SCALED_KINDS.index(kind)]
             share = by_size if shape == Granularity.ROW else 1.0
@@ -190,13 +186,13 @@ class OperatorRecord:
     def _second(self, form: ProductForm, contracted_x2: Tensor) -> None:
         """Errors of the second operand, from some of its rows if it is a large weight."""
         part, rows = form.sample_second(self.sample)
-        amaxes = self._amaxes("second", form.second, _slices(form, "second"))
+        amaxes = self.amaxes("second", form.second, _slices(form, "second"))
         row_amax = amaxes[Granularity.ROW]
         if part.numel() < form.second.numel():
             amaxes[Granularity.ROW] = form.sampled_contraction(row_amax, rows)
         errors = stacked_errors(part, SCALED_KINDS, amaxes)
         self.keep("second", SCALED_KINDS, errors, part)
-        for kind in _INTEGER_KINDS:
+        for kind in INTEGER_KINDS:
             shape = kind.partition("/")[2]
             noise = errors.stochastic[SCALED_KINDS.index(kind)]
             output = dot(form.sampled_contraction(contracted_x2, rows), form.second_by_contraction(noise))
@@ -212,37 +208,6 @@ class OperatorRecord:
                     self.put("second.sample.row", mean(amaxes[Granularity.ROW].square()))
             self.put(f"xw/second/{shape}", output)
             self.by_column[shape] = column
-
-    def lookup(self, table: Tensor, indices: Tensor, padding: int | None) -> None:
-        """Everything about a lookup that its forward pass can tell: a product with a one-hot first operand."""
-        size = ProductSizes(products=1, rows=indices.numel(), contraction=table.shape[0], columns=table.shape[1])
-        self.products = (size,)
-        one = torch.ones((), dtype=torch.float64, device=table.device)
-        self.elements["first"] = size.rows * size.contraction
-        self.put("first.greatest", one)
-        self.put("first.square_sum", one * size.rows)
-        for granularity in Granularity:
-            self.put(f"first.amax.{granularity}", one)
-        for rounding in Rounding:  # zeros and ones are exact in every format
-            names = tuple(f"first.{kind}.{rounding}" for kind in SCALED_KINDS)
-            self.found.append((names, one.new_zeros(len(names))))
-        used = indices.reshape(-1)
-        rows = table[used]
-        self.put("xw/floating", total(rows.square()))
-        self.moments("second", table)
-        amaxes = self._amaxes("second", table, _TABLE_DIMS)
-        step = max(1, min(table.shape[0] // 8, table.numel() // self.sample))
-        row_amax = amaxes[Granularity.ROW]
-        some = amaxes | {Granularity.ROW: row_amax[::step]}
-        self.keep("second", SCALED_KINDS, stacked_errors(table[::step], SCALED_KINDS, some), table[::step])
-        if step > 1:
-            self.put("second.sample.row", mean(some[Granularity.ROW].square()))
-        step = max(1, rows.numel() // self.sample)
-        taken = amaxes | {Granularity.ROW: row_amax[used[::step]]}
-        errors = stacked_errors(rows[::step], _INTEGER_KINDS, taken).stochastic
-        totals = errors.flatten(1).sum(1, dtype=torch.float64) * (used.numel() / len(rows[::step]))
-        self.found.append((tuple(f"xw/second/{kind.partition('/')[2]}" for kind in _INTEGER_KINDS), totals))
-        self.counted = None if padding is None else (used != padding)
 
     def output(self, z: Tensor) -> None:
         """The result."""
@@ -353,7 +318,7 @@ class OperatorRecord:
         self.put("gw/floating", dot(self.by_column["floating"], column_g2))
         some_g2 = form.sampled_rows(row_g2, self.sampled)
         even, by_size = self._outside_sample(form, row_g2, some_g2)
-        for kind in _INTEGER_KINDS:
+        for kind in INTEGER_KINDS:
             shape = kind.partition("/")[2]
             share = by_size if shape == Granularity.ROW else even
             self.put(f"xg/{shape}", dot(self.by_row[shape], some_g2) * share)
@@ -397,40 +362,7 @@ class OperatorRecord:
         self.put("xg/gradient", dot(self.by_row["floating"], rows))
         self.put("gw/gradient", dot(self.by_column["floating"], columns))
 
-    # -- finishing -----------------------------------------------------------------------------------------------
-
     @property
     def lacks_gradient(self) -> bool:
         """True if a gradient could have come and none did."""
         return bool(self.needs_gradient) and "output_gradient" not in self.elements
-
-    def finish(self, values: dict[str, float], batch: int) -> OperatorStatistics:
-        """Statistics of the call; gradients that never came are zero.
-
-        Args:
-            values: What was found, by name.
-            batch: Number of the batch, for error texts.
-
-        Raises:
-            ModelError: A value is not finite.
-        """
-        for name, size in self.needs_gradient.items():
-            self.elements.setdefault(name, size)
-        self.elements.setdefault("output_gradient", self.elements["output"])
-        values = checked(self.name, values, batch)
-        tensors: dict[str, Any] = {name: tensor_statistics(name, size, values) for name, size in self.elements.items()}
-        aligned: dict[str, float] = {}
-        if self.kind is not OperatorKind.ATTENTION:
-            aligned = alignments(self.products[0], self.factor, tensors, values)
-        return OperatorStatistics(
-            name=self.name,
-            op_type=self.op_type,
-            kind=self.kind,
-            calls=1,
-            products=self.products,
-            first_parameter=self.parameters[0],
-            second_parameter=self.parameters[1],
-            alignment=aligned,
-            measured=measured_errors(values),
-            **tensors,
-        )

@@ -20,6 +20,7 @@ from qsync_opt.runtimes.torch.curvature_probe import probe_curvatures
 from qsync_opt.runtimes.torch.gradient_noise import GradientScatter
 from qsync_opt.runtimes.torch.gradient_probe import probe_gains
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
+from qsync_opt.runtimes.torch.lookup_record import measure_lookup
 from qsync_opt.runtimes.torch.loss_curvature import loss_curvature
 from qsync_opt.runtimes.torch.operator_batch import finish_batch
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
@@ -165,7 +166,7 @@ def _measure_operands(
         padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
         if padding is not None and padding < 0:
             padding = None if swapped else padding + operands[0].shape[0]
-        record.lookup(_full(operands[0]), indices, padding)
+        measure_lookup(record, _full(operands[0]), indices, padding)
     else:
         attention = attention_call(_detached(args), _detached(kwargs))
         record.attention = attention
