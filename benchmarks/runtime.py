@@ -38,6 +38,8 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "runtime.json"
 FORMAT = "qsync-bench-runtime/1"
 PARTS = ("overhead", "soak", "throughput")
+RESTARTS = 5
+"""How often workers are started for one model, when one of them ends in an error."""
 MODELS = ("bert-base", "gpt2", "resnet50", "vit-base")
 
 
@@ -47,10 +49,14 @@ def hardware_of(part: str, arguments: argparse.Namespace) -> str:
             if line.startswith("model name"):
                 return f"{line.partition(':')[2].strip()}, {os.cpu_count()} cores, a thread per worker"
         return platform.machine()
-    name = f"{torch.cuda.get_device_name()} x {arguments.workers}"
+    cards = min(arguments.workers, torch.cuda.device_count())
+    name = f"{torch.cuda.get_device_name()} x {cards}"
     if part != "throughput":
         return name
-    return f"{name}, {'a' if arguments.workers > 1 else 'in turn also a'} worker on {arguments.sms} SMs"
+    if arguments.workers == 1:
+        return f"{name}, in turn also a worker on {arguments.multiprocessors[0]} SMs"
+    sizes = [f"{count} SMs" if count else "a whole card" for count in arguments.multiprocessors]
+    return f"{name}, {arguments.workers} workers on {', '.join(sizes)}"
 
 
 def merged(records: list[dict[str, Any]], part: str, arguments: argparse.Namespace, hardware: str) -> dict[str, Any]:
@@ -90,46 +96,31 @@ def with_plans(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for record in others:
         computed = record["configuration"].removeprefix("local batches by speed, ")
         name = computed.removeprefix("uniform ").removesuffix(" autocast")
-        record["sensitivity"] = told["sensitivities"].get(name)
+        record.setdefault("sensitivity", told["sensitivities"].get(name))
         if record["configuration"] == "plan":
-            record.update({name: told[name] for name in ("planning_s", "predicted_ms", "taken", "measured", "reason")})
+            record.update({name: fact for name, fact in told.items() if name not in ("model", "sensitivities")})
     return others
 
 
 def run_workers(part: str, model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start the workers of one part; what rank 0 wrote, also where they failed or took too long."""
-    world = arguments.workers
+    """Run the workers of one part; what rank 0 wrote, also where they took too long.
+
+    Where a worker fails, that is the record of the configuration it was in, and new workers go on with the next one.
+    """
+    deadline = time.monotonic() + arguments.timeout
     with tempfile.TemporaryDirectory() as folder:
-        port, output = str(free_port()), Path(folder) / "records.jsonl"
-        environment = {
-            **os.environ,
-            "NCCL_NVLS_ENABLE": "0",
-            "OMP_NUM_THREADS": "1" if arguments.device == "cpu" else "8",
-        }
-        command = [
-            sys.executable,
-            "-P",
-            str(HERE / "runtime_worker.py"),
-            part,
-            model,
-            arguments.device,
-            port,
-            str(world),
-        ]
-        command += [str(output), str(arguments.sms), arguments.memory, str(arguments.steps), str(arguments.cache)]
-        workers = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(world)]
-        deadline = time.monotonic() + arguments.timeout
-        try:
-            while any(worker.poll() is None for worker in workers):
-                failed = any(worker.poll() not in (None, 0) for worker in workers)
-                if failed or time.monotonic() > deadline:
-                    print(f"{part} {model}: {'a worker failed' if failed else 'took too long'}", flush=True)
-                    break
-                time.sleep(0.2)
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
+        output = Path(folder) / "records.jsonl"
+        for _ in range(RESTARTS if part == "throughput" else 1):
+            failure = _run_once(part, model, arguments, output, deadline)
+            if failure is None:
+                break
+            print(f"{part} {model}: {failure}", flush=True)
+            begun = output.with_suffix(".begun")
+            if time.monotonic() > deadline or not begun.exists():
+                break
+            record = {"model": model, "configuration": begun.read_text(encoding="utf-8"), "failure": failure}
+            with open(output, "a", encoding="utf-8") as stream:
+                stream.write(json.dumps(record) + "\n")
         if not output.exists():
             return []
         records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
@@ -137,14 +128,58 @@ def run_workers(part: str, model: str, arguments: argparse.Namespace) -> list[di
         return records[-1:] if part == "soak" else with_plans(records)
 
 
+def _run_once(part: str, model: str, arguments: argparse.Namespace, output: Path, deadline: float) -> str | None:
+    """Start workers and wait for them; why they did not end well, None if they did."""
+    task = {
+        "part": part,
+        "model": model,
+        "device": arguments.device,
+        "multiprocessors": arguments.multiprocessors,
+        "memory": arguments.memory,
+        "steps": arguments.steps,
+        "port": free_port(),
+        "started": time.time(),
+        "output": str(output),
+        "cache": str(arguments.cache),
+    }
+    threads = "1" if arguments.device == "cpu" else str(max(1, len(os.sched_getaffinity(0)) // arguments.workers))
+    environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": threads}
+    logs = [output.with_name(f"log-{rank}") for rank in range(arguments.workers)]
+    workers = []
+    try:
+        for rank, log in enumerate(logs):
+            command = [sys.executable, "-P", str(HERE / "runtime_worker.py"), json.dumps(task), str(rank)]
+            with open(log, "wb") as stream:
+                workers.append(subprocess.Popen(command, env=environment, stderr=stream))
+        while any(worker.poll() is None for worker in workers):
+            if any(worker.poll() not in (None, 0) for worker in workers):
+                break
+            if time.monotonic() > deadline:
+                return "took too long"
+            time.sleep(0.1)
+        failed = [rank for rank, worker in enumerate(workers) if worker.poll() not in (None, 0)]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    if not failed:
+        return None
+    text = logs[failed[0]].read_text(encoding="utf-8", errors="replace")
+    print(text[-3000:], flush=True)
+    said = [line.strip() for line in text.splitlines() if "Error" in line] or ["it said nothing"]
+    return f"worker {failed[0]} ended with status {workers[failed[0]].returncode}: {said[-1][:300]}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of throughput")
-    parser.add_argument("--workers", type=int, choices=(1, 2), help="two; where there is one card alone, one")
-    parser.add_argument("--sms", type=int, default=16, help="multiprocessors of the second worker's partition")
-    parser.add_argument("--memory", default="16 GiB", help="limit of the second worker on CUDA")
+    parser.add_argument("--workers", type=int, help="two; where there is one card alone, one")
+    parser.add_argument(
+        "--sms", type=int, nargs="+", help="multiprocessors of every worker, 0 for the whole card; one worker: 16"
+    )
+    parser.add_argument("--memory", default="16 GiB", help="limit of workers on a part of a card")
     parser.add_argument("--steps", type=int, default=2000, help="of the soak")
     parser.add_argument("--timeout", type=float, default=540.0, help="seconds for one part and model")
     parser.add_argument(
@@ -154,6 +189,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.workers is None:
         arguments.workers = 2 if arguments.device == "cpu" or torch.cuda.device_count() > 1 else 1
+    parts_of_cards = arguments.sms or [0, 16][-arguments.workers :]
+    if len(parts_of_cards) != arguments.workers:
+        parser.error(f"--sms names {len(parts_of_cards)} parts of cards, but there are {arguments.workers} workers")
+    arguments.multiprocessors = parts_of_cards
     for part in arguments.parts:
         for model in arguments.models if part == "throughput" else ("gpt",):
             began = time.monotonic()

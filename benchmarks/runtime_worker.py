@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import time
@@ -14,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 from runtime_in_turn import in_turn
 from runtime_throughput import throughput
-from runtime_training import Run, Worker, everywhere, gpt
+from runtime_training import Run, Task, Worker, everywhere, gpt
 
 import qsync_opt
 from qsync_opt.runtimes.torch.ddp import process_group
@@ -23,8 +24,9 @@ from qsync_opt.runtimes.torch.job_ways import Way
 
 def overhead(worker: Worker, name: str) -> None:
     make, batch = gpt(worker)
-    rounds, steps = (20, 5) if worker.device.type == "cuda" else (20, 3)
-    entries = {p: everywhere(make().to(worker.device), batch, p, worker.device) for p in ("FP32", "BF16")}
+    rounds, steps = (40, 5) if worker.device.type == "cuda" else (20, 3)
+    graph = qsync_opt.capture(make().to(worker.device), (), batch)
+    entries = {precision: everywhere(graph, precision, worker.device) for precision in ("FP32", "BF16")}
     # A plan of BF16 alone is handed out to run under autocast; operator by operator it may be asked for.
     for precision, autocast, carried_out in (
         ("FP32", None, None),
@@ -89,7 +91,7 @@ def soak(worker: Worker, name: str, total: int) -> None:
     adapter = qsync_opt.PlanAdapter(
         run.parallel, plan, options=options, every=100, memory=lambda: limit[0], tolerance=0.01
     )
-    blocks = []
+    blocks, moved = [], 0
     for _ in range(total // 100):
         if worker.rank == worker.world - 1:
             limit[0] = int((1.5 if limit[0] < 1.4 * needed else 1.2) * needed)
@@ -102,15 +104,20 @@ def soak(worker: Worker, name: str, total: int) -> None:
         run.step()
         worker.wait()
         began = time.perf_counter()
-        adapter.step()
-        blocks.append((measured_ns, predicted, time.perf_counter() - began, worker.memory_bytes()))
+        moved += adapter.step() is not None
+        replan_s = time.perf_counter() - began
+        blocks.append((measured_ns, predicted, replan_s, worker.memory_bytes(), worker.resident_bytes()))
         if len(blocks) % 5 == 0 or 100 * len(blocks) == total:  # whatever comes, something is kept
-            _write_soak(worker, name, adapter, blocks)
+            _write_soak(worker, name, adapter, blocks, moved)
     run.close()
 
 
 def _write_soak(
-    worker: Worker, name: str, adapter: qsync_opt.PlanAdapter, blocks: list[tuple[float, int, float, int]]
+    worker: Worker,
+    name: str,
+    adapter: qsync_opt.PlanAdapter,
+    blocks: list[tuple[float, int, float, int, int]],
+    moved: int,
 ) -> None:
     rest = blocks[1:] or blocks  # the first warms up
     third = max(1, len(rest) // 3)
@@ -120,6 +127,7 @@ def _write_soak(
         workers=worker.world,
         steps=100 * len(blocks),
         replanned=len(blocks),
+        plans_that_differed=moved,
         taken=dict(adapter.plan.taken),
         replan_s=statistics.median(block[2] for block in blocks),
         replan_s_most=max(block[2] for block in blocks),
@@ -130,22 +138,26 @@ def _write_soak(
         memory_after_warm_up_bytes=rest[0][3],
         memory_at_the_end_bytes=rest[-1][3],
         memory_growth_bytes=rest[-1][3] - rest[0][3],
+        resident_growth_bytes=rest[-1][4] - rest[0][4],
+        blocks_ms=[round(block[0] / 1e6, 3) for block in blocks],
+        blocks_predicted_ms=[round(block[1] / 1e6, 3) for block in blocks],
     )
 
 
 def main() -> None:
-    part, name, device, port, world, output, sms, memory, steps, cache, rank = sys.argv[1:]
-    worker = Worker(part, device, int(rank), int(world), int(sms), memory, output, cache)
-    backend = "nccl" if device == "cuda" else "gloo"
-    with process_group(int(rank), int(world), int(port), backend=backend, timeout_s=600), worker.compute():
-        if part == "overhead":
-            overhead(worker, name)
-        elif part == "soak":
-            soak(worker, name, int(steps))
+    data = json.loads(sys.argv[1])
+    task = Task(**{**data, "multiprocessors": tuple(data["multiprocessors"])})
+    worker = Worker(task, int(sys.argv[2]))
+    group = process_group(worker.rank, worker.world, task.port, backend=worker.backend, timeout_s=600)
+    with group, worker.compute():
+        if task.part == "overhead":
+            overhead(worker, task.model)
+        elif task.part == "soak":
+            soak(worker, task.model, task.steps)
         elif worker.world == 1:
-            in_turn(worker, name)
+            in_turn(worker, task.model)
         else:
-            throughput(worker, name)
+            throughput(worker, task.model)
 
 
 if __name__ == "__main__":
