@@ -95,7 +95,7 @@ def with_plans(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return others
     for record in others:
         computed = record["configuration"].removeprefix("local batches by speed, ")
-        name = computed.removeprefix("uniform ").removesuffix(" autocast")
+        name = computed.removesuffix(", captured").removeprefix("uniform ").removesuffix(" autocast")
         record.setdefault("sensitivity", told["sensitivities"].get(name))
         if record["configuration"] == "plan":
             record.update({name: fact for name, fact in told.items() if name not in ("model", "sensitivities")})

@@ -16,6 +16,7 @@ import qsync_opt
 from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json
 from qsync_opt.runtimes.torch.example_models import example
 from qsync_opt.runtimes.torch.job_plan import JobPlan
+from qsync_opt.runtimes.torch.job_ways import Way
 
 BATCHES = {"bert-base": 32, "gpt2": 32, "resnet50": 64, "vit-base": 32}
 BLOCK_S, BLOCKS = 0.4, 3
@@ -124,13 +125,14 @@ class Measuring:
 
     def plan(self, **changes: Any) -> JobPlan:
         """From `auto_plan`; it measures the first time, and solves from what was measured then."""
-        options = self.worker.options(self.name, **changes)
+        capture = self.worker.device.type == "cuda" and not self.failed_before(PLANNING_CAPTURED)
+        options = self.worker.options(self.name, capture=capture, **changes)
         return qsync_opt.auto_plan(self.make().to(self.worker.device), self.batch, options=options)
 
     def first_plan(self) -> JobPlan:
         """The plan, with a record of sensitivities and of how long it took until a step ran under it."""
         worker = self.worker
-        worker.begin(PLANNING)
+        worker.begin(PLANNING if self.failed_before(PLANNING_CAPTURED) else PLANNING_CAPTURED)
         began = time.perf_counter()
         plan = self.plan()
         planning_s = time.perf_counter() - began
@@ -154,7 +156,7 @@ class Measuring:
         return plan
 
 
-PLANNING, CAPTURE = "planning", "capture for uniform precisions"
+PLANNING, PLANNING_CAPTURED = "planning", "planning with captured passes"
 BOTH = "local batches by speed, plan"
 
 
@@ -180,15 +182,19 @@ def throughput(worker: Worker, name: str) -> None:
     if not small:
         ways["FP16 autocast"] = {"autocast": torch.float16}
     eight_bits = ("INT8",) if small else ("INT8", "FP8")
-    if not measuring.failed_before(CAPTURE):
-        worker.begin(CAPTURE)
-        graph = qsync_opt.capture(make().to(device), (), measuring.batch)
-        for precision in eight_bits:
-            ways[f"uniform {precision}"] = {"plan": everywhere(graph, precision, device)}
+    worker.begin("capture for uniform precisions")
+    graph = qsync_opt.capture(make().to(device), (), measuring.batch)
+    for precision in eight_bits:
+        ways[f"uniform {precision}"] = {"plan": everywhere(graph, precision, device)}
     for label, how in ways.items():
         measuring.measure(label, **how)
     best = broadcast_json(max(ways, key=lambda label: measuring.speeds[label]))
     measuring.by_speed(best, **ways[best])
+    if not small:
+        name = best.removeprefix("uniform ").removesuffix(" autocast")
+        autocast = name if best.endswith(" autocast") else None
+        way = Way(name=best, precisions=everywhere(graph, name, device), autocast=autocast, captured=True)
+        measuring.measure(way.label, plan=way)
     if planned and BOTH not in worker.known:
         # Nobody waits now, so that another plan is best; it is solved from what was measured.
         worker.begin(BOTH)

@@ -172,7 +172,7 @@ class Run:
         self.worker, self.batch, self.autocast, self.tf32, self.weight = worker, batch, autocast, tf32, weight
         self.model = make().to(worker.device)
         if isinstance(plan, Way):
-            apply(self.model, plan.precisions, options=ApplyOptions(autocast=plan.autocast))
+            apply(self.model, plan.precisions, options=ApplyOptions(autocast=plan.autocast, captured=plan.captured))
         elif plan is not None:
             apply(self.model, plan)
         ids = [worker.device.index] if worker.device.type == "cuda" else None

@@ -152,6 +152,6 @@ class PlanAdapter:
         return self._anywhere(before != _carried_out(fresh))
 
 
-def _carried_out(applied: AppliedPlan | None) -> tuple[dict[str, str], str | None] | None:
+def _carried_out(applied: AppliedPlan | None) -> tuple[dict[str, str], str | None, bool] | None:
     """What a model runs under, and how."""
-    return None if applied is None else (dict(applied.precisions), applied.options.autocast)
+    return None if applied is None else (dict(applied.precisions), applied.options.autocast, applied.options.captured)

@@ -31,7 +31,9 @@ class Way:
         autocast: Format of ``torch.autocast`` where that carries it out, else None.
         sensitivity: Total over the operators, for this device type.
         pass_ns: Forward and backward pass on the slowest of the workers.
-        needed_bytes: At the peak of a step on the worker that needs most; None if one of them ran out of memory.
+        needed_bytes: At the peak of a step on the worker that needs most; None if one of them ran out of memory, or
+            could not capture its passes.
+        captured: Whether passes are replayed as CUDA graphs.
     """
 
     name: str
@@ -40,14 +42,20 @@ class Way:
     sensitivity: float = 0.0
     pass_ns: int = 0
     needed_bytes: int | None = 0
+    captured: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precisions", MappingProxyType(dict(self.precisions)))
 
     @property
+    def label(self) -> str:
+        """Name, with whether passes are captured."""
+        return f"{self.name}, captured" if self.captured else self.name
+
+    @property
     def is_plain(self) -> bool:
         """Whether it is what the model does by itself."""
-        return self.autocast is None and set(self.precisions.values()) <= {FULL}
+        return self.autocast is None and not self.captured and set(self.precisions.values()) <= {FULL}
 
     def fits(self, limit_bytes: int) -> bool:
         """Whether it keeps a memory limit."""
@@ -66,6 +74,7 @@ class Way:
             "sensitivity": self.sensitivity,
             "pass_ns": self.pass_ns,
             "needed_bytes": self.needed_bytes,
+            **({"captured": True} if self.captured else {}),
         }
 
     @classmethod
@@ -85,6 +94,9 @@ class Way:
         if autocast is not None and autocast not in ("BF16", "FP16"):
             fields.fail(f"autocast is {autocast!r}, but allowed are BF16, FP16 and null")
         ran_out = fields.take("needed_bytes") is None
+        captured = fields.take_or("captured", False)
+        if not isinstance(captured, bool):
+            fields.fail(f"captured is {captured!r}, but allowed are true and false")
         found = cls(
             name=fields.text("name"),
             precisions=precisions,
@@ -92,6 +104,7 @@ class Way:
             sensitivity=fields.number("sensitivity"),
             pass_ns=fields.integer("pass_ns"),
             needed_bytes=None if ran_out else fields.integer("needed_bytes"),
+            captured=captured,
         )
         fields.finish()
         return found
@@ -124,7 +137,7 @@ def choose(
     for name, found in fitting.items():
         limit = (1 + slack) * (1 + _NOISE) * (fastest[name] if balanced else slowest)
         allowed = [way for way in found if way.pass_ns <= limit]
-        chosen[name] = min(allowed, key=lambda way: (way.sensitivity, way.pass_ns))
+        chosen[name] = min(allowed, key=lambda way: (way.sensitivity, way.captured, way.pass_ns))
     return chosen
 
 
@@ -139,12 +152,12 @@ def everywhere(ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int
     for name, mine in ways.items():
         for way in mine:
             if way.name != PLANNED and way.fits(limits_bytes[name]):
-                found.setdefault(way.name, []).append(way.pass_ns)
+                found.setdefault(way.label, []).append(way.pass_ns)
     return {name: max(times) for name, times in found.items() if len(times) == len(ways)}
 
 
 def words(chosen: Mapping[str, Way], uniform: Mapping[str, int]) -> str:
     """What was measured and taken, for the reason of a plan."""
-    taken = ", ".join(f"{way.name} on {name}" for name, way in chosen.items())
+    taken = ", ".join(f"{way.label} on {name}" for name, way in chosen.items())
     compared = ", ".join(f"{name} {time / 1e6:.2f} ms" for name, time in sorted(uniform.items(), key=lambda e: e[1]))
     return f"measured passes: {compared or 'no single way fits everywhere'}; {taken} {step_ns(chosen) / 1e6:.2f} ms"
