@@ -304,8 +304,15 @@ def check_capturable(model: nn.Module) -> None:
     """Refuse models whose passes cannot be captured, as far as that is known beforehand.
 
     Raises:
-        UnsupportedError: The model is not on a card, is sharded, or has recurrent layers.
+        UnsupportedError: The model is not on a card, is sharded, has recurrent layers, or layers whose passes wait for
+            other workers.
     """
+    waiting = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
+    if waiting is not None:
+        raise UnsupportedError(
+            f"graphed: {waiting or 'the model'!r} is a SyncBatchNorm, whose passes wait for the other workers, but "
+            "capturing runs passes that the others do not: use BatchNorm, or run this model operator by operator"
+        )
     if is_sharded(model):
         raise UnsupportedError("graphed: the model is sharded (FSDP): its weights move, which a captured pass cannot")
     recurrent = next((name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)), None)
@@ -342,8 +349,8 @@ def graphed(model: nn.Module, batch: Any) -> nn.Module:
 
     Raises:
         NotReadyError: No plan is applied, or the model is in evaluation mode.
-        UnsupportedError: The model is not on a card, is sharded, has recurrent layers, or returns something that is no
-            tensor.
+        UnsupportedError: The model is not on a card, is sharded, has recurrent layers or SyncBatchNorm, or returns
+            something that is no tensor.
 
     Source:
         See the module's text.
