@@ -12,10 +12,9 @@ Source:
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,17 +42,6 @@ def _description(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
     return leaf
-
-
-@contextlib.contextmanager
-def _never_waiting() -> Iterator[None]:
-    """Raise where the host waits for the device: a capture that fails by it leaves torch's random state unusable."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def _may_replay() -> bool:
@@ -239,9 +227,8 @@ class CapturedPasses:
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for turn in range(_WARM_UPS):
-                with _never_waiting() if turn == _WARM_UPS - 1 else contextlib.nullcontext():
-                    backward(run(aliases)[0], aliases)
+            for _ in range(_WARM_UPS):
+                backward(run(aliases)[0], aliases)
         torch.cuda.current_stream().wait_stream(stream)
         forget_weights()  # captured passes keep none
         forward_graph, backward_graph = torch.cuda.CUDAGraph(), None
