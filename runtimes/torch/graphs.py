@@ -12,9 +12,10 @@ Source:
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,26 @@ def _may_replay() -> bool:
     recomputed = torch._C._current_graph_task_id() != -1
     refused = recomputed or torch.is_autocast_enabled("cuda") or torch.cuda.is_current_stream_capturing()
     return torch.is_grad_enabled() and not refused
+
+
+@contextlib.contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Capture into a graph, in memory of its own; after a failure torch is as it was.
+
+    torch leaves the memory pool of a capture that failed open, and the random generator in the belief that it is being
+    captured, so that later passes with dropout would fail and memory would not come back.
+    """
+    pool, device = torch.cuda.graph_pool_handle(), torch.cuda.current_device()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=_OTHER_THREADS):
+            yield
+    except RuntimeError:
+        with contextlib.suppress(RuntimeError):  # it was closed after all
+            torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +253,7 @@ class CapturedPasses:
         torch.cuda.current_stream().wait_stream(stream)
         forget_weights()  # captured passes keep none
         forward_graph, backward_graph = torch.cuda.CUDAGraph(), None
-        with torch.cuda.graph(forward_graph, stream=stream, capture_error_mode=_OTHER_THREADS):
+        with _capturing(forward_graph, stream):
             found, spec = run(aliases)
         tensors = self._tensors_of(found)
         outputs = _differentiable(found)
@@ -242,7 +263,7 @@ class CapturedPasses:
         if outputs and wanted:
             backward_graph = torch.cuda.CUDAGraph()
             # In a pool of its own: the next forward pass would write where gradients lie that are still accumulated.
-            with torch.cuda.graph(backward_graph, stream=stream, capture_error_mode=_OTHER_THREADS):
+            with _capturing(backward_graph, stream):
                 gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
         if [g is not None for g in gradients] != used:
             raise UnsupportedError(
