@@ -80,3 +80,46 @@ def test_the_plan_is_compared_with_the_best_single_way():
     found = _runtime({"throughput": throughput})
     assert found["runtime.throughput"] == "m 0.95 x"
     assert found["runtime.by-speed"] == "m 1.10 x"
+
+
+def test_workers_that_fail_are_started_again_behind_what_they_failed_in(tmp_path, monkeypatch):
+    import argparse
+    import json
+
+    import runtime
+
+    known = []
+
+    def once(part, model, arguments, output, deadline):
+        """Measures what is not known yet; ends in the second of three."""
+        text = output.read_text() if output.exists() else ""
+        before = {json.loads(line)["configuration"] for line in text.splitlines()}
+        known.append(before)
+        for name in ("first", "second", "third"):
+            if name in before:
+                continue
+            output.with_suffix(".begun").write_text(name)
+            if name == "second":
+                return "worker 1 ended with status 1: RuntimeError: an error"
+            with open(output, "a") as stream:
+                stream.write(json.dumps({"model": model, "configuration": name, "samples_per_s": 1.0}) + "\n")
+        return None
+
+    monkeypatch.setattr(runtime, "_run_once", once)
+    records = runtime.run_workers("throughput", "m", argparse.Namespace(timeout=60.0))
+    assert known == [set(), {"first", "second"}]
+    assert [record["configuration"] for record in records] == ["first", "second", "third"]
+    assert "an error" in records[1]["failure"]
+
+
+def test_workers_that_take_too_long_are_ended(tmp_path):
+    import argparse
+    import time
+
+    import runtime
+
+    arguments = argparse.Namespace(
+        device="cpu", multiprocessors=[0, 16], memory="none", steps=1, cache=tmp_path, workers=2
+    )
+    found = runtime._run_once("overhead", "no such model", arguments, tmp_path / "records.jsonl", time.monotonic())
+    assert found == "took too long"
