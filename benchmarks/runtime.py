@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,37 @@ def run_workers(part: str, model: str, arguments: argparse.Namespace) -> list[di
         if not output.exists():
             return []
         records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+        if part == "overhead":
+            return with_peaks(records, arguments, Path(folder), deadline)
         # A soak writes anew what it has seen so far.
         return records[-1:] if part == "soak" else with_plans(records)
+
+
+def with_peaks(
+    records: list[dict[str, Any]], arguments: argparse.Namespace, folder: Path, deadline: float
+) -> list[dict[str, Any]]:
+    """Records of overhead with peaks of memory, each of which is of workers that do nothing else."""
+    if arguments.device == "cpu":  # the resident set is no measure
+        return records
+
+    def peak(case: str) -> int | None:
+        output = folder / case / "peak.jsonl"
+        output.parent.mkdir()
+        failure = _run_once("peak", case, arguments, output, deadline)
+        if failure is not None:
+            print(f"peak of {case}: {failure}", flush=True)
+        return json.loads(output.read_text(encoding="utf-8"))["peak_bytes"] if output.exists() else None
+
+    labels = ("plain", "plan")
+    cases = [f"{number}{label}" for number in range(len(records)) for label in labels]
+    with ThreadPoolExecutor(len(cases) or 1) as pool:  # side by side: nothing is timed
+        peaks = dict(zip(cases, pool.map(peak, cases), strict=True))
+    for number, record in enumerate(records):
+        for label in labels:
+            record[f"{label}_peak_bytes"] = peaks[f"{number}{label}"]
+        both = record["plain_peak_bytes"], record["plan_peak_bytes"]
+        record["more_memory"] = both[1] / both[0] - 1 if all(both) else None
+    return records
 
 
 def _run_once(part: str, model: str, arguments: argparse.Namespace, output: Path, deadline: float) -> str | None:
