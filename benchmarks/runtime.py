@@ -18,6 +18,7 @@ throughput is that of the whole card and of its partition one after the other. W
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,7 +59,8 @@ def hardware_of(part: str, arguments: argparse.Namespace) -> str:
     if arguments.workers == 1:
         return f"{name}, in turn also a worker on {arguments.multiprocessors[0]} SMs"
     sizes = [f"{count} SMs" if count else "a whole card" for count in arguments.multiprocessors]
-    return f"{name}, {arguments.workers} workers on {', '.join(sizes)}"
+    how = " (by the Multi-Process Service)" if arguments.partition == "mps" else ""
+    return f"{name}, {arguments.workers} workers on {', '.join(sizes)}{how}"
 
 
 def merged(records: list[dict[str, Any]], part: str, arguments: argparse.Namespace, hardware: str) -> dict[str, Any]:
@@ -171,6 +174,7 @@ def _run_once(part: str, model: str, arguments: argparse.Namespace, output: Path
         "started": time.time(),
         "output": str(output),
         "cache": str(arguments.cache),
+        "by_service": arguments.partition == "mps",
     }
     threads = "1" if arguments.device == "cpu" else str(max(1, len(os.sched_getaffinity(0)) // arguments.workers))
     environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": threads}
@@ -178,6 +182,10 @@ def _run_once(part: str, model: str, arguments: argparse.Namespace, output: Path
     workers = []
     try:
         for rank, log in enumerate(logs):
+            if arguments.partition == "mps":
+                whole = torch.cuda.get_device_properties(0).multi_processor_count
+                share = 100 * (arguments.multiprocessors[rank] or whole) / whole
+                environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{share:.1f}"
             command = [sys.executable, "-P", str(HERE / "runtime_worker.py"), json.dumps(task), str(rank)]
             with open(log, "wb") as stream:
                 workers.append(subprocess.Popen(command, env=environment, stderr=stream))
@@ -209,6 +217,12 @@ def main() -> None:
     parser.add_argument(
         "--sms", type=int, nargs="+", help="multiprocessors of every worker, 0 for the whole card; one worker: 16"
     )
+    parser.add_argument(
+        "--partition",
+        choices=("context", "mps"),
+        default="context",
+        help="what makes parts of cards: contexts with few multiprocessors, or CUDA's Multi-Process Service",
+    )
     parser.add_argument("--memory", default="16 GiB", help="limit of workers on a part of a card")
     parser.add_argument("--steps", type=int, default=2000, help="of the soak")
     parser.add_argument("--timeout", type=float, default=540.0, help="seconds for one part and model")
@@ -223,6 +237,30 @@ def main() -> None:
     if len(parts_of_cards) != arguments.workers:
         parser.error(f"--sms names {len(parts_of_cards)} parts of cards, but there are {arguments.workers} workers")
     arguments.multiprocessors = parts_of_cards
+    with contextlib.ExitStack() as stack:
+        if arguments.partition == "mps":
+            os.environ.update(stack.enter_context(service()))
+        _measure(arguments)
+
+
+@contextlib.contextmanager
+def service() -> Iterator[dict[str, str]]:
+    """A control daemon of the Multi-Process Service for this run alone; the variables that its clients need."""
+    torch.cuda.init()  # this process is none of its clients, for which it would wait at its end
+    with tempfile.TemporaryDirectory() as folder:
+        own = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        for path in own.values():
+            os.mkdir(path)
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], env={**os.environ, **own}, check=True, timeout=20)
+        try:
+            # Clients see the daemon's cards, numbered from 0.
+            yield {**own, "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(torch.cuda.device_count())))}
+        finally:
+            command = ["nvidia-cuda-mps-control"]
+            subprocess.run(command, input="quit\n", text=True, env={**os.environ, **own}, timeout=30)
+
+
+def _measure(arguments: argparse.Namespace) -> None:
     for part in arguments.parts:
         for model in arguments.models if part == "throughput" else ("gpt",):
             began = time.monotonic()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
+from qsync_opt.errors import NotReadyError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.runtimes.torch.agreement import gather_json
 from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply, undo
@@ -40,7 +41,7 @@ def use_tf32(on: bool) -> None:
 class Task:
     """What workers are to do: part, model, ``"cpu"`` or ``"cuda"``, multiprocessors of every worker (0: all of the
     card), memory limit of those that have a part of it, steps of a soak, port, when they were started, file of
-    records and folder of measurements.
+    records, folder of measurements, and whether the Multi-Process Service gives parts of cards.
     """
 
     part: str
@@ -53,6 +54,7 @@ class Task:
     started: float
     output: str
     cache: str
+    by_service: bool
 
 
 class Worker:
@@ -103,6 +105,12 @@ class Worker:
     def compute(self) -> Iterator[None]:
         """On the partition: everything runs on a stream of a context with that many multiprocessors."""
         if not self.partition or self.device.type != "cuda":
+            yield
+            return
+        if self.task.by_service:
+            found = torch.cuda.get_device_properties(self.device).multi_processor_count
+            if abs(found - self.sms) > 2:
+                raise NotReadyError(f"{self.sms} multiprocessors were asked for, but {found} are there")
             yield
             return
         context = torch.cuda.GreenContext.create(num_sms=self.sms, device_id=self.device.index)
