@@ -63,11 +63,8 @@ def hardware_of(part: str, arguments: argparse.Namespace) -> str:
     return f"{name}, {arguments.workers} workers on {', '.join(sizes)}{how}"
 
 
-def merged(records: list[dict[str, Any]], part: str, arguments: argparse.Namespace, hardware: str) -> dict[str, Any]:
-    """The result file with these records in place of what the same hardware measured before."""
-    data: dict[str, Any] = {"format": FORMAT}
-    if arguments.output.exists():
-        data = json.loads(arguments.output.read_text(encoding="utf-8"))
+def with_facts(records: list[dict[str, Any]], hardware: str) -> list[dict[str, Any]]:
+    """Records with where and when they were measured."""
     facts = {
         "hardware": hardware,
         "date": datetime.date.today().isoformat(),
@@ -75,20 +72,43 @@ def merged(records: list[dict[str, Any]], part: str, arguments: argparse.Namespa
         "python": platform.python_version(),
         "host_load": round(os.getloadavg()[0], 1),
     }
-    new = [{**record, **facts} for record in records]
+    return [{**record, **facts} for record in records]
+
+
+def merged(data: dict[str, Any], part: str, new: list[dict[str, Any]]) -> dict[str, Any]:
+    """The result file with these records in place of what the same hardware measured before."""
     keys = {(record["hardware"], record["model"]) for record in new}
     kept = [record for record in data.get(part, []) if (record["hardware"], record["model"]) not in keys]
-    options = " ".join(
-        f"--{name} {value}" for name, value in (("device", arguments.device), ("workers", arguments.workers))
-    )
+    found = {**data, "format": FORMAT, part: [*kept, *new]}
+    records = [record for name in PARTS for record in found.get(name, [])]
+
+    def different(fact: str) -> str:
+        return ", ".join(sorted({record[fact] for record in records}))
+
     return {
-        **data,
-        "date": facts["date"],
-        "hardware": "; ".join(dict.fromkeys(r["hardware"] for r in [*kept, *new])),
-        "versions": {"python": facts["python"], "torch": facts["torch"]},
-        "command": f"python benchmarks/runtime.py {options}",
-        part: [*kept, *new],
+        **found,
+        "date": max(record["date"] for record in records),
+        "hardware": "; ".join(dict.fromkeys(record["hardware"] for record in records)),
+        "versions": {"python": different("python"), "torch": different("torch")},
+        "command": "python benchmarks/runtime.py --device cpu|cuda --workers N --sms ... --parts ... --models ...",
     }
+
+
+def known_results(path: Path) -> dict[str, Any]:
+    """A result file, empty where there is none."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
+def join(files: list[Path], output: Path) -> None:
+    """Take over what was measured elsewhere; later files win."""
+    data = known_results(output)
+    for file in files:
+        other = known_results(file)
+        for part in PARTS:
+            if other.get(part):
+                data = merged(data, part, other[part])
+    write_json(output, data)
 
 
 def with_plans(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -230,7 +250,11 @@ def main() -> None:
         "--cache", type=Path, default=Path(tempfile.gettempdir()) / "qsync-runtime", help="measurements"
     )
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--join", type=Path, nargs="+", help="result files to take over; nothing is measured then")
     arguments = parser.parse_args()
+    if arguments.join:
+        join(arguments.join, arguments.output)
+        return
     if arguments.workers is None:
         arguments.workers = 2 if arguments.device == "cpu" or torch.cuda.device_count() > 1 else 1
     parts_of_cards = arguments.sms or [0, 16][-arguments.workers :]
@@ -266,7 +290,8 @@ def _measure(arguments: argparse.Namespace) -> None:
             began = time.monotonic()
             records = run_workers(part, model, arguments)
             if records:
-                write_json(arguments.output, merged(records, part, arguments, hardware_of(part, arguments)))
+                new = with_facts(records, hardware_of(part, arguments))
+                write_json(arguments.output, merged(known_results(arguments.output), part, new))
             print(f"{part} {model}: {len(records)} records in {time.monotonic() - began:.0f} s", flush=True)
 
 

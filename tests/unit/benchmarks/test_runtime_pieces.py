@@ -155,3 +155,32 @@ def test_workers_that_take_too_long_are_ended(tmp_path):
     )
     found = runtime._run_once("overhead", "no such model", arguments, tmp_path / "records.jsonl", time.monotonic())
     assert found == "took too long"
+
+
+def test_results_of_several_hosts_are_joined(tmp_path):
+    import json
+
+    import runtime
+
+    def record(model, speed, hardware="a card"):
+        return {
+            "model": model,
+            "samples_per_s": speed,
+            "hardware": hardware,
+            "date": f"2026-01-0{speed}",
+            "torch": f"2.{speed}",
+            "python": "3.12",
+        }
+
+    for name, records in (
+        ("before", [record("m", 1), record("n", 1)]),
+        ("new", [record("m", 2), record("m", 3)]),
+        ("elsewhere", [record("m", 4, "another card")]),
+    ):
+        (tmp_path / name).write_text(json.dumps({"throughput": records}))
+    runtime.join([tmp_path / "new", tmp_path / "elsewhere"], tmp_path / "before")
+    found = json.loads((tmp_path / "before").read_text())
+    assert [(r["model"], r["samples_per_s"]) for r in found["throughput"]] == [("n", 1), ("m", 2), ("m", 3), ("m", 4)]
+    assert found["hardware"] == "a card; another card"
+    assert found["versions"]["torch"] == "2.1, 2.2, 2.3, 2.4"
+    assert found["date"] == "2026-01-04"
