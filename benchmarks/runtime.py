@@ -60,6 +60,8 @@ def hardware_of(part: str, arguments: argparse.Namespace) -> str:
         return f"{name}, in turn also a worker on {arguments.multiprocessors[0]} SMs"
     sizes = [f"{count} SMs" if count else "a whole card" for count in arguments.multiprocessors]
     how = " (by the Multi-Process Service)" if arguments.partition == "mps" else ""
+    if arguments.workers > cards:
+        how += f" ({-(-arguments.workers // cards)} to a card, gloo)"
     return f"{name}, {arguments.workers} workers on {', '.join(sizes)}{how}"
 
 
