@@ -153,10 +153,18 @@ def _write_soak(
     worker: Worker, name: str, adapter: qsync_opt.PlanAdapter, blocks: list[dict[str, Any]], moved: int
 ) -> None:
     rest = blocks[1:] or blocks  # the first warms up
-    third = max(1, len(rest) // 3)
-    parts = (rest[:third], rest[-third:])
-    first, last = (statistics.median(b["ms"] for b in part) for part in parts)
-    errors = [statistics.median(b["predicted_ms"] / b["ms"] - 1 for b in part) for part in parts]
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for block in rest:
+        kinds.setdefault(json.dumps(block["taken"]), []).append(block)
+    # Plans differ in time, so that blocks are compared with those of the same plan.
+    drifts, errors = {}, {}
+    for kind, same in kinds.items():
+        third = max(1, len(same) // 3)
+        first, last = (statistics.median(b["ms"] for b in part) for part in (same[:third], same[-third:]))
+        drifts[kind] = last / first - 1
+        errors[kind] = [
+            statistics.median(b["predicted_ms"] / b["ms"] - 1 for b in part) for part in (same[:third], same[-third:])
+        ]
     worker.write(
         model=name,
         workers=worker.world,
@@ -166,12 +174,9 @@ def _write_soak(
         taken=dict(adapter.plan.taken),
         replan_s=statistics.median(b["replan_s"] for b in blocks),
         replan_s_most=max(b["replan_s"] for b in blocks),
-        first_third_ms=first,
-        last_third_ms=last,
-        drift=last / first - 1,
-        predicted_ms=statistics.median(b["predicted_ms"] for b in rest),
-        first_third_prediction_error=errors[0],
-        last_third_prediction_error=errors[1],
+        drift=max(drifts.values(), key=abs),
+        drift_by_plan=drifts,
+        prediction_error_by_plan=errors,
         memory_after_warm_up_bytes=rest[0]["memory_bytes"],
         memory_at_the_end_bytes=rest[-1]["memory_bytes"],
         memory_growth_bytes=rest[-1]["memory_bytes"] - rest[0]["memory_bytes"],

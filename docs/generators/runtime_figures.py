@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 from results_pages import Record, percent, table
@@ -12,8 +13,8 @@ PLAIN = ("FP32", "TF32", "BF16 autocast", "FP16 autocast", "uniform INT8", "unif
 BY_SPEED = "local batches by speed, "
 _NAMES = (
     "fp32", "bf16", "bf16-operators", "cpu-fp32", "cpu-bf16", "cpu-bf16-operators", "throughput", "sensitivity",
-    "less-sensitive", "by-speed", "first-step", "soak", "soak-memory", "soak-prediction", "hardware", "many",
-    "many-first-step",
+    "less-sensitive", "by-speed", "first-step", "soak", "soak-memory", "soak-prediction", "soak-drifts",
+    "hardware", "many", "many-first-step",
 )  # fmt: skip
 
 
@@ -48,9 +49,20 @@ def runtime_figures(data: Record) -> dict[str, str]:
             f"{record['memory_growth_bytes'] / 2**20:+.1f} MiB; planned again in {record['replan_s']:.2f} s"
         )
         found["runtime.soak-memory"] = f"{record['memory_growth_bytes']:,} bytes"
-        errors = [record.get(f"{part}_third_prediction_error") for part in ("first", "last")]
-        if None not in errors:
-            found["runtime.soak-prediction"] = " and ".join(map(percent, errors))
+        found["runtime.soak-prediction"] = (
+            "; ".join(
+                f"{', '.join(json.loads(kind).values())} {percent(first)} and {percent(last)}"
+                for kind, (first, last) in record.get("prediction_error_by_plan", {}).items()
+            )
+            or NOT_MEASURED
+        )
+        found["runtime.soak-drifts"] = (
+            "; ".join(
+                f"{', '.join(json.loads(kind).values())} {percent(drift)}"
+                for kind, drift in record.get("drift_by_plan", {}).items()
+            )
+            or NOT_MEASURED
+        )
     found["runtime.table.throughput"] = _throughput_table(clusters)
     found["runtime.table.plans"] = _plans_table(clusters)
     return found

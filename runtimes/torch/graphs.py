@@ -12,10 +12,9 @@ Source:
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +27,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.kernels.weight_cache import forget_weights
 from qsync_opt.runtimes.torch.apply_checks import is_sharded, model_device
+from qsync_opt.runtimes.torch.graph_capture import capture_stream, capturing
 from qsync_opt.runtimes.torch.interception import Interception, interception_of
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.runtimes.torch.wrappers import bare_model
 
 _LOGGER = logging.getLogger(__name__)
 _WARM_UPS = 3
-_OTHER_THREADS = "thread_local"
-"""They may go on: those of NCCL and of data loaders ask the device for events and memory at any time."""
 
 
 def _description(leaf: Any) -> Any:
@@ -48,28 +46,8 @@ def _description(leaf: Any) -> Any:
 def _may_replay() -> bool:
     """Whether a training pass that begins now could be a replay."""
     recomputed = torch._C._current_graph_task_id() != -1
-    refused = recomputed or torch.is_autocast_enabled("cuda") or torch.cuda.is_current_stream_capturing()
+    refused = recomputed or torch.is_autocast_enabled("cuda") or torch.cuda.is_current_streamcapturing()
     return torch.is_grad_enabled() and not refused
-
-
-@contextlib.contextmanager
-def _capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Capture into a graph, in memory of its own; after a failure torch is as it was.
-
-    torch leaves the memory pool of a capture that failed open, and the random generator in the belief that it is being
-    captured, so that later passes with dropout would fail and memory would not come back.
-    """
-    pool, device = torch.cuda.graph_pool_handle(), torch.cuda.current_device()
-    try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=_OTHER_THREADS):
-            yield
-    except RuntimeError:
-        with contextlib.suppress(RuntimeError):  # it was closed after all
-            torch._C._cuda_endAllocateToPool(device, pool)
-            torch._C._cuda_releasePool(device, pool)
-        generator = torch.cuda.default_generators[device]
-        generator.graphsafe_set_state(generator.clone_state())
-        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,10 +220,7 @@ class CapturedPasses:
         # The same memory as other leaves of the graph: nodes that accumulate into parameters may be kept by a wrapper
         # or an earlier loss and belong to the stream that they were made on, which must not be touched while capturing.
         aliases = [parameter.detach().requires_grad_() for parameter in self._parameters]
-        stream = torch.cuda.current_stream()
-        if stream == torch.cuda.default_stream():
-            # Any other is kept: it may belong to a part of the card, which what is captured elsewhere would leave.
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = capture_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
@@ -253,7 +228,7 @@ class CapturedPasses:
         torch.cuda.current_stream().wait_stream(stream)
         forget_weights()  # captured passes keep none
         forward_graph, backward_graph = torch.cuda.CUDAGraph(), None
-        with _capturing(forward_graph, stream):
+        with capturing(forward_graph, stream):
             found, spec = run(aliases)
         tensors = self._tensors_of(found)
         outputs = _differentiable(found)
@@ -263,7 +238,7 @@ class CapturedPasses:
         if outputs and wanted:
             backward_graph = torch.cuda.CUDAGraph()
             # In a pool of its own: the next forward pass would write where gradients lie that are still accumulated.
-            with _capturing(backward_graph, stream):
+            with capturing(backward_graph, stream):
                 gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
         if [g is not None for g in gradients] != used:
             raise UnsupportedError(

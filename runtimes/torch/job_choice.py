@@ -69,6 +69,7 @@ def decide(
     """
     limits = {device.name: device.memory_limit_bytes for device in made.cluster.devices}
     ways = _with_the_plan(made, problem, plan, evaluation, capture=options.capture)
+    ways = _with_all_reduces(ways, _hidden_ns(problem, evaluation))
     balanced = options.local_batches == "by speed"
     chosen = choose(ways, limits, slack=options.slack, balanced=balanced) if ways else None
     if chosen is None:
@@ -112,6 +113,21 @@ def decide(
         captured=tuple(name for name, way in chosen.items() if way.captured),
         shares=_shares(made, chosen if balanced else None),
     )
+
+
+def _hidden_ns(problem: Problem, evaluation: Evaluation) -> int:
+    """How long all-reduces take that passes hide, unless they are captured and hand over all gradients at their end."""
+    lasting = problem.communication.allreduce_ns
+    ends = [start + time for start, time in zip(evaluation.bucket_start_ns, lasting, strict=True)]
+    after = max(ends, default=0) - max(device.backward_end_ns for device in evaluation.devices.values())
+    return sum(lasting) - max(0, after)
+
+
+def _with_all_reduces(ways: Mapping[str, Sequence[Way]], hidden_ns: int) -> dict[str, tuple[Way, ...]]:
+    return {
+        name: tuple(replace(way, pass_ns=way.pass_ns + hidden_ns) if way.captured else way for way in mine)
+        for name, mine in ways.items()
+    }
 
 
 def _full(ways: Mapping[str, Sequence[Way]], limits: Mapping[str, int]) -> dict[str, Way] | None:

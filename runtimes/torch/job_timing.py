@@ -35,6 +35,8 @@ _ROUNDS = 7
 _BLOCK_NS = 100e6
 """How long the passes take that are timed together, as far as `_MOST_PASSES` allows."""
 _MOST_PASSES = 20
+_FAR_SLOWER = 3.0
+"""Ways that take so many times the fastest one's time are not captured."""
 _WAY_NS = 1.5e9
 """When a way has taken so long, no further round follows."""
 
@@ -61,8 +63,8 @@ def ways_of(problem: Problem, plan: Mapping[str, Mapping[str, str]]) -> dict[str
 
 
 def captured_too(ways: Sequence[Way]) -> list[Way]:
-    """The same, and all but those of full precision once more with captured passes."""
-    return [*ways, *(replace(way, captured=True) for way in ways if way.name not in (FULL, "TF32"))]
+    """The same, and all once more with captured passes."""
+    return [*ways, *(replace(way, captured=True) for way in ways)]
 
 
 def has_captured(ways: Mapping[str, Sequence[Way]]) -> bool:
@@ -156,8 +158,8 @@ def time_ways(
         kept_bytes: What training keeps beside parameters, gradients and activations.
 
     Returns:
-        In the same order. ``needed_bytes`` is None where memory ran out or passes could not be captured; on a CPU,
-        which keeps no account of it, it stays what it was.
+        In the same order. ``needed_bytes`` is None where memory ran out, passes could not be captured, or they were too
+        slow to try; on a CPU, which keeps no account of it, it stays what it was.
     """
     times: list[list[float]] = [[] for _ in ways]
     spent = [0.0 for _ in ways]
@@ -179,8 +181,12 @@ def time_ways(
                         continue
                 times[index].append(block / passes)
                 spent[index] += block
+        medians = {way.name: statistics.median(found) for way, found in zip(ways, times, strict=True) if found}
+        slow = _FAR_SLOWER * min(medians.values(), default=0.0)
         for index, way in enumerate(ways):
-            if way.captured:
+            if way.captured and slow and medians.get(way.name, slow) >= slow:
+                needs[index] = None  # the host is not what it waits for
+            elif way.captured:
                 times[index], needs[index] = _captured_times(example, way, graph, kernels, kept_bytes)
     return [
         replace(way, pass_ns=round(statistics.median(found)) if found else 0, needed_bytes=needed)
