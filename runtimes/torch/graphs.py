@@ -46,7 +46,7 @@ def _description(leaf: Any) -> Any:
 def _may_replay() -> bool:
     """Whether a training pass that begins now could be a replay."""
     recomputed = torch._C._current_graph_task_id() != -1
-    refused = recomputed or torch.is_autocast_enabled("cuda") or torch.cuda.is_current_streamcapturing()
+    refused = recomputed or torch.is_autocast_enabled("cuda") or torch.cuda.is_current_stream_capturing()
     return torch.is_grad_enabled() and not refused
 
 
