@@ -207,6 +207,17 @@ def test_the_first_training_pass_is_captured(autocast):
     assert model(**batches[0])["logits"].dtype is torch.float32
 
 
+def test_capturing_again_and_again_takes_no_more_memory():
+    held = []
+    model, _, batches = _planned("BF16")
+    for _ in range(6):
+        graphed(model, batches[0])
+        model(**batches[0])["loss"].backward()
+        model.zero_grad(set_to_none=True)
+        held.append(torch.cuda.memory_allocated())
+    assert held[-1] == held[1]
+
+
 def test_a_loss_of_before_may_be_kept():
     model, _, batches = _planned("BF16")
     kept = model(**batches[0])["loss"]
