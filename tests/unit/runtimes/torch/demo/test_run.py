@@ -23,7 +23,7 @@ def _as_many_threads_afterwards():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(600)  # beside other tests and compilers
 @pytest.mark.usefixtures("_as_many_threads_afterwards")
 def test_a_small_demo_runs_from_end_to_end(tmp_path):
     sizes = GptConfig(context=32, width=32, heads=2, layers=1)
