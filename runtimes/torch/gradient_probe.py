@@ -180,23 +180,12 @@ def _weighted(squares: Tensor, weights: Tensor | None) -> Tensor:
     return torch.where(mean > 0, weighted, plain)
 
 
-Metric = Callable[[nn.Parameter], Tensor | None]
-"""Weight of every element of a parameter's gradient, not negative; None weighs all of them 1."""
-
-
-def _directions(used: Sequence[tuple[nn.Parameter, Tensor]], metric: Metric | None) -> list[Tensor | None]:
-    """Root of the weights: noise measured along random signs times these has the weighted squared norm."""
-    weights = [None if metric is None else metric(parameter) for parameter, _ in used]
-    return [None if weight is None else weight.detach().sqrt() for weight in weights]
-
-
 def _squares(
     loss_of: Callable[[], Tensor],
     model: nn.Module,
     tapper: Tapper,
     probes: int,
     seed: int,
-    metric: Metric | None,
 ) -> dict[tuple[str, str], Tensor]:
     """Per operator and tensor: mean over probes of the squared derivatives, summed over elements with two weights.
 
@@ -213,13 +202,10 @@ def _squares(
             gradients = torch.autograd.grad(loss, parameters, start, create_graph=True, allow_unused=True)
         tapper.open = False
         refuse_dead_ends(gradients)
-        pairs = zip(parameters, gradients, strict=True)
-        used = [(parameter, g) for parameter, g in pairs if g is not None and g.requires_grad]
-        roots = _directions(used, metric)
+        used = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
         for probe in range(probes):
-            signs = [random.like(g.detach()) for _, g in used]
-            along = [u if root is None else u * root for u, root in zip(signs, roots, strict=True)]
-            projection = torch.stack([(g * u).sum() for (_, g), u in zip(used, along, strict=True)]).sum()
+            signs = [random.like(g.detach()) for g in used]
+            projection = torch.stack([(g * u).sum() for g, u in zip(used, signs, strict=True)]).sum()
             derivatives = torch.autograd.grad(
                 projection, [tap for *_, tap in tapper.taps], allow_unused=True, retain_graph=probe + 1 < probes
             )
@@ -248,7 +234,6 @@ def probe_gains(
     graph: OpGraph | None = None,
     probes: int,
     seed: int = 0,
-    metric: Metric | None = None,
 ) -> dict[str, dict[str, Gain]]:
     """Gains of every tensor of every adjustable operator for one batch.
 
@@ -261,7 +246,6 @@ def probe_gains(
         graph: Limits the operators to its adjustable ones.
         probes: Random vectors; the relative error of a gain shrinks with their number and with the tensor's size.
         seed: Of the random vectors.
-        metric: Weights of the gradient's elements; by default the plain squared norm.
 
     Returns:
         Operator to tensor to gain.
@@ -274,10 +258,10 @@ def probe_gains(
     """
     wanted = None if graph is None else frozenset(operator.name for operator in graph.by_role(Role.ADJUSTABLE))
     tapper = Tapper(wanted, smooth=False)
-    plain = _squares(loss_of, model, tapper, probes, seed, metric)
+    plain = _squares(loss_of, model, tapper, probes, seed)
     smoothed = plain
     if tapper.rectifiers:
-        smoothed = _squares(loss_of, model, Tapper(wanted, smooth=True), probes, seed, metric)
+        smoothed = _squares(loss_of, model, Tapper(wanted, smooth=True), probes, seed)
     root = math.sqrt(_NOMINAL_RATIO)
     gains: dict[str, dict[str, Gain]] = {}
     for (name, tensor), values in plain.items():
