@@ -249,8 +249,8 @@ def main() -> None:
     parser.add_argument(
         "--precisions",
         nargs="+",
-        help="that plans may use, where some of them cannot be: convolutions in 8 bits meet kernels that parts of cards "
-        "made by contexts refuse",
+        help="that plans may use, where others cannot be: convolutions in 8 bits meet kernels that a context with few "
+        "multiprocessors refuses",
     )
     parser.add_argument("--memory", default="16 GiB", help="limit of workers on a part of a card")
     parser.add_argument("--steps", type=int, default=2000, help="of the soak")
