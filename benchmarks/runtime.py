@@ -197,6 +197,7 @@ def _run_once(part: str, model: str, arguments: argparse.Namespace, output: Path
         "output": str(output),
         "cache": str(arguments.cache),
         "by_service": arguments.partition == "mps",
+        "precisions": arguments.precisions,
     }
     threads = "1" if arguments.device == "cpu" else str(max(1, len(os.sched_getaffinity(0)) // arguments.workers))
     environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": threads}
@@ -244,6 +245,12 @@ def main() -> None:
         choices=("context", "mps"),
         default="context",
         help="what makes parts of cards: contexts with few multiprocessors, or CUDA's Multi-Process Service",
+    )
+    parser.add_argument(
+        "--precisions",
+        nargs="+",
+        help="that plans may use, where others cannot be: convolutions in 8 bits meet kernels that a context with few "
+        "multiprocessors refuses",
     )
     parser.add_argument("--memory", default="16 GiB", help="limit of workers on a part of a card")
     parser.add_argument("--steps", type=int, default=2000, help="of the soak")

@@ -41,7 +41,8 @@ def use_tf32(on: bool) -> None:
 class Task:
     """What workers are to do: part, model, ``"cpu"`` or ``"cuda"``, multiprocessors of every worker (0: all of the
     card), memory limit of those that have a part of it, steps of a soak, port, when they were started, file of
-    records, folder of measurements, and whether the Multi-Process Service gives parts of cards.
+    records, folder of measurements, whether the Multi-Process Service gives parts of cards, and the precisions that
+    plans may use.
     """
 
     part: str
@@ -55,6 +56,7 @@ class Task:
     output: str
     cache: str
     by_service: bool
+    precisions: tuple[str, ...] | None = None
 
 
 class Worker:
@@ -157,6 +159,7 @@ class Worker:
             "device_type": self.kind,
             "memory": self.memory or (None if self.device.type == "cuda" else "4 GiB"),
             "profile_seconds": 5.0,
+            "precisions": self.task.precisions,
             "progress": False,
         }
         return qsync_opt.PlanningOptions(**{**settings, **changes})

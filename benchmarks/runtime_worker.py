@@ -187,7 +187,8 @@ def _write_soak(
 
 def main() -> None:
     data = json.loads(sys.argv[1])
-    task = Task(**{**data, "multiprocessors": tuple(data["multiprocessors"])})
+    given = data["precisions"] and tuple(data["precisions"])
+    task = Task(**{**data, "multiprocessors": tuple(data["multiprocessors"]), "precisions": given})
     worker = Worker(task, int(sys.argv[2]))
     group = process_group(worker.rank, worker.world, task.port, backend=worker.backend, timeout_s=600)
     with group, worker.compute():

@@ -358,11 +358,11 @@ def graphed(model: nn.Module, batch: Any) -> nn.Module:
             "no plan is applied to this model: apply(model, plan) comes first; a model without a plan is captured with "
             "torch.cuda.make_graphed_callables"
         )
-    check_capturable(bare)
     if not bare.training:
         raise NotReadyError(
             "graphed: the model is in evaluation mode: call model.train() before, passes of it are captured"
         )
+    check_capturable(bare)
     interception.graphs = None
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (_positional(batch), {})
     with torch.cuda.device(model_device(bare)):

@@ -151,7 +151,14 @@ def test_workers_that_take_too_long_are_ended(tmp_path):
     import runtime
 
     arguments = argparse.Namespace(
-        device="cpu", multiprocessors=[0, 16], memory="none", steps=1, cache=tmp_path, workers=2, partition="context"
+        device="cpu",
+        multiprocessors=[0, 16],
+        memory="none",
+        steps=1,
+        cache=tmp_path,
+        workers=2,
+        partition="context",
+        precisions=None,
     )
     found = runtime._run_once("overhead", "no such model", arguments, tmp_path / "records.jsonl", time.monotonic())
     assert found == "took too long"
