@@ -27,8 +27,10 @@ def _norm_error(result, expected):
 
 
 def _needs(precision):
-    if not ops.supports("linear", precision, CUDA):
-        pytest.skip(f"this card has no {precision}")
+    # The code of an older target, tried on this card, has no FP8 products whatever the card has.
+    compiled = precision != "FP8" or library.present_targets()[-1] in ("sm_89", "sm_90a")
+    if not (compiled and ops.supports("linear", precision, CUDA)):
+        pytest.skip(f"this card, or its kernels' target, has no {precision}")
 
 
 def _run(x, w, b, precision, options):
