@@ -69,11 +69,16 @@ def runtime_figures(data: Record) -> dict[str, str]:
 
 
 def _clusters(data: Record) -> dict[tuple[str, int], dict[str, Record]]:
-    """Model and number of workers, all at work at once on cards, to the records of its ways that ran."""
+    """Model and number of workers, all at work at once on cards, to the records of its ways that ran.
+
+    A record's ``variant`` says in what its code or options differed from the others'.
+    """
     found: dict[tuple[str, int], dict[str, Record]] = {}
     for record in data.get("throughput", ()):
         if "NVIDIA" in record["hardware"] and record.get("samples_per_s") and not record.get("workers_in_turn"):
-            key = (record["model"], len(record["local_batches"]))
+            variant = record.get("variant")
+            name = f"{record['model']} ({variant})" if variant else record["model"]
+            key = (name, len(record["local_batches"]))
             found.setdefault(key, {})[record["configuration"]] = record
     return found
 

@@ -85,6 +85,10 @@ def test_the_plan_is_compared_with_the_best_plain_way():
         record("FP16 autocast", 50.0, 1.0, workers=4),
         record("plan", 1.0, 1.0, workers_in_turn=True),
     ]
+    assert (
+        "m (as it was)"
+        in runtime_figures({"throughput": [{**throughput[0], "variant": "as it was"}]})["runtime.table.throughput"]
+    )
     found = runtime_figures({"throughput": throughput})
     assert found["runtime.throughput"] == "m 0.95 x"
     assert found["runtime.sensitivity"] == "0.25 to 0.25"
