@@ -1,7 +1,8 @@
 """Predicted beside measured step time and peak memory of hybrid clusters, for plans that nobody has run before.
 
 A cluster is two GPUs of one host: rank 0 is a whole one of fixed precision, rank 1 a partition (a green context) under
-a plan, or whole too. Each worker records its own steps by itself; then both train together with
+a plan, or whole too. The threads of a worker that launch work have a core of their own each, and no garbage is
+collected while steps are recorded or timed. Each worker records its own steps by itself; then both train together with
 DistributedDataParallel over NCCL, case by case. Writes ``benchmarks/results/predictor.json``. With ``--workers 1`` the
 worker under the plan trains by itself, without DistributedDataParallel, and torch's own estimators are asked too
 (``predictor-alone.json``). Every case is measured twice, minutes apart: their distance is what the machine's own speed
@@ -55,8 +56,8 @@ def ranks(values: list[float]) -> list[float]:
 
 
 def spearman(a: list[float], b: list[float]) -> float | None:
-    """Rank correlation, None for fewer than three pairs."""
-    if len(a) < 3:
+    """Rank correlation, None for fewer than three pairs, or where one side is constant."""
+    if len(a) < 3 or len(set(a)) == 1 or len(set(b)) == 1:
         return None
     return statistics.correlation(ranks(a), ranks(b))
 
@@ -104,6 +105,8 @@ def summarize(cases: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> di
     memory = [worker for case in predicted for worker in case["workers"]]
     return {
         "time": errors(predicted, "predicted_ms", "measured_ms"),
+        "time_by_cluster": {name: errors(group, "predicted_ms", "measured_ms") for name, group in by_cluster.items()},
+        "time_captured": errors([c for c in predicted if c.get("way") == "captured"], "predicted_ms", "measured_ms"),
         "time_plans_never_run": errors(new, "predicted_ms", "measured_ms"),
         "time_bound_by_device": errors(device_bound, "predicted_ms", "measured_ms"),
         "time_device_far_above_host": errors(far, "predicted_ms", "measured_ms"),
@@ -114,6 +117,7 @@ def summarize(cases: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> di
         "time_torch_roofline": errors(predicted, "torch_roofline_ms", "measured_ms"),
         "memory_torch_tracker": errors(predicted, "torch_peak_bytes", "measured_peak_bytes"),
         "memory": errors(memory, "predicted_peak_bytes", "measured_peak_bytes"),
+        "memory_workers": len({(c["model"], c["cluster"], i) for c in predicted for i in range(len(c["workers"]))}),
         "repeatability": statistics.fmean(case["spread"] for case in predicted) if predicted else None,
         "repeatability_worst": max((case["spread"] for case in predicted), default=None),
         "cases_within_their_spread": sum(abs(case["time_error"]) <= case["spread"] for case in predicted),

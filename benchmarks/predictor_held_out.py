@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from predictor import errors, spearman
-from predictor_models import BATCHES, LARGE, SMALL, Subject
+from predictor_models import BATCHES, Subject
 from predictor_records import records_from_json
 
 from qsync_opt.graph import OpGraph
@@ -76,8 +76,8 @@ def main() -> None:
         stored = json.loads(gzip.decompress(path.read_bytes()))
         subject = next(
             Subject(model=model, size=size)
-            for model in BATCHES
-            for size in (SMALL, LARGE)
+            for model, sizes in BATCHES.items()
+            for size in sizes
             if Subject(model=model, size=size).name == stored["subject"]
         )
         records = records_from_json(stored)

@@ -16,11 +16,11 @@ from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
 from qsync_opt.runtimes.torch.example_models import Classifier, resnet
 
-SMALL, LARGE = "small", "large"
+SMALL, MEDIUM, LARGE = "small", "medium", "large"
 BATCHES = {
-    "gpt-110m": {SMALL: 4, LARGE: 16},
-    "bert-base": {SMALL: 16, LARGE: 64},
-    "vit-base": {SMALL: 16, LARGE: 64},
+    "gpt-110m": {SMALL: 4, MEDIUM: 8, LARGE: 16},
+    "bert-base": {SMALL: 16, MEDIUM: 32, LARGE: 64},
+    "vit-base": {SMALL: 16, MEDIUM: 64, LARGE: 128},
     "resnet50": {SMALL: 32, LARGE: 64},
     "gpt-tiny": {SMALL: 2, LARGE: 4},
 }

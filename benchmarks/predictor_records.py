@@ -66,6 +66,7 @@ def _spans(data: dict[str, Any]) -> StepSpans:
 
 def _sample_json(sample: StepSample) -> dict[str, Any]:
     plain = ("name", "iteration_ns", "resident_bytes", "peak_bytes", "latencies_ns", "host_unit_ns", "resting_ns")
+    plain += ("host_rounds_ns",)
     return {name: getattr(sample, name) for name in plain} | {
         "precisions": dict(sample.precisions),
         "outputs": dict(sample.outputs),
@@ -79,4 +80,5 @@ def _sample_json(sample: StepSample) -> dict[str, Any]:
 def _sample(data: dict[str, Any]) -> StepSample:
     kept = {name: KeptTensors(**(entry | {"inputs": tuple(entry["inputs"])})) for name, entry in data["kept"].items()}
     changed = {"kept": kept, "spans": _spans(data["spans"]), "memory": _spans(data["memory"])}
-    return StepSample(**(data | changed | {"latencies_ns": tuple(data["latencies_ns"])}))
+    tuples = {name: tuple(data.get(name, ())) for name in ("latencies_ns", "host_rounds_ns")}
+    return StepSample(**(data | changed | tuples))

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import gc
 import gzip
 import json
+import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from predictor_cases import FIXED, Combination, plans
+from predictor_cases import CAPTURED, FIXED, Combination, plans
+from predictor_measuring import Worker, agreed, capture_passes, clean, gathered, measure, stepper_of
+from predictor_partition import partition, refused
 from predictor_peers import torch_estimates
+from predictor_pinning import cores_of, without_collection
+from predictor_prediction import MS, Predictor, said
 from predictor_records import records_json
-from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
-from qsync_opt.buckets import gradient_buckets
-from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, Network
-from qsync_opt.cluster_step import bucket_borders, bucket_segments, network_tails, worker_step
 from qsync_opt.covering_plans import finest_at
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels import ops
@@ -36,90 +34,39 @@ from qsync_opt.runtimes.torch.ddp import process_group
 from qsync_opt.runtimes.torch.measure import TrainingExample
 from qsync_opt.runtimes.torch.step_profile import record_steps
 from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper
-from qsync_opt.step_bridge import profile_from_steps
 from qsync_opt.step_costs import StepCosts
-from qsync_opt.step_predictor import StepPredictor
-from qsync_opt.weight_indicator import weight_sensitivities
 
 SIZES = tuple(1 << k for k in range(14, 29, 2))
-MS = 1e6
 PEERS_S = 25.0
 """How long torch's estimators may go on after the deadline of the cases."""
 
 
-@dataclass(slots=True)
-class Worker:
-    """What a rank keeps over the run."""
-
-    rank: int
-    device: torch.device
-    solo: Any
-    deadline: float
-    keep: Path | None = None
-    costs: dict[str, StepCosts] = field(default_factory=dict)
-    started: float = field(default_factory=time.perf_counter)
-
-    def say(self, *words: object) -> None:
-        """Print with the time since the start."""
-        print(f"[{time.perf_counter() - self.started:6.1f} r{self.rank}]", *words, flush=True)
-
-
-@contextlib.contextmanager
-def partition(device: torch.device, multiprocessors: int | None) -> Iterator[None]:
-    """Run everything inside on a number of the card's multiprocessors; None: on all of them."""
-    if multiprocessors is None or device.type == "cpu":
-        yield
+def try_precisions(worker: Worker, combination: Combination, graph: OpGraph, count: int | None) -> None:
+    """Find out which precisions do not run on this rank's device, and note them."""
+    key = f"{combination.subject.name} on {count or 'whole'}"
+    if key in worker.refused or count is None:
         return
-    context = torch.cuda.GreenContext.create(num_sms=multiprocessors, device_id=device.index)
-    stream = context.Stream()
-    torch.cuda.synchronize(device)
-    with torch.cuda.stream(stream):
-        yield
-        torch.cuda.synchronize(device)
-
-
-def clean(device: torch.device) -> None:
-    """Give everything back, so that memory is that of the next case alone."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-
-
-def stepper_of(worker: Worker, combination: Combination, group: Any) -> Stepper:
-    """The model with AdamW, and DistributedDataParallel around it where there is another worker."""
     model, kwargs = combination.subject.build(worker.device)
-    wrapped = model
-    if dist.get_world_size() > 1:
-        ids = [worker.device.index] if worker.device.type == "cuda" else None
-        wrapped = DistributedDataParallel(model, device_ids=ids, process_group=group, broadcast_buffers=False)
-    return Stepper(TrainingExample(model=wrapped, kwargs=kwargs), torch.optim.AdamW(wrapped.parameters(), foreach=True))
+    example = TrainingExample(model=model, kwargs=kwargs)
 
+    def attempt(precision: str) -> Callable[[], None]:
+        def run() -> None:
+            available = precisions_of(combination, graph, worker.device, ())
+            apply(model, {n: finest_at(a, precision) for n, a in available.items()}, graph=graph)
+            try:
+                example.forward().backward()
+            finally:
+                undo(model)
+                model.zero_grad()
 
-def measure(worker: Worker, stepper: Stepper) -> tuple[list[float], int, float]:
-    """Nanoseconds of each of some steps that follow without waiting, peak of memory, and how slow the host just was.
+        return run
 
-    All ranks are in step.
-    """
-    for _ in range(2):
-        stepper.step()
-    rough = agreed(worker, stepper.steady_ns(2))
-    if worker.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(worker.device)
-    unit = stepper.host_unit_ns()
-    dist.barrier()
-    steps = stepper.paced_ns(max(5, min(20, round(0.8e9 / rough))))
-    unit = (unit + stepper.host_unit_ns()) / 2
-    peak = torch.cuda.max_memory_allocated(worker.device) if worker.device.type == "cuda" else 0
-    return steps, peak, unit
-
-
-def agreed(worker: Worker, value: float) -> float:
-    """The largest of all ranks."""
-    tensor = torch.tensor([value], dtype=torch.float64, device=worker.device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return float(tensor)
+    names = combination.allowed(device_formats(worker.device))
+    worker.refused[key] = refused(worker.device, count, {name: attempt(name) for name in names})
+    if "TF32" in worker.refused[key]:  # convolutions outside of plans use it by default
+        torch.backends.cudnn.allow_tf32 = False
+    if worker.refused[key]:
+        worker.say(key, "refuses", worker.refused[key])
 
 
 def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int | None) -> dict[str, Any]:
@@ -127,23 +74,25 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
     key = f"{combination.subject.name} on {count or 'whole'}"
     if key in worker.costs:
         return {}
+    failed = worker.refused.get(key, {})
     clean(worker.device)
     start = time.perf_counter()
     stepper = stepper_of(worker, combination, worker.solo)
-    for _ in range(3):  # DistributedDataParallel settles its buckets, libraries load themselves
-        stepper.step()
     hardware = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else "cpu"
     name = None if count is None else f"{hardware}, {count}-SM partition"
-    records = record_steps(
-        stepper.example,
-        graph,
-        stepper.optimizer,
-        precisions=combination.allowed(device_formats(worker.device)),
-        mixed=1,
-        options=RecordingOptions(warm_up=2, repeats=max(3, min(8, round(0.5e9 / stepper.steady_ns(2)))), traced=1),
-        progress=False,
-        name=name,
-    )
+    with without_collection():
+        records = record_steps(
+            stepper.example,
+            graph,
+            stepper.optimizer,
+            precisions=[p for p in combination.allowed(device_formats(worker.device)) if p not in failed],
+            mixed=2,
+            options=RecordingOptions(
+                warm_up=2, repeats=max(3, min(10, round(0.5e9 / stepper.steady_ns(2)))), traced=1, rounds=2
+            ),
+            progress=False,
+            name=name,
+        )
     worker.costs[key] = records.fit(graph)
     seconds = time.perf_counter() - start
     checks = worker.costs[key].checks
@@ -158,6 +107,8 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
     return {
         "what": key,
         "seconds": seconds,
+        "pinned": worker.pinned,
+        "partition": None if count is None else {"multiprocessors": count, "refused": failed},
         "plans": [
             {
                 "plan": c.plan,
@@ -189,8 +140,15 @@ def run_worker(
     with process_group(rank, workers, port, backend="nccl" if device_type == "cuda" else "gloo", timeout_s=150.0):
         groups = [dist.new_group([r]) for r in range(workers)]
         worker = Worker(
-            rank=rank, device=device, solo=groups[rank], deadline=time.perf_counter() + deadline_s, keep=keep
+            rank=rank,
+            device=device,
+            solo=groups[rank],
+            deadline=time.perf_counter() + deadline_s,
+            keep=keep,
+            cores=cores_of(rank, workers) if device_type == "cuda" else [],
         )
+        if worker.cores:
+            os.sched_setaffinity(0, worker.cores)
         collective = measure_collectives(SIZES, device=device) if workers > 1 else None
         found: dict[str, Any] = {
             "date": datetime.date.today().isoformat(),
@@ -217,6 +175,13 @@ def run_worker(
                 worker.say(found["skipped"][-1])
         if workers == 1:
             compare_with_torch(worker, combinations, graphs, found, output)
+        elif device_type == "cuda":  # the worker under the plan asks them, rank 0 writes
+            if rank == 0:
+                output.write_text(json.dumps(found))
+            cases = gathered(found["cases"] if rank == 0 else None, device)[0]
+            if rank == workers - 1:
+                compare_with_torch(worker, combinations, graphs, {"cases": cases}, None)
+            found["cases"] = gathered(cases if rank == workers - 1 else None, device)[workers - 1]
         if rank == 0:
             output.write_text(json.dumps(found))
 
@@ -226,40 +191,14 @@ def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
-def gathered(value: Any, device: torch.device) -> list[Any]:
-    """JSON data of all ranks."""
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([text.numel()], device=device))
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: text.numel()] = text
-    texts = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(texts, padded)
-    return [json.loads(bytes(t[: int(n)].cpu().tolist())) for t, n in zip(texts, sizes, strict=True)]
-
-
-def precisions_of(combination: Combination, graph: OpGraph, device: torch.device) -> dict[str, tuple[str, ...]]:
-    """Precisions that plans may give each adjustable operator."""
-    allowed = combination.allowed(device_formats(device))
+def precisions_of(
+    combination: Combination, graph: OpGraph, device: torch.device, refused: Collection[str]
+) -> dict[str, tuple[str, ...]]:
+    """Precisions that plans may give each adjustable operator; those refused do not run on the device."""
+    allowed = [p for p in combination.allowed(device_formats(device)) if p not in refused]
     return {
         o.name: tuple(p for p in allowed if ops.supports(o.op_type, p, device)) for o in graph.by_role(Role.ADJUSTABLE)
     }
-
-
-def slowest(by_rank: list[list[float]]) -> list[float]:
-    """Times of the steps of the rank that took the longest for them, in milliseconds."""
-    return [round(t / MS, 3) for t in max(by_rank, key=statistics.median)]
-
-
-def said(combination: Combination, case: dict[str, Any]) -> str:
-    """A case in one line."""
-    memory = " ".join(f"{100 * w['memory_error']:+.2f}%" for w in case["workers"])
-    return (
-        f"{combination.name:14s} {case['plan']:27s} {case['predicted_ms']:7.2f} / {case['measured_ms']:7.2f} ms "
-        f"({100 * case['time_error']:+5.1f}%, spread {100 * case['spread']:.1f}%, {case['bound_by']}) "
-        f"memory {memory} naive {case['naive_ms']:.1f} rows {case['problem_ms'] or 0:.1f}"
-    )
 
 
 def run_combination(
@@ -273,19 +212,22 @@ def run_combination(
     """Profile what is new, then predict and measure every case."""
     last = dist.get_world_size() - 1
     count = combination.multiprocessors if worker.rank == last else None
+    key = f"{combination.subject.name} on {count or 'whole'}"
+    try_precisions(worker, combination, graph, count)
+    clean(worker.device)
     with partition(worker.device, count):
         profiled = profile(worker, combination, graph, count)
         found["profiles"] += [p for p in gathered(profiled, worker.device) if p]
-        key = f"{combination.subject.name} on {count or 'whole'}"
+        failed = gathered(worker.refused.get(key, {}), worker.device)[-1]
         both = [StepCosts.from_json(data, "worker") for data in gathered(worker.costs[key].to_json(), worker.device)]
-        available = precisions_of(combination, graph, worker.device)
+        available = precisions_of(combination, graph, worker.device, failed)
         cases = plans(combination, graph, available)
         # A process group of NCCL keeps the buckets of a model that is gone until its next collective.
         dist.all_reduce(torch.zeros(1, device=worker.device), group=worker.solo)
         clean(worker.device)
         before = torch.cuda.memory_allocated(worker.device) if worker.device.type == "cuda" else 0
         stepper = stepper_of(worker, combination, None)
-        predictor = Predictor(graph, both, collective, combination, worker.device)
+        predictor = Predictor(graph, both, collective, combination, device_formats(worker.device), failed)
         if combination.solve:
             try:
                 solved = gathered(predictor.solve() if worker.rank == 0 else None, worker.device)[0]
@@ -294,35 +236,41 @@ def run_combination(
                 worker.say("no solver's plan:", error)
             if solved:
                 cases["solver's"] = solved
-        fixed = {n: finest_at(a, FIXED) for n, a in available.items()}
-        measured: dict[str, list[list[float]]] = {}
-        units: dict[str, list[list[float]]] = {}
-        # Every case twice, minutes apart: what the host's speed changes by meanwhile is seen as the spread.
-        for again, order in enumerate((list(cases), list(reversed(cases)))):
-            for label in order:
-                if agreed(worker, time.perf_counter() - worker.deadline) > 0:
-                    found["skipped"].append(f"{combination.name} {label}, round {again + 1}")
-                    continue
-                plan = cases[label]
-                first = plan if combination.multiprocessors is None else fixed
-                mine = plan if worker.rank == last else first
-                apply(stepper.example.model, mine, graph=graph, options=ApplyOptions())
-                try:
-                    steps, peak, unit = measure(worker, stepper)
-                finally:
-                    undo(stepper.example.model)
-                told = gathered({"peak": max(0, peak - before), "steps": steps, "unit": unit}, worker.device)
-                if worker.rank:
-                    continue
-                measured.setdefault(label, []).append(slowest([rank["steps"] for rank in told]))
-                peaks = [rank["peak"] for rank in told]
-                case = predictor.case(label, [first, plan][-len(told) :], measured[label], peaks)
-                units.setdefault(label, []).append([round(rank["unit"] / 1e3, 2) for rank in told])
-                case["host_unit_us"] = units[label]
-                found["cases"] = [c for c in found["cases"] if c["key"] != case["key"]] + [case]
-                output.write_text(json.dumps(found))
-                if again or worker.device.type == "cpu":
-                    worker.say(said(combination, case))
+        cases |= {f"{label}{CAPTURED}": cases[label] for label in combination.captured if label in cases}
+        everything = precisions_of(combination, graph, worker.device, ())
+        fixed = {n: finest_at(a, FIXED) for n, a in everything.items()}
+        measured: dict[str, list[list[dict[str, Any]]]] = {}
+        # Every case twice, far apart: what the host's speed changes by meanwhile is seen as the spread.
+        eager = [label for label in cases if not label.endswith(CAPTURED)]
+        captured = [label for label in cases if label.endswith(CAPTURED)]
+        rounds = [(0, label) for label in eager] + [(1, label) for label in eager[::-1]]
+        rounds += [(0, label) for label in captured] + [(1, label) for label in captured[::-1]]
+        for again, label in rounds:
+            if agreed(worker, time.perf_counter() - worker.deadline) > 0:
+                found["skipped"].append(f"{combination.name} {label}, round {again + 1}")
+                continue
+            plan = cases[label]
+            first = plan if combination.multiprocessors is None else fixed
+            mine = plan if worker.rank == last else first
+            apply(stepper.example.model, mine, graph=graph, options=ApplyOptions())
+            try:
+                refusal = capture_passes(worker, stepper) if label.endswith(CAPTURED) else ""
+                block = None if refusal else measure(worker, stepper)
+            finally:
+                undo(stepper.example.model)
+            if block is None:
+                found["skipped"].append(f"{combination.name} {label}: {refusal}")
+                continue
+            block["peak"] = max(0, block["peak"] - before)
+            told = gathered(block, worker.device)
+            if worker.rank:
+                continue
+            measured.setdefault(label, []).append(told)
+            case = predictor.case(label, [first, plan][-len(told) :], measured[label])
+            found["cases"] = [c for c in found["cases"] if c["key"] != case["key"]] + [case]
+            output.write_text(json.dumps(found))
+            if again or worker.device.type == "cpu":
+                worker.say(said(combination, case))
         if combination.solve and worker.device.type == "cuda":
             for name, dtype in (("BF16 autocast", torch.bfloat16), ("FP16 autocast", torch.float16)):
                 autocast(worker, combination, stepper, name, dtype, found)
@@ -333,7 +281,7 @@ def run_combination(
 
 
 def compare_with_torch(
-    worker: Worker, combinations: list[Combination], graphs: Path | None, found: dict[str, Any], output: Path
+    worker: Worker, combinations: list[Combination], graphs: Path | None, found: dict[str, Any], output: Path | None
 ) -> None:
     """Put what torch's estimators say beside uniform cases, while there is time: one of each combination, then more."""
     waiting = []
@@ -345,12 +293,14 @@ def compare_with_torch(
         if time.perf_counter() > worker.deadline + PEERS_S:
             return
         graph = combination.subject.graph(graphs)
-        available = precisions_of(combination, graph, worker.device)
+        key = f"{combination.subject.name} on {combination.multiprocessors or 'whole'}"
+        available = precisions_of(combination, graph, worker.device, worker.refused.get(key, {}))
         plan = {name: finest_at(p, case["plan"].removeprefix("uniform ")) for name, p in available.items()}
         whole = combination.multiprocessors is None
         with partition(worker.device, combination.multiprocessors):
             case |= torch_estimates(combination.subject, graph, plan, worker.device, whole=whole)
-        output.write_text(json.dumps(found))
+        if output is not None:
+            output.write_text(json.dumps(found))
         worker.say(case["key"], {key: value for key, value in case.items() if key.startswith("torch")})
         clean(worker.device)
 
@@ -373,7 +323,7 @@ def autocast(
     wrapped = TrainingExample(model=Cast(), args=example.args, kwargs=example.kwargs)
     other = Stepper(wrapped, stepper.optimizer)
     other.device = stepper.device
-    steps, _, _ = measure(worker, other)
+    steps = measure(worker, other)["steps"]
     torch.backends.cuda.matmul.allow_tf32 = False
     if worker.rank == 0:
         row = {
@@ -384,130 +334,3 @@ def autocast(
         }
         found["baselines"].append(row)
         worker.say(row)
-
-
-class Predictor:
-    """Predicts the cases of one combination on rank 0."""
-
-    def __init__(
-        self,
-        graph: OpGraph,
-        costs: list[StepCosts],
-        collective: CollectiveCost | None,
-        combination: Combination,
-        device: torch.device,
-    ) -> None:
-        self.graph, self.costs, self.combination = graph, costs, combination
-        buckets = gradient_buckets(graph)
-        self.buckets = buckets
-        borders = bucket_borders(graph, buckets)
-        self.segments = bucket_segments(graph, buckets)
-        self.allreduce_ns = [0 if collective is None else collective.ns(bucket.num_bytes) for bucket in buckets]
-        self.predictors = [StepPredictor(graph, c, borders) for c in costs]
-        self.device = device
-        self.collective = collective
-        self.cluster = combination.cluster if len(costs) > 1 else combination.planned
-        self.problem: qsync_opt.Problem | None = None
-
-    def solve(self) -> dict[str, str] | None:
-        """The plan that the default method finds for rank 1, with time to spare of half a percent."""
-        self.make_problem()
-        assert self.problem is not None
-        solution = qsync_opt.solve(self.problem)
-        return None if solution.plan is None else dict(solution.plan.devices["planned"])
-
-    def make_problem(self) -> None:
-        """The problem file of this cluster, its rows from observed steps."""
-        formats = device_formats(self.device)
-        profiles = {}
-        names = ("fixed", "planned")[-len(self.costs) :]
-        for name, costs in zip(names, self.costs, strict=True):
-            state = 2 * sum(p.spec.num_bytes for p in self.graph.parameters)
-            profiles[name] = profile_from_steps(self.graph, costs, formats, state_bytes=state)
-        fixed = FIXED if FIXED in formats else "FP32"
-        kinds = (
-            DeviceType(name="fixed", count=1, memory_limit_bytes=1 << 40, precisions=(fixed,), role=DeviceRole.FIXED),
-            DeviceType(name="planned", count=1, memory_limit_bytes=1 << 40, precisions=tuple(formats)),
-        )
-        network = (
-            Network(latency_s=0.0, bandwidth_bytes_per_s=1e12, source="one worker sends nothing")
-            if self.collective is None
-            else Network(
-                latency_s=self.collective.latency_s / 2,
-                bandwidth_bytes_per_s=self.collective.bandwidth_bytes_per_s,
-                source="fitted to all-reduces of this group",
-            )
-        )
-        sensitivities = weight_sensitivities(self.graph, formats)
-        self.problem = qsync_opt.build_problem(
-            self.graph,
-            profiles,
-            sensitivities,
-            Cluster(name="bench", devices=kinds[-len(names) :], network=network),
-            slack=0.005,
-        )
-
-    def case(
-        self, label: str, both: list[dict[str, str]], rounds: list[list[float]], peaks: list[int]
-    ) -> dict[str, Any]:
-        """One record; ``rounds`` has the milliseconds of every step measured."""
-        steps, workers, naive, steady = [], [], 0.0, 0
-        tails = network_tails(self.allreduce_ns, self.segments)
-        for predictor, plan, peak in zip(self.predictors, both, peaks, strict=True):
-            planned = predictor.plan(plan)
-            steps.append(worker_step(f"rank {len(steps)}", predictor, planned))
-            steady = max(steady, predictor.steady_ns(planned, tails))
-            memory = predictor.memory(planned.costs)
-            workers.append(
-                {
-                    "predicted_peak_bytes": memory.peak_bytes,
-                    "measured_peak_bytes": peak,
-                    "memory_error": memory.peak_bytes / peak - 1 if peak else 0.0,
-                    "composed_cases": sum(cost.samples == 0 for cost in planned.costs),
-                }
-            )
-            naive = max(naive, sum(cost.kernel_ns for cost in planned.costs))
-        medians = [statistics.median(steps) for steps in rounds]
-        measured = statistics.median([time for steps in rounds for time in steps])
-        hosts = max(sum(s.host for s in step.segments) + step.finish.host + step.optimizer.host for step in steps)
-        devices = max(
-            sum(s.device for s in step.segments) + step.finish.device + step.optimizer.device for step in steps
-        )
-        return {
-            "key": f"{self.combination.name} {label}",
-            "model": self.combination.subject.name,
-            "plan": label,
-            "cluster": self.cluster,
-            "plan_recorded_alone": label.startswith("uniform"),
-            "predicted_ms": steady / MS,
-            "measured_ms": measured,
-            "time_error": steady / MS / measured - 1,
-            "spread": (max(medians) - min(medians)) / measured,
-            "rounds_ms": rounds,
-            "bound_by": "host" if hosts > devices else "device",
-            "host_ms": hosts / MS,
-            "device_ms": devices / MS,
-            "naive_ms": naive / MS,
-            "problem_ms": self.problem_ms(both[-1]),
-            "sensitivity": self.sensitivity(both[-1]),
-            "predicted_peak_bytes": workers[-1]["predicted_peak_bytes"],
-            "measured_peak_bytes": workers[-1]["measured_peak_bytes"],
-            "workers": workers,
-        }
-
-    def _evaluated(self, plan: Mapping[str, str]) -> Any:
-        if self.problem is None:
-            return None
-        return qsync_opt.evaluate(
-            self.problem, qsync_opt.Plan(problem=self.problem.name, devices={"planned": dict(plan)})
-        )
-
-    def problem_ms(self, plan: Mapping[str, str]) -> float | None:
-        """Step time by the problem's linear rows."""
-        evaluation = self._evaluated(plan)
-        return None if evaluation is None else evaluation.iteration_ns / MS
-
-    def sensitivity(self, plan: Mapping[str, str]) -> float | None:
-        """Objective of the problem."""
-        evaluation = self._evaluated(plan)
-        return None if evaluation is None else evaluation.objective

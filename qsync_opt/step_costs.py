@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Self
 
 from qsync_opt.costs import CostFit
@@ -261,6 +261,22 @@ class StepCosts:
             ProblemError: It cannot be written.
         """
         write_json(path, self.to_json())
+
+
+def on_one_queue(costs: StepCosts) -> StepCosts:
+    """On a cpu the host is the device: nothing is launched ahead, and who waits for the network waits for all."""
+
+    def one(work: Work) -> Work:
+        return Work(0, work.host, work.host)
+
+    return replace(
+        costs,
+        cases={
+            case: replace(cost, forward=one(cost.forward), backward=one(cost.backward))
+            for case, cost in costs.cases.items()
+        },
+        phases={label: one(work) for label, work in costs.phases.items()},
+    )
 
 
 def _check(reader: Fields) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from qsync_opt.two_queues import NEVER, Work, launched
 _EMPTY = Span()
 _SHORT_WAIT = 0.05
 """Share of a traced phase that launches may wait without putting its scale in doubt by more than that."""
+_DEVICE_BOUND = 1.3
+"""A step that takes this many times what the host needs is paced by the device."""
 PHASE_LABELS = ("forward", "forward|end", "backward", "backward|end", "optimizer", "zero_grad")
 
 
@@ -70,6 +72,7 @@ def fit_step_costs(
     lifetimes = Lifetimes(graph, roots, held)
     sums: dict[Case, _Sums] = {}
     scales = _host_scales(samples)
+    gaps = _device_gaps(samples)
     phases: dict[str, list[Work]] = {label: [] for label in PHASE_LABELS}
     phase_peaks: dict[str, int] = dict.fromkeys(PHASE_LABELS, 0)
     for sample in samples:
@@ -80,14 +83,14 @@ def fit_step_costs(
         ]
         sizes = [sample.kept.get(operator.name, KeptTensors()).result_bytes for operator in graph]
         releases = lifetimes.releases(kept)
-        scale = scales[sample.name]
+        scale, gap = scales[sample.name], gaps[sample.name]
         for i, operator in enumerate(graph):
             case = flow.case(i, sample.precisions.get(operator.name, "FP32"), formats)
             entry = sums.setdefault(case, _Sums(output=formats[i], saves=kept[i]))
             forward, backward = (sample.spans.spans.get((p, operator.name), _EMPTY) for p in (FORWARD, BACKWARD))
             entry.count += 1
-            entry.forward.append(_work(forward, sample.spans, scale[FORWARD]))
-            entry.backward.append(_work(backward, sample.spans, scale[BACKWARD]))
+            entry.forward.append(_work(forward, sample.spans, scale[FORWARD], gap))
+            entry.backward.append(_work(backward, sample.spans, scale[BACKWARD], gap))
             entry.kernels += forward.device_ns + backward.device_ns
             entry.result += sizes[i]
             changes = [sample.memory.spans.get((p, operator.name), _EMPTY).changes for p in (FORWARD, BACKWARD)]
@@ -98,7 +101,7 @@ def fit_step_costs(
             phase, _, end = label.partition("|")
             key = (phase, "|end" if end else BEGIN)
             span = sample.spans.spans.get(key, _EMPTY)
-            phases[label].append(_work(span, sample.spans, scale[phase]))
+            phases[label].append(_work(span, sample.spans, scale[phase], gap))
             peak = _peak(sample.memory.spans.get(key, _EMPTY).changes)
             phase_peaks[label] = max(phase_peaks[label], peak)
     return StepCosts(
@@ -191,14 +194,34 @@ def _host_scales(samples: Sequence[StepSample]) -> dict[str, dict[str, float]]:
     }
 
 
+def _kernel_ns(sample: StepSample) -> int:
+    return sum(span.device_ns for span in sample.spans.spans.values())
+
+
 def _usual(scales: Sequence[float | None]) -> float | None:
     known = [scale for scale in scales if scale]
     return statistics.median(known) if known else None
 
 
-def _work(span: Span, step: StepSpans, scale: float) -> Work:
+def _device_gaps(samples: Sequence[StepSample]) -> dict[str, float]:
+    """What passes on the device from one kernel to the next when both were launched in time, by plan.
+
+    A profiler makes it longer. Where the device paced the untraced steps, it is what those took beyond their kernels;
+    elsewhere the median of such plans, or what the profiler saw if there are none.
+    """
+    known = {}
+    for sample in samples:
+        count = sum(len(span.kernels) for span in sample.spans.spans.values())
+        if count and sample.iteration_ns > _DEVICE_BOUND * sum(sample.host_ns.values()):
+            gap = (sample.iteration_ns - _kernel_ns(sample)) / count
+            known[sample.name] = min(max(0.0, gap), sample.spans.gap_ns)
+    usual = statistics.median(known.values()) if known else None
+    return {sample.name: known.get(sample.name, sample.spans.gap_ns if usual is None else usual) for sample in samples}
+
+
+def _work(span: Span, step: StepSpans, scale: float, gap_ns: float) -> Work:
     kernels = [
-        (round(offset * scale + step.latency_ns * scale), round(duration + step.gap_ns))
+        (round(offset * scale + step.latency_ns * scale), round(duration + gap_ns))
         for offset, duration, _ in span.kernels
     ]
     return launched(round(span.host_ns * scale), kernels)

@@ -13,7 +13,7 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.lifetimes import Kept, Lifetimes
 from qsync_opt.precision import number_format
-from qsync_opt.step_costs import Case, CaseCost, StepCosts
+from qsync_opt.step_costs import Case, CaseCost, StepCosts, on_one_queue
 from qsync_opt.step_flow import StepFlow
 from qsync_opt.two_queues import NEVER, Work, compose
 
@@ -21,6 +21,14 @@ BLOCK_BYTES = 512
 """Sizes that torch's caching allocator rounds up to."""
 
 
+_SIZES = (
+    "result_bytes",
+    "forward_net_bytes",
+    "forward_peak_bytes",
+    "backward_net_bytes",
+    "backward_peak_bytes",
+    "kernel_ns",
+)
 _Entry = tuple[CaseCost, str, int, int, int]
 """Cost of a case, format delivered, time on the host, on the device forward and backward."""
 
@@ -65,7 +73,7 @@ class StepPredictor:
     def __init__(self, graph: OpGraph, costs: StepCosts, borders: Sequence[int] = ()) -> None:
         costs.check_graph(graph)
         self.graph = graph
-        self.costs = costs = _on_one_queue(costs) if costs.device.kind == "cpu" else costs
+        self.costs = costs = on_one_queue(costs) if costs.device.kind == "cpu" else costs
         self._flow = StepFlow(graph, costs.half_format)
         self._lifetimes = Lifetimes(graph, costs.roots, costs.held)
         self._cases: dict[Case, CaseCost] = dict(costs.cases)
@@ -118,11 +126,21 @@ class StepPredictor:
                 f"operator {name!r} was never recorded in {wanted} on {self.costs.device.name!r}, only in {there}; "
                 "record a plan that has it"
             )
-        best = min(candidates, key=lambda seen: sum(a != b for a, b in zip(seen.inputs, case.inputs, strict=True)))
-        self.composed[case] = best
-        cost = self.costs.cases[best]
         operator = self.graph.operators[position]
         output = self._flow.output(position, case, None)
+
+        dependent = operator.role is Role.DEPENDENT
+
+        def distance(seen: Case) -> tuple[bool, bool, int]:
+            before = self.costs.cases[seen].output
+            differing = sum(a != b for a, b in zip(seen.inputs, case.inputs, strict=True))
+            return dependent and _width(before) != _width(output), dependent and before != output, differing
+
+        best = min(candidates, key=distance)
+        self.composed[case] = best
+        cost = self.costs.cases[best]
+        if dependent:
+            return self._follows(position, cost, best, case, output)
         target = output if operator.role is not Role.ADJUSTABLE else _arrival(case.precision)
         forward, backward = cost.forward, cost.backward
         for source, old, new in zip(self._flow.inputs[position], best.inputs, case.inputs, strict=True):
@@ -131,6 +149,24 @@ class StepPredictor:
                 backward = self._recast(backward, self._elements[source], old, new, target)
         recast = replace(cost, forward=forward, backward=backward, output=output, samples=0)
         return self._rekept(recast, position, best.inputs, case.inputs, target)
+
+    def _follows(self, position: int, cost: CaseCost, seen: Case, case: Case, output: str) -> CaseCost:
+        """An operator that follows its inputs, made of a case of it that was met in other formats.
+
+        Its kernels read unlike formats as they come, only gradients are cast back. Time and memory go with the width of
+        what it delivers.
+        """
+        backward = cost.backward
+        for source, old, new in zip(self._flow.inputs[position], seen.inputs, case.inputs, strict=True):
+            for before, after, sign in ((old, cost.output, -1), (new, output, 1)):
+                if old != new:
+                    backward = self._with_cast(backward, self._elements[source], before, after, sign)
+        made = replace(cost, backward=backward, output=output, samples=0)
+        share = _width(output) / _width(cost.output)
+        if share == 1.0:
+            return made
+        sizes = {name: round(getattr(made, name) * share) for name in _SIZES}
+        return replace(made, forward=_wider(made.forward, share), backward=_wider(made.backward, share), **sizes)
 
     def _rekept(
         self, cost: CaseCost, position: int, before: Sequence[str], after: Sequence[str], target: str
@@ -157,16 +193,16 @@ class StepPredictor:
 
     def _recast(self, work: Work, elements: int, old: str, new: str, target: str) -> Work:
         """Take the cast of ``old`` off and put that of ``new`` on."""
-        host, device, lag = work
-        for source, sign in ((old, -1), (new, 1)):
-            fit = self.costs.casts.get(f"{source}>{target}")
-            if source == target or not target or fit is None:
-                continue
-            nanoseconds = sign * fit.ns(elements)
-            host += sign * self.costs.cast_host_ns
-            device += nanoseconds
-            lag = NEVER if lag == NEVER else lag + nanoseconds + sign * self.costs.cast_host_ns
-        return Work(max(0, host), max(0, device), lag if lag == NEVER else max(0, lag))
+        return self._with_cast(self._with_cast(work, elements, old, target, -1), elements, new, target, 1)
+
+    def _with_cast(self, work: Work, elements: int, source: str, target: str, sign: int) -> Work:
+        """Put a cast on (1) or take it off (-1)."""
+        fit = self.costs.casts.get(f"{source}>{target}")
+        if source == target or not target or fit is None:
+            return work
+        nanoseconds, host_ns = sign * fit.ns(elements), sign * self.costs.cast_host_ns
+        lag = work.lag if work.lag == NEVER else max(0, work.lag + nanoseconds + host_ns)
+        return Work(max(0, work.host + host_ns), max(0, work.device + nanoseconds), lag)
 
     def _slow_entry(self, position: int, key: tuple[str, ...]) -> _Entry:
         cost = self.cost(position, Case(self._flow.signature(position), key[0], key[1:]))
@@ -267,6 +303,17 @@ class StepPredictor:
             host, device = round(share * host), round(on_device * device)
         return max(host, device)
 
+    def captured_ns(self, step: PlannedStep, tails: Sequence[tuple[int, int]] = ()) -> int:
+        """As `steady_ns`, when forward and backward pass are replayed as CUDA graphs (`qsync_opt.graphed`).
+
+        The host launches them at once, so it counts with the optimizer alone; gradients are handed over after the whole
+        backward pass, so no all-reduce overlaps it.
+        """
+        phases = self.costs.phases
+        after = [phases[label] for label in ("backward|end", "optimizer", "zero_grad")]
+        network = max((tail for _, tail in tails), default=0)
+        return max(sum(work.host for work in after), sum(step.device_ns) + network + sum(w.device for w in after))
+
     def resting_share(self, plan: Mapping[str, str]) -> float:
         """Share of the host's time that a plan takes: less than 1 for one of FP32 alone, which stands aside."""
         if self.costs.resting_share >= 1.0 or any(precision != "FP32" for precision in plan.values()):
@@ -334,20 +381,14 @@ class StepPredictor:
         return tuple(sorted(found, key=lambda p: number_format(p).rank))
 
 
-def _on_one_queue(costs: StepCosts) -> StepCosts:
-    """On a cpu the host is the device: nothing is launched ahead, and who waits for the network waits for all."""
+def _width(output: str) -> int:
+    """Bytes per element of a format delivered; 1 for none, so that it never matters."""
+    return number_format(output).num_bytes if output else 1
 
-    def one(work: Work) -> Work:
-        return Work(0, work.host, work.host)
 
-    return replace(
-        costs,
-        cases={
-            case: replace(cost, forward=one(cost.forward), backward=one(cost.backward))
-            for case, cost in costs.cases.items()
-        },
-        phases={label: one(work) for label, work in costs.phases.items()},
-    )
+def _wider(work: Work, share: float) -> Work:
+    device = round(work.device * share)
+    return Work(work.host, device, work.lag if work.lag == NEVER else max(0, work.lag + device - work.device))
 
 
 def _arrival(precision: str) -> str:

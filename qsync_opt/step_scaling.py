@@ -2,7 +2,8 @@
 
 An operator that was recorded in one precision but not in another is taken to cost as many times more there as the
 operators of its kind that were recorded in both; where there are none, as all that were. What it keeps and delivers
-grows the same way in bytes.
+grows the same way in bytes, and stays as it is between precisions of equal width (TF32 and FP32, BF16 and FP16), which
+are taken first.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def scaled_costs(graph: OpGraph, costs: StepCosts, available: Mapping[str, Seque
         for precision in available.get(operator.name, ()):
             if precision in recorded or not recorded:
                 continue
-            source = min(recorded, key=lambda p: abs(number_format(p).rank - number_format(precision).rank))
+            rank, width = number_format(precision).rank, _width(precision)
+            source = min(recorded, key=lambda p: (_width(p) != width, abs(number_format(p).rank - rank)))
             pairs = _pairs(table, kinds, operator.op_type, source, precision)
             if pairs:
                 case, cost = _scaled(operator, signature, source, precision, recorded[source], pairs, costs.half_format)
@@ -101,6 +103,11 @@ def _pairs(
     return list(both(s for s in table if kinds.get(s) == kind)) or list(both(table))
 
 
+def _width(precision: str) -> int:
+    """Bytes per element as an operator of the precision wants its inputs; 8 bits: as it multiplies them."""
+    return number_format(_ARRIVAL.get(precision, precision) or precision).num_bytes
+
+
 def _scaled(
     operator: Operator,
     signature: str,
@@ -117,7 +124,8 @@ def _scaled(
         name: _scaled_work(getattr(cost, name), [(getattr(a, name), getattr(b, name)) for a, b in pairs])
         for name in _TIMES
     }
-    for name in (*_BYTES, "kernel_ns"):
+    alike = _width(source) == _width(precision)
+    for name in ("kernel_ns",) if alike else (*_BYTES, "kernel_ns"):  # equal widths take equal memory
         before, after = (sum(abs(getattr(pair[k], name)) for pair in pairs) for k in (0, 1))
         changes[name] = round(getattr(cost, name) * after / before) if before else getattr(cost, name)
     changed = replace(

@@ -76,22 +76,34 @@ def _steps(data: Record) -> dict[str, str]:
     summary = data["summary"]
 
     def both(name: str) -> str:
-        return (
-            f"{100 * summary[name]['mean_absolute']:.1f} % on average and {100 * summary[name]['worst']:.0f} % at worst"
-        )
+        errors = summary[name]
+        if not errors["cases"]:
+            return "not measured"
+        return f"{100 * errors['mean_absolute']:.1f} % on average and {100 * errors['worst']:.1f} % at worst"
 
-    memory = summary["memory_of_recorded_plans_alone"]
+    memory, peaks = summary["memory"], summary["memory_torch_tracker"]
+    host_spread = statistics.median(case["spread"] for case in data["cases"] if case["bound_by"] == "host")
     return {
         "steps.hardware": environment(data)["hardware"],
         "steps.date": environment(data)["date"],
         "steps.cases": str(summary["time"]["cases"]),
         "steps.all": both("time"),
-        "steps.device": both("time_device_far_above_host"),
-        "steps.device-cases": str(summary["time_device_far_above_host"]["cases"]),
+        "steps.new": both("time_plans_never_run"),
+        "steps.new-cases": str(summary["time_plans_never_run"]["cases"]),
+        "steps.device": both("time_bound_by_device"),
+        "steps.device-cases": str(summary["time_bound_by_device"]["cases"]),
+        "steps.host": both("time_bound_by_host"),
+        "steps.host-cases": str(summary["time_bound_by_host"]["cases"]),
+        "steps.captured": both("time_captured"),
+        "steps.captured-cases": str(summary["time_captured"]["cases"]),
         "steps.naive": both("time_naive"),
+        "steps.torch": both("time_torch_operators_benchmarked"),
+        "steps.torch-cases": str(summary["time_torch_operators_benchmarked"]["cases"]),
+        "steps.torch-memory": f"{percent(peaks['lowest'])} to {percent(peaks['highest'])}",
         "steps.rows": both("time_problem_rows"),
-        "steps.spread": f"{100 * summary['repeatability']:.1f} %",
-        "steps.rank": f"{summary['spearman']:.2f}",
+        "steps.host-spread": f"{100 * host_spread:.0f} %",
+        "steps.rank": f"{summary['spearman']:.3f}",
+        "steps.rank-least": f"{min(summary['spearman_by_cluster'].values()):.2f}",
         "steps.memory": f"{percent(memory['lowest'])} to {percent(memory['highest'])}",
         "steps.memory-plans": str(memory["cases"]),
         "steps.seconds": f"{summary['profile_seconds_most']:.0f} s",
@@ -202,14 +214,19 @@ def _kernels(sections: Record) -> dict[str, str]:
     for name, ending in (("half", ", INT8"), ("eight", ", gradients in INT8")):
         ratios = [record["ratio"] for record in trained if record["implementation"].endswith(ending)]
         found[f"kernels.trained.{name}"] = f"{_span(ratios, '.2f')} x" if ratios else NOT_MEASURED
-    copies = [r["share_of_copy"] for r in sections["quantize"]["records"] if "share_of_copy" in r]
+    copies = [
+        r["share_of_copy"]
+        for r in sections["quantize"]["records"]
+        if "share_of_copy" in r and "multiprocessors" not in r
+    ]
     found["kernels.quantize"] = f"{100 * min(copies):.0f} to {100 * max(copies):.0f} %"
     return found
 
 
 def _kernel_layers(sections: Record) -> dict[str, str]:
     """Linear-GELU-Linear as one operation with weights in BF16, and whole models; what no run has reached says so."""
-    names = [f"kernels.{section}.{size}" for section in ("layer", "peer") for size in ("large", "small", "partition")]
+    sizes = ("large", "small", "large-partition", "small-partition")
+    names = [f"kernels.{section}.{size}" for section in ("layer", "peer") for size in sizes]
     found = dict.fromkeys((f"{n}{end}" for n in names for end in ("", ".int8", ".fp8")), NOT_MEASURED)
     for section in ("layer", "peer"):
         for record in sections.get(section, {"records": ()})["records"]:
@@ -217,7 +234,7 @@ def _kernel_layers(sections: Record) -> dict[str, str]:
             if form != "one operation" or record.get("weights", "BF16") != "BF16":
                 continue
             size = "large" if record["shape"][1] == 4096 else "small"
-            name = f"kernels.{section}.{'partition' if 'multiprocessors' in record else size}"
+            name = f"kernels.{section}.{size}{'-partition' if 'multiprocessors' in record else ''}"
             found[f"{name}.{precision}"] = f"{record['speed_up']:.2f}"
             if precision == "fp8" and "times_torchao_tensorwise" in record:
                 found[name] = f"{record['times_torchao_tensorwise']:.2f}"
@@ -290,18 +307,19 @@ def readme_table() -> str:
             "predicted-cuda.json",
         ),
         row(
-            f"Iteration time from recorded steps, two workers, {known['steps.cases']} plans; where the device decides",
+            f"Iteration time from recorded steps, a card beside a partition, {known['steps.cases']} plans; "
+            f"the {known['steps.device-cases']} that the device paces",
             "off by {{ steps.all }}; by {{ steps.device }}",
             "predictor.json",
         ),
         row(
-            f"The same of GPT-110M on 8 multiprocessors, each of {known['held-out.cases']} recorded plans predicted "
-            "from the other ones",
-            "off by {{ held-out.all }}",
+            f"The same, each of {known['held-out.cases']} recorded plans of two models predicted from the others; "
+            "those that needed no scaled costs",
+            "off by {{ held-out.all }}; by {{ held-out.measured }}",
             "predictor-held-out.json",
         ),
         row(
-            f"Peak memory of recorded plans, a worker alone, {known['steps.memory-plans']} plans",
+            f"Peak memory of both workers, {known['steps.memory-plans']} peaks",
             "{{ steps.memory }}",
             "predictor.json",
         ),

@@ -32,16 +32,23 @@ _UNITS, _CALLS_PER_UNIT = 9, 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingOptions:
-    """How much is recorded: steps to warm up, steps that count, and steps that are traced."""
+    """How much is recorded: steps to warm up, steps that count, and steps that are traced.
+
+    ``rounds`` says how often the host is timed under every plan: the first time when it is recorded, then again after
+    all are, because a host's speed may change within seconds. Plans under which the device takes far longer than the
+    host are not timed again.
+    """
 
     warm_up: int = 3
     repeats: int = 5
     traced: int = 2
+    rounds: int = 1
 
     def __post_init__(self) -> None:
         check_integer(self.warm_up, "warm_up", minimum=1)
         check_integer(self.repeats, "repeats", minimum=1)
         check_integer(self.traced, "traced", minimum=1)
+        check_integer(self.rounds, "rounds", minimum=1)
 
 
 class Stepper:

@@ -70,3 +70,24 @@ def test_what_a_plan_of_fp32_alone_takes_when_it_stands_aside(resting, share):
     graph = stacked_graph(1)
     fine = replace(sample("a", graph, "FP32", traced=30_000, blocked=0, measured=10_000.0), resting_ns=resting)
     assert fit_step_costs(graph, [fine], DEVICE, half_format="BF16").resting_share == share
+
+
+def test_the_gap_between_kernels_is_that_of_untraced_steps_which_the_device_paces():
+    graph = stacked_graph(1)
+
+    def with_kernels(name, iteration_ns):
+        found = sample(name, graph, "FP32", traced=30_000, blocked=0, measured=10_000.0)
+        span = Span(host_ns=30_000, kernels=[(100 * k, 10_000, "k") for k in range(10)])
+        spans = replace(found.spans, spans={**found.spans.spans, (FORWARD, BEGIN): span}, gap_ns=1_200.0)
+        return replace(found, spans=spans, iteration_ns=iteration_ns)
+
+    def device_ns(*samples):
+        return fit_step_costs(graph, samples, DEVICE, half_format="BF16").phases["forward"].device
+
+    paced_by_device, paced_by_host = with_kernels("a", 102_500.0), with_kernels("b", 11_000.0)
+    assert device_ns(paced_by_device) == 10 * (10_000 + 250)
+    assert device_ns(paced_by_device, paced_by_host) == 10 * (10_000 + 250)  # the other has no gap of its own
+    assert device_ns(paced_by_host) == 10 * (10_000 + 1_200)
+    # Never more than was seen, nor less than nothing.
+    assert device_ns(with_kernels("a", 200_000.0)) == 10 * (10_000 + 1_200)
+    assert device_ns(with_kernels("a", 90_000.0)) == 10 * 10_000

@@ -137,6 +137,43 @@ def test_a_case_never_met_is_the_nearest_one_with_casts():
     assert found.forward_net_bytes == before.forward_net_bytes + 2 * elements
 
 
+def test_a_sum_never_met_in_these_formats_is_one_that_delivers_the_same():
+    graph = residual_graph()
+    costs = random_step_costs(graph, PRECISIONS)
+    position = graph.index("residual")
+    signature = StepFlow(graph, "BF16").signature(position)
+    alike = {(a, b): Case(signature, "", (a, b)) for a in ("BF16", "FP32") for b in ("BF16", "FP32")}
+    others = {case: cost for case, cost in costs.cases.items() if case.signature != signature}
+    known = {case: costs.cases[case] for case in (alike["BF16", "BF16"], alike["FP32", "FP32"])}
+    predictor = StepPredictor(graph, replace(costs, cases={**others, **known}))
+    for inputs in (("BF16", "FP32"), ("FP32", "BF16")):
+        found, wide = predictor.cost(position, alike[inputs]), known[alike["FP32", "FP32"]]
+        assert (found.output, found.result_bytes) == ("FP32", wide.result_bytes)
+        assert found.forward == wide.forward  # the kernel reads both formats
+        elements = graph.operators[graph.index("embed")].output_elements
+        assert found.backward.device == wide.backward.device + costs.casts["BF16>FP32"].ns(elements)
+
+
+def test_what_follows_a_format_that_was_never_met_grows_with_its_width():
+    graph = residual_graph()
+    costs = random_step_costs(graph, PRECISIONS)
+    position = graph.index("gelu")
+    signature = StepFlow(graph, "BF16").signature(position)
+    half = Case(signature, "", ("BF16",))
+    known = {case: cost for case, cost in costs.cases.items() if case.signature != signature} | {
+        half: costs.cases[half]
+    }
+    predictor = StepPredictor(graph, replace(costs, cases=known))
+    wide, other = (predictor.cost(position, half._replace(inputs=(name,))) for name in ("FP32", "FP16"))
+    assert (wide.output, wide.result_bytes) == ("FP32", 2 * known[half].result_bytes)
+    assert wide.backward.device == 2 * known[half].backward.device  # no cast: it delivers what it is given
+    assert (other.output, other.result_bytes, other.backward) == (
+        "FP16",
+        known[half].result_bytes,
+        known[half].backward,
+    )
+
+
 def test_what_cannot_be_predicted_is_refused(tmp_path):
     graph = residual_graph()
     costs = random_step_costs(graph, PRECISIONS)

@@ -66,6 +66,19 @@ def test_an_operator_costs_as_many_times_more_as_those_of_its_kind(graph):
     assert scaled_operators(graph, scaled) == {("FP32", "BF16"): alike}
 
 
+def test_what_takes_equal_formats_takes_equal_memory(graph):
+    precisions = (*PRECISIONS, "TF32")
+    costs = random_step_costs(graph, precisions, seed=5)
+    names = [operator.name for operator in graph.by_role(Role.ADJUSTABLE)]
+    lost = without(graph, costs, [(names[0], "FP32")])
+    scaled = scaled_costs(graph, lost, {name: precisions for name in names})
+    ((case, cost),) = [(case, cost) for case, cost in scaled.cases.items() if cost.scaled_from]
+    assert cost.scaled_from == "TF32"
+    same = scaled.cases[case._replace(precision="TF32")]
+    assert (cost.result_bytes, cost.forward_net_bytes) == (same.result_bytes, same.forward_net_bytes)
+    assert cost.forward != same.forward
+
+
 def test_every_plan_can_be_predicted_and_profiled_again(graph):
     costs = random_step_costs(graph, PRECISIONS, seed=3)
     names = [operator.name for operator in graph.by_role(Role.ADJUSTABLE)]

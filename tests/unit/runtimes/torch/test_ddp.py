@@ -1,8 +1,4 @@
-import json
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -81,22 +77,8 @@ def test_groups_and_their_absence():
     assert not dist.is_initialized()
 
 
-def test_one_worker_in_fp32_and_one_under_a_plan():
-    # Plain subprocesses: a fork would inherit torch's threads, a spawn could not import this file.
-    script, port = Path(__file__).with_name("hybrid_worker.py"), str(free_port())
-    workers = [
-        subprocess.Popen([sys.executable, script, str(rank), "2", port], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    try:
-        texts = [worker.communicate(timeout=120) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    for worker, (_, errors) in zip(workers, texts, strict=True):
-        assert worker.returncode == 0, errors.decode()
-    fp32, planned = (json.loads(output) for output, _ in texts)
+def test_one_worker_in_fp32_and_one_under_a_plan(run_workers):
+    fp32, planned = run_workers("hybrid_worker.py")
     for outcome in (fp32, planned):
         assert outcome["equal"]
         assert outcome["losses"][-1] < 0.8 * outcome["losses"][0]

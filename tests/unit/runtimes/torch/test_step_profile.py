@@ -18,12 +18,12 @@ from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
 from qsync_opt.runtimes.torch.measure import TrainingExample
 from qsync_opt.runtimes.torch.step_labels import read_events, step_labels
-from qsync_opt.runtimes.torch.step_profile import profile_steps, record_plan
+from qsync_opt.runtimes.torch.step_profile import profile_steps, record_plan, record_steps
 from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper
 from qsync_opt.step_costs import StepCosts
 from qsync_opt.step_predictor import StepPredictor
 from qsync_opt.step_scaling import scaled_operators
-from qsync_opt.step_trace import FORWARD, charge
+from qsync_opt.step_trace import FORWARD, PHASES, charge
 
 FEW = RecordingOptions(warm_up=1, repeats=1, traced=1)
 
@@ -73,6 +73,19 @@ def test_fp32_is_recorded_as_in_a_plan_and_alone_as_it_stands_aside(setting):
     predictor.change(step, setting.names[0], "FP32")
     assert predictor.steady_ns(step) == alone
     assert StepCosts.from_json(json.loads(json.dumps(costs.to_json())), "again").resting_share == 0.5
+
+
+def test_the_host_is_timed_in_as_many_rounds_as_asked_for(setting, monkeypatch):
+    times = iter((dict.fromkeys(PHASES, 1e9 * k), 5e9 * k) for k in range(1, 100))
+    monkeypatch.setattr(step_profile, "time_host", lambda *rest: next(times))
+    twice = replace(FEW, rounds=3)
+    arguments = (setting.example, setting.graph, setting.optimizer)
+    records = record_steps(*arguments, precisions=["BF16"], mixed=0, options=twice, progress=False)
+    for sample, told in zip(records.samples, ((1, 3), (2, 4)), strict=True):
+        first, *later = sample.host_rounds_ns
+        assert later == [len(PHASES) * 1e9 * time for time in told]
+        assert sum(sample.host_ns.values()) == pytest.approx((first + sum(later)) / 3)
+        assert sample.resting_ns or sample.iteration_ns == 5e9 * told[0]  # the median
 
 
 def short_of_memory(most, *, never=()):

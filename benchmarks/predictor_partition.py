@@ -1,0 +1,61 @@
+"""A number of a card's multiprocessors as a device of its own: a green context.
+
+Libraries choose kernels for the whole card. Some of cuDNN's and cuBLAS's start all their blocks at once
+(CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE) or in clusters that a partition cannot hold (CUDA_ERROR_INVALID_CLUSTER_SIZE),
+which they report as EXECUTION_FAILED. Partitions that the driver makes for the largest clusters fail alike. So every
+precision is tried before it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import unittest.mock
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+
+@contextlib.contextmanager
+def partition(device: torch.device, multiprocessors: int | None) -> Iterator[None]:
+    """Run everything inside on a number of the card's multiprocessors; None: on all of them."""
+    if multiprocessors is None or device.type == "cpu":
+        yield
+        return
+    context = torch.cuda.GreenContext.create(num_sms=multiprocessors, device_id=device.index)
+    stream = context.Stream()
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(stream):
+        yield
+        torch.cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def capturing(device: torch.device) -> Iterator[None]:
+    """Capture CUDA graphs inside on the current stream, if that is a partition's.
+
+    Kernels of a graph stay in the context of the stream that they were captured on; `qsync_opt.graphed` would make one
+    of its own, and its graphs would run on the whole card.
+    """
+    stream = torch.cuda.current_stream(device)
+    if stream == torch.cuda.default_stream(device):
+        yield
+        return
+    with unittest.mock.patch.object(torch.cuda, "Stream", lambda *arguments, **options: stream):
+        yield
+
+
+def refused(
+    device: torch.device, multiprocessors: int | None, attempts: Mapping[str, Callable[[], None]]
+) -> dict[str, str]:
+    """Which attempts fail on a partition, and why."""
+    failed: dict[str, str] = {}
+    if multiprocessors is None or device.type == "cpu":
+        return failed
+    with partition(device, multiprocessors):
+        for name, attempt in attempts.items():
+            try:
+                attempt()
+                torch.cuda.synchronize(device)
+            except RuntimeError as error:
+                failed[name] = str(error).splitlines()[0][:200]
+    return failed
