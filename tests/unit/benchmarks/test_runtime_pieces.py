@@ -85,6 +85,10 @@ def test_the_plan_is_compared_with_the_best_plain_way():
         record("FP16 autocast", 50.0, 1.0, workers=4),
         record("plan", 1.0, 1.0, workers_in_turn=True),
     ]
+    assert (
+        "m (as it was)"
+        in runtime_figures({"throughput": [{**throughput[0], "variant": "as it was"}]})["runtime.table.throughput"]
+    )
     found = runtime_figures({"throughput": throughput})
     assert found["runtime.throughput"] == "m 0.95 x"
     assert found["runtime.sensitivity"] == "0.25 to 0.25"
@@ -109,6 +113,8 @@ def test_a_plan_that_is_no_less_sensitive_is_told():
     from runtime_figures import less_sensitive
 
     ways = {"plan": record("plan", 10.0, 2.0), "BF16 autocast": record("BF16 autocast", 11.0, 1.0)}
+    assert not less_sensitive(ways)
+    ways["BF16 autocast"]["samples_per_s"] = 9.9  # within noise
     assert not less_sensitive(ways)
     ways["BF16 autocast"]["samples_per_s"] = 9.0  # slower: no rival
     assert less_sensitive(ways)
