@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from results_pages import Record, table
 
 PARTS = ("output", "weight_gradient", "input_gradient")
+SMALL_GPT_RATE = 6e-4
+"""Learning rate of the small GPT whose operators' harm is measured."""
 OURS = ("probed", "propagated", "loss")
 MEASURES = {"after_steps": "loss after steps", "at_once": "loss at once", "gradient": "gradient variance"}
 
@@ -129,23 +132,29 @@ def training_table(data: Record) -> str:
             if policy == "full precision"
             else f"{found['worse_than_full']:.4f} ± {found['worse_than_full_error'] or 0:.4f}",
             *(
-                _percent(found[key]) if policy not in ("full precision", "uniform INT8") else "–"
-                for key in ("recovered", "recovered_in_training_loss")
+                (_recovered(every, policy), _percent(found["recovered_in_training_loss"]))
+                if policy not in ("full precision", "uniform INT8")
+                else ("–", "–")
             ),
         )
         for record in _records(data, "train")
-        for policy, found, setting in _trained(record)
+        for policy, found, setting, every in _trained(record)
     ]
     return table(header, rows)
 
 
-def _trained(record: Record) -> list[tuple[str, Record, str]]:
-    """Policy, what came of it, and the setting; runs that were stopped say after how many steps."""
-    found = [(p, part, setting) for setting, every in record["summary"].items() for p, part in every.items()]
+def _trained(record: Record) -> list[tuple[str, Record, str, Mapping[str, Record]]]:
+    """Policy, what came of it, the setting, and all its policies; runs that were stopped say after how many steps."""
+    length = f"{record['steps']} steps"
+    found = [
+        (policy, part, f"{setting}; {length}", every)
+        for setting, every in record["summary"].items()
+        for policy, part in every.items()
+    ]
     for setting, every in record["unfinished_summary"].items():
         steps = max(run["steps"] for run in record["unfinished"])
-        stopped = f"{setting}; stopped after {steps} of {record['steps']} steps"
-        found += [(policy, part, stopped) for policy, part in every.items()]
+        stopped = f"{setting}; stopped after {steps} of {length}"
+        found += [(policy, part, stopped, every) for policy, part in every.items()]
     return found
 
 
@@ -190,10 +199,17 @@ def _baselines(ranks: Mapping[str, float | None]) -> list[float]:
     return [value for kind, value in ranks.items() if value is not None and kind not in OURS]
 
 
+def _recovered(policies: Mapping[str, Record], policy: str) -> str:
+    """Share of the gap that a plan closes, with its standard error."""
+    part, gap = policies[policy], policies["uniform INT8"]["worse_than_full"]
+    error = part["worse_than_full_error"]
+    return f"{100 * part['recovered']:.0f}" + ("" if error is None else f" ± {100 * error / gap:.0f}") + " %"
+
+
 def _training_figures(data: Record) -> dict[str, str]:
     """Gap between uniform INT8 and full precision, and what each plan recovers, per model."""
     found = {}
-    for record in _records(data, "train"):
+    for record in sorted(_records(data, "train"), key=lambda record: bool(record["summary"])):  # finished ones last
         summary, steps = record["summary"], record["steps"]
         if not summary:
             summary, steps = record["unfinished_summary"], max(run["steps"] for run in record["unfinished"])
@@ -210,8 +226,26 @@ def _training_figures(data: Record) -> dict[str, str]:
                     f"{other['worse_than_full']:.3f} ± {other['worse_than_full_error'] or 0:.3f}"
                 )
         for policy in record["plans"]:
-            found[f"quality.{model}.{policy}"] = _percent(harsh[policy]["recovered"])
+            found[f"quality.{model}.{policy}"] = _recovered(harsh, policy)
             found[f"quality.{model}.{policy}.loss"] = _percent(harsh[policy]["recovered_in_training_loss"])
+    return found
+
+
+def _by_rank(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    return [float(order.index(i)) for i in range(len(values))]
+
+
+def _expected_loss_ranks(harm: Record) -> dict[str, str]:
+    """What ``loss`` would have ranked, from the recorded values of the two indicators that it is made of."""
+    horizon = harm["steps"] * SMALL_GPT_RATE**2
+    fisher, probed = (harm["indicators"][kind] for kind in ("fisher", "probed"))
+    found = {"quality.harm.horizon": f"{horizon:.1e}"}
+    for measure in MEASURES:
+        means = harm[measure]["mean"]
+        pairs = [(fisher[name] + horizon * probed[name], means[name]) for name in means]
+        rank = statistics.correlation(*(_by_rank(side) for side in zip(*pairs, strict=True)))
+        found[f"quality.{measure}.loss"] = f"{rank:.2f}"
     return found
 
 
@@ -254,7 +288,7 @@ def quality_figures(data: Record) -> dict[str, str]:
     clear = harm["after_steps"]["clear"]["spearman"]
     found["quality.clear.probed"] = f"{clear['probed']:.2f}"
     found["quality.clear.best-baseline"] = f"{max(_baselines(clear)):.2f}"
-    return found | _training_figures(data)
+    return found | _training_figures(data) | _expected_loss_ranks(harm)
 
 
 def overview(data: Mapping[str, Any]) -> str:
