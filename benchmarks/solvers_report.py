@@ -10,6 +10,8 @@ from typing import Any
 from solvers_plots import write_plots
 
 Record = dict[str, Any]
+_LOADED = 1.1
+"""A core this much slower than at its quickest was shared."""
 
 
 def _time(seconds: float | None) -> str:
@@ -39,6 +41,26 @@ def _requirements(summary: Record) -> list[str]:
     words = {True: "yes", False: "**no**", None: "-"}
     rows = [(r["what"], r["asked"], r["measured"], words[r["met"]]) for r in summary["requirements"]]
     return ["## Asked and measured", "", *_table(("What", "Asked", "Measured", "Met"), rows)]
+
+
+def _without_load(summary: Record) -> list[str]:
+    """Where other load slowed the cores: what the times would be without it, by the fixed piece of work."""
+    found = {size: row for size, row in summary.get("without_load", {}).items() if row["slower"] > _LOADED}
+    if not found:
+        return []
+    rows = [
+        (
+            f"{int(size):,}", f"{row['slower']:.2f}", _time(row["greedy_s"]), _time(row["greedy_asked_s"]),
+            f"{row['exact_in_time']} of {row['cases']} within {row['exact_asked_s']:g} s",
+        )
+        for size, row in found.items()
+    ]  # fmt: skip
+    head = ("Operators", "Slower (median)", "`greedy`, median", "asked", "`exact` proved")
+    text = (
+        "Other load shared the hardware: the fixed piece of work was slower by this than at its quickest. With every "
+        "time divided by its own slowdown, which is an estimate and counts for nothing above:"
+    )
+    return [text, "", *_table(head, rows)]
 
 
 def _rows(found: Record) -> list[str]:
@@ -250,7 +272,7 @@ def _probe(found: Record | None) -> str:
 def markdown(data: Record, stem: str = "solvers") -> str:
     """The whole report of a results file as Markdown; ``stem`` begins the names of the plots."""
     summary = data["report"]
-    parts = (_requirements, _quality, _beside, _front, _checks)
+    parts = (_requirements, _without_load, _quality, _beside, _front, _checks)
     lines = [*_header(data), *(line for part in parts for line in part(summary))]
     return "\n".join(lines).rstrip().replace("](solvers-", f"]({stem}-") + "\n"
 

@@ -164,6 +164,33 @@ def proofs(records: list[Record]) -> dict[str, Record]:
     return result
 
 
+def without_load(records: list[Record]) -> dict[str, Record]:
+    """By size: times divided by how much slower the fixed piece of work was than at its quickest; estimates."""
+    turns = ("probe_before_s", "probe_after_s")
+    least = min((record[turn] for record in records for turn in turns if turn in record), default=None)
+    result = {}
+    for size, asked_s in GREEDY_ASKED_S.items():
+        own = [r for r in records if r["size"] == size and all(turn in r for turn in turns) and "exact" in r["runs"]]
+        if least is None or not own:
+            continue
+        slower = [sum(r[turn] for turn in turns) / 2 / least for r in own]
+        exact_s = EXACT_ASKED[size][1]
+        result[str(size)] = {
+            "slower": statistics.median(slower),
+            "greedy_s": statistics.median(
+                r["runs"]["greedy"]["wall_s"] / share for r, share in zip(own, slower, strict=True)
+            ),
+            "greedy_asked_s": asked_s,
+            "exact_in_time": sum(
+                r["runs"]["exact"]["termination"] == "optimal" and r["runs"]["exact"]["wall_s"] / share <= exact_s
+                for r, share in zip(own, slower, strict=True)
+            ),
+            "exact_asked_s": exact_s,
+            "cases": len(own),
+        }
+    return result
+
+
 def growth(records: list[Record]) -> Record | None:
     """Exponent of the time of `greedy` in the number of adjustable operators, by least squares of logarithms."""
     points = [
@@ -275,6 +302,7 @@ def analyse(sections: Record) -> Record:
         "all_sizes": method_row(quality, "greedy", references),
         "exact": proofs(quality),
         "growth": growth(quality),
+        "without_load": without_load(quality),
         "beside": by_size(beside, references),
         "speedup": {str(size): speedup(beside, size, limit) for size, limit in ((200, 20.0), (1000, 60.0))},
         "front": fronts(sections),
