@@ -166,6 +166,12 @@ class AssignmentModel:
         entry = self.chosen(labels_N)
         return float(self.objective_Z[entry].sum()) if self.allowed_Z[entry].all() else float("inf")
 
+    def least_objective(self) -> float:
+        """Objective that no labelling is below, limits and forbidden entries set aside."""
+        starts = np.concatenate([self.offset_N, self.offset_E])
+        least = np.minimum.reduceat(self.objective_Z, starts) if len(starts) else np.zeros(0)
+        return float(least.sum()) * (1 - 1e-12) if (least >= 0).all() else -np.inf
+
     def priced(self, prices_R: Floats, allowed_Z: Bools, objective_weight: float = 1.0) -> Floats:
         """Tables with the limits' prices added: ``objective + sum_r price_r * row_r``, forbidden entries infinite."""
         price_T = self._float_T * self.load_prices(prices_R)[self.load_T]

@@ -25,7 +25,8 @@ from qsync_opt.formulations.assignment.frontier import search
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
 from qsync_opt.formulations.assignment.program import close
 from qsync_opt.formulations.assignment.relaxation import Relaxation, relax
-from qsync_opt.formulations.assignment.tree import Node, Outcome, take
+from qsync_opt.formulations.assignment.tree import Node, Outcome, first_nodes, take
+from qsync_opt.formulations.assignment.width import search_width
 from qsync_opt.formulations.linear_solver import LinearSolver
 
 PROOF = 1e-9
@@ -37,12 +38,6 @@ _MAX_LEAVES = 8
 _ROUNDING = 1e-13
 """Share of priced limits by which the Lagrangian at other limits is lowered."""
 _MUCH_BETTER = 0.5
-_STATES, _NARROW = 6000, 64
-"""States of a whole core search that pay at this width, and in proportion: short cores are searched more widely."""
-_MOST_EXTENDED = 1_000_000
-"""A short core is not searched so widely that a step makes more states than this, which are kept in memory."""
-_EASY_NODES, _EASY_MERGED, _EASY_WIDTH = 40, 16, 8192
-"""Cores of one row, or so few nodes before or after merging, are closed by a search of this width before a solver."""
 
 
 class BoundAndFix:
@@ -137,7 +132,7 @@ class BoundAndFix:
         outcome = Outcome(None, np.inf, -np.inf, zero)
         open_nodes: list[Node] = []
         closed = np.inf
-        least = max(self._least_objective(), self._proved)
+        least = max(self.model.least_objective(), self._proved)
         if self.best is not None and self._closed(least, effort):
             return Outcome(self.best.labels_N, self.best.objective, min(least, self.upper), zero)
         try:
@@ -145,7 +140,9 @@ class BoundAndFix:
             if infeasible:
                 return Outcome(None, np.inf, np.inf, zero, proved_infeasible=True)
             prices = zero if self._prices_R is None else self._prices_R
-            open_nodes = self._first_nodes(least, prices, plans, effort)
+            # Of what an earlier search under other limits split the root into, if the tree may be opened at all.
+            leaves = self._leaves if effort.max_nodes > 1 else [()]
+            open_nodes = first_nodes(leaves, self._root_entries(), least, prices, plans)
             most_leaves, count = len(open_nodes), len(open_nodes) + 1
             plunge = 0  # number of the child to go on with, at first; 0: the node of least bound
             while open_nodes and outcome.nodes < effort.max_nodes + most_leaves - 1:
@@ -183,17 +180,6 @@ class BoundAndFix:
         elif outcome.bound == np.inf and not outcome.out_of_time:
             outcome.proved_infeasible = True
         return outcome
-
-    def _first_nodes(self, least: float, prices_R: Floats, plans: list[Priced], effort: Effort) -> list[Node]:
-        """The root; or what an earlier search under other limits split it into, if the tree may be opened at all."""
-        root_Z = self._root_entries()
-        nodes = []
-        for number, path in enumerate(self._leaves if effort.max_nodes > 1 else [()]):
-            allowed_Z = root_Z.copy() if path else root_Z
-            for side in path:
-                allowed_Z[side] = False
-            nodes.append(Node(least, number + bool(path), allowed_Z, prices_R, plans, path))
-        return nodes
 
     def _grow(self, path: tuple[Ints, ...] | None, sides: list[Ints]) -> list[tuple[Ints, ...] | None]:
         """Keep a split at a join for further limits, while there are few; returns the children's paths."""
@@ -311,12 +297,6 @@ class BoundAndFix:
                 found, held = self._search_core(held, inner, each)
                 bound = max(bound, found)
 
-    def _least_objective(self) -> float:
-        """Objective that no labelling is below, limits and forbidden entries set aside."""
-        starts = np.concatenate([self.model.offset_N, self.model.offset_E])
-        least = np.minimum.reduceat(self.model.objective_Z, starts) if len(starts) else np.zeros(0)
-        return float(least.sum()) * (1 - 1e-12) if (least >= 0).all() else -np.inf
-
     def _root_entries(self) -> Bools:
         """Entries of the root; found again only when the incumbent has become much better, or worse."""
         if self.upper > self._affordable_at:
@@ -377,13 +357,11 @@ class BoundAndFix:
             return min(self._searched[3], ceiling), allowed_Z
         core = extract(self.model, base_N, tried_Z, dual.prices_R)
         small = condense(core, self._too_dear(), merge=True)
-        easy = len(core.excess_R) <= 1 or len(core.nodes) <= _EASY_NODES
-        easy = easy or (ceiling == np.inf and len(small.nodes) <= _EASY_MERGED)
         bound = -np.inf
-        if effort_pass.width or easy:
+        width = search_width(effort_pass.width, core, small, whole=ceiling == np.inf)
+        if width:
             if ceiling == np.inf and isinstance(small, Condensed):
                 self._equal.append(small)
-            width = self._width(effort_pass.width, small) if effort_pass.width else _EASY_WIDTH
             result = search(small, self._target(0.0), width, spread=effort_pass.spread, deadline=self._deadline)
             if result.labels_N is not None:
                 self.offer(result.labels_N)
@@ -410,11 +388,6 @@ class BoundAndFix:
         if result.labels_N is not None:
             self.offer(result.labels_N)
         return result.bound
-
-    def _width(self, width: int, core: Core) -> int:
-        """Most states of a core search: more than its pass asks for where the core is short."""
-        labels = max((len(node.labels_A) for node in core.nodes), default=1)
-        return max(width, min(_STATES * width // _NARROW // max(len(core.nodes), 1), _MOST_EXTENDED // labels))
 
     def _too_dear(self) -> float:
         """Priced cost from which on a part of a core cannot belong to a better labelling."""

@@ -4,6 +4,7 @@ Axes: N nodes, Z table entries, R limit rows.
 """
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from qsync_opt.formulations.assignment.dual import Priced
@@ -52,3 +53,16 @@ def take(open_nodes: list[Node], number: int) -> Node:
             heapq.heapify(open_nodes)
             return node
     return heapq.heappop(open_nodes)
+
+
+def first_nodes(
+    leaves: Sequence[tuple[Ints, ...]], root_Z: Bools, bound: float, prices_R: Floats, plans: list[Priced]
+) -> list[Node]:
+    """The root, or the nodes below it that these leaves are: each forbids the entries of its path."""
+    nodes = []
+    for number, path in enumerate(leaves):
+        allowed_Z = root_Z.copy() if path else root_Z
+        for side in path:
+            allowed_Z[side] = False
+        nodes.append(Node(bound, number + bool(path), allowed_Z, prices_R, plans, path))
+    return nodes
