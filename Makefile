@@ -4,8 +4,10 @@ BASE_PYTHON ?= python3
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+# Tests run in as many processes as there are processors, each with one thread of its own; neighbours stay together.
+PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test check lint format types test-gpu test-all bench-solvers wheel kernels sanitize docs docs-serve docs-check clean
+.PHONY: demo test check lint format types test-gpu test-all bench-solvers wheel kernels kernels-check sanitize docs docs-serve docs-check clean
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	$(BASE_PYTHON) -m venv $(VENV)
@@ -15,11 +17,13 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 demo: $(STAMP) ## train a small GPT on two workers under a plan, and show every step
 	$(VENV)/bin/qsync-opt demo
 
+test test-all docs-check: export OMP_NUM_THREADS := 1
+
 test: $(STAMP) ## the CPU tests; those of the documentation are docs-check
-	$(PYTHON) -m pytest -q -m "not gpu and not slow" --ignore=tests/docs
+	$(PYTHON) -m pytest -q $(PARALLEL) -m "not gpu and not slow" --ignore=tests/docs
 
 test-all: $(STAMP) ## the CPU tests, slow ones too
-	$(PYTHON) -m pytest -q -m "not gpu"
+	$(PYTHON) -m pytest -q $(PARALLEL) -m "not gpu"
 
 test-gpu: $(STAMP)
 	$(PYTHON) -m pytest -q -m gpu
@@ -49,13 +53,16 @@ docs-serve: $(STAMP) ## the same, served at http://127.0.0.1:8000 and rebuilt on
 	$(PYTHON) -m mkdocs serve
 
 docs-check: $(STAMP) ## the built site, and every code block of the documentation
-	$(PYTHON) -m pytest -q tests/docs
+	$(PYTHON) -m pytest -q $(PARALLEL) tests/docs
 
 bench-solvers: $(STAMP) ## how near, sure and fast the solvers are; half an hour on two cores that are otherwise idle
 	$(PYTHON) benchmarks/solvers.py --cores 0,1
 
 kernels: $(STAMP) ## compile the CUDA kernels for every target
 	$(PYTHON) -m qsync_opt.kernels.build
+
+kernels-check: $(STAMP) ## that they compile for every target, as quickly as the compiler can; keeps nothing
+	$(PYTHON) -m qsync_opt.kernels.compile_check
 
 sanitize: $(STAMP) ## on a CUDA card: memory checks and race checks of the CUDA kernels
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) tests/gpu/sanitizer_cases.py

@@ -1,6 +1,6 @@
 """Time the CUDA kernels and write one record per shape and implementation to ``benchmarks/results/kernels.json``.
 
-python benchmarks/kernels.py [--section quantize] [--quick] [--output PATH]
+python benchmarks/kernels.py [--section quantize] [--quick] [--only TEXT] [--output PATH]
 
 Each section is a module of ``kernel_bench`` with ``records(quick)``, a list or an iterator; sections not run keep the
 records that the output file holds already.
@@ -58,15 +58,20 @@ def main() -> int:
     here = [name for name in SECTIONS if (Path(__file__).parent / "kernel_bench" / f"{name}.py").is_file()]
     parser.add_argument("--section", action="append", choices=here, help="default: all")
     parser.add_argument("--quick", action="store_true", help="fewer variants")
+    parser.add_argument("--only", default="", help="with --section model: models whose name has this in it")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "kernels.json")
     arguments = parser.parse_args()
+    if arguments.only and arguments.section != ["model"]:
+        parser.error("--only chooses among models: give --section model with it")
     if not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA card: the kernels are timed on one")
     sections = _previous(arguments.output)
     for name in arguments.section or here:
-        records: list[dict[str, Any]] = []
+        kept = sections.get(name, {}).get("records", []) if arguments.only else []
+        records: list[dict[str, Any]] = [record for record in kept if arguments.only not in record["model"]]
         section = {**_environment(), "command": " ".join(["python", *sys.argv]), "records": records}
-        for record in importlib.import_module(name).records(arguments.quick):
+        choice = {"only": arguments.only} if arguments.only else {}
+        for record in importlib.import_module(name).records(arguments.quick, **choice):
             # Written at once: time on a card is dear, and a run that is cut short has measured something.
             records.append(record)
             write_json(arguments.output, {"format": FORMAT, "sections": {**sections, name: section}})

@@ -5,8 +5,9 @@
 
 Every part writes a file of its own into FOLDER, again after every record, and ends when its time is used up, so that
 parts can run side by side and nothing is lost; ``--merge`` makes one file of them. Parts: operators[:MODEL],
-whole-model, harm:MODEL:SHARD[:sgd] (small-gpt, cnn; shards have repeats of their own; by the own optimizer or by SGD),
-cost, train:MODEL (gpt, cnn; goes on where its file in FOLDER ends).
+whole-model[:MODEL], cost[:MODEL], harm:MODEL:SHARD[:sgd] (small-gpt, cnn; shards have repeats of their own; by the own
+optimizer or by SGD), train:MODEL[:SHARD] (gpt, cnn; shards have seeds of their own; goes on where its file in FOLDER
+ends).
 """
 
 from __future__ import annotations
@@ -40,14 +41,15 @@ PART = "qsync-bench-quality-part/1"
 RESULTS = Path(__file__).parent / "results" / "quality.json"
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Where and with what a part was run."""
+def environment(device: torch.device, folder: Path) -> dict[str, Any]:
+    """Where and with what a part was run; whatever the folder is called."""
     cuda = device.type == "cuda"
+    arguments = ["parts" if argument == str(folder) else argument for argument in sys.argv[1:]]
     return {
         "date": datetime.date.today().isoformat(),
         "hardware": torch.cuda.get_device_name() if cuda else platform.machine(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "command": " ".join(["python benchmarks/quality.py", *sys.argv[1:]]),
+        "command": " ".join(["python benchmarks/quality.py", *arguments]),
     }
 
 
@@ -55,10 +57,11 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
     """Run one part and keep its records as they come."""
     scale, folder = arguments.scale, arguments.folder
     kind, *rest = part.split(":")
+    path = folder / f"{part.replace(':', '-')}.json"
     clock, begin = Clock(arguments.seconds), time.monotonic()
     found: Iterator[dict[str, Any]]
     if kind == "train":
-        found = train(rest[0], device, clock, arguments)
+        found = train(rest[0], int((rest[1:] or ["0"])[0]), device, clock, arguments, before=path)
     elif kind == "harm":
         found = harm.section(
             device,
@@ -75,9 +78,8 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
         found = operators.section(device, scale, clock, rest or operators.MODELS)
     else:
         sections = {"whole-model": whole_model.section, "cost": cost.section}
-        found = sections[kind](device, scale, clock)
+        found = sections[kind](device, scale, clock, rest or None)
     records: list[dict[str, Any]] = []
-    path = folder / f"{part.replace(':', '-')}.json"
     for record in found:
         if kind in ("train", "harm"):
             records = [record]  # each holds all that is known so far
@@ -85,16 +87,17 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
             records = [*(known for known in records if known["model"] != record["model"]), record]
         else:
             records.append(record)
-        data = {"format": PART, "part": part, **environment(device), "seconds": time.monotonic() - begin}
+        data = {"format": PART, "part": part, **environment(device, folder), "seconds": time.monotonic() - begin}
         write_json(path, {**data, "records": records})
         print(f"{part}: record {len(records)} after {time.monotonic() - begin:.0f} s", flush=True)
 
 
-def train(name: str, device: torch.device, clock: Clock, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Runs of one model; every record holds all that is known so far."""
+def train(
+    name: str, shard: int, device: torch.device, clock: Clock, arguments: argparse.Namespace, before: Path
+) -> Iterator[dict[str, Any]]:
+    """Runs of one model over the seeds of a shard; every record holds all that is known so far."""
     steps = arguments.steps
-    comparison = training.Comparison(name, device, arguments.scale, arguments.folder)
-    before = arguments.folder / f"train-{name}.json"
+    comparison = training.Comparison(name, device, arguments.scale, arguments.folder, steps)
     known = read_json(before, (PART,))["records"][-1]["runs"] if before.is_file() else []
     sign = -1.0 if training.better_when_higher(name) else 1.0
     chosen = training.SETTINGS[name][-1]
@@ -107,11 +110,13 @@ def train(name: str, device: torch.device, clock: Clock, arguments: argparse.Nam
         "runs": known,
         "unfinished": [],
         "chosen": chosen.name,
+        "horizon": comparison.horizon,
         "plans": comparison.planned(chosen),
     }
     yield record
     done_before = {training.key(run) for run in known}
-    every = training.jobs(comparison, range(arguments.seeds), steps, captured=not arguments.eager)
+    seeds = range(shard * arguments.seeds, (shard + 1) * arguments.seeds)
+    every = training.jobs(comparison, seeds, steps, captured=not arguments.eager)
     jobs = [job for job in every if training.key(job) not in done_before]
     if not jobs:
         return
@@ -123,7 +128,7 @@ def train(name: str, device: torch.device, clock: Clock, arguments: argparse.Nam
 
 
 def merge(folder: Path, output: Path) -> None:
-    """One file from all parts; sections that no part holds are kept as the output has them."""
+    """One file from all parts; what no part has measured anew is kept as the output has it."""
     sections: dict[str, Any] = {}
     if output.is_file():
         sections = dict(read_json(output, (FORMAT,))["sections"])
@@ -134,18 +139,32 @@ def merge(folder: Path, output: Path) -> None:
             continue
         # Parts may come from several machines; what a card measured comes first.
         chosen.sort(key=lambda part: "NVIDIA" not in part["hardware"])
-        records = [{"hardware": part["hardware"], **record} for part in chosen for record in part["records"]]
+        records = [
+            {"hardware": part["hardware"], "date": part["date"], **record}
+            for part in chosen
+            for record in part["records"]
+        ]
         if kind == "harm":
             records = _harm_records(records)
         elif kind == "train":
+            records = training.merged(records)
             for record in records:
                 record["summary"] = _train_summary(record, record["runs"])
                 record["unfinished_summary"] = _train_summary(record, record.get("unfinished", []))
+        before = sections.get(kind, {"records": [], "command": ""})
+        measured = {_subject(record) for record in records}
+        kept = [{"date": before["date"], **r} for r in before["records"] if _subject(r) not in measured]
         head = {key: chosen[0][key] for key in ("date", "versions")}
-        hardware = ", ".join(dict.fromkeys(part["hardware"] for part in chosen))
-        commands = "; ".join(dict.fromkeys(part["command"] for part in chosen))
-        sections[kind] = {**head, "hardware": hardware, "command": commands, "records": records}
+        hardware = ", ".join(dict.fromkeys(record["hardware"] for record in [*records, *kept]))
+        commands = [part["command"] for part in chosen] + (before["command"].split("; ") if kept else [])
+        section = {**head, "hardware": hardware, "command": "; ".join(dict.fromkeys(commands))}
+        sections[kind] = {**section, "records": [*records, *kept]}
     write_json(output, {"format": FORMAT, "sections": sections})
+
+
+def _subject(record: dict[str, Any]) -> tuple[str, ...]:
+    """What a record is about: one of the same replaces it."""
+    return tuple(str(record.get(key)) for key in ("hardware", "model", "case", "factor", "optimizer"))
 
 
 def _harm_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -170,7 +189,7 @@ def main() -> int:
     parser.add_argument("--scale", choices=("full", "small", "tiny"), default="full", help="small: for a CPU")
     parser.add_argument("--seconds", type=float, default=120.0, help="for each part")
     parser.add_argument("--eager", action="store_true", help="training steps launched by the host, not as CUDA graphs")
-    parser.add_argument("--seeds", type=int, default=4, help="training runs of every policy")
+    parser.add_argument("--seeds", type=int, default=4, help="training runs of every policy, per shard")
     parser.add_argument("--steps", type=int, default=500, help="of a training run or a repeat of harm")
     parser.add_argument("--factor", type=float, default=8.0, help="by which errors are magnified for harm")
     parser.add_argument("--merge", type=Path, metavar="FOLDER")

@@ -16,6 +16,7 @@ import qsync_opt
 from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json
 from qsync_opt.runtimes.torch.example_models import example
 from qsync_opt.runtimes.torch.job_plan import JobPlan
+from qsync_opt.runtimes.torch.job_ways import Way
 
 BATCHES = {"bert-base": 32, "gpt2": 32, "resnet50": 64, "vit-base": 32}
 BLOCK_S, BLOCKS = 0.4, 3
@@ -52,24 +53,39 @@ def maker(name: str, *, small: bool) -> tuple[Callable[[], nn.Module], Mapping[s
     return lambda: copy.deepcopy(chosen.model), chosen.kwargs
 
 
-def throughput(worker: Worker, name: str) -> None:
-    """Every plain way first, then the plan: a record as soon as it is there, sensitivities in one of their own."""
-    small = worker.device.type == "cpu"
-    make, kwargs = maker(name, small=small)
-    per_worker = SMALL_BATCH if small else BATCHES[name]
-    total = per_worker * worker.world
-    label_of_model = name + (" (small)" if small else "")
-    batch = rows(kwargs, per_worker, worker.device)
-    speeds: dict[str, float] = {}
+class Measuring:
+    """One model on one cluster: measures ways of training, each of which becomes a record as soon as it is known."""
 
-    def measure(label: str, counts: list[int] | None = None, **how: Any) -> None:
+    def __init__(self, worker: Worker, name: str) -> None:
+        small = worker.device.type == "cpu"
+        self.worker, self.name = worker, name
+        self.label = name + (" (small)" if small else "")
+        self.make, self.kwargs = maker(name, small=small)
+        self.per_worker = SMALL_BATCH if small else BATCHES[name]
+        self.total = self.per_worker * worker.world
+        self.batch = rows(self.kwargs, self.per_worker, worker.device)
+        self.speeds: dict[str, float] = {
+            label: record.get("samples_per_s") or 0.0 for label, record in worker.known.items()
+        }
+
+    def failed_before(self, what: str) -> bool:
+        """Whether workers before these ended in it."""
+        return what in self.worker.known and bool(self.worker.known[what].get("failure"))
+
+    def measure(
+        self, label: str, counts: list[int] | None = None, facts: Mapping[str, Any] | None = None, **how: Any
+    ) -> None:
         """Samples per second; where it does not run, a record that says why."""
-        local = batch if counts is None else rows(kwargs, counts[worker.rank], worker.device)
+        worker, total = self.worker, self.total
+        if label in worker.known:
+            return
+        worker.begin(label)
+        local = self.batch if counts is None else rows(self.kwargs, counts[worker.rank], worker.device)
         weight = 1.0 if counts is None else worker.world * counts[worker.rank] / total
         said, seconds, alone = "", 0.0, 0.0
         run = None
         try:
-            run = Run(worker, make, local, weight=weight, **how)
+            run = Run(worker, self.make, local, weight=weight, **how)
             alone = run.alone_s(3)
         except (torch.cuda.OutOfMemoryError, qsync_opt.QSyncError) as failure:
             said = f"rank {worker.rank}: {str(failure).splitlines()[0][:120]}"
@@ -77,54 +93,114 @@ def throughput(worker: Worker, name: str) -> None:
         peaks: list[int] = []
         if not failed and run is not None:
             seconds, peaks = timed(run), run.peaks()
-        speeds[label] = total / seconds if seconds else 0.0
+        self.speeds[label] = total / seconds if seconds else 0.0
         worker.write(
-            model=label_of_model,
+            model=self.label,
             configuration=label,
-            samples_per_s=speeds[label] or None,
+            samples_per_s=self.speeds[label] or None,
             step_ms=1e3 * seconds or None,
-            local_batches=counts or [per_worker] * worker.world,
+            local_batches=counts or [self.per_worker] * worker.world,
             alone_ms=[1e3 * t for t in gather_json(alone)],
             peak_bytes=peaks or None,
             failure="; ".join(failed) or None,
+            **(facts or {}),
         )
         if run is not None:
             run.close()
 
-    def by_speed(**how: Any) -> list[int]:
-        """Local batches for which all workers take as long, found in two rounds."""
-        counts = [per_worker] * worker.world
+    def by_speed(self, label: str, facts: Mapping[str, Any] | None = None, **how: Any) -> None:
+        """Measure with local batches for which all workers take as long, found in two rounds."""
+        label = f"local batches by speed, {label}"
+        worker = self.worker
+        if label in worker.known:
+            return
+        worker.begin(label)
+        counts = [self.per_worker] * worker.world
         for _ in range(2):
-            run = Run(worker, make, rows(kwargs, counts[worker.rank], worker.device), **how)
+            run = Run(worker, self.make, rows(self.kwargs, counts[worker.rank], worker.device), **how)
             found = [n / t for n, t in zip(counts, gather_json(run.alone_s(5)), strict=True)]
             run.close()
-            counts = broadcast_json(shares(found, total))
-        return counts
+            counts = broadcast_json(shares(found, self.total))
+        self.measure(label, counts, facts, **how)
 
-    ways: dict[str, dict[str, Any]] = {"FP32": {}}
+    def plan(self, **changes: Any) -> JobPlan:
+        """From `auto_plan`; it measures the first time, and solves from what was measured then."""
+        capture = self.worker.device.type == "cuda" and not self.failed_before(PLANNING_CAPTURED)
+        options = self.worker.options(self.name, capture=capture, **changes)
+        return qsync_opt.auto_plan(self.make().to(self.worker.device), self.batch, options=options)
+
+    def first_plan(self) -> JobPlan:
+        """The plan, with a record of sensitivities and of how long it took until a step ran under it."""
+        worker = self.worker
+        worker.begin(PLANNING if self.failed_before(PLANNING_CAPTURED) else PLANNING_CAPTURED)
+        began = time.perf_counter()
+        plan = self.plan()
+        planning_s = time.perf_counter() - began
+        run = Run(worker, self.make, self.batch, plan=plan)
+        run.step()
+        worker.wait()
+        # Clocks of one host: from the start of the processes to the end of the slowest worker's first step.
+        first_step_s = max(gather_json(time.time())) - worker.task.started
+        run.close()
+        worker.write(
+            model=self.label,
+            sensitivities={**{other.name: other.sensitivity for other in plan.alternatives}, "plan": plan.sensitivity},
+            planning_s=planning_s,
+            first_planned_step_s=first_step_s,
+            predicted_ms=(plan.expected_ns or plan.iteration_ns) / 1e6,
+            taken=dict(plan.taken),
+            measured=dict(plan.measured),
+            reason=plan.reason,
+            ways=[] if plan.model is None else ways_told(plan),
+        )
+        return plan
+
+
+PLANNING, PLANNING_CAPTURED = "planning", "planning with captured passes"
+BOTH = "local batches by speed, plan"
+
+
+def ways_told(plan: JobPlan) -> list[dict[str, Any]]:
+    """What `auto_plan` measured of every way, without the operators' precisions."""
+    assert plan.model is not None
+    return [
+        {"worker": kind, "name": way.name, "pass_ms": way.pass_ns / 1e6, "sensitivity": way.sensitivity}
+        for kind, ways in plan.model.ways.items()
+        for way in ways
+    ]
+
+
+def throughput(worker: Worker, name: str) -> None:
+    """The plan, then plain ways from the fastest, then local batches by speed with the best of them and with a plan."""
+    measuring = Measuring(worker, name)
+    small = worker.device.type == "cpu"
+    device, make = worker.device, measuring.make
+    planned = not measuring.failed_before(PLANNING)
+    if planned:
+        measuring.measure("plan", plan=measuring.first_plan())
+    ways: dict[str, dict[str, Any]] = {"BF16 autocast": {"autocast": torch.bfloat16}}
     if not small:
-        ways["TF32"] = {"tf32": True}
         ways["FP16 autocast"] = {"autocast": torch.float16}
-    ways["BF16 autocast"] = {"autocast": torch.bfloat16}
-    for precision in ("INT8",) if small else ("INT8", "FP8"):
-        ways[f"uniform {precision}"] = {"plan": everywhere(make().to(worker.device), batch, precision, worker.device)}
+    eight_bits = ("INT8",) if small else ("INT8", "FP8")
+    worker.begin("capture for uniform precisions")
+    graph = qsync_opt.capture(make().to(device), (), measuring.batch)
+    for precision in eight_bits:
+        ways[f"uniform {precision}"] = {"plan": everywhere(graph, precision, device)}
     for label, how in ways.items():
-        measure(label, **how)
-    best = broadcast_json(max(ways, key=lambda label: speeds[label]))
-    measure(f"local batches by speed, {best}", by_speed(**ways[best]), **ways[best])
-    began = time.perf_counter()
-    plan: JobPlan = qsync_opt.auto_plan(make().to(worker.device), batch, options=worker.options(name))
-    told = {
-        "planning_s": time.perf_counter() - began,
-        "predicted_ms": (plan.expected_ns or plan.iteration_ns) / 1e6,
-        "taken": dict(plan.taken),
-        "measured": dict(plan.measured),
-        "reason": plan.reason,
-    }
-    found = {**{other.name: other.sensitivity for other in plan.alternatives}, "plan": plan.sensitivity}
-    worker.write(model=label_of_model, sensitivities=found, **told)
-    measure("plan", plan=plan)
-    # Nobody waits now, so that another plan is best; it is solved from what was measured.
-    options = worker.options(name, local_batches="by speed")
-    plan = qsync_opt.auto_plan(make().to(worker.device), batch, options=options)
-    measure("local batches by speed, plan", by_speed(plan=plan), plan=plan)
+        measuring.measure(label, **how)
+    best = broadcast_json(max(ways, key=lambda label: measuring.speeds[label]))
+    measuring.by_speed(best, **ways[best])
+    if not small:
+        name = best.removeprefix("uniform ").removesuffix(" autocast")
+        autocast = name if best.endswith(" autocast") else None
+        way = Way(name=best, precisions=everywhere(graph, name, device), autocast=autocast, captured=True)
+        measuring.measure(way.label, plan=way)
+    if planned and BOTH not in worker.known:
+        # Nobody waits now, so that another plan is best; it is solved from what was measured.
+        worker.begin(BOTH)
+        plan = measuring.plan(local_batches="by speed")
+        facts = {"sensitivity": plan.sensitivity, "taken": dict(plan.taken), "reason": plan.reason}
+        measuring.by_speed("plan", facts, plan=plan)
+    if not small:
+        measuring.measure("TF32", tf32=True)
+    measuring.measure("FP32")

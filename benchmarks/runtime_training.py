@@ -8,6 +8,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
-from qsync_opt.graph import Role
+from qsync_opt.errors import NotReadyError
+from qsync_opt.graph import OpGraph, Role
 from qsync_opt.runtimes.torch.agreement import gather_json
 from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.capabilities import operator_precisions
@@ -35,40 +37,82 @@ def use_tf32(on: bool) -> None:
     backends.cudnn.allow_tf32 = on
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What workers are to do: part, model, ``"cpu"`` or ``"cuda"``, multiprocessors of every worker (0: all of the
+    card), memory limit of those that have a part of it, steps of a soak, port, when they were started, file of
+    records, folder of measurements, whether the Multi-Process Service gives parts of cards, and the precisions that
+    plans may use.
+    """
+
+    part: str
+    model: str
+    device: str
+    multiprocessors: tuple[int, ...]
+    memory: str
+    steps: int
+    port: int
+    started: float
+    output: str
+    cache: str
+    by_service: bool
+    precisions: tuple[str, ...] | None = None
+
+
 class Worker:
     """Device, rank and what they need: built once per process."""
 
-    def __init__(
-        self, part: str, device: str, rank: int, world: int, sms: int, memory: str, output: str, cache: str
-    ) -> None:
-        self.rank, self.world, self.sms = rank, world, sms
-        self.output = Path(output)
-        self.cache = Path(cache)
-        self.device = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
-        self.partition_memory = memory
-        if device == "cuda":
+    def __init__(self, task: Task, rank: int) -> None:
+        self.rank, self.world, self.task = rank, len(task.multiprocessors), task
+        self.output = Path(task.output)
+        self.cache = Path(task.cache)
+        self.sms = task.multiprocessors[rank]
+        self.device = torch.device("cpu")
+        if task.device == "cuda":
+            self.device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
             use_tf32(False)
         else:
             torch.set_num_threads(1)
         self.memory: str | None = None
-        self.become(partition=rank == world - 1 and world > 1 and part == "throughput")
+        self.become(partition=task.part == "throughput" and self.sms > 0 and self.world > 1)
+        text = self.output.read_text(encoding="utf-8") if self.output.exists() else ""
+        self.known: dict[str, dict[str, Any]] = {
+            record["configuration"]: record
+            for line in text.splitlines()
+            if "configuration" in (record := json.loads(line))
+        }
+        """What workers that ended early had measured, and what they ended in."""
+
+    @property
+    def backend(self) -> str:
+        """NCCL has one rank per card at most."""
+        return "nccl" if self.device.type == "cuda" and self.world <= torch.cuda.device_count() else "gloo"
 
     def become(self, *, partition: bool) -> None:
         """Be a partition of the card from now on, with little memory, or the whole of it; a CPU stays what it is."""
         self.partition = partition
         if self.device.type != "cuda":
             return
-        self.memory = self.partition_memory if partition else None
-        torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+        self.memory = self.task.memory if partition else None
+        sharing = -(-self.world // torch.cuda.device_count())  # workers on one card
+        torch.cuda.set_per_process_memory_fraction(1.0 if sharing == 1 else 0.9 / sharing, self.device)
         if partition:
             total = torch.cuda.get_device_properties(self.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(memory_budget(self.device, self.memory) / total, self.device)
+            # A little more than what is planned with: the share is rounded when it becomes bytes again.
+            limit = memory_budget(self.device, self.memory) + 2**20
+            torch.cuda.set_per_process_memory_fraction(limit / total, self.device)
 
     @contextlib.contextmanager
     def compute(self) -> Iterator[None]:
         """On the partition: everything runs on a stream of a context with that many multiprocessors."""
         if not self.partition or self.device.type != "cuda":
+            yield
+            return
+        if self.task.by_service:
+            found = torch.cuda.get_device_properties(self.device).multi_processor_count
+            if abs(found - self.sms) > 2:
+                raise NotReadyError(f"{self.sms} multiprocessors were asked for, but {found} are there")
             yield
             return
         context = torch.cuda.GreenContext.create(num_sms=self.sms, device_id=self.device.index)
@@ -80,6 +124,11 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def begin(self, configuration: str) -> None:
+        """Say what is measured next, for whoever finds that this process is gone."""
+        if self.rank == 0:
+            self.output.with_suffix(".begun").write_text(configuration, encoding="utf-8")
+
     def write(self, **record: Any) -> None:
         if self.rank == 0:
             print(json.dumps(record), flush=True)
@@ -88,16 +137,20 @@ class Worker:
 
     def memory_bytes(self) -> int:
         """Of this process now: what torch has allocated on the card, or the resident set."""
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device)
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else self.resident_bytes()
+
+    @staticmethod
+    def resident_bytes() -> int:
+        """Of this process in the host's memory now."""
         pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
         return pages * 4096
 
     @property
     def kind(self) -> str:
         """Name of this worker's device type."""
-        kinds = ("whole", f"{self.sms} SMs") if self.device.type == "cuda" else ("first", "second")
-        return kinds[self.partition]
+        if self.device.type == "cuda":
+            return f"{self.sms} SMs" if self.partition else "whole"
+        return ("first", "second")[self.partition]
 
     def options(self, name: str, **changes: Any) -> qsync_opt.PlanningOptions:
         settings = {
@@ -106,6 +159,7 @@ class Worker:
             "device_type": self.kind,
             "memory": self.memory or (None if self.device.type == "cuda" else "4 GiB"),
             "profile_seconds": 5.0,
+            "precisions": self.task.precisions,
             "progress": False,
         }
         return qsync_opt.PlanningOptions(**{**settings, **changes})
@@ -129,7 +183,7 @@ class Run:
         self.worker, self.batch, self.autocast, self.tf32, self.weight = worker, batch, autocast, tf32, weight
         self.model = make().to(worker.device)
         if isinstance(plan, Way):
-            apply(self.model, plan.precisions, options=ApplyOptions(autocast=plan.autocast))
+            apply(self.model, plan.precisions, options=ApplyOptions(autocast=plan.autocast, captured=plan.captured))
         elif plan is not None:
             apply(self.model, plan)
         ids = [worker.device.index] if worker.device.type == "cuda" else None
@@ -215,8 +269,7 @@ def gpt(worker: Worker, *, layers: int = 12) -> tuple[Callable[[], nn.Module], B
     return lambda: Gpt(config), dict(zip(("tokens_BS", "targets_BS"), (tokens, tokens), strict=True))
 
 
-def everywhere(model: nn.Module, batch: Batch, precision: str, device: torch.device) -> dict[str, str]:
+def everywhere(graph: OpGraph, precision: str, device: torch.device) -> dict[str, str]:
     """Every operator that can run in a precision in it, the others in FP32."""
-    graph = qsync_opt.capture(model, (), batch)
     names = {operator.name: operator.op_type for operator in graph.by_role(Role.ADJUSTABLE)}
     return {n: precision if precision in operator_precisions(kind, device) else "FP32" for n, kind in names.items()}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +16,43 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 from runtime_in_turn import in_turn
 from runtime_throughput import throughput
-from runtime_training import Run, Worker, everywhere, gpt
+from runtime_training import Batch, Run, Task, Worker, everywhere, gpt
+from torch import nn
 
 import qsync_opt
+from qsync_opt.runtimes.torch.agreement import broadcast_json
 from qsync_opt.runtimes.torch.ddp import process_group
+from qsync_opt.runtimes.torch.job_plan import JobPlan
 from qsync_opt.runtimes.torch.job_ways import Way
+from qsync_opt.runtimes.torch.planning import plan_job
+
+# A plan of BF16 alone is handed out to run under autocast; operator by operator it may be asked for.
+OVERHEADS = (("FP32", None, None), ("BF16", torch.bfloat16, "BF16"), ("BF16", torch.bfloat16, None))
+
+
+def alone(worker: Worker, make: Callable[[], nn.Module], batch: Batch, precision: str, carried_out: str | None) -> Way:
+    """A plan of one precision."""
+    graph = qsync_opt.capture(make().to(worker.device), (), batch)
+    return Way(name=precision, precisions=everywhere(graph, precision, worker.device), autocast=carried_out)
+
+
+def peak(worker: Worker, name: str) -> None:
+    """Memory that a step needs at its peak, in a process that has done nothing else; the step's part names a case."""
+    make, batch = gpt(worker)
+    number, label = int(name[0]), name[1:]
+    precision, autocast, carried_out = OVERHEADS[number]
+    plan = alone(worker, make, batch, precision, carried_out)  # by both, so that both start from the same
+    run = Run(worker, make, batch, **({"plan": plan} if label == "plan" else {"autocast": autocast}))
+    run.timed(3)
+    worker.write(case=name, peak_bytes=max(run.peaks(), default=0))
+    run.close()
 
 
 def overhead(worker: Worker, name: str) -> None:
     make, batch = gpt(worker)
-    rounds, steps = (20, 5) if worker.device.type == "cuda" else (20, 3)
-    entries = {p: everywhere(make().to(worker.device), batch, p, worker.device) for p in ("FP32", "BF16")}
-    # A plan of BF16 alone is handed out to run under autocast; operator by operator it may be asked for.
-    for precision, autocast, carried_out in (
-        ("FP32", None, None),
-        ("BF16", torch.bfloat16, "BF16"),
-        ("BF16", torch.bfloat16, None),
-    ):
-        plan = Way(name=precision, precisions=entries[precision], autocast=carried_out)
+    rounds, steps = (40, 5) if worker.device.type == "cuda" else (100, 3)
+    for precision, autocast, carried_out in OVERHEADS:
+        plan = alone(worker, make, batch, precision, carried_out)
         runs = {
             "plain": Run(worker, make, batch, autocast=autocast),
             "plan": Run(worker, make, batch, plan=plan),
@@ -47,13 +68,6 @@ def overhead(worker: Worker, name: str) -> None:
                 worked[label].append(time.process_time() - began)
         for run in runs.values():
             run.close()
-        peaks = {}
-        for label in times:
-            how: dict[str, Any] = {"plan": plan} if label == "plan" else {"autocast": autocast}
-            run = Run(worker, make, batch, **how)
-            run.timed(2)
-            peaks[label] = max(run.peaks(), default=0)
-            run.close()
         medians = {label: statistics.median(found) for label, found in times.items()}
         ratios = sorted(b / a for a, b in zip(times["plain"], times["plan"], strict=True))
         worker.write(
@@ -67,9 +81,6 @@ def overhead(worker: Worker, name: str) -> None:
             slower=statistics.median(ratios) - 1,
             slower_in_processor_time=_ratio(worked) - 1 if worker.device.type == "cpu" else None,
             slower_quartiles=[ratios[len(ratios) // 4] - 1, ratios[3 * len(ratios) // 4] - 1],
-            plain_peak_bytes=peaks["plain"] or None,
-            plan_peak_bytes=peaks["plan"] or None,
-            more_memory=peaks["plan"] / peaks["plain"] - 1 if peaks["plain"] else None,
         )
 
 
@@ -80,72 +91,117 @@ def _ratio(worked: dict[str, list[float]]) -> float:
 
 def soak(worker: Worker, name: str, total: int) -> None:
     make, batch = gpt(worker, layers=4)
-    options = worker.options(f"soak-{name}", precisions=("INT8", "BF16", "FP32"))
+    options = worker.options(f"soak-{name}", precisions=("INT8", "BF16", "FP32"), capture=worker.device.type == "cuda")
     plan = qsync_opt.auto_plan(make().to(worker.device), batch, options=options)
     run = Run(worker, make, batch, plan=plan)
-    needed = max(plan.memory_bytes.values())
-    limit = [needed]
+    limits = budgets(plan, options)
+    limit = [limits[0]]
     # The budget of the last worker swings, so that every look finds something to plan for.
     adapter = qsync_opt.PlanAdapter(
-        run.parallel, plan, options=options, every=100, memory=lambda: limit[0], tolerance=0.01
+        run.parallel, plan, options=options, every=100, memory=lambda: limit[0], tolerance=0.001
     )
-    blocks = []
-    for _ in range(total // 100):
+    blocks, moved = [], 0
+    for number in range(total // 100):
         if worker.rank == worker.world - 1:
-            limit[0] = int((1.5 if limit[0] < 1.4 * needed else 1.2) * needed)
-        predicted, began = adapter.plan.expected_ns or adapter.plan.iteration_ns, time.perf_counter()
-        for _ in range(99):
+            limit[0] = limits[(number + 1) % 2]
+        predicted, taken = adapter.plan.expected_ns or adapter.plan.iteration_ns, adapter.plan.taken
+        run.step()  # captures where a new plan asks for it
+        adapter.step()
+        worker.wait()
+        began = time.perf_counter()
+        for _ in range(98):
             run.step()
             adapter.step()
         worker.wait()
-        measured_ns = (time.perf_counter() - began) / 99 * 1e9
+        measured_ns = (time.perf_counter() - began) / 98 * 1e9
         run.step()
         worker.wait()
         began = time.perf_counter()
-        adapter.step()
-        blocks.append((measured_ns, predicted, time.perf_counter() - began, worker.memory_bytes()))
+        moved += adapter.step() is not None
+        replan_s = time.perf_counter() - began
+        block = {
+            "ms": measured_ns / 1e6,
+            "predicted_ms": predicted / 1e6,
+            "replan_s": replan_s,
+            "taken": dict(taken),
+            "memory_bytes": worker.memory_bytes(),
+            "resident_bytes": worker.resident_bytes(),
+        }
+        blocks.append(block)
         if len(blocks) % 5 == 0 or 100 * len(blocks) == total:  # whatever comes, something is kept
-            _write_soak(worker, name, adapter, blocks)
+            _write_soak(worker, name, adapter, blocks, moved)
     run.close()
 
 
+def budgets(plan: JobPlan, options: qsync_opt.PlanningOptions) -> list[int]:
+    """Two memory limits: for what was planned, and for the way that needs least, if there is a plan for that."""
+    made, needed = plan.model, max(plan.memory_bytes.values())
+    limits = [int(1.5 * needed), int(1.2 * needed)]
+    if made is not None:
+        kind = plan.device_type
+        needs = sorted(way.needed_bytes for way in made.ways.get(kind, ()) if way.needed_bytes)
+        if needs:
+            try:
+                plan_job(made.with_memory({kind: needs[0]}), kind, options)
+                limits = [int(1.2 * needs[-1]), needs[0]]
+            except qsync_opt.QSyncError as failure:
+                print(f"no plan for {needs[0]} bytes: {failure}", flush=True)
+    return [int(limit) for limit in broadcast_json(limits)]
+
+
 def _write_soak(
-    worker: Worker, name: str, adapter: qsync_opt.PlanAdapter, blocks: list[tuple[float, int, float, int]]
+    worker: Worker, name: str, adapter: qsync_opt.PlanAdapter, blocks: list[dict[str, Any]], moved: int
 ) -> None:
     rest = blocks[1:] or blocks  # the first warms up
-    third = max(1, len(rest) // 3)
-    first, last = (statistics.median(b[0] for b in part) for part in (rest[:third], rest[-third:]))
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for block in rest:
+        kinds.setdefault(json.dumps(block["taken"]), []).append(block)
+    # Plans differ in time, so that blocks are compared with those of the same plan.
+    drifts, errors = {}, {}
+    for kind, same in kinds.items():
+        third = max(1, len(same) // 3)
+        first, last = (statistics.median(b["ms"] for b in part) for part in (same[:third], same[-third:]))
+        drifts[kind] = last / first - 1
+        errors[kind] = [
+            statistics.median(b["predicted_ms"] / b["ms"] - 1 for b in part) for part in (same[:third], same[-third:])
+        ]
     worker.write(
         model=name,
         workers=worker.world,
         steps=100 * len(blocks),
         replanned=len(blocks),
+        plans_that_differed=moved,
         taken=dict(adapter.plan.taken),
-        replan_s=statistics.median(block[2] for block in blocks),
-        replan_s_most=max(block[2] for block in blocks),
-        first_third_ms=first / 1e6,
-        last_third_ms=last / 1e6,
-        drift=last / first - 1,
-        predicted_ms=statistics.median(block[1] for block in rest) / 1e6,
-        memory_after_warm_up_bytes=rest[0][3],
-        memory_at_the_end_bytes=rest[-1][3],
-        memory_growth_bytes=rest[-1][3] - rest[0][3],
+        replan_s=statistics.median(b["replan_s"] for b in blocks),
+        replan_s_most=max(b["replan_s"] for b in blocks),
+        drift=max(drifts.values(), key=abs),
+        drift_by_plan=drifts,
+        prediction_error_by_plan=errors,
+        memory_after_warm_up_bytes=rest[0]["memory_bytes"],
+        memory_at_the_end_bytes=rest[-1]["memory_bytes"],
+        memory_growth_bytes=rest[-1]["memory_bytes"] - rest[0]["memory_bytes"],
+        resident_growth_bytes=rest[-1]["resident_bytes"] - rest[0]["resident_bytes"],
+        blocks=blocks,
     )
 
 
 def main() -> None:
-    part, name, device, port, world, output, sms, memory, steps, cache, rank = sys.argv[1:]
-    worker = Worker(part, device, int(rank), int(world), int(sms), memory, output, cache)
-    backend = "nccl" if device == "cuda" else "gloo"
-    with process_group(int(rank), int(world), int(port), backend=backend, timeout_s=600), worker.compute():
-        if part == "overhead":
-            overhead(worker, name)
-        elif part == "soak":
-            soak(worker, name, int(steps))
+    data = json.loads(sys.argv[1])
+    given = data["precisions"] and tuple(data["precisions"])
+    task = Task(**{**data, "multiprocessors": tuple(data["multiprocessors"]), "precisions": given})
+    worker = Worker(task, int(sys.argv[2]))
+    group = process_group(worker.rank, worker.world, task.port, backend=worker.backend, timeout_s=600)
+    with group, worker.compute():
+        if task.part == "overhead":
+            overhead(worker, task.model)
+        elif task.part == "peak":
+            peak(worker, task.model)
+        elif task.part == "soak":
+            soak(worker, task.model, task.steps)
         elif worker.world == 1:
-            in_turn(worker, name)
+            in_turn(worker, task.model)
         else:
-            throughput(worker, name)
+            throughput(worker, task.model)
 
 
 if __name__ == "__main__":

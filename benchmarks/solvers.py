@@ -13,6 +13,11 @@ Every measurement runs in a process of its own, bound to one core, one at a time
 run single-threaded. Times are wall times; processor times stand beside them in the results.
 
     python -P benchmarks/solvers.py [SECTION ...] [--cores 0,1] [--sizes 50,200] [--families cnn,moe] [--output FILE]
+
+Several runs can share the work, on cores of their own; their parts are then put together:
+
+    python -P benchmarks/solvers.py --share FOLDER --cores 2 --output part2.json  # and so on
+    python -P benchmarks/solvers.py --merge part*.json
 """
 
 from __future__ import annotations
@@ -27,19 +32,22 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from families import Recipe
 from solvers_cases import FAMILIES, SEEDS, SMALL_FAMILIES, Case, captured, compared, generated, recorded
+from solvers_parts import Share, joined, place, write_part
 from solvers_summary import analyse, comparisons, flat
+
+import qsync_opt
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "solvers.json"
@@ -92,6 +100,7 @@ class Settings:
 
 
 Job = dict[str, Any]
+Record = dict[str, Any]
 
 
 def _files(settings: Settings, *cases: Iterable[Case]) -> list[Case]:
@@ -176,65 +185,86 @@ def agreement_jobs(settings: Settings) -> Iterator[Job]:
         yield {"kind": "agreement", "first": first, "count": count, "title": f"problems from {first}", "stop_s": 900.0}
 
 
-def memory_jobs(settings: Settings, folder: Path) -> tuple[list[Job], list[Job]]:
-    """Files to write first, and then to load and solve each in a fresh process."""
-    writes, solves = [], []
+def memory_jobs(settings: Settings) -> Iterator[Job]:
+    """A file to write first, and then to load and solve in a fresh process."""
     for family in settings.families_in(FAMILIES):
         case = Case(recipe=Recipe(family=family, operators=max(settings.sizes)))
-        path = str(folder / f"{case.name}.json")
-        writes.append({"kind": "write", "case": case.to_json(), "path": path, "title": case.name, "stop_s": 300.0})
-        solves.append({"kind": "memory", "path": path, "title": f"memory {case.name}", "stop_s": 300.0})
-    return writes, solves
+        title = f"memory {case.name}"
+        yield {"kind": "memory", "case": case.to_json(), "title": title, "stop_s": 300.0}
 
 
-SECTIONS: dict[str, Callable[[Settings], Iterator[Job]] | None] = {
+SECTIONS: dict[str, Callable[[Settings], Iterator[Job]]] = {
     "quality": quality_jobs,
     "baselines": baseline_jobs,
     "general": general_jobs,
     "front": front_jobs,
-    "memory": None,  # two steps, see `memory_jobs`
+    "memory": memory_jobs,
     "agreement": agreement_jobs,
 }
 
 
-def run_jobs(jobs: Iterable[Job], cores: list[int]) -> list[dict[str, Any]]:
-    """Every job in a process of its own, one at a time on each core; outcomes in the order of the jobs."""
-    free: SimpleQueue[int] = SimpleQueue()
-    for core in cores:
-        free.put(core)
+def run_jobs(
+    jobs: Iterable[Job], cores: list[int], *, done: Callable[[list[Record]], None] | None = None
+) -> list[Record]:
+    """Every job in a process of its own, one at a time on each core; outcomes in the order of the jobs.
 
-    def work(job: Job) -> dict[str, Any]:
-        core = free.get()
-        try:
-            return run_job(job, core)
-        finally:
-            free.put(core)
+    Args:
+        jobs: Taken one by one, when a core is free.
+        cores: Where they run.
+        done: Called with all outcomes so far after each of them.
+    """
+    waiting, lock = enumerate(jobs), threading.Lock()
+    outcomes: dict[int, Record] = {}
+
+    def work(core: int) -> None:
+        while True:
+            with lock:
+                number, job = next(waiting, (0, None))
+            if job is None:
+                return
+            outcome = run_job(job, core)
+            with lock:
+                outcomes[number] = outcome
+                if done is not None:
+                    done([outcomes[key] for key in sorted(outcomes)])
 
     with ThreadPoolExecutor(len(cores)) as pool:
-        return list(pool.map(work, jobs))
+        list(pool.map(work, cores))
+    return [outcomes[key] for key in sorted(outcomes)]
 
 
-def run_job(job: Job, core: int) -> dict[str, Any]:
-    """One worker process; what it could not finish is an outcome too."""
+def run_job(job: Job, core: int) -> Record:
+    """One measurement: its worker process, and before it another one where a file is to be written first."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="qsync-bench-") as folder:
-        output = Path(folder) / "outcome.json"
-        worker = [sys.executable, "-P", str(HERE / "solvers_worker.py")]
-        text = json.dumps({**job, "core": core, "output": str(output)})
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        failure = None
-        try:
-            ended = subprocess.run(
-                worker, input=text, text=True, capture_output=True, timeout=job["stop_s"], env=environment, check=False
-            )
-            if ended.returncode:
-                failure = f"ended with {ended.returncode}: {ended.stderr[-2000:].strip()}"
-        except subprocess.TimeoutExpired:
-            failure = f"stopped after {job['stop_s']:.0f} s"
-        outcome = json.loads(output.read_text()) if failure is None else {"failure": failure}
-    outcome["job"] = {key: value for key, value in job.items() if key not in ("path", "output")}
+        if job["kind"] == "memory":
+            path = str(Path(folder) / "problem.json")
+            outcome = _work({**job, "kind": "write", "path": path}, core, Path(folder))
+            if "failure" not in outcome:
+                outcome = _work({**job, "path": path}, core, Path(folder))
+        else:
+            outcome = _work(job, core, Path(folder))
+    outcome["job"] = job
     outcome["job_wall_s"] = time.perf_counter() - started
     print(f"core {core}  {outcome['job_wall_s']:7.1f} s  {_line(job, outcome)}", flush=True)
+    return outcome
+
+
+def _work(job: Job, core: int, folder: Path) -> Record:
+    """The outcome of one worker process; what it could not finish is an outcome too."""
+    output = folder / "outcome.json"
+    worker = [sys.executable, "-P", str(HERE / "solvers_worker.py")]
+    text = json.dumps({**job, "core": core, "output": str(output)})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        ended = subprocess.run(
+            worker, input=text, text=True, capture_output=True, timeout=job["stop_s"], env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"failure": f"stopped after {job['stop_s']:.0f} s"}
+    if ended.returncode:
+        return {"failure": f"ended with {ended.returncode}: {ended.stderr[-2000:].strip()}"}
+    outcome: Record = json.loads(output.read_text())
     return outcome
 
 
@@ -253,16 +283,27 @@ def _git(*words: str) -> str:
 
 
 def revision() -> str | None:
-    """The commit measured; marked where files differ from it, results apart. None outside of a clone."""
+    """The commit measured; marked where files differ from it, results apart.
+
+    Outside of a clone what the file `REVISION` beside `benchmarks` says, or None.
+    """
+    told = HERE.parent / "REVISION"
+    if told.exists():
+        return told.read_text().strip()
     commit = _git("rev-parse", "--short", "HEAD")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!results")
     return f"{commit} and changes" if commit and changed else commit or None
 
 
+def _command(words: list[str]) -> list[str]:
+    """A command line without folders, which mean nothing elsewhere."""
+    return [Path(word).name if word.startswith("/") else word for word in words]
+
+
 def environment(cores: list[int]) -> dict[str, Any]:
     """Date, hardware, versions, command and revision."""
-    versions = {}
-    for package in ("qsync-opt", "numpy", "ortools", "pulp"):
+    versions: dict[str, str | None] = {"qsync-opt": qsync_opt.__version__}
+    for package in ("numpy", "ortools", "pulp"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
@@ -277,7 +318,7 @@ def environment(cores: list[int]) -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "python": platform.python_version(),
         "versions": versions,
-        "command": ["python", "-P", "benchmarks/solvers.py", *sys.argv[1:]],
+        "command": ["python", "-P", "benchmarks/solvers.py", *_command(sys.argv[1:])],
         "revision": revision(),
     }
 
@@ -285,41 +326,49 @@ def environment(cores: list[int]) -> dict[str, Any]:
 def measure_again(section: str, titles: set[str], settings: Settings, cores: list[int], path: Path) -> dict[str, Any]:
     """A section of the results file in which some jobs are measured once more; their records say when and of what."""
     known = json.loads(path.read_text())["sections"][section]
-    make = SECTIONS[section]
-    if make is None:
-        raise SystemExit(f"section {section!r} is measured as a whole only; leave out --again")
-    jobs = [job for job in make(settings) if job["title"] in titles]
-    places = {_place(record["job"]): number for number, record in enumerate(known["records"])}
-    missing = titles - {job["title"] for job in jobs if _place(job) in places}
+    jobs = [job for job in SECTIONS[section](settings) if job["title"] in titles]
+    places = {place(record["job"]): number for number, record in enumerate(known["records"])}
+    missing = titles - {job["title"] for job in jobs if place(job) in places}
     if missing:
         raise SystemExit(f"--again: no job and record of section {section!r} is called {sorted(missing)[0]!r}")
     described = environment(cores)
     records = list(known["records"])
     for record in run_jobs(jobs, cores):
         record["again"] = {key: described[key] for key in ("date", "revision", "load_before")}
-        records[places[_place(record["job"])]] = record
+        records[places[place(record["job"])]] = record
     return {"environment": {**known["environment"], "probe_s": _probes(records)}, "records": records}
-
-
-def _place(job: Job) -> tuple[str, ...]:
-    """What tells a section's jobs apart: the problem and what is run on it."""
-    return (job["title"], *(run["label"] for run in job.get("runs", ())))
 
 
 def measure(section: str, settings: Settings, cores: list[int]) -> dict[str, Any]:
     """One section of the results."""
     described = environment(cores)
     started = time.perf_counter()
-    make = SECTIONS[section]
-    if make is None:
-        with tempfile.TemporaryDirectory(prefix="qsync-bench-") as folder:
-            writes, solves = memory_jobs(settings, Path(folder))
-            run_jobs(writes, cores)
-            records = run_jobs(solves, cores)
-    else:
-        records = run_jobs(make(settings), cores)
+    records = run_jobs(SECTIONS[section](settings), cores)
     described["seconds"] = round(time.perf_counter() - started, 1)
     return {"environment": {**described, "probe_s": _probes(records)}, "records": records}
+
+
+def measure_part(section: str, settings: Settings, cores: list[int], share: Share, path: Path) -> None:
+    """Measure what no other run has taken, and write it after every measurement."""
+    described = environment(cores)
+    started = time.perf_counter()
+
+    def write(records: list[Record]) -> None:
+        described["seconds"] = round(time.perf_counter() - started, 1)
+        write_part(path, section, described, records)
+
+    run_jobs((job for job in SECTIONS[section](settings) if share.take(section, job)), cores, done=write)
+
+
+def merge_parts(paths: list[Path], settings: Settings, output: Path) -> None:
+    """Put parts together into the results file; says what no part has measured."""
+    for section, make in SECTIONS.items():
+        found, missing = joined(paths, section, make(settings))
+        if found is not None:
+            found["environment"]["probe_s"] = _probes(found["records"])
+            merge(output, {section: found})
+        for title in missing:
+            print(f"{section}: not measured: {title}", flush=True)
 
 
 def _probes(records: list[dict[str, Any]]) -> dict[str, float] | None:
@@ -403,6 +452,8 @@ def main() -> None:
         "--again", action="append", default=[], metavar="TITLE", help="only this job of the section, in its old place"
     )
     parser.add_argument("--report-only", action="store_true", help="measure nothing: tables and plots from the file")
+    parser.add_argument("--share", type=Path, help="folder by which several runs take turns; the output is then a part")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="PART", help="measure nothing: put parts together")
     arguments = parser.parse_args()
     for name in arguments.sections:
         if name not in SECTIONS:
@@ -412,7 +463,13 @@ def main() -> None:
         points=arguments.points, most_s=arguments.time_limit,
     )  # fmt: skip
     cores = list(arguments.cores or (min(os.sched_getaffinity(0)),))
-    for name in () if arguments.report_only else arguments.sections or SECTIONS:
+    if arguments.share is not None:
+        for name in arguments.sections or SECTIONS:
+            measure_part(name, settings, cores, Share(arguments.share), arguments.output)
+        return
+    if arguments.merge:
+        merge_parts(arguments.merge, settings, arguments.output)
+    for name in () if arguments.report_only or arguments.merge else arguments.sections or SECTIONS:
         if arguments.again:
             section = measure_again(name, set(arguments.again), settings, cores, arguments.output)
         else:

@@ -174,8 +174,9 @@ def _front(summary: Record) -> list[str]:
     text = [
         "## Fronts",
         "",
-        "Latency fronts: near (gap 0.5 %, with little search for each point) against one solve by `greedy`; the same, "
-        "searched on where a point misses the gap (`thorough`); and proved point by point against one by `exact`. "
+        "Latency fronts: near (gap 1 %, the package's default, with a bounded search for each point) against one solve "
+        "by `greedy`; the same, searched on as by `greedy` where a point misses the gap (`thorough`); and "
+        "proved point by point against one by `exact`. "
         "A re-solve lowers the latency limit by 2 % and uses what the last one left. Entries are median / 95th "
         "percentile / worst.",
         "",
@@ -215,7 +216,7 @@ def _header(data: Record) -> list[str]:
         versions = ", ".join(f"{package} {number}" for package, number in e["versions"].items())
         rows.append(
             (
-                name, e["date"][:16].replace("T", " "), f"{e['cpu']}, {e['cores_used']} of {e['cores']} cores",
+                name, e["date"][:16].replace("T", " "), _hardware(e),
                 f"Python {e['python']}, {versions}", _revisions(section), f"`{' '.join(e['command'])}`",
                 _time(e["seconds"]), _probe(e.get("probe_s")),
             )
@@ -227,6 +228,12 @@ def _header(data: Record) -> list[str]:
         "much."
     )
     return ["# Solvers: measured", "", *_table(head, rows), note, ""]
+
+
+def _hardware(e: Record) -> str:
+    """The processor and how many of its cores measured at a time, one measurement on each."""
+    found = f"{e['cpu']}, {e['cores_used']} of {e['cores']} cores"
+    return f"{found}, in {e['runs']} runs that shared the work" if e.get("runs", 1) > 1 else found
 
 
 def _revisions(section: Record) -> str:

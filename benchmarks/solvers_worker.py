@@ -31,7 +31,7 @@ from qsync_opt.solution import PROOF_GAP, relative_gap
 from qsync_opt.testing import chain
 
 REPEATS = 3
-NEAR = 5e-3
+NEAR = 1e-2
 """Relative gap of a near front's points, the package's default."""
 CHANGED_LIMIT = 0.98
 """A re-solve takes this share of the latency limit, still above the fastest plan."""

@@ -25,6 +25,9 @@ from qsync_opt.solution import PROOF_GAP, Answer, TerminationStatus, relative_ga
 _SMALL = 60
 """A problem of so few nodes is searched to the end, whatever gap is asked for: that takes no longer."""
 
+_FULL_SIZE, _LARGEST = 1500, 5
+"""A problem smaller than this gets a tree that is larger by as much, up to a factor: its nodes are bounded sooner."""
+
 
 @dataclass(slots=True)
 class DeviceSearch:
@@ -57,6 +60,10 @@ class DeviceSearch:
         labels = None if start is None else self.collapsed.labels(start.devices[self.device.name])
         if self.collapsed.model.num_nodes <= _SMALL:
             effort = replace(effort, gap=0.0, tree_gap=0.0)
+        if effort.tree_passes is not None:
+            larger = min(_LARGEST, max(1, _FULL_SIZE // max(1, self.collapsed.model.num_nodes)))
+            tree_passes = effort.tree_passes if larger > 1 else None
+            effort = replace(effort, max_nodes=effort.max_nodes * larger, tree_passes=tree_passes)
         found = self.engine.solve(effort, start=labels, deadline=deadline)
         found.bound = max(found.bound, self.outcome.bound)
         self.outcome = found

@@ -173,7 +173,7 @@ def collapse(
     graph = graph or graph_tables(problem)
     tables = tables or device_tables(problem, device)
     shared = problem.cast_sharing == "producer"
-    folding = fold(graph, tables, _tied_to(problem, graph, tables, tied))
+    folding = fold(graph, tables, _tied_to(problem, graph, tables, tied), shared=shared)
     sharing = share_casts(graph, tables, folding) if shared else SharedCasts()
     limit_ns = problem.latency_limit_ns if latency_limit_ns is None else latency_limit_ns
     limit_kib = device.memory_limit_kib if memory_limit_kib is None else memory_limit_kib

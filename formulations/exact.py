@@ -24,12 +24,19 @@ from qsync_opt.solution import Answer, SolveOptions
 
 _ENOUGH = 5e-7
 """Half of what counts as proved: closer than this, no dear search is begun."""
+_FIRST_PASSES = 2
 
 
 def exact_effort(gap: float, solver: LinearSolver | None) -> Effort:
     """How hard to search for a proof; ``solver`` closes what bounded searches leave open, if there is one."""
     passes = PASSES if solver is None else SOLVER_PASSES
     return Effort(gap=gap, enough=_ENOUGH, passes=passes, join_passes=2, solver=solver)
+
+
+def _first_effort(gap: float) -> Effort:
+    """A first plan as of `greedy`, without its widest searches and splits: what they find the proof finds anyway."""
+    effort = greedy_effort(gap)
+    return replace(effort, passes=effort.passes[:_FIRST_PASSES], joins_only=True, tree_passes=None)
 
 
 class ExactFormulation:
@@ -47,7 +54,7 @@ class ExactFormulation:
         solver: LinearSolver | None = None if choice is None else create(Kind.SOLVER, choice)
         answer = plan_certified(
             problem,
-            [greedy_effort(options.gap), exact_effort(options.gap, solver)],
+            [_first_effort(options.gap), exact_effort(options.gap, solver)],
             time_limit_s=options.time_limit_s,
             start=options.start,
             tied=options.tied,

@@ -3,7 +3,8 @@
 Every operator is carried by one node, or by none if its precision is constant; a map gives its precision for each
 label of the node. A dependent operator that reads several nodes gets a join node: its states are pairs of classes of
 two parents, where a class stands for the step of the operator's ladder that this parent asks for. More than two
-parents make a chain of joins.
+parents make a chain of joins. A join with many readers, as of a concatenation that others go on with, is followed by a
+node that knows the larger step alone: that is all they ask, and tables over many such nodes stay small.
 """
 
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from qsync_opt.formulations.tables import DeviceTables, GraphTables
 
 CONSTANT = -1
 """Carrier of an operator whose precision never changes."""
+_PAIR = 2
+_MANY_INPUTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,11 @@ class _Stage:
     num_right: int
     values: tuple[int, ...]
 
+    @property
+    def distinct(self) -> tuple[int, ...]:
+        """Every value once."""
+        return tuple(dict.fromkeys(self.values))
+
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
@@ -35,6 +43,7 @@ class _Recipe:
     chain: tuple[tuple[int, _Stage], ...]
     first: int
     map_id: int
+    reduced: bool = False
 
 
 def _classes(values: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -43,8 +52,11 @@ def _classes(values: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]
     return tuple(distinct.index(value) for value in values), distinct
 
 
-def chain_stages(contributions: list[tuple[int, ...]]) -> list[_Stage]:
-    """Joins that give the largest of several contributions; one contribution per label of each parent."""
+def chain_stages(contributions: list[tuple[int, ...]], *, reduced: bool) -> list[_Stage]:
+    """Joins that give the largest of several contributions; one contribution per label of each parent.
+
+    Every join but the first has the last one as its left parent, or the node of its value if ``reduced``.
+    """
     stages = []
     left = contributions[0]
     for right in contributions[1:]:
@@ -52,7 +64,7 @@ def chain_stages(contributions: list[tuple[int, ...]]) -> list[_Stage]:
         right_classes, right_values = _classes(right)
         values = tuple(max(a, b) for a in left_values for b in right_values)
         stages.append(_Stage(left_classes, right_classes, len(right_values), values))
-        left = values
+        left = stages[-1].distinct if reduced else values
     return stages
 
 
@@ -70,6 +82,8 @@ class Folding:
     _wanted_ties: dict[tuple[int, ...], Bools] = field(default_factory=dict)
     _map_ids: dict[tuple[int, ...], int] = field(default_factory=dict)
     _stage_parts: dict[_Stage, tuple[tuple[tuple[int, ...], ...], Bools, Bools]] = field(default_factory=dict)
+    _value_parts: dict[_Stage, tuple[tuple[tuple[int, ...], ...], Bools]] = field(default_factory=dict)
+    _joins: dict[tuple[int, int, _Stage], int] = field(default_factory=dict)
 
     def map_id(self, precisions: tuple[int, ...]) -> int:
         """Number of a label-to-precision map."""
@@ -79,8 +93,14 @@ class Folding:
             self.maps.append(precisions)
         return found
 
-    def add_join(self, left: int, right: int, stage: _Stage) -> int:
-        """Add a join node below two parents; returns it."""
+    def add_join(self, left: int, right: int, stage: _Stage, *, reduced: bool) -> int:
+        """The join node below two parents, or of its value if ``reduced``; added if there is none yet.
+
+        Concatenations of concatenations share what they have in common.
+        """
+        known = self._joins.get((left, right, stage))
+        if known is not None:
+            return known
         parts = self._stage_parts.get(stage)
         if parts is None:
             table = tuple(tuple(a * stage.num_right + b for b in stage.right_classes) for a in stage.left_classes)
@@ -90,9 +110,27 @@ class Folding:
             parts = self._stage_parts[stage] = (table, fits_left, fits_right)
         node = len(self.sizes)
         self.sizes.append(len(stage.values))
-        self.derived.append(Derived(node=node, first=left, second=right, label_AB=parts[0], group_L=stage.values))
+        group_L = (0,) * len(stage.values) if reduced else stage.values
+        self.derived.append(Derived(node=node, first=left, second=right, label_AB=parts[0], group_L=group_L))
         self.ties.append((left, node, parts[1]))
         self.ties.append((right, node, parts[2]))
+        if reduced:
+            node = self._add_value(node, stage)
+        self._joins[left, right, stage] = node
+        return node
+
+    def _add_value(self, join: int, stage: _Stage) -> int:
+        """Add a node that knows the value of a join and no more."""
+        parts = self._value_parts.get(stage)
+        if parts is None:
+            distinct = stage.distinct
+            number_A = tuple(distinct.index(value) for value in stage.values)
+            table = tuple((number,) * len(number_A) for number in number_A)
+            parts = self._value_parts[stage] = (table, np.array(number_A)[:, None] == np.arange(len(distinct)))
+        node = len(self.sizes)
+        self.sizes.append(len(stage.distinct))
+        self.derived.append(Derived(node=node, first=join, second=join, label_AB=parts[0], group_L=stage.distinct))
+        self.ties.append((join, node, parts[1]))
         return node
 
     def add_wanted(self, flags: dict[int, tuple[int, ...]]) -> int:
@@ -127,13 +165,14 @@ class Folding:
         return np.array([(*m, *(0,) * (width - len(m))) for m in self.maps], dtype=np.int64)
 
 
-def fold(graph: GraphTables, tables: DeviceTables, tied_to: dict[int, int]) -> Folding:
+def fold(graph: GraphTables, tables: DeviceTables, tied_to: dict[int, int], *, shared: bool = False) -> Folding:
     """Decide what carries every operator.
 
     Args:
         graph: The operators.
         tables: One device type's costs.
         tied_to: Adjustable operators that must take the precision of an earlier one.
+        shared: Casts are counted once per output, which makes every large join one of many readers.
 
     Returns:
         The folding; nodes are numbered in forward order.
@@ -145,11 +184,14 @@ def fold(graph: GraphTables, tables: DeviceTables, tied_to: dict[int, int]) -> F
     output = tables.output_P.tolist()
     recipes: dict[tuple[object, ...], _Recipe] = {}
     carriers, map_ids = result.carrier_O, result.map_O
+    continued = _continued(graph)
     for operator, code in enumerate(sets):
         if graph.dependent_O[operator]:
             local: dict[int, int] = {}
-            key: list[object] = [code]
-            for source in graph.inputs[operator]:
+            inputs = graph.inputs[operator]
+            reduced = tuple(inputs[:_PAIR]) in continued or (shared and len(inputs) >= _MANY_INPUTS)
+            key: list[object] = [code, reduced]
+            for source in inputs:
                 carrier = carriers[source]
                 key.append(CONSTANT if carrier == CONSTANT else local.setdefault(carrier, len(local)))
                 key.append(map_ids[source])
@@ -171,19 +213,33 @@ def fold(graph: GraphTables, tables: DeviceTables, tied_to: dict[int, int]) -> F
     return result
 
 
+def _continued(graph: GraphTables) -> set[tuple[int, ...]]:
+    """Beginnings that dependent operators' inputs have in common, some with more inputs than others."""
+    longest: dict[tuple[int, ...], tuple[int, int]] = {}
+    for operator in np.flatnonzero(graph.dependent_O).tolist():
+        inputs = graph.inputs[operator]
+        if len(inputs) >= _PAIR:
+            count, most = longest.get(tuple(inputs[:_PAIR]), (0, 0))
+            longest[tuple(inputs[:_PAIR])] = count + 1, max(most, len(inputs))
+    return {pair for pair, (count, most) in longest.items() if count > 1 and most >= _MANY_INPUTS}
+
+
 def _follow(folding: Folding, recipe: _Recipe, parents: list[int]) -> int:
     if recipe.carrier is not None:
         return CONSTANT if recipe.carrier == CONSTANT else parents[recipe.carrier]
     node = parents[recipe.first]
     for other, stage in recipe.chain:
-        node = folding.add_join(node, parents[other], stage)
+        node = folding.add_join(node, parents[other], stage, reduced=recipe.reduced)
     return node
 
 
 def _make_recipe(
     folding: Folding, signature: tuple[object, ...], ladder: tuple[int, ...], output: list[int]
 ) -> _Recipe:
-    """How a dependent operator follows its inputs; ``signature`` lists (local carrier, map) pairs after the set."""
+    """How a dependent operator follows its inputs.
+
+    ``signature`` is its set of precisions, whether joins are reduced, and a carrier (local) and map for each input.
+    """
 
     def step(precision: int) -> int:
         delivered = output[precision]
@@ -191,7 +247,7 @@ def _make_recipe(
 
     asked: dict[int, tuple[int, ...]] = {}
     base = 0
-    numbers: list[int] = list(signature[1:])  # type: ignore[arg-type]
+    numbers: list[int] = list(signature[2:])  # type: ignore[arg-type]
     for local, map_id in zip(numbers[::2], numbers[1::2], strict=True):
         steps = tuple(step(precision) for precision in folding.maps[map_id])
         if local == CONSTANT:
@@ -204,6 +260,8 @@ def _make_recipe(
         return _Recipe(CONSTANT, (), 0, folding.map_id((ladder[base],)))
     if len(free) == 1:
         return _Recipe(free[0], (), 0, folding.map_id(tuple(ladder[s] for s in asked[free[0]])))
-    stages = chain_stages([asked[local] for local in free])
-    final = folding.map_id(tuple(ladder[s] for s in stages[-1].values))
-    return _Recipe(None, tuple(zip(free[1:], stages, strict=True)), free[0], final)
+    reduced = bool(signature[1])
+    stages = chain_stages([asked[local] for local in free], reduced=reduced)
+    values = stages[-1].distinct if reduced else stages[-1].values
+    final = folding.map_id(tuple(ladder[s] for s in values))
+    return _Recipe(None, tuple(zip(free[1:], stages, strict=True)), free[0], final, reduced)

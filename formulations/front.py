@@ -34,7 +34,10 @@ _BISECTIONS = 60
 _COARSE = Effort(gap=1e-3, passes=PASSES[:2], max_nodes=1)
 """A front's fastest limit is sought to this relative precision."""
 _POINT_PASSES = (Pass(30, 32),)
-"""All that is searched for a point of a front with a gap; prices and plans come from its neighbour."""
+"""What is searched first for a point of a front with a gap; prices and plans come from its neighbour."""
+_FURTHER_PASSES = (Pass(60, 64), Pass(150, 64))
+_FURTHER_NODES = 4
+"""Where that misses the gap: larger cores, and a few splits at joins, which the next points start from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +105,18 @@ class Sweep:
         self.problem = problem
         self._store = store
         self._deadline = deadline
-        self._further = greedy_effort(gap) if gap and thorough else None
+        self._further: list[Effort] = []
         if gap:
-            self._effort = Effort(gap=gap, passes=_POINT_PASSES, dives=1, dive_passes=1, max_nodes=1)
+            self._effort = Effort(
+                gap=gap, passes=_POINT_PASSES, blends=2, dual_share=0.2, dives=1, dive_passes=1, max_nodes=1
+            )
+            further = Effort(
+                gap=gap, passes=_FURTHER_PASSES, blends=2, dual_share=0.2, dives=1, dive_passes=1, join_passes=1,
+                max_nodes=_FURTHER_NODES, joins_only=True,
+            )  # fmt: skip
+            self._further = [further]
+            if thorough:
+                self._further.append(greedy_effort(gap))
         else:
             choice = solver or default_solver()
             self._effort = exact_effort(0.0, None if choice is None else create(Kind.SOLVER, choice))
@@ -165,8 +177,9 @@ class Sweep:
             if aim is not None and len(self._searches) == 1:
                 effort = replace(effort, aim=aim - search.collapsed.constant_objective)
             outcome = engine.solve(effort, start=labels_N, deadline=self._deadline)
-            if self._further is not None and not self._reached(outcome):
-                outcome = engine.solve(self._further, deadline=self._deadline).above(outcome.bound)
+            for further in self._further:
+                if not self._reached(outcome):
+                    outcome = engine.solve(further, deadline=self._deadline).above(outcome.bound)
             outcomes.append(outcome)
             if outcomes[-1].labels_N is None:
                 return None

@@ -25,9 +25,11 @@ EFFORT_PASSES = (
     Pass(600, 64, True),
     Pass(300, 512, True),
 )
+_TREE_PASSES = (Pass(60, 64), Pass(600, 256))
+"""In the larger trees of small problems many quick nodes bring more than few thorough ones."""
 _TREE_GAP = 5e-3
 _MAX_NODES = 12
-
+"""Small problems have larger trees, see `certified`."""
 
 _SOLVER_PASS = Pass(150, 0, solver_nodes=100)
 """What a solver that was asked for by name adds: the nodes nearest to a change, searched to a bounded depth."""
@@ -39,6 +41,7 @@ def greedy_effort(gap: float, solver: LinearSolver | None = None) -> Effort:
     return Effort(
         gap=gap or _GAP,
         passes=passes,
+        tree_passes=_TREE_PASSES if solver is None else None,
         max_nodes=_MAX_NODES,
         join_passes=2,
         tree_gap=max(gap, 0.0) or _TREE_GAP,

@@ -27,13 +27,15 @@ class LinearStatus(enum.StrEnum):
 class LinearOptions:
     """How to solve: limits in seconds, gaps at which to stop, and a seed for repeatable runs.
 
-    ``node_limit`` bounds the solver's search tree; a solver that cannot count its nodes sets it aside.
+    ``node_limit`` bounds the solver's search tree; a solver that cannot count its nodes sets it aside. Without
+    ``restarts`` a solver that can be told so does not begin its tree anew when it has fixed many columns.
     """
 
     time_limit_s: float | None = None
     relative_gap: float = 0.0
     absolute_gap: float = 0.0
     node_limit: int | None = None
+    restarts: bool = True
     seed: int = 1
 
 

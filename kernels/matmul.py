@@ -197,6 +197,22 @@ def _fake_aux(
     return a.new_empty(shape, dtype=out_dtype), a.new_empty(shape, dtype=out_dtype)
 
 
+def _plain_amax(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    result = product(a, b, a_scale, b_scale, bias, "none", out_dtype)[0]
+    if result.numel() == 0:
+        return result, result.new_zeros(1, dtype=torch.float32)
+    return result, result.abs().amax().to(torch.float32).reshape(1)
+
+
+def _fake_amax(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    shape = (*a.shape[:-1], b.shape[-2])
+    return a.new_empty(shape, dtype=out_dtype), a.new_empty((1,), dtype=torch.float32)
+
+
 _ARGUMENTS = (
     "(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, str epilogue, ScalarType out_dtype, "
     "bool accurate=False)"
@@ -204,6 +220,13 @@ _ARGUMENTS = (
 _scaled_mm = library.define(f"scaled_mm{_ARGUMENTS} -> Tensor", unit="matmul", plain=_plain, fake=_fake)
 _scaled_mm_aux = library.define(
     f"scaled_mm_aux{_ARGUMENTS} -> (Tensor, Tensor)", unit="matmul", plain=product, fake=_fake_aux
+)
+_scaled_mm_amax = library.define(
+    "scaled_mm_amax(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, ScalarType out_dtype) -> "
+    "(Tensor, Tensor)",
+    unit="matmul",
+    plain=_plain_amax,
+    fake=_fake_amax,
 )
 
 
@@ -279,4 +302,30 @@ def scaled_mm_aux(
     if a.is_cuda:
         matmul_choices.activate()
     result: tuple[Tensor, Tensor] = _scaled_mm_aux(a, b, a_scale, b_scale, bias, epilogue, out_dtype, accurate)
+    return result
+
+
+def scaled_mm_amax(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor]:
+    """:func:`scaled_mm`, with the largest magnitude of its results: what quantizes them need not look for it.
+
+    On Hopper cards the product finds it while it writes, where each operand has one scale, there is no bias and results
+    have 16 bits; elsewhere a second pass reads the results.
+
+    Returns:
+        The result, and one FP32: the largest magnitude in it, NaN if one is NaN.
+
+    Source: ours.
+    """
+    _check(a, b, a_scale, b_scale, bias, "none", out_dtype)
+    if a.is_cuda:
+        matmul_choices.activate()
+    result: tuple[Tensor, Tensor] = _scaled_mm_amax(a, b, a_scale, b_scale, bias, out_dtype)
     return result

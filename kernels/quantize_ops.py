@@ -91,7 +91,7 @@ def _codes(
     return codes, scale, turned
 
 
-def _quantize_by_amax(
+def plain_by_amax(
     x: Tensor,
     amax: Tensor,
     format: torch.dtype,
@@ -173,7 +173,7 @@ _OPERATORS: dict[str, Any] = {
         "quantize_by_amax(Tensor x, Tensor amax, ScalarType format, str rounding, int key, Tensor? step,"
         " bool transposed) -> (Tensor, Tensor, Tensor)",
         unit=UNIT,
-        plain=_quantize_by_amax,
+        plain=plain_by_amax,
         fake=_quantize_by_amax_fake,
     ),
     "dequantize": library.define(
@@ -191,7 +191,7 @@ _OPERATORS: dict[str, Any] = {
 }
 _PLAIN: dict[str, Any] = {
     "quantize": _quantize,
-    "quantize_by_amax": _quantize_by_amax,
+    "quantize_by_amax": plain_by_amax,
     "dequantize": _dequantize,
     "recast": _recast,
 }

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.capture import capture_model as capture_model
     from qsync_opt.runtimes.torch.checkpoints import Checkpoints as Checkpoints
     from qsync_opt.runtimes.torch.graphs import graphed as graphed
+    from qsync_opt.runtimes.torch.horizon import noise_horizon as noise_horizon
     from qsync_opt.runtimes.torch.job_options import PlanningOptions as PlanningOptions
     from qsync_opt.runtimes.torch.job_plan import JobPlan as JobPlan
     from qsync_opt.runtimes.torch.loss_scaling import LossScaler as LossScaler
@@ -131,6 +132,7 @@ _PUBLIC = {
     "capture": "qsync_opt.runtimes.torch.capture",
     "capture_model": "qsync_opt.runtimes.torch.capture",
     "collect_statistics": "qsync_opt.runtimes.torch.statistics",
+    "noise_horizon": "qsync_opt.runtimes.torch.horizon",
     "profile": "qsync_opt.runtimes.torch.profiler",
     "TrainingExample": "qsync_opt.runtimes.torch.measure",
     "measure_iteration": "qsync_opt.runtimes.torch.measure",

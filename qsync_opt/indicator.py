@@ -25,6 +25,7 @@ from qsync_opt.baseline_indicators import (
     weight_variance,
 )
 from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
+from qsync_opt.expected_loss import check_horizon
 from qsync_opt.graph import Operator, OpGraph, Role
 from qsync_opt.noise_propagation import Distances, Propagation, distances, operand_edges
 from qsync_opt.precision import PrecisionFormats
@@ -149,6 +150,16 @@ def _by_depth(
     )
 
 
+def _expected_loss(probed: OperatorSensitivity, at_once: float, horizon: float) -> OperatorSensitivity:
+    """What rounding costs at once, which arises in the forward pass, and what its noise in the gradient costs."""
+    return OperatorSensitivity(
+        own=horizon * probed.own,
+        backward=horizon * probed.backward,
+        forward=at_once + horizon * probed.forward,
+        variances=probed.variances,
+    )
+
+
 def _baseline(
     kind: IndicatorKind,
     statistics: OperatorStatistics,
@@ -193,7 +204,7 @@ def _kind(kind: IndicatorKind | None, graph: OpGraph, statistics: ModelStatistic
         return IndicatorKind.PROBED if probed else IndicatorKind.PROPAGATED
     if kind not in list(IndicatorKind):
         raise UnsupportedError(f"kind is {kind!r}: allowed are {', '.join(IndicatorKind)}")
-    if kind == IndicatorKind.PROBED and not probed:
+    if kind in (IndicatorKind.PROBED, IndicatorKind.LOSS) and not probed:
         raise ProblemError(
             f"the statistics of graph {graph.name!r} hold no gains: collect them with probes=2 or more, or use "
             "kind='propagated'"
@@ -214,6 +225,7 @@ def sensitivities(
     kind: IndicatorKind | None = None,
     gamma: float = 4.0,
     seed: int = 0,
+    horizon: float = 0.0,
 ) -> SensitivityTable:
     """Sensitivity of every adjustable operator at every precision of a device.
 
@@ -226,6 +238,8 @@ def sensitivities(
             table says which.
         gamma: Weight of forward against backward noise, for ``kind="depth"`` only.
         seed: For ``kind="random"`` only.
+        horizon: Weight of the gradient's variance against the loss that is lost at once, for ``kind="loss"`` only; see
+            ``noise_horizon``. At 0 the loss at once is all that counts.
 
     Returns:
         Squared gradient units per training step of one worker (the baselines: ``kind.unit``). With gradients averaged
@@ -240,6 +254,7 @@ def sensitivities(
         Purpose and bi-directional form from QSync (IPDPS 2024); variances and propagation ours.
     """
     _check(graph, statistics, gamma)
+    horizon = check_horizon(horizon)
     options = options or NoiseOptions()
     kind = _kind(kind, graph, statistics)
     far = distances(graph)
@@ -261,8 +276,11 @@ def sensitivities(
                 row[precision] = _propagated(operator, measured, found, propagation)
             elif kind is IndicatorKind.DEPTH:
                 row[precision] = _by_depth(operator, measured, found, far, gamma)
-            elif kind is IndicatorKind.PROBED:
-                row[precision] = _probed(measured, found, _element_noise(measured, precision, formats, options))
+            elif kind in (IndicatorKind.PROBED, IndicatorKind.LOSS):
+                value = _probed(measured, found, _element_noise(measured, precision, formats, options))
+                if kind is IndicatorKind.LOSS:
+                    value = _expected_loss(value, fisher_score(measured, found), horizon)
+                row[precision] = value
             else:
                 noise = _element_noise(measured, precision, formats, options)
                 row[precision] = _baseline(kind, measured, precision, found, noise, seed)

@@ -20,7 +20,7 @@ from qsync_opt.problem import Problem
 from qsync_opt.solution import relative_gap
 
 FRONT_FORMAT = "qsync-front/1"
-GAPS: Mapping[str, float] = MappingProxyType({"greedy": 5e-3, "exact": 0.0})
+GAPS: Mapping[str, float] = MappingProxyType({"greedy": 1e-2, "exact": 0.0})
 """Method of a front to the relative gap of its points."""
 _AGREEMENT = 1e-6
 

@@ -21,6 +21,9 @@ class IndicatorKind(enum.StrEnum):
     """By sweeping it through the graph with the collected norms (``qsync_opt.noise_propagation``)."""
     PROBED = "probed"
     """By the gains that were measured by differentiating the gradient once more; exact to first order."""
+    LOSS = "loss"
+    """By the loss that is expected to be lost: at once, and through the gradient's variance over the steps to come
+    (``qsync_opt.expected_loss``)."""
     DEPTH = "depth"
     """QSync's form ``gamma * (L - d) * Var[z] + d * (Var[dw] + Var[dx])`` with true distances and these variances."""
     HESSIAN = "hessian"
@@ -35,7 +38,10 @@ class IndicatorKind(enum.StrEnum):
     @property
     def unit(self) -> str:
         """What a sensitivity of this kind is measured in."""
-        units = {"hessian": "loss", "fisher": "squared loss", "weight": "squared weight", "random": "none"}
+        units = {
+            **{"hessian": "loss", "loss": "squared loss", "fisher": "squared loss"},
+            **{"weight": "squared weight", "random": "none"},
+        }
         return units.get(self.value, "squared gradient")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -73,8 +73,8 @@ def _options(**fields: str) -> KernelOptions:
     return KernelOptions(step=torch.zeros(1, dtype=torch.int64, device="cuda"), **fields)  # type: ignore[arg-type]
 
 
-def records(quick: bool) -> list[dict[str, Any]]:
-    """One record per shape, type of the weights and implementation."""
+def records(quick: bool) -> Iterator[dict[str, Any]]:
+    """One record per shape, type of the weights and implementation, as they are measured."""
     for unit in ("quantize", "matmul"):
         if not library.activate(unit):
             raise SystemExit(f"the compiled kernels do not run here: {library.reason(unit)}")
@@ -83,16 +83,14 @@ def records(quick: bool) -> list[dict[str, Any]]:
         networks[name] = _apart(functools.partial(_eight, precision, _options(**fields)))
     for name, precision in WHOLE.items():
         networks[name] = _whole(precision, _options())
-    found = []
     for (tokens, width, hidden, wanted), master in itertools.product(SHAPES, ("BF16", "FP32")):
         if quick and master == "FP32":
             continue
         sizes, dtype = (tokens, width, hidden), MASTERS[master]
         half = _time(_apart(_half), sizes, dtype)
         facts = {"shape": sizes, "weights": master}
-        found.append({**facts, "implementation": "torch BF16", "seconds": half})
+        yield {**facts, "implementation": "torch BF16", "seconds": half}
         for name, network in networks.items():
             seconds = _time(network, sizes, dtype)
             record = {**facts, "implementation": name, "seconds": seconds, "speed_up": half / seconds}
-            found.append({**record, "wanted_speed_up": wanted})
-    return found
+            yield {**record, "wanted_speed_up": wanted}

@@ -57,3 +57,10 @@ def copy_bandwidth(gigabytes: float = 2.0) -> float:
     target = torch.empty_like(source)
     # Not as a graph: its copies go through the copy engines, which are slower.
     return 2 * source.numel() / median_eager_s(lambda: target.copy_(source))
+
+
+def kernel_copy_bandwidth(gigabytes: float = 2.0) -> float:
+    """The same of a kernel, a negation, which keeps to the multiprocessors of its stream."""
+    source = torch.empty(int(gigabytes * 1e9 / 4), device="cuda").normal_()
+    target = torch.empty_like(source)
+    return 2 * 4 * source.numel() / median_eager_s(lambda: torch.neg(source, out=target))

@@ -168,31 +168,17 @@ def _worker(name: str, precision: str) -> None:
     print(json.dumps(measure()), flush=True)
 
 
-def _records_of(name: str) -> list[dict[str, Any]]:
-    """Compilations run beside each other, measurements one after another."""
+def _started(name: str, precision: str) -> subprocess.Popen[str]:
     # What lies beside this file is found, whatever the interpreter puts on its path by itself.
     path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH"))))
-    start = functools.partial(
-        subprocess.Popen,
+    return subprocess.Popen(
+        [sys.executable, __file__, name, precision],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         bufsize=1,
         env={**os.environ, "PYTHONPATH": path},
     )
-    workers = {precision: start([sys.executable, __file__, name, precision]) for precision in PRECISIONS}
-    lines: dict[str, str] = {}
-    try:
-        for precision, worker in workers.items():
-            assert worker.stdout is not None
-            if worker.stdout.readline().strip() != "ready":
-                raise SystemExit(f"{name} in {precision} ended with {worker.wait()} before it was measured")
-        for precision, worker in workers.items():
-            lines[precision], _ = worker.communicate("go\n")
-    finally:
-        for worker in workers.values():
-            worker.kill()
-    return _as_records(name, {precision: json.loads(line) for precision, line in lines.items()})
 
 
 def _as_records(name: str, measured: dict[str, dict[str, float | str]]) -> list[dict[str, Any]]:
@@ -214,10 +200,26 @@ def _as_records(name: str, measured: dict[str, dict[str, float | str]]) -> list[
     return found
 
 
-def records(quick: bool) -> Iterator[dict[str, Any]]:
-    """One record per model, way to launch, and precision, as they are measured."""
+def _records_of(name: str) -> list[dict[str, Any]]:
+    """Compilations run beside each other, measurements one after another."""
+    workers = {precision: _started(name, precision) for precision in PRECISIONS}
+    try:
+        for precision, worker in workers.items():
+            assert worker.stdout is not None
+            if worker.stdout.readline().strip() != "ready":
+                raise SystemExit(f"{name} in {precision} ended with {worker.wait()} before it was measured")
+        lines = {precision: worker.communicate("go\n")[0] for precision, worker in workers.items()}
+    finally:
+        for worker in workers.values():
+            worker.kill()
+    return _as_records(name, {precision: json.loads(line) for precision, line in lines.items()})
+
+
+def records(quick: bool, only: str = "") -> Iterator[dict[str, Any]]:
+    """One record per model (with ``only`` in its name), way to launch, and precision, as they are measured."""
     for name in list(MODELS)[: 1 if quick else None]:
-        yield from _records_of(name)
+        if only in name:
+            yield from _records_of(name)
 
 
 if __name__ == "__main__":

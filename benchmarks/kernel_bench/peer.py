@@ -1,6 +1,6 @@
 """Section peer: Linear-GELU-Linear beside torchao's FP8 training of the same layers, and on a partition of the card.
 
-Forward and backward, compiled, weights in BF16, all quantization included. Partition: the smaller layer on 16 of the
+Forward and backward, compiled, weights in BF16, all quantization included. Partition: both on 16 of the
 card's multiprocessors, launched by the host.
 """
 
@@ -105,4 +105,5 @@ def records(quick: bool) -> Iterator[dict[str, Any]]:
     apart = _apart(functools.partial(_eight, "FP8", _options(**EIGHT)))
     for shape in SHAPES[1 if quick else 0 :]:
         yield from _beside(shape[:3], {**whole, "FP8, three operations": apart})
-    yield from _on_partition(SHAPES[-1][:3], whole)
+    for shape in SHAPES[1:] if quick else reversed(SHAPES):
+        yield from _on_partition(shape[:3], whole)

@@ -1,4 +1,7 @@
-"""Section quantize: bandwidth of the quantizers as a share of a copy's, beside torch.compile of the eager formula."""
+"""Section quantize: bandwidth of the quantizers as a share of a copy's, beside torch.compile of the eager formula.
+
+Also on a partition of 16 multiprocessors, launched by the host, as a share of what a kernel there copies.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from measuring import copy_bandwidth, median_s
+from measuring import copy_bandwidth, kernel_copy_bandwidth, median_eager_s, median_s
 
 from qsync_opt.kernels import library
 from qsync_opt.kernels.formats import amax, format_of, scale_from
@@ -19,6 +22,7 @@ FORMATS = {"INT8": torch.int8, "FP8 E4M3": torch.float8_e4m3fn, "FP8 E5M2": torc
 SOURCES = {"FP32": torch.float32, "BF16": torch.bfloat16}
 # Share of the copy bandwidth that is asked for.
 WANTED = {"row": 0.80, "tensor": 0.75}
+PARTITION = 16
 
 
 def _eager(x: torch.Tensor, format: torch.dtype, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,14 +44,22 @@ def _bytes(x: torch.Tensor, granularity: str, transposed: bool) -> int:
 class _Section:
     """The records of this section while they are taken."""
 
-    def __init__(self) -> None:
-        self.copy = copy_bandwidth()
-        self.records: list[dict[str, Any]] = [{"implementation": "device copy", "bytes_per_s": self.copy}]
+    def __init__(self, multiprocessors: int | None = None) -> None:
+        self.copy = copy_bandwidth() if multiprocessors is None else kernel_copy_bandwidth()
+        # A graph belongs to the context in which it was captured: a partition's stream runs what the host launches.
+        self.time = median_s if multiprocessors is None else median_eager_s
+        self.place: dict[str, Any] = {} if multiprocessors is None else {"multiprocessors": multiprocessors}
+        yardstick = "device copy" if multiprocessors is None else "copy by a kernel"
+        self.records: list[dict[str, Any]] = [
+            {**self.place, "implementation": yardstick, "bytes_per_s": self.copy},
+        ]
 
     def add(self, function: Callable[[], Any], moved: int, **facts: Any) -> None:
-        seconds = median_s(function)
+        seconds = self.time(function)
         share = moved / seconds / self.copy
-        self.records.append({"shape": SHAPE, **facts, "seconds": seconds, "bytes": moved, "share_of_copy": share})
+        self.records.append(
+            {"shape": SHAPE, **self.place, **facts, "seconds": seconds, "bytes": moved, "share_of_copy": share}
+        )
 
 
 def _ours(section: _Section, x: torch.Tensor, name: str, granularity: str, quick: bool, facts: dict[str, Any]) -> None:
@@ -78,6 +90,17 @@ def _formula(section: _Section, x: torch.Tensor, name: str, granularity: str, fa
     )
 
 
+def _on_partition() -> list[dict[str, Any]]:
+    context = torch.cuda.GreenContext.create(num_sms=PARTITION, device_id=0)
+    with torch.cuda.stream(context.Stream()):
+        section = _Section(PARTITION)
+        for (source, dtype), name in itertools.product(SOURCES.items(), ("INT8", "FP8 E4M3")):
+            x = torch.randn(SHAPE, device="cuda").to(dtype)
+            for granularity in ("row", "tensor"):
+                _ours(section, x, name, granularity, True, {"source": source, "format": name})
+    return section.records
+
+
 def records(quick: bool) -> list[dict[str, Any]]:
     """One record per source, format, granularity, rounding and implementation."""
     if not library.activate(UNIT):
@@ -98,4 +121,4 @@ def records(quick: bool) -> list[dict[str, Any]]:
             **facts,
             granularity="row",
         )
-    return section.records
+    return section.records if quick else [*section.records, *_on_partition()]

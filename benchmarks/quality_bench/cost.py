@@ -105,19 +105,21 @@ def measure(subject: Subject, device: torch.device, probes: Sequence[int]) -> It
         yield significant(record)
 
 
-def section(device: torch.device, scale: str, clock: Clock) -> Iterator[dict[str, Any]]:
+def section(
+    device: torch.device, scale: str, clock: Clock, names: Sequence[str] | None = None
+) -> Iterator[dict[str, Any]]:
     """BERT-base, a model of a thousand million parameters, and ResNet-50; records that replace each other by model."""
     config = GptConfig(width=2048, layers=20, heads=16, context=512)
     if scale == "tiny":
         config = GptConfig(width=64, layers=2, heads=2, context=32)
-    subjects: tuple[tuple[Callable[[], Subject], tuple[int, ...]], ...] = (
-        (lambda: subject_of("bert", device, scale=scale), (0, 1)),
-        (lambda: gpt(device, config, 2, name="gpt-1b"), (0, 1)),
-        (lambda: subject_of("resnet50", device, scale=scale), (0, 1)),
-    )
-    for make, probes in subjects:
+    subjects: dict[str, Callable[[], Subject]] = {
+        "bert": lambda: subject_of("bert", device, scale=scale),
+        "gpt-1b": lambda: gpt(device, config, 2, name="gpt-1b"),
+        "resnet50": lambda: subject_of("resnet50", device, scale=scale),
+    }
+    for name in names or subjects:
         if clock.over():
             return
-        yield from measure(make(), device, probes)
+        yield from measure(subjects[name](), device, (0, 1))
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -28,6 +28,7 @@ from subjects import Batch, Subject, subject_of, train_briefly
 from trials import Trials
 from work import Clock, significant
 
+import qsync_opt
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.indicator import sensitivities
 from qsync_opt.kernels import ops
@@ -91,7 +92,7 @@ def measured_operators(graph: OpGraph, device: torch.device) -> list[str]:
     return [o.name for o in graph.by_role(Role.ADJUSTABLE) if ops.supports(o.op_type, PRECISION, device)]
 
 
-def tables(bench: Bench, device: torch.device, scale: str, factor: float) -> dict[str, dict[str, float]]:
+def tables(bench: Bench, device: torch.device, scale: str, factor: float, steps: int) -> dict[str, dict[str, float]]:
     """Sensitivity of every operator at INT8 by every indicator, at the magnified error."""
     batches = [bench.subject.batch(_HARM_BATCHES + i) for i in range(_BATCHES)]
     found = collect_statistics(
@@ -103,8 +104,9 @@ def tables(bench: Bench, device: torch.device, scale: str, factor: float) -> dic
     )
     larger = magnified(found, factor)
     result = {}
+    horizon = qsync_opt.noise_horizon(bench.optimizer, steps=steps, statistics=found)
     for kind in IndicatorKind:
-        table = sensitivities(bench.graph, larger, device_formats(device), options=ROUNDING, kind=kind)
+        table = sensitivities(bench.graph, larger, device_formats(device), options=ROUNDING, kind=kind, horizon=horizon)
         result[str(kind)] = {name: table[name][PRECISION] for name in measured_operators(bench.graph, device)}
     return result
 
@@ -143,7 +145,7 @@ def section(
         "factor": factor,
         "steps": steps,
         "optimizer": OPTIMIZERS[optimizer],
-        "indicators": tables(bench, device, scale, factor) if shard == 0 else {},
+        "indicators": tables(bench, device, scale, factor, steps) if shard == 0 else {},
         **{measure: {operator: [] for operator in names} for measure in MEASURES},
     }
     first = shard * 10**4

@@ -6,6 +6,7 @@ host costs next to nothing; batches are made once for all runs of a seed. Withou
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -18,7 +19,7 @@ import torch
 from noisy import MagnifiedPlan
 from plans import HIGH
 from subjects import Batch, Subject, subject_of
-from torch import Tensor
+from torch import Tensor, nn
 
 from qsync_opt.graph import OpGraph
 from qsync_opt.graph_file import load_graph
@@ -67,6 +68,8 @@ class Job:
 
 
 _CACHE: dict[tuple[str, str], Subject] = {}
+_MODELS: dict[tuple[str, str, int, str], nn.Module] = {}
+_GRAPHS: dict[str, OpGraph] = {}
 
 
 def cached_subject(name: str, device: torch.device, scale: str) -> Subject:
@@ -74,6 +77,20 @@ def cached_subject(name: str, device: torch.device, scale: str) -> Subject:
     if (name, scale) not in _CACHE:
         _CACHE[name, scale] = subject_of(name, device, scale=scale)
     return _CACHE[name, scale]
+
+
+def _fresh_model(subject: Subject, job: Job) -> nn.Module:
+    """The model of a seed, drawn once per process."""
+    key = (job.subject, job.scale, job.seed, job.device)
+    if key not in _MODELS:
+        _MODELS[key] = subject.model(job.seed, torch.device(job.device))
+    return copy.deepcopy(_MODELS[key])
+
+
+def _graph(path: str) -> OpGraph:
+    if path not in _GRAPHS:
+        _GRAPHS[path] = load_graph(path)
+    return _GRAPHS[path]
 
 
 def rate_at(step: int, steps: int) -> float:
@@ -84,15 +101,20 @@ def rate_at(step: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - warm) / max(1, steps - warm))
 
 
+def mean_square_rate(steps: int) -> float:
+    """Mean square of ``rate_at``."""
+    return sum(rate_at(step, steps) ** 2 for step in range(steps)) / steps
+
+
 class Run:
     """One model in training under a plan."""
 
     def __init__(self, job: Job, subject: Subject, batch: Batch, place: Place | None) -> None:
         self.job, device = job, torch.device(job.device)
-        self.model = subject.model(job.seed, device)
+        self.model = _fresh_model(subject, job)
         self._optimizer = subject.optimizer(self.model)
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
-        graph: OpGraph = load_graph(job.graph)
+        graph = _graph(job.graph)
         options = ApplyOptions(kernels=job.setting.kernels.at(seed=job.seed, offset=0), evaluate_in="FP32")
         MagnifiedPlan(self.model, job.plan, graph, options, factor=job.setting.factor, reference=HIGH)
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -106,12 +128,16 @@ class Run:
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         place.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(place.stream):
-            for _ in range(2):
-                self._pass()
+            self._pass()
             self._optimizer.zero_grad(set_to_none=True)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=place.stream, pool=place.pool):
+            torch.cuda.synchronize()
+            # Not torch.cuda.graph, which collects garbage: with all these models that takes longer than the capture.
+            graph.capture_begin(pool=place.pool)
+            try:
                 self._loss = self._pass()
+            finally:
+                graph.capture_end()
             with torch.no_grad():  # the statistics of batch normalization have seen passes that do not count
                 for buffer, before in zip(self.model.buffers(), buffers, strict=True):
                     buffer.copy_(before)
@@ -257,11 +283,11 @@ class Training:
         self.done = step + 1
 
     def _leave_out(self, seconds: float, until: float) -> None:
-        """Drop the last seeds, but for two, as long as all steps of all runs would take too long."""
+        """Drop the last seeds, but for one, as long as all steps of all runs would take too long."""
         seeds = sorted({self._jobs[i].seed for i in self._runs})
         left = until - time.monotonic()
         kept = len(seeds)
-        while kept > 2 and seconds * kept / len(seeds) * (self._steps - self.done) > left:
+        while kept > 1 and seconds * kept / len(seeds) * (self._steps - self.done) > left:
             kept -= 1
         print(f"{seconds * 1e3:.0f} ms for one step of all, {left:.0f} s left: {kept} seeds", flush=True)
         self._runs = {i: run for i, run in self._runs.items() if self._jobs[i].seed in seeds[:kept]}

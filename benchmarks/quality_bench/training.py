@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from estimates import paired, recovered, standard_error
 from plans import HIGH, LOW, low_share, magnified, plan_half_way
-from runs import Job, Setting, cached_subject
+from runs import Job, Setting, cached_subject, mean_square_rate
 from subjects import train_briefly
 
+import qsync_opt
 from qsync_opt.graph import Role
 from qsync_opt.graph_file import save_graph
 from qsync_opt.indicator import sensitivities
@@ -27,8 +28,9 @@ from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.statistics import collect_statistics
 
-PLANNERS = ("probed", "hessian", "fisher", "random")
-OURS = "probed"
+PLANNERS = ("loss", "probed", "hessian", "fisher", "random")
+PEER = "fisher"
+"""The indicator that others plan by; plans are also compared with its, seed by seed."""
 WORSE = 3.0
 """Standard errors by which uniform INT8 must be worse for a setting to tell plans apart."""
 
@@ -36,6 +38,7 @@ WORSE = 3.0
 SETTINGS: Mapping[str, tuple[Setting, ...]] = {
     "gpt": (
         Setting(name="INT8 forward and backward, per tensor", backward="eight"),
+        Setting(name="INT8 forward, per tensor, error x 4", factor=4.0),
         Setting(name="INT8 forward and backward, per tensor, error x 4", backward="eight", factor=4.0),
     ),
     "cnn": (
@@ -49,12 +52,12 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
 class Comparison:
     """What is common to all runs of a subject: graph, statistics of a model that has trained a little, plans."""
 
-    def __init__(self, name: str, device: torch.device, scale: str, folder: Path) -> None:
+    def __init__(self, name: str, device: torch.device, scale: str, folder: Path, steps: int) -> None:
         self.name, self.scale, self.device = name, scale, device
         subject = cached_subject(name, device, scale)
         self.what = subject.what
         model = subject.model(0, device)
-        train_briefly(subject, model, 3 if scale == "tiny" else 150, first=10**7)
+        optimizer = train_briefly(subject, model, 3 if scale == "tiny" else 150, first=10**7)
         batches = [subject.batch(10**6 + i) for i in range(2)]
         self.graph = capture(model, batches[0], name=name)
         self.path = folder / f"{name}-graph.json"
@@ -65,6 +68,12 @@ class Comparison:
             graph=self.graph,
             probes=2 if scale == "tiny" else 4,
             curvature_probes=2 if scale == "tiny" else 16,
+        )
+        self.horizon = qsync_opt.noise_horizon(
+            optimizer,
+            steps=steps,
+            statistics=self.statistics,
+            learning_rate=optimizer.param_groups[0]["lr"] * mean_square_rate(steps) ** 0.5,
         )
         adjustable = [o for o in self.graph.by_role(Role.ADJUSTABLE)]
         self.multiplications = {
@@ -89,6 +98,7 @@ class Comparison:
             options=setting.noise,
             kind=policy,  # type: ignore[arg-type]
             seed=seed,
+            horizon=self.horizon,
         )
         return {**self._high, **plan_half_way(self.multiplications, table, setting.backward)}
 
@@ -161,12 +171,16 @@ def summary(runs: Sequence[Mapping[str, Any]], setting: str, sign: float) -> dic
         return deficit(runs, policy, setting, 1.0, "last_training_loss")[0]
 
     policies = dict.fromkeys(str(run["policy"]) for run in runs)
+    peer = scores(runs, PEER, setting)
     gap = deficit(runs, f"uniform {LOW}", setting, sign)[0]
     for policy in policies:
         values = list(scores(runs, policy, setting).values())
         if not values:
             continue
         mean, error = deficit(runs, policy, setting, sign)
+        ours = scores(runs, policy, setting)
+        shared = sorted(ours.keys() & peer.keys())
+        beside = paired([sign * ours[s] for s in shared], [sign * peer[s] for s in shared]) if shared else None
         found[policy] = {
             "seeds": len(values),
             "mean": statistics.fmean(values),
@@ -175,6 +189,9 @@ def summary(runs: Sequence[Mapping[str, Any]], setting: str, sign: float) -> dic
             "worse_than_full": mean,
             "worse_than_full_error": error if math.isfinite(error) else None,
             "recovered": recovered(gap, 0.0, mean),
+            "recovered_error": error / abs(gap) if gap and math.isfinite(error) else None,
+            f"worse_than_{PEER}": None if beside is None else beside[0],
+            f"worse_than_{PEER}_error": None if beside is None or len(shared) < 2 else beside[1],
             "recovered_in_training_loss": recovered(loss_deficit(f"uniform {LOW}"), 0.0, loss_deficit(policy))
             if finished
             else None,
@@ -199,3 +216,24 @@ def jobs(comparison: Comparison, seeds: Sequence[int], steps: int, captured: boo
             yield comparison.job(f"uniform {LOW}", setting, seed, steps, captured)
         for policy in PLANNERS:
             yield comparison.job(policy, settings[-1], seed, steps, captured)
+
+
+def merged(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Shards of one model and length as one record: all runs, each once, and every plan that differs between shards.
+
+    Statistics are collected anew by every shard; where a card sums in another order, a plan may come out otherwise.
+    """
+    found: list[dict[str, Any]] = []
+    groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault((record["hardware"], record["what"], record["steps"]), []).append(record)
+    for group in groups.values():
+        one = dict(group[0])
+        for part in ("runs", "unfinished"):
+            every = {key(run): run for record in group for run in record.get(part, [])}
+            one[part] = [every[which] for which in sorted(every)]
+        one["plans_differ"] = sorted(
+            policy for policy in one["plans"] if any(r["plans"][policy] != one["plans"][policy] for r in group[1:])
+        )
+        found.append(one)
+    return found

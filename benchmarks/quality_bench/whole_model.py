@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,9 +50,11 @@ def total(table: Mapping[str, Mapping[str, float]], plan: Mapping[str, str]) -> 
     return sum(table[name][precision] for name, precision in plan.items())
 
 
-def section(device: torch.device, scale: str, clock: Clock) -> Iterator[dict[str, Any]]:
-    """One record per model."""
-    subjects = ("gpt", "bert", "resnet50")
+def section(
+    device: torch.device, scale: str, clock: Clock, subjects: Sequence[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """One record per model; by default of all three."""
+    subjects = subjects or tuple(TRAINED)
     for position, name in enumerate(subjects):
         share = Clock(clock.left() / (len(subjects) - position))
         subject = subject_of(name, device, scale=scale)

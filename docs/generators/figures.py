@@ -13,6 +13,7 @@ from pathlib import Path
 
 from quality_tables import quality_figures
 from results_pages import ROOT, Record, environment, load_results, percent, table
+from runtime_figures import NOT_MEASURED, runtime_figures
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 _PLACE = re.compile(r"\{\{ ([\w.-]+) \}\}")
@@ -33,7 +34,7 @@ def figures() -> dict[str, str]:
         **_kernels(results["kernels.json"]["sections"]),
         **_host(results["host-cost.json"]["sections"]),
         **quality_figures(results["quality.json"]),
-        **_runtime(results["runtime.json"]),
+        **runtime_figures(results["runtime.json"]),
     }
 
 
@@ -213,17 +214,19 @@ def _kernels(sections: Record) -> dict[str, str]:
     for name, ending in (("half", ", INT8"), ("eight", ", gradients in INT8")):
         ratios = [record["ratio"] for record in trained if record["implementation"].endswith(ending)]
         found[f"kernels.trained.{name}"] = f"{_span(ratios, '.2f')} x" if ratios else NOT_MEASURED
-    copies = [r["share_of_copy"] for r in sections["quantize"]["records"] if "share_of_copy" in r]
+    copies = [
+        r["share_of_copy"]
+        for r in sections["quantize"]["records"]
+        if "share_of_copy" in r and "multiprocessors" not in r
+    ]
     found["kernels.quantize"] = f"{100 * min(copies):.0f} to {100 * max(copies):.0f} %"
     return found
 
 
-NOT_MEASURED = "not measured"
-
-
 def _kernel_layers(sections: Record) -> dict[str, str]:
     """Linear-GELU-Linear as one operation with weights in BF16, and whole models; what no run has reached says so."""
-    names = [f"kernels.{section}.{size}" for section in ("layer", "peer") for size in ("large", "small", "partition")]
+    sizes = ("large", "small", "large-partition", "small-partition")
+    names = [f"kernels.{section}.{size}" for section in ("layer", "peer") for size in sizes]
     found = dict.fromkeys((f"{n}{end}" for n in names for end in ("", ".int8", ".fp8")), NOT_MEASURED)
     for section in ("layer", "peer"):
         for record in sections.get(section, {"records": ()})["records"]:
@@ -231,7 +234,7 @@ def _kernel_layers(sections: Record) -> dict[str, str]:
             if form != "one operation" or record.get("weights", "BF16") != "BF16":
                 continue
             size = "large" if record["shape"][1] == 4096 else "small"
-            name = f"kernels.{section}.{'partition' if 'multiprocessors' in record else size}"
+            name = f"kernels.{section}.{size}{'-partition' if 'multiprocessors' in record else ''}"
             found[f"{name}.{precision}"] = f"{record['speed_up']:.2f}"
             if precision == "fp8" and "times_torchao_tensorwise" in record:
                 found[name] = f"{record['times_torchao_tensorwise']:.2f}"
@@ -264,57 +267,14 @@ def _host(sections: Record) -> dict[str, str]:
     return found
 
 
-def _runtime(data: Record) -> dict[str, str]:
-    """Plans in training, on a card where one was measured."""
-    found = dict.fromkeys(
-        (
-            f"runtime.{name}"
-            for name in ("fp32", "bf16", "bf16-operators", "throughput", "by-speed", "soak", "hardware")
-        ),
-        NOT_MEASURED,
-    )
-    cards = {
-        part: [r for r in data.get(part, ()) if "NVIDIA" in r["hardware"]]
-        for part in ("overhead", "throughput", "soak")
-    }
-    for record in cards["overhead"]:
-        name = record["precision"].lower()
-        if name != "fp32" and record["carried_out"] != "by torch.autocast":
-            name += "-operators"
-        found[f"runtime.{name}"] = f"{percent(record['slower'])} time, {percent(record['more_memory'])} memory"
-        found["runtime.hardware"] = record["hardware"]
-    shares: dict[str, list[str]] = {"throughput": [], "by-speed": []}
-    planned = {r["model"] for r in cards["throughput"] if r.get("configuration") == "plan" and r["samples_per_s"]}
-    for model in sorted(planned):
-        mine = {
-            r["configuration"]: r["samples_per_s"] or 0.0
-            for r in cards["throughput"]
-            if r["model"] == model and r.get("workers_in_turn")
-        }
-        mine = {name: speed for name, speed in mine.items() if speed}
-        equal = {name: speed for name, speed in mine.items() if not name.startswith("local")}
-        best = max(speed for name, speed in equal.items() if name != "plan")
-        shares["throughput"].append(f"{model} {equal['plan'] / best:.2f} x")
-        both = mine.get("local batches by speed, plan")
-        if both:
-            shares["by-speed"].append(f"{model} {both / max(s for n, s in mine.items() if 'plan' not in n):.2f} x")
-    found |= {f"runtime.{name}": ", ".join(texts) for name, texts in shares.items() if texts}
-    for record in cards["soak"]:
-        found["runtime.soak"] = (
-            f"{record['steps']:,} steps: {percent(record['drift'])} time, "
-            f"{record['memory_growth_bytes'] / 2**20:+.1f} MiB; planned again in {record['replan_s']:.2f} s"
-        )
-    return found
-
-
 RUNTIME_ROWS = (
     (
         "A plan of FP32 alone against plain DDP; of BF16 alone against BF16 autocast",
         "{{ runtime.fp32 }}; {{ runtime.bf16 }}; operator by operator {{ runtime.bf16-operators }}",
     ),
     (
-        "Throughput of the plan beside the best single way, a whole card and 16 multiprocessors of it in turn; the "
-        "same with local batches by speed",
+        "Throughput of the plan on a whole card and 16 multiprocessors of another, beside the best single way; with "
+        "local batches by speed, beside all other ways",
         "{{ runtime.throughput }}; {{ runtime.by-speed }}",
     ),
     ("Training with a plan made anew every 100 steps", "{{ runtime.soak }}"),

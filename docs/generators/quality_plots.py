@@ -132,16 +132,15 @@ def _plans(data: Mapping[str, Any], theme: str) -> str:
 def _training(data: Mapping[str, Any], theme: str) -> str:
     rows: list[Row] = []
     for record in train_records(data):
-        full = record["summary"][next(iter(record["summary"]))]["full precision"]["mean"]
-        for setting, policies in record["summary"].items():
-            for policy, found in policies.items():
-                if policy == "full precision":
-                    continue
-                error = 3 * (found["worse_than_full_error"] or 0.0) / full
-                label = f"{record['model']}, {policy}: {setting.removeprefix('INT8 ')}"
-                rows.append((label, [(found["worse_than_full"] / full, 0, error)]))
-    axis = Axis(low=-0.4, high=1, ticks=(-0.4, -0.2, 0, 0.2, 0.4, 0.6, 0.8, 1))
-    title = "Trained: worse than full precision, as a share of its score, with three standard errors"
+        setting = record["chosen"]
+        policies = record["summary"][setting]
+        gap = policies["uniform INT8"]["worse_than_full"]
+        for policy in ("uniform BF16", *record["plans"], "uniform INT8"):
+            found = policies[policy]
+            error = (found["worse_than_full_error"] or 0.0) / gap
+            rows.append((f"{record['model']}, {policy}", [(found["worse_than_full"] / gap, 0, error)]))
+    axis = Axis(low=-0.25, high=1.25, ticks=(-0.25, 0, 0.25, 0.5, 0.75, 1, 1.25), band=(-0.25, 0.5))
+    title = "Trained: worse than full precision, as a share of what uniform INT8 loses; one standard error"
     return dots(theme, title, rows, ["mean over seeds"], axis)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from results_pages import Record, table
 
 PARTS = ("output", "weight_gradient", "input_gradient")
+OURS = ("probed", "propagated", "loss")
 MEASURES = {"after_steps": "loss after steps", "at_once": "loss at once", "gradient": "gradient variance"}
 
 
@@ -80,7 +81,7 @@ def ranks_table(data: Record) -> str:
     def show(value: float | None) -> str:
         return "–" if value is None else f"{value:.2f}"
 
-    rows = [(kind, *(show(part["spearman"][kind]) for _, part in columns)) for kind in record["indicators"]]
+    rows = [(kind, *(show(part["spearman"].get(kind)) for _, part in columns)) for kind in record["indicators"]]
     rows.append(("best possible at this reliability", *(show(part.get("ceiling")) for _, part in columns)))
     return table(("indicator", *(name for name, _ in columns)), rows)
 
@@ -186,7 +187,7 @@ def _inside(ratios: list[float]) -> str:
 
 
 def _baselines(ranks: Mapping[str, float | None]) -> list[float]:
-    return [value for kind, value in ranks.items() if value is not None and kind not in ("probed", "propagated")]
+    return [value for kind, value in ranks.items() if value is not None and kind not in OURS]
 
 
 def _training_figures(data: Record) -> dict[str, str]:
@@ -202,11 +203,13 @@ def _training_figures(data: Record) -> dict[str, str]:
         found[f"quality.{model}.steps"] = str(steps)
         found[f"quality.{model}.asked-steps"] = str(record["steps"])
         found[f"quality.{model}.gap"] = f"{low['worse_than_full']:.3f} ± {low['worse_than_full_error'] or 0:.3f}"
-        first = summary[next(iter(summary))]["uniform INT8"]
-        found[f"quality.{model}.gap-as-is"] = (
-            f"{first['worse_than_full']:.3f} ± {first['worse_than_full_error'] or 0:.3f}"
-        )
-        for policy in ("probed", "fisher", "hessian", "random"):
+        for name, setting in (("as-is", next(iter(summary))), ("forward", "INT8 forward, per tensor, error x 4")):
+            if setting in summary:
+                other = summary[setting]["uniform INT8"]
+                found[f"quality.{model}.gap-{name}"] = (
+                    f"{other['worse_than_full']:.3f} ± {other['worse_than_full_error'] or 0:.3f}"
+                )
+        for policy in record["plans"]:
             found[f"quality.{model}.{policy}"] = _percent(harsh[policy]["recovered"])
             found[f"quality.{model}.{policy}.loss"] = _percent(harsh[policy]["recovered_in_training_loss"])
     return found
@@ -246,6 +249,8 @@ def quality_figures(data: Record) -> dict[str, str]:
         found[f"quality.{measure}.best-baseline"] = f"{max(_baselines(part['spearman'])):.2f}"
         found[f"quality.{measure}.ceiling"] = f"{part['ceiling']:.2f}"
         found[f"quality.{measure}.reliability"] = f"{part['reliability']:.2f}"
+    for record in _records(data, "cost"):
+        found[f"quality.cost.{record['model']}"] = f"{record['scoring'][0]['steps_per_precision']:.1f}"
     clear = harm["after_steps"]["clear"]["spearman"]
     found["quality.clear.probed"] = f"{clear['probed']:.2f}"
     found["quality.clear.best-baseline"] = f"{max(_baselines(clear)):.2f}"

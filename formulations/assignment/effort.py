@@ -11,7 +11,8 @@ class Pass:
 
     A width of 0 hands the core to the solver, unless it is so easy that a bounded search closes it;
     ``solver_nodes`` then bounds the solver's tree where the core is only a part of what is undecided, and it gets all
-    that is undecided where that is at most ``whole`` times ``nodes``.
+    that is undecided where that is at most ``whole`` times ``nodes``. ``whole_only`` leaves a pass out where it would
+    get only a part of what is undecided.
     """
 
     nodes: int | None
@@ -19,6 +20,7 @@ class Pass:
     spread: bool = True
     solver_nodes: int | None = None
     whole: float = 1.0
+    whole_only: bool = False
 
     @property
     def is_dear(self) -> bool:
@@ -36,7 +38,7 @@ PASSES = (
 SOLVER_PASSES = (
     Pass(60, 64),
     Pass(150, 64),
-    Pass(150, 512),
+    Pass(150, 512, whole_only=True),
     Pass(150, 0, solver_nodes=100, whole=1.6),
     Pass(600, 0, solver_nodes=1000, whole=4),
     Pass(None, 0),
@@ -52,10 +54,14 @@ class Effort:
         gap: Relative gap at which to stop.
         enough: Relative gap from which dear passes and further nodes of the tree are not begun.
         passes: Core searches to try at a node, in this order.
+        tree_passes: Those to try below the root instead, where a node is not split at a join; None: the same.
         dive_passes: How many of them to try with the joins held.
         join_passes: How many of them to try before a node is split at a join.
+        blends: Plans of the dual whose parts are tried in the incumbent.
+        dual_share: Share of the gap to which the bound's maximum is sought.
         dives: Plans of the dual whose joins are held to look for a better incumbent.
         max_nodes: Most nodes of the tree.
+        joins_only: Split nodes of the tree at joins alone.
         aim: Objective that a labelling is sought below, or proved to be missed; then the search stops.
         tree_gap: Relative gap from which the tree is not opened further.
         offset: Constant that is part of the objective when gaps are measured.
@@ -65,10 +71,14 @@ class Effort:
     gap: float = 0.0
     enough: float = 0.0
     passes: tuple[Pass, ...] = PASSES
+    tree_passes: tuple[Pass, ...] | None = None
     dive_passes: int = 2
     join_passes: int = 3
+    blends: int = 8
+    dual_share: float = 0.1
     dives: int = 2
     max_nodes: int = 100_000
+    joins_only: bool = False
     aim: float | None = None
     tree_gap: float = 0.0
     offset: float = 0.0

@@ -6,7 +6,7 @@ work. Chains halve in every round, so a chain of n nodes takes about log2(n) rou
 Axes: L labels of the eliminated node, B nodes of a batch, then one axis for each neighbour; Z table entries. Labels
 come first, so that their minimum runs over whole contiguous blocks.
 
-Source: bucket elimination (Dechter 1999) along a min-degree order; batching by rounds and shapes is ours.
+Source: bucket elimination (Dechter 1999) along an order of least tables; batching by rounds and shapes is ours.
 """
 
 from collections import defaultdict
@@ -19,6 +19,11 @@ from qsync_opt.formulations.assignment.model import AssignmentModel, Floats, Int
 
 MAX_TABLE_ENTRIES = 1 << 17
 """A table larger than this is never formed: the graph is relaxed instead (see ``relaxation``)."""
+
+
+_SMALL_TABLE = 64
+"""Nodes of tables up to this size are minimised out before all others, many at a time."""
+_FEW_NEIGHBOURS = 3
 
 
 class TooWideError(Exception):
@@ -106,31 +111,35 @@ class _Graph:
         return found
 
     def rounds(self) -> Iterator[list[int]]:
-        """Independent sets of nodes of least degree, until none is left."""
+        """Independent sets of nodes with few neighbours or a small table, until none is left."""
         remaining = list(range(len(self.sizes)))
         while remaining:
-            degree = [len(self.neighbours[v]) for v in remaining]
-            limit = max(2, min(degree))
+            entries = [self._entries(node) for node in remaining]
+            limit = max(_SMALL_TABLE, min(entries))
+            if limit > max(_SMALL_TABLE, MAX_TABLE_ENTRIES):
+                raise TooWideError(remaining)
             blocked: set[int] = set()
             chosen, kept = [], []
-            for node, count in zip(remaining, degree, strict=True):
+            for node, count in zip(remaining, entries, strict=True):
                 if count <= limit and node not in blocked:
                     chosen.append(node)
                     blocked |= self.neighbours[node]
                 else:
                     kept.append(node)
-            if limit > 2:
-                self._refuse_wide(chosen, remaining)
             yield chosen
             remaining = kept
 
-    def _refuse_wide(self, chosen: list[int], remaining: list[int]) -> None:
-        for node in chosen:
-            entries = self.sizes[node]
-            for other in self.neighbours[node]:
-                entries *= self.sizes[other]
-            if entries > MAX_TABLE_ENTRIES:
-                raise TooWideError(remaining)
+    def _entries(self, node: int) -> int:
+        """Entries of the table that minimises a node out; a node of at most two neighbours counts as small."""
+        near = self.neighbours[node]
+        if len(near) < _FEW_NEIGHBOURS:
+            return _SMALL_TABLE
+        entries: int = self.sizes[node]
+        for other in near:
+            entries *= self.sizes[other]
+            if entries > max(_SMALL_TABLE, MAX_TABLE_ENTRIES):
+                break
+        return entries
 
 
 def _row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -59,7 +59,10 @@ def close(
     room = _room(core, upper)
     unit = max(room, 1e-300) / _OBJECTIVE_SCALE
     model, columns = _program(core, unit)
-    options = LinearOptions(time_limit_s=time_limit_s, absolute_gap=tolerance / unit, node_limit=most_nodes)
+    # The search has fixed what can be fixed, so a restart of the solver's tree was seen to cost more than it brings.
+    options = LinearOptions(
+        time_limit_s=time_limit_s, absolute_gap=tolerance / unit, node_limit=most_nodes, restarts=False
+    )
     result = solver.solve(model, options)
     slack = _ROUNDING * room
     if result.status in (LinearStatus.INFEASIBLE, LinearStatus.INFEASIBLE_OR_UNBOUNDED):

@@ -32,16 +32,17 @@ PROOF = 1e-9
 """Improvements below this share of the objective are not looked for."""
 _MAX_PLANS = 60
 _MAX_CUTS = 30
+_MAX_LEAVES = 8
+"""Leaves of a tree that a search under further limits starts from."""
 _ROUNDING = 1e-13
 """Share of priced limits by which the Lagrangian at other limits is lowered."""
-_BLENDS = 8
 _MUCH_BETTER = 0.5
 _STATES, _NARROW = 6000, 64
 """States of a whole core search that pay at this width, and in proportion: short cores are searched more widely."""
 _MOST_EXTENDED = 1_000_000
 """A short core is not searched so widely that a step makes more states than this, which are kept in memory."""
-_EASY_NODES, _EASY_WIDTH = 40, 4096
-"""Cores of one row or so few nodes are closed by a bounded search of this width sooner than by a solver."""
+_EASY_NODES, _EASY_MERGED, _EASY_WIDTH = 40, 16, 8192
+"""Cores of one row, or so few nodes before or after merging, are closed by a search of this width before a solver."""
 
 
 class BoundAndFix:
@@ -72,6 +73,8 @@ class BoundAndFix:
         self._cuts: list[tuple[float, Floats, float]] = []
         self._dived: set[bytes] = set()
         self._on_join = False  # whether the last node was split at a join
+        # Entries that splits at joins forbid, leaf by leaf; together the leaves leave out no labelling.
+        self._leaves: list[tuple[Ints, ...]] = [()]
         self._equal: list[Condensed] = []  # cores of all that was undecided at this node, for their equal parts
         # What the last bounded search was given, how wide it was, and the bound it found.
         self._searched: tuple[tuple[bytes, bytes, float] | None, bool, int, float] = (None, False, 0, -np.inf)
@@ -100,6 +103,7 @@ class BoundAndFix:
         other._known = [Priced(p.labels_N, p.objective, p.excess_R + change_R) for p in self._known]
         other._prices_R = self._prices_R
         other._affordable_Z, other._affordable_at = self._affordable_Z, self._affordable_at
+        other._leaves = list(self._leaves)
         other._cuts = self._cuts[-_MAX_CUTS:]
         # The Lagrangian is linear in the limits, and tighter limits leave no better plan.
         bounds = [min(value - float(prices_R @ limits_R), most) for value, prices_R, most in other._cuts]
@@ -141,10 +145,10 @@ class BoundAndFix:
             if infeasible:
                 return Outcome(None, np.inf, np.inf, zero, proved_infeasible=True)
             prices = zero if self._prices_R is None else self._prices_R
-            open_nodes = [Node(least, 0, self._root_entries(), prices, plans)]
-            count = 1
+            open_nodes = self._first_nodes(least, prices, plans, effort)
+            most_leaves, count = len(open_nodes), len(open_nodes) + 1
             plunge = 0  # number of the child to go on with, at first; 0: the node of least bound
-            while open_nodes and outcome.nodes < effort.max_nodes:
+            while open_nodes and outcome.nodes < effort.max_nodes + most_leaves - 1:
                 plunging = plunge or not outcome.nodes
                 node, plunge = take(open_nodes, plunge), 0
                 gap = max(effort.enough, effort.tree_gap) if outcome.nodes else 0.0
@@ -166,8 +170,9 @@ class BoundAndFix:
                     closed = min(closed, bound)
                 if children and plunging and self._on_join:
                     plunge = count
-                for allowed, kept in children:
-                    heapq.heappush(open_nodes, Node(bound, count, allowed, prices, kept))
+                paths = self._grow(node.path, [side for side, _, _ in children])
+                for path, (_, allowed, kept) in zip(paths, children, strict=True):
+                    heapq.heappush(open_nodes, Node(bound, count, allowed, prices, kept, path))
                     count += 1
         except KeyboardInterrupt:
             outcome.out_of_time = outcome.interrupted = True
@@ -178,6 +183,25 @@ class BoundAndFix:
         elif outcome.bound == np.inf and not outcome.out_of_time:
             outcome.proved_infeasible = True
         return outcome
+
+    def _first_nodes(self, least: float, prices_R: Floats, plans: list[Priced], effort: Effort) -> list[Node]:
+        """The root; or what an earlier search under other limits split it into, if the tree may be opened at all."""
+        root_Z = self._root_entries()
+        nodes = []
+        for number, path in enumerate(self._leaves if effort.max_nodes > 1 else [()]):
+            allowed_Z = root_Z.copy() if path else root_Z
+            for side in path:
+                allowed_Z[side] = False
+            nodes.append(Node(least, number + bool(path), allowed_Z, prices_R, plans, path))
+        return nodes
+
+    def _grow(self, path: tuple[Ints, ...] | None, sides: list[Ints]) -> list[tuple[Ints, ...] | None]:
+        """Keep a split at a join for further limits, while there are few; returns the children's paths."""
+        if path is None or not sides or not self._on_join or len(self._leaves) >= _MAX_LEAVES:
+            return [None] * len(sides)
+        paths = [(*path, side) for side in sides]
+        self._leaves = [leaf for leaf in self._leaves if leaf is not path] + paths
+        return list(paths)
 
     def _closed(self, bound: float, effort: Effort) -> bool:
         if effort.aim is not None and (self.upper <= effort.aim or bound > effort.aim):
@@ -205,8 +229,8 @@ class BoundAndFix:
         certain = result.bound > 1e-9 * float(result.prices_R @ limits)
         return plans, bool(result.proved_infeasible or (certain and self.best is None))
 
-    def _process(self, node: Node, effort: Effort) -> tuple[float, Floats, list[tuple[Bools, list[Priced]]]]:
-        """Bound a node and close or split it; a closed node has no children."""
+    def _process(self, node: Node, effort: Effort) -> tuple[float, Floats, list[tuple[Ints, Bools, list[Priced]]]]:
+        """Bound a node and close or split it: what each child forbids, allows, and its plans; none if it is closed."""
         allowed = self._affordable(node.allowed_Z) if node.number else node.allowed_Z
         dual = self._dual(allowed, node.prices_R, node.plans, effort)
         bound = max(node.bound, dual.bound)
@@ -224,7 +248,8 @@ class BoundAndFix:
         if split is not None:
             self._dive(allowed, dual, effort)
         self._equal.clear()
-        passes = effort.passes if split is None else effort.passes[: effort.join_passes]
+        own = effort.passes if effort.tree_passes is None or not node.number else effort.tree_passes
+        passes = own if split is None else effort.passes[: effort.join_passes]
         if effort.solver is None:
             passes = tuple(each for each in passes if each.width)
         for each in passes:
@@ -232,13 +257,15 @@ class BoundAndFix:
                 break
             if each.is_dear and bound >= self._target(effort.enough):
                 break
+            if each.whole_only and each.nodes is not None and self._undecided(allowed) > each.nodes:
+                continue
             found, allowed = self._search_core(allowed, dual, each)
             bound = max(bound, found)
         if effort.max_nodes == 1 or bound >= self._target(max(effort.gap, effort.enough)):
             return bound, dual.prices_R, []
-        if split is None and self._equal and self.relaxation.entry_Y is None:
+        if split is None and not effort.joins_only and self._equal and self.relaxation.entry_Y is None:
             split = split_count(self.model, self._equal[-1], dual)
-        if split is None:
+        if split is None and not effort.joins_only:
             split = widest_choice(self.model, allowed)
         if split is None:
             return bound, dual.prices_R, []
@@ -248,13 +275,13 @@ class BoundAndFix:
             child[side] = False
             child_Y = self.relaxation.allowed(child)
             kept = [plan for plan in dual.plans if self._fits(plan, child_Y)]
-            children.append((child, kept[-_MAX_PLANS:]))
+            children.append((side, child, kept[-_MAX_PLANS:]))
         return bound, dual.prices_R, children
 
     def _blend(self, dual: DualResult, effort: Effort) -> None:
         """Improve the incumbent by parts of the plans that come nearest to the bound at the dual's prices."""
         value_I = np.array([p.objective + float(dual.prices_R @ p.excess_R) for p in dual.plans])
-        for index in np.argsort(value_I, kind="stable")[:_BLENDS].tolist():
+        for index in np.argsort(value_I, kind="stable")[: effort.blends].tolist():
             if self.best is None or self._closed(dual.bound, effort) or time.monotonic() > self._deadline:
                 break
             other_N = self.relaxation.labelling(dual.plans[index].labels_N)
@@ -317,7 +344,7 @@ class BoundAndFix:
             return DualResult(bound, self._towards_limits_R, [*known, plan], np.zeros(len(known) + 1), bound == np.inf)
         result = maximise(
             self.pricer, allowed_Y, prices_R=prices_R, plans=known, upper=self._target(effort.gap),
-            tolerance=max(effort.gap / 10, 1e-5), max_steps=400, deadline=self._deadline,
+            tolerance=max(effort.gap * effort.dual_share, 1e-5), max_steps=400, deadline=self._deadline,
         )  # fmt: skip
         for plan in result.plans:
             self._offer_relaxed(plan)
@@ -349,13 +376,14 @@ class BoundAndFix:
         ):
             return min(self._searched[3], ceiling), allowed_Z
         core = extract(self.model, base_N, tried_Z, dual.prices_R)
+        small = condense(core, self._too_dear(), merge=True)
         easy = len(core.excess_R) <= 1 or len(core.nodes) <= _EASY_NODES
+        easy = easy or (ceiling == np.inf and len(small.nodes) <= _EASY_MERGED)
         bound = -np.inf
         if effort_pass.width or easy:
-            small = condense(core, self._too_dear(), merge=True)
             if ceiling == np.inf and isinstance(small, Condensed):
                 self._equal.append(small)
-            width = self._width(effort_pass.width or _EASY_WIDTH, small)
+            width = self._width(effort_pass.width, small) if effort_pass.width else _EASY_WIDTH
             result = search(small, self._target(0.0), width, spread=effort_pass.spread, deadline=self._deadline)
             if result.labels_N is not None:
                 self.offer(result.labels_N)

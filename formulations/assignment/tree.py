@@ -30,13 +30,17 @@ class Outcome:
 
 @dataclass(order=True, slots=True)
 class Node:
-    """An open node: a bound, its number, the entries left, and prices and plans to begin with."""
+    """An open node: a bound, its number, the entries left, prices and plans to begin with.
+
+    ``path`` is what splits at joins forbid there; None below a split of another kind.
+    """
 
     bound: float
     number: int
     allowed_Z: Bools = field(compare=False)
     prices_R: Floats = field(compare=False)
     plans: list[Priced] = field(compare=False)
+    path: tuple[Ints, ...] | None = field(compare=False, default=None)
 
 
 def take(open_nodes: list[Node], number: int) -> Node:

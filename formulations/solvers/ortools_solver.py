@@ -112,6 +112,7 @@ class OrtoolsSolver:
             doubles["primal_feasibility_tolerance"] = _TOLERANCE
             doubles["dual_feasibility_tolerance"] = _TOLERANCE
             doubles["mip_feasibility_tolerance"] = _TOLERANCE
+            parameters.highs.bool_options["mip_allow_restart"] = options.restarts
         elif self.engine is Engine.SCIP:
             parameters.gscip.real_params["numerics/feastol"] = _TOLERANCE
             parameters.gscip.real_params["numerics/dualfeastol"] = _TOLERANCE

@@ -141,6 +141,8 @@ class PlanAdapter:
         """Put the plan on the model if it is another one than is applied now; True if any rank changed anything."""
         applied = applied_plan(self._model)
         before = _carried_out(applied)
+        if not self._anywhere(before != _wanted(found, applied)):
+            return False
         options, graph = self._apply_options, None
         if applied is not None:
             options, graph = applied.options, applied.graph
@@ -152,6 +154,15 @@ class PlanAdapter:
         return self._anywhere(before != _carried_out(fresh))
 
 
-def _carried_out(applied: AppliedPlan | None) -> tuple[dict[str, str], str | None] | None:
+def _wanted(found: JobPlan, applied: AppliedPlan | None) -> tuple[dict[str, str], str | None, bool] | None:
+    """What the model will run under; of the operators only those that are told apart now."""
+    if not found.worthwhile:
+        return None
+    mine, name = found.devices[found.device_type], found.device_type
+    known = mine if applied is None else applied.precisions
+    return {operator: mine[operator] for operator in known}, found.autocast.get(name), name in found.captured
+
+
+def _carried_out(applied: AppliedPlan | None) -> tuple[dict[str, str], str | None, bool] | None:
     """What a model runs under, and how."""
-    return None if applied is None else (dict(applied.precisions), applied.options.autocast)
+    return None if applied is None else (dict(applied.precisions), applied.options.autocast, applied.options.captured)

@@ -43,6 +43,7 @@ from qsync_opt.runtimes.torch.apply_options import ApplyOptions as ApplyOptions
 from qsync_opt.runtimes.torch.apply_options import DevicePlans as DevicePlans
 from qsync_opt.runtimes.torch.apply_options import of_device_type
 from qsync_opt.runtimes.torch.fixed_operators import any_half, lifted, run_fixed
+from qsync_opt.runtimes.torch.graphs import FirstPass, check_capturable
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
 from qsync_opt.runtimes.torch.job_plan import JobPlan
 from qsync_opt.runtimes.torch.operator_calls import Run
@@ -307,7 +308,7 @@ def apply(
             the device type, parameters are not FP32, or what is given is no model or no plan. Raised also by the first
             forward pass, if it does not meet an operator of the plan.
         UnsupportedError: The device lacks a planned precision, or an operator cannot run at it; or ``autocast`` is
-            wanted for a plan that mixes precisions.
+            wanted for a plan that mixes precisions, or ``captured`` for a model that cannot be.
         NotReadyError: A plan is applied already. Raised also by a forward pass under ``torch.autocast``, and by an
             attempt to copy or pickle the model before ``undo``.
 
@@ -333,12 +334,17 @@ def apply(
     check_names(bare, precisions, graph)
     adjustable = check_precisions(precisions, graph, model_device(bare))
     if isinstance(plan, JobPlan):
-        options = replace(options, autocast=plan.autocast.get(plan.device_type))
+        autocast, captured = plan.autocast.get(plan.device_type), plan.device_type in plan.captured
+        options = replace(options, autocast=autocast, captured=captured)
+    if options.captured:
+        check_capturable(bare)
     check_autocast(adjustable, options.autocast, model_device(bare))
     name = device_type
     if name is None and isinstance(plan, DevicePlans):
         name = next(iter(plan.devices))
     applied = AppliedPlan(bare, adjustable, graph, options, name)
+    if options.captured:
+        applied.interception.graphs = FirstPass(applied.interception, bare)
     if isinstance(plan, JobPlan):
         applied.audit = StepAudit(
             bare,

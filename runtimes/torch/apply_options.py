@@ -39,6 +39,8 @@ class ApplyOptions:
         autocast: ``"BF16"`` or ``"FP16"`` for a plan that has this precision alone: the forward pass runs under
             ``torch.autocast`` and its operators are not told apart, so that it takes as long as plain mixed precision.
             None: operator by operator. A `JobPlan` says it by itself.
+        captured: Capture the first training pass in CUDA graphs and replay it from then on, as `graphed` does. A
+            `JobPlan` says it by itself.
 
     Raises:
         UnsupportedError: ``evaluate_in`` or ``autocast`` is something else.
@@ -48,6 +50,7 @@ class ApplyOptions:
     evaluate_in: str = "plan"
     rank: int | None = None
     autocast: str | None = None
+    captured: bool = False
 
     def __post_init__(self) -> None:
         if self.evaluate_in not in ("plan", "FP32"):

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from qsync_opt.errors import ModelError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.runtimes.torch.gradient_probe import FORWARD_TENSORS, Tapper, refuse_dead_ends, tapped
+from qsync_opt.runtimes.torch.random_signs import RandomSigns
 from qsync_opt.statistics import Curvature
 
 
@@ -29,10 +30,10 @@ def _traces(loss: Tensor, taps: list[tuple[str, str, Tensor]], probes: int, seed
     gradients = torch.autograd.grad(loss, tensors, start, create_graph=True, allow_unused=True)
     refuse_dead_ends(gradients)
     curved = [i for i, gradient in enumerate(gradients) if gradient is not None and gradient.requires_grad]
-    generator = torch.Generator().manual_seed(seed)
+    random = RandomSigns(seed)
     totals: list[Tensor | None] = [None] * len(taps)
     for probe in range(probes):
-        signs = {i: torch.randint(0, 2, tensors[i].shape, generator=generator).to(tensors[i]) * 2 - 1 for i in curved}
+        signs = {i: random.like(tensors[i].detach()) for i in curved}
         projection = torch.stack([(gradients[i] * signs[i]).sum() for i in curved]).sum()
         products = torch.autograd.grad(
             projection, [tensors[i] for i in curved], allow_unused=True, retain_graph=probe + 1 < probes

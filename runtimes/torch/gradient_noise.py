@@ -14,12 +14,13 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
+from qsync_opt.runtimes.torch.reductions import square_sum
 from qsync_opt.statistics import GradientNoise
 
 
 def _square_sum(gradient: Tensor) -> Tensor:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return values.detach().square().sum(dtype=torch.float64)
+    return square_sum(values.detach())
 
 
 class GradientScatter:

@@ -28,6 +28,7 @@ from qsync_opt.graph import OpGraph, Role
 from qsync_opt.rounding import Granularity
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, replace_operands
+from qsync_opt.runtimes.torch.random_signs import RandomSigns
 from qsync_opt.runtimes.torch.rounding_error import stacked_errors
 from qsync_opt.statistics import GRADIENTS, OPERANDS, Gain
 
@@ -180,14 +181,18 @@ def _weighted(squares: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def _squares(
-    loss_of: Callable[[], Tensor], model: nn.Module, tapper: Tapper, probes: int, seed: int
+    loss_of: Callable[[], Tensor],
+    model: nn.Module,
+    tapper: Tapper,
+    probes: int,
+    seed: int,
 ) -> dict[tuple[str, str], Tensor]:
     """Per operator and tensor: mean over probes of the squared derivatives, summed over elements with two weights.
 
     Weights are those of `_noise_shapes`, over their mean.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    generator = torch.Generator().manual_seed(seed)
+    random = RandomSigns(seed)
     totals: dict[tuple[str, str], Tensor] = {}
     try:
         with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):
@@ -199,7 +204,7 @@ def _squares(
         refuse_dead_ends(gradients)
         used = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
         for probe in range(probes):
-            signs = [torch.randint(0, 2, g.shape, generator=generator).to(g) * 2 - 1 for g in used]
+            signs = [random.like(g.detach()) for g in used]
             projection = torch.stack([(g * u).sum() for g, u in zip(used, signs, strict=True)]).sum()
             derivatives = torch.autograd.grad(
                 projection, [tap for *_, tap in tapper.taps], allow_unused=True, retain_graph=probe + 1 < probes

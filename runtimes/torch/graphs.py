@@ -27,6 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.kernels.weight_cache import forget_weights
 from qsync_opt.runtimes.torch.apply_checks import is_sharded, model_device
+from qsync_opt.runtimes.torch.graph_capture import capture_stream, capturing
 from qsync_opt.runtimes.torch.interception import Interception, interception_of
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.runtimes.torch.wrappers import bare_model
@@ -40,6 +41,13 @@ def _description(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
     return leaf
+
+
+def _may_replay() -> bool:
+    """Whether a training pass that begins now could be a replay."""
+    recomputed = torch._C._current_graph_task_id() != -1
+    refused = recomputed or torch.is_autocast_enabled("cuda") or torch.cuda.is_current_stream_capturing()
+    return torch.is_grad_enabled() and not refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +144,7 @@ class CapturedPasses:
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output by a replay; ``NotImplemented`` if the pass does not fit what was captured."""
         self.replayed = False
-        if self._model.training is not self._training or not torch.is_grad_enabled():
-            return NotImplemented
-        recomputed = torch._C._current_graph_task_id() != -1
-        if recomputed or torch.is_autocast_enabled("cuda") or torch.cuda.is_current_stream_capturing():
+        if self._model.training is not self._training or not _may_replay():
             return NotImplemented
         leaves, spec = tree_flatten((args, dict(kwargs)))
         if spec != self._spec or [_description(leaf) for leaf in leaves] != self._bound:
@@ -215,7 +220,7 @@ class CapturedPasses:
         # The same memory as other leaves of the graph: nodes that accumulate into parameters may be kept by a wrapper
         # or an earlier loss and belong to the stream that they were made on, which must not be touched while capturing.
         aliases = [parameter.detach().requires_grad_() for parameter in self._parameters]
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = capture_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
@@ -223,7 +228,7 @@ class CapturedPasses:
         torch.cuda.current_stream().wait_stream(stream)
         forget_weights()  # captured passes keep none
         forward_graph, backward_graph = torch.cuda.CUDAGraph(), None
-        with torch.cuda.graph(forward_graph, stream=stream):
+        with capturing(forward_graph, stream):
             found, spec = run(aliases)
         tensors = self._tensors_of(found)
         outputs = _differentiable(found)
@@ -233,7 +238,7 @@ class CapturedPasses:
         if outputs and wanted:
             backward_graph = torch.cuda.CUDAGraph()
             # In a pool of its own: the next forward pass would write where gradients lie that are still accumulated.
-            with torch.cuda.graph(backward_graph, stream=stream):
+            with capturing(backward_graph, stream):
                 gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
         if [g is not None for g in gradients] != used:
             raise UnsupportedError(
@@ -267,8 +272,54 @@ class CapturedPasses:
         return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
 
+class FirstPass:
+    """Captures a model by the batch of its first training pass, and leaves the later ones to what was captured."""
+
+    def __init__(self, interception: Interception, model: nn.Module) -> None:
+        self._interception = interception
+        self._model = model
+
+    def forget(self) -> None:
+        """Nothing is captured yet."""
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The output of the first replay; ``NotImplemented`` before a training pass."""
+        if not self._model.training or not _may_replay():
+            return NotImplemented
+        with torch.cuda.device(model_device(self._model)):
+            graphs = CapturedPasses(self._interception, self._model, args, kwargs)
+            self._interception.graphs = graphs
+            return graphs.run(args, kwargs)
+
+
 def _differentiable(found: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def check_capturable(model: nn.Module) -> None:
+    """Refuse models whose passes cannot be captured, as far as that is known beforehand.
+
+    Raises:
+        UnsupportedError: The model is not on a card, is sharded, has recurrent layers, or layers whose passes wait for
+            other workers.
+    """
+    waiting = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
+    if waiting is not None:
+        raise UnsupportedError(
+            f"graphed: {waiting or 'the model'!r} is a SyncBatchNorm, whose passes wait for the other workers, but "
+            "capturing runs passes that the others do not: use BatchNorm, or run this model operator by operator"
+        )
+    if is_sharded(model):
+        raise UnsupportedError("graphed: the model is sharded (FSDP): its weights move, which a captured pass cannot")
+    recurrent = next((name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)), None)
+    if recurrent is not None:
+        raise UnsupportedError(
+            f"graphed: {recurrent or 'the model'!r} is a recurrent layer, which keeps its parameters in a place of its "
+            "own besides, so that a captured pass would lose their gradients: run this model operator by operator"
+        )
+    device = model_device(model)
+    if device.type != "cuda":
+        raise UnsupportedError(f"graphed: the model is on {device}: CUDA graphs need a model on a card")
 
 
 def graphed(model: nn.Module, batch: Any) -> nn.Module:
@@ -294,8 +345,8 @@ def graphed(model: nn.Module, batch: Any) -> nn.Module:
 
     Raises:
         NotReadyError: No plan is applied, or the model is in evaluation mode.
-        UnsupportedError: The model is not on a card, is sharded, has recurrent layers, or returns something that is no
-            tensor.
+        UnsupportedError: The model is not on a card, is sharded, has recurrent layers or SyncBatchNorm, or returns
+            something that is no tensor.
 
     Source:
         See the module's text.
@@ -307,24 +358,14 @@ def graphed(model: nn.Module, batch: Any) -> nn.Module:
             "no plan is applied to this model: apply(model, plan) comes first; a model without a plan is captured with "
             "torch.cuda.make_graphed_callables"
         )
-    if is_sharded(bare):
-        raise UnsupportedError("graphed: the model is sharded (FSDP): its weights move, which a captured pass cannot")
-    recurrent = next((name for name, module in bare.named_modules() if isinstance(module, nn.RNNBase)), None)
-    if recurrent is not None:
-        raise UnsupportedError(
-            f"graphed: {recurrent or 'the model'!r} is a recurrent layer, which keeps its parameters in a place of its "
-            "own besides, so that a captured pass would lose their gradients: run this model operator by operator"
-        )
     if not bare.training:
         raise NotReadyError(
             "graphed: the model is in evaluation mode: call model.train() before, passes of it are captured"
         )
-    device = model_device(bare)
-    if device.type != "cuda":
-        raise UnsupportedError(f"graphed: the model is on {device}: CUDA graphs need a model on a card")
+    check_capturable(bare)
     interception.graphs = None
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (_positional(batch), {})
-    with torch.cuda.device(device):
+    with torch.cuda.device(model_device(bare)):
         interception.graphs = CapturedPasses(interception, bare, args, kwargs)
     return model
 

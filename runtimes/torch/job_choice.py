@@ -26,6 +26,7 @@ class Decision:
     expected_ns: int | None
     taken: Mapping[str, str]
     autocast: Mapping[str, str]
+    captured: tuple[str, ...]
     shares: Mapping[str, float]
 
     def fields(self) -> dict[str, Any]:
@@ -40,6 +41,7 @@ class Decision:
             "expected_ns": self.expected_ns,
             "taken": self.taken,
             "autocast": self.autocast,
+            "captured": self.captured,
             "shares": self.shares,
         }
 
@@ -66,7 +68,8 @@ def decide(
         Ours.
     """
     limits = {device.name: device.memory_limit_bytes for device in made.cluster.devices}
-    ways = _with_the_plan(made, problem, plan, evaluation)
+    ways = _with_the_plan(made, problem, plan, evaluation, capture=options.capture)
+    ways = _with_all_reduces(ways, _hidden_ns(problem, evaluation))
     balanced = options.local_batches == "by speed"
     chosen = choose(ways, limits, slack=options.slack, balanced=balanced) if ways else None
     if chosen is None:
@@ -79,6 +82,7 @@ def decide(
             expected_ns=None,
             taken={},
             autocast={},
+            captured=(),
             shares=_shares(made, None),
         )
     # All-reduces that nothing hides, and the optimizer: the same whatever the passes are computed in.
@@ -104,10 +108,26 @@ def decide(
         worthwhile=worthwhile,
         reason=reason,
         expected_ns=step_ns(chosen) + rest_ns,
-        taken={name: way.name for name, way in chosen.items()},
+        taken={name: way.label for name, way in chosen.items()},
         autocast={name: way.autocast for name, way in chosen.items() if way.autocast is not None},
+        captured=tuple(name for name, way in chosen.items() if way.captured),
         shares=_shares(made, chosen if balanced else None),
     )
+
+
+def _hidden_ns(problem: Problem, evaluation: Evaluation) -> int:
+    """How long all-reduces take that passes hide, unless they are captured and hand over all gradients at their end."""
+    lasting = problem.communication.allreduce_ns
+    ends = [start + time for start, time in zip(evaluation.bucket_start_ns, lasting, strict=True)]
+    after = max(ends, default=0) - max(device.backward_end_ns for device in evaluation.devices.values())
+    return sum(lasting) - max(0, after)
+
+
+def _with_all_reduces(ways: Mapping[str, Sequence[Way]], hidden_ns: int) -> dict[str, tuple[Way, ...]]:
+    return {
+        name: tuple(replace(way, pass_ns=way.pass_ns + hidden_ns) if way.captured else way for way in mine)
+        for name, mine in ways.items()
+    }
 
 
 def _full(ways: Mapping[str, Sequence[Way]], limits: Mapping[str, int]) -> dict[str, Way] | None:
@@ -131,29 +151,42 @@ def _shares(made: JobModel, chosen: Mapping[str, Way] | None) -> dict[str, float
     return {name: speed / total for name, speed in speeds.items()}
 
 
-def _with_the_plan(made: JobModel, problem: Problem, plan: Plan, evaluation: Evaluation) -> dict[str, tuple[Way, ...]]:
+def _with_the_plan(
+    made: JobModel, problem: Problem, plan: Plan, evaluation: Evaluation, *, capture: bool
+) -> dict[str, tuple[Way, ...]]:
     """The measured ways, with the solver's plan of now in place of the one that was measured, if it is another.
 
     Its time is then the predicted one, corrected by how far the prediction was off for the plan that was measured, or
     for FP32 if that was the plan.
     """
-    found = {}
+    found: dict[str, tuple[Way, ...]] = {}
     for name, ways in made.ways.items():
-        others = tuple(way for way in ways if way.name != PLANNED)
-        measured = next((way for way in reversed(ways) if way.name in (PLANNED, FULL)), ways[-1])
-        now = Way(name=PLANNED, precisions={n: plan.devices[name][n] for n in measured.precisions})
-        if now.is_plain:
-            found[name] = others
-            continue
-        if now.precisions != measured.precisions:
-            device, mine = problem.device(name), evaluation.devices[name]
-            before = evaluate_device(problem, device, propagate(problem, device, measured.precisions))
-            off = measured.pass_ns / max(1, before.backward_end_ns)
-            measured = replace(
-                now,
-                sensitivity=mine.sensitivity,
-                pass_ns=round(off * mine.backward_end_ns),
-                needed_bytes=mine.memory_kib * BYTES_PER_KIB,
-            )
-        found[name] = (*others, replace(measured, name=PLANNED))
+        kinds = (False, True) if capture else (False,)
+        present = [[way for way in ways if way.captured is captured] for captured in kinds]
+        found[name] = tuple(
+            way for mine in present if mine for way in _of_one_kind(name, mine, problem, plan, evaluation)
+        )
     return found
+
+
+def _of_one_kind(
+    name: str, ways: Sequence[Way], problem: Problem, plan: Plan, evaluation: Evaluation
+) -> tuple[Way, ...]:
+    """The same for the ways that are captured, or for those that are not."""
+    others = tuple(way for way in ways if way.name != PLANNED)
+    measured = next((way for way in reversed(ways) if way.name in (PLANNED, FULL)), ways[-1])
+    now = Way(name=PLANNED, precisions={n: plan.devices[name][n] for n in measured.precisions})
+    if now.is_plain:
+        return others
+    if now.precisions != measured.precisions:
+        device, mine = problem.device(name), evaluation.devices[name]
+        before = evaluate_device(problem, device, propagate(problem, device, measured.precisions))
+        off = measured.pass_ns / max(1, before.backward_end_ns)
+        measured = replace(
+            now,
+            captured=measured.captured,
+            sensitivity=mine.sensitivity,
+            pass_ns=round(off * mine.backward_end_ns),
+            needed_bytes=None if measured.needed_bytes is None else mine.memory_kib * BYTES_PER_KIB,
+        )
+    return (*others, replace(measured, name=PLANNED))

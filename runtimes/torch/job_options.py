@@ -43,6 +43,9 @@ class PlanningOptions:
         trial: Run the plan once on every rank before it is handed out.
         compare: Time whole passes of the model in FP32, under autocast, in one precision everywhere and under the
             plan, and hand out what is fastest by these times, with the least sensitivity among equally fast ones.
+        capture: With ``compare``, time the passes of every way on a card also as CUDA graphs (`graphed`), and let the
+            plan take those where nothing else is as fast. The first training pass after `apply` is then captured, and
+            what holds for `graphed` holds for the model.
         local_batches: ``"equal"`` on all workers, so that the slowest decides; ``"by speed"``: they will be sized so
             that no worker waits, as the plan's ``shares`` say, and every device type takes its own fastest way. The
             batch for planning is the same on all ranks in either case. Only ``compare`` looks at it.
@@ -64,6 +67,7 @@ class PlanningOptions:
     probes: int = 1
     trial: bool = True
     compare: bool = True
+    capture: bool = False
     local_batches: str = "equal"
     progress: Report | bool | None = None
 

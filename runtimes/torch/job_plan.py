@@ -120,9 +120,9 @@ class JobPlan:
     model alone. ``reason`` says so in words, ``alternatives`` are what it was compared with. ``iteration_ns`` is
     predicted from the costs of operators; ``expected_ns`` from times of the whole model, None if they were not taken.
     ``taken`` names the way of every device type where such times decided, ``autocast`` has the format of those that
-    run under ``torch.autocast``, and ``shares`` the share of the global batch for one worker of each type.
-    ``measured`` says per device type how its costs were measured, and what of them was not. ``problem``, ``solution``
-    and ``model`` are on rank 0 only, None elsewhere.
+    run under ``torch.autocast``, ``captured`` names those whose passes are replayed as CUDA graphs, and ``shares`` the
+    share of the global batch for one worker of each type. ``measured`` says per device type how its costs were
+    measured, and what of them was not. ``problem``, ``solution`` and ``model`` are on rank 0 only, None elsewhere.
     """
 
     plan: Plan
@@ -138,6 +138,7 @@ class JobPlan:
     expected_ns: int | None = None
     taken: Mapping[str, str] = field(default_factory=dict)
     autocast: Mapping[str, str] = field(default_factory=dict)
+    captured: tuple[str, ...] = ()
     shares: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, str] = field(default_factory=dict)
     problem: Problem | None = None
@@ -151,6 +152,7 @@ class JobPlan:
             raise ProblemError(
                 f"the plan has no device type {self.device_type!r}: it has {', '.join(self.plan.devices)}"
             )
+        object.__setattr__(self, "captured", tuple(self.captured))
         for name in ("memory_bytes", "taken", "autocast", "shares", "measured"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
@@ -195,7 +197,8 @@ def host_bound_words(shares: Mapping[str, float]) -> list[str]:
     """
     return [
         f"  {name} waits for its host, which launches operators for {share:.0%} of a pass: capture the passes after "
-        "apply (qsync_opt.graphed(model, batch)), or compile the model"
+        "apply (qsync_opt.graphed(model, batch)), let auto_plan time them captured (PlanningOptions(capture=True)), or "
+        "compile the model"
         for name, share in shares.items()
         if share >= HOST_BOUND
     ]

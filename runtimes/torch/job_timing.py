@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 from qsync_opt.baselines import uniform_plan
+from qsync_opt.errors import UnsupportedError
 from qsync_opt.evaluation import BYTES_PER_KIB, evaluate_device
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels.options import KernelOptions
@@ -27,10 +30,13 @@ from qsync_opt.runtimes.torch.measure import TrainingExample, resident_bytes
 from qsync_opt.runtimes.torch.stopwatch import cpu_clock
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 
-_ROUNDS = 3
+_LOGGER = logging.getLogger(__name__)
+_ROUNDS = 7
 _BLOCK_NS = 100e6
 """How long the passes take that are timed together, as far as `_MOST_PASSES` allows."""
 _MOST_PASSES = 20
+_FAR_SLOWER = 3.0
+"""Ways that take so many times the fastest one's time are not captured."""
 _WAY_NS = 1.5e9
 """When a way has taken so long, no further round follows."""
 
@@ -54,6 +60,16 @@ def ways_of(problem: Problem, plan: Mapping[str, Mapping[str, str]]) -> dict[str
         planned = _way(problem, device, PLANNED, plan[device.name], None)
         found[device.name] = mine if planned.is_plain else [*mine, planned]
     return found
+
+
+def captured_too(ways: Sequence[Way]) -> list[Way]:
+    """The same, and all once more with captured passes."""
+    return [*ways, *(replace(way, captured=True) for way in ways)]
+
+
+def has_captured(ways: Mapping[str, Sequence[Way]]) -> bool:
+    """Whether passes were timed captured."""
+    return any(way.captured for mine in ways.values() for way in mine)
 
 
 def _adjustable(problem: Problem, precisions: Mapping[str, str]) -> dict[str, str]:
@@ -87,7 +103,10 @@ def measure_ways(job: Job, made: JobModel | None, found: JobPlan, types: DeviceT
     rank, size = world()
 
     def draft() -> dict[str, list[Way]]:
-        return {} if rank or found.problem is None else ways_of(found.problem, found.plan.devices)
+        if rank or found.problem is None:
+            return {}
+        ways = ways_of(found.problem, found.plan.devices)
+        return {name: captured_too(mine) for name, mine in ways.items()} if job.options.capture else ways
 
     drafts = together(draft)
     # What is timed runs neither the optimizer, whose state stays, nor DistributedDataParallel, whose buckets do.
@@ -139,8 +158,8 @@ def time_ways(
         kept_bytes: What training keeps beside parameters, gradients and activations.
 
     Returns:
-        In the same order. ``needed_bytes`` is None where memory ran out; on a CPU, which keeps no account of it, it
-        stays what it was.
+        In the same order. ``needed_bytes`` is None where memory ran out, passes could not be captured, or they were too
+        slow to try; on a CPU, which keeps no account of it, it stays what it was.
     """
     times: list[list[float]] = [[] for _ in ways]
     spent = [0.0 for _ in ways]
@@ -148,7 +167,7 @@ def time_ways(
     with model_unchanged(model):
         for turn in range(_ROUNDS):
             for index, way in enumerate(ways):
-                if needs[index] is None or spent[index] > _WAY_NS:
+                if way.captured or needs[index] is None or spent[index] > _WAY_NS:
                     continue
                 with _carried_out(model, way, graph, kernels):
                     try:
@@ -162,6 +181,13 @@ def time_ways(
                         continue
                 times[index].append(block / passes)
                 spent[index] += block
+        medians = {way.name: statistics.median(found) for way, found in zip(ways, times, strict=True) if found}
+        slow = _FAR_SLOWER * min(medians.values(), default=0.0)
+        for index, way in enumerate(ways):
+            if way.captured and slow and medians.get(way.name, slow) >= slow:
+                needs[index] = None  # the host is not what it waits for
+            elif way.captured:
+                times[index], needs[index] = _captured_times(example, way, graph, kernels, kept_bytes)
     return [
         replace(way, pass_ns=round(statistics.median(found)) if found else 0, needed_bytes=needed)
         for way, found, needed in zip(ways, times, needs, strict=True)
@@ -173,11 +199,47 @@ def _carried_out(model: nn.Module, way: Way, graph: OpGraph | None, kernels: Ker
     if way.is_plain:
         yield
         return
-    apply(model, way.precisions, graph=graph, options=ApplyOptions(kernels=kernels, autocast=way.autocast))
+    options = ApplyOptions(kernels=kernels, autocast=way.autocast, captured=way.captured)
+    apply(model, way.precisions, graph=graph, options=options)
     try:
         yield
     finally:
         undo(model)
+
+
+def _captured_times(
+    example: TrainingExample, way: Way, graph: OpGraph | None, kernels: KernelOptions, kept_bytes: int
+) -> tuple[list[float], int | None]:
+    """Nanoseconds of a replayed pass, some times, and the peak memory; none where passes cannot be captured.
+
+    Captured once and timed in a row: capturing takes as long as several passes.
+    """
+    device = example.device
+    if device.type != "cuda":
+        return [], None
+    before = _reserved_bytes(device)
+    try:
+        with _carried_out(example.model, way, graph, kernels):
+            _pass(example)  # captures, then replays for the first time
+            blocks = [_timed_block(example)]
+            while len(blocks) < _ROUNDS and sum(block for block, _ in blocks) <= _WAY_NS:
+                blocks.append(_timed_block(example))
+            needed = resident_bytes(example.model) + torch.cuda.max_memory_reserved(device) - before
+    except (torch.cuda.OutOfMemoryError, UnsupportedError) as failure:
+        _LOGGER.warning("%s is not timed captured: %s", way.name, str(failure).splitlines()[0])
+        example.model.zero_grad()
+        return [], None
+    finally:
+        _reserved_bytes(device)
+    return [block / passes for block, passes in blocks], needed + kept_bytes
+
+
+def _reserved_bytes(device: torch.device) -> int:
+    """What torch holds of a card when it has given back all it can; the peak is counted from here on."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_reserved(device)
 
 
 def _pass(example: TrainingExample) -> None:

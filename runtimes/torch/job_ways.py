@@ -17,6 +17,7 @@ from qsync_opt.precision import number_format
 
 PLANNED = "plan"
 FULL = "FP32"
+_WORTH_CAPTURING = 0.02
 _NOISE = 0.01
 """Relative difference of two times that says nothing: equal blocks of steps differ by as much."""
 
@@ -31,7 +32,9 @@ class Way:
         autocast: Format of ``torch.autocast`` where that carries it out, else None.
         sensitivity: Total over the operators, for this device type.
         pass_ns: Forward and backward pass on the slowest of the workers.
-        needed_bytes: At the peak of a step on the worker that needs most; None if one of them ran out of memory.
+        needed_bytes: At the peak of a step on the worker that needs most; None if one of them ran out of memory,
+            could not capture its passes, or did not try because they are slow as it is.
+        captured: Whether passes are replayed as CUDA graphs.
     """
 
     name: str
@@ -40,14 +43,20 @@ class Way:
     sensitivity: float = 0.0
     pass_ns: int = 0
     needed_bytes: int | None = 0
+    captured: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precisions", MappingProxyType(dict(self.precisions)))
 
     @property
+    def label(self) -> str:
+        """Name, with whether passes are captured."""
+        return f"{self.name}, captured" if self.captured else self.name
+
+    @property
     def is_plain(self) -> bool:
         """Whether it is what the model does by itself."""
-        return self.autocast is None and set(self.precisions.values()) <= {FULL}
+        return self.autocast is None and not self.captured and set(self.precisions.values()) <= {FULL}
 
     def fits(self, limit_bytes: int) -> bool:
         """Whether it keeps a memory limit."""
@@ -66,6 +75,7 @@ class Way:
             "sensitivity": self.sensitivity,
             "pass_ns": self.pass_ns,
             "needed_bytes": self.needed_bytes,
+            **({"captured": True} if self.captured else {}),
         }
 
     @classmethod
@@ -85,6 +95,9 @@ class Way:
         if autocast is not None and autocast not in ("BF16", "FP16"):
             fields.fail(f"autocast is {autocast!r}, but allowed are BF16, FP16 and null")
         ran_out = fields.take("needed_bytes") is None
+        captured = fields.take_or("captured", False)
+        if not isinstance(captured, bool):
+            fields.fail(f"captured is {captured!r}, but allowed are true and false")
         found = cls(
             name=fields.text("name"),
             precisions=precisions,
@@ -92,6 +105,7 @@ class Way:
             sensitivity=fields.number("sensitivity"),
             pass_ns=fields.integer("pass_ns"),
             needed_bytes=None if ran_out else fields.integer("needed_bytes"),
+            captured=captured,
         )
         fields.finish()
         return found
@@ -110,12 +124,26 @@ def choose(
             takes as little time as it can.
 
     Returns:
-        One way per device type; None if one of them has none that fits into its memory.
+        One way per device type, all captured or none; None if one of them has none that fits into its memory. An
+        all-reduce that one worker begins while it computes and the other at its end would keep the first one's
+        multiprocessors busy with waiting. Captured passes ask more of a model, and are taken only if they are
+        faster by 2 %.
 
     Source:
         Ours; the objective is QSync's (IPDPS 2024): the least sensitivity among the fastest.
     """
     fitting = {name: [way for way in found if way.fits(limits_bytes[name])] for name, found in ways.items()}
+    eager, captured = (
+        _chosen({name: [w for w in found if w.captured is kind] for name, found in fitting.items()}, slack, balanced)
+        for kind in (False, True)
+    )
+    if eager is None or captured is None:
+        return eager or captured
+    quicker = _together_ns(captured, balanced) < (1 - _WORTH_CAPTURING) * _together_ns(eager, balanced)
+    return captured if quicker else eager
+
+
+def _chosen(fitting: Mapping[str, Sequence[Way]], slack: float, balanced: bool) -> dict[str, Way] | None:
     if not all(fitting.values()):
         return None
     fastest = {name: min(way.pass_ns for way in found) for name, found in fitting.items()}
@@ -126,6 +154,13 @@ def choose(
         allowed = [way for way in found if way.pass_ns <= limit]
         chosen[name] = min(allowed, key=lambda way: (way.sensitivity, way.pass_ns))
     return chosen
+
+
+def _together_ns(chosen: Mapping[str, Way], balanced: bool) -> float:
+    """A pass of all, of the slowest or with batches for which each takes as long."""
+    if not balanced:
+        return step_ns(chosen)
+    return len(chosen) / sum(1 / max(1, way.pass_ns) for way in chosen.values())
 
 
 def step_ns(chosen: Mapping[str, Way]) -> int:
@@ -139,12 +174,12 @@ def everywhere(ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int
     for name, mine in ways.items():
         for way in mine:
             if way.name != PLANNED and way.fits(limits_bytes[name]):
-                found.setdefault(way.name, []).append(way.pass_ns)
+                found.setdefault(way.label, []).append(way.pass_ns)
     return {name: max(times) for name, times in found.items() if len(times) == len(ways)}
 
 
 def words(chosen: Mapping[str, Way], uniform: Mapping[str, int]) -> str:
     """What was measured and taken, for the reason of a plan."""
-    taken = ", ".join(f"{way.name} on {name}" for name, way in chosen.items())
+    taken = ", ".join(f"{way.label} on {name}" for name, way in chosen.items())
     compared = ", ".join(f"{name} {time / 1e6:.2f} ms" for name, time in sorted(uniform.items(), key=lambda e: e[1]))
     return f"measured passes: {compared or 'no single way fits everywhere'}; {taken} {step_ns(chosen) / 1e6:.2f} ms"

@@ -225,6 +225,8 @@ def _idle_backward(stopwatch: Stopwatch, device: torch.device) -> tuple[float, .
     def run_round() -> list[tuple[float, ...]]:
         rows: list[tuple[float, ...]] = []
         for _ in range(_IDLE_RUNS):
+            # Without a head start of the host, the device's time would be the host's.
+            stopwatch.settle(flush=False)
             elapsed = stopwatch.time(lambda: torch.autograd.grad([y], [x], [g]))[1]
             rows.append((elapsed.device_ns, elapsed.host_ns))
         return rows

@@ -6,9 +6,10 @@ host together. What is looked at element by element is a sample, but for moments
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,32 +20,38 @@ from qsync_opt.runtimes.torch.operator_summary import (
     CAST_KINDS,
     OUTPUT_GRADIENT_KINDS,
     SCALED_KINDS,
-    alignments,
-    checked,
-    measured_errors,
-    tensor_statistics,
 )
 from qsync_opt.runtimes.torch.product_calls import Product
-from qsync_opt.runtimes.torch.product_forms import ProductForm
+from qsync_opt.runtimes.torch.product_forms import MatrixForm, ProductForm
 from qsync_opt.runtimes.torch.reductions import dot, mean, ratio, reduced, square_sum, strided, total
+from qsync_opt.runtimes.torch.replays import Replays
 from qsync_opt.runtimes.torch.rounding_error import ElementErrors, stacked_errors
 from qsync_opt.statistics import (
     GRADIENTS,
     OperatorKind,
-    OperatorStatistics,
     ProductSizes,
 )
 
-_INTEGER_KINDS = tuple(kind for kind in SCALED_KINDS if kind.startswith("INT8/"))
+INTEGER_KINDS = tuple(kind for kind in SCALED_KINDS if kind.startswith("INT8/"))
+"""Fixed-point rounding of an operand, by granularity."""
 _RESULT_KINDS = (*CAST_KINDS, *OUTPUT_GRADIENT_KINDS)
 SAMPLE = 1 << 15
 """Elements at most of a tensor that is no operand, whose rounding is looked at one by one."""
-_WAITING = 1 << 22
-_TABLE_DIMS = {Granularity.CHANNEL: (0,), Granularity.ROW: (1,)}
 
 
 def _slices(form: ProductForm, operand: str) -> dict[Granularity, tuple[int, ...]]:
     return {granularity: form.slice_dims(operand, granularity) for granularity in Granularity}
+
+
+class _Labels(NamedTuple):
+    """What a record has measured, but for the tensors; the same for all operators of one shape."""
+
+    names: tuple[tuple[str, ...], ...]
+    elements: dict[str, int]
+    by_row: tuple[str, ...]
+    by_column: tuple[str, ...]
+    sized: bool
+    sampled: slice
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,6 +82,8 @@ class OperatorRecord:
     attention: AttentionCall | None = None
     # Of a lookup: which rows of the result count in the gradient of the table (all but those of padding).
     counted: Tensor | None = None
+    replays: Replays = field(default_factory=Replays)
+    """Shared by the records of a collection."""
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
@@ -107,9 +116,13 @@ class OperatorRecord:
         if part.numel() < self.elements[tensor]:
             self.put(f"{tensor}.sample.square", mean(part.square()))
 
-    def _amaxes(self, tensor: str, x: Tensor, dims: Mapping[Granularity, tuple[int, ...]]) -> dict[Granularity, Tensor]:
-        magnitudes = x.abs()
-        amaxes = {g: magnitudes.amax(dims[g], keepdim=True) for g in (Granularity.CHANNEL, Granularity.ROW)}
+    def amaxes(self, tensor: str, x: Tensor, dims: Mapping[Granularity, tuple[int, ...]]) -> dict[Granularity, Tensor]:
+        """Largest magnitude of every slice, per granularity."""
+        largest = float("inf")
+        amaxes = {
+            g: torch.linalg.vector_norm(x, largest, dims[g], keepdim=True)
+            for g in (Granularity.CHANNEL, Granularity.ROW)
+        }
         rows = amaxes[Granularity.ROW]
         amaxes[Granularity.TENSOR] = rows.amax(tuple(range(rows.dim())), keepdim=True)
         for granularity, amax in amaxes.items():
@@ -120,6 +133,20 @@ class OperatorRecord:
         """Everything about the operands of a bilinear operator that its forward pass can tell."""
         form, self.factor = product
         self.form, self.products = form, (form.sizes,)
+        if not isinstance(form, MatrixForm):
+            self._measure_operands(form)
+            return
+
+        def measure(first: Tensor, second: Tensor) -> tuple[_Labels, list[Tensor]]:
+            scratch = self._scratch()
+            scratch._measure_operands(dataclasses.replace(form, first=first, second=second))
+            return scratch._packed()
+
+        self._unpack(
+            *self.replays(("operands", self.op_type, form.sizes, self.sample), measure, form.first, form.second)
+        )
+
+    def _measure_operands(self, form: ProductForm) -> None:
         squares = form.first.square()
         contracted_x2 = form.first_by_contraction(squares)
         self.by_row["floating"] = form.first_by_row(squares)
@@ -137,7 +164,7 @@ class OperatorRecord:
         """Errors of the first operand, from some of its rows."""
         part, rows = form.sample(self.sample)
         self.sampled = rows
-        amaxes = self._amaxes("first", form.first, _slices(form, "first"))
+        amaxes = self.amaxes("first", form.first, _slices(form, "first"))
         row_amax = amaxes[Granularity.ROW]
         amaxes[Granularity.ROW] = form.sampled_rows(row_amax, rows)
         errors = stacked_errors(part, SCALED_KINDS, amaxes)
@@ -149,7 +176,7 @@ class OperatorRecord:
             self.row_sizes = row_amax.square()
             self.put("first.sample.row", mean(amaxes[Granularity.ROW].square()))
             by_size = ratio(mean(self.row_sizes), mean(amaxes[Granularity.ROW].square()))
-        for kind in _INTEGER_KINDS:
+        for kind in INTEGER_KINDS:
             shape = kind.partition("/")[2]
             noise = errors.stochastic[SCALED_KINDS.index(kind)]
             share = by_size if shape == Granularity.ROW else 1.0
@@ -159,13 +186,13 @@ class OperatorRecord:
     def _second(self, form: ProductForm, contracted_x2: Tensor) -> None:
         """Errors of the second operand, from some of its rows if it is a large weight."""
         part, rows = form.sample_second(self.sample)
-        amaxes = self._amaxes("second", form.second, _slices(form, "second"))
+        amaxes = self.amaxes("second", form.second, _slices(form, "second"))
         row_amax = amaxes[Granularity.ROW]
         if part.numel() < form.second.numel():
             amaxes[Granularity.ROW] = form.sampled_contraction(row_amax, rows)
         errors = stacked_errors(part, SCALED_KINDS, amaxes)
         self.keep("second", SCALED_KINDS, errors, part)
-        for kind in _INTEGER_KINDS:
+        for kind in INTEGER_KINDS:
             shape = kind.partition("/")[2]
             noise = errors.stochastic[SCALED_KINDS.index(kind)]
             output = dot(form.sampled_contraction(contracted_x2, rows), form.second_by_contraction(noise))
@@ -182,37 +209,6 @@ class OperatorRecord:
             self.put(f"xw/second/{shape}", output)
             self.by_column[shape] = column
 
-    def lookup(self, table: Tensor, indices: Tensor, padding: int | None) -> None:
-        """Everything about a lookup that its forward pass can tell: a product with a one-hot first operand."""
-        size = ProductSizes(products=1, rows=indices.numel(), contraction=table.shape[0], columns=table.shape[1])
-        self.products = (size,)
-        one = torch.ones((), dtype=torch.float64, device=table.device)
-        self.elements["first"] = size.rows * size.contraction
-        self.put("first.greatest", one)
-        self.put("first.square_sum", one * size.rows)
-        for granularity in Granularity:
-            self.put(f"first.amax.{granularity}", one)
-        for rounding in Rounding:  # zeros and ones are exact in every format
-            names = tuple(f"first.{kind}.{rounding}" for kind in SCALED_KINDS)
-            self.found.append((names, one.new_zeros(len(names))))
-        used = indices.reshape(-1)
-        rows = table[used]
-        self.put("xw/floating", total(rows.square()))
-        self.moments("second", table)
-        amaxes = self._amaxes("second", table, _TABLE_DIMS)
-        step = max(1, min(table.shape[0] // 8, table.numel() // self.sample))
-        row_amax = amaxes[Granularity.ROW]
-        some = amaxes | {Granularity.ROW: row_amax[::step]}
-        self.keep("second", SCALED_KINDS, stacked_errors(table[::step], SCALED_KINDS, some), table[::step])
-        if step > 1:
-            self.put("second.sample.row", mean(some[Granularity.ROW].square()))
-        step = max(1, rows.numel() // self.sample)
-        taken = amaxes | {Granularity.ROW: row_amax[used[::step]]}
-        errors = stacked_errors(rows[::step], _INTEGER_KINDS, taken).stochastic
-        totals = errors.flatten(1).sum(1, dtype=torch.float64) * (used.numel() / len(rows[::step]))
-        self.found.append((tuple(f"xw/second/{kind.partition('/')[2]}" for kind in _INTEGER_KINDS), totals))
-        self.counted = None if padding is None else (used != padding)
-
     def output(self, z: Tensor) -> None:
         """The result."""
         self.plain("output", z)
@@ -221,17 +217,93 @@ class OperatorRecord:
         """The gradient of the result: completes what waits for it."""
         if self.form is None or not self._runs_backward_in_8_bits:
             self.plain("output_gradient", g)
-        else:
-            self.moments("output_gradient", g)
         if self.attention is not None:
-            for name, measured in attention_errors(self.attention, g).items():
-                self.found.append((tuple(f"measured.{name}.{target}" for target in ("output", *GRADIENTS)), measured))
+            self._attention_errors(self.attention, g)
             self.attention = None
         if self.kind is OperatorKind.LOOKUP:
             rows = g.square().reshape(-1, g.shape[-1]).sum(1)
             self.put("xg/floating", total(rows if self.counted is None else rows[self.counted]))
         if self.form is not None:
-            self._meet_gradient(self.form, self.form.result(g))
+            self._complete(self.form, self.form.result(g))
+
+    def _attention_errors(self, attention: AttentionCall, g: Tensor) -> None:
+        operands = [attention.query, attention.key, attention.value, g]
+        if attention.mask is not None:
+            operands.append(attention.mask)
+
+        def measure(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *mask: Tensor) -> tuple[tuple[str, ...], list[Tensor]]:
+            call = dataclasses.replace(attention, query=q, key=k, value=v, mask=mask[0] if mask else None)
+            found = attention_errors(call, g)
+            return tuple(found), list(found.values())
+
+        key = ("attention", attention.is_causal, attention.scale, attention.repeats)
+        for name, measured in zip(*self.replays(key, measure, *operands), strict=True):
+            self.found.append((tuple(f"measured.{name}.{target}" for target in ("output", *GRADIENTS)), measured))
+
+    def _complete(self, form: ProductForm, g: Tensor) -> None:
+        """Let what waits for the gradient meet it."""
+        if isinstance(form, MatrixForm):
+            row, column = tuple(self.by_row), tuple(self.by_column)
+            vectors = [*self.by_row.values(), *self.by_column.values()]
+            sized, sampled = self.row_sizes is not None, self.sampled
+            if self.row_sizes is not None:
+                vectors.append(self.row_sizes)
+            shapes = form.first.shape, form.second.shape
+
+            def meet(g: Tensor, *vectors: Tensor) -> tuple[_Labels, list[Tensor]]:
+                scratch, nothing = self._scratch(), g.new_zeros(())  # only the operands' shapes matter by now
+                scratch.form = dataclasses.replace(
+                    form, first=nothing.expand(shapes[0]), second=nothing.expand(shapes[1])
+                )
+                scratch.by_row = dict(zip(row, vectors, strict=False))
+                scratch.by_column = dict(zip(column, vectors[len(row) :], strict=False))
+                scratch.row_sizes, scratch.sampled = vectors[-1] if sized else None, sampled
+                scratch._meet_gradient(scratch.form, g)
+                return scratch._packed()
+
+            key = ("gradient", self.op_type, form.sizes, *shapes, row, column, sized, sampled.step)
+            self._unpack(*self.replays(key, meet, g, *vectors))
+        else:
+            self._meet_gradient(form, g)
+        self.form = self.row_sizes = None
+        self.by_row.clear()
+        self.by_column.clear()
+
+    def _scratch(self) -> OperatorRecord:
+        """A record of the same operator, empty."""
+        return OperatorRecord(
+            name=self.name, op_type=self.op_type, kind=self.kind, sample=self.sample, parameters=self.parameters
+        )
+
+    def _packed(self) -> tuple[_Labels, list[Tensor]]:
+        """What was measured, apart from its tensors: numbers of one type together, then what waits for the gradient."""
+        names: list[tuple[str, ...]] = []
+        tensors: list[Tensor] = []
+        for dtype in dict.fromkeys(values.dtype for _, values in self.found):
+            alike = [(keys, values) for keys, values in self.found if values.dtype is dtype]
+            names.append(tuple(key for keys, _ in alike for key in keys))
+            tensors.append(torch.cat([values for _, values in alike]))
+        waiting = [*self.by_row.values(), *self.by_column.values()]
+        if self.row_sizes is not None:
+            waiting.append(self.row_sizes)
+        labels = _Labels(
+            names=tuple(names),
+            elements=dict(self.elements),
+            by_row=tuple(self.by_row),
+            by_column=tuple(self.by_column),
+            sized=self.row_sizes is not None,
+            sampled=self.sampled,
+        )
+        return labels, [*tensors, *waiting]
+
+    def _unpack(self, labels: _Labels, tensors: Sequence[Tensor]) -> None:
+        """Take over what a scratch record measured."""
+        rest = iter(tensors)
+        self.found.extend((names, next(rest)) for names in labels.names)
+        self.elements |= labels.elements
+        self.by_row = {shape: next(rest) for shape in labels.by_row}
+        self.by_column = {shape: next(rest) for shape in labels.by_column}
+        self.row_sizes, self.sampled = next(rest) if labels.sized else None, labels.sampled
 
     @property
     def _runs_backward_in_8_bits(self) -> bool:
@@ -239,21 +311,21 @@ class OperatorRecord:
         return self.kind is OperatorKind.PRODUCT and "transpose" not in self.op_type
 
     def _meet_gradient(self, form: ProductForm, g: Tensor) -> None:
+        if self._runs_backward_in_8_bits:
+            self.moments("output_gradient", g)
         row_g2, column_g2 = reduced(form, g, torch.square)
         self.put("xg/floating", dot(self.by_row["floating"], row_g2))
         self.put("gw/floating", dot(self.by_column["floating"], column_g2))
         some_g2 = form.sampled_rows(row_g2, self.sampled)
         even, by_size = self._outside_sample(form, row_g2, some_g2)
-        for kind in _INTEGER_KINDS:
+        for kind in INTEGER_KINDS:
             shape = kind.partition("/")[2]
             share = by_size if shape == Granularity.ROW else even
             self.put(f"xg/{shape}", dot(self.by_row[shape], some_g2) * share)
             self.put(f"gw/{shape}", dot(self.by_column[shape], column_g2))
         if self._runs_backward_in_8_bits:
             self._gradient_errors(form, g)
-        self.form = self.row_sizes = None
-        self.by_row.clear()
-        self.by_column.clear()
+        self.by_row, self.by_column, self.row_sizes = {}, {}, None
 
     def _outside_sample(
         self, form: ProductForm, row_g2: Tensor, some_g2: Tensor
@@ -290,86 +362,7 @@ class OperatorRecord:
         self.put("xg/gradient", dot(self.by_row["floating"], rows))
         self.put("gw/gradient", dot(self.by_column["floating"], columns))
 
-    # -- finishing -----------------------------------------------------------------------------------------------
-
     @property
     def lacks_gradient(self) -> bool:
         """True if a gradient could have come and none did."""
         return bool(self.needs_gradient) and "output_gradient" not in self.elements
-
-    def finish(self, values: dict[str, float], batch: int) -> OperatorStatistics:
-        """Statistics of the call; gradients that never came are zero.
-
-        Args:
-            values: What was found, by name.
-            batch: Number of the batch, for error texts.
-
-        Raises:
-            ModelError: A value is not finite.
-        """
-        for name, size in self.needs_gradient.items():
-            self.elements.setdefault(name, size)
-        self.elements.setdefault("output_gradient", self.elements["output"])
-        values = checked(self.name, values, batch)
-        tensors: dict[str, Any] = {name: tensor_statistics(name, size, values) for name, size in self.elements.items()}
-        aligned: dict[str, float] = {}
-        if self.kind is not OperatorKind.ATTENTION:
-            aligned = alignments(self.products[0], self.factor, tensors, values)
-        return OperatorStatistics(
-            name=self.name,
-            op_type=self.op_type,
-            kind=self.kind,
-            calls=1,
-            products=self.products,
-            first_parameter=self.parameters[0],
-            second_parameter=self.parameters[1],
-            alignment=aligned,
-            measured=measured_errors(values),
-            **tensors,
-        )
-
-
-def cast_waiting(records: Iterable[OperatorRecord]) -> None:
-    """Find the cast errors of all elements that wait, many tensors at once."""
-    alike: dict[tuple[torch.device, int], list[tuple[OperatorRecord, str, Tensor]]] = {}
-    for record in records:
-        for tensor, part in record.waiting:
-            alike.setdefault((part.device, part.numel()), []).append((record, tensor, part))
-        record.waiting.clear()
-    for (_, size), every in alike.items():
-        count = max(1, _WAITING // size)
-        for start in range(0, len(every), count):
-            some = every[start : start + count]
-            parts = torch.stack([part for _, _, part in some])
-            errors = stacked_errors(parts, CAST_KINDS, {})
-            means = [values.mean(2, dtype=torch.float64) for values in errors]
-            squares = parts.square().mean(1, dtype=torch.float64)
-            for i, (record, tensor, _) in enumerate(some):
-                for rounding, values in zip(Rounding, means, strict=True):
-                    record.found.append((tuple(f"{tensor}.{kind}.{rounding}" for kind in CAST_KINDS), values[:, i]))
-                if size < record.elements[tensor]:
-                    record.put(f"{tensor}.sample.square", squares[i])
-
-
-def finish_batch(records: Sequence[OperatorRecord], batch: int) -> list[OperatorStatistics]:
-    """Statistics of every call; one transfer to the host per device and type.
-
-    Args:
-        records: Complete.
-        batch: Number of the batch, for error texts.
-
-    Raises:
-        ModelError: A value is not finite.
-    """
-    cast_waiting(records)
-    together: dict[tuple[torch.device, torch.dtype], list[tuple[int, tuple[str, ...], Tensor]]] = {}
-    for i, record in enumerate(records):
-        for names, values in record.found:
-            together.setdefault((values.device, values.dtype), []).append((i, names, values))
-        record.found.clear()
-    found: list[dict[str, float]] = [{} for _ in records]
-    for every in together.values():
-        host = iter(torch.cat([values for _, _, values in every]).tolist())
-        for i, names, _ in every:
-            found[i].update(zip(names, host, strict=False))
-    return [record.finish(values, batch) for record, values in zip(records, found, strict=True)]

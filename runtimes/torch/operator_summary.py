@@ -25,6 +25,8 @@ def checked(operator: str, values: dict[str, float], batch: int) -> dict[str, fl
         ModelError: One of them is not; the text names operator, tensor and batch.
     """
     for key, value in sorted(values.items(), key=lambda item: "/" in item[0]):  # tensors before sums over two
+        if value == float("inf") and key.startswith("measured."):
+            continue  # a format that cannot hold the operands
         if not -float("inf") < value < float("inf"):
             tensor = key.partition(".")[0].replace("_", " ")
             raise ModelError(
@@ -121,8 +123,10 @@ def tensor_statistics(name: str, elements: int, values: dict[str, float]) -> Ten
 
 
 def measured_errors(values: dict[str, float]) -> dict[str, MeasuredErrors]:
-    """Errors that were measured rather than derived, by format."""
-    formats = dict.fromkeys(key.split(".")[1] for key in values if key.startswith("measured."))
+    """Errors that were measured rather than derived, by format; not of formats that cannot hold the operands."""
+    formats = dict.fromkeys(
+        key.split(".")[1] for key, value in values.items() if key.startswith("measured.") and value < float("inf")
+    )
     return {
         name: MeasuredErrors(**{target: values[f"measured.{name}.{target}"] for target in ("output", *GRADIENTS)})
         for name in formats

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from qsync_opt.runtimes.torch.job_measuring import (
 )
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
 from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, JobPlan, alternatives, how_measured
-from qsync_opt.runtimes.torch.job_timing import measure_ways
+from qsync_opt.runtimes.torch.job_timing import has_captured, measure_ways
 from qsync_opt.runtimes.torch.measure import Loss
 from qsync_opt.runtimes.torch.trial import Trial, try_plan
 from qsync_opt.runtimes.torch.wrappers import bare_model
@@ -172,7 +172,7 @@ def _from_file(job: Job) -> JobPlan | None:
     if not broadcast_json(made is not None):
         return None
     found = shared_plan(made, types.mine, job.options)
-    if broadcast_json(made is not None and bool(made.ways)):
+    if broadcast_json(made is not None and bool(made.ways) and (not job.options.capture or has_captured(made.ways))):
         return found
     return _compared(job, made, types, found)
 
@@ -254,7 +254,7 @@ def shared_plan(made: JobModel | None, device_type: str, options: PlanningOption
         alternatives=tuple(Alternative.from_json(entry) for entry in told["alternatives"]),
         **{name: told[name] for name in _SHARED},
     )
-    if _digest(received.plan, received.autocast) != received.digest:
+    if _digest(received.plan, received.autocast, received.captured) != received.digest:
         raise SolverError("the plan that arrived is not the one that was sent: its digest differs")
     require_agreement("the plan", received.digest, "report this: it is a fault of this package")
     return received if local is None else local
@@ -262,13 +262,14 @@ def shared_plan(made: JobModel | None, device_type: str, options: PlanningOption
 
 _SHARED = (
     "iteration_ns", "memory_bytes", "sensitivity", "bound", "worthwhile", "reason", "digest", "expected_ns", "taken",
-    "autocast", "shares", "measured",
+    "autocast", "captured", "shares", "measured",
 )  # fmt: skip
 
 
-def _digest(plan: Plan, autocast: Mapping[str, str]) -> str:
+def _digest(plan: Plan, autocast: Mapping[str, str], captured: Sequence[str]) -> str:
     """Of what the workers are to do."""
-    return digest([plan.to_json(), dict(autocast)] if autocast else plan.to_json())
+    how = [*([dict(autocast)] if autocast else []), *([list(captured)] if captured else [])]
+    return digest([plan.to_json(), *how] if how else plan.to_json())
 
 
 def _shared(plan: JobPlan) -> dict[str, Any]:
@@ -304,7 +305,7 @@ def plan_job(made: JobModel, device_type: str, options: PlanningOptions | None =
         device_type=device_type,
         bound=solution.bound,
         alternatives=others,
-        digest=_digest(decision.plan, decision.autocast),
+        digest=_digest(decision.plan, decision.autocast, decision.captured),
         measured={name: how_measured(profile) for name, profile in made.profiles.items()},
         problem=problem,
         solution=solution,

@@ -20,7 +20,10 @@ def total(x: Tensor) -> Tensor:
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Sum of squares, large tensors a part at a time."""
+    """Sum of squares, large tensors a part at a time; on a card in one pass that sums pairwise."""
+    if x.is_cuda and x.dtype is torch.float32:
+        norm: Tensor = torch.linalg.vector_norm(x)
+        return norm.double().square()
     if x.numel() <= _CHUNK:
         return total(x.square())
     return torch.stack([total(part.square()) for part in torch.split(x.reshape(-1), _CHUNK)]).sum()

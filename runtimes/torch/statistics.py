@@ -20,8 +20,12 @@ from qsync_opt.runtimes.torch.curvature_probe import probe_curvatures
 from qsync_opt.runtimes.torch.gradient_noise import GradientScatter
 from qsync_opt.runtimes.torch.gradient_probe import probe_gains
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
-from qsync_opt.runtimes.torch.operator_record import OperatorRecord, finish_batch
+from qsync_opt.runtimes.torch.lookup_record import measure_lookup
+from qsync_opt.runtimes.torch.loss_curvature import loss_curvature
+from qsync_opt.runtimes.torch.operator_batch import finish_batch
+from qsync_opt.runtimes.torch.operator_record import OperatorRecord
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
+from qsync_opt.runtimes.torch.replays import Replays
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.statistics import GRADIENTS, Curvature, Gain, ModelStatistics, OperatorKind, OperatorStatistics, Signal
 from qsync_opt.statistics_merge import merge_operators, merge_statistics
@@ -64,10 +68,10 @@ def default_step(model: nn.Module, batch: Any) -> Tensor:
 class _Collector:
     """Handler of an interception: runs every operator as it is and measures the adjustable ones."""
 
-    def __init__(self, model: nn.Module, graph: OpGraph | None, sample: int) -> None:
+    def __init__(self, model: nn.Module, graph: OpGraph | None, sample: int, replays: Replays) -> None:
         self._wanted = None if graph is None else {operator.name for operator in graph.by_role(Role.ADJUSTABLE)}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._sample = sample
+        self._sample, self._replays = sample, replays
         self.records: dict[str, list[OperatorRecord]] = {}
         self.signals: dict[str, list[tuple[int, Tensor]]] = {}
 
@@ -85,6 +89,7 @@ class _Collector:
             kind=kind,
             sample=self._sample,
             parameters=(*lead, *(self._parameter(slot.tensor) for slot in slots)),
+            replays=self._replays,
         )
         gradients = GRADIENTS[len(lead) :]
         taps = [_tap(record, name, slot.tensor) for name, slot in zip(gradients, slots, strict=False)]
@@ -110,27 +115,9 @@ class _Collector:
         if entering is not None and _is_floating(output) and output.numel() > 0:
             seen = [x.detach().square().sum(dtype=torch.float64) for x in (entering, output)]
             is_loss = output.numel() == 1 and output.requires_grad and entering.numel() > 1
-            seen.append(_curvature(call, entering) if is_loss else torch.zeros_like(seen[0]))
+            seen.append(loss_curvature(call, _full(entering)) if is_loss else torch.zeros_like(seen[0]))
             self.signals.setdefault(call.name, []).append((output.numel(), torch.stack(seen)))
         return output
-
-
-def _curvature(call: OperatorCall, entering: Tensor) -> Tensor:
-    """How noise on a loss's input changes its gradient: |H|^2 mean(x^2) / |g|^2, per unit of noise-to-signal ratio.
-
-    The squared norm of the second derivative H is estimated with one vector of random signs from its own generator.
-    """
-    x = _full(entering).requires_grad_()
-    args = tuple(x if value is entering else value for value in call.args)
-    kwargs = {key: x if value is entering else value for key, value in call.kwargs.items()}
-    (gradient,) = torch.autograd.grad(call.function(*args, **kwargs), x, create_graph=True)
-    if not gradient.requires_grad:  # a linear loss
-        return torch.zeros((), dtype=torch.float64, device=x.device)
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1
-    (change,) = torch.autograd.grad(gradient, x, signs)
-    norms = [t.detach().square().sum(dtype=torch.float64) for t in (change, x, gradient)]
-    return norms[0] * norms[1] / (x.numel() * norms[2].clamp(min=torch.finfo(torch.float64).tiny))
 
 
 def _is_floating(x: Any) -> bool:
@@ -179,7 +166,7 @@ def _measure_operands(
         padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
         if padding is not None and padding < 0:
             padding = None if swapped else padding + operands[0].shape[0]
-        record.lookup(_full(operands[0]), indices, padding)
+        measure_lookup(record, _full(operands[0]), indices, padding)
     else:
         attention = attention_call(_detached(args), _detached(kwargs))
         record.attention = attention
@@ -324,9 +311,10 @@ def collect_statistics(
     run = step or default_step
     total: ModelStatistics | None = None
     silent: dict[str, None] = {}
+    replays = Replays()
     with model_unchanged(model), full_precision(), GradientScatter(model) as scatter:
         for number, batch in enumerate(batches):
-            collector = _Collector(model, graph, sample_elements)
+            collector = _Collector(model, graph, sample_elements, replays)
             with _watched(model, collector):
                 loss = run(model, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -89,6 +89,8 @@ class StepAudit:
     def _mark(self, module: nn.Module, _: tuple[Any, ...]) -> None:
         if not (module.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
         if self._skipped:
             self._skipped -= 1
             return

@@ -1,3 +1,4 @@
+import fcntl
 import os
 import subprocess
 import sys
@@ -8,11 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="session")
-def site(tmp_path_factory):
-    """The documentation, built as `make docs` builds it: any warning fails."""
-    pytest.importorskip("mkdocs")
-    folder = tmp_path_factory.mktemp("site")
+def build(folder):
     done = subprocess.run(
         [sys.executable, "-P", "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
@@ -22,4 +19,18 @@ def site(tmp_path_factory):
         check=False,
     )
     assert (done.returncode, done.stderr.strip()) == (0, ""), done.stderr + done.stdout
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The documentation, built as `make docs` builds it: any warning fails. Once for all processes of a run."""
+    pytest.importorskip("mkdocs")
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = shared / "site"
+    with (shared / "site.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            build(unfinished := shared / "site.unfinished")
+            unfinished.rename(folder)
     return folder

@@ -10,6 +10,12 @@ import pytest
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(300)]
 PAGES = ("index", "tutorial", "background/problem", "how-to/infeasible", "results", "command-line", "limits")
 REFERENCE = ("reference/index", "reference/qsync_opt.planner")
+ROWS = 3
+"""Rows of a table that are checked: the others are made alike, and the page of results has a thousand."""
+SHORTEN = f"document.querySelectorAll('tbody tr:nth-child(n+{ROWS + 1})').forEach(row => row.remove())"
+CHECK = """axe.run(document, {resultTypes: ["violations"]}).then(
+    found => ({passes: found.passes.length, violations: found.violations})
+)"""
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
@@ -53,9 +59,10 @@ def test_pages_are_clean_and_can_be_read_by_everyone(chromium, address, scheme, 
     for name in (*PAGES, *REFERENCE):
         page.goto(f"{address}/{name}.html")
         page.wait_for_function("document.querySelectorAll('.md-code__nav:not([aria-label])').length === 0")
+        page.evaluate(SHORTEN)
         page.evaluate(axe)
-        found = page.evaluate("axe.run()")
-        assert len(found["passes"]) > 10, name  # the checks did run
+        found = page.evaluate(CHECK)
+        assert found["passes"] > 10, name  # the checks did run
         assert not found["violations"], (name, [(v["id"], v["nodes"][0]["html"][:200]) for v in found["violations"]])
     assert not messages
     assert all(url.startswith((address, "data:", "blob:")) for url in requests)

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_opt.kernels import backend, layers, matmul_choices, ops
+from qsync_opt.kernels import backend, layers, library, matmul_choices, ops
+from qsync_opt.kernels.feed_forward import feed_forward
 from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.kernels.quantize_ops import quantize_by_amax
 from qsync_opt.kernels.weight_cache import forget_weights, kept_bytes
 
 pytestmark = pytest.mark.gpu
@@ -16,7 +18,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled():
-    if not matmul_choices.activate():
+    if not (matmul_choices.activate() and library.activate("quantize")):
         pytest.skip(f"the compiled products do not run here: {backend.explain(CUDA)['linear']}")
 
 
@@ -25,8 +27,10 @@ def _norm_error(result, expected):
 
 
 def _needs(precision):
-    if not ops.supports("linear", precision, CUDA):
-        pytest.skip(f"this card has no {precision}")
+    # The code of an older target, tried on this card, has no FP8 products whatever the card has.
+    compiled = precision != "FP8" or library.present_targets()[-1] in ("sm_89", "sm_90a")
+    if not (compiled and ops.supports("linear", precision, CUDA)):
+        pytest.skip(f"this card, or its kernels' target, has no {precision}")
 
 
 def _run(x, w, b, precision, options):
@@ -156,6 +160,37 @@ def test_gelu_with_its_largest_magnitude(dtype):
         assert largest.item() == (slope.abs().max().item() if x.numel() else 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("format", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_codes_of_gelu_are_those_of_what_its_operators_write(format, rounding, dtype):
+    step = torch.tensor([5], device=CUDA)
+    for shape in ((512, 1024), (132, 264), (3, 7), (0, 8)):
+        x, grad = (torch.randn(shape, device=CUDA).mul_(3).to(dtype) for _ in range(2))
+        for gradient, source in ((None, x), (grad, grad)):
+            largest = source.abs().amax().float().reshape(1) if x.numel() else torch.zeros(1, device=CUDA)
+            summed = gradient is not None
+            *found, total = torch.ops.qsync_opt.gelu_quantize(x, gradient, largest, format, rounding, 77, step, summed)
+            gelu, slope = torch.ops.qsync_opt.gelu_amax, torch.ops.qsync_opt.gelu_backward_amax
+            values, exact = gelu(x) if gradient is None else slope(grad, x)
+            bound = largest if gradient is None else largest * 1.14
+            assert exact.item() <= bound.item()
+            same = quantize_by_amax(values, bound, format, rounding=rounding, key=77, step=step, transposed=True)
+            for mine, theirs in zip(found, same, strict=True):
+                assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+            if summed:
+                magnitudes = values.double().abs().sum(0)
+                assert bool(((total.double() - values.double().sum(0)).abs() <= 1e-5 * magnitudes).all())
+
+
+def test_registration_of_codes_of_gelu():
+    x = torch.randn(64, 128, device=CUDA, dtype=torch.bfloat16)
+    for grad in (None, x):
+        arguments = (x, grad, x.abs().amax().float().reshape(1), torch.float8_e5m2, "stochastic", 3, None)
+        arguments = (*arguments, grad is not None)
+        torch.library.opcheck(torch.ops.qsync_opt.gelu_quantize.default, arguments)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.parametrize("precision", ["INT8", "FP8"])
 def test_feed_forward_against_float64(precision):
@@ -172,3 +207,18 @@ def test_feed_forward_against_float64(precision):
         y = run(x)
         mine = (y, *torch.autograd.grad(y, parameters, grad.to(y.dtype)))
         assert max(map(_norm_error, mine, theirs)) < {"INT8": 0.05, "FP8": 0.15}[precision]
+
+
+@pytest.mark.parametrize("precision", ["INT8", "FP8"])
+def test_feed_forward_without_biases_against_float64(precision):
+    _needs(precision)
+    options = KernelOptions(half_format=backend.half_format(CUDA))
+    leaves = [torch.randn(shape, device=CUDA) for shape in ((384, 256), (512, 256), (256, 512))]
+    x, first, second = ((leaf * leaf.shape[1] ** -0.5).requires_grad_() for leaf in leaves)
+    doubles = [t.detach().double().requires_grad_() for t in (x, first, second)]
+    exact = F.linear(F.gelu(F.linear(doubles[0], doubles[1])), doubles[2])
+    grad = torch.randn_like(exact)
+    theirs = (exact, *torch.autograd.grad(exact, doubles, grad))
+    y = feed_forward(x, first, None, second, None, precision, options)
+    mine = (y, *torch.autograd.grad(y, (x, first, second), grad.to(y.dtype)))
+    assert max(map(_norm_error, mine, theirs)) < {"INT8": 0.05, "FP8": 0.15}[precision]

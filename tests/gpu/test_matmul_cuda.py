@@ -145,6 +145,38 @@ def test_one_scale_for_all_gives_the_bits_of_equal_scales(codes):
         assert torch.equal(found, matmul.scaled_mm(a, b, one.repeat(rows), other.repeat(columns), out_dtype=out_dtype))
 
 
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("out_dtype", RESULTS)
+def test_the_largest_magnitude_is_that_of_the_results(codes, out_dtype):
+    if codes is not torch.int8 and not _has_fp8():
+        pytest.skip("the card has no FP8 products")
+    for (rows, columns, depth), biased in itertools.product(
+        ((300, 520, 1040), (4000, 3000, 768), (33, 17, 50), (5, 8, 0)), (False, True)
+    ):
+        a, b = _codes((rows, depth), codes), _codes((columns, depth), codes)
+        scales = torch.rand(1, device="cuda"), torch.rand(1, device="cuda")
+        bias = torch.randn(columns, device="cuda") if biased else None
+        choices = [None]
+        if _hopper() and depth:
+            kind = matmul_choices.kind_of(a, b, out_dtype, promoting=False)
+            variants = matmul_choices.variants("INT8", promoting=False)
+            choices = [
+                matmul_choices.Choice(variant=v, splits=s, group=4) for v, s in itertools.product(variants, (1, 2))
+            ]
+        for choice in choices:
+            if choice is not None:
+                matmul_choices.remember(kind, choice)
+            found, largest = matmul.scaled_mm_amax(a, b, *scales, bias, out_dtype=out_dtype)
+            same = matmul.scaled_mm(a, b, *scales, bias, out_dtype=out_dtype)
+            if choice is not None:
+                matmul_choices.forget(kind)
+            assert torch.equal(found, same), choice
+            assert largest.item() == found.abs().max().item(), choice
+    spoilt = torch.full((1,), torch.nan, device="cuda")
+    a = _codes((300, 256), codes)
+    assert matmul.scaled_mm_amax(a, a, spoilt, spoilt, out_dtype=out_dtype)[1].isnan()
+
+
 def test_int8_is_the_same_as_on_the_cpu():
     a, b = _codes((257, 333), torch.int8), _codes((130, 333), torch.int8)
     scales = torch.rand(257, device="cuda"), torch.rand(130, device="cuda")
@@ -225,6 +257,7 @@ def test_operators_keep_their_promises(name):
     scales = torch.rand(64, device="cuda"), torch.rand(48, device="cuda")
     operator = getattr(torch.ops.qsync_opt, name).default
     torch.library.opcheck(operator, (a, b, *scales, None, "relu", torch.bfloat16, False))
+    torch.library.opcheck(torch.ops.qsync_opt.scaled_mm_amax.default, (a, b, *scales, None, torch.bfloat16))
 
 
 def test_on_another_stream():

@@ -198,6 +198,22 @@ def test_probed_gains_multiply_the_variance_per_element() -> None:
     assert table["fc/linear"]["FP32"] == 0
 
 
+def test_expected_loss_is_fisher_and_the_variance_weighed_by_the_horizon() -> None:
+    operator = replace(measured("fc/linear"), gains={"first": Gain(uniform=5.0, floating=7.0)})
+    net, found = graph(node("fc/linear", "linear")), statistics(operator)
+
+    def value(kind: str, horizon: float = 0.0) -> float:
+        return sensitivities(net, found, CPU, kind=IndicatorKind(kind), horizon=horizon)["fc/linear"]["INT8"]
+
+    assert value("fisher") > 0
+    assert value("loss") == pytest.approx(value("fisher"))
+    assert value("loss", 3.0) == pytest.approx(value("fisher") + 3.0 * value("probed"))
+    with pytest.raises(UnsupportedError, match="horizon is -1"):
+        value("loss", -1.0)
+    with pytest.raises(ProblemError, match="hold no gains"):
+        sensitivities(NET, MEASURED, CPU, kind=IndicatorKind.LOSS)
+
+
 def test_flips_grow_with_the_root_of_the_output_noise() -> None:
     table = probed({"first": Gain(uniform=0.0, floating=0.0, kink_uniform=2.0, kink_floating=0.0)})
     part = table.details["fc/linear"]["INT8"]
@@ -224,7 +240,7 @@ def test_statistics_of_another_model_are_refused() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="kind is 'best': allowed are propagated, probed, depth"):
+    with pytest.raises(UnsupportedError, match="kind is 'best': allowed are propagated, probed, loss, depth"):
         sensitivities(NET, MEASURED, CPU, kind="best")  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="gamma is -1"):
         sensitivities(NET, MEASURED, CPU, gamma=-1)

@@ -155,7 +155,11 @@ void run_earlier(const Arguments& args, int capability) {
 #if QSYNC_HAS_SM90A
 void run_hopper(Arguments args, const Tensor& like) {
   if (args.depth == 0) {
-    return check(matmul::run_empty_sm90(args));
+    check(matmul::run_empty_sm90(args));
+    if (args.largest != nullptr) {
+      check(matmul::find_largest(args));
+    }
+    return;
   }
   const int64_t pitch = (args.depth + 15) / 16 * 16;
   // They live until the kernels are launched; the allocator gives their memory to this stream alone after that.
@@ -172,16 +176,20 @@ void run_hopper(Arguments args, const Tensor& like) {
   const Choice choice = matmul::choose(args);
   const int64_t bytes = matmul::workspace_bytes_sm90(args, choice);
   if (bytes == 0) {
-    return check(matmul::run_sm90(args, choice, nullptr));
+    check(matmul::run_sm90(args, choice, nullptr));
+  } else {
+    const Tensor workspace = empty_on(like, {bytes}, ScalarType::Byte);
+    check(matmul::run_sm90(args, choice, workspace.data_ptr()));
   }
-  const Tensor workspace = empty_on(like, {bytes}, ScalarType::Byte);
-  check(matmul::run_sm90(args, choice, workspace.data_ptr()));
+  if (args.largest != nullptr && !matmul::finds_largest_sm90(args, choice)) {
+    check(matmul::find_largest(args));
+  }
 }
 #endif
 
 Tensor multiply(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                 const std::optional<Tensor>& bias, const std::string& epilogue, ScalarType out_dtype, bool accurate,
-                Tensor* preactivation) {
+                Tensor* preactivation, Tensor* largest) {
   STD_TORCH_CHECK((a.dim() == 2 || a.dim() == 3) && a.dim() == b.dim(), "scaled_mm: codes of ", a.dim(), " and ", b.dim(),
                   " dimensions; allowed are two matrices or two batches of them");
   const int64_t last = a.dim() - 1;
@@ -222,10 +230,15 @@ Tensor multiply(const Tensor& a, const Tensor& b, const Tensor& a_scale, const T
     *preactivation = make();
     args.preactivation = preactivation->data_ptr();
   }
+  args.stream = stream_of(a);
+  if (largest != nullptr) {
+    *largest = empty_on(a, {1}, ScalarType::Float);
+    args.largest = static_cast<uint32_t*>(largest->data_ptr());
+    STD_CUDA_CHECK(cudaMemsetAsync(args.largest, 0, sizeof(uint32_t), args.stream));
+  }
   if (out.numel() == 0) {
     return out;
   }
-  args.stream = stream_of(a);
   args.multiprocessors = multiprocessors_of(args.stream);
   int device = 0, major = 0, minor = 0;
   STD_CUDA_CHECK(cudaGetDevice(&device));
@@ -233,6 +246,9 @@ Tensor multiply(const Tensor& a, const Tensor& b, const Tensor& a_scale, const T
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
   if (!runs_hopper(major)) {
     run_earlier(args, major * 10 + minor);
+    if (args.largest != nullptr) {
+      check(matmul::find_largest(args));
+    }
     return out;
   }
 #if QSYNC_HAS_SM90A
@@ -243,15 +259,22 @@ Tensor multiply(const Tensor& a, const Tensor& b, const Tensor& a_scale, const T
 
 Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                  const std::optional<Tensor>& bias, const std::string& epilogue, ScalarType out_dtype, bool accurate) {
-  return multiply(a, b, a_scale, b_scale, bias, epilogue, out_dtype, accurate, nullptr);
+  return multiply(a, b, a_scale, b_scale, bias, epilogue, out_dtype, accurate, nullptr, nullptr);
 }
 
 std::tuple<Tensor, Tensor> scaled_mm_aux(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                                          const std::optional<Tensor>& bias, const std::string& epilogue,
                                          ScalarType out_dtype, bool accurate) {
   Tensor preactivation;
-  Tensor out = multiply(a, b, a_scale, b_scale, bias, epilogue, out_dtype, accurate, &preactivation);
+  Tensor out = multiply(a, b, a_scale, b_scale, bias, epilogue, out_dtype, accurate, &preactivation, nullptr);
   return {out, preactivation};
+}
+
+std::tuple<Tensor, Tensor> scaled_mm_amax(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+                                          const std::optional<Tensor>& bias, ScalarType out_dtype) {
+  Tensor largest;
+  Tensor out = multiply(a, b, a_scale, b_scale, bias, "none", out_dtype, false, nullptr, &largest);
+  return {out, largest};
 }
 
 matmul::Key key_from(const std::vector<int64_t>& numbers) {
@@ -308,6 +331,7 @@ int64_t stream_multiprocessors(const Tensor& like) {
 STABLE_TORCH_LIBRARY_IMPL(qsync_opt, CUDA, m) {
   m.impl("scaled_mm", TORCH_BOX(&scaled_mm));
   m.impl("scaled_mm_aux", TORCH_BOX(&scaled_mm_aux));
+  m.impl("scaled_mm_amax", TORCH_BOX(&scaled_mm_amax));
   m.impl("stream_multiprocessors", TORCH_BOX(&stream_multiprocessors));
 }
 

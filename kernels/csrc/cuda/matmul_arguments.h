@@ -21,6 +21,7 @@ struct Arguments {
   const void* b;           // codes, (batch, columns, depth)
   void* out;               // (batch, rows, columns), dense
   void* preactivation;     // like out, what the activation is applied to; null if nobody wants it
+  uint32_t* largest;       // bits of the largest magnitude of out, raised to it; null if nobody wants it
   const float* a_scale;    // see the strides below
   const float* b_scale;
   const void* bias;        // (columns,) or null

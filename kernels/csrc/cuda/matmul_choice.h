@@ -33,6 +33,8 @@ bool a_fits_sm90(const Arguments& args);
 bool b_fits_sm90(const Arguments& args);
 Status realign_sm90(Arguments* args, void* a_copy, void* b_copy);
 int64_t workspace_bytes_sm90(const Arguments& args, const Choice& choice);
+// Whether the product itself finds the largest magnitude of its results; else find_largest() does, after it.
+bool finds_largest_sm90(const Arguments& args, const Choice& choice);
 Status run_sm90(const Arguments& args, const Choice& choice, void* workspace);
 // A product over nothing: the activation of the bias.
 Status run_empty_sm90(const Arguments& args);
@@ -41,5 +43,8 @@ Status run_empty_sm90(const Arguments& args);
 Status run_turing(const Arguments& args);
 Status run_ampere(const Arguments& args);
 Status run_ada(const Arguments& args);
+
+// Any card: raises `largest` to the largest magnitude of the dense results.
+Status find_largest(const Arguments& args);
 
 }  // namespace qsync::matmul

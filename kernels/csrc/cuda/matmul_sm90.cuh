@@ -52,43 +52,6 @@ __device__ __forceinline__ void copy_operands(const Launch& p, const Shared<T>& 
   }
 }
 
-__device__ const float kOne = 1.0f;
-
-// One warp: copies the block scales of every stage in, four bytes at a time; each lane counts at the stage's barrier.
-template <class T>
-__device__ __forceinline__ void copy_scales(
-    const Launch& p, const Shared<T>& shared, int cluster, int clusters, int lane) {
-  const int rank = T::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
-  Ring<T::kStages> ring;
-  for (int index = cluster; index < p.total; index += clusters) {
-    const Work work = work_at(p, index);
-    const int first_row = (work.tile_row * T::kClusterRows + rank % T::kClusterRows) * T::kRows;
-    const int first_column = (work.tile_column * T::kClusterColumns + rank / T::kClusterRows) * T::kColumns;
-    for (int block = 0; block < work.blocks; ++block) {
-      barrier_wait(shared.empty + 8 * ring.stage, ring.parity ^ 1);
-      const uint32_t to = shared_address(shared.scale(ring.stage));
-      const int64_t k = work.first_block + block;
-      for (int i = lane; i < T::kRows + T::kColumns; i += 32) {
-        const bool of_a = i < T::kRows;
-        const int at = of_a ? first_row + i : first_column + i - T::kRows;
-        const float* from = &kOne;
-        int bytes = 4;
-        if (p.block_scales) {
-          from = of_a ? p.a_scale + work.z * p.a_scale_batch + at * p.a_scale_row + k * p.a_scale_block
-                      : p.b_scale + work.z * p.b_scale_batch + at * p.b_scale_row + k * p.b_scale_block;
-          if (at >= (of_a ? p.rows : p.columns)) {
-            from = &kOne;
-            bytes = 0;  // zeros instead
-          }
-        }
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to + 4 * i), "l"(from), "r"(bytes) : "memory");
-      }
-      asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared.full + 8 * ring.stage) : "memory");
-      ring.next();
-    }
-  }
-}
-
 // Tells every block that wrote into this stage that this warpgroup has read it.
 template <class T>
 __device__ __forceinline__ void release(const Shared<T>& shared, int stage, int thread, int rank) {
@@ -136,11 +99,42 @@ __device__ __forceinline__ void multiply(
   }
 }
 
-// The same with a sum of its own for every 128 k, multiplied by the block's scales and added in FP32.
+// Block scales on their way from memory into a warpgroup's products: its rows' through registers, the columns' through shared
+// memory, where their order fits that of the sums. Each warpgroup fetches its own, so that none waits for another.
+template <class T>
+struct BlockScales {
+  static_assert(!T::kPromote || T::kColumns == kGroupThreads, "a thread fetches the scale of one column");
+  const float *upper, *lower, *column;
+  int64_t step_rows, step_columns;
+
+  __device__ __forceinline__ BlockScales(
+      const Launch& p, const Work& work, int first_row, int first_column, int thread) {
+    const int row = first_row + thread / 32 * 16 + thread % 32 / 4, own = first_column + thread;
+    const float* of_a = p.a_scale + work.z * p.a_scale_batch + work.first_block * p.a_scale_block;
+    const float* of_b = p.b_scale + work.z * p.b_scale_batch + work.first_block * p.b_scale_block;
+    upper = p.block_scales && row < p.rows ? of_a + row * p.a_scale_row : nullptr;
+    lower = p.block_scales && row + 8 < p.rows ? of_a + (row + 8) * p.a_scale_row : nullptr;
+    column = p.block_scales && own < p.columns ? of_b + own * p.b_scale_row : nullptr;
+    step_rows = p.a_scale_block, step_columns = p.b_scale_block;
+  }
+
+  // Scales of the upper row, the lower row and the column, then on to the next block. 1 where there is none.
+  __device__ __forceinline__ float3 next() {
+    const float3 found{
+        upper != nullptr ? *upper : 1.0f, lower != nullptr ? *lower : 1.0f, column != nullptr ? *column : 1.0f};
+    upper = upper != nullptr ? upper + step_rows : nullptr;
+    lower = lower != nullptr ? lower + step_rows : nullptr;
+    column = column != nullptr ? column + step_columns : nullptr;
+    return found;
+  }
+};
+
+// The same with a sum of its own for every 128 k, multiplied by the block's scales and added in FP32. `half` says which of the
+// two rows of column scales in shared memory is written next.
 template <class T>
 __device__ __forceinline__ void multiply_promoting(
     const Shared<T>& shared, Ring<T::kStages>& ring, int blocks, int group_row, int group, int thread, int rank,
-    float (&sums)[T::kSlabs][T::kColumns / 2]) {
+    BlockScales<T> scales, int& half, float (&sums)[T::kSlabs][T::kColumns / 2]) {
   using Product = Wgmma<T::kA, T::kB, T::kColumns>;
   static_assert(T::kSlabs == 1, "a second set of sums has room only beside 64 rows");
   typename Sum<T::kA, T::kB>::type part[T::kColumns / 2];
@@ -148,7 +142,7 @@ __device__ __forceinline__ void multiply_promoting(
   for (float& sum : sums[0]) {
     sum = 0.0f;
   }
-  const int row = group_row + thread / 32 * 16 + thread % 32 / 4;
+  float3 scale = scales.next();
   for (int block = 0; block < blocks; ++block) {
     barrier_wait(shared.full + 8 * ring.stage, ring.parity);
     const uint32_t a = matrix_descriptor(shared.a(ring.stage) + group_row * kDepth);
@@ -159,10 +153,18 @@ __device__ __forceinline__ void multiply_promoting(
       Product::run(part, a + step * 2, b + step * 2, step);
     }
     products_commit();
-    const float* scale = shared.scale(ring.stage);
-    const float upper = scale[row], lower = scale[row + 8];
-    const float2* columns = reinterpret_cast<const float2*>(scale + T::kRows) + thread % 4;
+    // Two rows in turn: who writes one again has met the others since they read it, at the barrier for the other one.
+    float* const row = shared.scale_row(group, half);
+    row[thread] = scale.z;
+    const float upper = scale.x, lower = scale.y;
+    if (block + 1 < blocks) {
+      scale = scales.next();
+    }
+    named_barrier(1 + group, kGroupThreads);
+    const float2* columns = reinterpret_cast<const float2*>(row) + thread % 4;
+    half ^= 1;
     products_wait<0>();
+    release<T>(shared, ring.stage, thread, rank);
 #pragma unroll
     for (int j = 0; j < T::kColumns / 8; ++j) {
       const float2 column = columns[4 * j];
@@ -171,8 +173,6 @@ __device__ __forceinline__ void multiply_promoting(
       sums[0][4 * j + 2] = fmaf(static_cast<float>(part[4 * j + 2]), lower * column.x, sums[0][4 * j + 2]);
       sums[0][4 * j + 3] = fmaf(static_cast<float>(part[4 * j + 3]), lower * column.y, sums[0][4 * j + 3]);
     }
-    named_barrier(1 + group, kGroupThreads);  // every thread has read the scales
-    release<T>(shared, ring.stage, thread, rank);
     ring.next();
   }
 }
@@ -182,17 +182,17 @@ __device__ __forceinline__ void multiply_promoting(
 template <class T>
 __device__ __forceinline__ void compute(
     const Launch& p, const Shared<T>& shared, int cluster, int clusters, int group, int thread) {
-  constexpr int kEach = (T::kColumns + kGroupThreads - 1) / kGroupThreads;
-  constexpr int kColumnsFree = 1 + T::kGroups, kColumnsThere = 2 + T::kGroups;  // named barriers
+  constexpr int kEach = (T::kColumns + kFactorColumns - 1) / kFactorColumns;
   const int rank = T::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
   const int group_row = T::kAlternating ? 0 : group * T::kGroupRows;
-  float* const columns = reinterpret_cast<float*>(shared.column_pairs(T::kAlternating ? group : 0));
+  float4* const pairs = shared.column_pairs(group);
   Ring<T::kStages> ring;
   Outlet<T> outlet(p, shared, group, thread);
   Sums<T> sums[T::kSlabs][T::kColumns / 2];
   const float one_scale = p.one_scale ? *p.a_scale * *p.b_scale : 1.0f;
   uint32_t turn = 0;
-  int count = 0;
+  int count = 0, half = 0;
+  float largest = 0.0f;
   for (int index = cluster; index < p.total; index += clusters, ++count) {
     const Work work = work_at(p, index);
     if (T::kAlternating && count % 2 != group) {
@@ -213,8 +213,7 @@ __device__ __forceinline__ void compute(
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int column = first_column + thread + i * kGroupThreads;
-      const bool mine = T::kAlternating || group == 0;  // the first warpgroup fetches for the others too
-      const bool inside = mine && column < p.columns && thread + i * kGroupThreads < T::kColumns;
+      const bool inside = column < p.columns && thread + i * kGroupThreads < T::kColumns;
       column_scale[i] = scaled && inside ? p.b_scale[work.z * p.b_scale_batch + column * p.b_scale_row] : 1.0f;
       bias[i] = p.bias != nullptr && inside ? load_float(p.bias, p.bias_float, column) : 0.0f;
     }
@@ -232,7 +231,8 @@ __device__ __forceinline__ void compute(
       turn ^= 1;
     }
     if constexpr (T::kPromote) {
-      multiply_promoting<T>(shared, ring, work.blocks, group_row, group, thread, rank, sums);
+      const BlockScales<T> scales(p, work, first_row, first_column, thread);
+      multiply_promoting<T>(shared, ring, work.blocks, group_row, group, thread, rank, scales, half, sums);
     } else {
       multiply<T>(shared, ring, work.blocks, group_row, thread, rank, group == 0 ? p.lead : 0, sums);
     }
@@ -245,41 +245,28 @@ __device__ __forceinline__ void compute(
       products_wait<0>();
       release<T>(shared, ring.stage == 0 ? T::kStages - 1 : ring.stage - 1, thread, rank);
     }
-    // Factors of columns go through shared memory, where their order fits that of the sums; a lone scale needs none of that.
-    const bool exchanged = !p.one_scale;
-    if (exchanged && (T::kAlternating || group == 0)) {
-      if (T::kAlternating) {
-        named_barrier(1 + group, kGroupThreads);  // the last tile's columns have been read
-      } else if (count > 0) {
-        named_barrier(kColumnsFree, T::kGroups * kGroupThreads);
-      }
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        const int column = thread + i * kGroupThreads;
-        if (column < T::kColumns) {
-          columns[2 * column] = column_scale[i];
-          columns[2 * column + 1] = bias[i];
-        }
-      }
-      if (!T::kAlternating) {
-        named_barrier_arrive(kColumnsThere, T::kGroups * kGroupThreads);
+    // Factors of columns go through shared memory, where their order fits that of the sums, 128 at a time. Each warpgroup has
+    // a place of its own, so that only its own warps wait for each other; a lone scale needs none of that.
+    const auto bring = [&](int part) {
+      named_barrier(1 + group, kGroupThreads);  // the columns before have been read
+      if (thread + part * kFactorColumns < T::kColumns) {
+        reinterpret_cast<float2*>(pairs)[thread] = float2{column_scale[part], bias[part]};
       }
       named_barrier(1 + group, kGroupThreads);
-    } else if (exchanged) {
-      named_barrier(kColumnsThere, T::kGroups * kGroupThreads);
-    }
-    const float4* pairs = reinterpret_cast<const float4*>(columns);
-    const auto write = [&](auto format, auto plain, auto one) {
-      write_tile<T, decltype(format)::value, decltype(plain)::value, decltype(one)::value>(
-          p, outlet, work, first_row, first_column, pairs, row_scales, sums);
+    };
+    const auto write = [&](auto format, auto plain, auto one, auto largest_too) {
+      write_tile<T, decltype(format)::value, decltype(plain)::value, decltype(one)::value, decltype(largest_too)::value>(
+          p, outlet, work, first_row, first_column, pairs, bring, row_scales, sums, largest);
     };
     const auto write_as = [&](auto format) {
       if (p.activation != Activation::kNone || p.preactivation_pointer != nullptr || !p.copy_out) {
-        write(format, std::false_type(), std::false_type());
-      } else if (p.one_scale) {
-        write(format, std::true_type(), std::true_type());
-      } else {
-        write(format, std::true_type(), std::false_type());
+        write(format, std::false_type(), std::false_type(), std::false_type());
+      } else if (!p.one_scale) {
+        write(format, std::true_type(), std::false_type(), std::false_type());
+      } else if (p.largest == nullptr) {
+        write(format, std::true_type(), std::true_type(), std::false_type());
+      } else if constexpr (decltype(format)::value != Float::kFP32) {
+        write(format, std::true_type(), std::true_type(), std::true_type());
       }
     };
     if (p.raw || p.out_float == Float::kFP32) {
@@ -289,12 +276,20 @@ __device__ __forceinline__ void compute(
     } else {
       write_as(std::integral_constant<Float, Float::kFP16>());
     }
-    if (exchanged && !T::kAlternating && group > 0 && index + clusters < p.total) {
-      named_barrier_arrive(kColumnsFree, T::kGroups * kGroupThreads);
-    }
   }
   if (thread % 32 == 0) {
     copies_out_read<0>();
+  }
+  if (p.largest != nullptr) {
+    // Rounded like the results: the largest of what was rounded is what the largest was rounded to.
+    const uint32_t bits = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(largest));
+    if (thread % 32 == 0) {
+      const uint32_t pair = pack_pair(__uint_as_float(bits), 0.0f, p.out_float == Float::kBF16);
+      const float rounded = p.out_float == Float::kBF16
+                                ? __uint_as_float(pair << 16)
+                                : __half2float(__ushort_as_half(static_cast<unsigned short>(pair & 0xFFFF)));
+      atomicMax(p.largest, __float_as_uint(rounded) & 0x7FFFFFFFu);
+    }
   }
 }
 
@@ -316,7 +311,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) product_kernel(const __grid_co
   if (threadIdx.x == 0) {
     constexpr int kReaders = (T::kAlternating ? 1 : T::kGroups) * (T::kClusterRows + T::kClusterColumns - 1);
     for (int stage = 0; stage < T::kStages; ++stage) {
-      barrier_init(shared.full + 8 * stage, T::kPromote ? 33 : 1);
+      barrier_init(shared.full + 8 * stage, 1);
       barrier_init(shared.empty + 8 * stage, kReaders);
     }
     barrier_init(shared.turn, 4);
@@ -335,14 +330,8 @@ __global__ void __launch_bounds__(T::kThreads, 1) product_kernel(const __grid_co
   wait_for_previous();
   if (group == 0) {
     give_registers<T::kGroups == 2 ? 40 : 32>();
-    const int warp = threadIdx.x / 32;
-    if (warp == 0 && threadIdx.x % 32 == 0) {
+    if (threadIdx.x == 0) {
       copy_operands<T>(p, shared, cluster, clusters);
-    }
-    if constexpr (T::kPromote) {
-      if (warp == 1) {
-        copy_scales<T>(p, shared, cluster, clusters, threadIdx.x % 32);
-      }
     }
     __syncwarp();
   } else {

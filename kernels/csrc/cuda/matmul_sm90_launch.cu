@@ -125,7 +125,8 @@ __global__ void __launch_bounds__(256) finish_kernel(const __grid_constant__ Arg
     const int64_t z = p.batch == 1 ? 0 : line / p.rows, row = line - z * p.rows;
     const Part* from = static_cast<const Part*>(sums) + (line * pitch + column) / 4;
     Whole whole[4] = {0, 0, 0, 0};
-#pragma unroll 4
+    // Small results of deep products have many splits and few threads: those must have much under way.
+#pragma unroll 16
     for (int s = 0; s < splits; ++s) {
       const Part part = from[s * step];
       whole[0] += part.x, whole[1] += part.y, whole[2] += part.z, whole[3] += part.w;
@@ -201,6 +202,13 @@ Status allow_shared(const Instance& instance) {
   return Status::kOk;
 }
 
+// Plain results only: the other ways to write results want factors per column.
+bool has_one_scale(const Arguments& args) {
+  return !args.block_scales && args.bias == nullptr && args.a_scale_row == 0 && args.a_scale_batch == 0 &&
+         args.b_scale_row == 0 && args.b_scale_batch == 0 && args.activation == Activation::kNone &&
+         args.preactivation == nullptr && copyable(args.out, args.columns * (args.out_float == Float::kFP32 ? 4 : 2), 0);
+}
+
 Status launch_product(const Arguments& args, const Instance& instance, const Choice& choice, void* sums, int64_t pitch) {
   Launch p;
   const int rows = int(args.rows), columns = int(args.columns);
@@ -249,10 +257,8 @@ Status launch_product(const Arguments& args, const Instance& instance, const Cho
   p.out_float = args.out_float, p.bias_float = args.bias_float;
   p.activation = raw ? Activation::kNone : args.activation;
   p.raw = raw, p.block_scales = args.block_scales;
-  // Plain results only: the other ways to write results want factors per column.
-  p.one_scale = !raw && !p.block_scales && args.bias == nullptr && args.a_scale_row == 0 && args.a_scale_batch == 0 &&
-                args.b_scale_row == 0 && args.b_scale_batch == 0 && args.activation == Activation::kNone &&
-                args.preactivation == nullptr && p.copy_out;
+  p.one_scale = !raw && has_one_scale(args);
+  p.largest = finds_largest_sm90(args, choice) ? args.largest : nullptr;
   // The lead is announced once per tile: a tile must be longer than what a warpgroup can run ahead.
   const int least_blocks = p.depth_blocks - (choice.splits - 1) * p.split_blocks;
   p.lead = instance.alternating || instance.promote || least_blocks < instance.stages ? 0 : 1;
@@ -318,6 +324,10 @@ Status realign_sm90(Arguments* args, void* a_copy, void* b_copy) {
 
 int64_t workspace_bytes_sm90(const Arguments& args, const Choice& choice) {
   return choice.splits > 1 ? choice.splits * args.batch * args.rows * up(args.columns, 4) * 4 : 0;
+}
+
+bool finds_largest_sm90(const Arguments& args, const Choice& choice) {
+  return args.largest != nullptr && choice.splits <= 1 && args.out_float != Float::kFP32 && has_one_scale(args);
 }
 
 Status run_sm90(const Arguments& args, const Choice& choice, void* workspace) {

@@ -94,13 +94,22 @@ __device__ __forceinline__ void put_piece32(uint32_t buffer, const float (&v)[16
 __device__ __forceinline__ float bits_of(int32_t sum) { return __int_as_float(sum); }
 __device__ __forceinline__ float bits_of(float sum) { return sum; }
 
+// The larger of a magnitude and that of a value, NaN if one is NaN.
+__device__ __forceinline__ float larger_magnitude(float magnitude, float value) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(magnitude), "f"(fabsf(value)));
+  return larger;
+}
+
 // Scales, adds, activates and sends a warpgroup's sums. kPlain: no activation, nobody wants what it would be applied to, and
 // the copy engine takes the result; apart from the rest, because jumping over that code costs more than running what is left.
-// kOne: the first row scale is the factor of every sum, and there is no bias.
-template <class T, Float kFloat, bool kPlain, bool kOne>
+// kOne: the first row scale is the factor of every sum, and there is no bias. `bring` makes `columns` hold scale and bias of
+// the n-th 128 columns. kLargest: `largest` is raised to the largest magnitude.
+template <class T, Float kFloat, bool kPlain, bool kOne, bool kLargest, class Bring>
 __device__ __forceinline__ void write_tile(
     const Launch& p, Outlet<T>& outlet, const Work& work, int first_row, int first_column, const float4* columns,
-    const float (&row_scales)[T::kSlabs][2], const Sums<T> (&sums)[T::kSlabs][T::kColumns / 2]) {
+    const Bring& bring, const float (&row_scales)[T::kSlabs][2], const Sums<T> (&sums)[T::kSlabs][T::kColumns / 2],
+    float& largest) {
   constexpr bool kWide = kFloat == Float::kFP32;
   constexpr int kWidth = kWide ? 32 : 64, kValues = kWidth / 2, kBytes = kWide ? 4 : 2;
   const int lane = outlet.lane, z = p.raw ? work.split * p.batch + work.z : work.z;
@@ -108,7 +117,10 @@ __device__ __forceinline__ void write_tile(
   for (int chunk = 0; chunk < (T::kColumns + kWidth - 1) / kWidth; ++chunk) {
     // The last chunk of a width that chunks do not divide begins earlier: a few results are written twice, alike.
     const int begin = chunk * kWidth < T::kColumns - kWidth ? chunk * kWidth : T::kColumns - kWidth;
-    const int column = first_column + begin;
+    const int column = first_column + begin, part = chunk * kWidth / kFactorColumns;
+    if (!kOne && !(kWide && p.raw) && chunk * kWidth % kFactorColumns == 0) {
+      bring(part);
+    }
 #pragma unroll
     for (int slab = 0; slab < T::kSlabs; ++slab) {
       const int row = first_row + slab * 64;
@@ -117,6 +129,9 @@ __device__ __forceinline__ void write_tile(
 #pragma unroll
         for (int i = 0; i < kValues; ++i) {
           v[i] = static_cast<float>(sums[slab][begin / 2 + i]) * row_scales[0][0];
+          if constexpr (kLargest) {
+            largest = larger_magnitude(largest, v[i]);
+          }
         }
       } else if (kWide && p.raw) {
 #pragma unroll
@@ -126,7 +141,7 @@ __device__ __forceinline__ void write_tile(
       } else {
 #pragma unroll
         for (int j = 0; j < kWidth / 8; ++j) {
-          const float4 pair = columns[begin / 2 + 4 * j + lane % 4];  // scale, bias of two columns
+          const float4 pair = columns[(begin - part * kFactorColumns) / 2 + 4 * j + lane % 4];  // scale, bias of two columns
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const float scale = row_scales[slab][i / 2] * (i % 2 ? pair.z : pair.x);

@@ -15,6 +15,7 @@ constexpr int kChunkRows = 64;         // a piece of the result on its way out: 
 constexpr int kChunkBytes = kChunkRows * 128;
 constexpr int kWarpRows = 16;          // of which each warp writes and sends 16
 constexpr int kWarpBytes = kWarpRows * 128;
+constexpr int kFactorColumns = kGroupThreads;  // columns whose scales and bias a warpgroup has in shared memory at once
 constexpr int kSharedLimit = 232448;   // bytes a block may have
 
 // Division by a number known at launch, for dividends below 2^31: a multiplication and a shift.
@@ -43,6 +44,7 @@ struct Launch {
   const float *a_scale, *b_scale;
   const void* bias;
   void *out_pointer, *preactivation_pointer;
+  uint32_t* largest;  // raised to the bits of the largest magnitude of the result; null: nobody wants it
   int64_t a_scale_row, a_scale_block, a_scale_batch, b_scale_row, b_scale_block, b_scale_batch;
   int rows, columns, depth_blocks;
   int tile_rows, tile_columns;  // tiles of a whole cluster
@@ -70,15 +72,15 @@ struct Tile {
   static constexpr int kGroupRows = kAlternating ? kRows : kRows / kGroups;  // rows of one warpgroup
   static constexpr int kSlabs = kGroupRows / 64;
   static constexpr int kStageBytes = (kRows + kColumns) * kDepth;
-  static constexpr int kScaleBytes = kPromote ? (kRows + kColumns) * 4 : 0;  // block scales, per stage
-  static constexpr int kColumnCopies = kAlternating ? 2 : 1;
-  static constexpr int kColumnBytes = kColumnCopies * kColumns * 8;  // scale and bias of each column
+  // Scale and bias of columns, and two rows of block scales, for each warpgroup.
+  static constexpr int kColumnBytes = kGroups * (kColumns < kFactorColumns ? kColumns : kFactorColumns) * 8;
+  static constexpr int kScaleBytes = kPromote ? kGroups * 2 * kColumns * 4 : 0;
   static constexpr int kBarrierBytes = 256;
-  static constexpr int kFree = kSharedLimit - kColumnBytes - kBarrierBytes;
+  static constexpr int kFree = kSharedLimit - kColumnBytes - kScaleBytes - kBarrierBytes;
   static constexpr int kBuffers = kBuffers_;  // chunks of each warpgroup that may be under way
-  static constexpr int kStages = (kFree - kGroups * kBuffers * kChunkBytes) / (kStageBytes + kScaleBytes);
+  static constexpr int kStages = (kFree - kGroups * kBuffers * kChunkBytes) / kStageBytes;
   static constexpr int kSharedBytes =
-      kStages * (kStageBytes + kScaleBytes) + kGroups * kBuffers * kChunkBytes + kColumnBytes + kBarrierBytes;
+      kStages * kStageBytes + kGroups * kBuffers * kChunkBytes + kColumnBytes + kScaleBytes + kBarrierBytes;
   static_assert(kColumns % 8 == 0 && kColumns >= 64 && kGroupRows % 64 == 0, "a warpgroup writes 64 x 64 results at once");
   static_assert(kStages >= 3 && kStages <= 12 && kSharedBytes <= kSharedLimit, "tile does not fit shared memory");
 };
@@ -112,17 +114,17 @@ struct Shared {
     chunks = stages + T::kStages * T::kStageBytes;
     columns = chunks + T::kGroups * T::kBuffers * kChunkBytes;
     scales = columns + T::kColumnBytes;
-    full = scales + T::kStages * T::kScaleBytes;
+    full = scales + T::kScaleBytes;
     empty = full + 8 * T::kStages;
     turn = empty + 8 * T::kStages;
   }
   __device__ __forceinline__ uint32_t a(int stage) const { return stages + stage * T::kStageBytes; }
   __device__ __forceinline__ uint32_t b(int stage) const { return a(stage) + T::kRows * kDepth; }
-  __device__ __forceinline__ float* scale(int stage) const {
-    return reinterpret_cast<float*>(base + (scales - stages)) + stage * (T::kRows + T::kColumns);
+  __device__ __forceinline__ float* scale_row(int group, int half) const {
+    return reinterpret_cast<float*>(base + (scales - stages)) + (group * 2 + half) * T::kColumns;
   }
-  __device__ __forceinline__ float4* column_pairs(int copy) const {
-    return reinterpret_cast<float4*>(base + (columns - stages)) + copy * (T::kColumns / 2);
+  __device__ __forceinline__ float4* column_pairs(int group) const {
+    return reinterpret_cast<float4*>(base + (columns - stages) + group * (T::kColumnBytes / T::kGroups));
   }
 };
 

@@ -6,6 +6,8 @@ namespace qsync {
 namespace {
 
 constexpr int64_t kMostBlocks = 0x7fffffff;
+// Above the largest derivative of GELU, 1.1289 at the square root of 2, by more than rounding to 16 bits adds.
+constexpr float kSteepestGelu = 1.14f;
 
 Element element_of(ScalarType dtype) {
   if (dtype == ScalarType::Float) return Element::kFloat;
@@ -203,6 +205,55 @@ std::tuple<Tensor, Tensor> gelu_backward_amax_cuda(const Tensor& grad, const Ten
   return std::make_tuple(result, amax);
 }
 
+// Codes of GELU or its gradient, scaled by a bound: `largest` of x, or of grad times the largest derivative; and sums over
+// the rows of the gradient, if wanted.
+std::tuple<Tensor, Tensor, Tensor, Tensor> gelu_quantize_cuda(const Tensor& x, std::optional<Tensor> grad,
+                                                              const Tensor& largest, ScalarType format,
+                                                              std::string rounding, int64_t key,
+                                                              std::optional<Tensor> step, bool sums) {
+  STD_TORCH_CHECK(largest.scalar_type() == ScalarType::Float && largest.numel() == 1 && largest.is_cuda(),
+                  "gelu_quantize: largest must be one float32 on the card of the tensor");
+  STD_TORCH_CHECK(!grad.has_value() || (grad->scalar_type() == x.scalar_type() && grad->dim() == 2 &&
+                                        grad->size(0) == x.size(0) && grad->size(1) == x.size(1)),
+                  "gelu_quantize: grad and x must have one shape and element type");
+  STD_TORCH_CHECK(grad.has_value() || !sums, "gelu_quantize: sums are those of the gradient, and there is no grad");
+  const OnDeviceOf guard(x);
+  const cudaStream_t stream = stream_of(x);
+  const Tensor dense = packed(x);
+  const std::optional<Tensor> dense_grad = grad.has_value() ? std::optional<Tensor>(packed(*grad)) : std::nullopt;
+  Job job = prepare(dense, format, rounding, key, step, true);
+  const int64_t rows = job.matrix.rows, cols = job.matrix.cols, tiles = sum_tiles(rows);
+  const void* gradient = dense_grad.has_value() ? dense_grad->const_data_ptr() : nullptr;
+  const uint32_t* bits = static_cast<const uint32_t*>(largest.const_data_ptr());
+  const float stretch = grad.has_value() ? kSteepestGelu : 1.0f;
+  Tensor scale = empty_on(x, {1, 1}, ScalarType::Float), whole = empty_on(x, {sums ? cols : 0}, ScalarType::Float);
+  std::optional<Tensor> parts;
+  if (sums) parts = empty_on(x, {tiles, cols}, ScalarType::Float);
+  float* partial = sums ? pointer<float>(*parts) : nullptr;
+  if (forms_gelu(job.matrix, gradient, job.out)) {
+    quantize_gelu(job.matrix, gradient, job.out, bits, stretch, pointer<float>(scale), partial, stream);
+  } else {
+    Tensor values = empty_on(x, {rows, cols}, x.scalar_type());
+    Tensor work = empty_on(x, {3}, ScalarType::Float);
+    float* numbers = pointer<float>(work);
+    uint32_t* ignored = reinterpret_cast<uint32_t*>(numbers);
+    if (gradient == nullptr) {
+      gelu_amax(job.matrix.element, dense.const_data_ptr(), x.numel(), values.mutable_data_ptr(), ignored, stream);
+    } else {
+      gelu_backward_amax(job.matrix.element, gradient, dense.const_data_ptr(), x.numel(), values.mutable_data_ptr(),
+                         ignored, stream);
+    }
+    stretch_amax(bits, stretch, numbers + 1, stream);
+    find_scales(job.out, reinterpret_cast<uint32_t*>(numbers + 1), pointer<float>(scale), numbers + 2, 1, stream);
+    job.matrix.data = values.const_data_ptr();
+    quantize_with(job.matrix, job.out, Granularity::kTensor, numbers + 2, stream);
+    if (sums) add_tile_rows(job.matrix, partial, stream);
+  }
+  if (sums) add_tiles(partial, tiles, cols, pointer<float>(whole), stream);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return std::make_tuple(job.codes, scale, job.transposed, whole);
+}
+
 }  // namespace qsync
 
 STABLE_TORCH_LIBRARY_IMPL(qsync_opt, CUDA, m) {
@@ -210,6 +261,7 @@ STABLE_TORCH_LIBRARY_IMPL(qsync_opt, CUDA, m) {
   m.impl("quantize_by_amax", TORCH_BOX(&qsync::quantize_by_amax_cuda));
   m.impl("gelu_amax", TORCH_BOX(&qsync::gelu_amax_cuda));
   m.impl("gelu_backward_amax", TORCH_BOX(&qsync::gelu_backward_amax_cuda));
+  m.impl("gelu_quantize", TORCH_BOX(&qsync::gelu_quantize_cuda));
   m.impl("dequantize", TORCH_BOX(&qsync::dequantize_cuda));
   m.impl("recast", TORCH_BOX(&qsync::recast_cuda));
 }

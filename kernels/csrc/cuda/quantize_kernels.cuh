@@ -62,6 +62,8 @@ void quantize_blocks(const Matrix& x, const Codes& out, float* scale, cudaStream
 
 // Largest magnitudes as bits into `amax` (zeroed here): one element, rows, cols or rows x blocks of them.
 void find_amax(const Matrix& x, Granularity granularity, uint32_t* amax, cudaStream_t stream);
+// A largest magnitude times a number.
+void stretch_amax(const uint32_t* amax, float stretch, float* result, cudaStream_t stream);
 // Scales of `count` slices, and the factors that values are multiplied by before they are rounded.
 void find_scales(const Codes& out, const uint32_t* amax, float* scale, float* factors, int64_t count, cudaStream_t stream);
 // Whether quantize_by_amax() runs for this layout; else find_scales() and quantize_with() do.
@@ -82,6 +84,17 @@ void gelu_amax(Element element, const void* x, int64_t count, void* result, uint
 // The same of its gradient: grad times the derivative at x.
 void gelu_backward_amax(Element element, const void* grad, const void* x, int64_t count, void* result, uint32_t* amax,
                         cudaStream_t stream);
+
+// Codes (and their transposition) of GELU, or of its gradient if there is one, for dense matrices: the scale comes from
+// `stretch` times a magnitude; `sums` as for add_tile_rows(), or null. Whether this runs for a layout and format; else the
+// functions above do.
+bool forms_gelu(const Matrix& x, const void* grad, const Codes& out);
+void quantize_gelu(const Matrix& x, const void* grad, const Codes& out, const uint32_t* amax, float stretch, float* scale,
+                   float* sums, cudaStream_t stream);
+// Sums over the rows of each tile of a dense matrix, sum_tiles(rows) x cols of them; and their sum over the tiles.
+int64_t sum_tiles(int64_t rows);
+void add_tile_rows(const Matrix& x, float* sums, cudaStream_t stream);
+void add_tiles(const float* sums, int64_t tiles, int64_t cols, float* whole, cudaStream_t stream);
 
 int blocks_per_wave(int per_multiprocessor);
 

@@ -1,30 +1,13 @@
 // Codes by known factors: dense tensors in memory order, tiles that also write the transposition, and any other layout.
-#include "cuda/quantize_kernels.cuh"
+#include "cuda/quantize_tiles.cuh"
 
 namespace qsync {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kTile = 128;
+constexpr int kThreads = kTileThreads;
 constexpr int kUnroll = 4;
 
-// Where the factors of a launch come from: an array, or the largest magnitude of the whole tensor. In the second case the
-// first thread of the grid writes the scale.
-struct Scaling {
-  const float* factors;
-  const uint32_t* amax;
-  float* scale;
-};
-
-template <Format F, bool kStochastic>
-__device__ __forceinline__ float factor_of_tensor(const Scaling& scaling) {
-  if (scaling.amax == nullptr) return __ldg(scaling.factors);
-  const float scale = scale_of<F>(__uint_as_float(__ldg(scaling.amax)));
-  if (blockIdx.x == 0 && threadIdx.x == 0) *scaling.scale = scale;
-  return factor_of<F, kStochastic>(scale);
-}
-
-// Grid: a block per kUnroll neighbouring lines of kThreads packs of a dense tensor, from its end to its start: what find_amax
+// Grid: a block per kUnroll neighbouring lines of kThreads packs of a dense tensor, from its start to its end: what find_amax
 // read last is still in the second-level cache. Traffic: each element read once, each code written once.
 // Contract: quantize(granularity="tensor"), second pass.
 template <typename T, Format F, bool kStochastic>
@@ -40,12 +23,12 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       const int64_t p = start + i * kThreads;
-      if (p < packs) raw[i] = __ldcs(x + packs - 1 - p);
+      if (p < packs) raw[i] = __ldcs(x + p);
     }
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
-      const int64_t p = packs - 1 - (start + i * kThreads);
-      if (p < 0) continue;
+      const int64_t p = start + i * kThreads;
+      if (p >= packs) continue;
       float y[kCount];
       Pack<T>::unpack(raw[i], y);
 #pragma unroll
@@ -57,99 +40,6 @@ __global__ void __launch_bounds__(kThreads)
       } else {
         const uint32_t high = round_four<F, kStochastic>(y + 4, kStochastic ? random_word(count + kGolden) : 0);
         reinterpret_cast<uint2*>(codes)[p] = make_uint2(low, high);
-      }
-    }
-  }
-}
-
-// Words of the transposition of a 4 x 4 tile of bytes.
-__device__ __forceinline__ void transpose_bytes(const uint32_t (&row)[4], uint32_t (&col)[4]) {
-  const uint32_t a = __byte_perm(row[0], row[1], 0x5140), b = __byte_perm(row[2], row[3], 0x5140);
-  const uint32_t c = __byte_perm(row[0], row[1], 0x7362), d = __byte_perm(row[2], row[3], 0x7362);
-  col[0] = __byte_perm(a, b, 0x5410);
-  col[1] = __byte_perm(a, b, 0x7632);
-  col[2] = __byte_perm(c, d, 0x5410);
-  col[3] = __byte_perm(c, d, 0x7632);
-}
-
-// Grid: x over tiles of 128 x 128 elements, from the last to the first (dense_kernel says why). Traffic: each element read
-// once, each code written once, and once more, through shared memory, for the transposition.
-// Contract: quantize() of any granularity but blocks, second pass.
-template <typename T, Format F, bool kStochastic, bool kTransposed>
-__global__ void __launch_bounds__(kThreads) tiles_kernel(const T* x, int64_t row_stride, int64_t rows, int64_t cols,
-                                                         int64_t tiles_across, Granularity granularity,
-                                                         Scaling scaling, uint8_t* codes, uint8_t* transposed,
-                                                         Stream stream) {
-  constexpr int kCount = Pack<T>::kCount;
-  constexpr int kAcross = kTile / kCount;           // threads along a row of the tile
-  constexpr int kLines = kThreads / kAcross;        // groups of four rows at a time
-  constexpr int kSteps = kTile / (4 * kLines);
-  // Column c of the tile is line (c % kCount) * kAcross + c / kCount: a warp then writes to 32 banks.
-  __shared__ uint32_t shared[kTransposed ? kTile : 1][kTile / 4 + 1];
-  const int across = threadIdx.x % kAcross, line = threadIdx.x / kAcross;
-  const int64_t tile = gridDim.x - 1 - blockIdx.x, tile_row = tile / tiles_across;
-  const int64_t top = tile_row * kTile, left = (tile - tile_row * tiles_across) * kTile;
-  const int64_t col = left + across * kCount;
-  const uint64_t key = kStochastic ? stream_key(stream) : 0;
-  float factor[kCount];
-  const float whole = granularity == Granularity::kTensor ? factor_of_tensor<F, kStochastic>(scaling) : 0.0f;
-#pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    factor[j] = granularity == Granularity::kColumn && col < cols ? __ldg(scaling.factors + col + j) : whole;
-  }
-#pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
-    const int four = line + s * kLines;
-    uint4 raw[4];
-    uint32_t packed[kCount / 4][4];
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const int64_t row = top + four * 4 + r;
-      const bool inside = row < rows && col < cols;
-      raw[r] = inside ? __ldcs(reinterpret_cast<const uint4*>(x + row * row_stride + col)) : make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const int64_t row = top + four * 4 + r;
-      const bool inside = row < rows && col < cols;
-      const int64_t element = row * cols + col;
-      const uint64_t count = kStochastic ? counter(key, static_cast<uint64_t>(element) / 4) : 0;
-      const float by_row = granularity == Granularity::kRow && inside ? __ldg(scaling.factors + row) : 1.0f;
-      float y[kCount];
-      Pack<T>::unpack(raw[r], y);
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) y[j] = __fmul_rn(y[j], granularity == Granularity::kRow ? by_row : factor[j]);
-#pragma unroll
-      for (int h = 0; h < kCount / 4; ++h) {
-        packed[h][r] = round_four<F, kStochastic>(y + 4 * h, kStochastic ? random_word(count + h * kGolden) : 0);
-      }
-      if (inside) {
-        if constexpr (kCount == 4) {
-          *reinterpret_cast<uint32_t*>(codes + element) = packed[0][r];
-        } else {
-          *reinterpret_cast<uint2*>(codes + element) = make_uint2(packed[0][r], packed[kCount / 4 - 1][r]);
-        }
-      }
-    }
-    if constexpr (kTransposed) {
-#pragma unroll
-      for (int h = 0; h < kCount / 4; ++h) {
-        uint32_t turned[4];
-        transpose_bytes(packed[h], turned);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) shared[(4 * h + j) * kAcross + across][four] = turned[j];
-      }
-    }
-  }
-  if constexpr (kTransposed) {
-    __syncthreads();
-    const int lane = threadIdx.x % 32;
-    const int64_t row = top + lane * 4;
-#pragma unroll 4
-    for (int c = threadIdx.x / 32; c < kTile; c += kThreads / 32) {
-      const int64_t to = left + c;
-      if (to < cols && row < rows) {
-        *reinterpret_cast<uint32_t*>(transposed + to * rows + row) = shared[(c % kCount) * kAcross + c / kCount][lane];
       }
     }
   }
@@ -202,11 +92,11 @@ void launch_codes(const Matrix& x, const Codes& out, Granularity granularity, co
   const int64_t across = (x.cols + kTile - 1) / kTile, down = (x.rows + kTile - 1) / kTile;
   const unsigned grid = static_cast<unsigned>(across * down);
   if (out.transposed == nullptr) {
-    tiles_kernel<T, F, kStochastic, false><<<grid, kThreads, 0, stream>>>(
-        data, x.row_stride, x.rows, x.cols, across, granularity, scaling, out.codes, nullptr, out.stream);
+    tiles_kernel<T, F, kStochastic, false, Values::kPlain><<<grid, kThreads, 0, stream>>>(
+        data, nullptr, x.row_stride, x.rows, x.cols, across, granularity, scaling, out.codes, nullptr, out.stream, nullptr);
   } else {
-    tiles_kernel<T, F, kStochastic, true><<<grid, kThreads, 0, stream>>>(
-        data, x.row_stride, x.rows, x.cols, across, granularity, scaling, out.codes, out.transposed, out.stream);
+    tiles_kernel<T, F, kStochastic, true, Values::kPlain><<<grid, kThreads, 0, stream>>>(
+        data, nullptr, x.row_stride, x.rows, x.cols, across, granularity, scaling, out.codes, out.transposed, out.stream, nullptr);
   }
 }
 
@@ -229,11 +119,11 @@ bool folds_scale(const Matrix& x, const Codes& out, Granularity granularity) {
 }
 
 void quantize_by_amax(const Matrix& x, const Codes& out, const uint32_t* amax, float* scale, cudaStream_t stream) {
-  launch(x, out, Granularity::kTensor, {nullptr, amax, scale}, stream);
+  launch(x, out, Granularity::kTensor, {nullptr, amax, scale, 1.0f}, stream);
 }
 
 void quantize_with(const Matrix& x, const Codes& out, Granularity granularity, const float* factors, cudaStream_t stream) {
-  launch(x, out, granularity, {factors, nullptr, nullptr}, stream);
+  launch(x, out, granularity, {factors, nullptr, nullptr, 1.0f}, stream);
 }
 
 }  // namespace qsync

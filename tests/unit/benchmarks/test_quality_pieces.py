@@ -217,3 +217,49 @@ def test_magnified_plan_errs_in_proportion(training):
     assert not torch.equal(once, exact)
     torch.testing.assert_close(twice - exact, 2 * (once - exact))
     torch.testing.assert_close(reversed_ - exact, exact - once)
+
+
+def test_shards_are_merged_by_model_and_length_each_run_once(training):
+    name = training.SETTINGS["gpt"][0].name
+    plans = {"loss": {"low": ["a"]}, "fisher": {"low": ["b"]}}
+    head = {"hardware": "card", "what": "a model", "steps": 5, "unfinished": []}
+    one = {**head, "runs": [_run("full precision", name, seed, 2.0) for seed in (0, 1)], "plans": plans}
+    two = {**head, "runs": [_run("full precision", name, seed, 3.0) for seed in (1, 2)], "plans": plans}
+    other = {**two, "plans": {**plans, "fisher": {"low": ["c"]}}}
+    (found,) = training.merged([one, two, other])
+    assert [run["seed"] for run in found["runs"]] == [0, 1, 2]
+    assert found["plans_differ"] == ["fisher"]
+    assert len(training.merged([one, {**two, "steps": 6}])) == 2
+
+
+def test_the_mean_square_of_the_schedule_is_that_of_its_steps(training):
+    from runs import mean_square_rate, rate_at
+
+    assert mean_square_rate(1) == rate_at(0, 1) ** 2
+    assert 0.3 < mean_square_rate(300) < 0.5
+
+
+def test_merging_replaces_what_was_measured_anew_and_keeps_the_rest(tmp_path, training):
+    from qsync_opt.jsonio import read_json, write_json
+
+    sys.path.insert(0, str(FOLDER.parent))
+    try:
+        import quality
+    finally:
+        sys.path.remove(str(FOLDER.parent))
+
+    def part(folder, model, seconds):
+        record = {"model": model, "seconds": seconds}
+        head = {"format": quality.PART, "part": f"cost:{model}", "date": "today", "hardware": "card", "versions": {}}
+        folder.mkdir(exist_ok=True)
+        write_json(folder / f"cost-{model}.json", {**head, "command": f"cost of {model}", "records": [record]})
+
+    output = tmp_path / "all.json"
+    for model in ("a", "b"):
+        part(tmp_path / "first", model, 1)
+    quality.merge(tmp_path / "first", output)
+    part(tmp_path / "second", "b", 2)
+    quality.merge(tmp_path / "second", output)
+    section = read_json(output, (quality.FORMAT,))["sections"]["cost"]
+    assert {record["model"]: record["seconds"] for record in section["records"]} == {"a": 1, "b": 2}
+    assert section["command"] == "cost of b; cost of a"

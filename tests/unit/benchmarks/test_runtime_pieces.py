@@ -50,33 +50,150 @@ def test_sensitivities_reach_the_records_they_belong_to():
 
 
 def test_what_was_not_measured_says_so():
-    from figures import NOT_MEASURED, _runtime
+    from runtime_figures import NOT_MEASURED, runtime_figures
 
-    found = _runtime({"overhead": [{"hardware": "a processor", "precision": "FP32", "slower": 0.5}]})
+    found = runtime_figures({"overhead": [{"hardware": "a processor", "precision": "FP32", "slower": 0.5}]})
+    assert found.pop("runtime.cpu-fp32") == "+50.0 % time"
     assert set(found.values()) == {NOT_MEASURED}
 
 
-def test_the_plan_is_compared_with_the_best_single_way():
-    from figures import _runtime
+def record(name, speed, sensitivity=None, workers=2, **more):
+    return {
+        "hardware": "NVIDIA",
+        "model": "m",
+        "configuration": name,
+        "samples_per_s": speed,
+        "sensitivity": sensitivity,
+        "local_batches": [8] * workers,
+        **more,
+    }
 
-    def record(name, speed, turn=True):
+
+def test_the_plan_is_compared_with_the_best_plain_way():
+    from runtime_figures import runtime_figures
+
+    plan = {"first_planned_step_s": 60.0, "taken": {"whole": "FP32"}}
+    throughput = [
+        record("BF16 autocast", 200.0, 4.0),
+        record("BF16 autocast, captured", 210.0, 4.0),
+        record("uniform INT8", None),
+        record("FP32", 50.0, 0.0),
+        record("plan", 190.0, 1.0, **plan),
+        record("local batches by speed, BF16 autocast", 400.0),
+        record("local batches by speed, plan", 440.0, 4.0, taken={"whole": "BF16 autocast"}),
+        record("plan", 100.0, 1.0, workers=4, **plan),
+        record("FP16 autocast", 50.0, 1.0, workers=4),
+        record("plan", 1.0, 1.0, workers_in_turn=True),
+    ]
+    assert (
+        "m (as it was)"
+        in runtime_figures({"throughput": [{**throughput[0], "variant": "as it was"}]})["runtime.table.throughput"]
+    )
+    found = runtime_figures({"throughput": throughput})
+    assert found["runtime.throughput"] == "m 0.95 x"
+    assert found["runtime.sensitivity"] == "0.25 to 0.25"
+    assert found["runtime.less-sensitive"] == "1 of 1"
+    assert found["runtime.by-speed"] == "m 1.10 x"
+    assert found["runtime.first-step"] == "60 to 60 s"
+    assert found["runtime.many"] == "m 2.00 x"
+    rows = found["runtime.table.throughput"].splitlines()
+    assert rows[0] == "|  | m, 2 workers | m, 4 workers |"
+    assert [row.split("|")[1].strip() for row in rows[2:]] == [
+        "FP32",
+        "BF16 autocast",
+        "FP16 autocast",
+        "BF16 autocast, captured",
+        "plan",
+        "local batches by speed, BF16 autocast",
+        "local batches by speed, plan",
+    ]
+
+
+def test_a_plan_that_is_no_less_sensitive_is_told():
+    from runtime_figures import less_sensitive
+
+    ways = {"plan": record("plan", 10.0, 2.0), "BF16 autocast": record("BF16 autocast", 11.0, 1.0)}
+    assert not less_sensitive(ways)
+    ways["BF16 autocast"]["samples_per_s"] = 9.9  # within noise
+    assert not less_sensitive(ways)
+    ways["BF16 autocast"]["samples_per_s"] = 9.0  # slower: no rival
+    assert less_sensitive(ways)
+
+
+def test_workers_that_fail_are_started_again_behind_what_they_failed_in(tmp_path, monkeypatch):
+    import argparse
+    import json
+
+    import runtime
+
+    known = []
+
+    def once(part, model, arguments, output, deadline):
+        """Measures what is not known yet; ends in the second of three."""
+        text = output.read_text() if output.exists() else ""
+        before = {json.loads(line)["configuration"] for line in text.splitlines()}
+        known.append(before)
+        for name in ("first", "second", "third"):
+            if name in before:
+                continue
+            output.with_suffix(".begun").write_text(name)
+            if name == "second":
+                return "worker 1 ended with status 1: RuntimeError: an error"
+            with open(output, "a") as stream:
+                stream.write(json.dumps({"model": model, "configuration": name, "samples_per_s": 1.0}) + "\n")
+        return None
+
+    monkeypatch.setattr(runtime, "_run_once", once)
+    records = runtime.run_workers("throughput", "m", argparse.Namespace(timeout=60.0))
+    assert known == [set(), {"first", "second"}]
+    assert [record["configuration"] for record in records] == ["first", "second", "third"]
+    assert "an error" in records[1]["failure"]
+
+
+def test_workers_that_take_too_long_are_ended(tmp_path):
+    import argparse
+    import time
+
+    import runtime
+
+    arguments = argparse.Namespace(
+        device="cpu",
+        multiprocessors=[0, 16],
+        memory="none",
+        steps=1,
+        cache=tmp_path,
+        workers=2,
+        partition="context",
+        precisions=None,
+    )
+    found = runtime._run_once("overhead", "no such model", arguments, tmp_path / "records.jsonl", time.monotonic())
+    assert found == "took too long"
+
+
+def test_results_of_several_hosts_are_joined(tmp_path):
+    import json
+
+    import runtime
+
+    def record(model, speed, hardware="a card"):
         return {
-            "hardware": "NVIDIA",
-            "model": "m",
-            "configuration": name,
+            "model": model,
             "samples_per_s": speed,
-            "workers_in_turn": turn,
+            "hardware": hardware,
+            "date": f"2026-01-0{speed}",
+            "torch": f"2.{speed}",
+            "python": "3.12",
         }
 
-    throughput = [
-        {"hardware": "NVIDIA", "model": "m", "worker": "whole"},
-        record("BF16 autocast", 200.0),
-        record("INT8", None),
-        record("FP32", 50.0),
-        record("plan", 190.0),
-        record("local batches by speed, BF16 autocast", 400.0),
-        record("local batches by speed, plan", 440.0),
-    ]
-    found = _runtime({"throughput": throughput})
-    assert found["runtime.throughput"] == "m 0.95 x"
-    assert found["runtime.by-speed"] == "m 1.10 x"
+    for name, records in (
+        ("before", [record("m", 1), record("n", 1)]),
+        ("new", [record("m", 2), record("m", 3)]),
+        ("elsewhere", [record("m", 4, "another card")]),
+    ):
+        (tmp_path / name).write_text(json.dumps({"throughput": records}))
+    runtime.join([tmp_path / "new", tmp_path / "elsewhere"], tmp_path / "before")
+    found = json.loads((tmp_path / "before").read_text())
+    assert [(r["model"], r["samples_per_s"]) for r in found["throughput"]] == [("n", 1), ("m", 2), ("m", 3), ("m", 4)]
+    assert found["hardware"] == "a card; another card"
+    assert found["versions"]["torch"] == "2.1, 2.2, 2.3, 2.4"
+    assert found["date"] == "2026-01-04"

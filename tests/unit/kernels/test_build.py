@@ -2,41 +2,12 @@ import concurrent.futures
 import os
 import re
 import shutil
-import stat
 from pathlib import Path
 
 import pytest
 
 from qsync_opt.errors import NotInstalledError, NotReadyError, UnsupportedError
 from qsync_opt.kernels import backend, build, library, toolchain
-
-
-@pytest.fixture
-def tools(tmp_path, monkeypatch):
-    """A compiler that copies nothing but names, and logs what it was asked; a cache and sources of this test's own."""
-    log = tmp_path / "log"
-    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
-    nvcc.parent.mkdir(parents=True)
-    nvcc.write_text(
-        "#!/bin/sh\n"
-        'if [ "$1" = --version ]; then echo "release 13.0, V13.0.1"; exit 0; fi\n'
-        f'echo "$@" >> {log}\n'
-        'for last; do [ "$previous" = -o ] && out="$last"; previous="$last"; done\n'
-        'case "$*" in *broken*) echo "quantize_broken.cu(3): error: what is this" >&2; exit 2;; esac\n'
-        'sleep 0.2; echo built > "$out"\n'
-    )
-    nvcc.chmod(nvcc.stat().st_mode | stat.S_IEXEC)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
-    sources = tmp_path / "csrc"
-    (sources / "cuda").mkdir(parents=True)
-    for name in ("quantize.cu", "quantize_sm80.cu", "quantize_sm90_tiles.cu", "other.cu", "quantize_device.cuh"):
-        (sources / "cuda" / name).write_text(f"// {name}\n")
-    monkeypatch.setattr(build, "CSRC", sources)
-    toolchain.find_toolchain.cache_clear()
-    yield log
-    toolchain.find_toolchain.cache_clear()
-
 
 UNIT = build.UNITS["quantize"]
 

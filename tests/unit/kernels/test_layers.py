@@ -120,3 +120,20 @@ def test_gelu_operators_find_the_largest_magnitude():
     torch.library.opcheck(torch.ops.qsync_opt.gelu_amax.default, (x,))
     torch.library.opcheck(torch.ops.qsync_opt.gelu_backward_amax.default, (grad, x))
     assert torch.ops.qsync_opt.gelu_amax(x[:0])[1].item() == 0
+
+
+def test_codes_of_gelu_by_a_bound():
+    x, grad = (torch.randn(24, 40).mul(3).bfloat16() for _ in range(2))
+    for gradient, bound, values in (
+        (None, x.abs().amax().float(), torch.ops.qsync_opt.gelu_amax(x)[0]),
+        (grad, grad.abs().amax().float(), torch.ops.qsync_opt.gelu_backward_amax(grad, x)[0]),
+    ):
+        arguments = (x, gradient, bound.reshape(1), torch.float8_e5m2, "nearest", 7, None, gradient is not None)
+        codes, scale, turned, total = torch.ops.qsync_opt.gelu_quantize(*arguments)
+        # Half of the last of three significant bits, and of the smallest number.
+        found = codes.float() * scale
+        assert bool(((found - values.float()).abs() <= values.float().abs() / 8 + scale * 2**-17).all())
+        assert torch.equal(turned.view(torch.uint8), codes.view(torch.uint8).t())
+        if gradient is not None:
+            torch.testing.assert_close(total, values.sum(0, dtype=torch.float32))
+        torch.library.opcheck(torch.ops.qsync_opt.gelu_quantize.default, arguments)

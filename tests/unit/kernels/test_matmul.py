@@ -159,3 +159,13 @@ def test_tables_of_the_package_can_be_read():
     assert paths
     for path in paths:
         assert read_choices(path)
+
+
+def test_the_largest_magnitude_beside_the_result():
+    a, b = _codes((6, 9), torch.int8), _codes((5, 9), torch.int8)
+    scales, bias = (torch.rand(6), torch.rand(5)), torch.randn(5)
+    found, largest = matmul.scaled_mm_amax(a, b, *scales, bias)
+    assert torch.equal(found, matmul.scaled_mm(a, b, *scales, bias))
+    assert torch.equal(largest, found.abs().amax().float().reshape(1))
+    assert matmul.scaled_mm_amax(a[:0], b, scales[0][:0], scales[1])[1].item() == 0
+    torch.library.opcheck(torch.ops.qsync_opt.scaled_mm_amax.default, (a, b, *scales, bias, torch.bfloat16))

@@ -85,3 +85,24 @@ def test_a_level_ends_the_dual_early_and_not_below_it(seed, random_model):
     assert fewer <= steps
     above, _ = dual(2 * abs(best) + 1.0)  # a level that nothing reaches changes nothing
     assert above == pytest.approx(best, rel=1e-6, abs=1e-6)
+
+
+def test_splits_at_joins_are_handed_on_and_leave_nothing_out(random_model, every_labelling):
+    effort = Effort(passes=(Pass(2, 2, True),), dives=0, max_nodes=6, joins_only=True)
+    handed_on = 0
+    for seed in range(12):
+        model = random_model(seed, nodes=7, rows=2, joins=3)
+        every = every_labelling(model)
+        totals = np.array([model.left_sides(model.loads(x)) for x in every])
+        low, high = totals.min(axis=0), totals.max(axis=0)
+        engine = BoundAndFix(model)
+        for share in (0.3, 0.45, 0.35, 0.6):
+            engine = engine.under((low + share * (high - low)).astype(np.int64))
+            outcome = engine.solve(effort)
+            truth = best_of(engine.model, every)
+            assert outcome.bound <= truth * (1 + 1e-9) + 1e-9
+            assert outcome.objective >= truth * (1 - 1e-9)
+        handed_on += len(engine._leaves) > 1
+        proof = engine.under(engine.model.limits_R).solve(Effort())
+        assert proof.objective == pytest.approx(best_of(engine.model, every), rel=1e-8, abs=1e-12)
+    assert handed_on

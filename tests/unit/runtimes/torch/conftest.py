@@ -1,7 +1,11 @@
 import functools
 import json
+import os
+import select
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,28 +34,91 @@ def known():
     return get
 
 
-@pytest.fixture(scope="session")
-def run_workers():
-    """Run a script of this folder as several workers; returns what each printed in its last line, as JSON.
+class Rank:
+    """Starts the scripts of one rank: forked from a process that has loaded torch, or by themselves where CUDA is.
 
-    The script is given rank, number of workers, a port and the further arguments.
+    A process that has looked for CUDA devices cannot be forked.
     """
 
-    def run(script, *arguments, world_size=2, flags=()):
-        command = [sys.executable, "-P", *flags, str(Path(__file__).with_name(script))]
-        shared = [str(world_size), str(free_port()), *map(str, arguments)]
-        workers = [
-            subprocess.Popen([*command, str(rank), *shared], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for rank in range(world_size)
-        ]
-        try:
-            texts = [worker.communicate(timeout=240) for worker in workers]
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
-        for worker, (_, errors) in zip(workers, texts, strict=True):
-            assert worker.returncode == 0, errors
-        return [json.loads(output.splitlines()[-1]) for output, _ in texts]
+    def __init__(self):
+        self.server = None
+        self.process = None
 
-    return run
+    def start(self, folder, script, arguments, flags):
+        self.output, self.errors = folder / "output", folder / "errors"
+        if torch.cuda.is_available():
+            with self.output.open("w") as output, self.errors.open("w") as errors:
+                command = [sys.executable, "-P", *flags, script, *arguments]
+                self.process = subprocess.Popen(command, stdout=output, stderr=errors)
+            return
+        if self.server is None:
+            command = [sys.executable, "-P", str(Path(__file__).with_name("worker_server.py"))]
+            self.server = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
+        request = {
+            "script": script,
+            "arguments": arguments,
+            "environment": dict(os.environ),
+            "flags": flags,
+            "output": str(self.output),
+            "errors": str(self.errors),
+        }
+        self.server.stdin.write(json.dumps(request) + "\n")
+        self.server.stdin.flush()
+
+    def wait(self, deadline):
+        """Exit status, or None if the script did not end in time, or took the server along."""
+        left = max(0.0, deadline - time.monotonic())
+        if self.process is not None:
+            try:
+                return self.process.wait(left)
+            except subprocess.TimeoutExpired:
+                return None
+        ready, _, _ = select.select([self.server.stdout], [], [], left)
+        line = self.server.stdout.readline() if ready else ""
+        return int(line) if line else None
+
+    def stop(self):
+        """End whatever is running."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+        if self.server is not None:
+            os.killpg(self.server.pid, signal.SIGKILL)
+            self.server.stdin.close()
+            self.server.stdout.close()
+            self.server.wait()
+            self.server = None
+
+
+@pytest.fixture(scope="session")
+def run_workers(tmp_path_factory):
+    """Run a script of this folder as several workers; returns what each printed in its last line, as JSON.
+
+    The script is given rank, number of workers, a port and the further arguments; ``flags`` may hold Python's ``-W``.
+    """
+    ranks = []
+
+    def run(script, *arguments, world_size=2, flags=()):
+        ranks.extend(Rank() for _ in range(world_size - len(ranks)))
+        path = str(Path(__file__).with_name(script))
+        shared = [str(world_size), str(free_port()), *map(str, arguments)]
+        deadline, statuses = time.monotonic() + 240, []
+        chosen = ranks[:world_size]
+        try:
+            for number, rank in enumerate(chosen):
+                rank.start(tmp_path_factory.mktemp("worker"), path, [str(number), *shared], flags)
+            statuses = [rank.wait(deadline) for rank in chosen]
+        finally:
+            if None in statuses or len(statuses) < world_size:
+                for rank in chosen:
+                    rank.stop()
+        for rank, status in zip(chosen, statuses, strict=True):
+            assert status == 0, f"status {status}\n{rank.errors.read_text()}"
+        return [json.loads(rank.output.read_text().splitlines()[-1]) for rank in chosen]
+
+    yield run
+    for rank in ranks:
+        rank.stop()

@@ -1,14 +1,11 @@
-import json
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
+from qsync_opt.runtimes.torch import ddp
 from qsync_opt.runtimes.torch.ddp import (
     bucket_assignment,
     fit_all_reduce,
@@ -67,6 +64,23 @@ def test_the_fit_recovers_latency_and_bandwidth():
             fit_all_reduce(bad_sizes, bad_times, 2)
 
 
+def test_free_ports_are_none_that_the_system_gives_away(tmp_path, monkeypatch):
+    said = tmp_path / "range"
+    monkeypatch.setattr(ddp, "_EPHEMERAL_PORTS", said)
+    assert 20000 <= free_port() < 49152
+    said.write_text("20200\t60999\n")
+    assert all(20000 <= free_port() < 20200 for _ in range(20))
+    said.write_text("1024\t60999\n")
+    assert 20000 <= free_port() < 49152
+
+    def refuse(*_):
+        raise OSError("in use")
+
+    monkeypatch.setattr(ddp.socket.socket, "bind", refuse)
+    with pytest.raises(NotReadyError, match="100 ports between 20000 and 49152 are in use"):
+        free_port()
+
+
 def test_groups_and_their_absence():
     with pytest.raises(NotReadyError, match="process_group"):
         measure_all_reduce()
@@ -81,22 +95,8 @@ def test_groups_and_their_absence():
     assert not dist.is_initialized()
 
 
-def test_one_worker_in_fp32_and_one_under_a_plan():
-    # Plain subprocesses: a fork would inherit torch's threads, a spawn could not import this file.
-    script, port = Path(__file__).with_name("hybrid_worker.py"), str(free_port())
-    workers = [
-        subprocess.Popen([sys.executable, script, str(rank), "2", port], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    try:
-        texts = [worker.communicate(timeout=120) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    for worker, (_, errors) in zip(workers, texts, strict=True):
-        assert worker.returncode == 0, errors.decode()
-    fp32, planned = (json.loads(output) for output, _ in texts)
+def test_one_worker_in_fp32_and_one_under_a_plan(run_workers):
+    fp32, planned = run_workers("hybrid_worker.py")
     for outcome in (fp32, planned):
         assert outcome["equal"]
         assert outcome["losses"][-1] < 0.8 * outcome["losses"][0]

@@ -302,7 +302,9 @@ def test_an_adapter_moves_to_autocast_and_back(planned):
     apply(model, first)
     try:
         adapter = PlanAdapter(model, first, options=options, every=1, speed=lambda: next(speeds))
+        before = applied_plan(model)
         assert adapter.step() is None  # slower, and BF16 autocast all the same
+        assert applied_plan(model) is before  # and what was captured or compiled stays
         assert applied_plan(model).options.autocast == "BF16"
         adapter.plan = replace(adapter.plan, model=had_it_measured(plan, {"plan": 10}))
         adapter.step()

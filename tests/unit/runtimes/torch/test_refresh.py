@@ -1,8 +1,3 @@
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -16,7 +11,6 @@ from qsync_opt.plan import Plan
 from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.capture import capture_model
-from qsync_opt.runtimes.torch.ddp import free_port
 from qsync_opt.runtimes.torch.profiler import profile
 from qsync_opt.runtimes.torch.refresh import PlanRefresher
 
@@ -135,23 +129,8 @@ def test_a_plan_that_somebody_took_off_is_reported(captured, make_problem):
         refresh.step(batch())
 
 
-def test_all_ranks_move_together():
-    script, port = Path(__file__).with_name("refresh_worker.py"), str(free_port())
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-P", str(script), str(rank), "2", port],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    results = []
-    for worker in workers:
-        output, errors = worker.communicate(timeout=120)
-        assert worker.returncode == 0, errors
-        results.append(json.loads(output.splitlines()[-1]))
-    first, second = results
+def test_all_ranks_move_together(run_workers):
+    first, second = run_workers("refresh_worker.py")
     assert first["moved"] == second["moved"] == [False, True, False, False]
     assert first["plan"] == second["plan"]
     assert first["precisions"] == {}

@@ -2,6 +2,7 @@ import io
 import json
 
 import pytest
+import torch
 from rich.console import Console
 
 from qsync_opt.cli import main
@@ -14,7 +15,16 @@ from qsync_opt.runtimes.torch.demo.run import run_demo
 from qsync_opt.runtimes.torch.demo.settings import INFERENCE, TRAINER, DemoOptions
 
 
-@pytest.mark.timeout(280)
+@pytest.fixture
+def _as_many_threads_afterwards():
+    """The demo takes half of the processors; the tests that follow in this process keep to what they had."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.timeout(600)  # beside other tests and compilers
+@pytest.mark.usefixtures("_as_many_threads_afterwards")
 def test_a_small_demo_runs_from_end_to_end(tmp_path):
     sizes = GptConfig(context=32, width=32, heads=2, layers=1)
     options = DemoOptions(steps=20, batch=4, learning_rate=1e-2, model=sizes)

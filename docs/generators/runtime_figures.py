@@ -1,0 +1,152 @@
+"""Figures and tables of plans in training, from ``benchmarks/results/runtime.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from results_pages import Record, percent, table
+
+NOT_MEASURED = "not measured"
+PLAIN = ("FP32", "TF32", "BF16 autocast", "FP16 autocast", "uniform INT8", "uniform FP8")
+"""What a user can choose without a plan, the same on all workers."""
+AS_FAST = 0.98
+BY_SPEED = "local batches by speed, "
+_NAMES = (
+    "fp32", "bf16", "bf16-operators", "cpu-fp32", "cpu-bf16", "cpu-bf16-operators", "throughput", "sensitivity",
+    "less-sensitive", "by-speed", "first-step", "soak", "soak-memory", "soak-prediction", "soak-drifts",
+    "hardware", "many", "many-first-step",
+)  # fmt: skip
+
+
+def runtime_figures(data: Record) -> dict[str, str]:
+    """Name to figure or table; what was not measured says so."""
+    found = {f"runtime.{name}": NOT_MEASURED for name in _NAMES}
+    for record in data.get("overhead", ()):
+        on_card = "NVIDIA" in record["hardware"]
+        name = ("" if on_card else "cpu-") + record["precision"].lower()
+        if record["precision"] != "FP32" and record.get("carried_out") != "by torch.autocast":
+            name += "-operators"
+        memory = record.get("more_memory")
+        found[f"runtime.{name}"] = f"{percent(record['slower'])} time" + (
+            "" if memory is None else f", {percent(memory)} memory"
+        )
+        if on_card:
+            found["runtime.hardware"] = record["hardware"]
+    clusters = _clusters(data)
+    pairs = {model: ways for (model, workers), ways in clusters.items() if workers == 2 and "plan" in ways}
+    many = {model: ways for (model, workers), ways in clusters.items() if workers > 2 and "plan" in ways}
+    if pairs:
+        found |= _of_pairs(pairs)
+    for model, ways in many.items():
+        ratio, _ = against_plain(ways)
+        found["runtime.many"] = f"{model} {ratio:.2f} x"
+        found["runtime.many-first-step"] = f"{ways['plan']['first_planned_step_s']:.0f} s"
+    for record in data.get("soak", ()):
+        if "NVIDIA" not in record["hardware"]:
+            continue
+        found["runtime.soak"] = (
+            f"{record['steps']:,} steps: {percent(record['drift'])} time, "
+            f"{record['memory_growth_bytes'] / 2**20:+.1f} MiB; planned again in {record['replan_s']:.2f} s"
+        )
+        found["runtime.soak-memory"] = f"{record['memory_growth_bytes']:,} bytes"
+        found["runtime.soak-prediction"] = (
+            "; ".join(
+                f"{', '.join(json.loads(kind).values())} {percent(first)} and {percent(last)}"
+                for kind, (first, last) in record.get("prediction_error_by_plan", {}).items()
+            )
+            or NOT_MEASURED
+        )
+        found["runtime.soak-drifts"] = (
+            "; ".join(
+                f"{', '.join(json.loads(kind).values())} {percent(drift)}"
+                for kind, drift in record.get("drift_by_plan", {}).items()
+            )
+            or NOT_MEASURED
+        )
+    found["runtime.table.throughput"] = _throughput_table(clusters)
+    found["runtime.table.plans"] = _plans_table(clusters)
+    return found
+
+
+def _clusters(data: Record) -> dict[tuple[str, int], dict[str, Record]]:
+    """Model and number of workers, all at work at once on cards, to the records of its ways that ran.
+
+    A record's ``variant`` says in what its code or options differed from the others'.
+    """
+    found: dict[tuple[str, int], dict[str, Record]] = {}
+    for record in data.get("throughput", ()):
+        if "NVIDIA" in record["hardware"] and record.get("samples_per_s") and not record.get("workers_in_turn"):
+            variant = record.get("variant")
+            name = f"{record['model']} ({variant})" if variant else record["model"]
+            key = (name, len(record["local_batches"]))
+            found.setdefault(key, {})[record["configuration"]] = record
+    return found
+
+
+def against_plain(ways: Mapping[str, Record]) -> tuple[float, str]:
+    """Throughput of the plan as a share of the best plain way's, and the name of that."""
+    best = max((name for name in PLAIN if name in ways), key=lambda name: ways[name]["samples_per_s"])
+    return ways["plan"]["samples_per_s"] / ways[best]["samples_per_s"], best
+
+
+def less_sensitive(ways: Mapping[str, Record]) -> bool:
+    """Whether the plan has less total sensitivity than every plain way that is as fast to within noise."""
+    plan = ways["plan"]
+    rivals = [ways[n] for n in PLAIN if n in ways and ways[n]["samples_per_s"] >= AS_FAST * plan["samples_per_s"]]
+    return all(plan["sensitivity"] < rival["sensitivity"] for rival in rivals if rival.get("sensitivity") is not None)
+
+
+def by_speed(ways: Mapping[str, Record]) -> float | None:
+    """Throughput of plan and local batches by speed together as a share of the best of all other ways."""
+    both = ways.get(f"{BY_SPEED}plan")
+    others = [record["samples_per_s"] for name, record in ways.items() if name != f"{BY_SPEED}plan"]
+    return None if both is None or not others else both["samples_per_s"] / max(others)
+
+
+def _of_pairs(pairs: Mapping[str, Mapping[str, Record]]) -> dict[str, str]:
+    models = sorted(pairs)
+    ratios = {model: against_plain(pairs[model])[0] for model in models}
+    together = {model: by_speed(pairs[model]) for model in models}
+    steps = [pairs[model]["plan"]["first_planned_step_s"] for model in models]
+    shares = [
+        plan["sensitivity"] / best["sensitivity"]
+        for ways in pairs.values()
+        if (best := ways[against_plain(ways)[1]]).get("sensitivity") and (plan := ways["plan"])
+    ]
+    said = {
+        "throughput": ", ".join(f"{model} {ratio:.2f} x" for model, ratio in ratios.items()),
+        "by-speed": ", ".join(f"{model} {ratio:.2f} x" for model, ratio in together.items() if ratio is not None),
+        "first-step": f"{min(steps):.0f} to {max(steps):.0f} s",
+        "sensitivity": f"{min(shares):.2f} to {max(shares):.2f}" if shares else NOT_MEASURED,
+        "less-sensitive": f"{sum(less_sensitive(ways) for ways in pairs.values())} of {len(pairs)}",
+    }
+    return {f"runtime.{name}": text or NOT_MEASURED for name, text in said.items()}
+
+
+def _throughput_table(clusters: Mapping[tuple[str, int], Mapping[str, Record]]) -> str:
+    names = sorted({name for ways in clusters.values() for name in ways}, key=_order)
+    header = ["", *(f"{model}, {workers} workers" for model, workers in clusters)]
+    rows = []
+    for name in names:
+        speeds = [ways[name]["samples_per_s"] if name in ways else None for ways in clusters.values()]
+        rows.append([name, *(None if speed is None else f"{speed:.0f}" for speed in speeds)])
+    return table(header, rows) if clusters else NOT_MEASURED
+
+
+def _order(name: str) -> tuple[int, bool, str]:
+    plain: Sequence[str] = PLAIN
+    place = plain.index(name) if name in plain else len(plain) + (name == "plan")
+    return place + 10 * name.startswith(BY_SPEED), "plan" in name, name
+
+
+def _plans_table(clusters: Mapping[tuple[str, int], Mapping[str, Record]]) -> str:
+    rows = []
+    for (model, workers), ways in clusters.items():
+        for name, record in ways.items():
+            if not record.get("taken"):
+                continue
+            taken = "; ".join(f"{way} on {kind}" for kind, way in record["taken"].items())
+            batches = " + ".join(map(str, record["local_batches"]))
+            rows.append([f"{model}, {workers} workers", name, taken, batches, f"{record['sensitivity']:.2g}"])
+    return table(("", "", "plan", "samples per worker", "total sensitivity"), rows) if rows else NOT_MEASURED

@@ -1,0 +1,22 @@
+"""Random signs, drawn where the tensor is: a large model has too many to draw on the host and send over."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class RandomSigns:
+    """Tensors of +1 and -1 with equal chance; the same for the same seed on the same kind of device."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def like(self, x: Tensor) -> Tensor:
+        """Signs of the shape, type and device of a tensor."""
+        generator = self._generators.get(x.device)
+        if generator is None:
+            generator = torch.Generator(device=x.device).manual_seed(self._seed)
+            self._generators[x.device] = generator
+        return torch.empty_like(x).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
