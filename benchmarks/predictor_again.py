@@ -128,7 +128,8 @@ def main() -> None:
     parser.add_argument("--graphs", type=Path, required=True, help="folder of captured graphs")
     parser.add_argument("--output", type=Path, default=RESULTS / "predictor.json")
     arguments = parser.parse_args()
-    write_record(merged([again(folder, arguments.graphs) for folder in arguments.folders]), arguments)
+    parts = [again(folder, arguments.graphs) for folder in arguments.folders]
+    write_record(merged(parts) | {"again": True}, arguments)
 
 
 if __name__ == "__main__":

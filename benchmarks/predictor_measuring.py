@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from predictor_cases import Combination
-from predictor_partition import capturing
 from predictor_pinning import pin_threads, stolen_s, without_collection
 from torch.nn.parallel import DistributedDataParallel
 
@@ -116,8 +115,7 @@ def capture_passes(worker: Worker, stepper: Stepper) -> str:
     """Capture the planned model's passes on every rank; or why that cannot be done on some."""
     refusal = ""
     try:
-        with capturing(worker.device):
-            graphed(stepper.example.model, stepper.example.kwargs)
+        graphed(stepper.example.model, stepper.example.kwargs)
     except (RuntimeError, qsync_opt.QSyncError) as error:
         refusal = f"{type(error).__name__}: {str(error)[:200]}"
         worker.say("not captured:", refusal)

@@ -9,7 +9,6 @@ precision is tried before it is used.
 from __future__ import annotations
 
 import contextlib
-import unittest.mock
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -27,21 +26,6 @@ def partition(device: torch.device, multiprocessors: int | None) -> Iterator[Non
     with torch.cuda.stream(stream):
         yield
         torch.cuda.synchronize(device)
-
-
-@contextlib.contextmanager
-def capturing(device: torch.device) -> Iterator[None]:
-    """Capture CUDA graphs inside on the current stream, if that is a partition's.
-
-    Kernels of a graph stay in the context of the stream that they were captured on; `qsync_opt.graphed` would make one
-    of its own, and its graphs would run on the whole card.
-    """
-    stream = torch.cuda.current_stream(device)
-    if stream == torch.cuda.default_stream(device):
-        yield
-        return
-    with unittest.mock.patch.object(torch.cuda, "Stream", lambda *arguments, **options: stream):
-        yield
 
 
 def refused(
