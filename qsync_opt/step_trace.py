@@ -131,7 +131,7 @@ class StepSpans:
 
     ``other_streams`` has the kernels that ran beside the compute stream (collectives). ``gap_ns`` is what passes on the
     device between two kernels that were both launched in time; ``peak_bytes`` the most memory beyond that at the start.
-    ``waits`` says that the host waited for the device within the forward or backward pass.
+    ``waits`` says that the host waited for the device somewhere from the forward to the end of the backward pass.
     """
 
     spans: Spans
