@@ -45,6 +45,7 @@ def _spans_json(spans: StepSpans) -> dict[str, Any]:
         "start_ns": spans.start_ns,
         "end_ns": spans.end_ns,
         "order": spans.order,
+        "waits": spans.waits,
         "spans": [
             [*key, s.host_ns, s.calls, s.launches, s.blocked_ns, [k[:2] for k in s.kernels], s.changes]
             for key, s in spans.spans.items()
@@ -60,6 +61,7 @@ def _spans(data: dict[str, Any]) -> StepSpans:
         spans=spans,
         order=tuple(data["order"]),
         other_streams=(),
+        waits=data.get("waits", False),
         **{name: data[name] for name in ("gap_ns", "latency_ns", "peak_bytes", "start_ns", "end_ns")},
     )
 

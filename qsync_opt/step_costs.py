@@ -166,6 +166,7 @@ class StepCosts:
         checks: Residuals.
         resting_share: Time on the host under a plan of FP32 alone, which stands aside, as a share of what it would be
             if that plan were carried out like others.
+        waits: Whether the host waits for the device in every step, so that each begins on an idle device.
     """
 
     device: DeviceIdentity
@@ -182,6 +183,7 @@ class StepCosts:
     cast_host_ns: int = 0
     checks: tuple[StepCheck, ...] = ()
     resting_share: float = 1.0
+    waits: bool = False
 
     def check_graph(self, graph: OpGraph) -> None:
         """Refuse another model.
@@ -212,6 +214,7 @@ class StepCosts:
             "casts": {pair: {f.name: getattr(fit, f.name) for f in fields(fit)} for pair, fit in self.casts.items()},
             "cast_host_ns": self.cast_host_ns,
             "resting_share": self.resting_share,
+            "waits": self.waits,
             "checks": [{f.name: getattr(check, f.name) for f in fields(check)} for check in self.checks],
         }
 
@@ -246,6 +249,7 @@ class StepCosts:
             },
             cast_host_ns=reader.integer("cast_host_ns"),
             resting_share=reader.number("resting_share") if "resting_share" in reader else 1.0,
+            waits=bool(reader.take("waits")) if "waits" in reader else False,
             checks=tuple(
                 StepCheck(**_check(Fields(item, f"{where}: checks[{i}]")))
                 for i, item in enumerate(reader.sequence("checks"))

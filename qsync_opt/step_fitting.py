@@ -118,6 +118,7 @@ def fit_step_costs(
         casts=dict(casts or {}),
         cast_host_ns=cast_host_ns,
         resting_share=_resting_share(samples),
+        waits=all(sample.spans.waits for sample in samples),
     )
 
 

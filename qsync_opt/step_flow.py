@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from qsync_opt.graph import Operator, OpGraph, Role
+from qsync_opt.precision import number_format
 from qsync_opt.step_costs import Case, CaseCost
 
 Lookup = Callable[[Case], CaseCost | None]
@@ -93,3 +94,13 @@ class StepFlow:
             cases.append(case)
             formats.append(self.output(i, case, lookup(case)))
         return cases, formats
+
+
+def arrival(precision: str) -> str:
+    """Format in which a precision wants its inputs; "" for 8 bits, whose quantizers read every format."""
+    return {"INT8": "", "FP8": "", "TF32": "FP32"}.get(precision, precision)
+
+
+def width(output: str) -> int:
+    """Bytes per element of a format delivered; 1 for none, so that it never matters."""
+    return number_format(output).num_bytes if output else 1

@@ -14,21 +14,14 @@ from qsync_opt.graph import OpGraph, Role
 from qsync_opt.lifetimes import Kept, Lifetimes
 from qsync_opt.precision import number_format
 from qsync_opt.step_costs import Case, CaseCost, StepCosts, on_one_queue
-from qsync_opt.step_flow import StepFlow
+from qsync_opt.step_flow import StepFlow, arrival, width
 from qsync_opt.two_queues import NEVER, Work, compose
 
 BLOCK_BYTES = 512
 """Sizes that torch's caching allocator rounds up to."""
 
 
-_SIZES = (
-    "result_bytes",
-    "forward_net_bytes",
-    "forward_peak_bytes",
-    "backward_net_bytes",
-    "backward_peak_bytes",
-    "kernel_ns",
-)
+_SIZES = ("result_bytes", "forward_net_bytes", "forward_peak_bytes", "backward_net_bytes", "backward_peak_bytes")
 _Entry = tuple[CaseCost, str, int, int, int]
 """Cost of a case, format delivered, time on the host, on the device forward and backward."""
 
@@ -134,14 +127,14 @@ class StepPredictor:
         def distance(seen: Case) -> tuple[bool, bool, int]:
             before = self.costs.cases[seen].output
             differing = sum(a != b for a, b in zip(seen.inputs, case.inputs, strict=True))
-            return dependent and _width(before) != _width(output), dependent and before != output, differing
+            return dependent and width(before) != width(output), dependent and before != output, differing
 
         best = min(candidates, key=distance)
         self.composed[case] = best
         cost = self.costs.cases[best]
         if dependent:
             return self._follows(position, cost, best, case, output)
-        target = output if operator.role is not Role.ADJUSTABLE else _arrival(case.precision)
+        target = output if operator.role is not Role.ADJUSTABLE else arrival(case.precision)
         forward, backward = cost.forward, cost.backward
         for source, old, new in zip(self._flow.inputs[position], best.inputs, case.inputs, strict=True):
             if old != new:
@@ -162,10 +155,10 @@ class StepPredictor:
                 if old != new:
                     backward = self._with_cast(backward, self._elements[source], before, after, sign)
         made = replace(cost, backward=backward, output=output, samples=0)
-        share = _width(output) / _width(cost.output)
+        share = width(output) / width(cost.output)
         if share == 1.0:
             return made
-        sizes = {name: round(getattr(made, name) * share) for name in _SIZES}
+        sizes = {name: round(getattr(made, name) * share) for name in (*_SIZES, "kernel_ns")}
         return replace(made, forward=_wider(made.forward, share), backward=_wider(made.backward, share), **sizes)
 
     def _rekept(
@@ -282,10 +275,14 @@ class StepPredictor:
             step: A plan worked out.
             tails: For each bucket its segment, and the time of its all-reduce and all later ones.
 
+        A host that waits for its device in every step cannot run ahead: then it is the time of a single step.
+
         Source: maximum cycle mean of a max-plus linear system (Baccelli et al., 1992).
         """
         phases = self.costs.phases
         finish, optimizer, clear = phases["backward|end"], phases["optimizer"], phases["zero_grad"]
+        if self.costs.waits and self.costs.device.kind != "cpu":
+            return self._standing_ns(step, tails)
         # On a cpu the host is the device, and all of it is less when the plan stands aside.
         share = self.resting_share(step.plan)
         on_device = share if self.costs.device.kind == "cpu" else 1.0
@@ -301,6 +298,18 @@ class StepPredictor:
         device = longest + finish.device + optimizer.device + clear.device
         if share < 1.0:
             host, device = round(share * host), round(on_device * device)
+        return max(host, device)
+
+    def _standing_ns(self, step: PlannedStep, tails: Sequence[tuple[int, int]]) -> int:
+        """Time of a step that begins on an idle device, because the host waits for it in every step."""
+        host = device = network = 0
+        last = dict(tails[::-1])  # of buckets ready at once the first has all collectives behind it
+        for k, segment in enumerate(self.segments_of(step)):
+            host, device = segment.run(host, device)
+            network = max(network, device + last.get(k, 0))
+        device = max(device, network)
+        for label in ("backward|end", "optimizer", "zero_grad"):
+            host, device = self.costs.phases[label].run(host, device)
         return max(host, device)
 
     def captured_ns(self, step: PlannedStep, tails: Sequence[tuple[int, int]] = ()) -> int:
@@ -381,16 +390,6 @@ class StepPredictor:
         return tuple(sorted(found, key=lambda p: number_format(p).rank))
 
 
-def _width(output: str) -> int:
-    """Bytes per element of a format delivered; 1 for none, so that it never matters."""
-    return number_format(output).num_bytes if output else 1
-
-
 def _wider(work: Work, share: float) -> Work:
     device = round(work.device * share)
     return Work(work.host, device, work.lag if work.lag == NEVER else max(0, work.lag + device - work.device))
-
-
-def _arrival(precision: str) -> str:
-    """Format in which a precision wants its inputs; "" for 8 bits, whose quantizers read every format."""
-    return {"INT8": "", "FP8": "", "TF32": "FP32"}.get(precision, precision)

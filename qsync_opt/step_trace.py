@@ -16,7 +16,7 @@ import bisect
 import itertools
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from qsync_opt.errors import ProblemError
@@ -26,6 +26,7 @@ FORWARD, BACKWARD, OPTIMIZER, ZERO_GRAD = "forward", "backward", "optimizer", "z
 PHASES = (FORWARD, BACKWARD, OPTIMIZER, ZERO_GRAD)
 NODE = "autograd::engine::evaluate_function"
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpy", "cuMemcpy", "cudaMemset", "cuMemset", "cudaGraphLaunch")
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
 _BLOCKED = 20.0
 """A launch that takes this many times the median launch has waited for room in the queue."""
 
@@ -83,7 +84,10 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvents:
-    """Everything that a step's accounting needs, each sequence sorted by start; ``calls`` are starts of operations."""
+    """Everything that a step's accounting needs, each sequence sorted by start.
+
+    ``calls`` are starts of operations, ``waits`` those of calls in which the host waits for the device.
+    """
 
     ranges: Sequence[Range]
     nodes: Sequence[Node]
@@ -91,6 +95,7 @@ class StepEvents:
     kernels: Sequence[Kernel] = ()
     calls: Sequence[int] = ()
     changes: Sequence[Change] = ()
+    waits: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -126,6 +131,7 @@ class StepSpans:
 
     ``other_streams`` has the kernels that ran beside the compute stream (collectives). ``gap_ns`` is what passes on the
     device between two kernels that were both launched in time; ``peak_bytes`` the most memory beyond that at the start.
+    ``waits`` says that the host waited for the device somewhere from the forward to the end of the backward pass.
     """
 
     spans: Spans
@@ -136,6 +142,7 @@ class StepSpans:
     start_ns: int
     end_ns: int
     peak_bytes: int = 0
+    waits: bool = False
 
 
 class _Window(NamedTuple):
@@ -203,7 +210,8 @@ def _charge_step(
         windows.append(_Window(backward.end, after[0].start, (BACKWARD, END)))
     windows.sort()
     order = tuple(dict.fromkeys(name for _, _, name in operators))
-    return _fill(events, windows, waits, order)
+    waited = any(forward.start <= time < backward.end for time in events.waits)
+    return replace(_fill(events, windows, waits, order), waits=waited)
 
 
 def _forward_windows(forward: Range, operators: Sequence[tuple[int, int, str]], end: int) -> list[_Window]:

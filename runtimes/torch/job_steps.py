@@ -39,7 +39,7 @@ from qsync_opt.step_flow import StepFlow
 from qsync_opt.step_predictor import StepPredictor
 from qsync_opt.step_scaling import scaled_operators
 
-METHOD = 1
+METHOD = 2
 """Version of the way of recording; steps recorded in another way are not taken from the cache."""
 _LOGGER = logging.getLogger(__name__)
 _BLOCK_NS = 0.4e9

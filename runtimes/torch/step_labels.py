@@ -21,6 +21,7 @@ from qsync_opt.step_trace import (
     LAUNCHES,
     NODE,
     PREFIX,
+    WAITS,
     Change,
     Kernel,
     Launch,
@@ -100,7 +101,7 @@ def read_events(profiler: torch.profiler.profile) -> StepEvents:
     finished: Any = profiler.profiler
     recorded = finished.kineto_results.events()
     cpu = torch._C._autograd.DeviceType.CPU
-    ranges, nodes, launches, kernels, calls, changes = [], [], [], [], [], []
+    ranges, nodes, launches, kernels, calls, changes, waits = [], [], [], [], [], [], []
     host_names: set[str] = set()
     on_device = []
     for event in recorded:
@@ -116,6 +117,8 @@ def read_events(profiler: torch.profiler.profile) -> StepEvents:
                 launches.append(Launch(start, end, event.correlation_id()))
                 continue
             host_names.add(name)
+            if name.startswith(WAITS):
+                waits.append(start)
             if name.startswith(PREFIX):
                 ranges.append(Range(start, end, name))
             elif name.startswith(NODE):
@@ -133,4 +136,5 @@ def read_events(profiler: torch.profiler.profile) -> StepEvents:
         kernels=sorted(kernels),
         calls=sorted(calls),
         changes=sorted(changes),
+        waits=sorted(waits),
     )

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from qsync_opt.errors import ProblemError
@@ -77,6 +79,12 @@ def test_waiting_for_room_in_the_queue_is_no_work():
     (spans,) = charge(late)
     assert spans.spans["backward", "b"].blocked_ns == 89
     assert spans.spans["backward", "b"].host_ns == 225 - 120 - 89
+
+
+@pytest.mark.parametrize(("time", "waits"), [(25, True), (160, True), (105, True), (210, False), (260, False)])
+def test_a_host_that_waits_for_its_device_within_a_pass_is_noted(time, waits):
+    (found,) = charge(replace(step(), waits=[time]))
+    assert found.waits is waits
 
 
 def test_several_steps_and_none():
