@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rank_correlation import spearman
 from torch import Tensor, nn
 
 from qsync_opt.graph import OpGraph, Role
@@ -183,13 +184,7 @@ def added_variance(
     return total
 
 
-def spearman(a: list[float], b: list[float]) -> float:
-    """Rank correlation (no ties among measured values)."""
-    ranks = [{value: float(rank) for rank, value in enumerate(sorted(values))} for values in (a, b)]
-    return python_statistics.correlation([ranks[0][v] for v in a], [ranks[1][v] for v in b])
-
-
-def agreement(predicted: list[float], measured: list[float]) -> dict[str, float]:
+def agreement(predicted: list[float], measured: list[float]) -> dict[str, float | None]:
     logs = sorted(math.log(p / m) for p, m in zip(predicted, measured, strict=True))
     return {
         "cases": len(logs),

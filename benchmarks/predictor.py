@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from predictor_cases import COMBINATIONS, Combination
 from predictor_worker import run_worker
+from rank_correlation import spearman
 
 from qsync_opt.jsonio import write_json
 from qsync_opt.runtimes.torch.ddp import free_port
@@ -38,28 +39,6 @@ from qsync_opt.runtimes.torch.ddp import free_port
 RESULTS = Path(__file__).parent / "results"
 FAR = 1.25
 """A step's device time this many times above its host time cannot be upset by the host's noise."""
-
-
-def ranks(values: list[float]) -> list[float]:
-    """Ranks with ties at their mean."""
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    result = [0.0] * len(values)
-    i = 0
-    while i < len(order):
-        j = i
-        while j + 1 < len(order) and values[order[j + 1]] == values[order[i]]:
-            j += 1
-        for k in range(i, j + 1):
-            result[order[k]] = (i + j) / 2
-        i = j + 1
-    return result
-
-
-def spearman(a: list[float], b: list[float]) -> float | None:
-    """Rank correlation, None for fewer than three pairs, or where one side is constant."""
-    if len(a) < 3 or len(set(a)) == 1 or len(set(b)) == 1:
-        return None
-    return statistics.correlation(ranks(a), ranks(b))
 
 
 def errors(cases: list[dict[str, Any]], predicted: str, measured: str) -> dict[str, Any]:

@@ -20,9 +20,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from predictor import errors, spearman
+from predictor import errors
 from predictor_models import BATCHES, Subject
 from predictor_records import records_from_json
+from rank_correlation import spearman
 
 from qsync_opt.graph import OpGraph
 from qsync_opt.jsonio import write_json

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "quality_bench"))
 
 import cost

@@ -1,4 +1,4 @@
-"""Statistics of the benchmark: ranks, their reliability, paired differences."""
+"""Statistics of the benchmark: reliability of ranks, paired differences."""
 
 from __future__ import annotations
 
@@ -6,28 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-
-def ranks(values: Sequence[float]) -> list[float]:
-    """Ranks from 1; equal values share the mean of theirs."""
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    found = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
-            end += 1
-        for position in order[start : end + 1]:
-            found[position] = (start + end) / 2 + 1
-        start = end + 1
-    return found
-
-
-def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Rank correlation; None where one side is constant."""
-    first, second = ranks(a), ranks(b)
-    if len(set(first)) < 2 or len(set(second)) < 2:
-        return None
-    return statistics.correlation(first, second)
+from rank_correlation import spearman
 
 
 def standard_error(values: Sequence[float]) -> float:

@@ -21,9 +21,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from estimates import ceiling, reliability, spearman, standard_error
+from estimates import ceiling, reliability, standard_error
 from noisy import added_variance, exact_gradient, planned
 from plans import magnified
+from rank_correlation import spearman
 from subjects import Batch, Subject, subject_of, train_briefly
 from trials import Trials
 from work import Clock, significant

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from estimates import spearman, standard_error
+from estimates import standard_error
 from noisy import added_variance, exact_gradient
+from rank_correlation import spearman
 from subjects import subject_of, train_briefly
 from work import Clock, significant
 
