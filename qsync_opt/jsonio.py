@@ -272,6 +272,13 @@ class Fields:
             self.fail(f"{key} is {value!r}, but it must be a text that is not empty")
         return value
 
+    def flag(self, key: str) -> bool:
+        """Return a truth value; false if there is none."""
+        value = self.take_or(key, False)
+        if not isinstance(value, bool):
+            self.fail(f"{key} is {value!r}, but allowed are true and false")
+        return value
+
     def integer(self, key: str, *, minimum: int = 0) -> int:
         """Return an integer of at least ``minimum``."""
         value = self.take(key)

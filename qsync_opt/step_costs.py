@@ -47,6 +47,10 @@ class Case(NamedTuple):
         return cls(signature, precision, tuple(inputs.split(",")) if inputs else ())
 
 
+SIZES = ("result_bytes", "forward_net_bytes", "backward_net_bytes", "forward_peak_bytes", "backward_peak_bytes")
+"""Fields of a `CaseCost` that are memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseCost:
     """Mean cost of a case over the ``samples`` of it.
@@ -249,7 +253,7 @@ class StepCosts:
             },
             cast_host_ns=reader.integer("cast_host_ns"),
             resting_share=reader.number("resting_share") if "resting_share" in reader else 1.0,
-            waits=bool(reader.take("waits")) if "waits" in reader else False,
+            waits=reader.flag("waits"),
             checks=tuple(
                 StepCheck(**_check(Fields(item, f"{where}: checks[{i}]")))
                 for i, item in enumerate(reader.sequence("checks"))

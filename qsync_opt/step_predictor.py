@@ -13,15 +13,13 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.lifetimes import Kept, Lifetimes
 from qsync_opt.precision import number_format
-from qsync_opt.step_costs import Case, CaseCost, StepCosts, on_one_queue
+from qsync_opt.step_costs import SIZES, Case, CaseCost, StepCosts, on_one_queue
 from qsync_opt.step_flow import StepFlow, arrival, width
 from qsync_opt.two_queues import NEVER, Work, compose
 
 BLOCK_BYTES = 512
 """Sizes that torch's caching allocator rounds up to."""
 
-
-_SIZES = ("result_bytes", "forward_net_bytes", "forward_peak_bytes", "backward_net_bytes", "backward_peak_bytes")
 _Entry = tuple[CaseCost, str, int, int, int]
 """Cost of a case, format delivered, time on the host, on the device forward and backward."""
 
@@ -158,7 +156,7 @@ class StepPredictor:
         share = width(output) / width(cost.output)
         if share == 1.0:
             return made
-        sizes = {name: round(getattr(made, name) * share) for name in (*_SIZES, "kernel_ns")}
+        sizes = {name: round(getattr(made, name) * share) for name in (*SIZES, "kernel_ns")}
         return replace(made, forward=_wider(made.forward, share), backward=_wider(made.backward, share), **sizes)
 
     def _rekept(

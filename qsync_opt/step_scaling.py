@@ -13,19 +13,11 @@ from dataclasses import replace
 
 from qsync_opt.graph import Operator, OpGraph, Role
 from qsync_opt.precision import number_format
-from qsync_opt.step_costs import Case, CaseCost, StepCosts
-from qsync_opt.step_flow import StepFlow, delivered
+from qsync_opt.step_costs import SIZES, Case, CaseCost, StepCosts
+from qsync_opt.step_flow import StepFlow, arrival, delivered, width
 from qsync_opt.two_queues import NEVER, Work
 
-_ARRIVAL = {"TF32": "FP32", "INT8": None, "FP8": None}
 _TIMES = ("forward", "backward")
-_BYTES = (
-    "result_bytes",
-    "forward_net_bytes",
-    "backward_net_bytes",
-    "forward_peak_bytes",
-    "backward_peak_bytes",
-)
 
 
 def scaled_costs(graph: OpGraph, costs: StepCosts, available: Mapping[str, Sequence[str]]) -> StepCosts:
@@ -51,8 +43,8 @@ def scaled_costs(graph: OpGraph, costs: StepCosts, available: Mapping[str, Seque
         for precision in available.get(operator.name, ()):
             if precision in recorded or not recorded:
                 continue
-            rank, width = number_format(precision).rank, _width(precision)
-            source = min(recorded, key=lambda p: (_width(p) != width, abs(number_format(p).rank - rank)))
+            rank, wide = number_format(precision).rank, width(arrival(precision))
+            source = min(recorded, key=lambda p: (width(arrival(p)) != wide, abs(number_format(p).rank - rank)))
             pairs = _pairs(table, kinds, operator.op_type, source, precision)
             if pairs:
                 case, cost = _scaled(operator, signature, source, precision, recorded[source], pairs, costs.half_format)
@@ -103,11 +95,6 @@ def _pairs(
     return list(both(s for s in table if kinds.get(s) == kind)) or list(both(table))
 
 
-def _width(precision: str) -> int:
-    """Bytes per element as an operator of the precision wants its inputs; 8 bits: as it multiplies them."""
-    return number_format(_ARRIVAL.get(precision, precision) or precision).num_bytes
-
-
 def _scaled(
     operator: Operator,
     signature: str,
@@ -118,14 +105,14 @@ def _scaled(
     half_format: str,
 ) -> tuple[Case, CaseCost]:
     case, cost = known
-    arrival = _ARRIVAL.get(precision, precision)
-    inputs = case.inputs if arrival is None else tuple(arrival if name else "" for name in case.inputs)
+    wanted = arrival(precision)
+    inputs = tuple(wanted if name else "" for name in case.inputs) if wanted else case.inputs
     changes: dict[str, object] = {
         name: _scaled_work(getattr(cost, name), [(getattr(a, name), getattr(b, name)) for a, b in pairs])
         for name in _TIMES
     }
-    alike = _width(source) == _width(precision)
-    for name in ("kernel_ns",) if alike else (*_BYTES, "kernel_ns"):  # equal widths take equal memory
+    alike = width(arrival(source)) == width(wanted)
+    for name in ("kernel_ns",) if alike else (*SIZES, "kernel_ns"):  # equal widths take equal memory
         before, after = (sum(abs(getattr(pair[k], name)) for pair in pairs) for k in (0, 1))
         changes[name] = round(getattr(cost, name) * after / before) if before else getattr(cost, name)
     changed = replace(

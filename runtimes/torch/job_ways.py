@@ -95,9 +95,6 @@ class Way:
         if autocast is not None and autocast not in ("BF16", "FP16"):
             fields.fail(f"autocast is {autocast!r}, but allowed are BF16, FP16 and null")
         ran_out = fields.take("needed_bytes") is None
-        captured = fields.take_or("captured", False)
-        if not isinstance(captured, bool):
-            fields.fail(f"captured is {captured!r}, but allowed are true and false")
         found = cls(
             name=fields.text("name"),
             precisions=precisions,
@@ -105,7 +102,7 @@ class Way:
             sensitivity=fields.number("sensitivity"),
             pass_ns=fields.integer("pass_ns"),
             needed_bytes=None if ran_out else fields.integer("needed_bytes"),
-            captured=captured,
+            captured=fields.flag("captured"),
         )
         fields.finish()
         return found

@@ -195,3 +195,5 @@ def test_what_cannot_be_predicted_is_refused(tmp_path):
     data["phases"]["forward"] = [1, 2]
     with pytest.raises(ProblemError, match="host, device, lag"):
         StepCosts.from_json(data, "here")
+    with pytest.raises(ProblemError, match="waits is 'no', but allowed are true and false"):
+        StepCosts.from_json(costs.to_json() | {"waits": "no"}, "here")
