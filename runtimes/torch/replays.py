@@ -16,6 +16,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from qsync_opt.runtimes.torch.graph_capture import capture_stream
+
 Labels = TypeVar("Labels")
 Computation = Callable[..., tuple[Labels, list[Tensor]]]
 """From tensors to tensors; what else it returns depends on shapes alone."""
@@ -95,7 +97,9 @@ class Replays:
         places = [torch.empty_like(x).copy_(x) for x in inputs]
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device):
+            stream = capture_stream()
+        graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream), _no_collection():
             # Not torch.cuda.graph, which collects garbage and empties the cache. Other threads may go on meanwhile.
