@@ -34,6 +34,13 @@ def known():
     return get
 
 
+@pytest.fixture
+def two_cards():
+    """For tests that run one worker on each of two cards."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+
+
 class Rank:
     """Starts the scripts of one rank: forked from a process that has loaded torch, or by themselves where CUDA is.
 

@@ -72,9 +72,8 @@ def test_layers_that_wait_for_other_workers_are_refused():
 
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.usefixtures("two_cards")
 def test_captured_training_on_two_cards(tmp_path, run_workers):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
     seen = run_workers("captured_worker.py", tmp_path, "nccl", flags=("-W", "ignore"))
     for case, first in seen[0].items():
         for how, mine in first.items() if case != "planned" else ():

@@ -104,9 +104,8 @@ def test_autocast_is_refused(seen):
 
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.usefixtures("two_cards")
 def test_all_of_it_on_two_cards(tmp_path, run_workers):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
     seen = run_workers("production_worker.py", tmp_path, "nccl", flags=("-W", "ignore"))
     check_equal_weights(seen)
     check_learning(seen, "plain", "normalization", "sharded", "synchronized_normalization")
