@@ -181,11 +181,7 @@ def _weighted(squares: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def _squares(
-    loss_of: Callable[[], Tensor],
-    model: nn.Module,
-    tapper: Tapper,
-    probes: int,
-    seed: int,
+    loss_of: Callable[[], Tensor], model: nn.Module, tapper: Tapper, probes: int, seed: int
 ) -> dict[tuple[str, str], Tensor]:
     """Per operator and tensor: mean over probes of the squared derivatives, summed over elements with two weights.
 
