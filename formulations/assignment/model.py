@@ -16,11 +16,41 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qsync_opt.formulations.compiled import compiled
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Whole = NDArray[np.integer[Any]]
 """Whole numbers of any width."""
+
+
+def _price_plain(
+    objective_Z: Floats, weight: float, value_T: Floats, price_S: Floats, load_T: Ints, entry_T: Ints, pointer_Z1: Ints,
+    allowed_Z: Bools,
+) -> Floats:  # fmt: skip
+    cost_Z = objective_Z * weight
+    cost_Z += np.bincount(entry_T, weights=value_T * price_S[load_T], minlength=len(cost_Z))
+    cost_Z[~allowed_Z] = np.inf
+    return cost_Z
+
+
+@compiled(
+    "float64[::1](float64[::1],float64,float64[::1],float64[::1],int64[::1],int64[::1],int64[::1],boolean[::1])",
+    plain=_price_plain,
+)
+def _price(
+    objective_Z: Floats, weight: float, value_T: Floats, price_S: Floats, load_T: Ints, entry_T: Ints, pointer_Z1: Ints,
+    allowed_Z: Bools,
+) -> Floats:  # fmt: skip
+    """Tables with prices of loads added, forbidden entries infinite."""
+    cost_Z = np.empty(len(objective_Z))
+    for entry in range(len(objective_Z)):
+        added = 0.0
+        for term in range(pointer_Z1[entry], pointer_Z1[entry + 1]):
+            added += value_T[term] * price_S[load_T[term]]
+        cost_Z[entry] = objective_Z[entry] * weight + added if allowed_Z[entry] else np.inf
+    return cost_Z
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +204,11 @@ class AssignmentModel:
 
     def priced(self, prices_R: Floats, allowed_Z: Bools, objective_weight: float = 1.0) -> Floats:
         """Tables with the limits' prices added: ``objective + sum_r price_r * row_r``, forbidden entries infinite."""
-        price_T = self._float_T * self.load_prices(prices_R)[self.load_T]
-        cost_Z = self.objective_Z * objective_weight
-        cost_Z += np.bincount(self._entry_T, weights=price_T, minlength=len(cost_Z))
-        cost_Z[~allowed_Z] = np.inf
-        return cost_Z
+        price_S = self.load_prices(prices_R)
+        return _price(
+            self.objective_Z, objective_weight, self._float_T, price_S, self.load_T, self._entry_T, self.pointer_Z1,
+            allowed_Z,
+        )  # fmt: skip
 
     def amounts(self, entry_X: Ints, rows: Ints, prices_R: Floats) -> tuple[Ints, Floats]:
         """What table entries add to some limit rows, shape (X, rows), and their priced loads over all rows."""

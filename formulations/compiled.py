@@ -1,0 +1,113 @@
+"""Inner loops that are compiled where numba is installed; without it the same work is done in numpy or plain Python.
+
+A loop is written twice: as plain loops over arrays, which numba compiles, and as the ``plain`` form, which runs where
+there is no numba. Both give the same numbers to the last bit, so a plan does not depend on what is installed: sums are
+formed in the same order, and nothing is contracted or reordered (no fast mathematics).
+
+Machine code is kept by numba: in the folder of ``NUMBA_CACHE_DIR`` if that is set, else in ``__pycache__`` beside the
+source, or in the user's cache folder where that cannot be written. It is made anew for another processor or a changed
+source file; files are written under other names and renamed, so processes may start at the same time. A loop may call
+others of its own file only: numba does not see changes elsewhere.
+
+``QSYNC_COMPILED_LOOPS`` in the environment: 0 leaves numba alone, 1 makes it an error that it is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from qsync_opt.errors import NotInstalledError, ProblemError
+
+SWITCH = "QSYNC_COMPILED_LOOPS"
+_LOGGER = logging.getLogger(__name__)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+LOOPS: list[Loop[..., Any]] = []
+"""Every loop there is, in the order of definition; tests walk it."""
+
+
+@functools.cache
+def compiled_by() -> str | None:
+    """What compiles loops in this process, as ``numba 0.68.1``; None if they run in their plain form.
+
+    Raises:
+        NotInstalledError: ``QSYNC_COMPILED_LOOPS`` is 1 and numba is not installed.
+        ProblemError: ``QSYNC_COMPILED_LOOPS`` is something else than 0 or 1.
+    """
+    asked = os.environ.get(SWITCH, "")
+    if asked not in ("", "0", "1"):
+        raise ProblemError(f"{SWITCH} is {asked!r}; allowed are 0 and 1, or leave it unset to use numba if it is there")
+    if asked == "0":
+        return None
+    if importlib.util.find_spec("numba") is None:
+        if asked == "1":
+            raise NotInstalledError(
+                f"{SWITCH}=1 asks for compiled loops and numba is not installed: pip install 'qsync-opt[fast]'"
+            )
+        return None
+    return f"numba {importlib.metadata.version('numba')}"
+
+
+class Loop(Generic[_P, _R]):
+    """A function that is compiled at its first call if numba is there; see the module.
+
+    Attributes:
+        loops: The loops as Python, very slow without a compiler.
+        plain: What runs where they are not compiled.
+        signature: The types that they are compiled for, as numba writes them.
+    """
+
+    __slots__ = ("_run", "loops", "plain", "signature")
+
+    def __init__(self, loops: Callable[_P, _R], plain: Callable[_P, _R], signature: str) -> None:
+        self.loops, self.plain, self.signature = loops, plain, signature
+        self._run: Callable[_P, _R] = self._first
+        LOOPS.append(self)
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Run it."""
+        return self._run(*args, **kwargs)
+
+    def _first(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        self._run = self.plain if compiled_by() is None else self.compiled()
+        return self._run(*args, **kwargs)
+
+    def compiled(self) -> Callable[_P, _R]:
+        """Machine code of the loops, from the cache if it is there."""
+        numba = importlib.import_module("numba")
+        options = {"error_model": "numpy"}
+        try:
+            run: Callable[_P, _R] = numba.njit(self.signature, cache=True, **options)(self.loops)
+        except Exception as failure:  # a folder without room or rights, a damaged file: numba raises what comes
+            # If the cache was not to blame, the same error comes again here.
+            run = numba.njit(self.signature, **options)(self.loops)
+            _LOGGER.warning(
+                "compiled loops are not kept for other runs (%s: %s); let NUMBA_CACHE_DIR name a folder that can be "
+                "written, or set %s=0",
+                type(failure).__name__, failure, SWITCH,
+            )  # fmt: skip
+        return run
+
+
+def compiled(signature: str, *, plain: Callable[_P, _R]) -> Callable[[Callable[_P, _R]], Loop[_P, _R]]:
+    """Decorate a function of plain loops over arrays.
+
+    Args:
+        signature: The only types that it is compiled for, as ``float64(float64[::1], int64)``; arrays must be
+            writeable and laid out as it says.
+        plain: The same in numpy or Python, with equal results to the last bit.
+
+    Source: ours, over numba.
+    """
+
+    def wrap(loops: Callable[_P, _R]) -> Loop[_P, _R]:
+        return Loop(loops, plain, signature)
+
+    return wrap
