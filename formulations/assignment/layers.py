@@ -141,7 +141,7 @@ def lay_out(core: Core) -> Layers | None:
     source_K, target_K, label_K, objective_K, rows_KR = (np.concatenate(part) for part in zip(*blocks, strict=True))
     return Layers(
         node_T=np.array(order, dtype=np.int64), first_T1=np.array(first, dtype=np.int64),
-        point_T1=np.array(point, dtype=np.int64), source_K=source_K.astype(np.int64), target_K=target_K.astype(np.int64),
-        label_K=label_K.astype(np.int64), objective_K=objective_K, rows_KR=np.ascontiguousarray(rows_KR),
-        excess_R=core.excess_R,
+        point_T1=np.array(point, dtype=np.int64), source_K=source_K.astype(np.int64),
+        target_K=target_K.astype(np.int64), label_K=label_K.astype(np.int64), objective_K=objective_K,
+        rows_KR=np.ascontiguousarray(rows_KR), excess_R=core.excess_R,
     )  # fmt: skip

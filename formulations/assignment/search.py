@@ -378,7 +378,8 @@ class BoundAndFix:
         """Search a core along paths bounded by levels; returns its bound."""
         upper = self._target(0.0)
         parts = condense(core, self._too_dear(), merge=True, count=False, product=False)
-        result = walk(parts, upper, effort_pass.walks, self._deadline)
+        tolerance = self._tolerance()
+        result = walk(parts, upper, effort_pass.walks, tolerance=tolerance, deadline=self._deadline)
         if result is None:
             return -np.inf
         if result.labels_N is not None:
@@ -389,7 +390,7 @@ class BoundAndFix:
         """Hand a core to the solver; returns its bound."""
         left_s = self._deadline - time.monotonic()
         upper = self._target(0.0)
-        tolerance = self._effort.enough / 2 * abs(self.upper + self._effort.offset) if self.best else 0.0
+        tolerance = self._tolerance()
         left_s = max(left_s, 0.01) if left_s < np.inf else np.inf
         result = close(
             condense(core, self._too_dear(), merge=False),
@@ -402,6 +403,10 @@ class BoundAndFix:
         if result.labels_N is not None:
             self.offer(result.labels_N)
         return result.bound
+
+    def _tolerance(self) -> float:
+        """How far from the best a search may stop that is not asked for more."""
+        return self._effort.enough / 2 * abs(self.upper + self._effort.offset) if self.best else 0.0
 
     def _too_dear(self) -> float:
         """Priced cost from which on a part of a core cannot belong to a better labelling."""
