@@ -37,7 +37,7 @@ class Pass:
 
 _DEAR_WIDTH = 512
 _WALKS = (Pass(300, walks=(300,)), Pass(1200, walks=(300, 1000)), Pass(None, walks=(1000, 4000, 16000)))
-"""Searches of paths: of the nodes nearest to a change, for a better incumbent, and wider, up to all that is undecided."""
+"""Searches of paths: of the nodes nearest to a change, for a better incumbent, then of more, up to all that is open."""
 PASSES = (
     Pass(60, 64, True),
     Pass(150, 64, True),
