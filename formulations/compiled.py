@@ -21,7 +21,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from qsync_opt.errors import NotInstalledError, ProblemError
 
@@ -96,18 +96,31 @@ class Loop(Generic[_P, _R]):
         return run
 
 
-def compiled(signature: str, *, plain: Callable[_P, _R]) -> Callable[[Callable[_P, _R]], Loop[_P, _R]]:
+class _Wrap(Protocol):
+    def __call__(self, loops: Callable[_P, _R], /) -> Loop[_P, _R]: ...
+
+
+@overload
+def compiled(signature: str) -> _Wrap: ...
+
+
+@overload
+def compiled(signature: str, *, plain: Callable[_P, _R]) -> Callable[[Callable[_P, _R]], Loop[_P, _R]]: ...
+
+
+def compiled(signature: str, *, plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Decorate a function of plain loops over arrays.
 
     Args:
         signature: The only types that it is compiled for, as ``float64(float64[::1], int64)``; arrays must be
             writeable and laid out as it says.
-        plain: The same in numpy or Python, with equal results to the last bit.
+        plain: The same in numpy or Python, with equal results to the last bit; None where the caller has another way,
+            which it takes if `compiled_by` gives None.
 
     Source: ours, over numba.
     """
 
-    def wrap(loops: Callable[_P, _R]) -> Loop[_P, _R]:
-        return Loop(loops, plain, signature)
+    def wrap(loops: Callable[..., Any]) -> Loop[..., Any]:
+        return Loop(loops, plain or loops, signature)
 
     return wrap
