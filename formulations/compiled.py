@@ -76,8 +76,13 @@ class Loop(Generic[_P, _R]):
         return self._run(*args, **kwargs)
 
     def _first(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        self._run = self.plain if compiled_by() is None else self.compiled()
+        self.prepare()
         return self._run(*args, **kwargs)
+
+    def prepare(self) -> None:
+        """Decide how it runs, and compile it or load it, before the first call."""
+        if self._run == self._first:
+            self._run = self.plain if compiled_by() is None else self.compiled()
 
     def compiled(self) -> Callable[_P, _R]:
         """Machine code of the loops, from the cache if it is there."""
@@ -94,6 +99,20 @@ class Loop(Generic[_P, _R]):
                 type(failure).__name__, failure, SWITCH,
             )  # fmt: skip
         return run
+
+
+def prepare() -> str | None:
+    """Compile, or load, every loop of the solvers now; otherwise each one is at its first call.
+
+    Useful where a first solve must be quick, and when an installation is made that will not be writeable.
+
+    Returns:
+        What `compiled_by` gives.
+    """
+    importlib.import_module("qsync_opt.formulations.exact")
+    for loop in LOOPS:
+        loop.prepare()
+    return compiled_by()
 
 
 class _Wrap(Protocol):

@@ -77,8 +77,7 @@ def plan(model: AssignmentModel) -> Schedule:
         TooWideError: A table would exceed ``MAX_TABLE_ENTRIES``.
     """
     most = max(_SMALL_TABLE, MAX_TABLE_ENTRIES)
-    edges_E2 = np.ascontiguousarray(model.edges_E2)
-    found = _eliminate(model.sizes_N, edges_E2, model.offset_N, model.offset_E, len(model.objective_Z), most)
+    found = _eliminate(model.sizes_N, model.edges_E2, model.offset_N, model.offset_E, len(model.objective_Z), most)
     node_I, round_I, bag_I1, bag_K, target_I, factor_I1, offset_F, stride_J, end, left = found
     if len(left):
         raise TooWideError(left.tolist())
