@@ -68,13 +68,15 @@ class Condensed(Core):
         return self.original.labels(choice)
 
 
-def condense(core: Core, upper: float, *, merge: bool) -> Core:
+def condense(core: Core, upper: float, *, merge: bool, count: bool = True, product: bool = True) -> Core:
     """The same core with fewer nodes.
 
     Args:
         core: The core; its base must be the priced minimum, so that no part's deviation lowers the priced cost.
         upper: Labellings that are not below this need not be kept.
-        merge: Also take small parts and independent nodes together; otherwise only equal parts are counted.
+        merge: Also take small parts together; otherwise only equal parts are counted.
+        count: Count equal parts.
+        product: With ``merge``, also take independent nodes together.
 
     Returns:
         A core in which every labelling below ``upper`` that some optimum needs is left; ``core`` itself if there is
@@ -86,7 +88,7 @@ def condense(core: Core, upper: float, *, merge: bool) -> Core:
     for number, (nodes, edges) in enumerate(parts):
         groups[_signature(core, nodes, edges)].append(number)
     by_copies = sorted(groups.values(), key=lambda members: (-len(members), members[0]))
-    equal = [m for m in by_copies[:_MOST_CLASSES] if len(m) >= _FEWEST_COPIES]
+    equal = [m for m in by_copies[:_MOST_CLASSES] if count and len(m) >= _FEWEST_COPIES]
     small = [n for n, (nodes, _) in enumerate(parts) if _labellings(core, nodes) <= _MOST_LABELLINGS]
     is_small = set(small)
     equal = [members for members in equal if members[0] in is_small]
@@ -102,7 +104,7 @@ def condense(core: Core, upper: float, *, merge: bool) -> Core:
             items.append(_enumerate(core, nodes, edges, room))
         else:
             kept.append(number)
-    items = _merge(items, room)
+    items = _merge(items, room, most=_MERGED_LABELS if product else 0)
     classes: list[Ints] = []
     for members in equal:
         nodes, edges = parts[members[0]]
@@ -149,7 +151,7 @@ def _build(
     ]  # fmt: skip
     excess = np.concatenate([core.excess_R, [-len(members) for members in classes]]).astype(np.int64)
     return Condensed(
-        core.base_N, core.objective, core.priced, excess, nodes, joined,
+        core.base_N, core.objective, core.priced, excess, nodes, joined, np.append(core.prices_R, np.zeros(extra)),
         original=core, items=everything, classes=classes,
     )  # fmt: skip
 
@@ -239,7 +241,7 @@ def _worth(objective_K: Floats, rows_KR: Ints, priced_K: Floats, room: float) ->
     return result
 
 
-def _merge(items: list[_Item], room: float) -> list[_Item]:
+def _merge(items: list[_Item], room: float, most: int) -> list[_Item]:
     """Take independent items of few labels together, neighbours by how dear their moves are."""
     order = sorted(range(len(items)), key=lambda i: (-float(np.ptp(items[i].objective_A)), int(items[i].positions[0])))
     merged: list[_Item] = []
@@ -247,7 +249,7 @@ def _merge(items: list[_Item], room: float) -> list[_Item]:
         item = items[number]
         if len(item.objective_A) < 2:
             continue  # only the base is left
-        if merged and len(merged[-1].objective_A) * len(item.objective_A) <= _MERGED_LABELS:
+        if merged and len(merged[-1].objective_A) * len(item.objective_A) <= most:
             merged[-1] = _product(merged[-1], item, room)
         else:
             merged.append(item)

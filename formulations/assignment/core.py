@@ -46,6 +46,7 @@ class Core:
     """The undecided part of a model around a base labelling; rows that cannot bind any more are left out.
 
     ``priced`` is the base's objective plus the priced excess over all rows: a lower bound if the base minimises it.
+    ``prices_R`` are the prices of the rows that are left.
     """
 
     base_N: Ints
@@ -54,6 +55,7 @@ class Core:
     excess_R: Ints
     nodes: list[CoreNode]
     edges: list[CoreEdge]
+    prices_R: Floats
 
     def labels(self, choice_C: Ints) -> Ints:
         """The labelling in which core node c takes its label number ``choice_C[c]``."""
@@ -105,7 +107,9 @@ def extract(model: AssignmentModel, base_N: Ints, allowed_Z: Bools, prices_R: Fl
     edges = [_join(nodes, a, b, *block) for (a, b), block in zip(ends, blocks[len(core_N) :], strict=True)]
     objective = model.objective(base_N)
     priced = objective + float(excess @ prices_R)
-    core = Core(base_N, objective, priced, excess[kept], nodes, [edge for edge in edges if edge is not None])
+    core = Core(
+        base_N, objective, priced, excess[kept], nodes, [edge for edge in edges if edge is not None], prices_R[kept]
+    )
     _drop_rows(core)
     return core
 
@@ -215,7 +219,7 @@ def _drop_rows(core: Core) -> None:
             left = left[~np.isin(left, others[excess[others] - excess[row] + above <= 0])]
     if len(left) == len(excess):
         return
-    core.excess_R = excess[left]
+    core.excess_R, core.prices_R = excess[left], core.prices_R[left]
     for node in core.nodes:
         node.rows_AR = node.rows_AR[:, left]
     for edge in core.edges:

@@ -57,8 +57,8 @@ class _Step:
     completion: Floats  # over the labels of the kept slots
 
 
-def _order(core: Core) -> list[list[int]]:
-    """Connected parts of the core, each in a narrow order; parts with dear deviations first, fine ones last."""
+def order_of(core: Core) -> list[int]:
+    """Core nodes by connected parts, each in a narrow order; parts with dear deviations first, fine ones last."""
     near: list[list[int]] = [[] for _ in core.nodes]
     for edge in core.edges:
         near[edge.first].append(edge.second)
@@ -82,7 +82,7 @@ def _order(core: Core) -> list[list[int]]:
         moves = [np.ptp(core.nodes[c].objective_A[np.isfinite(core.nodes[c].objective_A)]) for c in part]
         return -max(moves), min(part)
 
-    return sorted(parts, key=fineness)
+    return [c for part in sorted(parts, key=fineness) for c in part]
 
 
 def _narrow(part: list[int], near: list[list[int]]) -> list[int]:
@@ -103,8 +103,10 @@ def _narrow(part: list[int], near: list[list[int]]) -> list[int]:
     return list(taken)
 
 
-def _steps(core: Core, order: list[int]) -> list[_Step]:
-    """Plan the order and compute least priced completions backwards."""
+def slots_of(
+    core: Core, order: list[int]
+) -> list[tuple[int, list[tuple[int, CoreEdge, bool]], list[int], tuple[int, ...]]]:
+    """For each step: the node, edges to open nodes, slots that stay open, and label counts of the open nodes before."""
     place = {c: i for i, c in enumerate(order)}
     touching: list[list[CoreEdge]] = [[] for _ in core.nodes]
     last = list(range(len(order)))
@@ -126,9 +128,14 @@ def _steps(core: Core, order: list[int]) -> list[_Step]:
         kept = [slot for slot, o in enumerate(after) if last[place[o]] > step]
         drafts.append((c, edges, kept, sizes))
         open_nodes = [after[slot] for slot in kept]
+    return drafts
+
+
+def _steps(core: Core, order: list[int]) -> list[_Step]:
+    """Plan the order and compute least priced completions backwards."""
     steps = []
     completion = np.zeros(())
-    for c, edges, kept, sizes in reversed(drafts):
+    for c, edges, kept, sizes in reversed(slots_of(core, order)):
         steps.append(_Step(c, edges, kept, sizes, completion))
         node = core.nodes[c]
         shape = (*sizes, len(node.labels_A))
@@ -187,7 +194,7 @@ def search(core: Core, upper: float, width: int, *, spread: bool, deadline: floa
 
     Source: bounded dynamic programming over a path decomposition (as for knapsack cores, Pisinger 1997); ours.
     """
-    order = [c for part in _order(core) for c in part]
+    order = order_of(core)
     steps = _steps(core, order)
     future = _future_rows(core, order)
     states = _States(
