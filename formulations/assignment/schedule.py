@@ -77,7 +77,9 @@ def plan(model: AssignmentModel) -> Schedule:
         TooWideError: A table would exceed ``MAX_TABLE_ENTRIES``.
     """
     most = max(_SMALL_TABLE, MAX_TABLE_ENTRIES)
-    found = _eliminate(model.sizes_N, model.edges_E2, model.offset_N, model.offset_E, len(model.objective_Z), most)
+    found = _eliminate(
+        model.sizes_N, model.edges_E2, model.offset_N, model.offset_E, len(model.objective_Z), _SMALL_TABLE, most
+    )
     node_I, round_I, bag_I1, bag_K, target_I, factor_I1, offset_F, stride_J, end, left = found
     if len(left):
         raise TooWideError(left.tolist())
@@ -155,11 +157,11 @@ class _Graph:
             self.end += size
         return found
 
-    def entries(self, node: int, most: int) -> int:
+    def entries(self, node: int, small: int, most: int) -> int:
         """Entries of the table that minimises a node out; a node of at most two neighbours counts as small."""
         near = self.neighbours[node]
         if len(near) < _FEW_NEIGHBOURS:
-            return _SMALL_TABLE
+            return small
         entries: int = self.sizes[node]
         for other in near:
             entries *= self.sizes[other]
@@ -169,7 +171,7 @@ class _Graph:
 
 
 def _eliminate_plain(
-    sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints, num_entries: int, most: int
+    sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints, num_entries: int, small: int, most: int
 ) -> _Found:
     graph = _Graph(sizes_N, edges_E2, offset_N, offset_E, num_entries)
     nodes, rounds, targets, offsets = [], [], [], []
@@ -179,8 +181,8 @@ def _eliminate_plain(
     remaining = list(range(len(graph.sizes)))
     number = 0
     while remaining:
-        entries = [graph.entries(node, most) for node in remaining]
-        limit = max(_SMALL_TABLE, min(entries))
+        entries = [graph.entries(node, small, most) for node in remaining]
+        limit = max(small, min(entries))
         if limit > most:
             break
         blocked: set[int] = set()
@@ -209,8 +211,10 @@ def _eliminate_plain(
     return n, r, be, b, t, fe, o, s, graph.end, np.array(remaining, dtype=np.int64)
 
 
-@compiled("(int64[::1],int64[:,::1],int64[::1],int64[::1],int64,int64)", plain=_eliminate_plain)
-def _eliminate(sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints, num_entries: int, most: int) -> _Found:
+@compiled("(int64[::1],int64[:,::1],int64[::1],int64[::1],int64,int64,int64)", plain=_eliminate_plain)
+def _eliminate(
+    sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints, num_entries: int, small: int, most: int
+) -> _Found:
     """Nodes in order with neighbours, tables and messages; the last array holds those that cannot be minimised out."""
     num_nodes, num_tables = len(sizes_N), len(edges_E2)
     # A table is a run of ascending nodes. Each node has a chain of links to its tables; dead ones leave it in passing.
@@ -266,10 +270,10 @@ def _eliminate(sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints, nu
                     link_next[before] = link_next[link]
                 link = link_next[link]
             if near < _FEW_NEIGHBOURS:
-                entries = _SMALL_TABLE
+                entries = small
             entries_N[node] = entries
             limit = min(limit, entries)
-        limit = max(_SMALL_TABLE, limit)
+        limit = max(small, limit)
         if limit > most:
             break
         kept = 0
