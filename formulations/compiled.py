@@ -21,7 +21,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from qsync_opt.errors import NotInstalledError, ProblemError
 
@@ -76,8 +76,13 @@ class Loop(Generic[_P, _R]):
         return self._run(*args, **kwargs)
 
     def _first(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        self._run = self.plain if compiled_by() is None else self.compiled()
+        self.prepare()
         return self._run(*args, **kwargs)
+
+    def prepare(self) -> None:
+        """Decide how it runs, and compile it or load it, before the first call."""
+        if self._run == self._first:
+            self._run = self.plain if compiled_by() is None else self.compiled()
 
     def compiled(self) -> Callable[_P, _R]:
         """Machine code of the loops, from the cache if it is there."""
@@ -96,18 +101,45 @@ class Loop(Generic[_P, _R]):
         return run
 
 
-def compiled(signature: str, *, plain: Callable[_P, _R]) -> Callable[[Callable[_P, _R]], Loop[_P, _R]]:
+def prepare() -> str | None:
+    """Compile, or load, every loop of the solvers now; otherwise each one is at its first call.
+
+    Useful where a first solve must be quick, and when an installation is made that will not be writeable.
+
+    Returns:
+        What `compiled_by` gives.
+    """
+    importlib.import_module("qsync_opt.formulations.exact")
+    for loop in LOOPS:
+        loop.prepare()
+    return compiled_by()
+
+
+class _Wrap(Protocol):
+    def __call__(self, loops: Callable[_P, _R], /) -> Loop[_P, _R]: ...
+
+
+@overload
+def compiled(signature: str) -> _Wrap: ...
+
+
+@overload
+def compiled(signature: str, *, plain: Callable[_P, _R]) -> Callable[[Callable[_P, _R]], Loop[_P, _R]]: ...
+
+
+def compiled(signature: str, *, plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Decorate a function of plain loops over arrays.
 
     Args:
         signature: The only types that it is compiled for, as ``float64(float64[::1], int64)``; arrays must be
             writeable and laid out as it says.
-        plain: The same in numpy or Python, with equal results to the last bit.
+        plain: The same in numpy or Python, with equal results to the last bit; None where the caller has another way,
+            which it takes if `compiled_by` gives None.
 
     Source: ours, over numba.
     """
 
-    def wrap(loops: Callable[_P, _R]) -> Loop[_P, _R]:
-        return Loop(loops, plain, signature)
+    def wrap(loops: Callable[..., Any]) -> Loop[..., Any]:
+        return Loop(loops, plain or loops, signature)
 
     return wrap

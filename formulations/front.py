@@ -122,9 +122,9 @@ class Sweep:
             self._effort = exact_effort(0.0, None if choice is None else create(Kind.SOLVER, choice))
         graph = graph_tables(problem)
         # At a latency limit of zero no row is dropped for being slack, so the rows serve every limit.
-        tight = replace(problem, latency_limit_ns=0)
         self._searches = [
-            DeviceSearch(tight, device, graph, device_tables(problem, device), tied) for device in problem.devices
+            DeviceSearch(problem, device, graph, device_tables(problem, device), tied, latency_limit_ns=0)
+            for device in problem.devices
         ]
         self._engines = [search.engine for search in self._searches]
 

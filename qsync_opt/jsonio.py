@@ -196,6 +196,11 @@ def merge_extras(data: dict[str, Any], extras: Extras) -> dict[str, Any]:
     return data
 
 
+def is_plain_name(name: object) -> bool:
+    """True for most names that `check_name` lets pass, and for none that it refuses; quick."""
+    return isinstance(name, str) and name != "" and name.isascii() and not name.startswith(EXTENSION_PREFIX)
+
+
 def check_name(name: object, what: str, *, error: type[QSyncError] = ProblemError) -> None:
     """Refuse names that files cannot carry: not a text, empty, not encodable, or beginning like an extension key."""
     if not isinstance(name, str) or not name:

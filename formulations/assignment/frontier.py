@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync_opt.formulations.assignment.core import Core, CoreEdge
-from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
+from qsync_opt.formulations.assignment.frontier_loops import undominated
+from qsync_opt.formulations.assignment.model import Floats, Ints
 
 _MAX_COMPLETION_ENTRIES = 4096
 _MAX_AXES = 30
@@ -287,43 +288,6 @@ def _code(open_KD: Ints) -> Ints:
     return code
 
 
-def undominated(code_K: Ints, objective_K: Floats, rows_KR: Ints) -> Ints:
-    """States that no other state with the same code is at least as good as, in objective and every row.
-
-    Exact for one row; with more rows it compares each state with a few predecessors in sorted order, so it may keep
-    dominated states but never drops an undominated one.
-    """
-    if not rows_KR.shape[1]:
-        order = np.lexsort((objective_K, code_K))
-        return order[np.flatnonzero(np.diff(code_K[order], prepend=code_K[order[:1]] - 1))]
-    order = np.lexsort((*rows_KR.T[1:], objective_K, rows_KR[:, 0], code_K))
-    alive = np.arange(len(order))
-    for distance in (1, 2, 3, 5, 8):
-        if len(alive) <= distance:
-            break
-        ordered = order[alive]
-        before, after = ordered[:-distance], ordered[distance:]
-        worse = (
-            (code_K[before] == code_K[after])
-            & (objective_K[before] <= objective_K[after])
-            & (rows_KR[before] <= rows_KR[after]).all(axis=1)
-        )
-        alive = alive[np.concatenate([np.ones(distance, dtype=np.bool_), ~worse])]
-    if rows_KR.shape[1] == 1:
-        alive = alive[_falling(code_K[order[alive]], objective_K[order[alive]])]
-    return order[alive]
-
-
-def _falling(code_K: Ints, objective_K: Floats) -> Bools:
-    """In order of the only row: states whose objective is below that of all before them with the same code."""
-    keep = np.ones(len(code_K), dtype=np.bool_)
-    starts = np.flatnonzero(np.diff(code_K, prepend=code_K[:1] - 1))
-    for start, end in zip(starts, np.append(starts[1:], len(code_K)), strict=True):
-        part = objective_K[start:end]
-        keep[start + 1 : end] = part[1:] < np.minimum.accumulate(part)[:-1]
-    return keep
-
-
 def _select(rank_K: Floats, rows_KR: Ints, code_K: Ints, width: int, *, spread: bool) -> Ints:
     """Which states stay: the best ranked, or also the best ranked of each cell of a grid over open labels and rows."""
     by_rank = np.argsort(rank_K, kind="stable")
@@ -331,13 +295,18 @@ def _select(rank_K: Floats, rows_KR: Ints, code_K: Ints, width: int, *, spread: 
         return by_rank[:width]
     span_R = np.ptp(rows_KR, axis=0)
     wide = np.flatnonzero(span_R > 0)
-    cells = width / max(1, len(np.unique(code_K)))
+    codes = len(np.unique(code_K)) if code_K.any() else 1
+    cells = width / max(1, codes)
     side = max(2, round(cells ** (1 / max(1, len(wide)))))
     cell = code_K
     for row in wide[:8].tolist():
         step = (rows_KR[:, row] - rows_KR[:, row].min()) * ((side - 1e-9) / float(span_R[row]))
         cell = cell * side + step.astype(np.int64)
-    _, leaders = np.unique(cell[by_rank], return_index=True)
-    leaders = by_rank[np.sort(leaders)][: width // 2]
-    rest = by_rank[~np.isin(by_rank, leaders)][: width - len(leaders)]
-    return np.concatenate([leaders, rest])
+    ranked = cell[by_rank]
+    grouped = np.argsort(ranked, kind="stable")
+    first = np.diff(ranked[grouped], prepend=ranked[grouped[:1]] - 1) != 0
+    place = np.sort(grouped[first])[: width // 2]
+    others = np.ones(len(by_rank), dtype=np.bool_)
+    others[place] = False
+    rest = by_rank[others][: width - len(place)]
+    return np.concatenate([by_rank[place], rest])

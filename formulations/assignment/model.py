@@ -53,6 +53,45 @@ def _price(
     return cost_Z
 
 
+def _choose_plain(labels_N: Ints, sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints) -> Ints:
+    first, second = edges_E2[:, 0], edges_E2[:, 1]
+    entry_E = offset_E + labels_N[first] * sizes_N[second] + labels_N[second]
+    return np.concatenate([offset_N + labels_N, entry_E])
+
+
+@compiled("int64[::1](int64[::1],int64[::1],int64[:,::1],int64[::1],int64[::1])", plain=_choose_plain)
+def _choose(labels_N: Ints, sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints) -> Ints:
+    """Chosen entries of nodes, then of edges."""
+    num_nodes = len(labels_N)
+    entries = np.empty(num_nodes + len(edges_E2), dtype=np.int64)
+    for node in range(num_nodes):
+        entries[node] = offset_N[node] + labels_N[node]
+    for edge in range(len(edges_E2)):
+        second = edges_E2[edge, 1]
+        entries[num_nodes + edge] = offset_E[edge] + labels_N[edges_E2[edge, 0]] * sizes_N[second] + labels_N[second]
+    return entries
+
+
+def _sum_loads_plain(entry_X: Ints, pointer_Z1: Ints, load_T: Ints, value_T: Ints, num_loads: int) -> Ints:
+    start, count = pointer_Z1[entry_X], pointer_Z1[entry_X + 1] - pointer_Z1[entry_X]
+    ends = np.cumsum(count)
+    total = int(ends[-1]) if len(ends) else 0
+    term = np.arange(total) + np.repeat(start - (ends - count), count)
+    loads_S = np.zeros(num_loads, dtype=np.int64)
+    np.add.at(loads_S, load_T[term], value_T[term])
+    return loads_S
+
+
+@compiled("int64[::1](int64[::1],int64[::1],int64[::1],int64[::1],int64)", plain=_sum_loads_plain)
+def _sum_loads(entry_X: Ints, pointer_Z1: Ints, load_T: Ints, value_T: Ints, num_loads: int) -> Ints:
+    """Loads of table entries together."""
+    loads_S = np.zeros(num_loads, dtype=np.int64)
+    for entry in entry_X:
+        for term in range(pointer_Z1[entry], pointer_Z1[entry + 1]):
+            loads_S[load_T[term]] += value_T[term]
+    return loads_S
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
     """A node whose label follows from those of two others.
@@ -138,6 +177,7 @@ class AssignmentModel:
 
     def __post_init__(self) -> None:
         """Compute the offsets, the steps between rows, and what prices tables."""
+        object.__setattr__(self, "edges_E2", np.ascontiguousarray(self.edges_E2))
         sizes_E = self.sizes_N[self.edges_E2[:, 0]] * self.sizes_N[self.edges_E2[:, 1]]
         offsets = np.concatenate([[0], np.cumsum(np.concatenate([self.sizes_N, sizes_E]))])
         num_nodes = len(self.sizes_N)
@@ -159,20 +199,13 @@ class AssignmentModel:
 
     def chosen(self, labels_N: Ints) -> Ints:
         """Table entries that a labelling chooses: one per node, then one per edge."""
-        first, second = self.edges_E2[:, 0], self.edges_E2[:, 1]
-        entry_E = self.offset_E + labels_N[first] * self.sizes_N[second] + labels_N[second]
-        return np.concatenate([self.offset_N + labels_N, entry_E])
+        return _choose(labels_N, self.sizes_N, self.edges_E2, self.offset_N, self.offset_E)
 
     def loads(self, labels_N: Ints) -> Ints:
         """Exact integer loads of a labelling, shape (S,)."""
-        entry = self.chosen(labels_N)
-        start, count = self.pointer_Z1[entry], self.pointer_Z1[entry + 1] - self.pointer_Z1[entry]
-        ends = np.cumsum(count)
-        total = int(ends[-1]) if len(ends) else 0
-        term = np.arange(total) + np.repeat(start - (ends - count), count)
-        loads_S = np.zeros(self.rows_RS.shape[1], dtype=np.int64)
-        np.add.at(loads_S, self.load_T[term], self.value_T[term])
-        return loads_S
+        return _sum_loads(
+            self.chosen(labels_N), self.pointer_Z1, self.load_T, self.value_T, self.rows_RS.shape[1]
+        )  # fmt: skip
 
     def excess(self, labels_N: Ints) -> Ints:
         """Left-hand sides minus limits, shape (R,): feasible where nothing is positive."""

@@ -1,0 +1,116 @@
+"""Which states of a core search does another one beat? The loop that takes most of its time.
+
+Axes: K states, R limit rows.
+"""
+
+import numpy as np
+
+from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
+from qsync_opt.formulations.compiled import compiled
+
+_DISTANCES = (1, 2, 3, 5, 8)
+"""How far back in sorted order each state is compared."""
+
+
+def _undominated_plain(code_K: Ints, objective_K: Floats, rows_KR: Ints) -> Ints:
+    if not rows_KR.shape[1]:
+        order = np.lexsort((objective_K, code_K))
+        return order[np.flatnonzero(np.diff(code_K[order], prepend=code_K[order[:1]] - 1))]
+    order = np.lexsort((*rows_KR.T[1:], objective_K, rows_KR[:, 0], code_K))
+    alive = np.arange(len(order))
+    for distance in _DISTANCES:
+        if len(alive) <= distance:
+            break
+        ordered = order[alive]
+        before, after = ordered[:-distance], ordered[distance:]
+        worse = (
+            (code_K[before] == code_K[after])
+            & (objective_K[before] <= objective_K[after])
+            & (rows_KR[before] <= rows_KR[after]).all(axis=1)
+        )
+        alive = alive[np.concatenate([np.ones(distance, dtype=np.bool_), ~worse])]
+    if rows_KR.shape[1] == 1:
+        alive = alive[_falling(code_K[order[alive]], objective_K[order[alive]])]
+    return order[alive]
+
+
+def _falling(code_K: Ints, objective_K: Floats) -> Bools:
+    """In order of the only row: states whose objective is below that of all before them with the same code."""
+    keep = np.ones(len(code_K), dtype=np.bool_)
+    starts = np.flatnonzero(np.diff(code_K, prepend=code_K[:1] - 1))
+    for start, end in zip(starts, np.append(starts[1:], len(code_K)), strict=True):
+        part = objective_K[start:end]
+        keep[start + 1 : end] = part[1:] < np.minimum.accumulate(part)[:-1]
+    return keep
+
+
+@compiled("int64[::1](int64[::1],float64[::1],int64[:,::1])", plain=_undominated_plain)
+def undominated(code_K: Ints, objective_K: Floats, rows_KR: Ints) -> Ints:
+    """States that no other state with the same code is at least as good as, in objective and every row.
+
+    Exact for one row; with more rows it compares each state with a few predecessors in sorted order, so it may keep
+    dominated states but never drops an undominated one.
+    """
+    count, rows = rows_KR.shape
+    order, other = np.arange(count), np.empty(count, dtype=np.int64)
+    width = 1
+    while width < count:  # merges runs, so equal states stay in their order
+        for start in range(0, count, 2 * width):
+            middle, end = min(start + width, count), min(start + 2 * width, count)
+            left, right = start, middle
+            for place in range(start, end):
+                if left == middle:
+                    first = False
+                elif right == end:
+                    first = True
+                else:
+                    a, b = order[left], order[right]
+                    first = True
+                    if code_K[a] != code_K[b]:
+                        first = code_K[a] < code_K[b]
+                    elif rows and rows_KR[a, 0] != rows_KR[b, 0]:
+                        first = rows_KR[a, 0] < rows_KR[b, 0]
+                    elif objective_K[a] != objective_K[b]:
+                        first = objective_K[a] < objective_K[b]
+                    else:
+                        for r in range(rows - 1, 0, -1):
+                            if rows_KR[a, r] != rows_KR[b, r]:
+                                first = rows_KR[a, r] < rows_KR[b, r]
+                                break
+                if first:
+                    other[place] = order[left]
+                    left += 1
+                else:
+                    other[place] = order[right]
+                    right += 1
+        order, other = other, order
+        width *= 2
+    left = count
+    for distance in _DISTANCES:
+        if left <= distance or (not rows and distance > 1):
+            break
+        kept = 0
+        for place in range(left):
+            k, worse = order[place], False
+            if not rows:
+                worse = place > 0 and code_K[order[place - 1]] == code_K[k]
+            elif place >= distance:
+                before = order[place - distance]
+                worse = code_K[before] == code_K[k] and objective_K[before] <= objective_K[k]
+                for r in range(rows):
+                    worse = worse and rows_KR[before, r] <= rows_KR[k, r]
+            if not worse:
+                other[kept] = k
+                kept += 1
+        order, other, left = other, order, kept
+    if rows == 1:
+        kept, least = 0, np.inf
+        for place in range(left):
+            k = order[place]
+            heads = place == 0 or code_K[order[place - 1]] != code_K[k]
+            if heads or objective_K[k] < least:
+                other[kept] = k
+                kept += 1
+                least = objective_K[k]
+        order, left = other, kept
+    return order[:left].copy()
