@@ -50,6 +50,11 @@ class Levels:
     start: int
     number: int
 
+    @property
+    def first(self) -> int:
+        """Column of the level at the first point."""
+        return max(0, min(self.number - 1, self.start - self.lowest))
+
     def weights(self, layers: Layers) -> Ints:
         """How many levels each arc takes."""
         return np.ascontiguousarray(layers.rows_KR[:, self.row] // self.unit)
@@ -65,14 +70,14 @@ class Levels:
         """Least priced cost of a path through each arc."""
         return least_through(
             layers.first_T1, layers.point_T1, layers.source_K, layers.target_K, self.weights(layers),
-            costs(layers, prices_R), self.start - self.lowest, table_SM,
+            costs(layers, prices_R), self.first, table_SM,
         )  # fmt: skip
 
     def path(self, layers: Layers, prices_R: Floats, table_SM: Floats) -> Ints:
         """Arcs of a least path."""
         return path(
             layers.first_T1, layers.source_K, layers.target_K, self.weights(layers), costs(layers, prices_R),
-            self.start - self.lowest, table_SM,
+            self.first, table_SM,
         )  # fmt: skip
 
 
@@ -102,9 +107,10 @@ def choose_levels(layers: Layers, prices_R: Floats, room: float) -> Levels:
         needed = 2 * reach // divisor + abs(over) // divisor + 4
         unit = divisor
         largest = int(np.abs(layers.rows_KR[:, row]).max(initial=0))
-        while needed * divisor // unit > fits and largest // unit > fits // 8:
-            unit += divisor
-            unit = max(unit, largest * 8 // fits // divisor * divisor)
+        if needed > fits:  # a table that is too narrow says little; one of coarse levels that the way fits in says more
+            unit = max(
+                divisor, largest * 8 // fits // divisor * divisor, (abs(over) * 2 // fits // divisor + 1) * divisor
+            )
         start = over // unit
         number = min(fits, max(_FEWEST_LEVELS, 2 * reach // unit + abs(start) + 4))
         lowest = min(start, 0) - (number - abs(start)) // 2
@@ -178,7 +184,7 @@ def bound(layers: Layers, levels: Levels, prices_R: Floats, upper: float, deadli
     while True:
         query = queries[step]
         levels.table(layers, query, spare_SM)
-        least = float(spare_SM[0, levels.start - levels.lowest])
+        least = float(spare_SM[0, levels.first])
         if least == np.inf:
             return LevelBound(np.inf, query, spare_SM)
         value = least + constant(layers, query) - rounding(layers, query)

@@ -131,7 +131,7 @@ def _tables(layers: Layers, levels: Levels, prices_R: Floats, upper: float) -> t
 
     def start(prices: Floats) -> float:
         levels.table(layers, prices, spare_SM)
-        return float(spare_SM[0, levels.start - levels.lowest]) + constant(layers, prices)
+        return float(spare_SM[0, levels.first]) + constant(layers, prices)
 
     factors = [1.0]
     if len(prices_R) > 1:

@@ -213,3 +213,17 @@ def test_compiled_and_plain_loops_give_the_same_bits(monkeypatch):
         for before, after in zip(args, mine, strict=True):
             if isinstance(before, np.ndarray):
                 np.testing.assert_array_equal(before[:used], after[:used])
+
+
+@pytest.mark.parametrize("excess", [-(10**9), 10**9])
+def test_a_limit_far_away_needs_no_table_that_long(excess):
+    core = make_core(1)
+    core.excess_R = np.array([excess, core.excess_R[1]])
+    layers = lay_out(core)
+    for room in (1.0, np.inf):
+        for row in range(2):
+            flat = core.prices_R * (np.arange(2) != row)
+            chosen = levels.choose_levels(layers, flat, room)
+            assert 0 <= chosen.first < chosen.number
+    found = walk(core, np.inf, (10_000,))
+    assert found.objective == pytest.approx(truth(core)) if excess < 0 else found.bound == np.inf
