@@ -201,7 +201,7 @@ class AssignmentModel:
         object.__setattr__(self, "offset_N", offsets[:num_nodes])
         object.__setattr__(self, "offset_E", offsets[num_nodes:-1])
         step_RS = np.diff(self.rows_RS, axis=0, prepend=self.rows_RS[:1] * 0)
-        row, load = np.nonzero(step_RS)
+        row, load = (np.ascontiguousarray(positions) for positions in np.nonzero(step_RS))
         object.__setattr__(self, "steps", (row, load, step_RS[row, load].astype(np.int64)))
         entry_T = np.repeat(np.arange(len(self.objective_Z)), np.diff(self.pointer_Z1))
         object.__setattr__(self, "_entry_T", entry_T)
