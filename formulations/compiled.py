@@ -80,7 +80,9 @@ class Loop(Generic[_P, _R]):
         except TypeError:
             if self._run is self.plain or self._run == self._first:
                 raise
-            laid_out = [np.require(each, requirements="CW") if isinstance(each, np.ndarray) else each for each in args]
+            laid_out = [
+                np.require(each, requirements=["C", "W"]) if isinstance(each, np.ndarray) else each for each in args
+            ]
             return self._run(*laid_out, **kwargs)  # type: ignore[arg-type]
 
     def _first(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:

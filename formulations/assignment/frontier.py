@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync_opt.formulations.assignment.core import Core, CoreEdge
-from qsync_opt.formulations.assignment.frontier_loops import extend, undominated
+from qsync_opt.formulations.assignment.frontier_loops import extend, leaders, undominated
 from qsync_opt.formulations.assignment.model import Floats, Ints
 
 _MAX_COMPLETION_ENTRIES = 4096
@@ -312,11 +312,7 @@ def _select(rank_K: Floats, rows_KR: Ints, code_K: Ints, width: int, *, spread: 
     for row in wide[:8].tolist():
         step = (rows_KR[:, row] - rows_KR[:, row].min()) * ((side - 1e-9) / float(span_R[row]))
         cell = cell * side + step.astype(np.int64)
-    ranked = cell[by_rank]
-    grouped = np.argsort(ranked, kind="stable")
-    first = np.diff(ranked[grouped], prepend=ranked[grouped[:1]] - 1) != 0
-    place = np.sort(grouped[first])[: width // 2]
-    others = np.ones(len(by_rank), dtype=np.bool_)
-    others[place] = False
-    rest = by_rank[others][: width - len(place)]
+    leads = leaders(cell[by_rank], width // 2)
+    place = np.flatnonzero(leads)
+    rest = by_rank[~leads][: width - len(place)]
     return np.concatenate([by_rank[place], rest])

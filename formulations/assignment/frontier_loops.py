@@ -148,3 +148,35 @@ def extend(
                 parent[count], label[count], rank[count] = k, a, value
                 count += 1
     return parent[:count].copy(), label[:count].copy(), rank[:count].copy()
+
+
+def _leaders_plain(cell_K: Ints, most: int) -> Bools:
+    grouped = np.argsort(cell_K, kind="stable")
+    ordered = cell_K[grouped]
+    first = np.sort(grouped[np.concatenate([[True], ordered[1:] != ordered[:-1]])])
+    leads = np.zeros(len(cell_K), dtype=np.bool_)
+    leads[first[:most]] = True
+    return leads
+
+
+@compiled("boolean[::1](int64[::1],int64)", plain=_leaders_plain)
+def leaders(cell_K: Ints, most: int) -> Bools:
+    """The first state of each cell, of so many cells at most."""
+    size = 2
+    while size < 2 * len(cell_K):
+        size *= 2
+    slot = np.full(size, -1, dtype=np.int64)
+    leads = np.zeros(len(cell_K), dtype=np.bool_)
+    found = 0
+    for k in range(len(cell_K)):
+        if found == most:
+            break
+        cell = cell_K[k]
+        at = (cell ^ (cell >> 17)) & (size - 1)
+        while slot[at] >= 0 and cell_K[slot[at]] != cell:
+            at = (at + 1) & (size - 1)
+        if slot[at] < 0:
+            slot[at] = k
+            leads[k] = True
+            found += 1
+    return leads
