@@ -38,11 +38,17 @@ class Pass:
 _DEAR_WIDTH = 512
 _WALKS = (Pass(300, walks=(300,)), Pass(1200, walks=(300, 1000)), Pass(None, walks=(1000, 4000, 16000)))
 """Searches of paths: of the nodes nearest to a change, for a better incumbent, then of more, up to all that is open."""
-PASSES = (
+QUICK_PASSES = (
     Pass(60, 64, True),
     Pass(150, 64, True),
+    *(Pass(None, width, spread) for width in (64, 256) for spread in (True, False)),
+)
+"""Core searches that take little time on any core."""
+PASSES = (
+    *QUICK_PASSES[:2],
     *_WALKS,
-    *(Pass(None, width, spread) for width in (64, 256, 2048, 16384) for spread in (True, False)),
+    *QUICK_PASSES[2:],
+    *(Pass(None, width, spread) for width in (2048, 16384) for spread in (True, False)),
 )
 """Core searches from the quickest to the most thorough."""
 SOLVER_PASSES = (

@@ -1,12 +1,20 @@
 """The inner loops of `levels`: tables of least costs over points and levels, and the paths that have them.
 
-Levels beyond a table count as its first or last one. Axes: S points, M levels, K arcs, T steps.
+Levels below a table count as its first one; the last level stands for itself and all above, so nothing is ever taken
+from it. Axes: S points, M levels, K arcs, T steps.
 """
 
 import numpy as np
 
 from qsync_opt.formulations.assignment.model import Floats, Ints
 from qsync_opt.formulations.compiled import compiled
+
+
+def _after(num_levels: int, weight: int) -> Ints:
+    """Where an arc leads from each level."""
+    after: Ints = np.clip(np.arange(num_levels) - weight, 0, num_levels - 1)
+    after[-1] = num_levels - 1
+    return after
 
 
 def _completions_plain(
@@ -18,7 +26,7 @@ def _completions_plain(
     for step in range(len(first_T1) - 2, -1, -1):
         table_SM[point_T1[step] : point_T1[step + 1]] = np.inf
         for arc in range(first_T1[step], first_T1[step + 1]):
-            after = np.clip(np.arange(num_levels) - weight_K[arc], 0, num_levels - 1)
+            after = _after(num_levels, weight_K[arc])
             row = table_SM[source_K[arc]]
             np.minimum(row, table_SM[target_K[arc]][after] + cost_K[arc], out=row)
 
@@ -41,8 +49,8 @@ def completions(
         for arc in range(first_T1[step], first_T1[step + 1]):
             weight, cost = weight_K[arc], cost_K[arc]
             row, after = table_SM[source_K[arc]], table_SM[target_K[arc]]
-            low = max(0, min(num_levels, weight))
-            high = max(low, min(num_levels, num_levels + weight))
+            low = max(0, min(num_levels - 1, weight))
+            high = max(low, min(num_levels - 1, num_levels + weight))
             value = after[0] + cost
             for level in range(low):
                 row[level] = min(row[level], value)
@@ -62,7 +70,7 @@ def _path_plain(
     for step in range(len(arcs_T)):
         arcs = np.arange(first_T1[step], first_T1[step + 1])
         arcs = arcs[source_K[arcs] == point]
-        after = np.clip(level - weight_K[arcs], 0, last)
+        after = np.clip(level - weight_K[arcs], 0, last) if level < last else np.full(len(arcs), last)
         best = int((cost_K[arcs] + table_SM[target_K[arcs], after]).argmin())
         arcs_T[step] = arcs[best]
         point, level = int(target_K[arcs[best]]), int(after[best])
@@ -83,11 +91,14 @@ def path(
         best, chosen = np.inf, first_T1[step]
         for arc in range(first_T1[step], first_T1[step + 1]):
             if source_K[arc] == point:
-                value = cost_K[arc] + table_SM[target_K[arc], max(0, min(last, level - weight_K[arc]))]
+                after = max(0, min(last, level - weight_K[arc])) if level < last else last
+                value = cost_K[arc] + table_SM[target_K[arc], after]
                 if value < best:
                     best, chosen = value, arc
         arcs_T[step] = chosen
-        point, level = target_K[chosen], max(0, min(last, level - weight_K[chosen]))
+        if level < last:
+            level = max(0, min(last, level - weight_K[chosen]))
+        point = target_K[chosen]
     return arcs_T
 
 
@@ -104,7 +115,7 @@ def _least_plain(
         end = point_T1[step + 2] if step + 2 < len(point_T1) else there + 1
         after_SM = np.full((end - there, num_levels), np.inf)
         for arc in range(first_T1[step], first_T1[step + 1]):
-            to = np.clip(np.arange(num_levels) - weight_K[arc], 0, num_levels - 1)
+            to = _after(num_levels, weight_K[arc])
             reached = before_SM[source_K[arc] - here] + cost_K[arc]
             least_K[arc] = (reached + table_SM[target_K[arc]][to]).min()
             np.minimum.at(after_SM[target_K[arc] - there], to, reached)
@@ -133,8 +144,8 @@ def least_through(
             weight, cost, least = weight_K[arc], cost_K[arc], np.inf
             before, after = before_SM[source_K[arc] - here], after_SM[target_K[arc] - there]
             rest = table_SM[target_K[arc]]
-            low = max(0, min(num_levels, weight))
-            high = max(low, min(num_levels, num_levels + weight))
+            low = max(0, min(num_levels - 1, weight))
+            high = max(low, min(num_levels - 1, num_levels + weight))
             for level_before in range(low):
                 reached = before[level_before] + cost
                 least = min(least, reached + rest[0])

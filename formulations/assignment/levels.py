@@ -4,8 +4,9 @@ Amounts of memory are multiples of few sizes. What is left of such a row is coun
 and for each point of the layers and each level the least cost of the rest is found by dynamic programming; the other
 rows are priced as before. That bound knows which amounts no combination can use, which prices alone do not.
 
-Levels beyond the table count as the nearest one, and amounts that are no multiples are rounded down: both can only
-lower the bound. The row of the levels may have a price too, so the bound is never below the one of prices alone.
+Levels below the table count as its first one, all above its last as unlimited, and amounts that are no multiples are
+rounded down: all of that can only lower the bound. The row of the levels may have a price too, so the bound is never
+below the one of prices alone.
 
 Axes: S points, M levels, K arcs, T steps, R limit rows, Q vectors of prices.
 
@@ -147,9 +148,10 @@ def constant(layers: Layers, prices_R: Floats) -> float:
     return float(prices_R @ layers.excess_R)
 
 
-def rounding(layers: Layers, prices_R: Floats, upper: float) -> float:
+def rounding(layers: Layers, prices_R: Floats) -> float:
     """What sums of priced costs may be wrong by."""
-    return _SLACK * (abs(upper) + float(prices_R @ np.abs(layers.excess_R)))
+    amounts_R = np.abs(layers.excess_R) + np.abs(layers.rows_KR).max(axis=0)
+    return _SLACK * (float(np.abs(layers.objective_K).max()) + float(prices_R @ amounts_R))
 
 
 def bound(layers: Layers, levels: Levels, prices_R: Floats, upper: float, deadline: float) -> LevelBound:
@@ -179,7 +181,7 @@ def bound(layers: Layers, levels: Levels, prices_R: Floats, upper: float, deadli
         least = float(spare_SM[0, levels.start - levels.lowest])
         if least == np.inf:
             return LevelBound(np.inf, query, spare_SM)
-        value = least + constant(layers, query) - rounding(layers, query, upper)
+        value = least + constant(layers, query) - rounding(layers, query)
         path_T = levels.path(layers, query, spare_SM)
         if best is None or value > best.bound:
             table_SM, spare_SM = spare_SM, table_SM
@@ -200,6 +202,6 @@ def bound(layers: Layers, levels: Levels, prices_R: Floats, upper: float, deadli
 def fixed(layers: Layers, levels: Levels, found: LevelBound, upper: float) -> Bools:
     """Arcs that a path below ``upper`` may take."""
     least_K = levels.least(layers, found.prices_R, found.table_SM)
-    offset = constant(layers, found.prices_R) - rounding(layers, found.prices_R, upper)
+    offset = constant(layers, found.prices_R) - rounding(layers, found.prices_R)
     kept: Bools = least_K + offset < upper
     return kept

@@ -156,7 +156,7 @@ def _search(
 ) -> tuple[float, Ints, float]:
     """One search: objective and arcs of the best path below ``upper`` (infinite: none), and a bound of what it lost."""
     prices_QR, table_QSM = _tables(layers, levels, prices_R, upper)
-    slack = max(rounding(layers, prices, upper) for prices in prices_QR)
+    slack = max(rounding(layers, prices) for prices in prices_QR)
     most_SR = _room_left(layers)
     num_rows = len(prices_R)
     left = -int(layers.excess_R[levels.row])
