@@ -23,6 +23,8 @@ import os
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
+import numpy as np
+
 from qsync_opt.errors import NotInstalledError, ProblemError
 
 SWITCH = "QSYNC_COMPILED_LOOPS"
@@ -73,7 +75,15 @@ class Loop(Generic[_P, _R]):
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Run it."""
-        return self._run(*args, **kwargs)
+        try:
+            return self._run(*args, **kwargs)
+        except TypeError:
+            if self._run is self.plain or self._run == self._first:
+                raise
+            laid_out = [
+                np.require(each, requirements=["C", "W"]) if isinstance(each, np.ndarray) else each for each in args
+            ]
+            return self._run(*laid_out, **kwargs)  # type: ignore[arg-type]
 
     def _first(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         self.prepare()
@@ -131,8 +141,8 @@ def compiled(signature: str, *, plain: Callable[..., Any] | None = None) -> Call
     """Decorate a function of plain loops over arrays.
 
     Args:
-        signature: The only types that it is compiled for, as ``float64(float64[::1], int64)``; arrays must be
-            writeable and laid out as it says.
+        signature: The only types that it is compiled for, as ``float64(float64[::1], int64)``. Arrays that are not
+            writeable or laid out otherwise are copied at every call; what a loop writes to must be as it says.
         plain: The same in numpy or Python, with equal results to the last bit; None where the caller has another way,
             which it takes if `compiled_by` gives None.
 

@@ -196,9 +196,13 @@ def merge_extras(data: dict[str, Any], extras: Extras) -> dict[str, Any]:
     return data
 
 
-def is_plain_name(name: object) -> bool:
-    """True for most names that `check_name` lets pass, and for none that it refuses; quick."""
-    return isinstance(name, str) and name != "" and name.isascii() and not name.startswith(EXTENSION_PREFIX)
+def are_plain_names(names: Iterable[object]) -> bool:
+    """True for most names that `check_name` lets pass, and never where it refuses one; quick for thousands."""
+    try:
+        text = "\n".join(["", *names, ""])  # type: ignore[list-item]
+    except TypeError:
+        return False
+    return text.isascii() and "\n\n" not in text and "\n" + EXTENSION_PREFIX not in text
 
 
 def check_name(name: object, what: str, *, error: type[QSyncError] = ProblemError) -> None:

@@ -13,8 +13,8 @@ from qsync_opt.graph import Role
 from qsync_opt.jsonio import (
     Extras,
     Fields,
+    are_plain_names,
     check_name,
-    is_plain_name,
     merge_extras,
     read_json,
     split_extras,
@@ -49,9 +49,10 @@ class Plan:
             check_name(device, "plan: device name")
             if not isinstance(plan, Mapping):
                 raise ProblemError(f"plan for device {device!r} is {plan!r}, but it must map operator to precision")
+            if are_plain_names(plan) and are_plain_names(plan.values()):
+                continue
             for operator, precision in plan.items():
-                if not is_plain_name(operator):
-                    check_name(operator, f"plan for device {device!r}: operator name")
+                check_name(operator, f"plan for device {device!r}: operator name")
                 if not isinstance(precision, str) or not precision:
                     raise ProblemError(
                         f"plan for device {device!r}: operator {operator!r} has {precision!r}, "

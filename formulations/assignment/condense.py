@@ -17,6 +17,7 @@ import numpy as np
 
 from qsync_opt.formulations.assignment.core import Core, CoreEdge, CoreNode
 from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
+from qsync_opt.formulations.compiled import compiled
 
 _MOST_LABELLINGS = 256
 """Parts of more labellings stay as they are."""
@@ -202,11 +203,15 @@ def _signature(core: Core, nodes: list[int], edges: list[CoreEdge]) -> tuple[obj
 def _enumerate(core: Core, nodes: list[int], edges: list[CoreEdge], room: float) -> _Item:
     """All labellings of a part that may be worth taking, the base's first."""
     positions = np.array(nodes, dtype=np.int64)
+    first = core.nodes[nodes[0]]
+    objective_K, rows_KR, priced_K = first.objective_A, first.rows_AR, first.priced_A
+    if len(nodes) == 1:
+        kept = _worth(objective_K, np.ascontiguousarray(rows_KR), priced_K, room)
+        return _Item(positions, kept[:, None], objective_K[kept], rows_KR[kept], priced_K[kept])
     sizes = [len(core.nodes[c].labels_A) for c in nodes]
     choice_KC = np.indices(sizes).reshape(len(sizes), -1).T
-    first = core.nodes[nodes[0]]
     own = choice_KC[:, 0]
-    objective_K, rows_KR, priced_K = first.objective_A[own], first.rows_AR[own], first.priced_A[own]
+    objective_K, rows_KR, priced_K = objective_K[own], rows_KR[own], priced_K[own]
     for i, c in enumerate(nodes[1:], start=1):
         node, own = core.nodes[c], choice_KC[:, i]
         objective_K = objective_K + node.objective_A[own]
@@ -222,8 +227,7 @@ def _enumerate(core: Core, nodes: list[int], edges: list[CoreEdge], room: float)
     return _Item(positions, choice_KC[kept], objective_K[kept], rows_KR[kept], priced_K[kept])
 
 
-def _worth(objective_K: Floats, rows_KR: Ints, priced_K: Floats, room: float) -> Ints:
-    """Labellings to keep: the first (the base), and those that are not too dear and that no other one beats."""
+def _worth_plain(objective_K: Floats, rows_KR: Ints, priced_K: Floats, room: float) -> Ints:
     alive = np.isfinite(objective_K) & (priced_K < room + _SLACK * abs(room))
     alive[0] = True
     kept = np.flatnonzero(alive)
@@ -239,6 +243,35 @@ def _worth(objective_K: Floats, rows_KR: Ints, priced_K: Floats, room: float) ->
     stays = ~better.any(axis=0) | (np.arange(len(kept)) == 0)
     result: Ints = kept[stays]
     return result
+
+
+@compiled("int64[::1](float64[::1],int64[:,::1],float64[::1],float64)", plain=_worth_plain)
+def _worth(objective_K: Floats, rows_KR: Ints, priced_K: Floats, room: float) -> Ints:
+    """Labellings to keep: the first (the base), and those that are not too dear and that no other one beats."""
+    count = 0
+    alive, stays = np.empty(len(objective_K), dtype=np.int64), np.empty(len(objective_K), dtype=np.int64)
+    for k in range(len(objective_K)):
+        if k == 0 or (np.isfinite(objective_K[k]) and priced_K[k] < room + _SLACK * abs(room)):
+            alive[count] = k
+            count += 1
+    kept = 0
+    for i in range(count):
+        k, beaten = alive[i], False
+        for j in range(count):
+            other = alive[j]
+            if i == j or beaten or not objective_K[other] <= objective_K[k]:
+                continue
+            no_worse, equal = True, objective_K[k] <= objective_K[other]
+            for r in range(rows_KR.shape[1]):
+                if rows_KR[other, r] > rows_KR[k, r]:
+                    no_worse = False
+                    break
+                equal = equal and rows_KR[other, r] == rows_KR[k, r]
+            beaten = no_worse and (j < i or not equal)  # of two equal ones the first stays
+        if i == 0 or not beaten:
+            stays[kept] = k
+            kept += 1
+    return stays[:kept].copy()
 
 
 def _merge(items: list[_Item], room: float, most: int) -> list[_Item]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync_opt.formulations.assignment.core import Core, CoreEdge
-from qsync_opt.formulations.assignment.frontier_loops import undominated
+from qsync_opt.formulations.assignment.frontier_loops import extend, leaders, undominated
 from qsync_opt.formulations.assignment.model import Floats, Ints
 
 _MAX_COMPLETION_ENTRIES = 4096
@@ -233,23 +233,34 @@ def _take(
 ) -> tuple[_States, Ints, Ints, float]:
     """Extend every state by every label of one node; returns the states kept, whence they came, and what was lost."""
     node, open_KD = core.nodes[step.position], states.open_KD
-    objective_KA = states.objective[:, None] + node.objective_A
-    priced_KA = states.priced[:, None] + node.priced_A
-    rows_KAR = states.rows[:, None] + node.rows_AR
-    for slot, edge, is_first in step.edges:
-        at = (slice(None), open_KD[:, slot]) if is_first else (open_KD[:, slot],)
-        own, priced, rows = edge.objective_AB[at], edge.priced_AB[at], edge.rows_ABR[at]
-        objective_KA = objective_KA + (own.T if is_first else own)
-        priced_KA = priced_KA + (priced.T if is_first else priced)
-        rows_KAR = rows_KAR + (rows.transpose(1, 0, 2) if is_first else rows)
-    completion, after_KAD = _after(step, open_KD, len(node.labels_A))
-    rank_KA = core.priced + priced_KA + completion
-    alive = (rank_KA < upper) & (rows_KAR <= slack_R).all(axis=2)
-    parent, label = np.nonzero(alive)
-    if not len(parent):
-        return states, parent, label, np.inf
-    objective, rows, rank = objective_KA[parent, label], rows_KAR[parent, label], rank_KA[parent, label]
-    after = after_KAD[parent, label]
+    if not open_KD.shape[1] and not step.kept:
+        parent, label, rank = extend(
+            states.priced, states.rows, node.priced_A, np.ascontiguousarray(node.rows_AR), core.priced,
+            float(step.completion), upper, slack_R,
+        )  # fmt: skip
+        if not len(parent):
+            return states, parent, label, np.inf
+        objective = states.objective[parent] + node.objective_A[label]
+        priced = states.priced[parent] + node.priced_A[label]
+        rows = states.rows[parent] + node.rows_AR[label]
+        after = np.zeros((len(parent), 0), dtype=np.int64)
+    else:
+        objective_KA = states.objective[:, None] + node.objective_A
+        priced_KA = states.priced[:, None] + node.priced_A
+        rows_KAR = states.rows[:, None] + node.rows_AR
+        for slot, edge, is_first in step.edges:
+            at = (slice(None), open_KD[:, slot]) if is_first else (open_KD[:, slot],)
+            own, dear, amounts = edge.objective_AB[at], edge.priced_AB[at], edge.rows_ABR[at]
+            objective_KA = objective_KA + (own.T if is_first else own)
+            priced_KA = priced_KA + (dear.T if is_first else dear)
+            rows_KAR = rows_KAR + (amounts.transpose(1, 0, 2) if is_first else amounts)
+        completion, after_KAD = _after(step, open_KD, len(node.labels_A))
+        rank_KA = core.priced + priced_KA + completion
+        parent, label = np.nonzero((rank_KA < upper) & (rows_KAR <= slack_R).all(axis=2))
+        if not len(parent):
+            return states, parent, label, np.inf
+        objective, priced, rows = objective_KA[parent, label], priced_KA[parent, label], rows_KAR[parent, label]
+        rank, after = rank_KA[parent, label], after_KAD[parent, label]
     code = _code(after)
     # With room to spare, comparing states costs more than carrying the dominated ones along.
     kept = undominated(code, objective, rows) if 2 * len(parent) > width else np.arange(len(parent))
@@ -260,9 +271,8 @@ def _take(
         gone[chosen] = False
         lost = float(rank[kept[gone]].min())
         kept = kept[chosen]
-    parent, label = parent[kept], label[kept]
-    taken = _States(objective=objective[kept], priced=priced_KA[parent, label], rows=rows[kept], open_KD=after[kept])
-    return taken, parent, label, lost
+    taken = _States(objective=objective[kept], priced=priced[kept], rows=rows[kept], open_KD=after[kept])
+    return taken, parent[kept], label[kept], lost
 
 
 def _after(step: _Step, open_KD: Ints, num_labels: int) -> tuple[Floats, Ints]:
@@ -302,11 +312,7 @@ def _select(rank_K: Floats, rows_KR: Ints, code_K: Ints, width: int, *, spread: 
     for row in wide[:8].tolist():
         step = (rows_KR[:, row] - rows_KR[:, row].min()) * ((side - 1e-9) / float(span_R[row]))
         cell = cell * side + step.astype(np.int64)
-    ranked = cell[by_rank]
-    grouped = np.argsort(ranked, kind="stable")
-    first = np.diff(ranked[grouped], prepend=ranked[grouped[:1]] - 1) != 0
-    place = np.sort(grouped[first])[: width // 2]
-    others = np.ones(len(by_rank), dtype=np.bool_)
-    others[place] = False
-    rest = by_rank[others][: width - len(place)]
+    leads = leaders(cell[by_rank], width // 2)
+    place = np.flatnonzero(leads)
+    rest = by_rank[~leads][: width - len(place)]
     return np.concatenate([by_rank[place], rest])

@@ -1,6 +1,6 @@
-"""Which states of a core search does another one beat? The loop that takes most of its time.
+"""Which states of a core search go on, and which ones does another one beat? The loops that take most of its time.
 
-Axes: K states, R limit rows.
+Axes: K states, A labels of the node being taken, R limit rows.
 """
 
 import numpy as np
@@ -114,3 +114,69 @@ def undominated(code_K: Ints, objective_K: Floats, rows_KR: Ints) -> Ints:
                 least = objective_K[k]
         order, left = other, kept
     return order[:left].copy()
+
+
+def _extend_plain(
+    priced_K: Floats, rows_KR: Ints, priced_A: Floats, rows_AR: Ints, base: float, completion: float, upper: float,
+    slack_R: Ints,
+) -> tuple[Ints, Ints, Floats]:  # fmt: skip
+    rank_KA = base + (priced_K[:, None] + priced_A) + completion
+    alive = (rank_KA < upper) & (rows_KR[:, None] + rows_AR <= slack_R).all(axis=2)
+    parent, label = np.nonzero(alive)
+    return parent, label, rank_KA[parent, label]
+
+
+@compiled(
+    "(float64[::1],int64[:,::1],float64[::1],int64[:,::1],float64,float64,float64,int64[::1])",
+    plain=_extend_plain,
+)
+def extend(
+    priced_K: Floats, rows_KR: Ints, priced_A: Floats, rows_AR: Ints, base: float, completion: float, upper: float,
+    slack_R: Ints,
+) -> tuple[Ints, Ints, Floats]:  # fmt: skip
+    """States by labels of a node without edges that stay below a value and within the rows: parent, label, rank."""
+    count = 0
+    parent, label = np.empty(len(priced_K) * len(priced_A), np.int64), np.empty(len(priced_K) * len(priced_A), np.int64)
+    rank = np.empty(len(priced_K) * len(priced_A))
+    for k in range(len(priced_K)):
+        for a in range(len(priced_A)):
+            value = base + (priced_K[k] + priced_A[a]) + completion
+            alive = value < upper
+            for r in range(len(slack_R)):
+                alive = alive and rows_KR[k, r] + rows_AR[a, r] <= slack_R[r]
+            if alive:
+                parent[count], label[count], rank[count] = k, a, value
+                count += 1
+    return parent[:count].copy(), label[:count].copy(), rank[:count].copy()
+
+
+def _leaders_plain(cell_K: Ints, most: int) -> Bools:
+    grouped = np.argsort(cell_K, kind="stable")
+    ordered = cell_K[grouped]
+    first = np.sort(grouped[np.concatenate([[True], ordered[1:] != ordered[:-1]])])
+    leads = np.zeros(len(cell_K), dtype=np.bool_)
+    leads[first[:most]] = True
+    return leads
+
+
+@compiled("boolean[::1](int64[::1],int64)", plain=_leaders_plain)
+def leaders(cell_K: Ints, most: int) -> Bools:
+    """The first state of each cell, of so many cells at most."""
+    size = 2
+    while size < 2 * len(cell_K):
+        size *= 2
+    slot = np.full(size, -1, dtype=np.int64)
+    leads = np.zeros(len(cell_K), dtype=np.bool_)
+    found = 0
+    for k in range(len(cell_K)):
+        if found == most:
+            break
+        cell = cell_K[k]
+        at = (cell ^ (cell >> 17)) & (size - 1)
+        while slot[at] >= 0 and cell_K[slot[at]] != cell:
+            at = (at + 1) & (size - 1)
+        if slot[at] < 0:
+            slot[at] = k
+            leads[k] = True
+            found += 1
+    return leads

@@ -92,6 +92,23 @@ def _sum_loads(entry_X: Ints, pointer_Z1: Ints, load_T: Ints, value_T: Ints, num
     return loads_S
 
 
+def _sum_steps_plain(row: Ints, load: Ints, sign: Ints, loads_S: Ints, num_rows: int) -> Ints:
+    step_R = np.zeros(num_rows, dtype=np.int64)
+    np.add.at(step_R, row, sign * loads_S[load])
+    return np.cumsum(step_R)
+
+
+@compiled("int64[::1](int64[::1],int64[::1],int64[::1],int64[::1],int64)", plain=_sum_steps_plain)
+def _sum_steps(row: Ints, load: Ints, sign: Ints, loads_S: Ints, num_rows: int) -> Ints:
+    """Left-hand sides of rows that are given by their steps."""
+    left_R = np.zeros(num_rows, dtype=np.int64)
+    for step in range(len(row)):
+        left_R[row[step]] += sign[step] * loads_S[load[step]]
+    for r in range(1, num_rows):
+        left_R[r] += left_R[r - 1]
+    return left_R
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
     """A node whose label follows from those of two others.
@@ -184,7 +201,7 @@ class AssignmentModel:
         object.__setattr__(self, "offset_N", offsets[:num_nodes])
         object.__setattr__(self, "offset_E", offsets[num_nodes:-1])
         step_RS = np.diff(self.rows_RS, axis=0, prepend=self.rows_RS[:1] * 0)
-        row, load = np.nonzero(step_RS)
+        row, load = (np.ascontiguousarray(positions) for positions in np.nonzero(step_RS))
         object.__setattr__(self, "steps", (row, load, step_RS[row, load].astype(np.int64)))
         entry_T = np.repeat(np.arange(len(self.objective_Z)), np.diff(self.pointer_Z1))
         object.__setattr__(self, "_entry_T", entry_T)
@@ -213,10 +230,7 @@ class AssignmentModel:
 
     def left_sides(self, loads_S: Ints) -> Ints:
         """Left-hand sides of the limits for some loads, exactly, shape (R,)."""
-        row, load, sign = self.steps
-        step_R = np.zeros(len(self.limits_R), dtype=np.int64)
-        np.add.at(step_R, row, sign * loads_S[load])
-        return np.cumsum(step_R)
+        return _sum_steps(*self.steps, loads_S, len(self.limits_R))
 
     def load_prices(self, prices_R: Floats) -> Floats:
         """What a unit of each load costs at the limits' prices, shape (S,)."""

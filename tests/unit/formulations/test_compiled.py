@@ -67,6 +67,18 @@ def test_what_compiles_is_told(switched):
     assert compiled_by().startswith("numba ")
 
 
+def test_arrays_laid_out_otherwise_are_taken_too(monkeypatch, switched):
+    pytest.importorskip("numba")
+    switched("1")
+    loop = _loop(monkeypatch)
+    values = np.arange(6.0)
+    values.flags.writeable = False
+    assert loop(values) == 15.0
+    assert loop(values[::2]) == 6.0
+    with pytest.raises(TypeError):
+        loop("text")
+
+
 def test_a_cache_that_fails_is_told_and_not_used(monkeypatch, switched, caplog):
     numba = pytest.importorskip("numba")
     switched("1")
