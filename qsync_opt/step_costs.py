@@ -171,6 +171,8 @@ class StepCosts:
         resting_share: Time on the host under a plan of FP32 alone, which stands aside, as a share of what it would be
             if that plan were carried out like others.
         waits: Whether the host waits for the device in every step, so that each begins on an idle device.
+        compiled: Whether forward and backward pass are compiled, each as one graph: what its kernels cost is divided
+            among their operators (`qsync_opt.compiled_trace`), and gradients are ready after the whole backward pass.
     """
 
     device: DeviceIdentity
@@ -188,6 +190,7 @@ class StepCosts:
     checks: tuple[StepCheck, ...] = ()
     resting_share: float = 1.0
     waits: bool = False
+    compiled: bool = False
 
     def check_graph(self, graph: OpGraph) -> None:
         """Refuse another model.
@@ -219,6 +222,7 @@ class StepCosts:
             "cast_host_ns": self.cast_host_ns,
             "resting_share": self.resting_share,
             "waits": self.waits,
+            "compiled": self.compiled,
             "checks": [{f.name: getattr(check, f.name) for f in fields(check)} for check in self.checks],
         }
 
@@ -254,6 +258,7 @@ class StepCosts:
             cast_host_ns=reader.integer("cast_host_ns"),
             resting_share=reader.number("resting_share") if "resting_share" in reader else 1.0,
             waits=reader.flag("waits"),
+            compiled=reader.flag("compiled"),
             checks=tuple(
                 StepCheck(**_check(Fields(item, f"{where}: checks[{i}]")))
                 for i, item in enumerate(reader.sequence("checks"))

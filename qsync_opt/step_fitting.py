@@ -60,13 +60,15 @@ def fit_step_costs(
         cast_host_ns: Host time of one.
 
     Raises:
-        ProblemError: No sample.
+        ProblemError: No sample, or some compiled and some not.
 
     Source: ours. A profiler slows the host down; so what it saw there is scaled, per plan and phase, to what the same
         phase took untraced.
     """
     if not samples:
         raise ProblemError("no recorded step to fit costs to; record at least one plan")
+    if len({sample.compiled for sample in samples}) > 1:
+        raise ProblemError("some of the recorded steps were compiled and some not; fit costs to each kind by itself")
     flow = StepFlow(graph, half_format)
     roots, held = _merged(samples)
     lifetimes = Lifetimes(graph, roots, held)
@@ -119,6 +121,7 @@ def fit_step_costs(
         cast_host_ns=cast_host_ns,
         resting_share=_resting_share(samples),
         waits=all(sample.spans.waits for sample in samples),
+        compiled=samples[0].compiled,
     )
 
 

@@ -277,6 +277,8 @@ class StepPredictor:
 
         Source: maximum cycle mean of a max-plus linear system (Baccelli et al., 1992).
         """
+        if self.costs.compiled:
+            tails = [(self.segments - 1, tail) for _, tail in tails]
         phases = self.costs.phases
         finish, optimizer, clear = phases["backward|end"], phases["optimizer"], phases["zero_grad"]
         if self.costs.waits and self.costs.device.kind != "cpu":
