@@ -106,21 +106,24 @@ def matched(schedule: Sequence[Scheduled], calls: Sequence[HostCall]) -> list[Sc
 
 
 def charge_compiled(
-    trace: CompiledEvents, forward: Sequence[Scheduled], backward: Sequence[Scheduled], order: Sequence[str]
+    trace: CompiledEvents,
+    forward: Sequence[Sequence[Scheduled]],
+    backward: Sequence[Sequence[Scheduled]],
+    order: Sequence[str],
 ) -> list[StepSpans]:
     """Charge the events of compiled steps to operators, step by step.
 
     Args:
-        trace: With the phases labelled; one compiled graph per pass.
-        forward: What the forward pass's graph does.
-        backward: What that of the backward pass does.
+        trace: With the phases labelled.
+        forward: What the graphs of the forward pass do, in the order in which they run.
+        backward: What those of the backward pass do.
         order: Operators of the model in the order of the forward pass.
 
     Returns:
         One entry per step, in order.
 
     Raises:
-        ProblemError: A pass ran none or several graphs, or not the kernels that it was to run.
+        ProblemError: A pass ran another number of graphs, or not the kernels that it was to run.
     """
     marks = {phase_label(phase): phase for phase in (FORWARD, BACKWARD, *_LATER)}
     phases = [r for r in trace.events.ranges if r.label in marks]
@@ -157,31 +160,32 @@ def _pass_windows(
     phase: str,
     whole: Range,
     until: int,
-    schedule: Sequence[Scheduled],
+    schedules: Sequence[Sequence[Scheduled]],
     windows: list[Window],
     entries: dict[str, Scheduled],
 ) -> None:
-    """Windows of a pass: before its graph, one per call of it, and after it.
+    """Windows of a pass: before its graphs, one per call of them, and after them.
 
-    A call's window begins where the call before it ended, because that is where what it writes is allocated.
+    What comes between two graphs (gradients are accumulated, and handed to DistributedDataParallel) follows the one
+    before it. A call's window begins where the call before it ended, because that is where what it writes is allocated.
     """
     graphs = [g for g in trace.graphs if whole.start <= g.start < whole.end]
-    if len(graphs) != 1:
-        raise ProblemError(
-            f"the {phase} pass ran {len(graphs)} compiled graphs, but one is needed: compile with fullgraph=True"
-        )
-    graph = graphs[0]
-    calls = [call for call in trace.calls if graph.start <= call.start < graph.end]
-    windows.append(Window(whole.start, graph.start, (phase, BEGIN)))
-    now, current = graph.start, ""
-    for call, entry in zip(calls, matched(schedule, calls), strict=True):
-        if entry is not None and entry.shares:
-            current = f"{phase} {len(entries)}"
-            entries[current] = entry
-        windows.append(Window(now, call.end, (phase, current or BEGIN)))
-        now = call.end
-    windows.append(Window(now, graph.end, (phase, current or BEGIN)))
-    windows.append(Window(graph.end, until, (phase, END)))
+    if len(graphs) != len(schedules):
+        raise ProblemError(f"the {phase} pass ran {len(graphs)} compiled graphs, but {len(schedules)} were compiled")
+    now, current = whole.start, ""
+    for graph, schedule in zip(graphs, schedules, strict=True):
+        windows.append(Window(now, graph.start, (phase, current or BEGIN)))
+        now = graph.start
+        calls = [call for call in trace.calls if graph.start <= call.start < graph.end]
+        for call, entry in zip(calls, matched(schedule, calls), strict=True):
+            if entry is not None and entry.shares:
+                current = f"{phase} {len(entries)}"
+                entries[current] = entry
+            windows.append(Window(now, call.end, (phase, current or BEGIN)))
+            now = call.end
+        windows.append(Window(now, graph.end, (phase, current or BEGIN)))
+        now = graph.end
+    windows.append(Window(now, until, (phase, END)))
 
 
 def _divided(spans: Spans, entries: dict[str, Scheduled]) -> Spans:

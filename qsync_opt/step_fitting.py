@@ -67,7 +67,7 @@ def fit_step_costs(
     """
     if not samples:
         raise ProblemError("no recorded step to fit costs to; record at least one plan")
-    if len({sample.compiled for sample in samples}) > 1:
+    if len({sample.graphs > 0 for sample in samples}) > 1:
         raise ProblemError("some of the recorded steps were compiled and some not; fit costs to each kind by itself")
     flow = StepFlow(graph, half_format)
     roots, held = _merged(samples)
@@ -121,7 +121,7 @@ def fit_step_costs(
         cast_host_ns=cast_host_ns,
         resting_share=_resting_share(samples),
         waits=all(sample.spans.waits for sample in samples),
-        compiled=samples[0].compiled,
+        graphs=max(sample.graphs for sample in samples),
     )
 
 

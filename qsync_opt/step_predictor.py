@@ -277,7 +277,7 @@ class StepPredictor:
 
         Source: maximum cycle mean of a max-plus linear system (Baccelli et al., 1992).
         """
-        if self.costs.compiled:
+        if self.costs.graphs == 1:
             tails = [(self.segments - 1, tail) for _, tail in tails]
         phases = self.costs.phases
         finish, optimizer, clear = phases["backward|end"], phases["optimizer"], phases["zero_grad"]

@@ -91,14 +91,14 @@ def record_compiled_plan(
         peak_bytes=peak,
         latencies_ns=tuple(wholes),
         host_unit_ns=(before_ns + after_ns) / 2,
-        compiled=True,
+        graphs=len(schedules[0]),
     )
 
 
 def _traced(
     stepper: Stepper,
     steps: int,
-    schedules: tuple[Sequence[Scheduled], Sequence[Scheduled]],
+    schedules: tuple[Sequence[Sequence[Scheduled]], Sequence[Sequence[Scheduled]]],
     order: Sequence[str],
     *,
     memory: bool,

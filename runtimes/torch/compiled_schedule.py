@@ -41,19 +41,20 @@ def annotated_operators(model: nn.Module, graph: OpGraph) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def collected_schedules() -> Iterator[list[Any]]:
-    """Collect the schedulers of all graphs that are compiled inside, in the order in which they are compiled.
+def collected_schedules() -> Iterator[list[tuple[bool, Any]]]:
+    """Collect the schedulers of all graphs that are compiled inside, and whether each is of a backward pass.
 
     Graphs are compiled anew, whatever a cache of them has; the kernels in them are taken from the cache.
     """
     import torch._functorch.config
     import torch._inductor.config
+    from torch._inductor.virtualized import V
 
-    found: list[Any] = []
+    found: list[tuple[bool, Any]] = []
 
     def note(nodes: list[Any]) -> list[Any]:
         if nodes:
-            found.append(nodes[0].scheduler)
+            found.append((bool(V.graph.is_backward), nodes[0].scheduler))
         return nodes
 
     graphs: Any = torch._inductor.config
@@ -65,19 +66,24 @@ def collected_schedules() -> Iterator[list[Any]]:
         yield found
 
 
-def read_schedules(schedulers: Sequence[Any]) -> tuple[list[Scheduled], list[Scheduled]]:
-    """What the graphs of the forward and the backward pass do.
+def read_schedules(
+    schedulers: Sequence[tuple[bool, Any]],
+) -> tuple[list[list[Scheduled]], list[list[Scheduled]]]:
+    """What the graphs of the forward and of the backward pass do, in the order in which they run.
+
+    ``DistributedDataParallel`` has the graph split at its buckets; the parts run backward in reverse order.
 
     Raises:
-        UnsupportedError: There are not exactly two.
+        UnsupportedError: There is none, or not one of each kind for every part.
     """
-    if len(schedulers) != 2:
+    forward = [_entries(scheduler.nodes) for is_backward, scheduler in schedulers if not is_backward]
+    backward = [_entries(scheduler.nodes) for is_backward, scheduler in schedulers if is_backward]
+    if not forward or len(forward) != len(backward):
         raise UnsupportedError(
-            f"{len(schedulers)} graphs were compiled for a training step, but one for the forward and one for the "
-            "backward pass are needed: the model breaks into several (fullgraph=True says where), or none is compiled"
+            f"{len(forward)} graphs of the forward and {len(backward)} of the backward pass were compiled in a "
+            "training step, but as many of each are needed, one at least; was the model in training mode?"
         )
-    forward, backward = (_entries(scheduler.nodes) for scheduler in schedulers)
-    return forward, backward
+    return forward, backward[::-1]
 
 
 def _entries(nodes: Sequence[Any]) -> list[Scheduled]:
