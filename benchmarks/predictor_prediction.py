@@ -169,7 +169,7 @@ class Predictor:
             "plan": label,
             "cluster": self.cluster,
             "precisions": " ".join(both[-1].values()),
-            "way": "captured" if captured else "eager",
+            "way": "captured" if captured else "compiled" if self.combination.compiled else "eager",
             "plan_recorded_alone": label.startswith("uniform"),
             "predicted_ms": steady / MS,
             "measured_ms": measured,

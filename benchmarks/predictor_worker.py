@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gzip
 import json
@@ -22,6 +23,7 @@ from predictor_peers import torch_estimates
 from predictor_pinning import cores_of, without_collection
 from predictor_prediction import MS, Predictor, said
 from predictor_records import records_json
+from torch._inductor.async_compile import AsyncCompile
 
 import qsync_opt
 from qsync_opt.covering_plans import finest_at
@@ -30,6 +32,7 @@ from qsync_opt.kernels import ops
 from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.collectives import CollectiveCost, measure_collectives
+from qsync_opt.runtimes.torch.compiled_recording import compiled_inside
 from qsync_opt.runtimes.torch.ddp import process_group
 from qsync_opt.runtimes.torch.measure import TrainingExample
 from qsync_opt.runtimes.torch.step_profile import record_steps
@@ -92,6 +95,7 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
             ),
             progress=False,
             name=name,
+            compiled=combination.compiled,
         )
     worker.costs[key] = records.fit(graph)
     seconds = time.perf_counter() - start
@@ -147,6 +151,8 @@ def run_worker(
             keep=keep,
             cores=cores_of(rank, workers) if device_type == "cuda" else [],
         )
+        if any(combination.compiled for combination in combinations):
+            AsyncCompile.warm_pool()  # its processes take the cores that this one has when it starts them
         if worker.cores:
             os.sched_setaffinity(0, worker.cores)
         collective = measure_collectives(SIZES, device=device) if workers > 1 else None
@@ -244,6 +250,8 @@ def run_combination(
         eager = [label for label in cases if not label.endswith(CAPTURED)]
         captured = [label for label in cases if label.endswith(CAPTURED)]
         rounds = [(0, label) for label in eager] + [(1, label) for label in eager[::-1]]
+        if combination.compiled:  # compiling again for the second block would take longer than all steps do
+            rounds = [(2, label) for label in eager]
         rounds += [(0, label) for label in captured] + [(1, label) for label in captured[::-1]]
         for again, label in rounds:
             if agreed(worker, time.perf_counter() - worker.deadline) > 0:
@@ -253,25 +261,28 @@ def run_combination(
             first = plan if combination.multiprocessors is None else fixed
             mine = plan if worker.rank == last else first
             apply(stepper.example.model, mine, graph=graph, options=ApplyOptions())
+            compiling = compiled_inside(stepper.example.model) if combination.compiled else contextlib.nullcontext()
             try:
-                refusal = capture_passes(worker, stepper) if label.endswith(CAPTURED) else ""
-                block = None if refusal else measure(worker, stepper)
+                with compiling:
+                    refusal = capture_passes(worker, stepper) if label.endswith(CAPTURED) else ""
+                    blocks = [] if refusal else [measure(worker, stepper) for _ in range(max(1, again))]
             finally:
                 undo(stepper.example.model)
-            if block is None:
+            if refusal:
                 found["skipped"].append(f"{combination.name} {label}: {refusal}")
                 continue
-            block["peak"] = max(0, block["peak"] - before)
-            told = gathered(block, worker.device)
+            for block in blocks:
+                block["peak"] = max(0, block["peak"] - before)
+                told = gathered(block, worker.device)
+                measured.setdefault(label, []).append(told)
             if worker.rank:
                 continue
-            measured.setdefault(label, []).append(told)
-            case = predictor.case(label, [first, plan][-len(told) :], measured[label])
+            case = predictor.case(label, [first, plan][-last - 1 :], measured[label])
             found["cases"] = [c for c in found["cases"] if c["key"] != case["key"]] + [case]
             output.write_text(json.dumps(found))
             if again or worker.device.type == "cpu":
                 worker.say(said(combination, case))
-        if combination.solve and worker.device.type == "cuda":
+        if combination.solve and worker.device.type == "cuda" and not combination.compiled:
             for name, dtype in (("BF16 autocast", torch.bfloat16), ("FP16 autocast", torch.float16)):
                 autocast(worker, combination, stepper, name, dtype, found)
         del stepper

@@ -91,8 +91,7 @@ def _entries(nodes: Sequence[Any]) -> list[Scheduled]:
     kernels = 0
     for node in nodes:
         entry = _scheduled(node)
-        device = node.get_device()
-        if entry.fused and kernels and device is not None and device.type == "cpu":
+        if entry.fused and kernels and node.get_device().type == "cpu":
             # One function of C++ has all that comes between two calls of libraries.
             found[-1] = _together(found[-1], kernels, entry)
             kernels += 1
