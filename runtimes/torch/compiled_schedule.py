@@ -122,8 +122,8 @@ def _scheduled(node: Any) -> Scheduled:
         call = node.node
         main = call.get_origin_node()
         name = _label(main) if main is not None else ""
-        labels = [_label(origin) for origin in origins if not _is_view(origin)]
-        name = name or next((label for label in labels if label), "")
+        last = [origin for origin in origins if not any(user in origins for user in origin.users)]
+        name = name or next((label for label in map(_label, last) if label), "")
         return Scheduled(False, _names(call), ((name, 1.0),) if name else ())
     if "NopKernelSchedulerNode" in kinds:
         return Scheduled(False, (), ())
