@@ -102,7 +102,7 @@ COMBINATIONS = (
     _combination("bert-4", MEDIUM, None, _SIX, 2, True, compiled=True),
     _combination("gpt-tiny", SMALL, 16, ("FP32", "BF16"), 2, True),
     _combination("gpt-tiny", LARGE, None, ("FP32", "INT8"), 1),
-    _combination("gpt-tiny", SMALL, None, ("FP32", "BF16"), 1, compiled=True),
+    _combination("gpt-tiny", SMALL, None, ("FP32", "BF16"), 1, precisions=("BF16",), compiled=True),
 )
 
 

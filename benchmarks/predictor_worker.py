@@ -297,6 +297,8 @@ def compare_with_torch(
     """Put what torch's estimators say beside uniform cases, while there is time: one of each combination, then more."""
     waiting = []
     for combination in combinations:
+        if combination.compiled:
+            continue
         own = [case for case in found["cases"] if case["key"].startswith(f"{combination.name} uniform")]
         own.sort(key=lambda case: ("BF16" not in case["plan"], "TF32" not in case["plan"]))
         waiting += [(rank, combination, case) for rank, case in enumerate(own) if "8" not in case["plan"]]
