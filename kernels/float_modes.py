@@ -24,7 +24,7 @@ def _setting(family: str) -> Any:
     return backends.cuda.matmul if family == "matmul" else backends.cudnn.conv
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def current_mode(family: str) -> str:
     """``"ieee"`` or ``"tf32"``: how CUDA multiplies FP32 tensors now; family is ``"matmul"`` or ``"conv"``.
 

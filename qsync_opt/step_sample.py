@@ -45,8 +45,8 @@ class StepSample:
             other plans. ``iteration_ns`` is then of such a step too; all else is of a plan that does not stand aside,
             as those that have FP32 beside others.
         host_rounds_ns: Time on the host of a whole step, in each of the rounds that ``host_ns`` is the mean of.
-        graphs: Compiled graphs per pass, 0 if the model was not compiled. Where it was, ``kept`` is empty, and changes of
-            memory are charged where they happen.
+        graphs: Compiled graphs per pass, 0 if the model was not compiled. Where it was, ``kept`` is empty, and changes
+            of memory are charged where they happen.
         host_unit_ns: Time on the host of a small fixed piece of work, around the untraced steps; 0 if it was not taken.
     """
 

@@ -64,20 +64,23 @@ def record_compiled_plan(
     apply(model, dict(plan), graph=graph, options=ApplyOptions(kernels=kernels or KernelOptions()))
     try:
         outputs = _delivered_formats(stepper, graph)
-        with compiled_inside(model):
-            with annotated_operators(model, graph), collected_schedules() as schedulers:
-                for _ in range(options.warm_up):
-                    stepper.step()
-                schedules = read_schedules(schedulers)
-                schedulers.clear()
-                before_ns = stepper.host_unit_ns()
-                host_ns, wholes = stepper.host_ns(options.repeats)
-                iteration_ns = statistics.median(stepper.paced_ns(options.repeats))
-                after_ns = stepper.host_unit_ns()
-                resident, peak = stepper.peak_bytes()
-                order = tuple(operator.name for operator in graph)
-                spans = _traced(stepper, options.traced, schedules, order, memory=False)
-                memory = _traced(stepper, 1, schedules, order, memory=True)
+        with (
+            compiled_inside(model),
+            annotated_operators(model, graph),
+            collected_schedules() as schedulers,
+        ):
+            for _ in range(options.warm_up):
+                stepper.step()
+            schedules = read_schedules(schedulers)
+            schedulers.clear()
+            before_ns = stepper.host_unit_ns()
+            host_ns, wholes = stepper.host_ns(options.repeats)
+            iteration_ns = statistics.median(stepper.paced_ns(options.repeats))
+            after_ns = stepper.host_unit_ns()
+            resident, peak = stepper.peak_bytes()
+            order = tuple(operator.name for operator in graph)
+            spans = _traced(stepper, options.traced, schedules, order, memory=False)
+            memory = _traced(stepper, 1, schedules, order, memory=True)
     finally:
         undo(model)
     return StepSample(

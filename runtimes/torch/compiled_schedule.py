@@ -153,8 +153,8 @@ def _is_view(node: Any) -> bool:
     target = node.target
     if target is operators.getitem:
         return True
-    returns = getattr(getattr(target, "_schema", None), "returns", ())
-    return len(returns) > 0 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+    returns: list[Any] = getattr(getattr(target, "_schema", None), "returns", [])
+    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
 def _num_bytes(node: Any) -> int:

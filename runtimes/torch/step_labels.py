@@ -127,7 +127,7 @@ def read_events(profiler: torch.profiler.profile) -> StepEvents:
                 nodes.append(Node(start, end, event.sequence_nr()))
             else:
                 calls.append(start)
-    # Ranges of the host are shown on the device too; they are no kernels. A compiler's kernels have the names of ranges.
+    # Ranges of the host are shown on the device too; they are no kernels. A compiler's kernels are named as ranges are.
     for name, start, end, event in on_device:
         if name not in host_names or (name.startswith(FUSED) and not event.is_user_annotation()):
             kernels.append(Kernel(start, end, event.correlation_id(), event.device_resource_id(), name))
