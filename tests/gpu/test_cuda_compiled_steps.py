@@ -64,3 +64,14 @@ def test_compiled_steps_are_charged_and_predicted():
     assert model._compiled_call_impl is None
     with pytest.raises(qsync_opt.QSyncError):
         undo(model)
+
+
+def test_a_job_that_trains_compiled_is_planned_compiled():
+    torch.manual_seed(0)
+    model, x = _Block().to(CUDA), torch.randn(8192, 256, device=CUDA)
+    options = qsync_opt.PlanningOptions(precisions=("TF32", "BF16", "FP32"), compiled=True, profile_seconds=1.0)
+    plan = qsync_opt.auto_plan(model, (x,), options=options)
+    assert "measured compiled passes" in plan.reason
+    compiled = torch.compile(qsync_opt.apply(model, plan), fullgraph=True, dynamic=False)
+    compiled(x).backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
