@@ -29,7 +29,7 @@ _GRAPH = "## Call CompiledFxGraph"
 
 
 @contextlib.contextmanager
-def compiled_inside(model: nn.Module) -> Iterator[None]:
+def compiled_inside(model: nn.Module, backend: str = "inductor") -> Iterator[None]:
     """The model compiled in place, as one graph per pass, below ``DistributedDataParallel`` if that is around it.
 
     What was compiled before in this process is forgotten (`torch.compiler.reset`), before and after.
@@ -37,7 +37,7 @@ def compiled_inside(model: nn.Module) -> Iterator[None]:
     bare = bare_model(model)
     before: Any = bare._compiled_call_impl
     torch.compiler.reset()
-    bare.compile(fullgraph=True, dynamic=False)
+    bare.compile(fullgraph=True, dynamic=False, backend=backend)
     try:
         yield
     finally:
