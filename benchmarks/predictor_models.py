@@ -23,9 +23,9 @@ BATCHES = {
     "bert-base": {SMALL: 16, MEDIUM: 32, LARGE: 64},
     "vit-base": {SMALL: 16, MEDIUM: 64, LARGE: 128},
     "resnet50": {SMALL: 32, LARGE: 64},
-    "gpt-4": {SMALL: 4, MEDIUM: 8},
-    "vit-4": {SMALL: 16, MEDIUM: 64},
-    "bert-4": {SMALL: 16, MEDIUM: 32},
+    "gpt-4": {SMALL: 4, LARGE: 32},
+    "vit-4": {SMALL: 16, LARGE: 128},
+    "bert-4": {SMALL: 16, LARGE: 128},
     "gpt-tiny": {SMALL: 2, LARGE: 4},
 }
 """Samples per worker: few for slow partitions, so that a step does not last seconds, many for fast ones."""

@@ -9,11 +9,15 @@ The trace has no labels of operators. What a graph called on the host is laid be
 one by one, calls of libraries by name between them. A fused kernel too many or too few is an error, for then nothing
 can be said about any of them.
 
+Of memory, what each operator has in use when the passes need most is kept: a compiler computes gradients of weights
+when it likes, so that operators do not take turns, and what they leave behind says nothing about the peak.
+
 Source: ours.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -26,6 +30,7 @@ from qsync_opt.step_trace import (
     FORWARD,
     OPTIMIZER,
     ZERO_GRAD,
+    Change,
     Range,
     Span,
     Spans,
@@ -148,11 +153,25 @@ def charge_compiled(
             stop = later[k + 1].start if k + 1 < len(later) else end
             windows.append(Window(phase.start, stop, (marks[phase.label], BEGIN)))
         windows.sort()
-        spans = fill(trace.events, windows, waits, tuple(order))
         begin = found[FORWARD].start
+        peak, later_bytes = _peaks(trace.events.changes, begin, until, end)
+        events = replace(trace.events, changes=[c for c in trace.events.changes if begin <= c.time <= peak])
+        spans = fill(events, windows, waits, tuple(order))
+        spans.spans.setdefault((OPTIMIZER, BEGIN), Span()).changes = [later_bytes]
         waited = any(begin <= time < found[BACKWARD].end for time in trace.events.waits)
-        steps.append(replace(spans, spans=_divided(spans.spans, entries), waits=waited))
+        most = max(spans.peak_bytes, later_bytes)
+        steps.append(replace(spans, spans=_divided(spans.spans, entries), waits=waited, peak_bytes=most))
     return steps
+
+
+def _peaks(changes: Sequence[Change], begin: int, until: int, end: int) -> tuple[int, int]:
+    """When most memory is in use from ``begin`` to ``until``, and how much at most from there to ``end``."""
+    mine = [change for change in changes if begin <= change.time < end]
+    used = list(itertools.accumulate((change.num_bytes for change in mine), initial=0))[1:]
+    passes = [(total, -change.time) for change, total in zip(mine, used, strict=True) if change.time < until]
+    most, when = max(passes, default=(0, -begin))
+    later = [total for change, total in zip(mine, used, strict=True) if change.time >= until]
+    return (-when if most > 0 else begin - 1), max(0, *later) if later else 0
 
 
 def _pass_windows(

@@ -173,7 +173,8 @@ class StepCosts:
         waits: Whether the host waits for the device in every step, so that each begins on an idle device.
         graphs: Compiled graphs per pass, 0 if the model is not compiled. What their kernels cost is divided among the
             operators in them (`qsync_opt.compiled_trace`). Gradients are ready when their graph ends: if there is one
-            only, after the whole backward pass.
+            only, after the whole backward pass. The net sizes of a case are then what it has in use when the passes
+            need most, and ``phase_peaks`` what the phases have; that of the optimizer is all that its phase needs.
     """
 
     device: DeviceIdentity

@@ -104,8 +104,8 @@ def fit_step_costs(
             key = (phase, "|end" if end else BEGIN)
             span = sample.spans.spans.get(key, _EMPTY)
             phases[label].append(_work(span, sample.spans, scale[phase], gap))
-            peak = _peak(sample.memory.spans.get(key, _EMPTY).changes)
-            phase_peaks[label] = max(phase_peaks[label], peak)
+            changes = sample.memory.spans.get(key, _EMPTY).changes
+            phase_peaks[label] = max(phase_peaks[label], sum(changes) if sample.graphs else _peak(changes))
     return StepCosts(
         device=device,
         model=graph.name,

@@ -346,6 +346,8 @@ class StepPredictor:
         Args:
             costs: Per operator, as in a `PlannedStep`.
         """
+        if self.costs.graphs:
+            return self._compiled_memory(costs)
         lifetimes = self._lifetimes
         releases = lifetimes.releases([Kept(cost.saves_inputs, cost.saves_output) for cost in costs])
         now = peak = self.costs.resident_bytes
@@ -355,6 +357,16 @@ class StepPredictor:
                 peak, where = now + high, (phase, "" if position < 0 else self.graph.operators[position].name)
             now += net
         return StepMemory(peak_bytes=peak, phase=where[0], operator=where[1])
+
+    def _compiled_memory(self, costs: Sequence[CaseCost]) -> StepMemory:
+        """What all operators have in use when the passes need most, or what the optimizer needs."""
+        peaks = self.costs.phase_peaks
+        outside = sum(peaks[label] for label in ("forward", "forward|end", "backward", "backward|end"))
+        used = [cost.forward_net_bytes + cost.backward_net_bytes for cost in costs]
+        passes, later = outside + sum(used), peaks["optimizer"]
+        largest = self.graph.operators[used.index(max(used))].name if used else ""
+        where = ("backward", largest) if passes >= later else ("optimizer", "")
+        return StepMemory(peak_bytes=self.costs.resident_bytes + max(passes, later), phase=where[0], operator=where[1])
 
     def _moments(
         self,

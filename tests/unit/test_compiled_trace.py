@@ -59,7 +59,7 @@ def _trace(graphs):
             nodes=[],
             launches=[Launch(start, start + 1, i) for i, start in enumerate(starts)],
             kernels=[Kernel(1000 + 50 * i, 1040 + 50 * i, i, 7, "k") for i in range(len(starts))],
-            changes=[Change(35, 512), Change(65, -128), Change(125, -384)],
+            changes=[Change(35, 512), Change(65, -128), Change(125, 256), Change(155, -384), Change(205, 16)],
         ),
         graphs,
         calls,
@@ -84,10 +84,12 @@ def test_time_and_memory_of_kernels_are_divided_among_their_operators():
     }
     host = {phase: sum(s.host_ns for (p, _), s in step.spans.items() if p == phase) for phase in (FORWARD, BACKWARD)}
     assert host == {FORWARD: 100, BACKWARD: 100}
-    # What a kernel writes is allocated before it is launched, after the kernel before.
+    # What a kernel writes is allocated before it is launched, after the kernel before; only the peak counts.
     assert step.spans[FORWARD, "gelu"].changes == [512]
     assert step.spans[FORWARD, "b"].changes == [-128]
-    assert step.spans[BACKWARD, "b"].changes == [-384]
+    assert step.spans[BACKWARD, "b"].changes == [256]
+    assert step.spans[OPTIMIZER, ""].changes == [640 - 384 + 16]
+    assert step.peak_bytes == 640
     assert step.order == ("a", "gelu", "b")
 
 
