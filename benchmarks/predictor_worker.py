@@ -29,7 +29,7 @@ from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels import ops
 from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.capabilities import device_formats
-from qsync_opt.runtimes.torch.collectives import CollectiveCost, measure_collectives
+from qsync_opt.runtimes.torch.collectives import CollectiveCost, measure_collectives, measure_slowdown
 from qsync_opt.runtimes.torch.ddp import process_group
 from qsync_opt.runtimes.torch.measure import TrainingExample
 from qsync_opt.runtimes.torch.step_profile import record_steps
@@ -157,6 +157,7 @@ def run_worker(
             "workers": workers,
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "collectives": None if collective is None else collective.to_json(),
+            "slowdowns": {},
             "profiles": [],
             "baselines": [],
             "cases": [],
@@ -216,6 +217,9 @@ def run_combination(
     try_precisions(worker, combination, graph, count)
     clean(worker.device)
     with partition(worker.device, count):
+        # On the stream that trains: on a part of a card an all-reduce may find multiprocessors of its own.
+        share = 0.0 if collective is None else measure_slowdown(collective, device=worker.device)
+        slowdowns = [float(told) for told in gathered(share, worker.device)]
         profiled = profile(worker, combination, graph, count)
         found["profiles"] += [p for p in gathered(profiled, worker.device) if p]
         failed = gathered(worker.refused.get(key, {}), worker.device)[-1]
@@ -227,7 +231,10 @@ def run_combination(
         clean(worker.device)
         before = torch.cuda.memory_allocated(worker.device) if worker.device.type == "cuda" else 0
         stepper = stepper_of(worker, combination, None)
-        predictor = Predictor(graph, both, collective, combination, device_formats(worker.device), failed)
+        predictor = Predictor(graph, both, collective, combination, device_formats(worker.device), failed, slowdowns)
+        if worker.rank == 0:
+            found["slowdowns"][f"{combination.subject.name} {combination.cluster}"] = slowdowns
+            worker.say("computation beside all-reduces takes longer by", slowdowns, "of their time")
         if combination.solve:
             try:
                 solved = gathered(predictor.solve() if worker.rank == 0 else None, worker.device)[0]
