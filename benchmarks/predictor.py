@@ -118,6 +118,9 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="names of combinations, as cluster:model")
     parser.add_argument("--size", choices=(SMALL, MEDIUM, LARGE), help="another batch than the combination's own")
     parser.add_argument("--deadline-s", type=float, default=900.0)
+    parser.add_argument(
+        "--peers-s", type=float, default=25.0, help="how long torch's estimators may go on after the deadline"
+    )
     parser.add_argument("--keep", type=Path, help="folder for the recorded step costs")
     parser.add_argument("--output", type=Path, default=RESULTS / "predictor.json")
     parser.add_argument("--merge", type=Path, action="append", help="parts of earlier runs, instead of running")
@@ -147,6 +150,7 @@ def main() -> None:
             arguments.output.with_suffix(".part.json"),
             arguments.keep,
             arguments.workers,
+            arguments.peers_s,
         ),
         nprocs=arguments.workers,
     )

@@ -33,6 +33,7 @@ class Worker:
     device: torch.device
     solo: Any
     deadline: float
+    peers_s: float = 25.0
     keep: Path | None = None
     cores: list[int] = field(default_factory=list)
     pinned: dict[str, int] | None = None

@@ -37,8 +37,6 @@ from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper
 from qsync_opt.step_costs import StepCosts
 
 SIZES = tuple(1 << k for k in range(14, 29, 2))
-PEERS_S = 25.0
-"""How long torch's estimators may go on after the deadline of the cases."""
 
 
 def try_precisions(worker: Worker, combination: Combination, graph: OpGraph, count: int | None) -> None:
@@ -131,6 +129,7 @@ def run_worker(
     output: Path,
     keep: Path | None,
     workers: int,
+    peers_s: float,
 ) -> None:
     """Entry of one process."""
     torch.set_num_threads(1 if device_type == "cpu" else 4)
@@ -144,6 +143,7 @@ def run_worker(
             device=device,
             solo=groups[rank],
             deadline=time.perf_counter() + deadline_s,
+            peers_s=peers_s,
             keep=keep,
             cores=cores_of(rank, workers) if device_type == "cuda" else [],
         )
@@ -297,7 +297,7 @@ def compare_with_torch(
         own.sort(key=lambda case: ("BF16" not in case["plan"], "TF32" not in case["plan"]))
         waiting += [(rank, combination, case) for rank, case in enumerate(own) if "8" not in case["plan"]]
     for _, combination, case in sorted(waiting, key=lambda entry: entry[0]):
-        if time.perf_counter() > worker.deadline + PEERS_S:
+        if time.perf_counter() > worker.deadline + worker.peers_s:
             return
         graph = combination.subject.graph(graphs)
         key = f"{combination.subject.name} on {combination.multiprocessors or 'whole'}"
