@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity
 
 from qsync_opt.graph import OpGraph
 from qsync_opt.jsonio import check_integer
+from qsync_opt.runtimes.torch.allocations import silent_profiler
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.measure import TrainingExample
 from qsync_opt.runtimes.torch.step_labels import observed_operators, phase, read_events, step_labels
-from qsync_opt.runtimes.torch.tracing import traced
 from qsync_opt.runtimes.torch.wrappers import bare_model
 from qsync_opt.step_sample import KeptTensors, StepSample
 from qsync_opt.step_trace import BACKWARD, FORWARD, OPTIMIZER, PHASES, ZERO_GRAD, StepSpans, charge
@@ -195,7 +196,10 @@ def record_step(
 
 def _traced(stepper: Stepper, steps: int, *, memory: bool) -> StepSpans:
     """The last of some traced steps: the first pays for what a profiler sets up."""
-    with traced(stepper.device, memory=memory) as p:
+    activities = [ProfilerActivity.CPU]
+    if stepper.device.type == "cuda" and not memory:
+        activities.append(ProfilerActivity.CUDA)
+    with silent_profiler(), torch.profiler.profile(activities=activities, profile_memory=memory, acc_events=True) as p:
         for _ in range(steps):
             stepper.step()
             stepper.synchronize()
