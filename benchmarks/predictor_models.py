@@ -23,15 +23,15 @@ BATCHES = {
     "bert-base": {SMALL: 16, MEDIUM: 32, LARGE: 64},
     "vit-base": {SMALL: 16, MEDIUM: 64, LARGE: 128},
     "resnet50": {SMALL: 32, LARGE: 64},
-    "gpt-4": {SMALL: 4, LARGE: 32},
-    "vit-4": {SMALL: 16, LARGE: 128},
-    "bert-4": {SMALL: 16, LARGE: 128},
+    "gpt-short": {SMALL: 4, LARGE: 32},
+    "vit-short": {SMALL: 16, LARGE: 128},
+    "bert-short": {SMALL: 16, LARGE: 128},
     "gpt-tiny": {SMALL: 2, LARGE: 4},
 }
 """Samples per worker: few for slow partitions, so that a step does not last seconds, many for fast ones."""
 GPT = GptConfig(vocabulary=32768, width=768, heads=12, layers=12, context=512)
-GPT_4 = dataclasses.replace(GPT, layers=4)
-"""With the suffix -4: four layers, because every plan is compiled anew."""
+GPT_SHORT = dataclasses.replace(GPT, layers=2)
+"""With the suffix -short: two layers, because every plan is compiled anew."""
 GPT_TINY = GptConfig(vocabulary=64, width=64, heads=2, layers=2, context=32)
 
 
@@ -72,19 +72,19 @@ class Subject:
 
 
 def _build(name: str, batch: int) -> tuple[nn.Module, Mapping[str, Any]]:
-    layers = {"num_hidden_layers": 4} if name.endswith("-4") else {}
-    if name in ("gpt-110m", "gpt-4", "gpt-tiny"):
-        config = {"gpt-110m": GPT, "gpt-4": GPT_4, "gpt-tiny": GPT_TINY}[name]
+    layers = {"num_hidden_layers": 2} if name.endswith("-short") else {}
+    if name in ("gpt-110m", "gpt-short", "gpt-tiny"):
+        config = {"gpt-110m": GPT, "gpt-short": GPT_SHORT, "gpt-tiny": GPT_TINY}[name]
         tokens = torch.randint(0, config.vocabulary, (batch, config.context))
         return Gpt(config), {"tokens_BS": tokens, "targets_BS": tokens}
-    if name in ("bert-base", "bert-4"):
+    if name in ("bert-base", "bert-short"):
         import transformers
 
         bert = transformers.BertConfig(**layers)
         tokens = torch.randint(5, bert.vocab_size, (batch, 128))
         kwargs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
         return transformers.BertForMaskedLM(bert), kwargs
-    if name in ("vit-base", "vit-4"):
+    if name in ("vit-base", "vit-short"):
         import transformers
 
         vit = transformers.ViTConfig(num_labels=1000, **layers)

@@ -230,7 +230,7 @@ class _Recorder:
         return True
 
     def time_hosts_again(self, deadline: float | None) -> None:
-        """Time the host under every plan some more; the mean of all rounds counts."""
+        """Time the host under every plan some more; the median of all rounds counts."""
         options = self._options or RecordingOptions()
         rounds = {sample.name: [(sample.host_ns, sample.iteration_ns)] for sample in self.samples}
         for _ in range(options.rounds - 1):
@@ -334,10 +334,10 @@ def time_host(
 
 
 def _over_rounds(sample: StepSample, rounds: Sequence[tuple[Mapping[str, float], float]]) -> StepSample:
-    """A sample whose time on the host is the mean of all rounds, and whose steps' time their median."""
+    """A sample whose times are the medians of all rounds."""
     return dataclasses.replace(
         sample,
-        host_ns={phase: statistics.fmean(host[phase] for host, _ in rounds) for phase in sample.host_ns},
+        host_ns={phase: statistics.median(host[phase] for host, _ in rounds) for phase in sample.host_ns},
         host_rounds_ns=tuple(sum(host.values()) for host, _ in rounds),
         # A plan of FP32 alone stood aside when its steps were timed; now it does not.
         iteration_ns=sample.iteration_ns if sample.resting_ns else statistics.median(pace for _, pace in rounds),
