@@ -80,7 +80,13 @@ def again(folder: Path, graphs: Path, waiting: Collection[str] = ()) -> dict[str
         p for p in PRECISIONS if combination.allowed([p]) and not any(p in there for there in available[-1].values())
     ]
     predictor = Predictor(
-        graph, costs, collective_of(part["collectives"]), combination, formats_for(PRECISIONS, "BF16"), refused
+        graph,
+        costs,
+        collective_of(part["collectives"]),
+        combination,
+        formats_for(PRECISIONS, "BF16"),
+        refused,
+        part.get("slowdowns", {}).get(f"{combination.subject.name} {combination.cluster}", ()),
     )
     predictor.make_problem()
     fixed = {name: finest_at(there, FIXED) for name, there in available[0].items()}

@@ -60,13 +60,15 @@ def fit_step_costs(
         cast_host_ns: Host time of one.
 
     Raises:
-        ProblemError: No sample.
+        ProblemError: No sample, or some compiled and some not.
 
     Source: ours. A profiler slows the host down; so what it saw there is scaled, per plan and phase, to what the same
         phase took untraced.
     """
     if not samples:
         raise ProblemError("no recorded step to fit costs to; record at least one plan")
+    if len({sample.graphs > 0 for sample in samples}) > 1:
+        raise ProblemError("some of the recorded steps were compiled and some not; fit costs to each kind by itself")
     flow = StepFlow(graph, half_format)
     roots, held = _merged(samples)
     lifetimes = Lifetimes(graph, roots, held)
@@ -102,8 +104,8 @@ def fit_step_costs(
             key = (phase, "|end" if end else BEGIN)
             span = sample.spans.spans.get(key, _EMPTY)
             phases[label].append(_work(span, sample.spans, scale[phase], gap))
-            peak = _peak(sample.memory.spans.get(key, _EMPTY).changes)
-            phase_peaks[label] = max(phase_peaks[label], peak)
+            changes = sample.memory.spans.get(key, _EMPTY).changes
+            phase_peaks[label] = max(phase_peaks[label], sum(changes) if sample.graphs else _peak(changes))
     return StepCosts(
         device=device,
         model=graph.name,
@@ -119,6 +121,7 @@ def fit_step_costs(
         cast_host_ns=cast_host_ns,
         resting_share=_resting_share(samples),
         waits=all(sample.spans.waits for sample in samples),
+        graphs=max(sample.graphs for sample in samples),
     )
 
 
