@@ -266,6 +266,7 @@ def collect_statistics(
     probes: int = 0,
     curvature_probes: int = 0,
     sample_elements: int = 1 << 17,
+    exponent: float = 0.0,
     progress: Callable[[int], None] | None = None,
 ) -> ModelStatistics:
     """Statistics of every adjustable operator over some batches, forward and backward in full precision.
@@ -331,7 +332,7 @@ def collect_statistics(
             gains: Mapping[str, Mapping[str, Gain]] = {}
             if probes:
                 gains = probe_gains(
-                    model, functools.partial(run, model, batch), graph=graph, probes=probes, seed=number
+                    model, functools.partial(run, model, batch), graph=graph, probes=probes, seed=number, exponent=exponent
                 )
             curvatures: Mapping[str, Mapping[str, Curvature]] = {}
             if curvature_probes:
