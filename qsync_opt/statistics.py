@@ -32,6 +32,17 @@ def _whole(value: int, what: str, least: int) -> None:
         raise ProblemError(f"{what} is {value!r}: a whole number of at least {least} is needed")
 
 
+def check_loss_scale(value: float, what: str) -> None:
+    """Refuse what is no power of two of at least 1: only those leave a number's digits as they are.
+
+    Raises:
+        ProblemError: It is another number.
+    """
+    _finite(value, what)
+    if value < 1 or math.frexp(value)[0] != 0.5:
+        raise ProblemError(f"{what} is {value!r}: a power of two of at least 1 is needed, such as 65536")
+
+
 class OperatorKind(enum.StrEnum):
     """Which formula an operator's noise follows."""
 
@@ -234,7 +245,10 @@ class OperatorStatistics:
     A missing ``*_gradient`` means that operand needs none (input data, frozen parameter, integer indices).
     ``alignment`` maps ``path/shape`` to the exact sum of noise times signal over what the mean-field formula gives;
     a missing entry is 1. ``measured`` maps a precision to errors (attention only). ``gains`` and ``curvatures`` are
-    empty unless probed.
+    empty unless probed; ``adaptive_gains`` likewise, with the variance of every parameter's gradient divided by
+    the root mean square of that gradient. ``nearest`` maps a 16-bit format to the squared error of the second operand's
+    gradient when operands and gradient are rounded to it, bias included (of weights only). ``loss_scale`` multiplied
+    the gradients while they were rounded.
     """
 
     name: str
@@ -256,6 +270,9 @@ class OperatorStatistics:
     measured: Mapping[str, MeasuredErrors] = field(default_factory=dict)
     gains: Mapping[str, Gain] = field(default_factory=dict)
     curvatures: Mapping[str, Curvature] = field(default_factory=dict)
+    adaptive_gains: Mapping[str, Gain] = field(default_factory=dict)
+    nearest: Mapping[str, float] = field(default_factory=dict)
+    loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
         _whole(self.calls, f"operator {self.name!r}: calls", 1)
@@ -275,13 +292,26 @@ class OperatorStatistics:
                     f"operator {self.name!r}: errors measured in unknown format {key!r}: "
                     f"allowed are {', '.join(CAST_FORMATS)}"
                 )
-        for what, found in (("gain", self.gains), ("curvature", self.curvatures)):
+        for key, value in self.nearest.items():
+            if key not in CAST_FORMATS:
+                raise ProblemError(
+                    f"operator {self.name!r}: error of the weight gradient in unknown format {key!r}: "
+                    f"allowed are {', '.join(CAST_FORMATS)}"
+                )
+            _finite(value, f"operator {self.name!r}: error of the weight gradient in {key}")
+        check_loss_scale(self.loss_scale, f"operator {self.name!r}: loss_scale")
+        found: Mapping[str, object]
+        for what, found in (
+            ("gain", self.gains),
+            ("gain", self.adaptive_gains),
+            ("curvature", self.curvatures),
+        ):
             for key in found:
                 if key not in TENSORS:
                     raise ProblemError(
                         f"operator {self.name!r}: {what} of unknown tensor {key!r}: allowed are {', '.join(TENSORS)}"
                     )
-        for name in ("alignment", "measured", "gains", "curvatures"):
+        for name in ("alignment", "measured", "gains", "curvatures", "adaptive_gains", "nearest"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def tensors(self) -> Iterator[tuple[str, TensorStatistics]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from estimates import paired, recovered, standard_error
+from harm import METRICS
 from plans import HIGH, LOW, low_share, magnified, plan_half_way
 from runs import Job, Setting, cached_subject, mean_square_rate
 from subjects import train_briefly
@@ -28,7 +29,7 @@ from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.statistics import collect_statistics
 
-PLANNERS = ("loss", "probed", "hessian", "fisher", "random")
+PLANNERS = ("adaptive", "relative", "probed", "hessian", "fisher", "random")
 PEER = "fisher"
 """The indicator that others plan by; plans are also compared with its, seed by seed."""
 WORSE = 3.0
@@ -40,6 +41,7 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
         Setting(name="INT8 forward and backward, per tensor", backward="eight"),
         Setting(name="INT8 forward, per tensor, error x 4", factor=4.0),
         Setting(name="INT8 forward and backward, per tensor, error x 4", backward="eight", factor=4.0),
+        Setting(name="INT8 forward and backward, per tensor, error x 8", backward="eight", factor=8.0),
     ),
     "cnn": (
         Setting(name="INT8 forward, per tensor"),
@@ -69,6 +71,12 @@ class Comparison:
             probes=2 if scale == "tiny" else 4,
             curvature_probes=2 if scale == "tiny" else 16,
         )
+        self.others = {
+            name: collect_statistics(
+                model, batches, graph=self.graph, probes=2 if scale == "tiny" else 4, exponent=exponent
+            )
+            for name, exponent in METRICS.items()
+        }
         self.horizon = qsync_opt.noise_horizon(
             optimizer,
             steps=steps,
@@ -93,10 +101,10 @@ class Comparison:
             return {**self._high, **dict.fromkeys(self.multiplications, LOW)}
         table = sensitivities(
             self.graph,
-            magnified(self.statistics, setting.factor),
+            magnified(self.others.get(policy, self.statistics), setting.factor),
             device_formats(self.device),
             options=setting.noise,
-            kind=policy,  # type: ignore[arg-type]
+            kind="probed" if policy in self.others else policy,  # type: ignore[arg-type]
             seed=seed,
             horizon=self.horizon,
         )

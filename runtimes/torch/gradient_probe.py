@@ -180,8 +180,15 @@ def _weighted(squares: Tensor, weights: Tensor | None) -> Tensor:
     return torch.where(mean > 0, weighted, plain)
 
 
+def _metric(gradient: Tensor, exponent: float) -> Tensor:
+    """By what a parameter's gradient is multiplied before its variance counts; 0 where all of it is 0."""
+    mean_square = gradient.detach().square().mean(dtype=torch.float64)
+    found = mean_square.pow(-0.5 * exponent)
+    return torch.where(mean_square > 0, found, torch.zeros_like(found)).to(gradient.dtype)
+
+
 def _squares(
-    loss_of: Callable[[], Tensor], model: nn.Module, tapper: Tapper, probes: int, seed: int
+    loss_of: Callable[[], Tensor], model: nn.Module, tapper: Tapper, probes: int, seed: int, exponent: float = 0.0
 ) -> dict[tuple[str, str], Tensor]:
     """Per operator and tensor: mean over probes of the squared derivatives, summed over elements with two weights.
 
@@ -199,8 +206,10 @@ def _squares(
         tapper.open = False
         refuse_dead_ends(gradients)
         used = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
+        metrics = [_metric(g, exponent) if exponent else None for g in used]
         for probe in range(probes):
             signs = [random.like(g.detach()) for g in used]
+            signs = [u if m is None else u.mul_(m) for u, m in zip(signs, metrics, strict=True)]
             projection = torch.stack([(g * u).sum() for g, u in zip(used, signs, strict=True)]).sum()
             derivatives = torch.autograd.grad(
                 projection, [tap for *_, tap in tapper.taps], allow_unused=True, retain_graph=probe + 1 < probes
@@ -230,6 +239,7 @@ def probe_gains(
     graph: OpGraph | None = None,
     probes: int,
     seed: int = 0,
+    exponent: float = 0.0,
 ) -> dict[str, dict[str, Gain]]:
     """Gains of every tensor of every adjustable operator for one batch.
 
@@ -242,6 +252,8 @@ def probe_gains(
         graph: Limits the operators to its adjustable ones.
         probes: Random vectors; the relative error of a gain shrinks with their number and with the tensor's size.
         seed: Of the random vectors.
+        exponent: The variance of every parameter's gradient counts divided by this power of its mean square: 0 for
+            plain variance, 1/2 for the progress that Adam loses, 1 for the size of what Adam adds to its steps.
 
     Returns:
         Operator to tensor to gain.
@@ -254,10 +266,10 @@ def probe_gains(
     """
     wanted = None if graph is None else frozenset(operator.name for operator in graph.by_role(Role.ADJUSTABLE))
     tapper = Tapper(wanted, smooth=False)
-    plain = _squares(loss_of, model, tapper, probes, seed)
+    plain = _squares(loss_of, model, tapper, probes, seed, exponent)
     smoothed = plain
     if tapper.rectifiers:
-        smoothed = _squares(loss_of, model, Tapper(wanted, smooth=True), probes, seed)
+        smoothed = _squares(loss_of, model, Tapper(wanted, smooth=True), probes, seed, exponent)
     root = math.sqrt(_NOMINAL_RATIO)
     gains: dict[str, dict[str, Gain]] = {}
     for (name, tensor), values in plain.items():

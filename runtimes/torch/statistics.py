@@ -27,7 +27,16 @@ from qsync_opt.runtimes.torch.operator_record import OperatorRecord
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
 from qsync_opt.runtimes.torch.replays import Replays
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
-from qsync_opt.statistics import GRADIENTS, Curvature, Gain, ModelStatistics, OperatorKind, OperatorStatistics, Signal
+from qsync_opt.statistics import (
+    GRADIENTS,
+    Curvature,
+    Gain,
+    ModelStatistics,
+    OperatorKind,
+    OperatorStatistics,
+    Signal,
+    check_loss_scale,
+)
 from qsync_opt.statistics_merge import merge_operators, merge_statistics
 
 Step = Callable[[nn.Module, Any], Tensor]
@@ -68,10 +77,12 @@ def default_step(model: nn.Module, batch: Any) -> Tensor:
 class _Collector:
     """Handler of an interception: runs every operator as it is and measures the adjustable ones."""
 
-    def __init__(self, model: nn.Module, graph: OpGraph | None, sample: int, replays: Replays) -> None:
+    def __init__(
+        self, model: nn.Module, graph: OpGraph | None, sample: int, replays: Replays, loss_scale: float
+    ) -> None:
         self._wanted = None if graph is None else {operator.name for operator in graph.by_role(Role.ADJUSTABLE)}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._sample, self._replays = sample, replays
+        self._sample, self._replays, self._loss_scale = sample, replays, loss_scale
         self.records: dict[str, list[OperatorRecord]] = {}
         self.signals: dict[str, list[tuple[int, Tensor]]] = {}
 
@@ -90,6 +101,7 @@ class _Collector:
             sample=self._sample,
             parameters=(*lead, *(self._parameter(slot.tensor) for slot in slots)),
             replays=self._replays,
+            loss_scale=self._loss_scale,
         )
         gradients = GRADIENTS[len(lead) :]
         taps = [_tap(record, name, slot.tensor) for name, slot in zip(gradients, slots, strict=False)]
@@ -266,6 +278,8 @@ def collect_statistics(
     probes: int = 0,
     curvature_probes: int = 0,
     sample_elements: int = 1 << 17,
+    exponent: float = 0.0,
+    loss_scale: float = 1.0,
     progress: Callable[[int], None] | None = None,
 ) -> ModelStatistics:
     """Statistics of every adjustable operator over some batches, forward and backward in full precision.
@@ -285,6 +299,8 @@ def collect_statistics(
             none. 8 to 64 are needed, each about as dear as a training step.
         sample_elements: About how many elements of an activation are looked at one by one for their rounding error;
             they are evenly spaced. Norms and largest magnitudes always take all elements.
+        loss_scale: By which the loss is multiplied where gradients are FP16 (``torch.amp.GradScaler.get_scale()``, a
+            power of two): what underflows in FP16 is found at that scale. Nothing else depends on it.
         progress: Called after each batch with the number of batches done.
 
     Returns:
@@ -294,7 +310,7 @@ def collect_statistics(
     Raises:
         ModelError: No batches; no loss; a value that is not finite; an operator of the graph that did not run;
             operands that are not FP32; the model is wrapped.
-        ProblemError: Batches of different shapes.
+        ProblemError: Batches of different shapes; a loss scale that is no power of two.
 
     Source:
         What is collected follows QSync (IPDPS 2024), section on the indicator; squared norms, output gradients instead
@@ -308,13 +324,14 @@ def collect_statistics(
     ):
         if value < least:
             raise ModelError(f"{name} is {value}: at least {least} is needed")
+    check_loss_scale(loss_scale, "loss_scale")
     run = step or default_step
     total: ModelStatistics | None = None
     silent: dict[str, None] = {}
     replays = Replays()
     with model_unchanged(model), full_precision(), GradientScatter(model) as scatter:
         for number, batch in enumerate(batches):
-            collector = _Collector(model, graph, sample_elements, replays)
+            collector = _Collector(model, graph, sample_elements, replays, loss_scale)
             with _watched(model, collector):
                 loss = run(model, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -331,7 +348,7 @@ def collect_statistics(
             gains: Mapping[str, Mapping[str, Gain]] = {}
             if probes:
                 gains = probe_gains(
-                    model, functools.partial(run, model, batch), graph=graph, probes=probes, seed=number
+                    model, functools.partial(run, model, batch), graph=graph, probes=probes, seed=number, exponent=exponent
                 )
             curvatures: Mapping[str, Mapping[str, Curvature]] = {}
             if curvature_probes:
