@@ -73,7 +73,8 @@ def walk(
         deadline: ``time.monotonic()`` value at which to give up.
 
     Returns:
-        The best labelling found below ``upper``, and a lower bound; None if the core has no rows or too many, or cannot be laid out.
+        The best labelling found below ``upper``, and a lower bound; None if the core has no rows or too many, or
+        cannot be laid out.
     """
     if not 0 < len(core.excess_R) <= _MOST_ROWS:
         return None
