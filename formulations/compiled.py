@@ -4,23 +4,29 @@ A loop is written twice: as plain loops over arrays, which numba compiles, and a
 there is no numba. Both give the same numbers to the last bit, so a plan does not depend on what is installed: sums are
 formed in the same order, and nothing is contracted or reordered (no fast mathematics).
 
+Loading numba and its code takes about a second, so a process begins in plain form and changes over when its plain
+forms have taken half as long; `prepare` does so at once. That changes when a result is there, never the result.
+
 Machine code is kept by numba: in the folder of ``NUMBA_CACHE_DIR`` if that is set, else in ``__pycache__`` beside the
 source, or in the user's cache folder where that cannot be written. It is made anew for another processor or a changed
 source file; files are written under other names and renamed, so processes may start at the same time. A loop may call
 others of its own file only: numba does not see changes elsewhere.
 
-``QSYNC_COMPILED_LOOPS`` in the environment: 0 leaves numba alone, 1 makes it an error that it is missing.
+``QSYNC_COMPILED_LOOPS`` in the environment: 0 leaves numba alone; 1 compiles at once, and is an error where numba is
+not installed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 import numpy as np
@@ -57,8 +63,35 @@ def compiled_by() -> str | None:
     return f"numba {importlib.metadata.version('numba')}"
 
 
+class _Plain:
+    """Seconds that plain forms have taken in this process since they could have been compiled."""
+
+    seconds = 0.0
+
+
+PATIENCE_S = 0.5
+"""Loading numba takes about twice as long; a process that has less to do is quicker without it."""
+
+
+def loops_pay() -> bool:
+    """True if loops are to run compiled from now on: plain forms have taken long enough, or it was asked for."""
+    if compiled_by() is None:
+        return False
+    return _Plain.seconds >= PATIENCE_S or os.environ.get(SWITCH) == "1"
+
+
+@contextlib.contextmanager
+def plain_work() -> Iterator[None]:
+    """Count what is done in a plain form; see `loops_pay`."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        _Plain.seconds += time.perf_counter() - started
+
+
 class Loop(Generic[_P, _R]):
-    """A function that is compiled at its first call if numba is there; see the module.
+    """A function that is compiled as soon as that pays; see the module.
 
     Attributes:
         loops: The loops as Python, very slow without a compiler.
@@ -66,11 +99,12 @@ class Loop(Generic[_P, _R]):
         signature: The types that they are compiled for, as numba writes them.
     """
 
-    __slots__ = ("_run", "loops", "plain", "signature")
+    __slots__ = ("_machine", "_run", "loops", "plain", "signature")
 
     def __init__(self, loops: Callable[_P, _R], plain: Callable[_P, _R], signature: str) -> None:
         self.loops, self.plain, self.signature = loops, plain, signature
-        self._run: Callable[_P, _R] = self._first
+        self._machine: Callable[_P, _R] | None = None
+        self._run: Callable[_P, _R] = self._undecided
         LOOPS.append(self)
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -78,24 +112,36 @@ class Loop(Generic[_P, _R]):
         try:
             return self._run(*args, **kwargs)
         except TypeError:
-            if self._run is self.plain or self._run == self._first:
+            if self._run is not self._machine:
                 raise
             laid_out = [
                 np.require(each, requirements=["C", "W"]) if isinstance(each, np.ndarray) else each for each in args
             ]
             return self._run(*laid_out, **kwargs)  # type: ignore[arg-type]
 
-    def _first(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        self.prepare()
+    def _undecided(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if compiled_by() is None:
+            self._run = self.plain
+        elif loops_pay():
+            self._run = self.compiled()
+        else:
+            with plain_work():
+                return self.plain(*args, **kwargs)
         return self._run(*args, **kwargs)
 
     def prepare(self) -> None:
-        """Decide how it runs, and compile it or load it, before the first call."""
-        if self._run == self._first:
-            self._run = self.plain if compiled_by() is None else self.compiled()
+        """Compile it or load it now, if there is a compiler."""
+        if compiled_by() is not None:
+            self._run = self.compiled()
+
+    def forget(self) -> None:
+        """Decide anew how it runs."""
+        self._run = self._undecided
 
     def compiled(self) -> Callable[_P, _R]:
         """Machine code of the loops, from the cache if it is there."""
+        if self._machine is not None:
+            return self._machine
         numba = importlib.import_module("numba")
         options = {"error_model": "numpy"}
         try:
@@ -108,11 +154,12 @@ class Loop(Generic[_P, _R]):
                 "written, or set %s=0",
                 type(failure).__name__, failure, SWITCH,
             )  # fmt: skip
+        self._machine = run
         return run
 
 
 def prepare() -> str | None:
-    """Compile, or load, every loop of the solvers now; otherwise each one is at its first call.
+    """Compile, or load, every loop of the solvers now; otherwise each one is once that pays.
 
     Useful where a first solve must be quick, and when an installation is made that will not be writeable.
 
@@ -122,6 +169,7 @@ def prepare() -> str | None:
     importlib.import_module("qsync_opt.formulations.exact")
     for loop in LOOPS:
         loop.prepare()
+    _Plain.seconds = PATIENCE_S
     return compiled_by()
 
 
@@ -144,7 +192,7 @@ def compiled(signature: str, *, plain: Callable[..., Any] | None = None) -> Call
         signature: The only types that it is compiled for, as ``float64(float64[::1], int64)``. Arrays that are not
             writeable or laid out otherwise are copied at every call; what a loop writes to must be as it says.
         plain: The same in numpy or Python, with equal results to the last bit; None where the caller has another way,
-            which it takes if `compiled_by` gives None.
+            which it takes while `loops_pay` says no.
 
     Source: ours, over numba.
     """

@@ -33,7 +33,7 @@ _LOOSE_NS = 2**60
 _BISECTIONS = 60
 _COARSE = Effort(gap=1e-3, passes=PASSES[:2], max_nodes=1)
 """A front's fastest limit is sought to this relative precision."""
-_POINT_PASSES = (Pass(30, 32),)
+_POINT_PASSES = (Pass(30, 8),)
 """What is searched first for a point of a front with a gap; prices and plans come from its neighbour."""
 _FURTHER_PASSES = (Pass(60, 64), Pass(150, 64))
 _FURTHER_NODES = 4

@@ -49,11 +49,15 @@ class _Item:
 
 @dataclass(slots=True)
 class Condensed(Core):
-    """A core of condensed nodes; ``labels`` gives labellings of the whole model as before."""
+    """A core of condensed nodes; ``labels`` gives labellings of the whole model as before.
+
+    ``classes`` are the parts that are counted, ``mostly_equal`` tells whether most could be.
+    """
 
     original: Core = field(kw_only=True)
     items: list[_Item] = field(kw_only=True)
     classes: list[Ints] = field(kw_only=True)
+    mostly_equal: bool = field(kw_only=True, default=False)
 
     def labels(self, choice_C: Ints) -> Ints:
         """The labelling that the labels of the condensed nodes stand for."""
@@ -89,10 +93,13 @@ def condense(core: Core, upper: float, *, merge: bool, count: bool = True, produ
     for number, (nodes, edges) in enumerate(parts):
         groups[_signature(core, nodes, edges)].append(number)
     by_copies = sorted(groups.values(), key=lambda members: (-len(members), members[0]))
-    equal = [m for m in by_copies[:_MOST_CLASSES] if count and len(m) >= _FEWEST_COPIES]
+    equal = [m for m in by_copies[:_MOST_CLASSES] if len(m) >= _FEWEST_COPIES]
     small = [n for n, (nodes, _) in enumerate(parts) if _labellings(core, nodes) <= _MOST_LABELLINGS]
     is_small = set(small)
     equal = [members for members in equal if members[0] in is_small]
+    mostly_equal = 2 * sum(len(members) for members in equal) > len(parts)
+    if not count:
+        equal = []
     if not equal and not merge:
         return core
     counted = {number for members in equal for number in members}
@@ -112,7 +119,9 @@ def condense(core: Core, upper: float, *, merge: bool, count: bool = True, produ
         item = _enumerate(core, nodes, edges, room)
         items += _counts(item, len(members), len(classes), room)
         classes.append(np.array([parts[number][0] for number in members], dtype=np.int64))
-    return _build(core, parts, kept, items, classes)
+    result = _build(core, parts, kept, items, classes)
+    result.mostly_equal = mostly_equal
+    return result
 
 
 def _build(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from qsync_opt.formulations.assignment.model import AssignmentModel, Floats, Ints
 from qsync_opt.formulations.assignment.schedule import Schedule, plan
-from qsync_opt.formulations.compiled import compiled, compiled_by
+from qsync_opt.formulations.compiled import compiled, loops_pay, plain_work
 
 
 class Elimination:
@@ -50,10 +50,11 @@ class Elimination:
         Returns:
             The cost (infinite if every labelling is forbidden) and the labels, shape (N,).
         """
-        if compiled_by() is None:
-            least_R, labels_N = self._batches.minimise(cost_Z)
-        else:
+        if loops_pay():
             least_R, labels_N = self._minimise_looped(cost_Z)
+        else:
+            with plain_work():
+                least_R, labels_N = self._batches.minimise(cost_Z)
         return _total(least_R), labels_N
 
     def min_marginals(self, cost_Z: Floats) -> tuple[float, Floats]:
@@ -67,10 +68,11 @@ class Elimination:
 
         Source: two-pass message passing on the elimination tree; ours.
         """
-        if compiled_by() is None:
-            least_R, least_Z = self._batches.min_marginals(cost_Z)
-        else:
+        if loops_pay():
             least_R, least_Z = self._min_marginals_looped(cost_Z)
+        else:
+            with plain_work():
+                least_R, least_Z = self._batches.min_marginals(cost_Z)
         return _total(least_R), least_Z
 
     @property

@@ -358,7 +358,7 @@ class BoundAndFix:
             return min(self._searched[3], ceiling), allowed_Z
         core = extract(self.model, base_N, tried_Z, dual.prices_R)
         if effort_pass.walks:
-            return min(self._walk(core, effort_pass), ceiling), allowed_Z
+            return min(self._walk(core, effort_pass, whole=ceiling == np.inf), ceiling), allowed_Z
         small = condense(core, self._too_dear(), merge=True)
         bound = -np.inf
         width = search_width(effort_pass.width, core, small, whole=ceiling == np.inf)
@@ -374,17 +374,27 @@ class BoundAndFix:
             bound = max(bound, self._close(core, effort_pass, partial=ceiling < np.inf))
         return min(bound, ceiling), allowed_Z
 
-    def _walk(self, core: Core, effort_pass: Pass) -> float:
+    def _walk(self, core: Core, effort_pass: Pass, *, whole: bool) -> float:
         """Search a core along paths bounded by levels; returns its bound."""
-        upper = self._target(0.0)
         parts = condense(core, self._too_dear(), merge=True, count=False, product=False)
-        tolerance = self._tolerance()
-        result = walk(parts, upper, effort_pass.walks, tolerance=tolerance, deadline=self._deadline)
-        if result is None:
+        if isinstance(parts, Condensed) and parts.mostly_equal:  # counting says more about them than walking
+            if not whole:
+                return -np.inf
+            small = condense(core, self._too_dear(), merge=True)
+            width = search_width(0, core, small, whole=whole)
+            if width:
+                result = search(small, self._target(0.0), width, spread=True, deadline=self._deadline)
+                if result.labels_N is not None:
+                    self.offer(result.labels_N)
+                if result.bound >= self._target(self._effort.enough) or self._effort.solver is not None:
+                    return result.bound
+        upper, tolerance = self._target(0.0), self._tolerance()
+        walked = walk(parts, upper, effort_pass.walks, tolerance=tolerance, deadline=self._deadline)
+        if walked is None:
             return -np.inf
-        if result.labels_N is not None:
-            self.offer(result.labels_N)
-        return result.bound
+        if walked.labels_N is not None:
+            self.offer(walked.labels_N)
+        return walked.bound
 
     def _close(self, core: Core, effort_pass: Pass, *, partial: bool) -> float:
         """Hand a core to the solver; returns its bound."""

@@ -27,6 +27,8 @@ _SCALES, _GROWTH = 4, 4.0
 _NEAREST, _FURTHEST = 1e-4, 0.5
 _TELLING = 0.5
 """Share of what is between bound and incumbent that the nearest of these prices lose at the start."""
+_MOST_ROWS = 60
+"""Cores of more rows are left to others."""
 _MOST_STATES = 4_000_000
 """Of one search in all."""
 _MOST_TABLES = 30_000_000
@@ -71,10 +73,13 @@ def walk(
         deadline: ``time.monotonic()`` value at which to give up.
 
     Returns:
-        The best labelling found below ``upper``, and a lower bound; None if the core cannot be laid out.
+        The best labelling found below ``upper``, and a lower bound; None if the core has no rows or too many, or
+        cannot be laid out.
     """
+    if not 0 < len(core.excess_R) <= _MOST_ROWS:
+        return None
     layers = lay_out(core)
-    if layers is None or not len(core.excess_R):
+    if layers is None:
         return None
     taken, choice_C = core.objective, np.zeros(len(core.nodes), dtype=np.int64)
     best_labels: Ints | None = None

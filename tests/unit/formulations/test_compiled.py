@@ -22,6 +22,7 @@ def switched(monkeypatch):
         monkeypatch.setenv(SWITCH, value)
         compiled_by.cache_clear()
 
+    monkeypatch.setattr(module._Plain, "seconds", 0.0)
     yield switch
     compiled_by.cache_clear()
 
@@ -65,6 +66,23 @@ def test_what_compiles_is_told(switched):
     pytest.importorskip("numba")
     switched("1")
     assert compiled_by().startswith("numba ")
+
+
+def test_a_short_process_does_without(monkeypatch, switched):
+    """Loading the compiler takes longer than a small problem."""
+    pytest.importorskip("numba")
+    switched("")
+    loop = _loop(monkeypatch)
+    monkeypatch.setattr(Loop, "compiled", lambda self: lambda values: -1.0)
+    assert loop(np.ones(3)) == 3.0
+    assert module._Plain.seconds > 0.0
+    assert not module.loops_pay()
+    monkeypatch.setattr(module._Plain, "seconds", module.PATIENCE_S)
+    assert module.loops_pay()
+    assert loop(np.ones(3)) == -1.0
+    loop.forget()
+    switched("0")
+    assert loop(np.ones(3)) == 3.0
 
 
 def test_arrays_laid_out_otherwise_are_taken_too(monkeypatch, switched):
