@@ -240,7 +240,7 @@ def test_statistics_of_another_model_are_refused() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="kind is 'best': allowed are propagated, probed, loss, depth"):
+    with pytest.raises(UnsupportedError, match="kind is 'best': allowed are propagated, probed, loss, progress"):
         sensitivities(NET, MEASURED, CPU, kind="best")  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="gamma is -1"):
         sensitivities(NET, MEASURED, CPU, gamma=-1)
