@@ -33,7 +33,9 @@ def square_sum(x: Tensor) -> Tensor:
 
 def mean(x: Tensor) -> Tensor:
     """Mean in FP64, like ``total``."""
-    return total(x) / x.numel()
+    if x.is_cuda and x.dtype is torch.float32:
+        return x.mean().double()
+    return x.mean(dtype=torch.float64)
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:

@@ -214,13 +214,6 @@ def test_expected_loss_is_fisher_and_the_variance_weighed_by_the_horizon() -> No
         sensitivities(NET, MEASURED, CPU, kind=IndicatorKind.LOSS)
 
 
-def test_flips_grow_with_the_root_of_the_output_noise() -> None:
-    table = probed({"first": Gain(uniform=0.0, floating=0.0, kink_uniform=2.0, kink_floating=0.0)})
-    part = table.details["fc/linear"]["INT8"]
-    ratio = part.variances.output.total / 128
-    assert part.value == pytest.approx(2.0 * (3.0 / 127) ** 2 / 6 / ratio**0.5)
-
-
 def test_probed_without_gains_is_refused() -> None:
     with pytest.raises(ProblemError, match="hold no gains: collect them with probes"):
         sensitivities(NET, MEASURED, CPU, kind=IndicatorKind.PROBED)
