@@ -26,7 +26,7 @@ class IndicatorKind(enum.StrEnum):
     (``qsync_opt.expected_loss``)."""
     PROGRESS = "progress"
     """By the share of every training step's progress that the noise costs Adam and those like it
-    (``qsync_opt.training_progress``); needs adaptive gains."""
+    (``qsync_opt.expected_loss``); needs adaptive gains."""
     DEPTH = "depth"
     """QSync's form ``gamma * (L - d) * Var[z] + d * (Var[dw] + Var[dx])`` with true distances and these variances."""
     HESSIAN = "hessian"

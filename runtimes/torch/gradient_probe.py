@@ -177,7 +177,7 @@ def _weighted(squares: Tensor, weights: Tensor | None) -> Tensor:
 def _adaptive_weights(gradients: Sequence[Tensor]) -> list[Tensor]:
     """By what each parameter's gradient is multiplied so that its variance is the share of Adam's progress it costs.
 
-    The square of it is ``1 / (2 rms_p sum of (elements rms))`` over the parameters, see ``qsync_opt.training_progress``;
+    The square of it is ``1 / (2 rms_p sum of (elements rms))`` over the parameters, see ``qsync_opt.expected_loss``;
     0 where all of a gradient is 0.
     """
     roots = [torch.linalg.vector_norm(g.detach()).double() / math.sqrt(g.numel()) for g in gradients]
