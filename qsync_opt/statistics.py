@@ -172,16 +172,14 @@ class Gain:
     Noise of variance v per element adds ``gain * v`` to the variance of the gradient, summed over all parameters.
     ``uniform`` holds for fixed-point noise, which is of equal variance on every element but for those near or below one
     step, ``floating`` for noise in proportion to the element's square (floating point), with v the mean. Flips of
-    rectifiers add ``kink * v / sqrt(r)``, where r is the noise-to-signal ratio of the operator's output.
+    rectifiers come on top (``Signal.flips``).
     """
 
     uniform: float
     floating: float
-    kink_uniform: float = 0.0
-    kink_floating: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("uniform", "floating", "kink_uniform", "kink_floating"):
+        for name in ("uniform", "floating"):
             _finite(getattr(self, name), f"gain {name!r}")
 
 
@@ -322,24 +320,40 @@ class OperatorStatistics:
                 yield name, statistics
 
 
+FLIP_RATIOS: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
+"""Noise-to-signal ratios at which flips of rectifiers are counted."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
     """What was seen around an operator that is not adjustable; per call, mean over batches.
 
     ``elements`` of its result; squared norms of its first floating input and of its result. ``curvature`` (of losses,
     else 0): relative energy by which noise on its input changes the gradient that it hands back, per unit of
-    noise-to-signal ratio.
+    noise-to-signal ratio. ``noise_weight`` (of batch normalizations, else 1): by what the noise-to-signal ratio grows from
+    input to output if noise is spread evenly over channels whose variances differ. ``flips`` (of
+    rectifiers that were probed, else empty): variance of the gradient by elements that noise pushes over zero, at the
+    noise-to-signal ratios of ``FLIP_RATIOS`` at its input; ``adaptive_flips`` likewise, in the unit of the adaptive
+    gains.
     """
 
     elements: int
     input_square_sum: float
     output_square_sum: float
     curvature: float = 0.0
+    noise_weight: float = 1.0
+    flips: tuple[float, ...] = ()
+    adaptive_flips: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         _whole(self.elements, "elements", 1)
-        for name in ("input_square_sum", "output_square_sum", "curvature"):
+        for name in ("input_square_sum", "output_square_sum", "curvature", "noise_weight"):
             _finite(getattr(self, name), name)
+        for name in ("flips", "adaptive_flips"):
+            if len(values := getattr(self, name)) not in (0, len(FLIP_RATIOS)):
+                raise ProblemError(f"{name} has {len(values)} values: {len(FLIP_RATIOS)} or none are needed")
+            for value in values:
+                _finite(value, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ _PATH_ENDS: dict[str, tuple[str, str]] = {
     "gradient>first_gradient": ("output_gradient", "second"),
 }
 
+_SIGNAL = ("input_square_sum", "output_square_sum", "curvature", "noise_weight")
 _PROBED = ("gains", "adaptive_gains", "curvatures")
 _NO_GAIN = Gain(uniform=0.0, floating=0.0)
 _FLAT = Curvature(uniform=0.0, floating=0.0)
@@ -40,6 +41,12 @@ _FLAT = Curvature(uniform=0.0, floating=0.0)
 
 def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
     return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+
+
+def _mean_each(values: Sequence[tuple[float, ...]], weights: Sequence[int]) -> tuple[float, ...]:
+    """Mean of tuples, one place at a time; an empty one stands for zeros, and all empty ones for none."""
+    length = max(map(len, values))
+    return tuple(_mean([v[i] if v else 0.0 for v in values], weights) for i in range(length))
 
 
 def _merge_tensors(parts: Sequence[TensorStatistics], weights: Sequence[int], what: str) -> TensorStatistics:
@@ -95,7 +102,7 @@ def _merge_gains(parts: Sequence[Mapping[str, Gain]], weights: Sequence[int]) ->
         key: Gain(
             **{
                 field: _mean([getattr(part.get(key, _NO_GAIN), field) for part in parts], weights)
-                for field in ("uniform", "floating", "kink_uniform", "kink_floating")
+                for field in ("uniform", "floating")
             }
         )
         for key in dict.fromkeys(key for part in parts for key in part)  # a tensor without effect has no gain
@@ -241,7 +248,11 @@ def merge_statistics(parts: Sequence[ModelStatistics]) -> ModelStatistics:
                 elements=head.signals[key].elements,
                 **{
                     field: _mean([getattr(part.signals[key], field) for part in parts], weights)
-                    for field in ("input_square_sum", "output_square_sum", "curvature")
+                    for field in _SIGNAL
+                },
+                **{
+                    field: _mean_each([getattr(part.signals[key], field) for part in parts], weights)
+                    for field in ("flips", "adaptive_flips")
                 },
             )
             for key in head.signals

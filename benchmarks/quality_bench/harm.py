@@ -39,15 +39,12 @@ from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.statistics import collect_statistics, full_precision
 from qsync_opt.sensitivity_table import IndicatorKind
-from qsync_opt.statistics import ModelStatistics
 from qsync_opt.variances import NoiseOptions
 
 PRECISION = "INT8"
 SGD_RATE = 0.1
 OPTIMIZERS = {"own": "the one it was trained by", "sgd": f"SGD at rate {SGD_RATE}"}
 BACKWARD = {"half": "backward pass in 16 bits", "eight": "backward pass in 8 bits too"}
-METRICS = {"adaptive": 0.5, "relative": 1.0}
-"""Indicators that are probed in the metric of an optimizer, with their exponents."""
 CLEAR = 2.0
 """Standard errors from zero at which the harm of one operator counts as seen."""
 MEASURES = ("after_steps", "at_once", "gradient")
@@ -104,25 +101,20 @@ def tables(bench: Bench, device: torch.device, scale: str, factor: float, steps:
     batches = [bench.subject.batch(_HARM_BATCHES + i) for i in range(_BATCHES)]
     few = scale == "tiny"
     found = collect_statistics(
-        bench.model, batches, graph=bench.graph, probes=2 if few else 8, curvature_probes=2 if few else 16
+        bench.model,
+        batches,
+        graph=bench.graph,
+        probes=2 if few else 8,
+        adaptive_probes=2 if few else 8,
+        curvature_probes=2 if few else 16,
     )
+    larger = magnified(found, factor)
     rounding = NoiseOptions(weight_granularity="tensor", backward=bench.backward)  # type: ignore[arg-type]
     result = {}
     horizon = qsync_opt.noise_horizon(bench.optimizer, steps=steps, statistics=found)
-
-    def values(kind: IndicatorKind, known: ModelStatistics) -> dict[str, float]:
-        table = sensitivities(
-            bench.graph, magnified(known, factor), device_formats(device), options=rounding, kind=kind, horizon=horizon
-        )
-        return {name: table[name][PRECISION] for name in measured_operators(bench.graph, device)}
-
     for kind in IndicatorKind:
-        result[str(kind)] = values(kind, found)
-    for name, exponent in METRICS.items():
-        other = collect_statistics(
-            bench.model, batches, graph=bench.graph, probes=2 if few else 8, exponent=exponent
-        )
-        result[name] = values(IndicatorKind.PROBED, other)
+        table = sensitivities(bench.graph, larger, device_formats(device), options=rounding, kind=kind, horizon=horizon)
+        result[str(kind)] = {name: table[name][PRECISION] for name in measured_operators(bench.graph, device)}
     return result
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from estimates import paired, recovered, standard_error
-from harm import METRICS
 from plans import HIGH, LOW, low_share, magnified, plan_half_way
 from runs import Job, Setting, cached_subject, mean_square_rate
 from subjects import train_briefly
@@ -29,7 +28,7 @@ from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.statistics import collect_statistics
 
-PLANNERS = ("adaptive", "relative", "probed", "hessian", "fisher", "random")
+PLANNERS = ("progress", "probed", "hessian", "fisher", "random")
 PEER = "fisher"
 """The indicator that others plan by; plans are also compared with its, seed by seed."""
 WORSE = 3.0
@@ -69,14 +68,9 @@ class Comparison:
             batches,
             graph=self.graph,
             probes=2 if scale == "tiny" else 4,
+            adaptive_probes=2 if scale == "tiny" else 4,
             curvature_probes=2 if scale == "tiny" else 16,
         )
-        self.others = {
-            name: collect_statistics(
-                model, batches, graph=self.graph, probes=2 if scale == "tiny" else 4, exponent=exponent
-            )
-            for name, exponent in METRICS.items()
-        }
         self.horizon = qsync_opt.noise_horizon(
             optimizer,
             steps=steps,
@@ -101,10 +95,10 @@ class Comparison:
             return {**self._high, **dict.fromkeys(self.multiplications, LOW)}
         table = sensitivities(
             self.graph,
-            magnified(self.others.get(policy, self.statistics), setting.factor),
+            magnified(self.statistics, setting.factor),
             device_formats(self.device),
             options=setting.noise,
-            kind="probed" if policy in self.others else policy,  # type: ignore[arg-type]
+            kind=policy,  # type: ignore[arg-type]
             seed=seed,
             horizon=self.horizon,
         )
