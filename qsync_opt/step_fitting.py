@@ -104,8 +104,8 @@ def fit_step_costs(
             key = (phase, "|end" if end else BEGIN)
             span = sample.spans.spans.get(key, _EMPTY)
             phases[label].append(_work(span, sample.spans, scale[phase], gap))
-            changes = sample.memory.spans.get(key, _EMPTY).changes
-            phase_peaks[label] = max(phase_peaks[label], sum(changes) if sample.graphs else _peak(changes))
+            sizes_bytes = sample.memory.spans.get(key, _EMPTY).changes
+            phase_peaks[label] = max(phase_peaks[label], sum(sizes_bytes) if sample.graphs else _peak(sizes_bytes))
     return StepCosts(
         device=device,
         model=graph.name,

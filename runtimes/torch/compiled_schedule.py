@@ -82,8 +82,8 @@ def read_schedules(
         backward = [_entries(scheduler.nodes) for is_backward, scheduler in schedulers if is_backward]
     except (AttributeError, TypeError) as failure:
         raise UnsupportedError(
-            f"the schedule of the compiler of torch {torch.__version__} cannot be read ({failure}); those of torch 2.11 "
-            "to 2.13 can be"
+            f"the schedule of the compiler of torch {torch.__version__} cannot be read ({failure}); those of torch "
+            "2.11 to 2.13 can be"
         ) from failure
     if not forward or len(forward) != len(backward):
         raise UnsupportedError(
