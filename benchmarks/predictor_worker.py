@@ -110,6 +110,7 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
     )
     return {
         "what": key,
+        "compiled": combination.compiled,
         "seconds": seconds,
         "pinned": worker.pinned,
         "partition": None if count is None else {"multiprocessors": count, "refused": failed},

@@ -25,6 +25,7 @@ def figures() -> dict[str, str]:
     return {
         **_predicted(results["predicted-cuda.json"]),
         **_steps(results["predictor.json"]),
+        **_compiled(results["predictor-compiled.json"]),
         **_held_out(results["predictor-held-out.json"]),
         "replay.full": f"{results['replay-speed.json']['full_ms']:.1f} ms",
         "replay.change": f"{results['replay-speed.json']['after_one_change_ms']:.3f} ms",
@@ -115,6 +116,31 @@ def _steps(data: Record) -> dict[str, str]:
         "steps.memory": f"{percent(memory['lowest'])} to {percent(memory['highest'])}",
         "steps.memory-plans": str(memory["cases"]),
         "steps.seconds": f"{summary['profile_seconds_most']:.0f} s",
+    }
+
+
+def _compiled(data: Record) -> dict[str, str]:
+    summary = data["summary"]
+
+    def both(name: str) -> str:
+        errors = summary[name]
+        if not errors["cases"]:
+            return "not measured"
+        return f"{100 * errors['mean_absolute']:.1f} % on average and {100 * errors['worst']:.1f} % at worst"
+
+    memory = summary["memory_compiled"]
+    return {
+        "compiled.hardware": environment(data)["hardware"],
+        "compiled.date": environment(data)["date"],
+        "compiled.cases": str(summary["time_compiled"]["cases"]),
+        "compiled.all": both("time_compiled"),
+        "compiled.new-cases": str(summary["time_compiled_plans_never_run"]["cases"]),
+        "compiled.new": both("time_compiled_plans_never_run"),
+        "compiled.device-cases": str(summary["time_compiled_device_far_above_host"]["cases"]),
+        "compiled.device": both("time_compiled_device_far_above_host"),
+        "compiled.rank": f"{summary['spearman_compiled']:.3f}",
+        "compiled.memory": f"{percent(memory['lowest'])} to {percent(memory['highest'])}",
+        "compiled.seconds": f"{summary['compiled']['profile_seconds_most']:.0f} s",
     }
 
 
