@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from quality_tables import quality_figures
@@ -82,6 +82,10 @@ def _steps(data: Record) -> dict[str, str]:
             return "not measured"
         return f"{100 * errors['mean_absolute']:.1f} % on average and {100 * errors['worst']:.1f} % at worst"
 
+    def shares(found: Sequence[float]) -> str:
+        low, high = f"{min(found):.1f}", f"{max(found):.1f}"
+        return low if low == high else f"{low} to {high}"
+
     memory, peaks = summary["memory"], summary["memory_torch_tracker"]
     clusters = {
         f"steps.cluster.{name.partition(' ')[0]}": (
@@ -90,9 +94,12 @@ def _steps(data: Record) -> dict[str, str]:
         )
         for name, errors in summary["time_by_cluster"].items()
     }
+    slowdowns = list(zip(*data["slowdowns"].values(), strict=True))
     host_spread = statistics.median(case["spread"] for case in data["cases"] if case["bound_by"] == "host")
     return {
         **clusters,
+        "steps.slowdown-whole": shares(slowdowns[0]),
+        "steps.slowdown-part": shares(slowdowns[1]),
         "steps.hardware": environment(data)["hardware"],
         "steps.date": environment(data)["date"],
         "steps.cases": str(summary["time"]["cases"]),
