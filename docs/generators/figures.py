@@ -360,6 +360,11 @@ def readme_table() -> str:
             "predictor-held-out.json",
         ),
         row(
+            f"Iteration time of compiled steps, {known['compiled.cases']} plans; those that nobody had run",
+            "off by {{ compiled.all }}; by {{ compiled.new }}",
+            "predictor-compiled.json",
+        ),
+        row(
             f"Peak memory of both workers, {known['steps.memory-plans']} peaks",
             "{{ steps.memory }}",
             "predictor.json",
