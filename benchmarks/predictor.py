@@ -95,6 +95,10 @@ def summarize(cases: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> di
         "time_compiled_plans_never_run": errors(
             [c for c in compiled if not c["plan_recorded_alone"]], "predicted_ms", "measured_ms"
         ),
+        "time_compiled_device_far_above_host": errors(
+            [c for c in compiled if c["device_ms"] >= FAR * c["host_ms"]], "predicted_ms", "measured_ms"
+        ),
+        "spearman_compiled": spearman([c["predicted_ms"] for c in compiled], [c["measured_ms"] for c in compiled]),
         "memory_compiled": errors(
             [worker for c in compiled for worker in c["workers"]], "predicted_peak_bytes", "measured_peak_bytes"
         ),
@@ -114,7 +118,8 @@ def summarize(cases: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> di
         "cases_within_their_spread": sum(abs(case["time_error"]) <= case["spread"] for case in predicted),
         "spearman": spearman([c["predicted_ms"] for c in predicted], [c["measured_ms"] for c in predicted]),
         "spearman_by_cluster": correlations,
-        **alone(profiles),
+        **alone([profile for profile in profiles if not profile.get("compiled")]),
+        "compiled": alone([profile for profile in profiles if profile.get("compiled")]),
     }
 
 

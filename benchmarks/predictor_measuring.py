@@ -76,6 +76,7 @@ def measure(worker: Worker, stepper: Stepper, block_ns: float = BLOCK_NS) -> dic
     All ranks are in step. ``host`` has the host's nanoseconds by phase in steps that begin on an idle device, ``unit``
     those of a small fixed piece of work on the host.
     """
+    worker.pinned = pin_threads(worker.cores, worker.device)
     for _ in range(2):
         stepper.step()
     rough = agreed(worker, stepper.steady_ns(2))

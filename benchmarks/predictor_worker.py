@@ -20,7 +20,7 @@ from predictor_cases import CAPTURED, FIXED, Combination, plans
 from predictor_measuring import BLOCK_NS, Worker, agreed, capture_passes, clean, gathered, measure, stepper_of
 from predictor_partition import partition, refused
 from predictor_peers import torch_estimates
-from predictor_pinning import cores_of, without_collection
+from predictor_pinning import cores_of, pin_threads, without_collection
 from predictor_prediction import MS, Predictor, said
 from predictor_records import records_json
 from torch._inductor.async_compile import AsyncCompile
@@ -83,6 +83,10 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
     stepper = stepper_of(worker, combination, worker.solo)
     hardware = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else "cpu"
     name = None if count is None else f"{hardware}, {count}-SM partition"
+
+    def quiet() -> None:
+        worker.pinned = pin_threads(worker.cores, worker.device)
+
     with without_collection():
         records = record_steps(
             stepper.example,
@@ -93,7 +97,7 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
             options=RecordingOptions(
                 warm_up=2, repeats=max(3, min(10, round(0.5e9 / stepper.steady_ns(2)))), traced=1, rounds=3
             ),
-            progress=False,
+            progress=lambda *_: quiet(),  # before every plan
             name=name,
             compiled=combination.compiled,
         )
@@ -110,6 +114,7 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
     )
     return {
         "what": key,
+        "compiled": combination.compiled,
         "seconds": seconds,
         "pinned": worker.pinned,
         "partition": None if count is None else {"multiprocessors": count, "refused": failed},

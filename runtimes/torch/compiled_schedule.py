@@ -74,10 +74,17 @@ def read_schedules(
     ``DistributedDataParallel`` has the graph split at its buckets; the parts run backward in reverse order.
 
     Raises:
-        UnsupportedError: There is none, or not one of each kind for every part.
+        UnsupportedError: There is none, or not one of each kind for every part; or this version of torch is another
+            one than this was written for.
     """
-    forward = [_entries(scheduler.nodes) for is_backward, scheduler in schedulers if not is_backward]
-    backward = [_entries(scheduler.nodes) for is_backward, scheduler in schedulers if is_backward]
+    try:
+        forward = [_entries(scheduler.nodes) for is_backward, scheduler in schedulers if not is_backward]
+        backward = [_entries(scheduler.nodes) for is_backward, scheduler in schedulers if is_backward]
+    except (AttributeError, TypeError) as failure:
+        raise UnsupportedError(
+            f"the schedule of the compiler of torch {torch.__version__} cannot be read ({failure}); those of torch "
+            "2.11 to 2.13 can be"
+        ) from failure
     if not forward or len(forward) != len(backward):
         raise UnsupportedError(
             f"{len(forward)} graphs of the forward and {len(backward)} of the backward pass were compiled in a "

@@ -32,7 +32,7 @@ from qsync_opt.runtimes.torch.profiler import wanted_formats
 from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper, record_step
 from qsync_opt.runtimes.torch.wrappers import bare_model
 from qsync_opt.step_costs import StepCosts
-from qsync_opt.step_fitting import checked, fit_step_costs
+from qsync_opt.step_fitting import checked, fit_step_costs, kernel_paces
 from qsync_opt.step_flow import StepFlow
 from qsync_opt.step_predictor import StepPredictor
 from qsync_opt.step_sample import StepSample
@@ -165,7 +165,9 @@ def record_steps(
                 recorder.record(label, plan)
         recorder.record_lost_in_parts(available)
         if not compiled:
-            recorder.time_hosts_again(budget_s and start + budget_s)
+            recorder.time_hosts_again(
+                budget_s and start + budget_s, lambda label: report(len(plans), len(plans) + 1, label)
+            )
         report(len(plans), len(plans) + 1, "casts")
         # A compiler fuses casts: one that was not met costs next to nothing.
         casts, cast_host_ns = ({}, 0) if compiled else time_casts(device, tuple(formats), kernels)
@@ -229,7 +231,7 @@ class _Recorder:
         self._met |= {(self._signature[name], precision) for name, precision in plan.items()}
         return True
 
-    def time_hosts_again(self, deadline: float | None) -> None:
+    def time_hosts_again(self, deadline: float | None, report: Callable[[str], None]) -> None:
         """Time the host under every plan some more; the median of all rounds counts."""
         options = self._options or RecordingOptions()
         rounds = {sample.name: [(sample.host_ns, sample.iteration_ns)] for sample in self.samples}
@@ -238,6 +240,7 @@ class _Recorder:
                 if deadline is not None and time.perf_counter() > deadline:
                     break
                 if sample.iteration_ns < _FAR_ABOVE * sum(sample.host_ns.values()):
+                    report(f"{sample.name}, host")
                     rounds[sample.name].append(time_host(self._stepper, self._graph, sample, options, self._kernels))
         self.samples = [_over_rounds(sample, rounds[sample.name]) for sample in self.samples]
 
@@ -354,12 +357,21 @@ def fit_samples(
     cast_host_ns: int = 0,
 ) -> StepCosts:
     """Fit costs to samples and put the residual of each beside them."""
-    costs = fit_step_costs(graph, samples, device, half_format=half_format, casts=casts, cast_host_ns=cast_host_ns)
-    predictor = StepPredictor(graph, costs)
-    predicted = {}
-    for sample in samples:
-        step = predictor.plan(sample.precisions)
-        predicted[sample.name] = (predictor.steady_ns(step), predictor.memory(step.costs).peak_bytes)
+
+    def fit(paces: Mapping[str, float] | None) -> tuple[StepCosts, dict[str, tuple[int, int]]]:
+        costs = fit_step_costs(
+            graph, samples, device, half_format=half_format, casts=casts, cast_host_ns=cast_host_ns, paces=paces
+        )
+        predictor, predicted = StepPredictor(graph, costs), {}
+        for sample in samples:
+            step = predictor.plan(sample.precisions)
+            predicted[sample.name] = (predictor.steady_ns(step), predictor.memory(step.costs).peak_bytes)
+        return costs, predicted
+
+    costs, predicted = fit(None)
+    paces = kernel_paces(samples, {name: time_ns for name, (time_ns, _) in predicted.items()})
+    if paces and device.kind != "cpu":
+        costs, predicted = fit(paces)
     return checked(costs, predicted, samples)
 
 

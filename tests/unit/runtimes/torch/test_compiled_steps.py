@@ -46,6 +46,12 @@ class Block(nn.Module):
         return self.norm(x + self.b(F.gelu(self.a(x)))).square().mean()
 
 
+class Breaking(Block):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
 @pytest.fixture(scope="module")
 def graph():
     return capture(Block(), (torch.randn(16, 32),))
@@ -123,6 +129,19 @@ def test_a_model_without_graphs_is_refused():
         read_schedules([])
 
 
+def test_a_schedule_of_another_kind_is_refused():
+    with pytest.raises(UnsupportedError, match="cannot be read"):
+        read_schedules([(False, SimpleNamespace(nodes=[object()]))])
+
+
+def test_a_model_that_breaks_into_graphs_is_refused(graph):
+    model, x = Breaking(), torch.randn(16, 32)
+    stepper = Stepper(TrainingExample(model=model, args=(x,)), torch.optim.SGD(model.parameters(), lr=1e-3))
+    with pytest.raises(UnsupportedError, match="cannot be compiled as one graph"):
+        record_compiled_plan(stepper, graph, "one", PLAN)
+    assert applied_plan(model) is None
+
+
 def test_what_is_called_inside_other_calls_or_outside_of_graphs_is_left_out():
     inner, outer = HostCall(12, 14, "aten::mm", False), HostCall(11, 15, "aten::linear", False)
     before, after = HostCall(1, 9, "aten::copy_", False), HostCall(18, 25, "Torch-Compiled Region", False)
@@ -189,6 +208,7 @@ def test_ways_are_timed_compiled(block, monkeypatch):
         return compiled_inside(model, backend="aot_eager")
 
     monkeypatch.setattr(job_timing, "compiled_inside", noted)
+    monkeypatch.setattr(job_timing, "_ROUNDS", 1)
     ways = [_way("FP32", "FP32"), _way("BF16", "BF16")]
     kernels = ApplyOptions().kernels
     timed = job_timing.time_ways(block.model, block.example, ways, block.graph, kernels, compiled=True)
@@ -197,17 +217,11 @@ def test_ways_are_timed_compiled(block, monkeypatch):
     assert block.model._compiled_call_impl is None
 
 
-def test_a_way_that_cannot_be_compiled_is_not_taken(block, monkeypatch, caplog):
-    class Breaking(Block):
-        def forward(self, x):
-            print(end="")
-            return super().forward(x)
-
-    model = Breaking()
+def test_a_way_that_cannot_be_compiled_is_not_taken(monkeypatch, caplog):
     monkeypatch.setattr(job_timing, "compiled_inside", functools.partial(compiled_inside, backend="aot_eager"))
-    monkeypatch.setattr("builtins.print", torch._dynamo.graph_break)
-    example = TrainingExample(model=model, args=(block.x,))
-    (timed,) = job_timing.time_ways(model, example, [_way("FP32", "FP32")], None, ApplyOptions().kernels, compiled=True)
+    example = TrainingExample(model=Breaking(), args=(torch.randn(16, 32),))
+    ways = [_way("FP32", "FP32")]
+    (timed,) = job_timing.time_ways(example.model, example, ways, None, ApplyOptions().kernels, compiled=True)
     assert timed.needed_bytes is None
     assert "FP32 is not timed compiled" in caplog.text
 
@@ -218,13 +232,11 @@ def test_a_job_whose_compiled_steps_cannot_be_recorded_says_so(block, monkeypatc
         raise UnsupportedError("this model breaks into several graphs")
 
     monkeypatch.setattr(job_steps, "record_steps", refuse)
-    monkeypatch.setattr(job_timing, "compiled_inside", functools.partial(compiled_inside, backend="aot_eager"))
     options = PlanningOptions(
-        precisions=("BF16", "FP32"), compiled=True, trial=False, cache_dir=tmp_path, progress=False
+        precisions=("FP32",), compiled=True, trial=False, compare=False, cache_dir=tmp_path, progress=False
     )
     plan = auto_plan(block.model, (block.x,), options=options)
     assert "this model breaks into several graphs" in plan.describe()
-    assert "measured compiled passes" in plan.reason
 
 
 def test_compiled_passes_are_not_captured_too():
