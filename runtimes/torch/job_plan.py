@@ -17,7 +17,7 @@ from qsync_opt.evaluation import evaluate
 from qsync_opt.graph import OpGraph
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem
-from qsync_opt.runtimes.torch.job_ways import Way
+from qsync_opt.runtimes.torch.job_ways import StepTime, Way
 from qsync_opt.sensitivity_values import SensitivityValues
 from qsync_opt.solution import Solution
 
@@ -27,7 +27,7 @@ class JobModel:
     """Everything that was measured about a job; from it a problem is built without measuring again.
 
     ``sensitivities`` are by device type. ``cluster`` has the memory limits as they are now. ``ways`` are the times of
-    the whole model by device type, empty if they were not taken.
+    the whole model by device type, empty if they were not taken, and ``steps`` those of whole training steps.
     """
 
     graph: OpGraph
@@ -35,6 +35,7 @@ class JobModel:
     sensitivities: Mapping[str, SensitivityValues]
     cluster: Cluster
     ways: Mapping[str, tuple[Way, ...]] = field(default_factory=dict)
+    steps: tuple[StepTime, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("profiles", "sensitivities", "ways"):

@@ -155,7 +155,7 @@ def _recorded(
     """Costs, and the bytes of the optimizer's state."""
     with parameters_put_back(example.model), model_unchanged(example.model):
         wrapped = example.model if group is None else DistributedDataParallel(example.model, process_group=group)
-        own = _own_optimizer(optimizer, example.model)
+        own = own_optimizer(optimizer, example.model)
         stepped = dataclasses.replace(example, model=wrapped)
         # What was scaled is in the profile, which the plan quotes.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
@@ -184,7 +184,7 @@ def _options(stepper: Stepper) -> RecordingOptions:
     return RecordingOptions(warm_up=2 if repeats > 2 else 1, repeats=repeats, traced=1)
 
 
-def _own_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.optim.Optimizer:
+def own_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.optim.Optimizer:
     """One without state over the model's parameters."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if optimizer is None:

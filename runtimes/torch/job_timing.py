@@ -169,7 +169,7 @@ def time_ways(
             for index, way in enumerate(ways):
                 if way.captured or needs[index] is None or spent[index] > _WAY_NS:
                     continue
-                with _carried_out(model, way, graph, kernels):
+                with carried_out(model, way, graph, kernels):
                     try:
                         if not turn and example.device.type == "cuda":
                             needs[index] = _peak_bytes(example) + kept_bytes
@@ -195,7 +195,8 @@ def time_ways(
 
 
 @contextlib.contextmanager
-def _carried_out(model: nn.Module, way: Way, graph: OpGraph | None, kernels: KernelOptions) -> Iterator[None]:
+def carried_out(model: nn.Module, way: Way, graph: OpGraph | None, kernels: KernelOptions) -> Iterator[None]:
+    """The model goes this way within the block."""
     if way.is_plain:
         yield
         return
@@ -219,7 +220,7 @@ def _captured_times(
         return [], None
     before = _reserved_bytes(device)
     try:
-        with _carried_out(example.model, way, graph, kernels):
+        with carried_out(example.model, way, graph, kernels):
             _pass(example)  # captures, then replays for the first time
             blocks = [_timed_block(example)]
             while len(blocks) < _ROUNDS and sum(block for block, _ in blocks) <= _WAY_NS:

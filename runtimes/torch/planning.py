@@ -40,6 +40,7 @@ from qsync_opt.runtimes.torch.job_measuring import (
 )
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
 from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, JobPlan, alternatives, how_measured
+from qsync_opt.runtimes.torch.job_racing import measure_steps
 from qsync_opt.runtimes.torch.job_timing import has_captured, measure_ways
 from qsync_opt.runtimes.torch.measure import Loss
 from qsync_opt.runtimes.torch.trial import Trial, try_plan
@@ -93,7 +94,7 @@ def auto_plan(
     """
     options = options or PlanningOptions()
     bare = bare_model(model)
-    job = Job(bare, example_of(bare, batch, loss), options)
+    job = Job(bare, example_of(bare, batch, loss), options, optimizer)
     together(job.check)
     require_agreement(
         "the version of qsync_opt or torch",
@@ -203,7 +204,11 @@ def _compared(job: Job, made: JobModel | None, types: DeviceTypes, found: JobPla
     several = made is not None and any(set(device.precisions) - {"FP32"} for device in made.cluster.devices)
     if not broadcast_json(job.options.compare and several):
         return found
-    return shared_plan(measure_ways(job, made, found, types), types.mine, job.options)
+    made = measure_ways(job, made, found, types)
+    found = shared_plan(made, types.mine, job.options)
+    if job.options.local_batches == "by speed":  # the batch for planning is the same on all
+        return found
+    return shared_plan(measure_steps(job, made, found, types), types.mine, job.options)
 
 
 def _short_of_memory(job: Job, made: JobModel, types: DeviceTypes, found: JobPlan) -> list[str]:
