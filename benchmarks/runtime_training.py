@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import qsync_opt
 from qsync_opt.errors import NotReadyError
 from qsync_opt.graph import OpGraph, Role
+from qsync_opt.precision import number_format
 from qsync_opt.runtimes.torch.agreement import gather_json
 from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.capabilities import operator_precisions
@@ -270,6 +271,10 @@ def gpt(worker: Worker, *, layers: int = 12) -> tuple[Callable[[], nn.Module], B
 
 
 def everywhere(graph: OpGraph, precision: str, device: torch.device) -> dict[str, str]:
-    """Every operator that can run in a precision in it, the others in FP32."""
-    names = {operator.name: operator.op_type for operator in graph.by_role(Role.ADJUSTABLE)}
-    return {n: precision if precision in operator_precisions(kind, device) else "FP32" for n, kind in names.items()}
+    """Every operator that can run in a precision in it, the others in the lowest that they have above it."""
+    found = {}
+    for operator in graph.by_role(Role.ADJUSTABLE):
+        present = {"FP32", *operator_precisions(operator.op_type, device)}
+        above = [name for name in present if number_format(name).rank >= number_format(precision).rank]
+        found[operator.name] = min(above, key=lambda name: number_format(name).rank)
+    return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +20,11 @@ from qsync_opt.runtimes.torch.job_finalists import (
 )
 from qsync_opt.runtimes.torch.job_finalists import words as step_words
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
-from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, verdict
+from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, JobPlan, verdict
 from qsync_opt.runtimes.torch.job_ways import FULL, PLANNED, Way, choose, everywhere, step_ns, words
+
+_WORTH_MOVING, _LESS_SENSITIVE = 0.02, 0.1
+"""Relative gain of time, or of sensitivity, for which a running job moves to another plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,7 @@ def decide(
     evaluation: Evaluation,
     others: tuple[Alternative, ...],
     options: PlanningOptions,
+    present: JobPlan | None = None,
 ) -> Decision:
     """Take the solver's plan, or with times of the whole model the way that is best on every device type.
 
@@ -71,6 +76,8 @@ def decide(
         evaluation: Of that.
         others: What the plan is compared with where there are no times.
         options: Slack, least gain, and how local batches will be sized.
+        present: What the job runs under now. It stays where it fits and nothing else is clearly better: moving costs
+            steps, and memory that swings about a limit would have the job move back and forth.
 
     Source:
         Ours.
@@ -96,19 +103,21 @@ def decide(
     rest_ns = evaluation.iteration_ns - max(device.backward_end_ns for device in evaluation.devices.values())
     timed = [] if balanced else timed_together(_as_timed(made, ways), limits, made.steps)
     full = full_everywhere(ways, limits)
-    if balanced:
-        expected_ns = step_ns(chosen) + rest_ns
-        gain = 1.0 if full is None else 1 - _time(made, chosen, rest_ns) / _time(made, full, rest_ns)
-    else:
-        together, found_ns = best_step(chosen, timed, rest_ns=rest_ns, slack=options.slack)
-        chosen, expected_ns = dict(together), round(found_ns)
-        gain = 1.0 if full is None else 1 - expected_ns / max(1.0, predicted_step_ns(full, timed, rest_ns))
+
+    def time_of(found: Mapping[str, Way]) -> float:
+        return _time(made, found, rest_ns) if balanced else predicted_step_ns(found, timed, rest_ns)
+
+    if not balanced:
+        chosen = dict(best_step(chosen, timed, rest_ns=rest_ns, slack=options.slack)[0])
+    stays = None if present is None else _present(ways, limits, present)
+    if stays is not None and not _clearly_better(chosen, stays, time_of):
+        chosen = stays
+    gain = 1.0 if full is None else 1 - time_of(chosen) / max(1.0, time_of(full))
     worthwhile = full is None or gain >= options.least_gain
     if full is None:
         said = "training in FP32 would not fit into memory"
     elif not worthwhile or all(way.is_plain for way in chosen.values()):
         chosen, worthwhile = full, False
-        expected_ns = step_ns(full) + rest_ns if balanced else round(predicted_step_ns(full, timed, rest_ns))
         said = f"nothing is faster than FP32 by {options.least_gain:.0%}: the model is left alone"
     else:
         said = f"{gain:.1%} less time per sample than in FP32"
@@ -120,12 +129,31 @@ def decide(
         evaluation=evaluate(problem, found),
         worthwhile=worthwhile,
         reason=reason,
-        expected_ns=expected_ns,
+        expected_ns=step_ns(chosen) + rest_ns if balanced else round(time_of(chosen)),
         taken={name: way.label for name, way in chosen.items()},
         autocast={name: way.autocast for name, way in chosen.items() if way.autocast is not None},
         captured=tuple(name for name, way in chosen.items() if way.captured),
         shares=_shares(made, chosen if balanced else None),
     )
+
+
+def _present(ways: Mapping[str, Sequence[Way]], limits: Mapping[str, int], present: JobPlan) -> dict[str, Way] | None:
+    """The ways that the job goes now, None if one of them is not there any more or no longer fits."""
+    found = {}
+    for name, mine in ways.items():
+        entry = present.plan.devices.get(name, {})
+        for way in mine:
+            same = all(entry.get(operator) == precision for operator, precision in way.precisions.items())
+            if way.label == present.taken.get(name) and same and way.fits(limits[name]) and way.pass_ns:
+                found[name] = way
+    return found if len(found) == len(ways) else None
+
+
+def _clearly_better(
+    chosen: Mapping[str, Way], present: Mapping[str, Way], time_of: Callable[[Mapping[str, Way]], float]
+) -> bool:
+    ours, theirs = (math.fsum(way.sensitivity for way in found.values()) for found in (chosen, present))
+    return time_of(chosen) < (1 - _WORTH_MOVING) * time_of(present) or ours < (1 - _LESS_SENSITIVE) * theirs
 
 
 def worth_racing(

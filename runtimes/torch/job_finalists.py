@@ -29,6 +29,7 @@ _MOST = 6
 _NEAR = 0.08
 """Ways that take so much longer by their passes are not tried."""
 _SPARE = 0.04
+_FAR = 4.0
 _PLAIN = 3
 """How many single ways are tried that a user could have chosen."""
 
@@ -45,7 +46,8 @@ def finalists(
 
     Returns:
         For launched and for captured passes: the least sensitive choice among the fastest, also among the ways
-        without the solver's plan and with some time to spare, and the fastest single ways.
+        without the solver's plan and with some time to spare, and the fastest single ways. Last, what needs the least
+        memory.
 
     Source:
         Ours.
@@ -62,8 +64,19 @@ def finalists(
     in_order = [eager, captured_one, *alike[:1], *others, *alike[1:2], *more, *alike[2:]]
     unlike = {tuple(way.label for way in found.values()): found for found in in_order if found is not None}
     fastest = min((step_ns(found) for found in unlike.values()), default=0)
-    near = [found for found in unlike.values() if step_ns(found) <= (1 + slack) * (1 + _NEAR) * fastest]
-    return near[:_MOST]
+    near = [found for found in unlike.values() if step_ns(found) <= (1 + slack) * (1 + _NEAR) * fastest][:_MOST]
+    small = _smallest(ways, limits_bytes)
+    if small is None or small in near or step_ns(small) > _FAR * fastest:
+        return near
+    return [*near, small]
+
+
+def _smallest(ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int]) -> dict[str, Way] | None:
+    """The ways that need the least memory, to which the job turns if memory is taken from it."""
+    fits = fitting(ways, limits_bytes, captured=False)
+    if not all(fits.values()):
+        return None
+    return {name: min(mine, key=lambda way: (way.needed_bytes or 0, way.pass_ns)) for name, mine in fits.items()}
 
 
 def _named(ways: Sequence[Way], label: str) -> Way:

@@ -147,6 +147,8 @@ class JobPlan:
     model: JobModel | None = None
     host_shares: Mapping[str, float] = field(default_factory=dict)
     """Per device type with a card, the share of a pass under the plan in which the host still launches."""
+    stages_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that `auto_plan` took on this rank, by stage."""
 
     def __post_init__(self) -> None:
         if self.device_type not in self.plan.devices:
@@ -154,7 +156,7 @@ class JobPlan:
                 f"the plan has no device type {self.device_type!r}: it has {', '.join(self.plan.devices)}"
             )
         object.__setattr__(self, "captured", tuple(self.captured))
-        for name in ("memory_bytes", "taken", "autocast", "shares", "measured"):
+        for name in ("memory_bytes", "taken", "autocast", "shares", "measured", "stages_s"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @property
@@ -176,6 +178,9 @@ class JobPlan:
             rows.append(f"  {name}: {way}")
         if self.expected_ns is not None:
             rows.append(f"  a step is expected to take {self.expected_ns / 1e6:.2f} ms")
+        if self.stages_s:
+            told = ", ".join(f"{name} {spent:.1f}" for name, spent in self.stages_s.items() if spent >= 0.05)
+            rows.append(f"  planned in {sum(self.stages_s.values()):.1f} s{f': {told}' if told else ''}")
         return "\n".join(rows)
 
 

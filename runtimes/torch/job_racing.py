@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -154,7 +155,7 @@ class _Race:
         if failed or short:
             self._job.model.zero_grad()
             return short, failed
-        if self._size > 1 and self._model is self._job.model:
+        if dist.is_available() and dist.is_initialized() and self._model is self._job.model:
             self._model = DistributedDataParallel(
                 self._job.model, find_unused_parameters=any(entry["unused"] for entry in told)
             )
