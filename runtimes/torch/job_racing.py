@@ -137,6 +137,9 @@ class _Race:
         try:
             if self._optimizer is None:
                 self._optimizer = own_optimizer(self._job.optimizer, self._job.model)
+                for group in self._optimizer.param_groups:  # as much work, but nothing moves
+                    if isinstance(group.get("lr"), float | int | torch.Tensor):
+                        group["lr"] = 0.0 * group["lr"]
             self._scaler = None
             with self._alone():
                 self._step()  # by itself: what does not fit or cannot be done shows here, while nobody waits

@@ -31,13 +31,13 @@ from qsync_opt.runtimes.torch.stopwatch import cpu_clock
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 
 _LOGGER = logging.getLogger(__name__)
-_ROUNDS = 7
+_ROUNDS, _CAPTURED_ROUNDS = 7, 3
 _BLOCK_NS = 100e6
 """How long the passes take that are timed together, as far as `_MOST_PASSES` allows."""
 _MOST_PASSES = 20
 _FAR_SLOWER = 3.0
 """Ways that take so many times the fastest one's time are not captured."""
-_WAY_NS = 1.5e9
+_WAY_NS = 1e9
 """When a way has taken so long, no further round follows."""
 
 
@@ -223,7 +223,7 @@ def _captured_times(
         with carried_out(example.model, way, graph, kernels):
             _pass(example)  # captures, then replays for the first time
             blocks = [_timed_block(example)]
-            while len(blocks) < _ROUNDS and sum(block for block, _ in blocks) <= _WAY_NS:
+            while len(blocks) < _CAPTURED_ROUNDS and sum(block for block, _ in blocks) <= _WAY_NS:
                 blocks.append(_timed_block(example))
             needed = resident_bytes(example.model) + torch.cuda.max_memory_reserved(device) - before
     except (torch.cuda.OutOfMemoryError, UnsupportedError) as failure:
