@@ -244,7 +244,7 @@ def test_a_running_job_stays_where_nothing_is_clearly_better(planned, job):
     present = plan_job(made.with_memory({name: made.cluster.device(name).memory_limit_bytes}), name, options)
     assert present.taken == {name: "BF16 autocast"}
     little = replace(
-        made, steps=tuple(replace(s, step_ns=19_700_000) if "INT8" in s.taken.values() else s for s in made.steps)
+        made, steps=tuple(replace(s, step_ns=19_800_000) if "INT8" in s.taken.values() else s for s in made.steps)
     )
     assert plan_job(little, name, options).taken == {name: "BF16 autocast"}
     much = replace(
@@ -254,7 +254,7 @@ def test_a_running_job_stays_where_nothing_is_clearly_better(planned, job):
     was = plan_job(much, name, options)
     assert plan_job(little, name, options, was).taken == {name: "BF16 autocast"}  # half as sensitive
     near = replace(
-        made, steps=tuple(replace(s, step_ns=19_600_000) if "INT8" in s.taken.values() else s for s in made.steps)
+        made, steps=tuple(replace(s, step_ns=19_650_000) if "INT8" in s.taken.values() else s for s in made.steps)
     )
     assert plan_job(near, name, options).taken == {name: "INT8"}
     assert plan_job(near, name, options, present).taken == {name: "BF16 autocast"}  # 2 % are not worth it
