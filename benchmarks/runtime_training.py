@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,11 @@ from qsync_opt.runtimes.torch.job_ways import Way
 from qsync_opt.runtimes.torch.measure import default_loss
 
 Batch = dict[str, Tensor]
+LOGGER = logging.getLogger("qsync_opt.benchmark")
+
+
+LONG_S = 0.6
+"""Seconds of passes after which no more of them are timed."""
 
 
 def use_tf32(on: bool) -> None:
@@ -127,6 +133,7 @@ class Worker:
 
     def begin(self, configuration: str) -> None:
         """Say what is measured next, for whoever finds that this process is gone."""
+        LOGGER.info("%s begins", configuration)
         if self.rank == 0:
             self.output.with_suffix(".begun").write_text(configuration, encoding="utf-8")
 
@@ -161,7 +168,7 @@ class Worker:
             "memory": self.memory or (None if self.device.type == "cuda" else "4 GiB"),
             "profile_seconds": 5.0,
             "precisions": self.task.precisions,
-            "progress": False,
+            "progress": lambda done, total, what: LOGGER.info("profile: %d of %d, %s", done, total, what),
         }
         return qsync_opt.PlanningOptions(**{**settings, **changes})
 
@@ -226,7 +233,7 @@ class Run:
     def alone_s(self, steps: int) -> float:
         """Seconds of this worker's forward and backward pass, without waiting for the other."""
         synchronized = self.parallel.no_sync
-        times = []
+        times: list[float] = []
         # Everything that a step will need is there from the first one on, so that what does not fit shows here.
         with synchronized():
             self.loss(self.parallel).backward()
@@ -239,6 +246,8 @@ class Run:
                 self.loss(self.parallel).backward()
             self.worker.wait()
             times.append(time.perf_counter() - began)
+            if sum(times[1:]) > LONG_S:
+                break
         self.optimizer.zero_grad()
         return statistics.median(times[1:])
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import logging
+import signal
 import statistics
 import sys
 import time
@@ -196,8 +199,23 @@ def _write_soak(
     )
 
 
+class Watchdog(logging.Handler):
+    """Ends the process, saying where it is, when nothing was logged for so long: others wait for it."""
+
+    seconds = 50.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Begin to wait anew."""
+        faulthandler.dump_traceback_later(self.seconds, exit=True)
+
+
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)
+    logging.basicConfig(format="%(relativeCreated)d ms: %(message)s", level=logging.WARNING)
+    logging.getLogger("qsync_opt").setLevel(logging.INFO)
     data = json.loads(sys.argv[1])
+    if data["device"] == "cuda" and data["part"] == "throughput":
+        logging.getLogger("qsync_opt").addHandler(Watchdog())
     given = data["precisions"] and tuple(data["precisions"])
     task = Task(**{**data, "multiprocessors": tuple(data["multiprocessors"]), "precisions": given})
     worker = Worker(task, int(sys.argv[2]))

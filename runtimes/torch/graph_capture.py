@@ -66,6 +66,17 @@ def unnoticed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Attention takes another of torch's implementations within the block."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
+
+
+@contextlib.contextmanager
 def waits_noted() -> Iterator[list[str]]:
     """Fill a list with what torch says of every operation in the block for which the host waits for the device."""
     found: list[str] = []

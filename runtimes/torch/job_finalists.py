@@ -25,11 +25,11 @@ from qsync_opt.runtimes.torch.job_ways import (
     worth_capturing,
 )
 
-_MOST = 6
+_MOST = 5
 _NEAR = 0.08
 """Ways that take so much longer by their passes are not tried."""
 _SPARE = 0.04
-_FAR = 4.0
+_FAR = 2.5
 _PLAIN = 3
 """How many single ways are tried that a user could have chosen."""
 

@@ -34,6 +34,8 @@ _LOGGER = logging.getLogger(__name__)
 _ROUNDS = 3
 _BLOCK_NS = 0.25e9
 _MOST_STEPS = 10
+_LONGEST_S = 12.0
+"""After so long, no further round begins."""
 _FIRST_SCALE = 2.0**10
 """Low enough that hardly any step is skipped for an overflow."""
 
@@ -75,8 +77,8 @@ def measure_steps(job: Job, made: JobModel | None, found: JobPlan, types: Device
     gc.collect()
     if job.example.device.type == "cuda":
         torch.cuda.empty_cache()
-    if made is None:
-        return None
+    if made is None or world()[0]:  # rank 0 plans
+        return made
     steps = tuple(
         StepTime(taken={name: way.label for name, way in entry.items()}, step_ns=max(1, round(found_ns)))
         for entry, found_ns in zip(drafts, times, strict=True)
@@ -114,13 +116,17 @@ class _Race:
         times: list[list[float]] = [[] for _ in self._ways]
         short: list[list[int]] = [[] for _ in self._ways]
         steps = [0 for _ in self._ways]
+        began = time.perf_counter()
         for turn in range(_ROUNDS):
+            if broadcast_json(turn > 0 and time.perf_counter() - began > _LONGEST_S):
+                break
             for index, way in enumerate(self._ways):
                 captured = any(gather_json(way.captured))
                 if short[index] or (turn and captured):  # capturing takes as long as several steps: once
                     continue
                 with carried_out(self._job.model, way, self._graph, self._job.options.kernels):
-                    short[index], failed = self._prepared()
+                    _LOGGER.info("round %d, candidate %d: %s", turn + 1, index + 1, way.label)
+                    short[index], failed = self._prepared(first=not turn)
                     if failed:
                         _LOGGER.warning("whole steps are not timed: %s", failed)
                         return [None] * len(times), [[] for _ in times]
@@ -131,7 +137,7 @@ class _Race:
                     times[index] += [self._block(steps[index]) for _ in range(_ROUNDS if captured else 1)]
         return [None if s or not t else statistics.median(t) for t, s in zip(times, short, strict=True)], short
 
-    def _prepared(self) -> tuple[list[int], str]:
+    def _prepared(self, *, first: bool) -> tuple[list[int], str]:
         """Ranks without memory for a step, and what another failure said; else all is ready for steps together."""
         fits, said = True, ""
         try:
@@ -141,8 +147,9 @@ class _Race:
                     if isinstance(group.get("lr"), float | int | torch.Tensor):
                         group["lr"] = 0.0 * group["lr"]
             self._scaler = None
-            with self._alone():
-                self._step()  # by itself: what does not fit or cannot be done shows here, while nobody waits
+            if first:  # by itself: what does not fit or cannot be done shows here, while nobody waits
+                with self._alone():
+                    self._step()
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
         except (torch.cuda.OutOfMemoryError, UnsupportedError) as failure:
@@ -152,7 +159,9 @@ class _Race:
             said = (
                 f"rank {self._rank}: {type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
             )
-        told: list[Any] = gather_json({"fits": fits, "said": said, "unused": self._unused() if fits else False})
+        told: list[Any] = gather_json(
+            {"fits": fits, "said": said, "unused": self._unused() if first and fits else False}
+        )
         failed = next((entry["said"] for entry in told if entry["said"]), "")
         short = [rank for rank, entry in enumerate(told) if not entry["fits"]]
         if failed or short:

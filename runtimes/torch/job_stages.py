@@ -20,6 +20,7 @@ class Stages:
     def __call__(self, name: str) -> Iterator[None]:
         """Count the block's time to a stage."""
         began = time.perf_counter()
+        _LOGGER.info("%s begins", name)
         try:
             yield
         finally:

@@ -37,7 +37,7 @@ _BLOCK_NS = 100e6
 _MOST_PASSES = 20
 _FAR_SLOWER = 3.0
 """Ways that take so many times the fastest one's time are not captured."""
-_WAY_NS = 1e9
+_WAY_NS = 0.7e9
 """When a way has taken so long, no further round follows."""
 
 

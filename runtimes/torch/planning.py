@@ -214,13 +214,14 @@ def _planned(job: Job, made: JobModel, types: DeviceTypes, stages: Stages) -> Jo
 def _compared(job: Job, made: JobModel | None, types: DeviceTypes, found: JobPlan, stages: Stages) -> JobPlan:
     """The plan again, when passes and then whole steps were timed in the ways that the job could compute in."""
     several = made is not None and any(set(device.precisions) - {"FP32"} for device in made.cluster.devices)
-    if not broadcast_json(job.options.compare and several):
+    if not broadcast_json(bool(job.options.compare) and several):
         return found
     with stages("passes"):
         made = measure_ways(job, made, found, types)
     with stages("plan"):
         found = shared_plan(made, types.mine, job.options)
-    if job.options.local_batches == "by speed":  # the batch for planning is the same on all
+    # With local batches by speed steps are others: the batch for planning is the same on all workers.
+    if broadcast_json(job.options.compare == "passes" or job.options.local_batches == "by speed"):
         return found
     with stages("steps"):
         made = measure_steps(job, made, found, types)
