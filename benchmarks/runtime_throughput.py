@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from runtime_training import Batch, Run, Worker, everywhere
+from runtime_training import Batch, Run, Worker, everywhere, kinds
 from torch import nn
 
 import qsync_opt
@@ -197,16 +197,20 @@ def throughput(worker: Worker, name: str) -> None:
     small = worker.device.type == "cpu"
     device, make = worker.device, measuring.make
     planned = not measuring.failed_before(PLANNING_BY_PASSES)
-    if planned:
-        measuring.measure("plan", plan=measuring.first_plan())
+    operators: list[tuple[str, str]] | None = None
+    if planned and "plan" not in worker.known:
+        plan = measuring.first_plan()
+        measuring.measure("plan", plan=plan)
+        operators = broadcast_json(None if plan.model is None else kinds(plan.model.graph))
     ways: dict[str, dict[str, Any]] = {"BF16 autocast": {"autocast": torch.bfloat16}}
     if not small:
         ways["FP16 autocast"] = {"autocast": torch.float16}
     eight_bits = ("INT8",) if small else ("INT8", "FP8")
-    worker.begin("capture for uniform precisions")
-    graph = qsync_opt.capture(make().to(device), (), measuring.batch)
+    if operators is None:
+        worker.begin("capture for uniform precisions")
+        operators = kinds(qsync_opt.capture(make().to(device), (), measuring.batch))
     for precision in eight_bits:
-        ways[f"uniform {precision}"] = {"plan": everywhere(graph, precision, device)}
+        ways[f"uniform {precision}"] = {"plan": everywhere(operators, precision, device)}
     for label, how in ways.items():
         measuring.measure(label, **how)
     best, second = broadcast_json(sorted(ways, key=lambda label: -measuring.speeds[label])[:2])
@@ -224,5 +228,5 @@ def throughput(worker: Worker, name: str) -> None:
     if not small:
         name = best.removeprefix("uniform ").removesuffix(" autocast")
         autocast = name if best.endswith(" autocast") else None
-        way = Way(name=best, precisions=everywhere(graph, name, device), autocast=autocast, captured=True)
+        way = Way(name=best, precisions=everywhere(operators, name, device), autocast=autocast, captured=True)
         measuring.measure(way.label, plan=way)

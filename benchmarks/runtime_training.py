@@ -279,11 +279,16 @@ def gpt(worker: Worker, *, layers: int = 12) -> tuple[Callable[[], nn.Module], B
     return lambda: Gpt(config), dict(zip(("tokens_BS", "targets_BS"), (tokens, tokens), strict=True))
 
 
-def everywhere(graph: OpGraph, precision: str, device: torch.device) -> dict[str, str]:
+def kinds(graph: OpGraph) -> list[tuple[str, str]]:
+    """Names and kinds of the operators that a plan may adjust."""
+    return [(operator.name, operator.op_type) for operator in graph.by_role(Role.ADJUSTABLE)]
+
+
+def everywhere(operators: list[tuple[str, str]], precision: str, device: torch.device) -> dict[str, str]:
     """Every operator that can run in a precision in it, the others in the lowest that they have above it."""
     found = {}
-    for operator in graph.by_role(Role.ADJUSTABLE):
-        present = {"FP32", *operator_precisions(operator.op_type, device)}
-        above = [name for name in present if number_format(name).rank >= number_format(precision).rank]
-        found[operator.name] = min(above, key=lambda name: number_format(name).rank)
+    for name, kind in operators:
+        present = {"FP32", *operator_precisions(kind, device)}
+        above = [other for other in present if number_format(other).rank >= number_format(precision).rank]
+        found[name] = min(above, key=lambda other: number_format(other).rank)
     return found

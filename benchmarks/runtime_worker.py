@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 from runtime_in_turn import in_turn
 from runtime_throughput import throughput
-from runtime_training import Batch, Run, Task, Worker, everywhere, gpt
+from runtime_training import Batch, Run, Task, Worker, everywhere, gpt, kinds
 from torch import nn
 
 import qsync_opt
@@ -36,7 +36,7 @@ OVERHEADS = (("FP32", None, None), ("BF16", torch.bfloat16, "BF16"), ("BF16", to
 def alone(worker: Worker, make: Callable[[], nn.Module], batch: Batch, precision: str, carried_out: str | None) -> Way:
     """A plan of one precision."""
     graph = qsync_opt.capture(make().to(worker.device), (), batch)
-    return Way(name=precision, precisions=everywhere(graph, precision, worker.device), autocast=carried_out)
+    return Way(name=precision, precisions=everywhere(kinds(graph), precision, worker.device), autocast=carried_out)
 
 
 def peak(worker: Worker, name: str) -> None:

@@ -34,7 +34,7 @@ _LOGGER = logging.getLogger(__name__)
 _ROUNDS = 3
 _BLOCK_NS = 0.25e9
 _MOST_STEPS = 10
-_LONGEST_S = 12.0
+_LONGEST_S = 8.0
 """After so long, no further round begins."""
 _FIRST_SCALE = 2.0**10
 """Low enough that hardly any step is skipped for an overflow."""
