@@ -54,15 +54,26 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
 def unnoticed() -> Iterator[None]:
     """Tell the model's Python code that nothing is being captured, so that it takes the branches of an eager pass.
 
-    Libraries ask, and take another branch where a value would decide: transformers 5.17 makes a mask that hides nothing
-    for a vision model that was given none, and attention with that mask takes several times as long. A model that
-    really looks at values cannot be captured like that: it waits for the device, which fails.
+    Libraries ask, and take a slower branch where a value would decide: transformers up to 5.17 makes a mask that hides
+    nothing for a vision model that needs none, and attention with a mask of odd length takes several times as long. A
+    model that really looks at values cannot be captured like that: it waits for the device, which fails.
     """
     torch.cuda.is_current_stream_capturing = lambda: False
     try:
         yield
     finally:
         torch.cuda.is_current_stream_capturing = is_capturing
+
+
+@contextlib.contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Attention takes another of torch's implementations within the block."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ Source:
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,14 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.kernels.weight_cache import forget_weights
 from qsync_opt.runtimes.torch.apply_checks import is_sharded, model_device
-from qsync_opt.runtimes.torch.graph_capture import capture_stream, capturing, is_capturing, unnoticed, waits_noted
+from qsync_opt.runtimes.torch.graph_capture import (
+    capture_stream,
+    capturing,
+    is_capturing,
+    unnoticed,
+    waits_noted,
+    without_cudnn_attention,
+)
 from qsync_opt.runtimes.torch.interception import Interception, interception_of
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.runtimes.torch.wrappers import bare_model
@@ -238,6 +246,8 @@ class CapturedPasses:
                 backward(run(aliases)[0], aliases)
             with waits_noted() as waits:
                 backward(run(aliases)[0], aliases)
+        if waits:
+            _LOGGER.info("captured in the model's knowledge, because a pass waits for the device: %s", waits[0])
         torch.cuda.current_stream().wait_stream(stream)
         forget_weights()  # captured passes keep none
         made = _recorded(run, inputs, aliases, stream, waits=bool(waits))
@@ -285,7 +295,7 @@ def _recorded(
     """Capture a forward pass and its backward pass.
 
     A model that never waits for its device is not told that it is being captured, so that it does what it does in an
-    eager pass; if that cannot be captured, it is told.
+    eager pass; if that cannot be captured, also without cuDNN's attention, it is told.
     """
 
     def both() -> _Recorded:
@@ -303,14 +313,15 @@ def _recorded(
                 gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
         return _Recorded(forward, backward, found, spec, seeds, gradients)
 
-    if not waits:
+    # cuDNN's attention may refuse to be captured, where flash attention does not.
+    for attention in () if waits else (contextlib.nullcontext, without_cudnn_attention):
         try:
-            with unnoticed():
+            with unnoticed(), attention():
                 return both()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as failure:
-            _LOGGER.info("captured once more, now telling the model: %s", str(failure).partition("\n")[0])
+            _LOGGER.info("not captured like an eager pass: %s", str(failure).partition("\n")[0])
     return both()
 
 

@@ -35,11 +35,12 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is planned, on this rank."""
+    """What is planned, on this rank. ``optimizer`` is never stepped itself; None: AdamW."""
 
     model: nn.Module
     example: TrainingExample
     options: PlanningOptions
+    optimizer: torch.optim.Optimizer | None = None
 
     def check(self) -> None:
         """Refuse a model that a plan is applied to.

@@ -42,7 +42,9 @@ class PlanningOptions:
         probes: As in `collect_statistics`.
         trial: Run the plan once on every rank before it is handed out.
         compare: Time whole passes of the model in FP32, under autocast, in one precision everywhere and under the
-            plan, and hand out what is fastest by these times, with the least sensitivity among equally fast ones.
+            plan, then whole training steps of the best candidates on all workers together, and hand out what is fastest
+            by these times, with the least sensitivity among equally fast ones. ``"passes"`` leaves out the steps, False
+            both.
         capture: With ``compare``, time the passes of every way on a card also as CUDA graphs (`graphed`), and let the
             plan take those where nothing else is as fast. The first training pass after `apply` is then captured, and
             what holds for `graphed` holds for the model.
@@ -69,7 +71,7 @@ class PlanningOptions:
     profile_seconds: float = 60.0
     probes: int = 1
     trial: bool = True
-    compare: bool = True
+    compare: bool | str = True
     capture: bool = False
     compiled: bool = False
     local_batches: str = "equal"
@@ -80,6 +82,8 @@ class PlanningOptions:
         check_number(self.profile_seconds, "profile_seconds")
         if self.costs not in COSTS:
             raise ProblemError(f"costs is {self.costs!r}, but allowed are {', '.join(map(repr, COSTS))}")
+        if self.compare not in (True, False, "passes"):
+            raise ProblemError(f"compare is {self.compare!r}, but allowed are True, False and 'passes'")
         check_number(self.least_gain, "least_gain")
         if self.least_gain >= 1:
             raise ProblemError(f"least_gain is {self.least_gain}: a share below 1 is needed, such as 0.02")

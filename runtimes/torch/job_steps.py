@@ -20,11 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from qsync_opt.device_profile import DeviceProfile
 from qsync_opt.estimates import ESTIMATE_OPTION, FP32_SHARE_OPTION, MEASURED_OPTION
 from qsync_opt.graph import OpGraph, Role
-from qsync_opt.kernels import backend
+from qsync_opt.kernels import backend, ops
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.measurement_cache import MeasurementCache
 from qsync_opt.precision import PrecisionFormats
 from qsync_opt.progress import Report
+from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.extra_bench import rebuilt, state_bytes
 from qsync_opt.runtimes.torch.identity import identify
 from qsync_opt.runtimes.torch.measure import TrainingExample
@@ -94,14 +95,67 @@ def profile_job_steps(
     key = f"{'compiled ' * compiled}steps {graph.fingerprint()} in {','.join(formats)} with {_settings(optimizer)}"
     known = cache.get(key)
     if known is None:
-        with _memory_given_back(device):
-            costs, state = _recorded(
-                example, graph, optimizer, tuple(formats), kernels, group, budget_s, progress, name, compiled
+        try:
+            with _memory_given_back(device):
+                costs, state = _recorded(
+                    example, graph, optimizer, tuple(formats), kernels, group, budget_s, progress, name, compiled
+                )
+        except RuntimeError as failure:
+            running = precisions_that_run(example, graph, tuple(formats), kernels)
+            # 8 bits ask for a 16-bit format at their borders, with or without the asking.
+            if "FP32" not in running or len(wanted_formats(device, running)) == len(formats):
+                raise
+            lost = ", ".join(precision for precision in formats if precision not in running)
+            _LOGGER.warning("%s does not run on this device and is left out: %s", lost, str(failure).splitlines()[0])
+            return profile_job_steps(
+                example,
+                graph,
+                optimizer,
+                precisions=running,
+                kernels=kernels,
+                cache_dir=cache_dir,
+                group=group,
+                budget_s=budget_s,
+                progress=progress,
+                name=name,
+                compiled=compiled,
             )
         known = {"costs": costs.to_json(), "state_bytes": state, "signatures": _signatures(graph, costs)}
         cache.put(key, known)
     costs = _of_this_batch(graph, StepCosts.from_json(known["costs"], "recorded steps"), known["signatures"])
     return _described(graph, costs, formats, int(known["state_bytes"]))
+
+
+def precisions_that_run(
+    example: TrainingExample, graph: OpGraph, precisions: tuple[str, ...], kernels: KernelOptions
+) -> tuple[str, ...]:
+    """Those of some precisions in which a pass of the model runs, each tried in every operator that has it.
+
+    A library may choose a kernel that the device refuses: parts of a card cannot hold every one that the whole can. A
+    precision for which memory does not suffice is not refused.
+    """
+    running = []
+    with model_unchanged(example.model):
+        for precision in precisions:
+            plan = {
+                operator.name: precision if ops.supports(operator.op_type, precision, example.device) else "FP32"
+                for operator in graph.by_role(Role.ADJUSTABLE)
+            }
+            apply(example.model, plan, graph=graph, options=ApplyOptions(kernels=kernels))
+            try:
+                example.forward().backward()  # type: ignore[no-untyped-call]
+                if example.device.type == "cuda":
+                    torch.cuda.synchronize(example.device)
+            except torch.cuda.OutOfMemoryError:
+                running.append(precision)
+            except RuntimeError as failure:
+                _LOGGER.warning("%s does not run: %s", precision, str(failure).splitlines()[0])
+            else:
+                running.append(precision)
+            finally:
+                undo(example.model)
+                example.model.zero_grad()
+    return tuple(running)
 
 
 def _signatures(graph: OpGraph, costs: StepCosts) -> list[str]:
@@ -158,7 +212,7 @@ def _recorded(
     """Costs, and the bytes of the optimizer's state."""
     with parameters_put_back(example.model), model_unchanged(example.model):
         wrapped = example.model if group is None else DistributedDataParallel(example.model, process_group=group)
-        own = _own_optimizer(optimizer, example.model)
+        own = own_optimizer(optimizer, example.model)
         stepped = dataclasses.replace(example, model=wrapped)
         # What was scaled is in the profile, which the plan quotes.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
@@ -188,7 +242,7 @@ def _options(stepper: Stepper) -> RecordingOptions:
     return RecordingOptions(warm_up=2 if repeats > 2 else 1, repeats=repeats, traced=1)
 
 
-def _own_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.optim.Optimizer:
+def own_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.optim.Optimizer:
     """One without state over the model's parameters."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if optimizer is None:
