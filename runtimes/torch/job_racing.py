@@ -176,7 +176,7 @@ class _Race:
             )
             self._example = replace(self._job.example, model=self._model)
             if self._compiled:
-                torch.compiler.reset()  # a graph is split at the buckets of what is around the model when it is compiled
+                torch.compiler.reset()  # what is around the model decides where its graph is split
         self._scaler = LossScaler(self._job.model, init_scale=_FIRST_SCALE)
         self._step()
         return short, failed
