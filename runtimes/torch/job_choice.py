@@ -121,8 +121,7 @@ def decide(
         said = f"nothing is faster than FP32 by {options.least_gain:.0%}: the model is left alone"
     else:
         said = f"{gain:.1%} less time per sample than in FP32"
-    passes = words(chosen, everywhere(ways, limits), compiled=options.compiled)
-    reason = f"{said}; {passes}{step_words(timed)}"
+    reason = f"{said}; {words(chosen, everywhere(ways, limits), compiled=options.compiled)}{step_words(timed)}"
     whole = Plan(problem=plan.problem, devices={name: way.precisions for name, way in chosen.items()})
     found = plan if all(way.name == PLANNED for way in chosen.values()) else whole
     return Decision(

@@ -224,8 +224,10 @@ def _compared(job: Job, made: JobModel | None, types: DeviceTypes, found: JobPla
         made = measure_ways(job, made, found, types)
     with stages("plan"):
         found = shared_plan(made, types.mine, job.options)
-    # With local batches by speed steps are others: the batch for planning is the same on all workers.
-    if broadcast_json(job.options.compare == "passes" or job.options.local_batches == "by speed"):
+    # With local batches by speed steps are others: the batch for planning is the same on all workers. Whole steps are
+    # timed as the model stands, which is not how a compiled job trains.
+    passes_alone = job.options.compare == "passes" or job.options.local_batches == "by speed" or job.options.compiled
+    if broadcast_json(passes_alone):
         return found
     with stages("steps"):
         made = measure_steps(job, made, found, types)
