@@ -166,9 +166,7 @@ def merge(folder: Path, output: Path) -> None:
 
 def _subject(record: dict[str, Any]) -> tuple[str, ...]:
     """What a record is about: one of the same replaces it."""
-    return tuple(
-        str(record.get(key)) for key in ("hardware", "model", "case", "factor", "optimizer", "backward", "steps")
-    )
+    return tuple(str(record.get(key)) for key in ("hardware", "model", "case", "factor", "optimizer", "backward", "steps"))
 
 
 def _harm_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

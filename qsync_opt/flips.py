@@ -53,9 +53,7 @@ class Flips:
         """
         self._statistics = statistics
         self._names = [operator.name for operator in graph.by_role(Role.ADJUSTABLE)]
-        found = {
-            name: signal.adaptive_flips if adaptive else signal.flips for name, signal in statistics.signals.items()
-        }
+        found = {name: signal.adaptive_flips if adaptive else signal.flips for name, signal in statistics.signals.items()}
         known = [operator for operator in graph if any(found.get(operator.name, ())) and operator.inputs]
         self._measured = [found[operator.name] for operator in known]
         self._arriving: FloatArray = np.zeros((0, len(self._names)))

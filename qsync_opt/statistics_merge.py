@@ -246,7 +246,10 @@ def merge_statistics(parts: Sequence[ModelStatistics]) -> ModelStatistics:
         signals={
             key: Signal(
                 elements=head.signals[key].elements,
-                **{field: _mean([getattr(part.signals[key], field) for part in parts], weights) for field in _SIGNAL},
+                **{
+                    field: _mean([getattr(part.signals[key], field) for part in parts], weights)
+                    for field in _SIGNAL
+                },
                 **{
                     field: _mean_each([getattr(part.signals[key], field) for part in parts], weights)
                     for field in ("flips", "adaptive_flips")

@@ -371,7 +371,9 @@ def collect_statistics(
                 )
             if adaptive_probes:
                 again = functools.partial(run, model, batch)
-                adaptive = probe_gains(model, again, graph=graph, probes=adaptive_probes, seed=number, adaptive=True)
+                adaptive = probe_gains(
+                    model, again, graph=graph, probes=adaptive_probes, seed=number, adaptive=True
+                )
             curvatures: Mapping[str, Mapping[str, Curvature]] = {}
             if curvature_probes:
                 curvatures = probe_curvatures(
