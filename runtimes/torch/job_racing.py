@@ -20,7 +20,6 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.graph import OpGraph
 from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json, together, world
 from qsync_opt.runtimes.torch.apply_checks import is_sharded
-from qsync_opt.runtimes.torch.compiled_recording import compiled_inside
 from qsync_opt.runtimes.torch.job_choice import worth_racing
 from qsync_opt.runtimes.torch.job_measuring import DeviceTypes, Job
 from qsync_opt.runtimes.torch.job_plan import JobModel, JobPlan
@@ -104,7 +103,6 @@ class _Race:
     def __init__(self, job: Job, ways: Sequence[Way], graph: OpGraph | None) -> None:
         self._job, self._ways, self._graph = job, ways, graph
         self._device = job.example.device
-        self._compiled = job.options.compiled
         self._rank, self._size = world()
         self._model: nn.Module = job.model
         self._example = job.example
@@ -123,11 +121,10 @@ class _Race:
             if broadcast_json(turn > 0 and time.perf_counter() - began > _LONGEST_S):
                 break
             for index, way in enumerate(self._ways):
-                once = self._compiled or any(gather_json(way.captured))
-                if short[index] or (turn and once):  # capturing and compiling take as long as several steps
+                captured = any(gather_json(way.captured))
+                if short[index] or (turn and captured):  # capturing takes as long as several steps: once
                     continue
-                compiling = compiled_inside(self._job.model) if self._compiled else contextlib.nullcontext()
-                with carried_out(self._job.model, way, self._graph, self._job.options.kernels), compiling:
+                with carried_out(self._job.model, way, self._graph, self._job.options.kernels):
                     _LOGGER.info("round %d, candidate %d: %s", turn + 1, index + 1, way.label)
                     short[index], failed = self._prepared(first=not turn)
                     if failed:
@@ -137,7 +134,7 @@ class _Race:
                         continue
                     if not steps[index]:
                         steps[index] = self._how_many()
-                    times[index] += [self._block(steps[index]) for _ in range(_ROUNDS if once else 1)]
+                    times[index] += [self._block(steps[index]) for _ in range(_ROUNDS if captured else 1)]
         return [None if s or not t else statistics.median(t) for t, s in zip(times, short, strict=True)], short
 
     def _prepared(self, *, first: bool) -> tuple[list[int], str]:
@@ -175,8 +172,6 @@ class _Race:
                 self._job.model, find_unused_parameters=any(entry["unused"] for entry in told)
             )
             self._example = replace(self._job.example, model=self._model)
-            if self._compiled:
-                torch.compiler.reset()  # what is around the model decides where its graph is split
         self._scaler = LossScaler(self._job.model, init_scale=_FIRST_SCALE)
         self._step()
         return short, failed
