@@ -118,8 +118,10 @@ def check_names(model: nn.Module, plan: Mapping[str, str], graph: OpGraph | None
     if graph is None:
         return
     planned = [parameter.name for parameter in graph.parameters]
-    names = [name for name, _ in model.named_parameters()]
-    different = [a for a in planned if a not in set(names)] or [a for a in names if a not in set(planned)]
+    names = {name for name, _ in model.named_parameters()}
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    # A graph has the trained ones alone; what was frozen since is still the same model.
+    different = [a for a in planned if a not in names] or [a for a in trained if a not in set(planned)]
     if planned and different:
         raise ModelError(f"the graph is of another model: parameters differ, first {some_names(different)}")
 

@@ -13,6 +13,7 @@ from qsync_opt.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.apply_checks import operator_kind
+from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.interception import intercepted
 
 
@@ -527,3 +528,16 @@ def test_recurrent_layers_get_fp32():
     model = Recurrent()
     apply(model, {"up/linear": "BF16"})
     assert model(torch.randn(2, 3, 6)).dtype is torch.float32
+
+
+def test_frozen_parameters_are_no_other_model():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model[0].requires_grad_(False)
+    graph = capture(model, (torch.zeros(3, 4),))
+    plan = {"0/linear": "BF16", "2/linear": "BF16"}
+    assert undo(apply(model, plan, graph=graph)) is model
+    model[2].bias.requires_grad_(False)  # frozen since: the same model
+    undo(apply(model, plan, graph=graph))
+    model[0].requires_grad_(True)  # the graph knows no gradient of it
+    with pytest.raises(ModelError, match=r"parameters differ, first '0\.weight'"):
+        apply(model, plan, graph=graph)
