@@ -68,6 +68,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ[compiled.SWITCH] = "1"
     described = environment([min(os.sched_getaffinity(0))])
+    described["command"] = ["python", "-P", "benchmarks/compiled_loops.py", "--seeds", str(arguments.seeds)]
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     records: list[dict[str, Any]] = []
     for size in SIZES:
