@@ -17,12 +17,17 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 demo: $(STAMP) ## train a small GPT on two workers under a plan, and show every step
 	$(VENV)/bin/qsync-opt demo
 
+# Compiled first, so that no test waits for it.
+LOOPS := $(PYTHON) -P -c "from qsync_opt.formulations.compiled import prepare; prepare()"
+
 test test-all docs-check: export OMP_NUM_THREADS := 1
 
 test: $(STAMP) ## the CPU tests; those of the documentation are docs-check
+	$(LOOPS)
 	$(PYTHON) -m pytest -q $(PARALLEL) -m "not gpu and not slow" --ignore=tests/docs
 
 test-all: $(STAMP) ## the CPU tests, slow ones too
+	$(LOOPS)
 	$(PYTHON) -m pytest -q $(PARALLEL) -m "not gpu"
 
 test-gpu: $(STAMP)

@@ -235,7 +235,9 @@ def _header(data: Record) -> list[str]:
     rows = []
     for name, section in data["sections"].items():
         e = section["environment"]
-        versions = ", ".join(f"{package} {number}" for package, number in e["versions"].items())
+        versions = ", ".join(f"{package} {number}" for package, number in e["versions"].items() if number)
+        if "compiled_loops" in e:
+            versions += ", loops compiled" if e["compiled_loops"] else ", loops not compiled"
         rows.append(
             (
                 name, e["date"][:16].replace("T", " "), _hardware(e),

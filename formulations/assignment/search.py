@@ -11,24 +11,21 @@ Source: ours; each part is standard (cutting planes, reduced-cost fixing, bounde
 
 import heapq
 import time
-from typing import cast
 
 import numpy as np
 
 from qsync_opt.formulations.assignment.blend import blend
 from qsync_opt.formulations.assignment.branching import SHARE, fractional_join, split_count, widest_choice
+from qsync_opt.formulations.assignment.closing import Aims, close_core, walk_core
 from qsync_opt.formulations.assignment.condense import Condensed, condense
-from qsync_opt.formulations.assignment.core import Core, extract, nearest
+from qsync_opt.formulations.assignment.core import extract, nearest
 from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
 from qsync_opt.formulations.assignment.effort import Effort, Pass
 from qsync_opt.formulations.assignment.frontier import search
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
-from qsync_opt.formulations.assignment.program import close
 from qsync_opt.formulations.assignment.relaxation import Relaxation, relax
 from qsync_opt.formulations.assignment.tree import Node, Outcome, first_nodes, take
-from qsync_opt.formulations.assignment.walk import walk
 from qsync_opt.formulations.assignment.width import search_width
-from qsync_opt.formulations.linear_solver import LinearSolver
 
 PROOF = 1e-9
 """Improvements below this share of the objective are not looked for."""
@@ -358,7 +355,7 @@ class BoundAndFix:
             return min(self._searched[3], ceiling), allowed_Z
         core = extract(self.model, base_N, tried_Z, dual.prices_R)
         if effort_pass.walks:
-            return min(self._walk(core, effort_pass, whole=ceiling == np.inf), ceiling), allowed_Z
+            return min(walk_core(self._aims(), core, effort_pass.walks, whole=ceiling == np.inf), ceiling), allowed_Z
         small = condense(core, self._too_dear(), merge=True)
         bound = -np.inf
         width = search_width(effort_pass.width, core, small, whole=ceiling == np.inf)
@@ -371,48 +368,15 @@ class BoundAndFix:
             bound = result.bound
             self._searched = key, effort_pass.spread, width, bound
         if not effort_pass.width and bound < self._target(self._effort.enough):
-            bound = max(bound, self._close(core, effort_pass, partial=ceiling < np.inf))
+            most_nodes = effort_pass.solver_nodes if ceiling < np.inf else None
+            bound = max(bound, close_core(self._aims(), core, most_nodes))
         return min(bound, ceiling), allowed_Z
 
-    def _walk(self, core: Core, effort_pass: Pass, *, whole: bool) -> float:
-        """Search a core along paths bounded by levels; returns its bound."""
-        parts = condense(core, self._too_dear(), merge=True, count=False, product=False)
-        if isinstance(parts, Condensed) and parts.mostly_equal:  # counting says more about them than walking
-            if not whole:
-                return -np.inf
-            small = condense(core, self._too_dear(), merge=True)
-            width = search_width(0, core, small, whole=whole)
-            if width:
-                result = search(small, self._target(0.0), width, spread=True, deadline=self._deadline)
-                if result.labels_N is not None:
-                    self.offer(result.labels_N)
-                if result.bound >= self._target(self._effort.enough) or self._effort.solver is not None:
-                    return result.bound
-        upper, tolerance = self._target(0.0), self._tolerance()
-        walked = walk(parts, upper, effort_pass.walks, tolerance=tolerance, deadline=self._deadline)
-        if walked is None:
-            return -np.inf
-        if walked.labels_N is not None:
-            self.offer(walked.labels_N)
-        return walked.bound
-
-    def _close(self, core: Core, effort_pass: Pass, *, partial: bool) -> float:
-        """Hand a core to the solver; returns its bound."""
-        left_s = self._deadline - time.monotonic()
-        upper = self._target(0.0)
-        tolerance = self._tolerance()
-        left_s = max(left_s, 0.01) if left_s < np.inf else np.inf
-        result = close(
-            condense(core, self._too_dear(), merge=False),
-            upper,
-            cast("LinearSolver", self._effort.solver),
-            left_s if left_s < np.inf else None,
-            tolerance=tolerance,
-            most_nodes=effort_pass.solver_nodes if partial else None,
+    def _aims(self) -> Aims:
+        effort = self._effort
+        return Aims(
+            self._target, self.offer, effort.enough, self._tolerance, self._too_dear(), effort.solver, self._deadline
         )
-        if result.labels_N is not None:
-            self.offer(result.labels_N)
-        return result.bound
 
     def _tolerance(self) -> float:
         """How far from the best a search may stop that is not asked for more."""

@@ -22,7 +22,7 @@ finally:
     sys.path.remove(BENCHMARKS)
 
 pytest.importorskip("numba")
-EXAMPLES = settings(max_examples=25)
+EXAMPLES = settings(max_examples=15)
 
 
 @pytest.fixture(scope="module", autouse=True)

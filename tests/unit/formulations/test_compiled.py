@@ -120,8 +120,8 @@ def test_a_second_process_does_not_compile_again(tmp_path):
     pytest.importorskip("numba")
     code = (
         "import numpy as np\n"
-        "from qsync_opt.formulations.assignment import model\n"
-        "run = model._price.compiled()\n"
+        "from qsync_opt.formulations.assignment import model_loops\n"
+        "run = model_loops.price.compiled()\n"
         "print(sum(run.stats.cache_hits.values()), sum(run.stats.cache_misses.values()))\n"
     )
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
