@@ -6,8 +6,8 @@
 Every part writes a file of its own into FOLDER, again after every record, and ends when its time is used up, so that
 parts can run side by side and nothing is lost; ``--merge`` makes one file of them. Parts: operators[:MODEL],
 whole-model[:MODEL], cost[:MODEL], harm:MODEL:SHARD[:own|sgd[:eight]] (small-gpt, cnn; shards have repeats of their own;
-by the own optimizer or by SGD; backward in 16 bits or in 8), train:MODEL[:SHARD] (gpt, cnn; shards have seeds of their own; goes on where its file in FOLDER
-ends).
+by the own optimizer or by SGD; backward in 16 bits or in 8), train:MODEL[:SHARD] (gpt, cnn; shards have seeds of their
+own; goes on where its file in FOLDER ends).
 """
 
 from __future__ import annotations
@@ -166,7 +166,9 @@ def merge(folder: Path, output: Path) -> None:
 
 def _subject(record: dict[str, Any]) -> tuple[str, ...]:
     """What a record is about: one of the same replaces it."""
-    return tuple(str(record.get(key)) for key in ("hardware", "model", "case", "factor", "optimizer", "backward", "steps"))
+    return tuple(
+        str(record.get(key)) for key in ("hardware", "model", "case", "factor", "optimizer", "backward", "steps")
+    )
 
 
 def _harm_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from qsync_opt.pareto import pareto_front as pareto_front
     from qsync_opt.plan import Plan as Plan
     from qsync_opt.plan import load_plan as load_plan
+    from qsync_opt.plan_variance import plan_variance as plan_variance
     from qsync_opt.planner import FastestPlan as FastestPlan
     from qsync_opt.planner import fastest as fastest
     from qsync_opt.planner import solve as solve
@@ -104,6 +105,7 @@ _PUBLIC = {
     "load_statistics": "qsync_opt.statistics_file",
     "save_statistics": "qsync_opt.statistics_file",
     "sensitivities": "qsync_opt.indicator",
+    "plan_variance": "qsync_opt.plan_variance",
     "SensitivityTable": "qsync_opt.sensitivity_table",
     "build_problem": "qsync_opt.build",
     "uniform_plan": "qsync_opt.baselines",

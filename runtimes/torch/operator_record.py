@@ -371,7 +371,9 @@ class OperatorRecord:
             return errors.stochastic[_RESULT_KINDS.index(GRADIENT_KINDS["INT8"])] / self.loss_scale**2
 
         rows, columns = reduced(form, g, integer_errors)
-        for rounding, values in zip(Rounding, torch.stack(totals).sum(0) / (g.numel() * self.loss_scale**2), strict=True):
+        for rounding, values in zip(
+            Rounding, torch.stack(totals).sum(0) / (g.numel() * self.loss_scale**2), strict=True
+        ):
             self.found.append((tuple(f"output_gradient.{kind}.{rounding}" for kind in _RESULT_KINDS), values))
         self.put("xg/gradient", dot(self.by_row["floating"], rows))
         self.put("gw/gradient", dot(self.by_column["floating"], columns))
