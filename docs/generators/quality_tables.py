@@ -243,7 +243,7 @@ def _training_figures(data: Record) -> dict[str, str]:
             found[f"quality.{model}.x{factor}.seeds"] = str(gap["seeds"])
             for policy in every:
                 if policy not in ("full precision", "uniform INT8"):
-                    found[f"quality.{model}.x{factor}.{policy}"] = _recovered(every, policy)
+                    found[f"quality.{model}.x{factor}.{policy.replace(' ', '-')}"] = _recovered(every, policy)
         for policy in record["plans"]:
             found[f"quality.{model}.{policy}"] = _recovered(harsh, policy)
             found[f"quality.{model}.{policy}.loss"] = _percent(harsh[policy]["recovered_in_training_loss"])
@@ -300,7 +300,18 @@ def quality_figures(data: Record) -> dict[str, str]:
     clear = harm["after_steps"]["clear"]["spearman"]
     found["quality.clear.probed"] = f"{clear['probed']:.2f}"
     found["quality.clear.best-baseline"] = f"{max(_baselines(clear)):.2f}"
-    return found | _training_figures(data)
+    return found | _training_figures(data) | _noise_figures(data)
+
+
+def _noise_figures(data: Record) -> dict[str, str]:
+    """Noise beside the gradient: of the whole, and of the median element of attention's projections."""
+    found = {}
+    for record in _records(data, "noise"):
+        key = f"quality.noise.{record['backward']}"
+        medians = [part["median"] for name, part in record["parameters"].items() if name.endswith("qkv.weight")]
+        found[f"{key}.whole"] = f"{100 * record['whole']:.1f} %"
+        found[f"{key}.qkv"] = _span(medians)
+    return found
 
 
 def overview(data: Mapping[str, Any]) -> str:
