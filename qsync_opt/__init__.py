@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from qsync_opt.pareto import pareto_front as pareto_front
     from qsync_opt.plan import Plan as Plan
     from qsync_opt.plan import load_plan as load_plan
-    from qsync_opt.plan_variance import plan_variance as plan_variance
     from qsync_opt.planner import FastestPlan as FastestPlan
     from qsync_opt.planner import fastest as fastest
     from qsync_opt.planner import solve as solve
@@ -85,6 +84,7 @@ if TYPE_CHECKING:
     from qsync_opt.step_costs import load_step_costs as load_step_costs
     from qsync_opt.step_predictor import StepPredictor as StepPredictor
     from qsync_opt.weight_indicator import weight_sensitivities as weight_sensitivities
+    from qsync_opt.whole_plan import plan_variance as plan_variance
 
 __version__ = "0.1.0"
 
@@ -105,7 +105,7 @@ _PUBLIC = {
     "load_statistics": "qsync_opt.statistics_file",
     "save_statistics": "qsync_opt.statistics_file",
     "sensitivities": "qsync_opt.indicator",
-    "plan_variance": "qsync_opt.plan_variance",
+    "plan_variance": "qsync_opt.whole_plan",
     "SensitivityTable": "qsync_opt.sensitivity_table",
     "build_problem": "qsync_opt.build",
     "uniform_plan": "qsync_opt.baselines",

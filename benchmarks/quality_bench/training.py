@@ -237,7 +237,7 @@ def merged(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         one["plans_differ"] = sorted(
             policy
             for policy, plan in one["plans"].items()
-            if any(r["chosen"] == one["chosen"] and r["plans"].get(policy, plan) != plan for r in group[1:])
+            if any(r.get("chosen") == one.get("chosen") and r["plans"].get(policy, plan) != plan for r in group[1:])
         )
         found.append(one)
     return found

@@ -17,13 +17,13 @@ from work import Clock, significant
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.indicator import sensitivities
 from qsync_opt.kernels import ops
-from qsync_opt.plan_variance import plan_variance
 from qsync_opt.runtimes.torch.apply import ApplyOptions
 from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.statistics import collect_statistics
 from qsync_opt.sensitivity_table import SensitivityTable
 from qsync_opt.statistics import ModelStatistics
+from qsync_opt.whole_plan import plan_variance
 
 PRECISIONS = ("INT8", "FP8", "BF16", "FP32")
 
