@@ -235,7 +235,7 @@ class OperatorRecord:
             self._complete(self.form, gradient)
 
     def _attention_errors(self, attention: AttentionCall, g: Tensor) -> None:
-        operands = [attention.query, attention.key, attention.value, g]
+        operands = [attention.query, attention.key, attention.value, g * self.loss_scale]
         if attention.mask is not None:
             operands.append(attention.mask)
 
@@ -246,6 +246,8 @@ class OperatorRecord:
 
         key = ("attention", attention.is_causal, attention.scale, attention.repeats)
         for name, measured in zip(*self.replays(key, measure, *operands), strict=True):
+            if self.loss_scale != 1.0:  # of the gradients' errors, not of the output's
+                measured[1:] /= self.loss_scale**2
             self.found.append((tuple(f"measured.{name}.{target}" for target in ("output", *GRADIENTS)), measured))
 
     def _complete(self, form: ProductForm, g: Tensor) -> None:
