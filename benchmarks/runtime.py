@@ -23,6 +23,7 @@ import datetime
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -201,7 +202,8 @@ def _run_once(part: str, model: str, arguments: argparse.Namespace, output: Path
     }
     threads = "1" if arguments.device == "cpu" else str(max(1, len(os.sched_getaffinity(0)) // arguments.workers))
     environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": threads}
-    logs = [output.with_name(f"log-{rank}") for rank in range(arguments.workers)]
+    where = output if arguments.logs is None else arguments.logs / f"{part}-{model}"
+    logs = [where.with_name(f"{where.stem}-worker-{rank}.log") for rank in range(arguments.workers)]
     workers = []
     try:
         for rank, log in enumerate(logs):
@@ -210,12 +212,17 @@ def _run_once(part: str, model: str, arguments: argparse.Namespace, output: Path
                 share = 100 * (arguments.multiprocessors[rank] or whole) / whole
                 environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{share:.1f}"
             command = [sys.executable, "-P", str(HERE / "runtime_worker.py"), json.dumps(task), str(rank)]
-            with open(log, "wb") as stream:
+            with open(log, "ab") as stream:
                 workers.append(subprocess.Popen(command, env=environment, stderr=stream))
         while any(worker.poll() is None for worker in workers):
             if any(worker.poll() not in (None, 0) for worker in workers):
                 break
             if time.monotonic() > deadline:
+                for worker in workers:
+                    worker.send_signal(signal.SIGUSR1)  # says where it is
+                time.sleep(1.0)
+                for rank, log in enumerate(logs):
+                    print(f"worker {rank}:\n{log.read_text(encoding='utf-8', errors='replace')[-3000:]}", flush=True)
                 return "took too long"
             time.sleep(0.1)
         failed = [rank for rank, worker in enumerate(workers) if worker.poll() not in (None, 0)]
@@ -259,6 +266,7 @@ def main() -> None:
         "--cache", type=Path, default=Path(tempfile.gettempdir()) / "qsync-runtime", help="measurements"
     )
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--logs", type=Path, help="folder that keeps what workers said")
     parser.add_argument("--join", type=Path, nargs="+", help="result files to take over; nothing is measured then")
     arguments = parser.parse_args()
     if arguments.join:

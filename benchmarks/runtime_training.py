@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import qsync_opt
 from qsync_opt.errors import NotReadyError
 from qsync_opt.graph import OpGraph, Role
+from qsync_opt.precision import number_format
 from qsync_opt.runtimes.torch.agreement import gather_json
 from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.capabilities import operator_precisions
@@ -28,6 +30,11 @@ from qsync_opt.runtimes.torch.job_ways import Way
 from qsync_opt.runtimes.torch.measure import default_loss
 
 Batch = dict[str, Tensor]
+LOGGER = logging.getLogger("qsync_opt.benchmark")
+
+
+LONG_S = 0.6
+"""Seconds of passes after which no more of them are timed."""
 
 
 def use_tf32(on: bool) -> None:
@@ -126,6 +133,7 @@ class Worker:
 
     def begin(self, configuration: str) -> None:
         """Say what is measured next, for whoever finds that this process is gone."""
+        LOGGER.info("%s begins", configuration)
         if self.rank == 0:
             self.output.with_suffix(".begun").write_text(configuration, encoding="utf-8")
 
@@ -160,7 +168,7 @@ class Worker:
             "memory": self.memory or (None if self.device.type == "cuda" else "4 GiB"),
             "profile_seconds": 5.0,
             "precisions": self.task.precisions,
-            "progress": False,
+            "progress": lambda done, total, what: LOGGER.info("profile: %d of %d, %s", done, total, what),
         }
         return qsync_opt.PlanningOptions(**{**settings, **changes})
 
@@ -225,7 +233,7 @@ class Run:
     def alone_s(self, steps: int) -> float:
         """Seconds of this worker's forward and backward pass, without waiting for the other."""
         synchronized = self.parallel.no_sync
-        times = []
+        times: list[float] = []
         # Everything that a step will need is there from the first one on, so that what does not fit shows here.
         with synchronized():
             self.loss(self.parallel).backward()
@@ -238,6 +246,8 @@ class Run:
                 self.loss(self.parallel).backward()
             self.worker.wait()
             times.append(time.perf_counter() - began)
+            if sum(times[1:]) > LONG_S:
+                break
         self.optimizer.zero_grad()
         return statistics.median(times[1:])
 
@@ -269,7 +279,16 @@ def gpt(worker: Worker, *, layers: int = 12) -> tuple[Callable[[], nn.Module], B
     return lambda: Gpt(config), dict(zip(("tokens_BS", "targets_BS"), (tokens, tokens), strict=True))
 
 
-def everywhere(graph: OpGraph, precision: str, device: torch.device) -> dict[str, str]:
-    """Every operator that can run in a precision in it, the others in FP32."""
-    names = {operator.name: operator.op_type for operator in graph.by_role(Role.ADJUSTABLE)}
-    return {n: precision if precision in operator_precisions(kind, device) else "FP32" for n, kind in names.items()}
+def kinds(graph: OpGraph) -> list[tuple[str, str]]:
+    """Names and kinds of the operators that a plan may adjust."""
+    return [(operator.name, operator.op_type) for operator in graph.by_role(Role.ADJUSTABLE)]
+
+
+def everywhere(operators: list[tuple[str, str]], precision: str, device: torch.device) -> dict[str, str]:
+    """Every operator that can run in a precision in it, the others in the lowest that they have above it."""
+    found = {}
+    for name, kind in operators:
+        present = {"FP32", *operator_precisions(kind, device)}
+        above = [other for other in present if number_format(other).rank >= number_format(precision).rank]
+        found[name] = min(above, key=lambda other: number_format(other).rank)
+    return found

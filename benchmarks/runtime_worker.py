@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import logging
+import signal
 import statistics
 import sys
 import time
@@ -16,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 from runtime_in_turn import in_turn
 from runtime_throughput import throughput
-from runtime_training import Batch, Run, Task, Worker, everywhere, gpt
+from runtime_training import Batch, Run, Task, Worker, everywhere, gpt, kinds
 from torch import nn
 
 import qsync_opt
@@ -33,7 +36,7 @@ OVERHEADS = (("FP32", None, None), ("BF16", torch.bfloat16, "BF16"), ("BF16", to
 def alone(worker: Worker, make: Callable[[], nn.Module], batch: Batch, precision: str, carried_out: str | None) -> Way:
     """A plan of one precision."""
     graph = qsync_opt.capture(make().to(worker.device), (), batch)
-    return Way(name=precision, precisions=everywhere(graph, precision, worker.device), autocast=carried_out)
+    return Way(name=precision, precisions=everywhere(kinds(graph), precision, worker.device), autocast=carried_out)
 
 
 def peak(worker: Worker, name: str) -> None:
@@ -90,20 +93,23 @@ def _ratio(worked: dict[str, list[float]]) -> float:
 
 
 def soak(worker: Worker, name: str, total: int) -> None:
-    make, batch = gpt(worker, layers=4)
+    make, batch = gpt(worker)
     options = worker.options(f"soak-{name}", precisions=("INT8", "BF16", "FP32"), capture=worker.device.type == "cuda")
     plan = qsync_opt.auto_plan(make().to(worker.device), batch, options=options)
     run = Run(worker, make, batch, plan=plan)
-    limits = budgets(plan, options)
+    ample, tight = budgets(plan, options)
+    looks = total // 100
+    # The budget of the last worker swings a little at every look, so that each plans anew, and now and then so much
+    # that another plan is needed.
+    limits = [round((tight if SQUEEZED[5 * i // looks] else ample) * (1.0 - 0.02 * (i % 2))) for i in range(looks + 1)]
     limit = [limits[0]]
-    # The budget of the last worker swings, so that every look finds something to plan for.
     adapter = qsync_opt.PlanAdapter(
         run.parallel, plan, options=options, every=100, memory=lambda: limit[0], tolerance=0.001
     )
     blocks, moved = [], 0
-    for number in range(total // 100):
+    for number in range(looks):
         if worker.rank == worker.world - 1:
-            limit[0] = limits[(number + 1) % 2]
+            limit[0] = limits[number + 1]
         predicted, taken = adapter.plan.expected_ns or adapter.plan.iteration_ns, adapter.plan.taken
         run.step()  # captures where a new plan asks for it
         adapter.step()
@@ -128,25 +134,33 @@ def soak(worker: Worker, name: str, total: int) -> None:
             "resident_bytes": worker.resident_bytes(),
         }
         blocks.append(block)
-        if len(blocks) % 5 == 0 or 100 * len(blocks) == total:  # whatever comes, something is kept
+        if len(blocks) % 5 == 0 or len(blocks) == looks:  # whatever comes, something is kept
             _write_soak(worker, name, adapter, blocks, moved)
     run.close()
 
 
-def budgets(plan: JobPlan, options: qsync_opt.PlanningOptions) -> list[int]:
-    """Two memory limits: for what was planned, and for the way that needs least, if there is a plan for that."""
-    made, needed = plan.model, max(plan.memory_bytes.values())
-    limits = [int(1.5 * needed), int(1.2 * needed)]
+SQUEEZED = (False, True, False, True, False, False)
+"""Whether memory is short, by fifths of a soak, and at its very end."""
+
+
+def budgets(plan: JobPlan, options: qsync_opt.PlanningOptions) -> tuple[int, int]:
+    """Two memory limits: one with room for every way that was timed, and one that needs another plan, if there is."""
+    made, kind = plan.model, plan.device_type
+    ample = tight = int(1.5 * max(plan.memory_bytes.values()))
     if made is not None:
-        kind = plan.device_type
-        needs = sorted(way.needed_bytes for way in made.ways.get(kind, ()) if way.needed_bytes)
-        if needs:
+        needs = sorted({way.needed_bytes for way in made.ways.get(kind, ()) if way.needed_bytes})
+        ample = tight = int(1.2 * max([*needs, *plan.memory_bytes.values()]))
+        for needed in needs:
             try:
-                plan_job(made.with_memory({kind: needs[0]}), kind, options)
-                limits = [int(1.2 * needs[-1]), needs[0]]
+                found = plan_job(made.with_memory({kind: int(1.03 * needed)}), kind, options)
             except qsync_opt.QSyncError as failure:
-                print(f"no plan for {needs[0]} bytes: {failure}", flush=True)
-    return [int(limit) for limit in broadcast_json(limits)]
+                print(f"no plan for {needed} bytes: {str(failure)[:120]}", flush=True)
+                continue
+            if dict(found.taken) != dict(plan.taken):
+                tight = int(1.03 * needed)
+                break
+    ample, tight = broadcast_json([ample, tight])
+    return ample, tight
 
 
 def _write_soak(
@@ -185,8 +199,23 @@ def _write_soak(
     )
 
 
+class Watchdog(logging.Handler):
+    """Ends the process, saying where it is, when nothing was logged for so long: others wait for it."""
+
+    seconds = 50.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Begin to wait anew."""
+        faulthandler.dump_traceback_later(self.seconds, exit=True)
+
+
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)
+    logging.basicConfig(format="%(relativeCreated)d ms: %(message)s", level=logging.WARNING)
+    logging.getLogger("qsync_opt").setLevel(logging.INFO)
     data = json.loads(sys.argv[1])
+    if data["device"] == "cuda" and data["part"] == "throughput":
+        logging.getLogger("qsync_opt").addHandler(Watchdog())
     given = data["precisions"] and tuple(data["precisions"])
     task = Task(**{**data, "multiprocessors": tuple(data["multiprocessors"]), "precisions": given})
     worker = Worker(task, int(sys.argv[2]))

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.cuda import is_current_stream_capturing as is_capturing
 
 _Codes = TypeVar("_Codes")
 # Per weight, by its identity: a weak reference to it, the version it had, and what was computed from that version.
@@ -27,7 +28,7 @@ def once_per_version(weight: Tensor, facts: Hashable, make: Callable[[], _Codes]
         facts: All else that the result depends on, besides the geometry of the view.
         make: Computes the result; it must not hold a reference to the weight.
     """
-    if torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or (weight.is_cuda and is_capturing()):
         return make()
     base = weight._base if weight._base is not None else weight
     if base.is_inference():

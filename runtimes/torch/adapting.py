@@ -30,7 +30,8 @@ class PlanAdapter:
 
     Every rank calls :meth:`step` once per training step, after the optimizer's. Every ``every`` steps the ranks tell
     each other, in one small all-reduce, whether anything changed; only then rank 0 solves the job again, from what was
-    measured at its start. The noise of the rounding goes on where it was.
+    measured at its start. The plan stays where it still fits and nothing is faster by 2 % or less sensitive by 10 %.
+    The noise of the rounding goes on where it was.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class PlanAdapter:
                 limits[name] = min(limit, limits.get(name, limit))
                 factors[name] = max(fact["speed"], factors.get(name, 0.0))
             changed = with_speed(made.with_memory(limits), factors)
-            found = shared_plan(changed, self.plan.device_type, self._options)
+            found = shared_plan(changed, self.plan.device_type, self._options, self.plan)
             # Speeds are told relative to the first measurement, which is therefore what must be kept.
             return replace(found, model=made.with_memory(limits))
         return shared_plan(None, self.plan.device_type, self._options)

@@ -12,11 +12,12 @@ Source:
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,14 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.kernels.weight_cache import forget_weights
 from qsync_opt.runtimes.torch.apply_checks import is_sharded, model_device
-from qsync_opt.runtimes.torch.graph_capture import capture_stream, capturing
+from qsync_opt.runtimes.torch.graph_capture import (
+    capture_stream,
+    capturing,
+    is_capturing,
+    unnoticed,
+    waits_noted,
+    without_cudnn_attention,
+)
 from qsync_opt.runtimes.torch.interception import Interception, interception_of
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.runtimes.torch.wrappers import bare_model
@@ -46,7 +54,7 @@ def _description(leaf: Any) -> Any:
 def _may_replay() -> bool:
     """Whether a training pass that begins now could be a replay."""
     recomputed = torch._C._current_graph_task_id() != -1
-    refused = recomputed or torch.is_autocast_enabled("cuda") or torch.cuda.is_current_stream_capturing()
+    refused = recomputed or torch.is_autocast_enabled("cuda") or is_capturing()
     return torch.is_grad_enabled() and not refused
 
 
@@ -66,6 +74,17 @@ class _Passes:
     """Of the inputs, then of the parameters."""
     written: set[int]
     """Places of ``output_gradients`` that are not zero."""
+
+
+class _Recorded(NamedTuple):
+    """Two graphs just captured, what the forward pass returned, and the gradients of that and of what was wanted."""
+
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph | None
+    found: list[Any]
+    spec: TreeSpec
+    seeds: list[Tensor]
+    gradients: tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,23 +242,16 @@ class CapturedPasses:
         stream = capture_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
+            for _ in range(_WARM_UPS - 1):
                 backward(run(aliases)[0], aliases)
+            with waits_noted() as waits:
+                backward(run(aliases)[0], aliases)
+        if waits:
+            _LOGGER.info("captured in the model's knowledge, because a pass waits for the device: %s", waits[0])
         torch.cuda.current_stream().wait_stream(stream)
         forget_weights()  # captured passes keep none
-        forward_graph, backward_graph = torch.cuda.CUDAGraph(), None
-        with capturing(forward_graph, stream):
-            found, spec = run(aliases)
-        tensors = self._tensors_of(found)
-        outputs = _differentiable(found)
-        seeds = [torch.zeros_like(output) for output in outputs]
-        wanted = (*(x for x in inputs if x.requires_grad), *aliases)
-        gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
-        if outputs and wanted:
-            backward_graph = torch.cuda.CUDAGraph()
-            # In a pool of its own: the next forward pass would write where gradients lie that are still accumulated.
-            with capturing(backward_graph, stream):
-                gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+        made = _recorded(run, inputs, aliases, stream, waits=bool(waits))
+        tensors, gradients = self._tensors_of(made.found), made.gradients
         if [g is not None for g in gradients] != used:
             raise UnsupportedError(
                 "graphed: a module of this model keeps its parameters in a place of its own besides, so that their "
@@ -247,15 +259,15 @@ class CapturedPasses:
             )
         remaining = iter(gradients)
         by_input = [next(remaining) if x.requires_grad else None for x in inputs]
-        given = iter(seeds)
+        given = iter(made.seeds)
         places_of = {id(tensor): _Place(index) for index, tensor in enumerate(tensors)}
         return _Passes(
-            forward=forward_graph,
-            backward=backward_graph,
+            forward=made.forward,
+            backward=made.backward,
             inputs=inputs,
             outputs=tuple(tensor.detach() for tensor in tensors),
-            spec=spec,
-            leaves=tuple(places_of[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in found),
+            spec=made.spec,
+            leaves=tuple(places_of[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in made.found),
             output_gradients=tuple(next(given) if tensor.requires_grad else None for tensor in tensors),
             gradients=(*by_input, *remaining),
             written=set(),
@@ -270,6 +282,47 @@ class CapturedPasses:
                     "tensors in tuples, lists, mappings or classes that torch.utils._pytree knows are needed"
                 )
         return [leaf for leaf in found if isinstance(leaf, Tensor)]
+
+
+def _recorded(
+    run: Callable[[Sequence[Tensor]], tuple[list[Any], TreeSpec]],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    stream: torch.cuda.Stream,
+    *,
+    waits: bool,
+) -> _Recorded:
+    """Capture a forward pass and its backward pass.
+
+    A model that never waits for its device is not told that it is being captured, so that it does what it does in an
+    eager pass; if that cannot be captured, also without cuDNN's attention, it is told.
+    """
+
+    def both() -> _Recorded:
+        forward, backward = torch.cuda.CUDAGraph(), None
+        with capturing(forward, stream):
+            found, spec = run(parameters)
+        outputs = _differentiable(found)
+        seeds = [torch.zeros_like(output) for output in outputs]
+        wanted = (*(x for x in inputs if x.requires_grad), *parameters)
+        gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
+        if outputs and wanted:
+            backward = torch.cuda.CUDAGraph()
+            # In a pool of its own: the next forward pass would write where gradients lie that are still accumulated.
+            with capturing(backward, stream):
+                gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+        return _Recorded(forward, backward, found, spec, seeds, gradients)
+
+    # cuDNN's attention may refuse to be captured, where flash attention does not.
+    for attention in () if waits else (contextlib.nullcontext, without_cudnn_attention):
+        try:
+            with unnoticed(), attention():
+                return both()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as failure:
+            _LOGGER.info("not captured like an eager pass: %s", str(failure).partition("\n")[0])
+    return both()
 
 
 class FirstPass:

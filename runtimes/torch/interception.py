@@ -25,6 +25,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from qsync_opt.errors import NotReadyError, UnsupportedError
+from qsync_opt.runtimes.torch.graph_capture import is_capturing
 from qsync_opt.runtimes.torch.leaf_modules import HALF, Leaf
 from qsync_opt.runtimes.torch.module_forwards import Forward
 from qsync_opt.runtimes.torch.operator_calls import Handler, Replays, Run
@@ -174,7 +175,7 @@ class Interception:
             return self._traced(forward, args, kwargs)
         if self.may_rest is not None and self.may_rest():
             return self._resting(forward, args, kwargs)
-        self.traced = self._on_cuda and torch.cuda.is_current_stream_capturing()
+        self.traced = self._on_cuda and is_capturing()
         self.recomputing = torch._C._current_graph_task_id() != -1
         self.training = forward.module.training
         self.prepared_pass = (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +11,20 @@ from qsync_opt.evaluation import BYTES_PER_KIB, Evaluation, evaluate, evaluate_d
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem
 from qsync_opt.propagation import propagate
+from qsync_opt.runtimes.torch.job_finalists import (
+    best_step,
+    finalists,
+    full_everywhere,
+    predicted_step_ns,
+    timed_together,
+)
+from qsync_opt.runtimes.torch.job_finalists import words as step_words
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
-from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, verdict
+from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, JobPlan, verdict
 from qsync_opt.runtimes.torch.job_ways import FULL, PLANNED, Way, choose, everywhere, step_ns, words
+
+_WORTH_MOVING, _LESS_SENSITIVE = 0.02, 0.1
+"""Relative gain of time, or of sensitivity, for which a running job moves to another plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +65,7 @@ def decide(
     evaluation: Evaluation,
     others: tuple[Alternative, ...],
     options: PlanningOptions,
+    present: JobPlan | None = None,
 ) -> Decision:
     """Take the solver's plan, or with times of the whole model the way that is best on every device type.
 
@@ -63,13 +76,14 @@ def decide(
         evaluation: Of that.
         others: What the plan is compared with where there are no times.
         options: Slack, least gain, and how local batches will be sized.
+        present: What the job runs under now. It stays where it fits and nothing else is clearly better: moving costs
+            steps, and memory that swings about a limit would have the job move back and forth.
 
     Source:
         Ours.
     """
-    limits = {device.name: device.memory_limit_bytes for device in made.cluster.devices}
-    ways = _with_the_plan(made, problem, plan, evaluation, capture=options.capture)
-    ways = _with_all_reduces(ways, _hidden_ns(problem, evaluation))
+    limits = _limits(made)
+    ways = _ways_now(made, problem, plan, evaluation, options)
     balanced = options.local_batches == "by speed"
     chosen = choose(ways, limits, slack=options.slack, balanced=balanced) if ways else None
     if chosen is None:
@@ -87,10 +101,18 @@ def decide(
         )
     # All-reduces that nothing hides, and the optimizer: the same whatever the passes are computed in.
     rest_ns = evaluation.iteration_ns - max(device.backward_end_ns for device in evaluation.devices.values())
-    full = _full(ways, limits)
-    gain = 1.0
-    if full is not None:
-        gain = 1 - _time(made, chosen, rest_ns, balanced) / _time(made, full, rest_ns, balanced)
+    timed = [] if balanced else timed_together(_as_timed(made, ways), limits, made.steps)
+    full = full_everywhere(ways, limits)
+
+    def time_of(found: Mapping[str, Way]) -> float:
+        return _time(made, found, rest_ns) if balanced else predicted_step_ns(found, timed, rest_ns)
+
+    if not balanced:
+        chosen = dict(best_step(chosen, timed, rest_ns=rest_ns, slack=options.slack)[0])
+    stays = None if present is None else _present(ways, limits, present)
+    if stays is not None and not _clearly_better(chosen, stays, time_of):
+        chosen = stays
+    gain = 1.0 if full is None else 1 - time_of(chosen) / max(1.0, time_of(full))
     worthwhile = full is None or gain >= options.least_gain
     if full is None:
         said = "training in FP32 would not fit into memory"
@@ -99,7 +121,7 @@ def decide(
         said = f"nothing is faster than FP32 by {options.least_gain:.0%}: the model is left alone"
     else:
         said = f"{gain:.1%} less time per sample than in FP32"
-    reason = f"{said}; {words(chosen, everywhere(ways, limits))}"
+    reason = f"{said}; {words(chosen, everywhere(ways, limits), compiled=options.compiled)}{step_words(timed)}"
     whole = Plan(problem=plan.problem, devices={name: way.precisions for name, way in chosen.items()})
     found = plan if all(way.name == PLANNED for way in chosen.values()) else whole
     return Decision(
@@ -107,12 +129,60 @@ def decide(
         evaluation=evaluate(problem, found),
         worthwhile=worthwhile,
         reason=reason,
-        expected_ns=step_ns(chosen) + rest_ns,
+        expected_ns=step_ns(chosen) + rest_ns if balanced else round(time_of(chosen)),
         taken={name: way.label for name, way in chosen.items()},
         autocast={name: way.autocast for name, way in chosen.items() if way.autocast is not None},
         captured=tuple(name for name, way in chosen.items() if way.captured),
         shares=_shares(made, chosen if balanced else None),
     )
+
+
+def _present(ways: Mapping[str, Sequence[Way]], limits: Mapping[str, int], present: JobPlan) -> dict[str, Way] | None:
+    """The ways that the job goes now, None if one of them is not there any more or no longer fits."""
+    found = {}
+    for name, mine in ways.items():
+        entry = present.plan.devices.get(name, {})
+        for way in mine:
+            same = all(entry.get(operator) == precision for operator, precision in way.precisions.items())
+            if way.label == present.taken.get(name) and same and way.fits(limits[name]) and way.pass_ns:
+                found[name] = way
+    return found if len(found) == len(ways) else None
+
+
+def _clearly_better(
+    chosen: Mapping[str, Way], present: Mapping[str, Way], time_of: Callable[[Mapping[str, Way]], float]
+) -> bool:
+    ours, theirs = (math.fsum(way.sensitivity for way in found.values()) for found in (chosen, present))
+    return time_of(chosen) < (1 - _WORTH_MOVING) * time_of(present) or ours < (1 - _LESS_SENSITIVE) * theirs
+
+
+def worth_racing(
+    made: JobModel, problem: Problem, plan: Plan, evaluation: Evaluation, options: PlanningOptions
+) -> list[dict[str, Way]]:
+    """The ways to go together whose whole steps should be timed; arguments as for `decide`."""
+    ways = _ways_now(made, problem, plan, evaluation, options)
+    found = finalists(ways, _limits(made), slack=options.slack)
+    return [] if all(way.is_plain for together in found for way in together.values()) else found
+
+
+def _limits(made: JobModel) -> dict[str, int]:
+    return {device.name: device.memory_limit_bytes for device in made.cluster.devices}
+
+
+def _ways_now(
+    made: JobModel, problem: Problem, plan: Plan, evaluation: Evaluation, options: PlanningOptions
+) -> dict[str, tuple[Way, ...]]:
+    ways = _with_the_plan(made, problem, plan, evaluation, capture=options.capture)
+    return _with_all_reduces(ways, _hidden_ns(problem, evaluation))
+
+
+def _as_timed(made: JobModel, ways: Mapping[str, Sequence[Way]]) -> dict[str, list[Way]]:
+    """Those ways that are as they were when whole steps were timed: the solver's plan may be another by now."""
+    known = {name: [way.precisions for way in mine if way.name == PLANNED] for name, mine in made.ways.items()}
+    return {
+        name: [way for way in mine if way.name != PLANNED or way.precisions in known[name]]
+        for name, mine in ways.items()
+    }
 
 
 def _hidden_ns(problem: Problem, evaluation: Evaluation) -> int:
@@ -130,16 +200,8 @@ def _with_all_reduces(ways: Mapping[str, Sequence[Way]], hidden_ns: int) -> dict
     }
 
 
-def _full(ways: Mapping[str, Sequence[Way]], limits: Mapping[str, int]) -> dict[str, Way] | None:
-    """FP32 on every device type, None where one has no room for it."""
-    found = {n: way for n, mine in ways.items() for way in mine if way.name == FULL and way.fits(limits[n])}
-    return found if len(found) == len(ways) else None
-
-
-def _time(made: JobModel, chosen: Mapping[str, Way], rest_ns: int, balanced: bool) -> float:
-    """Of a step; with balanced local batches, of as many samples as there are in a step with equal ones."""
-    if not balanced:
-        return step_ns(chosen) + rest_ns
+def _time(made: JobModel, chosen: Mapping[str, Way], rest_ns: int) -> float:
+    """Of a step with balanced local batches, for as many samples as there are in a step with equal ones."""
     counts = {device.name: device.count for device in made.cluster.devices}
     return sum(counts.values()) / sum(counts[name] / max(1, way.pass_ns) for name, way in chosen.items()) + rest_ns
 

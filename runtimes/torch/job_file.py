@@ -16,7 +16,7 @@ from qsync_opt.graph import Role
 from qsync_opt.graph_file import graph_to_json, parse_graph
 from qsync_opt.jsonio import Fields, check_number, read_json, write_json
 from qsync_opt.runtimes.torch.job_plan import JobModel
-from qsync_opt.runtimes.torch.job_ways import Way
+from qsync_opt.runtimes.torch.job_ways import StepTime, Way
 from qsync_opt.sensitivity_values import SensitivityValues
 
 JOB_FORMAT = "qsync-job/1"
@@ -40,6 +40,7 @@ def save_job(made: JobModel, path: str | os.PathLike[str], facts: Mapping[str, A
             "profiles": {name: profile.to_json() for name, profile in made.profiles.items()},
             "sensitivities": {name: values.to_json() for name, values in made.sensitivities.items()},
             "ways": {name: [way.to_json() for way in ways] for name, ways in made.ways.items()},
+            "steps": [step.to_json() for step in made.steps],
             "network": {
                 "latency_s": made.cluster.network.latency_s,
                 "bandwidth_bytes_per_s": made.cluster.network.bandwidth_bytes_per_s,
@@ -93,6 +94,10 @@ def load_job(path: str | os.PathLike[str]) -> tuple[JobModel, dict[str, Any]]:
         for name, entry in fields.mapping("sensitivities").items()
     }
     ways = _ways(fields, where)
+    steps = [
+        StepTime.from_json(entry, f"{where}: steps[{position}]")
+        for position, entry in enumerate(fields.sequence("steps") if "steps" in fields else ())
+    ]
     graph = parse_graph(json.dumps(fields.take("graph")), where=where)
     fields.finish()
     for name in names:
@@ -107,10 +112,21 @@ def load_job(path: str | os.PathLike[str]) -> tuple[JobModel, dict[str, Any]]:
             raise ProblemError(
                 f"{where}: ways of {name!r} are none, or for other operators than the graph's; measure anew"
             )
+    for step in steps:
+        labels = {name: {way.label for way in mine} for name, mine in ways.items()}
+        if any(label not in labels.get(name, ()) for name, label in step.taken.items()):
+            raise ProblemError(f"{where}: a step was timed in a way that was not: {dict(step.taken)}; measure anew")
     for profile in profiles.values():
         profile.check_graph(graph)
     cluster = Cluster(name="job", devices=tuple(devices), network=network)
-    made = JobModel(graph=graph, profiles=profiles, sensitivities=sensitivities, cluster=cluster, ways=ways)
+    made = JobModel(
+        graph=graph,
+        profiles=profiles,
+        sensitivities=sensitivities,
+        cluster=cluster,
+        ways=ways,
+        steps=tuple(steps),
+    )
     return made, facts
 
 
@@ -139,6 +155,8 @@ def with_workers(made: JobModel, counts: Mapping[str, int]) -> JobModel:
         profiles={name: made.profiles[name] for name in counts},
         sensitivities={name: made.sensitivities[name] for name in counts},
         ways={name: made.ways[name] for name in counts} if made.ways else {},
+        # All-reduces of other workers take another time.
+        steps=made.steps if dict(counts) == {d.name: d.count for d in made.cluster.devices} else (),
         cluster=replace(made.cluster, devices=devices),
     )
 
@@ -156,7 +174,17 @@ def with_speed(made: JobModel, factors: Mapping[str, float]) -> JobModel:
             raise ProblemError(f"speed factor of {name!r} is 0: times are multiplied by it, so it must be above 0")
     changed = {name: _slowed(made.profiles[name], factor) for name, factor in factors.items() if factor != 1.0}
     slower = {name: tuple(way.slowed(factors.get(name, 1.0)) for way in ways) for name, ways in made.ways.items()}
-    return replace(made, profiles={**made.profiles, **changed}, ways=slower)
+    steps = tuple(_step_slowed(step, made.ways, slower) for step in made.steps)
+    return replace(made, profiles={**made.profiles, **changed}, ways=slower, steps=steps)
+
+
+def _step_slowed(step: StepTime, before: Mapping[str, Sequence[Way]], after: Mapping[str, Sequence[Way]]) -> StepTime:
+    """The step with its passes as they are now; what it takes beside them stays."""
+    then, now = (
+        max(way.pass_ns for name, mine in ways.items() for way in mine if way.label == step.taken.get(name))
+        for ways in (before, after)
+    )
+    return replace(step, step_ns=max(1, step.step_ns + now - then))
 
 
 def _slowed(profile: DeviceProfile, factor: float) -> DeviceProfile:

@@ -17,7 +17,7 @@ from qsync_opt.evaluation import evaluate
 from qsync_opt.graph import OpGraph
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem
-from qsync_opt.runtimes.torch.job_ways import Way
+from qsync_opt.runtimes.torch.job_ways import StepTime, Way
 from qsync_opt.sensitivity_values import SensitivityValues
 from qsync_opt.solution import Solution
 
@@ -27,7 +27,7 @@ class JobModel:
     """Everything that was measured about a job; from it a problem is built without measuring again.
 
     ``sensitivities`` are by device type. ``cluster`` has the memory limits as they are now. ``ways`` are the times of
-    the whole model by device type, empty if they were not taken.
+    the whole model by device type, empty if they were not taken, and ``steps`` those of whole training steps.
     """
 
     graph: OpGraph
@@ -35,6 +35,7 @@ class JobModel:
     sensitivities: Mapping[str, SensitivityValues]
     cluster: Cluster
     ways: Mapping[str, tuple[Way, ...]] = field(default_factory=dict)
+    steps: tuple[StepTime, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("profiles", "sensitivities", "ways"):
@@ -146,6 +147,8 @@ class JobPlan:
     model: JobModel | None = None
     host_shares: Mapping[str, float] = field(default_factory=dict)
     """Per device type with a card, the share of a pass under the plan in which the host still launches."""
+    stages_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that `auto_plan` took on this rank, by stage."""
 
     def __post_init__(self) -> None:
         if self.device_type not in self.plan.devices:
@@ -153,7 +156,7 @@ class JobPlan:
                 f"the plan has no device type {self.device_type!r}: it has {', '.join(self.plan.devices)}"
             )
         object.__setattr__(self, "captured", tuple(self.captured))
-        for name in ("memory_bytes", "taken", "autocast", "shares", "measured"):
+        for name in ("memory_bytes", "taken", "autocast", "shares", "measured", "stages_s"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @property
@@ -175,6 +178,9 @@ class JobPlan:
             rows.append(f"  {name}: {way}")
         if self.expected_ns is not None:
             rows.append(f"  a step is expected to take {self.expected_ns / 1e6:.2f} ms")
+        if self.stages_s:
+            told = ", ".join(f"{name} {spent:.1f}" for name, spent in self.stages_s.items() if spent >= 0.05)
+            rows.append(f"  planned in {sum(self.stages_s.values()):.1f} s{f': {told}' if told else ''}")
         return "\n".join(rows)
 
 

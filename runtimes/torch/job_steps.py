@@ -20,11 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from qsync_opt.device_profile import DeviceProfile
 from qsync_opt.estimates import ESTIMATE_OPTION, FP32_SHARE_OPTION, MEASURED_OPTION
 from qsync_opt.graph import OpGraph, Role
-from qsync_opt.kernels import backend
+from qsync_opt.kernels import backend, ops
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.measurement_cache import MeasurementCache
 from qsync_opt.precision import PrecisionFormats
 from qsync_opt.progress import Report
+from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.extra_bench import rebuilt, state_bytes
 from qsync_opt.runtimes.torch.identity import identify
 from qsync_opt.runtimes.torch.measure import TrainingExample
@@ -58,6 +59,7 @@ def profile_job_steps(
     budget_s: float | None = None,
     progress: Report | bool | None = None,
     name: str | None = None,
+    compiled: bool = False,
 ) -> DeviceProfile:
     """A profile from recorded training steps; parameters, buffers, gradients and random state are put back.
 
@@ -72,6 +74,7 @@ def profile_job_steps(
         budget_s: As in `profile_steps`.
         progress: As in `profile`.
         name: Of the device.
+        compiled: As in `profile_steps`.
 
     Returns:
         The profile. Its options say how it was measured, and what was scaled for lack of memory.
@@ -89,17 +92,70 @@ def profile_job_steps(
         "distributed": group is not None,
     }
     cache = MeasurementCache(cache_dir, environment)
-    key = f"steps {graph.fingerprint()} in {','.join(formats)} with {_settings(optimizer)}"
+    key = f"{'compiled ' * compiled}steps {graph.fingerprint()} in {','.join(formats)} with {_settings(optimizer)}"
     known = cache.get(key)
     if known is None:
-        with _memory_given_back(device):
-            costs, state = _recorded(
-                example, graph, optimizer, tuple(formats), kernels, group, budget_s, progress, name
+        try:
+            with _memory_given_back(device):
+                costs, state = _recorded(
+                    example, graph, optimizer, tuple(formats), kernels, group, budget_s, progress, name, compiled
+                )
+        except RuntimeError as failure:
+            running = precisions_that_run(example, graph, tuple(formats), kernels)
+            # 8 bits ask for a 16-bit format at their borders, with or without the asking.
+            if "FP32" not in running or len(wanted_formats(device, running)) == len(formats):
+                raise
+            lost = ", ".join(precision for precision in formats if precision not in running)
+            _LOGGER.warning("%s does not run on this device and is left out: %s", lost, str(failure).splitlines()[0])
+            return profile_job_steps(
+                example,
+                graph,
+                optimizer,
+                precisions=running,
+                kernels=kernels,
+                cache_dir=cache_dir,
+                group=group,
+                budget_s=budget_s,
+                progress=progress,
+                name=name,
+                compiled=compiled,
             )
         known = {"costs": costs.to_json(), "state_bytes": state, "signatures": _signatures(graph, costs)}
         cache.put(key, known)
     costs = _of_this_batch(graph, StepCosts.from_json(known["costs"], "recorded steps"), known["signatures"])
     return _described(graph, costs, formats, int(known["state_bytes"]))
+
+
+def precisions_that_run(
+    example: TrainingExample, graph: OpGraph, precisions: tuple[str, ...], kernels: KernelOptions
+) -> tuple[str, ...]:
+    """Those of some precisions in which a pass of the model runs, each tried in every operator that has it.
+
+    A library may choose a kernel that the device refuses: parts of a card cannot hold every one that the whole can. A
+    precision for which memory does not suffice is not refused.
+    """
+    running = []
+    with model_unchanged(example.model):
+        for precision in precisions:
+            plan = {
+                operator.name: precision if ops.supports(operator.op_type, precision, example.device) else "FP32"
+                for operator in graph.by_role(Role.ADJUSTABLE)
+            }
+            apply(example.model, plan, graph=graph, options=ApplyOptions(kernels=kernels))
+            try:
+                example.forward().backward()  # type: ignore[no-untyped-call]
+                if example.device.type == "cuda":
+                    torch.cuda.synchronize(example.device)
+            except torch.cuda.OutOfMemoryError:
+                running.append(precision)
+            except RuntimeError as failure:
+                _LOGGER.warning("%s does not run: %s", precision, str(failure).splitlines()[0])
+            else:
+                running.append(precision)
+            finally:
+                undo(example.model)
+                example.model.zero_grad()
+    return tuple(running)
 
 
 def _signatures(graph: OpGraph, costs: StepCosts) -> list[str]:
@@ -151,11 +207,12 @@ def _recorded(
     budget_s: float | None,
     progress: Report | bool | None,
     name: str | None,
+    compiled: bool,
 ) -> tuple[StepCosts, int]:
     """Costs, and the bytes of the optimizer's state."""
     with parameters_put_back(example.model), model_unchanged(example.model):
         wrapped = example.model if group is None else DistributedDataParallel(example.model, process_group=group)
-        own = _own_optimizer(optimizer, example.model)
+        own = own_optimizer(optimizer, example.model)
         stepped = dataclasses.replace(example, model=wrapped)
         # What was scaled is in the profile, which the plan quotes.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
@@ -169,6 +226,7 @@ def _recorded(
                 progress=progress,
                 name=name,
                 budget_s=budget_s,
+                compiled=compiled,
             )
         return records.fit(graph), state_bytes(own)
 
@@ -184,7 +242,7 @@ def _options(stepper: Stepper) -> RecordingOptions:
     return RecordingOptions(warm_up=2 if repeats > 2 else 1, repeats=repeats, traced=1)
 
 
-def _own_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.optim.Optimizer:
+def own_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.optim.Optimizer:
     """One without state over the model's parameters."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if optimizer is None:
@@ -212,7 +270,8 @@ def _described(graph: OpGraph, costs: StepCosts, formats: dict[str, PrecisionFor
     profile = profile_from_steps(graph, costs, formats, state_bytes=state)
     errors = [abs(check.time_error) for check in costs.checks]
     options: dict[str, str | int | float | bool] = {
-        MEASURED_OPTION: f"training steps recorded under {len(costs.checks)} plans, whose times are predicted within "
+        MEASURED_OPTION: f"{'compiled ' * (costs.graphs > 0)}training steps recorded under {len(costs.checks)} plans, "
+        "whose times are predicted within "
         f"{statistics.fmean(errors):.1%} on average and {max(errors):.1%} at most"
     }
     options[FP32_SHARE_OPTION] = _fp32_share(graph, costs)

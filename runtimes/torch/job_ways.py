@@ -17,9 +17,12 @@ from qsync_opt.precision import number_format
 
 PLANNED = "plan"
 FULL = "FP32"
+CAPTURED = ", captured"
 _WORTH_CAPTURING = 0.02
-_NOISE = 0.01
+_NOISE = 0.015
 """Relative difference of two times that says nothing: equal blocks of steps differ by as much."""
+Together = Mapping[str, "Way"]
+"""A way for every device type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,7 @@ class Way:
     @property
     def label(self) -> str:
         """Name, with whether passes are captured."""
-        return f"{self.name}, captured" if self.captured else self.name
+        return f"{self.name}{CAPTURED}" if self.captured else self.name
 
     @property
     def is_plain(self) -> bool:
@@ -108,6 +111,40 @@ class Way:
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """How long a whole training step of the job takes: passes, loss scaling, all-reduces and the optimizer.
+
+    Attributes:
+        taken: Device type to the label of the way that it goes.
+        step_ns: On the slowest worker.
+    """
+
+    taken: Mapping[str, str]
+    step_ns: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "taken", MappingProxyType(dict(self.taken)))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return {"taken": dict(self.taken), "step_ns": self.step_ns}
+
+    @classmethod
+    def from_json(cls, data: object, where: str) -> StepTime:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ProblemError: It is something else.
+        """
+        fields = Fields(data, where)
+        told = Fields(fields.mapping("taken"), f"{where}: taken")
+        found = cls(taken={name: told.text(name) for name in [*told]}, step_ns=fields.integer("step_ns", minimum=1))
+        told.finish()
+        fields.finish()
+        return found
+
+
 def choose(
     ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int], *, slack: float = 0.0, balanced: bool = False
 ) -> dict[str, Way] | None:
@@ -129,18 +166,42 @@ def choose(
     Source:
         Ours; the objective is QSync's (IPDPS 2024): the least sensitivity among the fastest.
     """
-    fitting = {name: [way for way in found if way.fits(limits_bytes[name])] for name, found in ways.items()}
     eager, captured = (
-        _chosen({name: [w for w in found if w.captured is kind] for name, found in fitting.items()}, slack, balanced)
-        for kind in (False, True)
+        as_fast(fitting(ways, limits_bytes, captured=kind), slack=slack, balanced=balanced) for kind in (False, True)
     )
     if eager is None or captured is None:
         return eager or captured
-    quicker = _together_ns(captured, balanced) < (1 - _WORTH_CAPTURING) * _together_ns(eager, balanced)
-    return captured if quicker else eager
+    return captured if worth_capturing(_together_ns(captured, balanced), _together_ns(eager, balanced)) else eager
 
 
-def _chosen(fitting: Mapping[str, Sequence[Way]], slack: float, balanced: bool) -> dict[str, Way] | None:
+def fitting(
+    ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int], *, captured: bool
+) -> dict[str, list[Way]]:
+    """The ways of one kind that keep the memory limits."""
+    return {
+        name: [way for way in found if way.captured is captured and way.fits(limits_bytes[name])]
+        for name, found in ways.items()
+    }
+
+
+def worth_capturing(captured_ns: float, eager_ns: float) -> bool:
+    """Whether captured passes are so much faster that what they ask of a model is worth it."""
+    return captured_ns < (1 - _WORTH_CAPTURING) * eager_ns
+
+
+def least_sensitive(timed: Sequence[tuple[Together, float]], slack: float) -> tuple[Together, float]:
+    """Of some ways to go together with the times of their steps, the least sensitive among those as fast as any."""
+    limit = (1 + slack) * (1 + _NOISE) * min(time for _, time in timed)
+    return min(
+        (entry for entry in timed if entry[1] <= limit),
+        key=lambda entry: (sum(way.sensitivity for way in entry[0].values()), entry[1]),
+    )
+
+
+def as_fast(
+    fitting: Mapping[str, Sequence[Way]], *, slack: float = 0.0, balanced: bool = False
+) -> dict[str, Way] | None:
+    """The least sensitive way of every device type with which a step is as fast as it can be; arguments of `choose`."""
     if not all(fitting.values()):
         return None
     fastest = {name: min(way.pass_ns for way in found) for name, found in fitting.items()}
@@ -175,8 +236,9 @@ def everywhere(ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int
     return {name: max(times) for name, times in found.items() if len(times) == len(ways)}
 
 
-def words(chosen: Mapping[str, Way], uniform: Mapping[str, int]) -> str:
+def words(chosen: Mapping[str, Way], uniform: Mapping[str, int], *, compiled: bool = False) -> str:
     """What was measured and taken, for the reason of a plan."""
     taken = ", ".join(f"{way.label} on {name}" for name, way in chosen.items())
     compared = ", ".join(f"{name} {time / 1e6:.2f} ms" for name, time in sorted(uniform.items(), key=lambda e: e[1]))
-    return f"measured passes: {compared or 'no single way fits everywhere'}; {taken} {step_ns(chosen) / 1e6:.2f} ms"
+    what = "compiled passes" if compiled else "passes"
+    return f"measured {what}: {compared or 'no single way fits everywhere'}; {taken} {step_ns(chosen) / 1e6:.2f} ms"

@@ -6,10 +6,12 @@ problem and plan, trial. Nothing of the model is changed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from qsync_opt.plan import Plan, plan_from_json
 from qsync_opt.planner import solve
 from qsync_opt.runtimes.torch.agreement import broadcast_json, digest, gather_json, require_agreement, together, world
 from qsync_opt.runtimes.torch.capture import capture_model
+from qsync_opt.runtimes.torch.compiled_recording import compiled_inside
 from qsync_opt.runtimes.torch.host_bound import with_host_shares
 from qsync_opt.runtimes.torch.job_choice import decide
 from qsync_opt.runtimes.torch.job_file import load_job, save_job, with_workers
@@ -40,6 +43,8 @@ from qsync_opt.runtimes.torch.job_measuring import (
 )
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
 from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, JobPlan, alternatives, how_measured
+from qsync_opt.runtimes.torch.job_racing import measure_steps
+from qsync_opt.runtimes.torch.job_stages import Stages
 from qsync_opt.runtimes.torch.job_timing import has_captured, measure_ways
 from qsync_opt.runtimes.torch.measure import Loss
 from qsync_opt.runtimes.torch.trial import Trial, try_plan
@@ -92,32 +97,40 @@ def auto_plan(
         The steps are QSync's (IPDPS 2024); ranks there are planned offline from files.
     """
     options = options or PlanningOptions()
+    stages = Stages()
     bare = bare_model(model)
-    job = Job(bare, example_of(bare, batch, loss), options)
+    job = Job(bare, example_of(bare, batch, loss), options, optimizer)
     together(job.check)
     require_agreement(
         "the version of qsync_opt or torch",
         {"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
         "install the same versions everywhere",
     )
-    found = _from_file(job)
+    found = _from_file(job, stages)
     if found is not None:
-        return found
-    captured = together(lambda: capture_model(bare, job.example.args, job.example.kwargs))
-    require_one_model(captured)
+        return replace(found, stages_s=stages.seconds)
+    with stages("capture"):
+        captured = together(lambda: capture_model(bare, job.example.args, job.example.kwargs))
+        require_one_model(captured)
     types = find_device_types(job.example.device, job.options)
-    profiles = measure_profiles(job, captured, types, optimizer)
-    network = measure_network(job.example.device)
-    tables = measure_sensitivities(job, captured, types, profiles, batches)
+    with stages("profile"):
+        profiles = measure_profiles(job, captured, types, optimizer)
+    with stages("network"):
+        network = measure_network(job.example.device)
+    with stages("sensitivities"):
+        tables = measure_sensitivities(job, captured, types, profiles, batches)
     made = JobModel(
         graph=captured.graph,
         profiles=profiles,
         sensitivities=tables,
         cluster=job_cluster(types, profiles, network),
     )
-    plan = with_host_shares(job, _planned(job, made, types), made.graph, types)
+    plan = _planned(job, made, types, stages)
+    if not job.options.compiled:  # there the host launches far less
+        with stages("host"):
+            plan = with_host_shares(job, plan, made.graph, types)
     _keep(job, plan, types)
-    return plan
+    return replace(plan, stages_s=stages.seconds)
 
 
 def _facts(job: Job) -> dict[str, Any]:
@@ -126,6 +139,7 @@ def _facts(job: Job) -> dict[str, Any]:
     return {
         "versions": {"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
         "parameters": [[name, list(p.shape), p.requires_grad] for name, p in job.model.named_parameters()],
+        "compiled": job.options.compiled,
         "batch": [[str(x.dtype), list(x.shape)] for x in leaves if isinstance(x, torch.Tensor)],
         "kernels": {
             field.name: getattr(job.options.kernels, field.name)
@@ -144,7 +158,7 @@ def _keep(job: Job, plan: JobPlan, types: DeviceTypes) -> None:
     together(lambda: None if made is None else save_job(made, path, facts))
 
 
-def _from_file(job: Job) -> JobPlan | None:
+def _from_file(job: Job, stages: Stages) -> JobPlan | None:
     """The plan from what an earlier start measured, None if there is no such file or it is of another job."""
     path = job.options.job_file
     rank, _ = world()
@@ -171,19 +185,22 @@ def _from_file(job: Job) -> JobPlan | None:
         _LOGGER.warning("%s", reason)
     if not broadcast_json(made is not None):
         return None
-    found = shared_plan(made, types.mine, job.options)
+    with stages("plan"):
+        found = shared_plan(made, types.mine, job.options)
     if broadcast_json(made is not None and bool(made.ways) and (not job.options.capture or has_captured(made.ways))):
         return found
-    return _compared(job, made, types, found)
+    return _compared(job, made, types, found, stages)
 
 
-def _planned(job: Job, made: JobModel, types: DeviceTypes) -> JobPlan:
+def _planned(job: Job, made: JobModel, types: DeviceTypes, stages: Stages) -> JobPlan:
     """Solve, try, and solve again with less memory wherever the trial ran out of it."""
     for attempt in range(_TRIALS):
-        found = shared_plan(made, types.mine, job.options)
-        short = _short_of_memory(job, made, types, found) if job.options.trial and found.worthwhile else []
+        with stages("plan"):
+            found = shared_plan(made, types.mine, job.options)
+        with stages("trial"):
+            short = _short_of_memory(job, made, types, found) if job.options.trial and found.worthwhile else []
         if not short:
-            return _compared(job, made, types, found)
+            return _compared(job, made, types, found, stages)
         limits = {name: int(_TIGHTENED * made.cluster.device(name).memory_limit_bytes) for name in short}
         _LOGGER.warning(
             "trial %d: the plan needs more memory than predicted on %s; planning with %s",
@@ -198,17 +215,29 @@ def _planned(job: Job, made: JobModel, types: DeviceTypes) -> JobPlan:
     )
 
 
-def _compared(job: Job, made: JobModel | None, types: DeviceTypes, found: JobPlan) -> JobPlan:
-    """The plan again, when whole passes were timed in all ways that the job could compute in."""
+def _compared(job: Job, made: JobModel | None, types: DeviceTypes, found: JobPlan, stages: Stages) -> JobPlan:
+    """The plan again, when passes and then whole steps were timed in the ways that the job could compute in."""
     several = made is not None and any(set(device.precisions) - {"FP32"} for device in made.cluster.devices)
-    if not broadcast_json(job.options.compare and several):
+    if not broadcast_json(bool(job.options.compare) and several):
         return found
-    return shared_plan(measure_ways(job, made, found, types), types.mine, job.options)
+    with stages("passes"):
+        made = measure_ways(job, made, found, types)
+    with stages("plan"):
+        found = shared_plan(made, types.mine, job.options)
+    # With local batches by speed steps are others: the batch for planning is the same on all workers. Whole steps are
+    # timed as the model stands, which is not how a compiled job trains.
+    passes_alone = job.options.compare == "passes" or job.options.local_batches == "by speed" or job.options.compiled
+    if broadcast_json(passes_alone):
+        return found
+    with stages("steps"):
+        made = measure_steps(job, made, found, types)
+    with stages("plan"):
+        return shared_plan(made, types.mine, job.options)
 
 
 def _short_of_memory(job: Job, made: JobModel, types: DeviceTypes, found: JobPlan) -> list[str]:
     """Device types on which one iteration under the plan needs more than their limit, all ranks having tried."""
-    tried = together(lambda: try_plan(job.model, job.example, found, made.graph, job.options.kernels))
+    tried = together(lambda: _tried(job, made, found))
     trials = [Trial.from_json(data) for data in gather_json(tried.to_json())]
     # The trial runs neither the optimizer, whose state stays, nor DistributedDataParallel, whose buckets do.
     _, size = world()
@@ -224,13 +253,21 @@ def _short_of_memory(job: Job, made: JobModel, types: DeviceTypes, found: JobPla
     ]
 
 
-def shared_plan(made: JobModel | None, device_type: str, options: PlanningOptions) -> JobPlan:
+def _tried(job: Job, made: JobModel, found: JobPlan) -> Trial:
+    with compiled_inside(job.model) if job.options.compiled else contextlib.nullcontext():
+        return try_plan(job.model, job.example, found, made.graph, job.options.kernels)
+
+
+def shared_plan(
+    made: JobModel | None, device_type: str, options: PlanningOptions, present: JobPlan | None = None
+) -> JobPlan:
     """The plan, solved on rank 0 and checked to be the same everywhere; every rank must call it.
 
     Args:
         made: What was measured, on rank 0; the others' is not used.
         device_type: This rank's.
         options: As in `plan_job`, on rank 0.
+        present: As in `plan_job`, on rank 0.
 
     Raises:
         ProblemError: No plan keeps the memory limits, on rank 0.
@@ -244,7 +281,7 @@ def shared_plan(made: JobModel | None, device_type: str, options: PlanningOption
         nonlocal local
         if rank or made is None:
             return None
-        local = plan_job(made, device_type, options)
+        local = plan_job(made, device_type, options, present)
         return _shared(local)
 
     told = broadcast_json(together(work))
@@ -280,13 +317,16 @@ def _shared(plan: JobPlan) -> dict[str, Any]:
     }
 
 
-def plan_job(made: JobModel, device_type: str, options: PlanningOptions | None = None) -> JobPlan:
+def plan_job(
+    made: JobModel, device_type: str, options: PlanningOptions | None = None, present: JobPlan | None = None
+) -> JobPlan:
     """Solve a job that was measured before; takes no measurement and no other rank.
 
     Args:
         made: What was measured, with the limits as they are now.
         device_type: This worker's.
         options: Method, slack, least gain and local batches; the rest is not used.
+        present: What the job runs under now, which stays where it fits and nothing is clearly better; None: nothing.
 
     Raises:
         ProblemError: No plan keeps the memory limits; the text names those that clash.
@@ -300,7 +340,7 @@ def plan_job(made: JobModel, device_type: str, options: PlanningOptions | None =
     # The slowest worker sets the pace: of several shares the largest is safe.
     shares = [float(profile.options.get(FP32_SHARE_OPTION, 1.0)) for profile in made.profiles.values()]
     others = alternatives(problem, fp32_share=max(shares))
-    decision = decide(made, problem, solution.plan, solution.evaluation, others, options)
+    decision = decide(made, problem, solution.plan, solution.evaluation, others, options, present)
     return JobPlan(
         device_type=device_type,
         bound=solution.bound,

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from qsync_opt.runtimes.torch.graph_capture import capture_stream
+from qsync_opt.runtimes.torch.graph_capture import capture_stream, is_capturing
 
 Labels = TypeVar("Labels")
 Computation = Callable[..., tuple[Labels, list[Tensor]]]
@@ -77,11 +77,7 @@ class Replays:
         Returns:
             What the computation returns.
         """
-        if (
-            not inputs[0].is_cuda
-            or sum(x.numel() for x in inputs) > _LARGEST
-            or torch.cuda.is_current_stream_capturing()
-        ):
+        if not inputs[0].is_cuda or sum(x.numel() for x in inputs) > _LARGEST or is_capturing():
             return computation(*inputs)
         known = (key, *((x.shape, x.stride(), x.dtype, x.device) for x in inputs))
         if known not in self._graphs:

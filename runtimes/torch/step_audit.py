@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from qsync_opt.jsonio import check_integer
+from qsync_opt.runtimes.torch.graph_capture import is_capturing
 
 _LOGGER = logging.getLogger(__name__)
 _TOLERANCE = 0.15
@@ -89,7 +90,7 @@ class StepAudit:
     def _mark(self, module: nn.Module, _: tuple[Any, ...]) -> None:
         if not (module.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._device.type == "cuda" and is_capturing():
             return
         if self._skipped:
             self._skipped -= 1

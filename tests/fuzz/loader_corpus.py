@@ -317,6 +317,7 @@ def _job_seed(profile: dict[str, Any], sensitivities: dict[str, Any]) -> dict[st
         "profiles": {"T4": profile},
         "sensitivities": {"T4": sensitivities},
         "ways": {"T4": [{"name": "FP16 autocast", **way}]},
+        "steps": [{"taken": {"T4": "FP16 autocast"}, "step_ns": 9}],
         "network": {"latency_s": 1e-5, "bandwidth_bytes_per_s": 1e9, "source": "a run"},
         "devices": [{"name": "T4", "count": 1, "memory_bytes": 1 << 30, "precisions": ["FP16", "FP32"]}],
     }

@@ -251,3 +251,35 @@ def test_the_share_of_the_host_is_measured_and_leaves_no_trace():
     assert 0 < share <= 1
     assert applied_plan(model) is None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Asking(nn.Module):
+    """Does more where it believes to be captured, as libraries do that would look at a value else."""
+
+    def __init__(self, looks):
+        super().__init__()
+        self.looks, self.out = looks, nn.Linear(64, 8)
+        self.told = []
+
+    def forward(self, x, mask):
+        self.told.append(torch.cuda.is_current_stream_capturing())
+        if self.told[-1] or (self.looks and not bool(mask.all())):
+            x = x * mask
+        return self.out(x).float().square().mean()
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_only_a_model_that_looks_at_values_is_told_that_it_is_captured(looks):
+    torch.manual_seed(0)
+    model = Asking(looks).to(CUDA)
+    x, mask = torch.randn(16, 64, device=CUDA), torch.ones(16, 64, device=CUDA)
+    apply(model, {"out/linear": "BF16"})
+    eager = model(x, mask).detach()
+    graphed(model, (x, mask))
+    assert model.told[-1] is looks
+    torch.testing.assert_close(model(x, mask).detach(), eager)
+    hidden = model.out.bias.detach().bfloat16().float().square().mean()
+    torch.testing.assert_close(model(x, 0 * mask).detach(), hidden if looks else eager)
+    assert not torch.cuda.is_current_stream_capturing()
+    assert torch.cuda.get_sync_debug_mode() == 0
+    assert applied_plan(model).interception.graphs.replayed

@@ -96,7 +96,7 @@ def test_never_slower_than_one_way_everywhere_nor_worse_than_one_as_fast(ways, b
     limits = dict.fromkeys(ways, HUGE)
     chosen = choose(ways, limits, balanced=balanced)
     uniform = everywhere(ways, limits)
-    assert step_ns(chosen) <= 1.01 * min(uniform.values())
+    assert step_ns(chosen) <= 1.015 * min(uniform.values())
     if not balanced:
         for name, time in uniform.items():
             if time <= min(uniform.values()) and time <= step_ns(chosen):
@@ -143,13 +143,14 @@ def test_whole_passes_are_timed_and_decide(planned):
     assert all(found.name == "plan" and not found.is_plain for found in ways[3:])
     assert all(found.pass_ns > 0 and found.needed_bytes > 0 for found in ways)
     assert ways[0].sensitivity == 0 < ways[1].sensitivity < ways[2].sensitivity
-    best = min(found.pass_ns for found in ways)
     picked = next(found for found in ways if found.name == plan.taken[plan.device_type])
     assert plan.worthwhile == (not picked.is_plain)
-    rest = plan.expected_ns - picked.pass_ns
-    assert rest >= 0
-    # FP32 also where it is slower by less than the least gain.
-    assert picked.pass_ns <= 1.01 * best or (picked.is_plain and best + rest > 0.98 * plan.expected_ns)
+    steps = {step.taken[plan.device_type]: step.step_ns for step in plan.model.steps}
+    if steps:  # FP32 also where it is slower by less than the least gain
+        assert plan.expected_ns <= 1.015 * min(steps.values()) / (0.98 if picked.is_plain else 1.0) + 1
+    else:
+        assert picked.is_plain  # so far ahead that nothing else was trained with
+        assert picked.pass_ns == min(found.pass_ns for found in ways)
     assert "measured passes" in plan.reason
     assert plan.shares == {plan.device_type: 1.0}
 
@@ -160,7 +161,7 @@ def test_a_start_from_the_file_times_nothing_again(planned, monkeypatch):
     again = auto_plan(model, x, loss=loss_of, options=options)
     assert (again.digest, dict(again.taken), again.expected_ns) == (plan.digest, dict(plan.taken), plan.expected_ns)
     made, _ = load_job(options.job_file)
-    assert made.ways == plan.model.ways
+    assert (made.ways, made.steps) == (plan.model.ways, plan.model.steps)
 
 
 def had_it_measured(plan, times):
@@ -176,7 +177,7 @@ def had_it_measured(plan, times):
     ways = [way for way in made.ways[name] if way.name != "plan"]
     ways.append(Way(name="plan", precisions={n: planned[n] for n in full.precisions}))
     timed = [replace(way, pass_ns=times.get(way.name.split()[0], 1000) * 10**6, needed_bytes=1) for way in ways]
-    return replace(made, ways={name: tuple(timed)})
+    return replace(made, ways={name: tuple(timed)}, steps=())
 
 
 def test_a_file_with_ways_of_other_operators_is_refused(planned, tmp_path):

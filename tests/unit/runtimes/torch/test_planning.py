@@ -261,6 +261,16 @@ def test_two_types_record_their_own_steps_with_ddp_around(tmp_path, run_workers)
     assert all(text.startswith("training steps recorded") for text in first["measured"].values())
 
 
+def test_workers_train_for_a_few_steps_with_the_best_ways_before_one_is_handed_out(tmp_path, run_workers):
+    first, second = run_workers("planning_worker.py", "raced", tmp_path)
+    assert first["digest"] == second["digest"]
+    assert first["weights"] == second["weights"]
+    taken = [tuple(step["taken"].values()) for step in first["steps"]]
+    assert ("FP32", "FP32") in taken
+    assert any("BF16" in "".join(labels) for labels in taken)
+    assert all(step["step_ns"] > 0 for step in first["steps"])
+
+
 def test_ranks_with_different_models_are_told_which_operators_differ(tmp_path, run_workers):
     for result in run_workers("planning_worker.py", "models", tmp_path):
         assert result["error"] == "ModelError"

@@ -1,0 +1,168 @@
+"""Which ways to go together are worth timing whole steps of, and which of them is best?
+
+Passes are timed by each worker for itself. What workers do to each other in a step (an all-reduce that keeps
+multiprocessors busy while another worker still computes, a scaler that waits for the device) is seen only when all of
+them train. So a few candidates do, plain ones always among them: what is handed out was then no slower.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from qsync_opt.runtimes.torch.job_ways import (
+    CAPTURED,
+    FULL,
+    PLANNED,
+    StepTime,
+    Together,
+    Way,
+    as_fast,
+    everywhere,
+    fitting,
+    least_sensitive,
+    step_ns,
+    worth_capturing,
+)
+
+_MOST = 5
+_NEAR = 0.08
+"""Ways that take so much longer by their passes are not tried."""
+_SPARE = 0.04
+_FAR = 2.5
+_PLAIN = 3
+"""How many single ways are tried that a user could have chosen."""
+
+
+def finalists(
+    ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int], *, slack: float = 0.0
+) -> list[dict[str, Way]]:
+    """A few ways to go together, the most promising first.
+
+    Args:
+        ways: Of every device type, with times of passes.
+        limits_bytes: Memory limit of every device type.
+        slack: As in `choose`.
+
+    Returns:
+        For launched and for captured passes: the least sensitive choice among the fastest, also among the ways
+        without the solver's plan and with some time to spare, and the fastest single ways. Last, what needs the least
+        memory.
+
+    Source:
+        Ours.
+    """
+    uniform = sorted(everywhere(ways, limits_bytes).items(), key=lambda entry: entry[1])
+    plain = [label for label, _ in uniform if not label.endswith(CAPTURED)][:_PLAIN]
+    alike: list[dict[str, Way] | None] = [{name: _named(mine, label) for name, mine in ways.items()} for label in plain]
+    picked: list[list[dict[str, Way] | None]] = []
+    for captured in (False, True):
+        fits = fitting(ways, limits_bytes, captured=captured)
+        simple = {name: [way for way in mine if way.name != PLANNED] for name, mine in fits.items()}
+        picked.append([as_fast(fits, slack=slack), as_fast(simple, slack=slack), as_fast(fits, slack=slack + _SPARE)])
+    (eager, *others), (captured_one, *more) = picked
+    in_order = [eager, captured_one, *alike[:1], *others, *alike[1:2], *more, *alike[2:]]
+    unlike = {tuple(way.label for way in found.values()): found for found in in_order if found is not None}
+    fastest = min((step_ns(found) for found in unlike.values()), default=0)
+    near = [found for found in unlike.values() if step_ns(found) <= (1 + slack) * (1 + _NEAR) * fastest][:_MOST]
+    small = _smallest(ways, limits_bytes)
+    if small is None or small in near or step_ns(small) > _FAR * fastest:
+        return near
+    return [*near, small]
+
+
+def _smallest(ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int]) -> dict[str, Way] | None:
+    """The ways that need the least memory, to which the job turns if memory is taken from it."""
+    fits = fitting(ways, limits_bytes, captured=False)
+    if not all(fits.values()):
+        return None
+    return {name: min(mine, key=lambda way: (way.needed_bytes or 0, way.pass_ns)) for name, mine in fits.items()}
+
+
+def _named(ways: Sequence[Way], label: str) -> Way:
+    return next(way for way in ways if way.label == label)
+
+
+def timed_together(
+    ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int], steps: Sequence[StepTime]
+) -> list[tuple[dict[str, Way], float]]:
+    """What was timed in whole steps and can be gone now, with the times in nanoseconds."""
+    found = []
+    for step in steps:
+        if step.taken.keys() != ways.keys():
+            continue
+        together = {
+            name: way for name, mine in ways.items() for way in mine if way.label == step.taken[name] and way.pass_ns
+        }
+        if len(together) == len(ways) and all(way.fits(limits_bytes[name]) for name, way in together.items()):
+            found.append((together, float(step.step_ns)))
+    return found
+
+
+def best_step(
+    chosen: Together, timed: Sequence[tuple[Together, float]], *, rest_ns: int, slack: float
+) -> tuple[Together, float]:
+    """What is chosen by passes, or what whole steps say is better, with the time of its step.
+
+    Args:
+        chosen: By passes.
+        timed: As from `timed_together`.
+        rest_ns: What a step takes beside its passes, where nothing was timed.
+        slack: As in `choose`.
+    """
+    known = [*timed]
+    if not any(_same(chosen, together) for together, _ in timed):
+        known.append((chosen, predicted_step_ns(chosen, timed, rest_ns)))
+    best = [
+        least_sensitive(mine, slack)
+        for kind in (False, True)
+        if (mine := [entry for entry in known if _captured(entry[0]) is kind])
+    ]
+    if len(best) == 1:
+        return best[0]
+    eager, captured = best
+    return captured if worth_capturing(captured[1], eager[1]) else eager
+
+
+def predicted_step_ns(together: Together, timed: Sequence[tuple[Together, float]], rest_ns: int) -> float:
+    """Time of a step that was timed, or that was not: its passes, and what steps that were timed took beside theirs."""
+    for other, time in timed:
+        if _same(together, other):
+            return time
+    like = [entry for entry in timed if _captured(entry[0]) is _captured(together)]
+    beside = [time - step_ns(other) for other, time in like]
+    return max(0.0, step_ns(together) + (statistics.median(beside) if beside else rest_ns))
+
+
+def full_everywhere(ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int]) -> dict[str, Way] | None:
+    """FP32 on every device type, None where one has no room for it."""
+    found = {
+        name: way
+        for name, mine in ways.items()
+        for way in mine
+        if way.name == FULL and not way.captured and way.fits(limits_bytes[name])
+    }
+    return found if len(found) == len(ways) else None
+
+
+def words(timed: Sequence[tuple[Together, float]]) -> str:
+    """What whole steps took, for the reason of a plan; empty if none were timed."""
+    if not timed:
+        return ""
+    told = []
+    for together, time in sorted(timed, key=lambda entry: entry[1]):
+        labels = {name: way.label for name, way in together.items()}
+        same = len(set(labels.values())) == 1
+        name = next(iter(labels.values())) if same else " and ".join(f"{way} on {n}" for n, way in labels.items())
+        told.append(f"{name} {time / 1e6:.2f} ms")
+    return f"; whole steps: {', '.join(told)}"
+
+
+def _same(one: Together, other: Together) -> bool:
+    return {name: (w.label, w.precisions) for name, w in one.items()} == {
+        name: (w.label, w.precisions) for name, w in other.items()
+    }
+
+
+def _captured(together: Together) -> bool:
+    return any(way.captured for way in together.values())

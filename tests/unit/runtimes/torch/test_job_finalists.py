@@ -1,0 +1,303 @@
+"""Whole steps decide between ways whose passes look alike: never a slower one, and of equally fast ones the finest."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.runtimes.torch import job_racing
+from qsync_opt.runtimes.torch.apply import applied_plan
+from qsync_opt.runtimes.torch.job_file import load_job, save_job, with_speed, with_workers
+from qsync_opt.runtimes.torch.job_finalists import best_step, finalists, predicted_step_ns, timed_together
+from qsync_opt.runtimes.torch.job_measuring import Job, example_of
+from qsync_opt.runtimes.torch.job_options import PlanningOptions
+from qsync_opt.runtimes.torch.job_steps import profile_job_steps
+from qsync_opt.runtimes.torch.job_ways import StepTime, Way, choose, everywhere, step_ns
+from qsync_opt.runtimes.torch.measure import TrainingExample
+from qsync_opt.runtimes.torch.planning import auto_plan, plan_job
+
+HUGE = 1 << 60
+NAMES = ("a/linear", "b/linear")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 4)
+        self.spare = nn.Linear(2, 2)  # never used
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x))).float().square().mean()
+
+
+def way(name, ms, sensitivity, captured=False, needed_bytes=1):
+    precision = "BF16" if name == "plan" else name.split()[0]
+    return Way(
+        name=name,
+        precisions=dict.fromkeys(NAMES, precision),
+        autocast=precision if "autocast" in name else None,
+        sensitivity=sensitivity,
+        pass_ns=round(ms * 1e6),
+        needed_bytes=needed_bytes,
+        captured=captured,
+    )
+
+
+# Passes in milliseconds as they were measured on two H200s, one a part of 16 multiprocessors.
+VIT = {
+    "whole": (way("FP32", 89.6, 0.0), way("BF16 autocast", 43.6, 0.13), way("plan", 65.6, 0.0001)),
+    "part": (way("FP32", 765, 0.0), way("BF16 autocast", 82.96, 0.13), way("plan", 79.91, 2.36)),
+}
+LIMITS = {"whole": HUGE, "part": HUGE}
+
+
+def labels(found):
+    return tuple(way.label for way in found.values())
+
+
+def test_a_plan_that_is_no_faster_in_whole_steps_gives_way_to_a_finer_one():
+    chosen = choose(VIT, LIMITS)
+    assert labels(chosen) == ("plan", "plan")  # by passes
+    tried = {labels(found): found for found in finalists(VIT, LIMITS)}
+    assert ("plan", "BF16 autocast") in tried
+    assert ("BF16 autocast", "BF16 autocast") in tried
+    steps = {("plan", "plan"): 90.24, ("plan", "BF16 autocast"): 90.4, ("BF16 autocast", "BF16 autocast"): 90.66}
+    timed = [(tried[name], ms * 1e6) for name, ms in steps.items()]
+    best, took = best_step(chosen, timed, rest_ns=0, slack=0.0)
+    assert (labels(best), took) == (("plan", "BF16 autocast"), 90.4e6)
+    faster = [(tried[name], ms * (0.9 if name == ("plan", "plan") else 1.0) * 1e6) for name, ms in steps.items()]
+    assert labels(best_step(chosen, faster, rest_ns=0, slack=0.0)[0]) == ("plan", "plan")
+    assert labels(best_step(chosen, faster, rest_ns=0, slack=0.15)[0]) == ("plan", "BF16 autocast")
+
+
+def test_captured_passes_that_hinder_others_are_not_taken():
+    ways = {
+        "whole": (way("BF16 autocast", 57.5, 1.0), way("BF16 autocast", 14.8, 1.0, captured=True)),
+        "part": (way("BF16 autocast", 86.3, 1.0), way("BF16 autocast", 77.6, 1.0, captured=True)),
+    }
+    chosen = choose(ways, LIMITS)
+    assert all(found.captured for found in chosen.values())
+    launched = next(found for found in finalists(ways, LIMITS) if not found["part"].captured)
+    best, _ = best_step(chosen, [(chosen, 90.1e6), (launched, 86.1e6)], rest_ns=0, slack=0.0)
+    assert best == launched
+
+
+def test_a_step_that_was_not_timed_takes_as_much_beside_its_passes_as_others_of_its_kind():
+    eager, captured = {"a": way("FP32", 50, 0.0)}, {"a": way("INT8", 20, 1.0, captured=True)}
+    timed = [(eager, 60e6), ({"a": way("BF16 autocast", 25, 1.0, captured=True)}, 28e6)]
+    assert predicted_step_ns(captured, timed, 7) == 23e6
+    assert predicted_step_ns(eager, timed, 7) == 60e6
+    assert predicted_step_ns(captured, [], 7) == 20e6 + 7
+
+
+@st.composite
+def clusters(draw):
+    times, names = st.integers(1, 100), ["FP32", "BF16 autocast", "INT8", "plan"]
+    room = st.sampled_from([1, 1, 1, None])
+    return {
+        device: tuple(
+            way(name, draw(times), draw(st.integers(0, 9)) * 1.0, captured, draw(room))
+            for captured in ((False, True) if draw(st.booleans()) else (False,))
+            for name in names
+        )
+        for device in ("one", "two", "three")[: draw(st.integers(1, 3))]
+    }
+
+
+@given(clusters(), st.data())
+def test_what_whole_steps_say_is_kept(ways, data):
+    limits = dict.fromkeys(ways, HUGE)
+    tried = finalists(ways, limits)
+    assert len({labels(found) for found in tried}) == len(tried) <= 7
+    assert all(way.fits(HUGE) for found in tried for way in found.values())
+    assert all(len({way.captured for way in found.values()}) == 1 for found in tried)
+    chosen = choose(ways, limits)
+    if chosen is None:
+        assert not tried
+        return
+    assert chosen in tried
+    plain = {name: time for name, time in everywhere(ways, limits).items() if "captured" not in name}
+    if plain and min(plain.values()) <= min(step_ns(found) for found in tried):
+        quickest = min(plain, key=plain.__getitem__)
+        assert any(set(labels(found)) == {quickest} for found in tried)
+    timed = [(found, data.draw(st.integers(50, 150)) * 1e6) for found in tried]
+    best, took = best_step(chosen, timed, rest_ns=0, slack=0.0)
+    assert took <= 1.015 * 1.021 * min(time for _, time in timed)
+    for found, time in timed:
+        if time <= took and labels(found)[0].endswith("captured") == labels(best)[0].endswith("captured"):
+            assert sum(w.sensitivity for w in best.values()) <= sum(w.sensitivity for w in found.values())
+
+
+def test_a_time_of_steps_is_plain_data():
+    step = StepTime(taken={"a": "BF16 autocast", "b": "plan, captured"}, step_ns=5)
+    assert StepTime.from_json(json.loads(json.dumps(step.to_json())), "a step") == step
+    for change in ({"step_ns": 0}, {"taken": {"a": 1}}, {"taken": []}, {"more": 1}):
+        with pytest.raises(ProblemError):
+            StepTime.from_json({**step.to_json(), **change}, "a step")
+    limits = {"a": HUGE, "b": HUGE}
+    assert not timed_together({"a": VIT["whole"]}, limits, [step])
+    assert not timed_together({"a": VIT["whole"], "b": VIT["part"]}, limits, [step])  # nothing is captured there
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("steps")
+    options = PlanningOptions(
+        cache_dir=folder, job_file=folder / "job.json", progress=False, memory="1 GiB", precisions=("BF16", "INT8")
+    )
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return Job(model, example_of(model, torch.randn(256, 64), None), options, optimizer)
+
+
+@pytest.fixture(scope="module")
+def planned(job):
+    before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
+    plan = auto_plan(job.model, job.example.args, optimizer=job.optimizer, options=replace(job.options, least_gain=0.0))
+    assert all(torch.equal(before[name], tensor) for name, tensor in job.model.state_dict().items())
+    assert not job.optimizer.state
+    assert set(plan.stages_s) == {
+        "capture",
+        "profile",
+        "network",
+        "sensitivities",
+        "plan",
+        "trial",
+        "passes",
+        "steps",
+        "host",
+    }
+    assert "planned in" in plan.describe()
+    return plan
+
+
+def race(job, ways):
+    return job_racing._Race(job, ways, None).run()
+
+
+def test_steps_of_every_candidate_are_timed_and_nothing_moves(job):
+    before = [p.detach().clone() for p in job.model.parameters()]
+    times, short = race(job, [way("FP32", 0, 0.0), way("BF16 autocast", 0, 0.0), way("plan", 0, 0.0)])
+    assert all(time > 0 for time in times)
+    assert short == [[], [], []]
+    assert all(torch.equal(old, new) for old, new in zip(before, job.model.parameters(), strict=True))
+    assert not job.optimizer.state
+    assert job.optimizer.param_groups[0]["lr"] == 0.1
+    assert applied_plan(job.model) is None
+
+
+def test_who_lacks_memory_is_told_and_the_others_go_on(job, monkeypatch):
+    real = TrainingExample.forward
+
+    def forward(self):
+        if applied_plan(self.model) is not None:
+            raise torch.cuda.OutOfMemoryError("no room")
+        return real(self)
+
+    monkeypatch.setattr(TrainingExample, "forward", forward)
+    times, short = race(job, [way("BF16 autocast", 0, 0.0), way("FP32", 0, 0.0)])
+    assert times[0] is None
+    assert times[1] > 0
+    assert short == [[0], []]
+    assert applied_plan(job.model) is None
+
+
+def test_where_no_step_can_be_taken_passes_decide(job, monkeypatch, caplog):
+    monkeypatch.setattr(job_racing, "own_optimizer", lambda *_: 1 / 0)
+    assert race(job, [way("FP32", 0, 0.0)]) == ([None], [[]])
+    assert "whole steps are not timed: rank 0: ZeroDivisionError" in caplog.text
+
+
+def with_steps(plan, ms):
+    """The job as if passes and steps had taken so many milliseconds, by the way's name."""
+    made, name = plan.model, plan.device_type
+    ways = [
+        Way(name=n, precisions=dict.fromkeys(made.ways[name][0].precisions, n.split()[0]), needed_bytes=1) for n in ms
+    ]
+    timed = [
+        replace(w, pass_ns=10**7, sensitivity=i * 1.0, autocast=w.name.split()[0] if "auto" in w.name else None)
+        for i, w in enumerate(ways)
+    ]
+    steps = tuple(StepTime(taken={name: n}, step_ns=round(time * 1e6)) for n, time in ms.items())
+    return replace(made, ways={name: tuple(timed)}, steps=steps)
+
+
+def test_the_plan_is_what_whole_steps_say(planned, job):
+    name = planned.device_type
+    fast = plan_job(with_steps(planned, {"FP32": 30, "BF16 autocast": 20}), name, job.options)
+    assert (fast.taken, fast.expected_ns) == ({name: "BF16 autocast"}, 20 * 10**6)
+    assert "whole steps: BF16 autocast 20.00 ms, FP32 30.00 ms" in fast.reason
+    equal = plan_job(with_steps(planned, {"FP32": 20.2, "BF16 autocast": 20}), name, job.options)
+    assert not equal.worthwhile
+    assert equal.expected_ns == 20_200_000
+
+
+def test_a_running_job_stays_where_nothing_is_clearly_better(planned, job):
+    name, options = planned.device_type, replace(job.options, least_gain=0.0)
+    made = with_steps(planned, {"FP32": 40, "BF16 autocast": 20, "INT8": 20})
+    present = plan_job(made.with_memory({name: made.cluster.device(name).memory_limit_bytes}), name, options)
+    assert present.taken == {name: "BF16 autocast"}
+    little = replace(
+        made, steps=tuple(replace(s, step_ns=19_800_000) if "INT8" in s.taken.values() else s for s in made.steps)
+    )
+    assert plan_job(little, name, options).taken == {name: "BF16 autocast"}
+    much = replace(
+        made, steps=tuple(replace(s, step_ns=15_000_000) if "INT8" in s.taken.values() else s for s in made.steps)
+    )
+    assert plan_job(much, name, options).taken == {name: "INT8"}
+    was = plan_job(much, name, options)
+    assert plan_job(little, name, options, was).taken == {name: "BF16 autocast"}  # half as sensitive
+    near = replace(
+        made, steps=tuple(replace(s, step_ns=19_650_000) if "INT8" in s.taken.values() else s for s in made.steps)
+    )
+    assert plan_job(near, name, options).taken == {name: "INT8"}
+    assert plan_job(near, name, options, present).taken == {name: "BF16 autocast"}  # 2 % are not worth it
+    assert plan_job(much, name, options, present).taken == {name: "INT8"}
+
+
+def test_times_of_steps_are_kept_with_the_job(planned, job, tmp_path):
+    name = planned.device_type
+    made = with_steps(planned, {"FP32": 30, "BF16 autocast": 20})
+    save_job(made, tmp_path / "job.json", {"memory_bytes": {name: 1 << 30}})
+    assert load_job(tmp_path / "job.json")[0].steps == made.steps
+    slow = with_speed(made, {name: 2.0})
+    assert [step.step_ns for step in slow.steps] == [40 * 10**6, 30 * 10**6]  # passes of 10 ms each
+    assert with_workers(made, {name: 1}).steps == made.steps
+    assert not with_workers(made, {name: 2}).steps  # other all-reduces
+    data = json.loads((tmp_path / "job.json").read_text())
+    data["steps"][0]["taken"] = {name: "FP8"}
+    (tmp_path / "job.json").write_text(json.dumps(data))
+    with pytest.raises(ProblemError, match="a step was timed in a way that was not"):
+        load_job(tmp_path / "job.json")
+
+
+def test_a_precision_that_the_device_refuses_is_left_out(job, monkeypatch, caplog):
+    real = TrainingExample.forward
+
+    def forward(self):
+        applied = applied_plan(self.model)
+        if applied is not None and "INT8" in applied.precisions.values():
+            raise RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")
+        return real(self)
+
+    monkeypatch.setattr(TrainingExample, "forward", forward)
+    from qsync_opt.runtimes.torch.capture import capture_model
+
+    graph = capture_model(job.model, job.example.args, {}).graph
+    found = profile_job_steps(job.example, graph, None, precisions=("BF16", "INT8"))
+    assert set(found.formats) == {"BF16", "FP32"}
+    assert "INT8 does not run on this device and is left out: CUBLAS" in caplog.text
+    assert applied_plan(job.model) is None
+
+    def broken(self):
+        raise RuntimeError("no kernel at all")
+
+    monkeypatch.setattr(TrainingExample, "forward", broken)
+    with pytest.raises((RuntimeError, UnsupportedError), match="no kernel at all"):
+        profile_job_steps(job.example, graph, None, precisions=("BF16",))
