@@ -218,6 +218,8 @@ def _training_figures(data: Record) -> dict[str, str]:
     found = {}
     for record in sorted(_records(data, "train"), key=lambda record: bool(record["summary"])):  # finished ones last
         summary, steps = record["summary"], record["steps"]
+        if not summary and any(other["model"] == record["model"] for other in train_records(data)):
+            continue
         if not summary:
             summary, steps = record["unfinished_summary"], max(run["steps"] for run in record["unfinished"])
         model, harsh = record["model"], summary[record["chosen"]]
@@ -288,6 +290,8 @@ def quality_figures(data: Record) -> dict[str, str]:
         sums = [row["ratios"].get("probed, sum", row["ratios"]["probed"]) for row in _plans_of(data, model, "mixed")]
         found[f"quality.{model}.sums"], found[f"quality.{model}.sums-inside"] = _span(sums), _inside(sums)
         found[f"quality.{model}.bf16"], found[f"quality.{model}.bf16-wide"] = f"{plain:.2f}", f"{widened:.2f}"
+    rectified = next(record for record in plan_records(data) if record["model"] == "resnet50")
+    found["quality.resnet50.rank"] = f"{rectified['ranks']['INT8']['probed']:.2f}"
     for measure in MEASURES:
         part = harm[measure]
         for kind, rank in part["spearman"].items():
