@@ -228,7 +228,7 @@ def _compiled_way(
     """
     device, needed = example.device, way.needed_bytes
     try:
-        with _carried_out(example.model, way, graph, kernels), compiled_inside(example.model):
+        with carried_out(example.model, way, graph, kernels), compiled_inside(example.model):
             _pass(example)
             if device.type == "cuda":
                 needed = _peak_bytes(example) + kept_bytes
