@@ -6,8 +6,8 @@
 Every part writes a file of its own into FOLDER, again after every record, and ends when its time is used up, so that
 parts can run side by side and nothing is lost; ``--merge`` makes one file of them. Parts: operators[:MODEL],
 whole-model[:MODEL], cost[:MODEL], harm:MODEL:SHARD[:own|sgd[:eight]] (small-gpt, cnn; shards have repeats of their own;
-by the own optimizer or by SGD; backward in 16 bits or in 8), train:MODEL[:SHARD] (gpt, cnn; shards have seeds of their own; goes on where its file in FOLDER
-ends).
+by the own optimizer or by SGD; backward in 16 bits or in 8), noise:MODEL[:eight] (beside each parameter's gradient),
+train:MODEL[:SHARD] (gpt, cnn; shards have seeds of their own; goes on where its file in FOLDER ends).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent / "quality_bench"))
 import cost
 import harm
 import operators
+import parameter_noise
 import runs
 import training
 import whole_model
@@ -75,6 +76,10 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
             optimizer=(rest[2:] or ["own"])[0],
             backward=(rest[3:] or ["half"])[0],
             captured=not arguments.eager,
+        )
+    elif kind == "noise":
+        found = parameter_noise.section(
+            device, scale, clock, rest[0], arguments.factor, backward=(rest[1:] or ["half"])[0]
         )
     elif kind == "operators":
         found = operators.section(device, scale, clock, rest or operators.MODELS)
@@ -135,7 +140,7 @@ def merge(folder: Path, output: Path) -> None:
     if output.is_file():
         sections = dict(read_json(output, (FORMAT,))["sections"])
     parts = [read_json(path, (PART,)) for path in sorted(folder.glob("*.json")) if not path.stem.endswith("-graph")]
-    for kind in ("operators", "whole-model", "cost", "harm", "train"):
+    for kind in ("operators", "whole-model", "cost", "harm", "noise", "train"):
         chosen = [part for part in parts if part["part"].split(":")[0] == kind]
         if not chosen:
             continue
@@ -166,7 +171,9 @@ def merge(folder: Path, output: Path) -> None:
 
 def _subject(record: dict[str, Any]) -> tuple[str, ...]:
     """What a record is about: one of the same replaces it."""
-    return tuple(str(record.get(key)) for key in ("hardware", "model", "case", "factor", "optimizer", "backward", "steps"))
+    return tuple(
+        str(record.get(key)) for key in ("hardware", "model", "case", "factor", "optimizer", "backward", "steps")
+    )
 
 
 def _harm_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from qsync_opt.step_costs import load_step_costs as load_step_costs
     from qsync_opt.step_predictor import StepPredictor as StepPredictor
     from qsync_opt.weight_indicator import weight_sensitivities as weight_sensitivities
+    from qsync_opt.whole_plan import plan_variance as plan_variance
 
 __version__ = "0.1.0"
 
@@ -104,6 +105,7 @@ _PUBLIC = {
     "load_statistics": "qsync_opt.statistics_file",
     "save_statistics": "qsync_opt.statistics_file",
     "sensitivities": "qsync_opt.indicator",
+    "plan_variance": "qsync_opt.whole_plan",
     "SensitivityTable": "qsync_opt.sensitivity_table",
     "build_problem": "qsync_opt.build",
     "uniform_plan": "qsync_opt.baselines",

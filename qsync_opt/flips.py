@@ -2,9 +2,9 @@
 
 A rectifier that flips adds the variance ``F_l(r)`` to the gradient, a function of the noise-to-signal ratio r at its
 input that was measured at some ratios (``Signal.flips``); about the root of r where many elements are near zero. Noise
-of operator i arrives at rectifier l as the share ``a_li`` of its ratio ``r_i``, and there noise of all operators adds up
-*before* elements flip. An operator alone adds ``sum over l of F_l(a_li r_i)``, a plan ``sum over l of F_l(sum over i of
-a_li r_i)``, which is less than the sum over its operators.
+of operator i arrives at rectifier l as the share ``a_li`` of its ratio ``r_i``, and there noise of all operators adds
+up *before* elements flip. An operator alone adds ``sum over l of F_l(a_li r_i)``, a plan ``sum over l of F_l(sum over i
+of a_li r_i)``, which is less than the sum over its operators.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def flipped_variance(measured: Sequence[float], ratio: float) -> float:
     share = math.log(ratio / FLIP_RATIOS[above - 1]) / math.log(FLIP_RATIOS[above] / FLIP_RATIOS[above - 1])
     if low <= 0 or high <= 0:
         return low + share * (high - low)
-    return low * (high / low) ** share
+    return low * math.exp(share * math.log(high / low))
 
 
 class Flips:
@@ -53,7 +53,9 @@ class Flips:
         """
         self._statistics = statistics
         self._names = [operator.name for operator in graph.by_role(Role.ADJUSTABLE)]
-        found = {name: signal.adaptive_flips if adaptive else signal.flips for name, signal in statistics.signals.items()}
+        found = {
+            name: signal.adaptive_flips if adaptive else signal.flips for name, signal in statistics.signals.items()
+        }
         known = [operator for operator in graph if any(found.get(operator.name, ())) and operator.inputs]
         self._measured = [found[operator.name] for operator in known]
         self._arriving: FloatArray = np.zeros((0, len(self._names)))

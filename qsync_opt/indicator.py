@@ -229,7 +229,8 @@ def _kind(kind: IndicatorKind | None, graph: OpGraph, statistics: ModelStatistic
         )
     if kind == IndicatorKind.PROGRESS and not any(operator.adaptive_gains for operator in statistics.operators):
         raise ProblemError(
-            f"the statistics of graph {graph.name!r} hold no adaptive gains: collect them with adaptive_probes=2 or more"
+            f"the statistics of graph {graph.name!r} hold no adaptive gains: collect them with adaptive_probes=2 or "
+            "more"
         )
     if kind == IndicatorKind.HESSIAN and not any(operator.curvatures for operator in statistics.operators):
         raise ProblemError(

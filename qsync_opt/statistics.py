@@ -330,11 +330,10 @@ class Signal:
 
     ``elements`` of its result; squared norms of its first floating input and of its result. ``curvature`` (of losses,
     else 0): relative energy by which noise on its input changes the gradient that it hands back, per unit of
-    noise-to-signal ratio. ``noise_weight`` (of batch normalizations, else 1): by what the noise-to-signal ratio grows from
-    input to output if noise is spread evenly over channels whose variances differ. ``flips`` (of
-    rectifiers that were probed, else empty): variance of the gradient by elements that noise pushes over zero, at the
-    noise-to-signal ratios of ``FLIP_RATIOS`` at its input; ``adaptive_flips`` likewise, in the unit of the adaptive
-    gains.
+    noise-to-signal ratio. ``noise_weight`` (of batch normalizations, else 1): by what the noise-to-signal ratio grows
+    from input to output if noise is spread evenly over channels whose variances differ. ``flips`` (of rectifiers that
+    were probed, else empty): variance of the gradient by elements that noise pushes over zero, at the noise-to-signal
+    ratios of ``FLIP_RATIOS`` at its input; ``adaptive_flips`` likewise, in the unit of the adaptive gains.
     """
 
     elements: int

@@ -246,14 +246,9 @@ def merge_statistics(parts: Sequence[ModelStatistics]) -> ModelStatistics:
         signals={
             key: Signal(
                 elements=head.signals[key].elements,
-                **{
-                    field: _mean([getattr(part.signals[key], field) for part in parts], weights)
-                    for field in _SIGNAL
-                },
-                **{
-                    field: _mean_each([getattr(part.signals[key], field) for part in parts], weights)
-                    for field in ("flips", "adaptive_flips")
-                },
+                **{field: _mean([getattr(part.signals[key], field) for part in parts], weights) for field in _SIGNAL},
+                flips=_mean_each([part.signals[key].flips for part in parts], weights),
+                adaptive_flips=_mean_each([part.signals[key].adaptive_flips for part in parts], weights),
             )
             for key in head.signals
         },

@@ -60,9 +60,7 @@ def options(offset: int, backward: str = "half") -> ApplyOptions:
 class Bench:
     """A trained model whose state can be put back, and the losses that follow from it."""
 
-    def __init__(
-        self, subject: Subject, device: torch.device, train_steps: int, optimizer: str, backward: str
-    ) -> None:
+    def __init__(self, subject: Subject, device: torch.device, train_steps: int, optimizer: str, backward: str) -> None:
         self.subject, self.backward = subject, backward
         self.model = subject.model(0, device)
         self.optimizer = train_briefly(subject, self.model, train_steps)

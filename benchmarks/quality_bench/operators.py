@@ -188,9 +188,7 @@ def rows(
                 supported = False
             if supported and not clock.over():
                 found = statistics_found[operator]
-                ratios[operator] = compare(
-                    entry, found, precision, options, device, draws, dithered_case, loss_scale
-                )
+                ratios[operator] = compare(entry, found, precision, options, device, draws, dithered_case, loss_scale)
         if ratios:
             yield {"case": name, **summary(ratios), "ratios": significant(ratios)}
 

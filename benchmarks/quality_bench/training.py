@@ -235,7 +235,9 @@ def merged(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             every = {key(run): run for record in group for run in record.get(part, [])}
             one[part] = [every[which] for which in sorted(every)]
         one["plans_differ"] = sorted(
-            policy for policy in one["plans"] if any(r["plans"][policy] != one["plans"][policy] for r in group[1:])
+            policy
+            for policy, plan in one["plans"].items()
+            if any(r.get("chosen") == one.get("chosen") and r["plans"].get(policy, plan) != plan for r in group[1:])
         )
         found.append(one)
     return found

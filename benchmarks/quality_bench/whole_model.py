@@ -16,18 +16,21 @@ from work import Clock, significant
 
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.indicator import sensitivities
-from qsync_opt.plan_variance import plan_variance
 from qsync_opt.kernels import ops
 from qsync_opt.runtimes.torch.apply import ApplyOptions
 from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.statistics import collect_statistics
+from qsync_opt.sensitivity_table import SensitivityTable
+from qsync_opt.statistics import ModelStatistics
+from qsync_opt.whole_plan import plan_variance
 
 PRECISIONS = ("INT8", "FP8", "BF16", "FP32")
 
 
 SUM = "probed, sum"
 """The plain sum of sensitivities, which counts flips of rectifiers operator by operator."""
+OTHERS = "probed, other batches"
 WIDENED = "uniform BF16, additions between operators in FP32"
 TRAINED = {"gpt": 300, "bert": 60, "resnet50": 60}
 """Steps before anything is measured."""
@@ -54,6 +57,22 @@ def total(table: Mapping[str, Mapping[str, float]], plan: Mapping[str, str]) -> 
     return sum(table[name][precision] for name, precision in plan.items())
 
 
+def predicted(
+    graph: OpGraph,
+    found: ModelStatistics,
+    others: ModelStatistics,
+    tables: Mapping[str, SensitivityTable],
+    plan: Mapping[str, str],
+) -> dict[str, float]:
+    """Predicted increase of a plan in several ways."""
+    return {
+        "probed": plan_variance(graph, found, tables["probed"], plan),
+        SUM: total(tables["probed"], plan),
+        "propagated": total(tables["propagated"], plan),
+        OTHERS: plan_variance(graph, others, tables[OTHERS], plan),
+    }
+
+
 def section(
     device: torch.device, scale: str, clock: Clock, subjects: Sequence[str] | None = None
 ) -> Iterator[dict[str, Any]]:
@@ -72,17 +91,8 @@ def section(
         tables = {
             "probed": sensitivities(graph, found, formats),
             "propagated": sensitivities(graph, found, formats, kind="propagated"),  # type: ignore[arg-type]
-            "probed, other batches": sensitivities(graph, others, formats),
+            OTHERS: sensitivities(graph, others, formats),
         }
-
-        def predicted(plan: Mapping[str, str]) -> dict[str, float]:
-            return {
-                "probed": plan_variance(graph, found, tables["probed"], plan),
-                SUM: total(tables["probed"], plan),
-                "propagated": total(tables["propagated"], plan),
-                "probed, other batches": plan_variance(graph, others, tables["probed, other batches"], plan),
-            }
-
         exact, options = exact_gradient(model, batch), ApplyOptions()
         plans = {f"mixed {i}": plan for i, plan in enumerate(mixed_plans(graph, device, 2 if scale == "tiny" else 8))}
         plans |= {f"uniform {p}": _uniform(graph, p, device) for p in PRECISIONS[:3] if p in formats}
@@ -98,7 +108,9 @@ def section(
                     "measured": mean,
                     "standard_error": standard_error(measured) if draws > 1 else None,
                     "draws": draws,
-                    "ratios": {kind: value / mean for kind, value in predicted(plan).items()},
+                    "ratios": {
+                        kind: value / mean for kind, value in predicted(graph, found, others, tables, plan).items()
+                    },
                 }
             )
         singles: dict[str, dict[str, Any]] = {}

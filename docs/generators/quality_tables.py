@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from results_pages import Record, table
 
 PARTS = ("output", "weight_gradient", "input_gradient")
-SMALL_GPT_RATE = 6e-4
-"""Learning rate of the small GPT whose operators' harm is measured."""
-OURS = ("probed", "propagated", "loss")
+OURS = ("probed", "propagated", "loss", "progress")
 MEASURES = {"after_steps": "loss after steps", "at_once": "loss at once", "gradient": "gradient variance"}
 
 
@@ -29,13 +26,13 @@ def operator_records(data: Record) -> list[dict[str, Any]]:
 
 
 def harm_records(data: Record) -> list[Record]:
-    """What was measured on a card: by the model's own optimizer first, then others."""
+    """What was measured on a card: by the model's own optimizer first, backward in 8 bits before 16, then others."""
     found = [record for record in _records(data, "harm") if _on_card(record)]
-    return sorted(found, key=lambda record: "SGD" in record["optimizer"])
+    return sorted(found, key=lambda record: ("SGD" in record["optimizer"], "16" in record["backward"]))
 
 
 def harm_record(data: Record) -> Record:
-    """What was measured on a card by the model's own optimizer."""
+    """What was measured on a card by the model's own optimizer, in the lowest precision."""
     return harm_records(data)[0]
 
 
@@ -77,7 +74,9 @@ def ranks_table(data: Record) -> str:
     """Rank correlations of every indicator, all operators and those with clear harm."""
     record, *others = harm_records(data)
     columns = [(name, record[measure]) for measure, name in MEASURES.items()]
-    columns += [(f"loss after steps by {other['optimizer']}", other["after_steps"]) for other in others]
+    for other in others:
+        by = "" if other["optimizer"] == record["optimizer"] else f" by {other['optimizer']}"
+        columns.append((f"loss after steps{by}, {other['backward']}", other["after_steps"]))
     clear = record["after_steps"]["clear"]
     columns.append((f"loss after steps, {clear['operators']} operators with clear harm", clear))
 
@@ -92,7 +91,8 @@ def ranks_table(data: Record) -> str:
 def plans_table(data: Record) -> str:
     """Predicted over measured for every plan."""
     header = (
-        "model", "plan", "standard error of the measured", "probed", "propagated", "probed on other batches",
+        "model", "plan", "standard error of the measured", "probed", "its plain sum", "propagated",
+        "probed on other batches",
         "one at a time, summed, over together",
     )  # fmt: skip
     rows = [
@@ -100,7 +100,9 @@ def plans_table(data: Record) -> str:
             record["model"],
             row["plan"],
             _percent(None if row["standard_error"] is None else row["standard_error"] / row["measured"]),
-            *(f"{row['ratios'][kind]:.2f}" for kind in ("probed", "propagated", "probed, other batches")),
+            f"{row['ratios']['probed']:.2f}",
+            f"{row['ratios'].get('probed, sum', row['ratios']['probed']):.2f}",
+            *(f"{row['ratios'][kind]:.2f}" for kind in ("propagated", "probed, other batches")),
             "–" if row["measured_alone_over_together"] is None else f"{row['measured_alone_over_together']:.2f}",
         )
         for record in plan_records(data)
@@ -185,10 +187,15 @@ def _span(values: list[float]) -> str:
     return f"{min(values):.2f} to {max(values):.2f}"
 
 
+def _plans_of(data: Record, model: str, *beginnings: str) -> list[Record]:
+    """The plans of a model whose names begin so."""
+    record = next(record for record in plan_records(data) if record["model"] == model)
+    return [row for row in record["plans"] if row["plan"].startswith(beginnings)]
+
+
 def _ratios(data: Record, model: str, *beginnings: str) -> list[float]:
     """Predicted over measured of the plans of a model whose names begin so."""
-    record = next(record for record in plan_records(data) if record["model"] == model)
-    return [row["ratios"]["probed"] for row in record["plans"] if row["plan"].startswith(beginnings)]
+    return [row["ratios"]["probed"] for row in _plans_of(data, model, *beginnings)]
 
 
 def _inside(ratios: list[float]) -> str:
@@ -211,6 +218,8 @@ def _training_figures(data: Record) -> dict[str, str]:
     found = {}
     for record in sorted(_records(data, "train"), key=lambda record: bool(record["summary"])):  # finished ones last
         summary, steps = record["summary"], record["steps"]
+        if not summary and any(other["model"] == record["model"] for other in train_records(data)):
+            continue
         if not summary:
             summary, steps = record["unfinished_summary"], max(run["steps"] for run in record["unfinished"])
         model, harsh = record["model"], summary[record["chosen"]]
@@ -225,33 +234,28 @@ def _training_figures(data: Record) -> dict[str, str]:
                 found[f"quality.{model}.gap-{name}"] = (
                     f"{other['worse_than_full']:.3f} ± {other['worse_than_full_error'] or 0:.3f}"
                 )
+        for setting, every in summary.items():
+            factor = setting.rpartition("error x ")[2] if "error x" in setting else "1"
+            if "forward and backward" not in setting:
+                continue
+            gap = every["uniform INT8"]
+            found[f"quality.{model}.x{factor}.gap"] = (
+                f"{gap['worse_than_full']:.3f} ± {gap['worse_than_full_error']:.3f}"
+            )
+            found[f"quality.{model}.x{factor}.seeds"] = str(gap["seeds"])
+            for policy in every:
+                if policy not in ("full precision", "uniform INT8"):
+                    found[f"quality.{model}.x{factor}.{policy.replace(' ', '-')}"] = _recovered(every, policy)
         for policy in record["plans"]:
             found[f"quality.{model}.{policy}"] = _recovered(harsh, policy)
             found[f"quality.{model}.{policy}.loss"] = _percent(harsh[policy]["recovered_in_training_loss"])
     return found
 
 
-def _by_rank(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    return [float(order.index(i)) for i in range(len(values))]
-
-
-def _expected_loss_ranks(harm: Record) -> dict[str, str]:
-    """What ``loss`` would have ranked, from the recorded values of the two indicators that it is made of."""
-    horizon = harm["steps"] * SMALL_GPT_RATE**2
-    fisher, probed = (harm["indicators"][kind] for kind in ("fisher", "probed"))
-    found = {"quality.harm.horizon": f"{horizon:.1e}"}
-    for measure in MEASURES:
-        means = harm[measure]["mean"]
-        pairs = [(fisher[name] + horizon * probed[name], means[name]) for name in means]
-        rank = statistics.correlation(*(_by_rank(side) for side in zip(*pairs, strict=True)))
-        found[f"quality.{measure}.loss"] = f"{rank:.2f}"
-    return found
-
-
 def quality_figures(data: Record) -> dict[str, str]:
     """Figures and tables by the names under which pages ask for them."""
     harm, sections = harm_record(data), data["sections"]
+    other = next((record for record in harm_records(data)[1:] if "SGD" not in record["optimizer"]), harm)
     predicted = [
         harm["indicators"]["probed"][name] / harm["factor"] ** 2 / value
         for name, value in harm["gradient"]["mean"].items()
@@ -272,14 +276,26 @@ def quality_figures(data: Record) -> dict[str, str]:
         "quality.table.training": training_table(data),
         "quality.table.cost": cost_table(data),
     }
+    for kind, rank in other["after_steps"]["spearman"].items():
+        found[f"quality.half.{kind}"] = "–" if rank is None else f"{rank:.2f}"
+    found["quality.half.ceiling"] = f"{other['after_steps']['ceiling']:.2f}"
+    found["quality.half.repeats"], found["quality.half.factor"] = (
+        str(other["after_steps"]["repeats"]),
+        f"{other['factor']:g}",
+    )
     for model in ("bert", "gpt", "resnet50"):
         ratios = _ratios(data, model, "mixed")
         found[f"quality.{model}.mixed"], found[f"quality.{model}.inside"] = _span(ratios), _inside(ratios)
         plain, widened = _ratios(data, model, "uniform BF16")
+        sums = [row["ratios"].get("probed, sum", row["ratios"]["probed"]) for row in _plans_of(data, model, "mixed")]
+        found[f"quality.{model}.sums"], found[f"quality.{model}.sums-inside"] = _span(sums), _inside(sums)
         found[f"quality.{model}.bf16"], found[f"quality.{model}.bf16-wide"] = f"{plain:.2f}", f"{widened:.2f}"
+    rectified = next(record for record in plan_records(data) if record["model"] == "resnet50")
+    found["quality.resnet50.rank"] = f"{rectified['ranks']['INT8']['probed']:.2f}"
     for measure in MEASURES:
         part = harm[measure]
-        found[f"quality.{measure}.probed"] = f"{part['spearman']['probed']:.2f}"
+        for kind, rank in part["spearman"].items():
+            found[f"quality.{measure}.{kind}"] = "–" if rank is None else f"{rank:.2f}"
         found[f"quality.{measure}.best-baseline"] = f"{max(_baselines(part['spearman'])):.2f}"
         found[f"quality.{measure}.ceiling"] = f"{part['ceiling']:.2f}"
         found[f"quality.{measure}.reliability"] = f"{part['reliability']:.2f}"
@@ -288,7 +304,18 @@ def quality_figures(data: Record) -> dict[str, str]:
     clear = harm["after_steps"]["clear"]["spearman"]
     found["quality.clear.probed"] = f"{clear['probed']:.2f}"
     found["quality.clear.best-baseline"] = f"{max(_baselines(clear)):.2f}"
-    return found | _training_figures(data) | _expected_loss_ranks(harm)
+    return found | _training_figures(data) | _noise_figures(data)
+
+
+def _noise_figures(data: Record) -> dict[str, str]:
+    """Noise beside the gradient: of the whole, and of the median element of attention's projections."""
+    found = {}
+    for record in _records(data, "noise"):
+        key = f"quality.noise.{record['backward']}"
+        medians = [part["median"] for name, part in record["parameters"].items() if name.endswith("qkv.weight")]
+        found[f"{key}.whole"] = f"{100 * record['whole']:.1f} %"
+        found[f"{key}.qkv"] = _span(medians)
+    return found
 
 
 def overview(data: Mapping[str, Any]) -> str:

@@ -9,7 +9,8 @@ nonlinearity, residual branch, normalization, shared weight and the loss itself,
 The derivative of a rectifier jumps where its input crosses zero, which no derivative sees, yet flips of rectifiers are
 what small noise mostly does in a network of them. The mask by which a rectifier multiplies its gradient is therefore a
 tensor of its own: the square of its J^T u, element by element, times the chance that normal noise of some size pushes
-that element over zero, is the variance that the flips of this rectifier add (`Probed.flips`). Ties of max-pooling are not treated so.
+that element over zero, is the variance that the flips of this rectifier add (`Probed.flips`). Ties of max-pooling are
+not treated so.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from qsync_opt.rounding import Granularity
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.random_signs import RandomSigns
-from qsync_opt.runtimes.torch.rounding_error import stacked_errors
 from qsync_opt.runtimes.torch.reductions import total
+from qsync_opt.runtimes.torch.rounding_error import stacked_errors
 from qsync_opt.statistics import FLIP_RATIOS, GRADIENTS, OPERANDS, Gain
 
 _MASK = "mask"
@@ -65,8 +66,8 @@ class _MaskedRectifier(torch.autograd.Function):
 class Tapper:
     """Handler of an interception: keeps a node of the autograd graph for every tensor that can be noisy.
 
-    ``wanted`` limits the operators (None: all adjustable ones); ``gradients`` also taps what the backward pass computes,
-    and the masks of rectifiers.
+    ``wanted`` limits the operators (None: all adjustable ones); ``gradients`` also taps what the backward pass
+    computes, and the masks of rectifiers.
     """
 
     def __init__(self, wanted: frozenset[str] | None, *, gradients: bool = True) -> None:

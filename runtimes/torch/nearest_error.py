@@ -37,9 +37,9 @@ def _some_columns(g: Tensor) -> Iterator[Tensor]:
 
 
 def _convolution_weight(form: ConvolutionForm, x: Tensor, g: Tensor) -> Tensor:
-    found: Tensor = torch.ops.aten.convolution_backward(
-        g, x, form.second, None, *form.geometry, [False, True, False]
-    )[1]
+    found: Tensor = torch.ops.aten.convolution_backward(g, x, form.second, None, *form.geometry, [False, True, False])[
+        1
+    ]
     return found
 
 

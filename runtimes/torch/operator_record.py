@@ -235,7 +235,7 @@ class OperatorRecord:
             self._complete(self.form, gradient)
 
     def _attention_errors(self, attention: AttentionCall, g: Tensor) -> None:
-        operands = [attention.query, attention.key, attention.value, g]
+        operands = [attention.query, attention.key, attention.value, g * self.loss_scale]
         if attention.mask is not None:
             operands.append(attention.mask)
 
@@ -246,6 +246,8 @@ class OperatorRecord:
 
         key = ("attention", attention.is_causal, attention.scale, attention.repeats)
         for name, measured in zip(*self.replays(key, measure, *operands), strict=True):
+            if self.loss_scale != 1.0:  # of the gradients' errors, not of the output's
+                measured[1:] /= self.loss_scale**2
             self.found.append((tuple(f"measured.{name}.{target}" for target in ("output", *GRADIENTS)), measured))
 
     def _complete(self, form: ProductForm, g: Tensor) -> None:
@@ -371,7 +373,9 @@ class OperatorRecord:
             return errors.stochastic[_RESULT_KINDS.index(GRADIENT_KINDS["INT8"])] / self.loss_scale**2
 
         rows, columns = reduced(form, g, integer_errors)
-        for rounding, values in zip(Rounding, torch.stack(totals).sum(0) / (g.numel() * self.loss_scale**2), strict=True):
+        for rounding, values in zip(
+            Rounding, torch.stack(totals).sum(0) / (g.numel() * self.loss_scale**2), strict=True
+        ):
             self.found.append((tuple(f"output_gradient.{kind}.{rounding}" for kind in _RESULT_KINDS), values))
         self.put("xg/gradient", dot(self.by_row["floating"], rows))
         self.put("gw/gradient", dot(self.by_column["floating"], columns))

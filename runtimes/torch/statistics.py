@@ -24,8 +24,8 @@ from qsync_opt.runtimes.torch.lookup_record import measure_lookup
 from qsync_opt.runtimes.torch.loss_curvature import loss_curvature
 from qsync_opt.runtimes.torch.operator_batch import finish_batch
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
-from qsync_opt.runtimes.torch.reductions import square_sum
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
+from qsync_opt.runtimes.torch.reductions import square_sum
 from qsync_opt.runtimes.torch.replays import Replays
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.statistics import (
@@ -251,8 +251,14 @@ def _finish_batch(
     for name, records in collector.records.items():
         calls = [next(finished) for _ in records]
         merged = calls[0] if len(calls) == 1 else merge_operators(calls, [1] * len(calls), calls=len(calls))
-        probed = {"gains": plain.gains, "adaptive_gains": adaptive.gains, "curvatures": curvatures}
-        operators.append(dataclasses.replace(merged, **{key: found.get(name, {}) for key, found in probed.items()}))
+        operators.append(
+            dataclasses.replace(
+                merged,
+                gains=plain.gains.get(name, {}),
+                adaptive_gains=adaptive.gains.get(name, {}),
+                curvatures=curvatures.get(name, {}),
+            )
+        )
     signals = {}
     for name, seen in collector.signals.items():
         entering, leaving, curvature, spread = torch.stack([values for _, values in seen]).mean(0).tolist()
@@ -371,9 +377,7 @@ def collect_statistics(
                 )
             if adaptive_probes:
                 again = functools.partial(run, model, batch)
-                adaptive = probe_gains(
-                    model, again, graph=graph, probes=adaptive_probes, seed=number, adaptive=True
-                )
+                adaptive = probe_gains(model, again, graph=graph, probes=adaptive_probes, seed=number, adaptive=True)
             curvatures: Mapping[str, Mapping[str, Curvature]] = {}
             if curvature_probes:
                 curvatures = probe_curvatures(

@@ -5,7 +5,6 @@ import pytest
 from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
 from qsync_opt.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
 from qsync_opt.indicator import sensitivities
-from qsync_opt.plan_variance import plan_variance
 from qsync_opt.precision import PrecisionFormats
 from qsync_opt.rounding import Granularity
 from qsync_opt.sensitivity_table import IndicatorKind, OperatorSensitivity, SensitivityTable
@@ -22,6 +21,7 @@ from qsync_opt.statistics import (
     TensorStatistics,
 )
 from qsync_opt.variances import NoiseOptions
+from qsync_opt.whole_plan import plan_variance
 
 
 def borders(name: str) -> PrecisionFormats:

@@ -78,7 +78,7 @@ def test_gain_of_fixed_point_noise_follows_the_errors_of_single_elements():
     model = Single(torch.zeros(1, 2))
     x, g = torch.tensor([[127.0, 64.0], [0.5, 0.5]]), torch.tensor([[3.0], [1.0]])
     # The weight's gradient is the sum over rows of g * x: noise on a row is handed on with the factor g of the row.
-    gain = probe_gains(model, lambda: model(x.clone().requires_grad_(), g), probes=1)["linear"]["first"]
+    gain = probe_gains(model, lambda: model(x.clone().requires_grad_(), g), probes=1).gains["linear"]["first"]
     assert gain.uniform == pytest.approx(4 * 1.0**2)  # spread evenly it would be 2 * 3**2 + 2 * 1**2
 
 

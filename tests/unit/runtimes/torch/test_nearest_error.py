@@ -65,3 +65,27 @@ def test_large_tensors_are_taken_in_parts(monkeypatch):
         assert dict(a.nearest) == pytest.approx(dict(b.nearest), rel=1e-5)
         for kind, factor in a.output_gradient.rounding.items():
             assert factor.stochastic == pytest.approx(b.output_gradient.rounding[kind].stochastic, rel=1e-5)
+
+
+def test_attention_is_measured_at_the_loss_scale():
+    torch.manual_seed(0)
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = nn.Linear(8, 24)
+
+        def forward(self, x):
+            q, k, v = self.project(x).unsqueeze(1).chunk(3, -1)
+            return F.scaled_dot_product_attention(q, k, v).squeeze(1)
+
+    model, x = Attention(), torch.randn(4, 6, 8)
+    batch = (x, model(x).detach() + 1e-5 * torch.randn(4, 6, 8))
+    plain, scaled = (
+        collect_statistics(model, [batch], step=step, loss_scale=s).operators[1].measured for s in (1.0, 2.0**16)
+    )
+    for name in ("output", "first_gradient", "second_gradient", "third_gradient"):
+        errors = [getattr(found[precision], name) for found in (plain, scaled) for precision in ("BF16", "FP16")]
+        assert errors[2] == pytest.approx(errors[0], rel=1e-4)
+        assert errors[3] < 0.1 * errors[2]  # in FP16 with a scale less than in BF16
+    assert plain["FP16"].third_gradient > scaled["FP16"].third_gradient * 100
