@@ -23,7 +23,7 @@ from qsync_opt.runtimes.torch.job_options import PlanningOptions
 from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, JobPlan, verdict
 from qsync_opt.runtimes.torch.job_ways import FULL, PLANNED, Way, choose, everywhere, step_ns, words
 
-_WORTH_MOVING, _LESS_SENSITIVE = 0.02, 0.1
+_WORTH_MOVING, _LESS_SENSITIVE = 0.03, 0.1
 """Relative gain of time, or of sensitivity, for which a running job moves to another plan."""
 
 
