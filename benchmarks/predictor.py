@@ -22,6 +22,7 @@ import json
 import os
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from predictor_cases import COMBINATIONS, Combination
+from predictor_models import LARGE, MEDIUM, SMALL
 from predictor_worker import run_worker
 from rank_correlation import spearman
 
@@ -69,10 +71,11 @@ def alone(profiles: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summarize(cases: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures that the benchmark is for; all are of eager steps but ``time_captured``."""
+    """The figures that the benchmark is for; all are of eager steps but those named after another way."""
     everything = [case for case in cases if case["predicted_ms"] is not None]
     captured = [case for case in everything if case.get("way") == "captured"]
-    predicted = [case for case in everything if case not in captured]
+    compiled = [case for case in everything if case.get("way") == "compiled"]
+    predicted = [case for case in everything if case.get("way", "eager") == "eager"]
     new = [case for case in predicted if not case["plan_recorded_alone"]]
     device_bound = [case for case in predicted if case["bound_by"] == "device"]
     far = [case for case in predicted if case["device_ms"] >= FAR * case["host_ms"]]
@@ -88,6 +91,17 @@ def summarize(cases: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> di
         "time": errors(predicted, "predicted_ms", "measured_ms"),
         "time_by_cluster": {name: errors(group, "predicted_ms", "measured_ms") for name, group in by_cluster.items()},
         "time_captured": errors(captured, "predicted_ms", "measured_ms"),
+        "time_compiled": errors(compiled, "predicted_ms", "measured_ms"),
+        "time_compiled_plans_never_run": errors(
+            [c for c in compiled if not c["plan_recorded_alone"]], "predicted_ms", "measured_ms"
+        ),
+        "time_compiled_device_far_above_host": errors(
+            [c for c in compiled if c["device_ms"] >= FAR * c["host_ms"]], "predicted_ms", "measured_ms"
+        ),
+        "spearman_compiled": spearman([c["predicted_ms"] for c in compiled], [c["measured_ms"] for c in compiled]),
+        "memory_compiled": errors(
+            [worker for c in compiled for worker in c["workers"]], "predicted_peak_bytes", "measured_peak_bytes"
+        ),
         "time_plans_never_run": errors(new, "predicted_ms", "measured_ms"),
         "time_bound_by_device": errors(device_bound, "predicted_ms", "measured_ms"),
         "time_device_far_above_host": errors(far, "predicted_ms", "measured_ms"),
@@ -104,7 +118,8 @@ def summarize(cases: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> di
         "cases_within_their_spread": sum(abs(case["time_error"]) <= case["spread"] for case in predicted),
         "spearman": spearman([c["predicted_ms"] for c in predicted], [c["measured_ms"] for c in predicted]),
         "spearman_by_cluster": correlations,
-        **alone(profiles),
+        **alone([profile for profile in profiles if not profile.get("compiled")]),
+        "compiled": alone([profile for profile in profiles if profile.get("compiled")]),
     }
 
 
@@ -114,7 +129,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, choices=(1, 2), default=2, help="1: the planned worker by itself")
     parser.add_argument("--graphs", type=Path, help="folder of captured graphs; what is missing is captured")
     parser.add_argument("--only", action="append", help="names of combinations, as cluster:model")
+    parser.add_argument("--size", choices=(SMALL, MEDIUM, LARGE), help="another batch than the combination's own")
     parser.add_argument("--deadline-s", type=float, default=900.0)
+    parser.add_argument(
+        "--peers-s", type=float, default=25.0, help="how long torch's estimators may go on after the deadline"
+    )
     parser.add_argument("--keep", type=Path, help="folder for the recorded step costs")
     parser.add_argument("--output", type=Path, default=RESULTS / "predictor.json")
     parser.add_argument("--merge", type=Path, action="append", help="parts of earlier runs, instead of running")
@@ -128,6 +147,8 @@ def main() -> None:
         if (c.subject.model == "gpt-tiny") == (arguments.device == "cpu")
         and (not arguments.only or c.name in arguments.only)
     ]
+    if arguments.size is not None:
+        chosen = [replace(c, subject=replace(c.subject, size=arguments.size)) for c in chosen]
     if arguments.keep is not None:
         arguments.keep.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -142,6 +163,7 @@ def main() -> None:
             arguments.output.with_suffix(".part.json"),
             arguments.keep,
             arguments.workers,
+            arguments.peers_s,
         ),
         nprocs=arguments.workers,
     )
@@ -153,7 +175,9 @@ def main() -> None:
 def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """One part of several: lists behind one another, collectives of the first."""
     lists = ("profiles", "baselines", "cases", "skipped")
-    return parts[0] | {name: [entry for part in parts for entry in part[name]] for name in lists}
+    slowdowns = {name: shares for part in parts for name, shares in part.get("slowdowns", {}).items()}
+    found = {name: [entry for part in parts for entry in part[name]] for name in lists}
+    return parts[0] | found | {"slowdowns": slowdowns}
 
 
 def write_record(part: dict[str, Any], arguments: argparse.Namespace) -> None:
@@ -168,7 +192,7 @@ def write_record(part: dict[str, Any], arguments: argparse.Namespace) -> None:
             "hardware": part["hardware"],
             "versions": part["versions"],
             "summary": summarize(part["cases"], part["profiles"]),
-            **{key: part[key] for key in ("collectives", "profiles", "baselines", "cases", "skipped")},
+            **{key: part[key] for key in ("collectives", "slowdowns", "profiles", "baselines", "cases", "skipped")},
         },
     )
     print(f"wrote {arguments.output}")

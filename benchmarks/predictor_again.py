@@ -12,7 +12,6 @@ import argparse
 import gzip
 import json
 import sys
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,7 @@ def collective_of(data: dict[str, Any] | None) -> CollectiveCost | None:
     )
 
 
-def again(folder: Path, graphs: Path, waiting: Collection[str] = ()) -> dict[str, Any]:
+def again(folder: Path, graphs: Path) -> dict[str, Any]:
     """The part of one run, predicted anew."""
     (path,) = [path for path in folder.glob("predictor*.json")]
     part: dict[str, Any] = json.loads(path.read_text())
@@ -74,13 +73,17 @@ def again(folder: Path, graphs: Path, waiting: Collection[str] = ()) -> dict[str
     combination = replace(combination, subject=subject_of(first["model"]))
     graph = combination.subject.graph(graphs)
     costs, available = fitted(folder, graph)
-    if combination.subject.model in waiting:
-        costs = [replace(cost, waits=True) for cost in costs]
     refused = [
         p for p in PRECISIONS if combination.allowed([p]) and not any(p in there for there in available[-1].values())
     ]
     predictor = Predictor(
-        graph, costs, collective_of(part["collectives"]), combination, formats_for(PRECISIONS, "BF16"), refused
+        graph,
+        costs,
+        collective_of(part["collectives"]),
+        combination,
+        formats_for(PRECISIONS, "BF16"),
+        refused,
+        part.get("slowdowns", {}).get(f"{combination.subject.name} {combination.cluster}", ()),
     )
     predictor.make_problem()
     fixed = {name: finest_at(there, FIXED) for name, there in available[0].items()}
@@ -130,11 +133,8 @@ def main() -> None:
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--graphs", type=Path, required=True, help="folder of captured graphs")
     parser.add_argument("--output", type=Path, default=RESULTS / "predictor.json")
-    parser.add_argument(
-        "--waits", action="append", default=[], help="a model that waits for its device, recorded before that was noted"
-    )
     arguments = parser.parse_args()
-    parts = [again(folder, arguments.graphs, arguments.waits) for folder in arguments.folders]
+    parts = [again(folder, arguments.graphs) for folder in arguments.folders]
     write_record(merged(parts) | {"again": True}, arguments)
 
 

@@ -19,7 +19,8 @@ FIXED = "TF32"
 class Combination:
     """A model on a cluster; ``multiprocessors`` of rank 1, None for a whole GPU.
 
-    ``solve`` asks for a solver's plan. ``precisions`` are those that plans may use beside FP32; None: all.
+    ``solve`` asks for a solver's plan. ``precisions`` are those that plans may use beside FP32; None: all. ``compiled``
+    has every plan compiled.
     """
 
     subject: Subject
@@ -28,11 +29,12 @@ class Combination:
     mixed: int
     solve: bool = False
     precisions: tuple[str, ...] | None = None
+    compiled: bool = False
 
     @property
     def captured(self) -> tuple[str, ...]:
         """Labels of plans that are measured as CUDA graphs too."""
-        return () if self.subject.model == "gpt-tiny" else ("uniform BF16", "uniform INT8", "random 0")
+        return () if self.subject.model == "gpt-tiny" or self.compiled else ("uniform BF16", "uniform INT8", "random 0")
 
     @property
     def planned(self) -> str:
@@ -51,7 +53,7 @@ class Combination:
     @property
     def name(self) -> str:
         """For the command line."""
-        return f"{self.subject.model}:{self.multiprocessors or 'whole'}"
+        return f"{self.subject.model}:{self.multiprocessors or 'whole'}{':compiled' * self.compiled}"
 
 
 _SIX = ("FP32", "TF32", "BF16", "FP16", "INT8", "FP8")
@@ -66,10 +68,17 @@ def _combination(
     mixed: int,
     solve: bool = False,
     precisions: tuple[str, ...] | None = None,
+    compiled: bool = False,
 ) -> Combination:
     subject = Subject(model=model, size=size)
     return Combination(
-        subject=subject, multiprocessors=count, uniform=uniform, mixed=mixed, solve=solve, precisions=precisions
+        subject=subject,
+        multiprocessors=count,
+        uniform=uniform,
+        mixed=mixed,
+        solve=solve,
+        precisions=precisions,
+        compiled=compiled,
     )
 
 
@@ -85,8 +94,15 @@ COMBINATIONS = (
     _combination("vit-base", LARGE, None, _THREE, 4, True, _THREE),
     _combination("gpt-110m", LARGE, None, _THREE, 4, True, _THREE),
     _combination("bert-base", LARGE, None, _THREE, 4, True, _THREE),
+    _combination("gpt-short", SMALL, 16, _SIX, 2, True, compiled=True),
+    _combination("gpt-short", LARGE, None, _SIX, 2, True, compiled=True),
+    _combination("vit-short", SMALL, 16, _SIX, 2, True, compiled=True),
+    _combination("vit-short", LARGE, None, _SIX, 2, True, compiled=True),
+    _combination("bert-short", SMALL, 16, _SIX, 2, True, compiled=True),
+    _combination("bert-short", LARGE, None, _SIX, 2, True, compiled=True),
     _combination("gpt-tiny", SMALL, 16, ("FP32", "BF16"), 2, True),
     _combination("gpt-tiny", LARGE, None, ("FP32", "INT8"), 1),
+    _combination("gpt-tiny", SMALL, None, ("FP32", "BF16"), 1, precisions=("BF16",), compiled=True),
 )
 
 

@@ -33,6 +33,7 @@ class Worker:
     device: torch.device
     solo: Any
     deadline: float
+    peers_s: float = 25.0
     keep: Path | None = None
     cores: list[int] = field(default_factory=list)
     pinned: dict[str, int] | None = None
@@ -69,12 +70,13 @@ def stepper_of(worker: Worker, combination: Combination, group: Any) -> Stepper:
     return stepper
 
 
-def measure(worker: Worker, stepper: Stepper) -> dict[str, Any]:
+def measure(worker: Worker, stepper: Stepper, block_ns: float = BLOCK_NS) -> dict[str, Any]:
     """Nanoseconds of each of some steps that follow without waiting, and what tells who set their pace.
 
     All ranks are in step. ``host`` has the host's nanoseconds by phase in steps that begin on an idle device, ``unit``
     those of a small fixed piece of work on the host.
     """
+    worker.pinned = pin_threads(worker.cores, worker.device)
     for _ in range(2):
         stepper.step()
     rough = agreed(worker, stepper.steady_ns(2))
@@ -84,9 +86,9 @@ def measure(worker: Worker, stepper: Stepper) -> dict[str, Any]:
     with without_collection():
         unit = stepper.host_unit_ns()
         dist.barrier()
-        steps = stepper.paced_ns(max(4, min(30, round(BLOCK_NS / rough))))
+        steps = stepper.paced_ns(max(4, min(30, round(block_ns / rough))))
         unit = (unit + stepper.host_unit_ns()) / 2
-        host, _ = stepper.host_ns(max(2, min(7, round(BLOCK_NS / 2 / rough))))
+        host, _ = stepper.host_ns(max(2, min(7, round(block_ns / 2 / rough))))
     peak = torch.cuda.max_memory_allocated(worker.device) if worker.device.type == "cuda" else 0
     return {"steps": steps, "peak": peak, "unit": unit, "host": host, "stolen_s": round(stolen_s() - stolen, 2)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +23,15 @@ BATCHES = {
     "bert-base": {SMALL: 16, MEDIUM: 32, LARGE: 64},
     "vit-base": {SMALL: 16, MEDIUM: 64, LARGE: 128},
     "resnet50": {SMALL: 32, LARGE: 64},
+    "gpt-short": {SMALL: 4, LARGE: 32},
+    "vit-short": {SMALL: 16, LARGE: 128},
+    "bert-short": {SMALL: 16, LARGE: 128},
     "gpt-tiny": {SMALL: 2, LARGE: 4},
 }
 """Samples per worker: few for slow partitions, so that a step does not last seconds, many for fast ones."""
 GPT = GptConfig(vocabulary=32768, width=768, heads=12, layers=12, context=512)
+GPT_SHORT = dataclasses.replace(GPT, layers=2)
+"""With the suffix -short: two layers, because every plan is compiled anew."""
 GPT_TINY = GptConfig(vocabulary=64, width=64, heads=2, layers=2, context=32)
 
 
@@ -66,21 +72,22 @@ class Subject:
 
 
 def _build(name: str, batch: int) -> tuple[nn.Module, Mapping[str, Any]]:
-    if name in ("gpt-110m", "gpt-tiny"):
-        config = GPT if name == "gpt-110m" else GPT_TINY
+    layers = {"num_hidden_layers": 2} if name.endswith("-short") else {}
+    if name in ("gpt-110m", "gpt-short", "gpt-tiny"):
+        config = {"gpt-110m": GPT, "gpt-short": GPT_SHORT, "gpt-tiny": GPT_TINY}[name]
         tokens = torch.randint(0, config.vocabulary, (batch, config.context))
         return Gpt(config), {"tokens_BS": tokens, "targets_BS": tokens}
-    if name == "bert-base":
+    if name in ("bert-base", "bert-short"):
         import transformers
 
-        bert = transformers.BertConfig()
+        bert = transformers.BertConfig(**layers)
         tokens = torch.randint(5, bert.vocab_size, (batch, 128))
         kwargs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
         return transformers.BertForMaskedLM(bert), kwargs
-    if name == "vit-base":
+    if name in ("vit-base", "vit-short"):
         import transformers
 
-        vit = transformers.ViTConfig(num_labels=1000)
+        vit = transformers.ViTConfig(num_labels=1000, **layers)
         images, labels = torch.randn(batch, 3, 224, 224), torch.randint(0, 1000, (batch,))
         return transformers.ViTForImageClassification(vit), {"pixel_values": images, "labels": labels}
     images, labels = torch.randn(batch, 3, 224, 224), torch.randint(0, 1000, (batch,))

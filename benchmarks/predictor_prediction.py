@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from predictor_cases import CAPTURED, FIXED, Combination
@@ -11,7 +11,7 @@ from predictor_cases import CAPTURED, FIXED, Combination
 import qsync_opt
 from qsync_opt.buckets import gradient_buckets
 from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, Network
-from qsync_opt.cluster_step import bucket_borders, bucket_segments, network_tails, worker_step
+from qsync_opt.cluster_step import bucket_borders, bucket_segments, network_tails, slowed_segments, worker_step
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.precision import PrecisionFormats
 from qsync_opt.runtimes.torch.collectives import CollectiveCost
@@ -64,6 +64,7 @@ class Predictor:
         combination: Combination,
         known: Mapping[str, PrecisionFormats],
         refused: Collection[str] = (),
+        slowdowns: Sequence[float] = (),
     ) -> None:
         self.known, self.refused = known, refused
         self.graph, self.costs, self.combination = graph, costs, combination
@@ -72,7 +73,10 @@ class Predictor:
         borders = bucket_borders(graph, buckets)
         self.segments = bucket_segments(graph, buckets)
         self.allreduce_ns = [0 if collective is None else collective.ns(bucket.num_bytes) for bucket in buckets]
-        self.predictors = [StepPredictor(graph, c, borders) for c in costs]
+        self.predictors = [
+            StepPredictor(graph, c, borders, slowed_segments(self.allreduce_ns, self.segments, len(borders) + 1, share))
+            for c, share in zip(costs, slowdowns or [0.0] * len(costs), strict=True)
+        ]
         self.collective = collective
         self.cluster = combination.cluster if len(costs) > 1 else combination.planned
         self.problem: qsync_opt.Problem | None = None
@@ -169,7 +173,7 @@ class Predictor:
             "plan": label,
             "cluster": self.cluster,
             "precisions": " ".join(both[-1].values()),
-            "way": "captured" if captured else "eager",
+            "way": "captured" if captured else "compiled" if self.combination.compiled else "eager",
             "plan_recorded_alone": label.startswith("uniform"),
             "predicted_ms": steady / MS,
             "measured_ms": measured,

@@ -68,7 +68,7 @@ def _spans(data: dict[str, Any]) -> StepSpans:
 
 def _sample_json(sample: StepSample) -> dict[str, Any]:
     plain = ("name", "iteration_ns", "resident_bytes", "peak_bytes", "latencies_ns", "host_unit_ns", "resting_ns")
-    plain += ("host_rounds_ns",)
+    plain += ("host_rounds_ns", "graphs")
     return {name: getattr(sample, name) for name in plain} | {
         "precisions": dict(sample.precisions),
         "outputs": dict(sample.outputs),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gzip
 import json
@@ -16,12 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from predictor_cases import CAPTURED, FIXED, Combination, plans
-from predictor_measuring import Worker, agreed, capture_passes, clean, gathered, measure, stepper_of
+from predictor_measuring import BLOCK_NS, Worker, agreed, capture_passes, clean, gathered, measure, stepper_of
 from predictor_partition import partition, refused
 from predictor_peers import torch_estimates
-from predictor_pinning import cores_of, without_collection
+from predictor_pinning import cores_of, pin_threads, without_collection
 from predictor_prediction import MS, Predictor, said
 from predictor_records import records_json
+from torch._inductor.async_compile import AsyncCompile
 
 import qsync_opt
 from qsync_opt.covering_plans import finest_at
@@ -29,16 +31,17 @@ from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels import ops
 from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.capabilities import device_formats
-from qsync_opt.runtimes.torch.collectives import CollectiveCost, measure_collectives
+from qsync_opt.runtimes.torch.collectives import CollectiveCost, measure_collectives, measure_slowdown
+from qsync_opt.runtimes.torch.compiled_recording import compiled_inside
 from qsync_opt.runtimes.torch.ddp import process_group
 from qsync_opt.runtimes.torch.measure import TrainingExample
 from qsync_opt.runtimes.torch.step_profile import record_steps
 from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper
 from qsync_opt.step_costs import StepCosts
 
+SPREAD = 0.02
+"""Blocks of a case that differ by more are measured again."""
 SIZES = tuple(1 << k for k in range(14, 29, 2))
-PEERS_S = 25.0
-"""How long torch's estimators may go on after the deadline of the cases."""
 
 
 def try_precisions(worker: Worker, combination: Combination, graph: OpGraph, count: int | None) -> None:
@@ -80,6 +83,10 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
     stepper = stepper_of(worker, combination, worker.solo)
     hardware = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else "cpu"
     name = None if count is None else f"{hardware}, {count}-SM partition"
+
+    def quiet() -> None:
+        worker.pinned = pin_threads(worker.cores, worker.device)
+
     with without_collection():
         records = record_steps(
             stepper.example,
@@ -88,10 +95,11 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
             precisions=[p for p in combination.allowed(device_formats(worker.device)) if p not in failed],
             mixed=2,
             options=RecordingOptions(
-                warm_up=2, repeats=max(3, min(10, round(0.5e9 / stepper.steady_ns(2)))), traced=1, rounds=2
+                warm_up=2, repeats=max(3, min(10, round(0.5e9 / stepper.steady_ns(2)))), traced=1, rounds=3
             ),
-            progress=False,
+            progress=lambda *_: quiet(),  # before every plan
             name=name,
+            compiled=combination.compiled,
         )
     worker.costs[key] = records.fit(graph)
     seconds = time.perf_counter() - start
@@ -106,6 +114,7 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
     )
     return {
         "what": key,
+        "compiled": combination.compiled,
         "seconds": seconds,
         "pinned": worker.pinned,
         "partition": None if count is None else {"multiprocessors": count, "refused": failed},
@@ -131,6 +140,7 @@ def run_worker(
     output: Path,
     keep: Path | None,
     workers: int,
+    peers_s: float,
 ) -> None:
     """Entry of one process."""
     torch.set_num_threads(1 if device_type == "cpu" else 4)
@@ -144,9 +154,12 @@ def run_worker(
             device=device,
             solo=groups[rank],
             deadline=time.perf_counter() + deadline_s,
+            peers_s=peers_s,
             keep=keep,
             cores=cores_of(rank, workers) if device_type == "cuda" else [],
         )
+        if any(combination.compiled for combination in combinations):
+            AsyncCompile.warm_pool()  # its processes take the cores that this one has when it starts them
         if worker.cores:
             os.sched_setaffinity(0, worker.cores)
         collective = measure_collectives(SIZES, device=device) if workers > 1 else None
@@ -157,6 +170,7 @@ def run_worker(
             "workers": workers,
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "collectives": None if collective is None else collective.to_json(),
+            "slowdowns": {},
             "profiles": [],
             "baselines": [],
             "cases": [],
@@ -216,6 +230,9 @@ def run_combination(
     try_precisions(worker, combination, graph, count)
     clean(worker.device)
     with partition(worker.device, count):
+        # On the stream that trains: on a part of a card an all-reduce may find multiprocessors of its own.
+        share = 0.0 if collective is None else measure_slowdown(collective, device=worker.device)
+        slowdowns = [float(told) for told in gathered(share, worker.device)]
         profiled = profile(worker, combination, graph, count)
         found["profiles"] += [p for p in gathered(profiled, worker.device) if p]
         failed = gathered(worker.refused.get(key, {}), worker.device)[-1]
@@ -227,7 +244,10 @@ def run_combination(
         clean(worker.device)
         before = torch.cuda.memory_allocated(worker.device) if worker.device.type == "cuda" else 0
         stepper = stepper_of(worker, combination, None)
-        predictor = Predictor(graph, both, collective, combination, device_formats(worker.device), failed)
+        predictor = Predictor(graph, both, collective, combination, device_formats(worker.device), failed, slowdowns)
+        if worker.rank == 0:
+            found["slowdowns"][f"{combination.subject.name} {combination.cluster}"] = slowdowns
+            worker.say("computation beside all-reduces takes longer by", slowdowns, "of their time")
         if combination.solve:
             try:
                 solved = gathered(predictor.solve() if worker.rank == 0 else None, worker.device)[0]
@@ -240,12 +260,18 @@ def run_combination(
         everything = precisions_of(combination, graph, worker.device, ())
         fixed = {n: finest_at(a, FIXED) for n, a in everything.items()}
         measured: dict[str, list[list[dict[str, Any]]]] = {}
-        # Every case twice, far apart: what the host's speed changes by meanwhile is seen as the spread.
+        # Every case twice, far apart: what the host's speed changes by meanwhile is seen as the spread. Where that is
+        # more than an error that matters, up to four times.
         eager = [label for label in cases if not label.endswith(CAPTURED)]
         captured = [label for label in cases if label.endswith(CAPTURED)]
         rounds = [(0, label) for label in eager] + [(1, label) for label in eager[::-1]]
+        if combination.compiled:  # compiling again for the second block would take longer than all steps do
+            first_of_all = ("random", "solver's", "uniform BF16", "uniform INT8", "uniform FP32")
+            eager.sort(key=lambda label: next((i for i, k in enumerate(first_of_all) if label.startswith(k)), 9))
+            rounds = [(2, label) for label in eager]
         rounds += [(0, label) for label in captured] + [(1, label) for label in captured[::-1]]
-        for again, label in rounds:
+        while rounds:
+            again, label = rounds.pop(0)
             if agreed(worker, time.perf_counter() - worker.deadline) > 0:
                 found["skipped"].append(f"{combination.name} {label}, round {again + 1}")
                 continue
@@ -253,25 +279,33 @@ def run_combination(
             first = plan if combination.multiprocessors is None else fixed
             mine = plan if worker.rank == last else first
             apply(stepper.example.model, mine, graph=graph, options=ApplyOptions())
+            compiling = compiled_inside(stepper.example.model) if combination.compiled else contextlib.nullcontext()
             try:
-                refusal = capture_passes(worker, stepper) if label.endswith(CAPTURED) else ""
-                block = None if refusal else measure(worker, stepper)
+                with compiling:
+                    refusal = capture_passes(worker, stepper) if label.endswith(CAPTURED) else ""
+                    durations = [BLOCK_NS / 2] * 2 if combination.compiled else [BLOCK_NS]
+                    blocks = [] if refusal else [measure(worker, stepper, block_ns) for block_ns in durations]
             finally:
                 undo(stepper.example.model)
-            if block is None:
+            if refusal:
                 found["skipped"].append(f"{combination.name} {label}: {refusal}")
                 continue
-            block["peak"] = max(0, block["peak"] - before)
-            told = gathered(block, worker.device)
-            if worker.rank:
-                continue
-            measured.setdefault(label, []).append(told)
-            case = predictor.case(label, [first, plan][-len(told) :], measured[label])
-            found["cases"] = [c for c in found["cases"] if c["key"] != case["key"]] + [case]
-            output.write_text(json.dumps(found))
-            if again or worker.device.type == "cpu":
-                worker.say(said(combination, case))
-        if combination.solve and worker.device.type == "cuda":
+            spread = 0.0
+            for block in blocks:
+                block["peak"] = max(0, block["peak"] - before)
+                told = gathered(block, worker.device)
+                if worker.rank == 0:
+                    measured.setdefault(label, []).append(told)
+            if worker.rank == 0:
+                case = predictor.case(label, [first, plan][-last - 1 :], measured[label])
+                found["cases"] = [c for c in found["cases"] if c["key"] != case["key"]] + [case]
+                output.write_text(json.dumps(found))
+                if again or worker.device.type == "cpu":
+                    worker.say(said(combination, case))
+                spread = case["spread"]
+            if again in (1, 2) and not combination.compiled and agreed(worker, spread) > SPREAD:
+                rounds.append((again + 1, label))
+        if combination.solve and worker.device.type == "cuda" and not combination.compiled:
             for name, dtype in (("BF16 autocast", torch.bfloat16), ("FP16 autocast", torch.float16)):
                 autocast(worker, combination, stepper, name, dtype, found)
         del stepper
@@ -286,11 +320,13 @@ def compare_with_torch(
     """Put what torch's estimators say beside uniform cases, while there is time: one of each combination, then more."""
     waiting = []
     for combination in combinations:
+        if combination.compiled:
+            continue
         own = [case for case in found["cases"] if case["key"].startswith(f"{combination.name} uniform")]
         own.sort(key=lambda case: ("BF16" not in case["plan"], "TF32" not in case["plan"]))
         waiting += [(rank, combination, case) for rank, case in enumerate(own) if "8" not in case["plan"]]
     for _, combination, case in sorted(waiting, key=lambda entry: entry[0]):
-        if time.perf_counter() > worker.deadline + PEERS_S:
+        if time.perf_counter() > worker.deadline + worker.peers_s:
             return
         graph = combination.subject.graph(graphs)
         key = f"{combination.subject.name} on {combination.multiprocessors or 'whole'}"

@@ -5,8 +5,8 @@
 
 Every part writes a file of its own into FOLDER, again after every record, and ends when its time is used up, so that
 parts can run side by side and nothing is lost; ``--merge`` makes one file of them. Parts: operators[:MODEL],
-whole-model[:MODEL], cost[:MODEL], harm:MODEL:SHARD[:sgd] (small-gpt, cnn; shards have repeats of their own; by the own
-optimizer or by SGD), train:MODEL[:SHARD] (gpt, cnn; shards have seeds of their own; goes on where its file in FOLDER
+whole-model[:MODEL], cost[:MODEL], harm:MODEL:SHARD[:own|sgd[:eight]] (small-gpt, cnn; shards have repeats of their own;
+by the own optimizer or by SGD; backward in 16 bits or in 8), train:MODEL[:SHARD] (gpt, cnn; shards have seeds of their own; goes on where its file in FOLDER
 ends).
 """
 
@@ -73,6 +73,7 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
             factor=arguments.factor,
             steps=arguments.steps,
             optimizer=(rest[2:] or ["own"])[0],
+            backward=(rest[3:] or ["half"])[0],
             captured=not arguments.eager,
         )
     elif kind == "operators":
@@ -165,12 +166,13 @@ def merge(folder: Path, output: Path) -> None:
 
 def _subject(record: dict[str, Any]) -> tuple[str, ...]:
     """What a record is about: one of the same replaces it."""
-    return tuple(str(record.get(key)) for key in ("hardware", "model", "case", "factor", "optimizer", "steps"))
+    return tuple(str(record.get(key)) for key in ("hardware", "model", "case", "factor", "optimizer", "backward", "steps"))
 
 
 def _harm_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     def which(record: dict[str, Any]) -> tuple[str, ...]:
-        return record["hardware"], record["what"], record["optimizer"], str(record["factor"]), str(record["steps"])
+        keys = ("hardware", "what", "optimizer", "backward", "factor", "steps")
+        return tuple(str(record.get(key)) for key in keys)
 
     groups = [[r for r in records if which(r) == kind] for kind in dict.fromkeys(map(which, records))]
     return [harm.merged(group) for group in groups if any(r["indicators"] for r in group)]

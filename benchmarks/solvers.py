@@ -48,6 +48,7 @@ from solvers_parts import Share, joined, place, write_part
 from solvers_summary import analyse, comparisons, flat
 
 import qsync_opt
+from qsync_opt.formulations.compiled import compiled_by
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "solvers.json"
@@ -303,7 +304,7 @@ def _command(words: list[str]) -> list[str]:
 def environment(cores: list[int]) -> dict[str, Any]:
     """Date, hardware, versions, command and revision."""
     versions: dict[str, str | None] = {"qsync-opt": qsync_opt.__version__}
-    for package in ("numpy", "ortools", "pulp"):
+    for package in ("numpy", "numba", "ortools", "pulp"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
@@ -318,6 +319,7 @@ def environment(cores: list[int]) -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "python": platform.python_version(),
         "versions": versions,
+        "compiled_loops": compiled_by() is not None,
         "command": ["python", "-P", "benchmarks/solvers.py", *_command(sys.argv[1:])],
         "revision": revision(),
     }

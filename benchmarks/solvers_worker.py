@@ -24,6 +24,7 @@ from solvers_cases import Case
 from qsync_opt import Plan, evaluate, load_problem, solve
 from qsync_opt.baselines import uniform_plan
 from qsync_opt.errors import QSyncError
+from qsync_opt.formulations.compiled import prepare
 from qsync_opt.formulations.front import Sweep, latency_front
 from qsync_opt.problem import Problem
 from qsync_opt.registry import Kind, create
@@ -245,7 +246,8 @@ KINDS = {"case": case, "memory": memory, "write": write_problem, "front": front,
 
 
 def _load_modules(job: dict[str, Any]) -> None:
-    """Solve something tiny every way, so that no measurement pays for imports."""
+    """Solve something tiny every way, so that no measurement pays for imports or for loading compiled loops."""
+    prepare()
     solve(chain().problem, "exact")
     for run in job.get("runs", ()):
         run_method(chain().problem, run["method"], run.get("solver"), 10.0)

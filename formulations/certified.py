@@ -38,13 +38,17 @@ class DeviceSearch:
     graph: GraphTables
     tables: DeviceTables
     tied: Sequence[Sequence[str]] = ()
+    latency_limit_ns: int | None = None  # another one than the problem's
     collapsed: Collapsed = field(init=False)
     engine: BoundAndFix = field(init=False)
     outcome: Outcome = field(init=False)
 
     def __post_init__(self) -> None:
         """Collapse the problem and plan the elimination."""
-        self.collapsed = collapse(self.problem, self.device, graph=self.graph, tables=self.tables, tied=self.tied)
+        self.collapsed = collapse(
+            self.problem, self.device, graph=self.graph, tables=self.tables, tied=self.tied,
+            latency_limit_ns=self.latency_limit_ns,
+        )  # fmt: skip
         self.engine = BoundAndFix(self.collapsed.model)
         self.outcome = Outcome(None, math.inf, -math.inf, np.zeros(0))
 

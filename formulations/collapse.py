@@ -73,11 +73,7 @@ class Collapsed:
         """Precision of every adjustable operator, by name."""
         formats = tuple(self.problem.formats)
         precisions = self.precisions(labels_N).tolist()
-        return {
-            operator.name: formats[precision]
-            for operator, precision in zip(self.problem.operators, precisions, strict=True)
-            if operator.role is Role.ADJUSTABLE
-        }
+        return {name: formats[precisions[row]] for row, name in self.graph.adjustable}
 
     def memory_kib(self, labels_N: Ints) -> int:
         """Exact memory of this device type under a labelling."""

@@ -6,8 +6,9 @@
 
 R_k is a sum over operators and casts, so for prices of these rows the least priced cost is found exactly by dynamic
 programming over the graph of operators, and is a lower bound. Choices whose least priced cost reaches the best known
-plan are ruled out for good. What is left is searched by dynamic programming over partial plans; where plans that share
-the bound disagree about a join, the two cases are taken apart. Proof is to a relative gap of 1e-6 or better.
+plan are ruled out for good. What is left is searched by dynamic programming over partial plans, bounded by tables that
+keep one row exactly and price the others; where plans that share the bound disagree about a join, the two cases are
+taken apart. Proof is to a relative gap of 1e-6 or better.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def _first_effort(gap: float) -> Effort:
 class ExactFormulation:
     """Optimal plans with proof; see the module.
 
-    What the quick core searches leave open goes to a solver of linear programs: the one that is named, or the first
-    that is installed. Without any, wider and wider searches take its place.
+    What these searches leave open goes to a solver of linear programs: the one that is named, or the first that is
+    installed. Without any, wider and wider searches take its place.
 
     Source: ours; cutting planes, reduced-cost fixing and bounded dynamic programming are standard.
     """

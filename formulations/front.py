@@ -33,7 +33,7 @@ _LOOSE_NS = 2**60
 _BISECTIONS = 60
 _COARSE = Effort(gap=1e-3, passes=PASSES[:2], max_nodes=1)
 """A front's fastest limit is sought to this relative precision."""
-_POINT_PASSES = (Pass(30, 32),)
+_POINT_PASSES = (Pass(30, 8),)
 """What is searched first for a point of a front with a gap; prices and plans come from its neighbour."""
 _FURTHER_PASSES = (Pass(60, 64), Pass(150, 64))
 _FURTHER_NODES = 4
@@ -122,9 +122,9 @@ class Sweep:
             self._effort = exact_effort(0.0, None if choice is None else create(Kind.SOLVER, choice))
         graph = graph_tables(problem)
         # At a latency limit of zero no row is dropped for being slack, so the rows serve every limit.
-        tight = replace(problem, latency_limit_ns=0)
         self._searches = [
-            DeviceSearch(tight, device, graph, device_tables(problem, device), tied) for device in problem.devices
+            DeviceSearch(problem, device, graph, device_tables(problem, device), tied, latency_limit_ns=0)
+            for device in problem.devices
         ]
         self._engines = [search.engine for search in self._searches]
 

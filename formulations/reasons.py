@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from qsync_opt.formulations.assignment.effort import PASSES, Effort
+from qsync_opt.formulations.assignment.effort import QUICK_PASSES, Effort
 from qsync_opt.formulations.assignment.model import Ints
 from qsync_opt.formulations.assignment.search import BoundAndFix
 from qsync_opt.formulations.collapse import Collapsed, collapse
@@ -16,7 +16,7 @@ from qsync_opt.problem import Problem
 _LOOSE_NS = 2**60
 _SHOWN = 3
 """Operators named as those that force a limit."""
-_PASSES, _NODES = PASSES[:6], 6
+_PASSES, _NODES = QUICK_PASSES, 6
 """How hard each search for a least value tries: an explanation must not take longer than the answer."""
 _EFFORT = Effort(passes=_PASSES, max_nodes=_NODES)
 

@@ -83,34 +83,59 @@ def share_casts(graph: GraphTables, tables: DeviceTables, folding: Folding) -> S
     every = (graph.elements_O[:, None, None], rank[None, :, None], rank[None, None, :])
     time_OPP, buffer_OPP = (amounts.transpose(0, 2, 1).tolist() for amounts in cast_forward(tables, *every))
     result = SharedCasts()
+    wants = _Wants(folding)
     for operator, targets in users.items():
         precisions = folding.maps[folding.map_O[operator]]
-        wanted: set[int] = set()
-        for target in targets:
-            wanted.update(folding.maps[folding.map_O[target]])
-        for precision in sorted(wanted):
+        carrier = folding.carrier_O[operator]
+        for precision in wants.precisions(targets):
             times, buffers = time_OPP[operator][precision], buffer_OPP[operator][precision]
-            time, buffer = tuple(times[p] for p in precisions), tuple(buffers[p] for p in precisions)
+            time, buffer = tuple([times[p] for p in precisions]), tuple([buffers[p] for p in precisions])
             if any(time) or any(buffer):
-                some = _any_user_wants(folding, targets, precision)
-                result.add(folding.carrier_O[operator], time, some, FORWARD)
-                result.add(folding.carrier_O[operator], buffer, some, MEMORY)
+                some = wants.any_user(targets, precision)
+                result.add(carrier, time, some, FORWARD)
+                result.add(carrier, buffer, some, MEMORY)
     return result
 
 
-def _any_user_wants(folding: Folding, targets: list[int], precision: int) -> tuple[int, tuple[int, ...]]:
-    """The node, and its states, that tell whether some user wants a precision; CONSTANT if one always does."""
-    flags: dict[int, tuple[int, ...]] = {}
-    for target in targets:
-        own = tuple(int(p == precision) for p in folding.maps[folding.map_O[target]])
-        carrier = folding.carrier_O[target]
-        if carrier == CONSTANT:
-            if own[0]:
+class _Wants:
+    """Which precisions users want; users share few maps from labels to precisions, so answers are kept by map."""
+
+    def __init__(self, folding: Folding) -> None:
+        self._folding = folding
+        self._flags: dict[tuple[int, int], tuple[tuple[int, ...], bool]] = {}
+        self._sorted: dict[tuple[int, ...], list[int]] = {}
+
+    def precisions(self, targets: list[int]) -> list[int]:
+        """What some label of some user runs in, ascending."""
+        folding = self._folding
+        key = tuple([folding.map_O[target] for target in targets])
+        found = self._sorted.get(key)
+        if found is None:
+            found = sorted({p for number in key for p in folding.maps[number]})
+            self._sorted[key] = found
+        return found
+
+    def any_user(self, targets: list[int], precision: int) -> tuple[int, tuple[int, ...]]:
+        """The node, and its states, that tell whether some user wants a precision; CONSTANT if one always does."""
+        folding = self._folding
+        flags: dict[int, tuple[int, ...]] = {}
+        for target in targets:
+            number = folding.map_O[target]
+            known = self._flags.get((number, precision))
+            if known is None:
+                own = tuple([int(p == precision) for p in folding.maps[number]])
+                known = self._flags[number, precision] = own, any(own)
+            own, is_any = known
+            carrier = folding.carrier_O[target]
+            if carrier == CONSTANT:
+                if own[0]:
+                    return CONSTANT, (1,)
+            elif is_any:
+                before = flags.get(carrier)
+                flags[carrier] = own if before is None else tuple(map(max, before, own))
+        for states in flags.values():
+            if all(states):
                 return CONSTANT, (1,)
-        elif any(own):
-            flags[carrier] = tuple(map(max, flags.get(carrier, own), own))
-    if any(all(states) for states in flags.values()):
-        return CONSTANT, (1,)
-    if len(flags) > 1:
-        return folding.add_wanted(flags), (0, 1)
-    return next(iter(flags.items()))
+        if len(flags) > 1:
+            return folding.add_wanted(flags), (0, 1)
+        return next(iter(flags.items()))

@@ -20,6 +20,7 @@ class GraphTables:
 
     names: tuple[str, ...]
     dependent_O: tuple[bool, ...]
+    adjustable: tuple[tuple[int, str], ...]  # row and name
     inputs: tuple[tuple[int, ...], ...]
     source_X: Ints
     target_X: Ints
@@ -52,6 +53,7 @@ def graph_tables(problem: Problem) -> GraphTables:
     return GraphTables(
         names=tuple(index),
         dependent_O=tuple(operator.role is Role.DEPENDENT for operator in problem.operators),
+        adjustable=tuple((row, op.name) for row, op in enumerate(problem.operators) if op.role is Role.ADJUSTABLE),
         inputs=inputs,
         source_X=np.array([u for sources in inputs for u in sources], dtype=np.int64),
         target_X=np.repeat(np.arange(len(inputs)), counts),

@@ -44,6 +44,25 @@ def define(schema: str, *, unit: str, plain: Callable[..., Any], fake: Callable[
     return getattr(torch.ops.qsync_opt, name).default
 
 
+def define_opaque(schema: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Declare an operator that is the same Python on every device and that no compiler looks into.
+
+    Args:
+        schema: As of `define`.
+        plain: The operator; it calls functions of torch.
+        fake: As of `define`.
+
+    Returns:
+        The operator, an ``OpOverload``.
+    """
+    _FRAGMENT.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.split("(", 1)[0]
+    for key in ("CPU", "CUDA"):
+        _FRAGMENT.impl(name, plain, key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_FRAGMENT)
+    return getattr(torch.ops.qsync_opt, name).default
+
+
 def present_targets() -> tuple[str, ...]:
     """Targets of the cards that torch sees, without repetition."""
     capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}

@@ -74,6 +74,31 @@ def network_tails(allreduce_ns: Sequence[int], after_segment: Sequence[int]) -> 
     return tuple(reversed(tails))
 
 
+def slowed_segments(
+    allreduce_ns: Sequence[int], after_segment: Sequence[int], segments: int, share: float
+) -> tuple[int, ...]:
+    """By how much each segment's time on the device grows by the all-reduces that run beside it, in nanoseconds.
+
+    A bucket's all-reduce runs beside the segment after the one that completes it. Behind the last bucket nothing is
+    left to compute.
+
+    Args:
+        allreduce_ns: Time of each bucket's all-reduce, in order.
+        after_segment: Segment after which each bucket is ready.
+        segments: How many there are (`StepPredictor.segments`).
+        share: Of an all-reduce's time, by which computation beside it takes longer on this worker
+            (`qsync_opt.runtimes.torch.collectives.measure_slowdown`).
+
+    Source: ours.
+    """
+    longer = [0] * segments
+    last = max(after_segment, default=0)
+    for duration, segment in zip(allreduce_ns, after_segment, strict=True):
+        if segment < last:
+            longer[segment + 1] += round(share * duration)
+    return tuple(longer)
+
+
 def cluster_step(
     workers: Sequence[WorkerStep],
     allreduce_ns: Sequence[int] = (),

@@ -188,25 +188,26 @@ def iteration_time(problem: Problem, devices: tuple[DeviceEvaluation, ...]) -> t
 def evaluate_device(problem: Problem, device: ProblemDevice, precisions: Mapping[str, str]) -> DeviceEvaluation:
     """One device under the precisions of *all* its operators (`Plan.resolve` or `propagate` give them)."""
     forward, backward, buffers_kib = _casts(problem, device, precisions)
-    times = []
+    times, costs, forward_end_ns = [], [], 0
     for operator in problem.operators:
-        cost = device.operators[operator.name][precisions[operator.name]]
-        times.append(
-            OperatorTime(
-                name=operator.name,
-                precision=precisions[operator.name],
-                forward_ns=cost.forward_ns,
-                backward_ns=cost.backward_ns,
-                forward_casts=tuple(forward[operator.name]),
-                backward_casts=tuple(backward[operator.name]),
-            )
+        name = operator.name
+        precision = precisions[name]
+        cost = device.operators[name][precision]
+        time = OperatorTime(
+            name=name,
+            precision=precision,
+            forward_ns=cost.forward_ns,
+            backward_ns=cost.backward_ns,
+            forward_casts=tuple(forward.get(name, ())),
+            backward_casts=tuple(backward.get(name, ())),
         )
-    costs = [device.operators[time.name][time.precision] for time in times]
-    forward_end_ns = sum(time.forward_total_ns for time in times)
+        times.append(time)
+        costs.append(cost)
+        forward_end_ns += time.forward_total_ns if time.forward_casts else cost.forward_ns
     ready = [0] * len(problem.communication.allreduce_ns)
     now_ns = forward_end_ns
     for operator, time in zip(reversed(problem.operators), reversed(times), strict=True):
-        now_ns += time.backward_total_ns
+        now_ns += time.backward_total_ns if time.backward_casts else time.backward_ns
         if operator.bucket is not None:
             ready[operator.bucket] = now_ns
     return DeviceEvaluation(
@@ -260,20 +261,30 @@ def _casts(
     problem: Problem, device: ProblemDevice, precisions: Mapping[str, str]
 ) -> tuple[dict[str, list[CastTime]], dict[str, list[CastTime]], int]:
     """Casts by the operator they are charged to, forward and backward, and the KiB of all cast buffers."""
-    forward: dict[str, list[CastTime]] = {operator.name: [] for operator in problem.operators}
-    backward: dict[str, list[CastTime]] = {operator.name: [] for operator in problem.operators}
+    forward: dict[str, list[CastTime]] = {}
+    backward: dict[str, list[CastTime]] = {}
     buffers_kib = 0
     shared: set[tuple[str, str]] = set()
+    # Of most edges both ends agree.
+    agree = {
+        (low, high)
+        for low, before in device.precisions.items()
+        for high, after in device.precisions.items()
+        if before.output == high and after.gradient_output == before.gradient_input
+    }
     for consumer in problem.operators:
         wanted = precisions[consumer.name]
         for name in consumer.inputs:
+            given = precisions[name]
+            if (given, wanted) in agree:
+                continue
             producer = problem.operators[problem.index(name)]
-            there, back = edge_casts(device, producer, consumer, precisions[name], wanted)
+            there, back = edge_casts(device, producer, consumer, given, wanted)
             cast_before = problem.cast_sharing == "producer" and (name, wanted) in shared
             if there is not None and not cast_before:
                 shared.add((name, wanted))
                 buffers_kib += cast_buffer_kib(problem, producer, wanted)
-                forward[consumer.name].append(there)
+                forward.setdefault(consumer.name, []).append(there)
             if back is not None:
-                backward[name].append(back)
+                backward.setdefault(name, []).append(back)
     return forward, backward, buffers_kib

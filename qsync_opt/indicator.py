@@ -14,7 +14,7 @@ flushes to zero makes FP16 worse than BF16.
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Iterable, Mapping
 
 from qsync_opt.baseline_indicators import (
@@ -26,11 +26,12 @@ from qsync_opt.baseline_indicators import (
 )
 from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
 from qsync_opt.expected_loss import check_horizon
+from qsync_opt.flips import Flips
 from qsync_opt.graph import Operator, OpGraph, Role
 from qsync_opt.noise_propagation import Distances, Propagation, distances, operand_edges
 from qsync_opt.precision import PrecisionFormats
 from qsync_opt.sensitivity_table import IndicatorKind, OperatorSensitivity, SensitivityTable
-from qsync_opt.statistics import GRADIENTS, ModelStatistics, OperatorKind, OperatorStatistics
+from qsync_opt.statistics import GRADIENTS, Gain, ModelStatistics, OperatorKind, OperatorStatistics
 from qsync_opt.variances import (
     NoiseOptions,
     OperatorVariances,
@@ -72,16 +73,11 @@ def _propagated(
     return OperatorSensitivity(own=_own(statistics, found), backward=backward, forward=forward, variances=found)
 
 
-def _gained(statistics: OperatorStatistics, tensor: str, parts: Iterable[tuple[float, str]], ratio: float) -> float:
-    """Gradient variance of element noise on one tensor, flips of rectifiers included."""
-    gain = statistics.gains.get(tensor)
+def _gained(gain: Gain | None, parts: Iterable[tuple[float, str]]) -> float:
+    """What element noise on one tensor comes to."""
     if gain is None:
         return 0.0
-    total = 0.0
-    for variance, shape in parts:
-        smooth, kink = (gain.floating, gain.kink_floating) if shape == "floating" else (gain.uniform, gain.kink_uniform)
-        total += variance * (smooth + (kink / math.sqrt(ratio) if ratio > 0 else 0.0))
-    return total
+    return sum(variance * (gain.floating if shape == "floating" else gain.uniform) for variance, shape in parts)
 
 
 def _element_noise(
@@ -114,23 +110,44 @@ def _element_noise(
     }
 
 
+def _repeated(
+    statistics: OperatorStatistics, precision: str, formats: PrecisionFormats, options: NoiseOptions, own: float
+) -> float:
+    """By how much the error of the own weight gradient exceeds what independent errors would make of it."""
+    if not statistics.nearest:
+        return 0.0
+    independent = dataclasses.replace(statistics, nearest={})
+    return max(0.0, own - _own(statistics, variances(independent, precision, formats, options)))
+
+
 def _probed(
     statistics: OperatorStatistics,
     found: OperatorVariances,
     noise: ElementNoise,
+    gains: Mapping[str, Gain],
+    *,
+    flips: float,
+    own: float | None = None,
+    repeated: float = 0.0,
 ) -> OperatorSensitivity:
-    """The probed total is exact to first order; its own part is the formula's, the rest is split by direction.
+    """The probed total is exact to first order for errors that are independent; it is split by direction.
 
-    The 16-bit rounding of 8-bit operands when the backward pass reads them is left out: it is below a thousandth.
+    ``flips`` is what rectifiers add. ``own`` is the part of the own
+    weight gradients by formula, if it is in the unit of the gains (else the split knows none), ``repeated`` what
+    errors that are not independent add to it. The 16-bit rounding of 8-bit operands when the backward pass reads them
+    is left out: it is below a thousandth.
     """
-    ratio = _ratio(found.output.total, statistics.calls * statistics.output.square_sum)
-    gained = {name: _gained(statistics, name, parts, ratio) for name, parts in noise.items()}
-    total = sum(gained.values())
-    forward = sum(value for name, value in gained.items() if not name.endswith("gradient"))
-    own = min(total, _own(statistics, found))
+    gained = {name: _gained(gains.get(name), parts) for name, parts in noise.items()}
+    total = flips + sum(gained.values())
+    forward = flips + sum(value for name, value in gained.items() if not name.endswith("gradient"))
+    inside = 0.0 if own is None else min(total, own - repeated)
     share = _ratio(forward, total)
     return OperatorSensitivity(
-        own=own, backward=(total - own) * (1.0 - share), forward=(total - own) * share, variances=found
+        own=inside + repeated,
+        backward=(total - inside) * (1.0 - share),
+        forward=(total - inside) * share,
+        flips=flips,
+        variances=found,
     )
 
 
@@ -156,6 +173,7 @@ def _expected_loss(probed: OperatorSensitivity, at_once: float, horizon: float) 
         own=horizon * probed.own,
         backward=horizon * probed.backward,
         forward=at_once + horizon * probed.forward,
+        flips=horizon * probed.flips,
         variances=probed.variances,
     )
 
@@ -209,6 +227,10 @@ def _kind(kind: IndicatorKind | None, graph: OpGraph, statistics: ModelStatistic
             f"the statistics of graph {graph.name!r} hold no gains: collect them with probes=2 or more, or use "
             "kind='propagated'"
         )
+    if kind == IndicatorKind.PROGRESS and not any(operator.adaptive_gains for operator in statistics.operators):
+        raise ProblemError(
+            f"the statistics of graph {graph.name!r} hold no adaptive gains: collect them with adaptive_probes=2 or more"
+        )
     if kind == IndicatorKind.HESSIAN and not any(operator.curvatures for operator in statistics.operators):
         raise ProblemError(
             f"the statistics of graph {graph.name!r} hold no curvatures: collect them with curvature_probes=8 or more"
@@ -259,6 +281,9 @@ def sensitivities(
     kind = _kind(kind, graph, statistics)
     far = distances(graph)
     propagation = Propagation(graph, statistics) if kind is IndicatorKind.PROPAGATED else None
+    flips = None
+    if kind in (IndicatorKind.PROBED, IndicatorKind.LOSS, IndicatorKind.PROGRESS):
+        flips = Flips(graph, statistics, adaptive=kind is IndicatorKind.PROGRESS)
     table: dict[str, dict[str, OperatorSensitivity]] = {}
     excluded: dict[str, dict[str, str]] = {}
     for operator in graph.by_role(Role.ADJUSTABLE):
@@ -272,15 +297,21 @@ def sensitivities(
                 refused[precision] = reason
                 continue
             found = variances(measured, precision, formats, options)
+            flipped = 0.0 if flips is None else flips.variance({operator.name: found.output.total})
             if propagation is not None:
                 row[precision] = _propagated(operator, measured, found, propagation)
             elif kind is IndicatorKind.DEPTH:
                 row[precision] = _by_depth(operator, measured, found, far, gamma)
             elif kind in (IndicatorKind.PROBED, IndicatorKind.LOSS):
-                value = _probed(measured, found, _element_noise(measured, precision, formats, options))
+                own, noise = _own(measured, found), _element_noise(measured, precision, formats, options)
+                repeated = _repeated(measured, precision, formats, options, own)
+                value = _probed(measured, found, noise, measured.gains, flips=flipped, own=own, repeated=repeated)
                 if kind is IndicatorKind.LOSS:
                     value = _expected_loss(value, fisher_score(measured, found), horizon)
                 row[precision] = value
+            elif kind is IndicatorKind.PROGRESS:
+                noise = _element_noise(measured, precision, formats, options)
+                row[precision] = _probed(measured, found, noise, measured.adaptive_gains, flips=flipped)
             else:
                 noise = _element_noise(measured, precision, formats, options)
                 row[precision] = _baseline(kind, measured, precision, found, noise, seed)

@@ -196,6 +196,15 @@ def merge_extras(data: dict[str, Any], extras: Extras) -> dict[str, Any]:
     return data
 
 
+def are_plain_names(names: Iterable[object]) -> bool:
+    """True for most names that `check_name` lets pass, and never where it refuses one; quick for thousands."""
+    try:
+        text = "\n".join(["", *names, ""])  # type: ignore[list-item]
+    except TypeError:
+        return False
+    return text.isascii() and "\n\n" not in text and "\n" + EXTENSION_PREFIX not in text
+
+
 def check_name(name: object, what: str, *, error: type[QSyncError] = ProblemError) -> None:
     """Refuse names that files cannot carry: not a text, empty, not encodable, or beginning like an extension key."""
     if not isinstance(name, str) or not name:

@@ -27,12 +27,16 @@ of softmax and normalizations changing with its input, and everything beyond fir
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from qsync_opt.graph import Operator, OpGraph
 from qsync_opt.statistics import ModelStatistics, OperatorStatistics, Signal
 
+FloatArray = npt.NDArray[np.float64]
 _SUMS = frozenset(
     {"add", "add_", "sub", "sub_", "rsub", "cat", "concat", "stack", "where", "masked_fill", "masked_fill_"}
     | {"Add", "Sub", "Sum", "Concat", "Where"}
@@ -154,6 +158,42 @@ class Propagation:
         """Effect of relative noise on the gradient that an operator delivers to one of its inputs."""
         source = self._graph[name].inputs[position]
         return self._gradient_effect[source].weighted(self._share(name, position))
+
+    def transfers(self, sources: Sequence[str]) -> dict[str, FloatArray]:
+        """How much of each source's noise-to-signal ratio arrives at the output of every operator.
+
+        Args:
+            sources: Operators that are noisy.
+
+        Returns:
+            Operator to one factor per source. Noise of different operators is independent, so that ratios add up.
+        """
+        place = {name: i for i, name in enumerate(sources)}
+        found: dict[str, FloatArray] = {}
+        for operator in self._graph:
+            arrived = np.zeros(len(sources))
+            for position, source in enumerate(operator.inputs):
+                arrived += self._output_weight(operator, position) * found[source]
+            if operator.name in place:
+                arrived[place[operator.name]] += 1.0
+            found[operator.name] = arrived
+        return found
+
+    def _output_weight(self, reader: Operator, position: int) -> float:
+        """By what the noise-to-signal ratio of one input is multiplied on its way to the output."""
+        measured, source = self._measured(reader.name), reader.inputs[position]
+        operands = {} if measured is None else operand_edges(reader, measured)
+        if measured is not None and position in operands:
+            if measured.third is not None:
+                return 1.0 if operands[position] == "third" else 0.0
+            return _ratio(_incoherent_output(measured), measured.calls * measured.output.square_sum)
+        if reader.op_type in _SUMS:
+            total = max(self._energy[reader.name], sum(self._energy[u] for u in reader.inputs))
+            return _ratio(self._energy[source], total)
+        if reader.op_type in _SOFTMAX:
+            return _ratio(self._energy[source], self._graph[source].output_elements)
+        signal = self._signal(reader)
+        return 1.0 if signal is None else signal.noise_weight
 
     # -- energies ------------------------------------------------------------------------------------------------
 

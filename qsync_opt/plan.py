@@ -10,7 +10,16 @@ from typing import Any
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.graph import Role
-from qsync_opt.jsonio import Extras, Fields, check_name, merge_extras, read_json, split_extras, write_json
+from qsync_opt.jsonio import (
+    Extras,
+    Fields,
+    are_plain_names,
+    check_name,
+    merge_extras,
+    read_json,
+    split_extras,
+    write_json,
+)
 from qsync_opt.problem import Problem, ProblemDevice
 from qsync_opt.propagation import propagate
 
@@ -40,6 +49,8 @@ class Plan:
             check_name(device, "plan: device name")
             if not isinstance(plan, Mapping):
                 raise ProblemError(f"plan for device {device!r} is {plan!r}, but it must map operator to precision")
+            if are_plain_names(plan) and are_plain_names(plan.values()):
+                continue
             for operator, precision in plan.items():
                 check_name(operator, f"plan for device {device!r}: operator name")
                 if not isinstance(precision, str) or not precision:

@@ -49,6 +49,8 @@ def propagate(problem: Problem, device: ProblemDevice, choices: Mapping[str, str
         ProblemError: An adjustable operator is missing, or gets a precision that its table lacks.
     """
     result: dict[str, str] = {}
+    followed: dict[tuple[tuple[str, ...], int], str] = {}  # by table and rank: operators have few kinds of tables
+    output_rank = {name: problem.rank(precision.output) for name, precision in device.precisions.items()}
     for operator in problem.operators:
         table = device.operators[operator.name]
         if operator.role is Role.ADJUSTABLE:
@@ -62,10 +64,14 @@ def propagate(problem: Problem, device: ProblemDevice, choices: Mapping[str, str
         elif operator.role is Role.FIXED:
             result[operator.name] = next(iter(table))
         else:
-            delivered = max(
-                (problem.rank(device.precisions[result[source]].output) for source in operator.inputs), default=-1
-            )
-            result[operator.name] = follow(problem, ladder(problem, device, operator.name), delivered)
+            delivered = -1
+            for source in operator.inputs:
+                delivered = max(delivered, output_rank[result[source]])
+            key = (tuple(table), delivered)
+            found = followed.get(key)
+            if found is None:
+                found = followed[key] = follow(problem, ladder(problem, device, operator.name), delivered)
+            result[operator.name] = found
     return result
 
 

@@ -24,6 +24,9 @@ class IndicatorKind(enum.StrEnum):
     LOSS = "loss"
     """By the loss that is expected to be lost: at once, and through the gradient's variance over the steps to come
     (``qsync_opt.expected_loss``)."""
+    PROGRESS = "progress"
+    """By the share of every training step's progress that the noise costs Adam and those like it
+    (``qsync_opt.expected_loss``); needs adaptive gains."""
     DEPTH = "depth"
     """QSync's form ``gamma * (L - d) * Var[z] + d * (Var[dw] + Var[dx])`` with true distances and these variances."""
     HESSIAN = "hessian"
@@ -40,7 +43,7 @@ class IndicatorKind(enum.StrEnum):
         """What a sensitivity of this kind is measured in."""
         units = {
             **{"hessian": "loss", "loss": "squared loss", "fisher": "squared loss"},
-            **{"weight": "squared weight", "random": "none"},
+            **{"progress": "share of progress", "weight": "squared weight", "random": "none"},
         }
         return units.get(self.value, "squared gradient")
 
@@ -50,6 +53,7 @@ class OperatorSensitivity:
     """One operator at one precision.
 
     ``value`` is the sensitivity; ``own``, ``backward`` and ``forward`` are its parts and add up to it.
+    ``flips`` is what of it comes from rectifiers that noise pushes over zero, which grows with the root of the noise.
     ``forward_factor`` and ``backward_factor`` are the parts per unit of the operator's variance: what the position in
     the model makes of its noise. ``variances`` are those of its results.
     """
@@ -58,6 +62,7 @@ class OperatorSensitivity:
     backward: float
     forward: float
     variances: OperatorVariances
+    flips: float = 0.0
 
     @property
     def value(self) -> float:

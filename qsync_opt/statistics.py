@@ -32,6 +32,17 @@ def _whole(value: int, what: str, least: int) -> None:
         raise ProblemError(f"{what} is {value!r}: a whole number of at least {least} is needed")
 
 
+def check_loss_scale(value: float, what: str) -> None:
+    """Refuse what is no power of two of at least 1: only those leave a number's digits as they are.
+
+    Raises:
+        ProblemError: It is another number.
+    """
+    _finite(value, what)
+    if value < 1 or math.frexp(value)[0] != 0.5:
+        raise ProblemError(f"{what} is {value!r}: a power of two of at least 1 is needed, such as 65536")
+
+
 class OperatorKind(enum.StrEnum):
     """Which formula an operator's noise follows."""
 
@@ -161,16 +172,14 @@ class Gain:
     Noise of variance v per element adds ``gain * v`` to the variance of the gradient, summed over all parameters.
     ``uniform`` holds for fixed-point noise, which is of equal variance on every element but for those near or below one
     step, ``floating`` for noise in proportion to the element's square (floating point), with v the mean. Flips of
-    rectifiers add ``kink * v / sqrt(r)``, where r is the noise-to-signal ratio of the operator's output.
+    rectifiers come on top (``Signal.flips``).
     """
 
     uniform: float
     floating: float
-    kink_uniform: float = 0.0
-    kink_floating: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("uniform", "floating", "kink_uniform", "kink_floating"):
+        for name in ("uniform", "floating"):
             _finite(getattr(self, name), f"gain {name!r}")
 
 
@@ -234,7 +243,10 @@ class OperatorStatistics:
     A missing ``*_gradient`` means that operand needs none (input data, frozen parameter, integer indices).
     ``alignment`` maps ``path/shape`` to the exact sum of noise times signal over what the mean-field formula gives;
     a missing entry is 1. ``measured`` maps a precision to errors (attention only). ``gains`` and ``curvatures`` are
-    empty unless probed.
+    empty unless probed; ``adaptive_gains`` likewise, with the variance of every parameter's gradient divided by
+    the root mean square of that gradient. ``nearest`` maps a 16-bit format to the squared error of the second operand's
+    gradient when operands and gradient are rounded to it, bias included (of weights only). ``loss_scale`` multiplied
+    the gradients while they were rounded.
     """
 
     name: str
@@ -256,6 +268,9 @@ class OperatorStatistics:
     measured: Mapping[str, MeasuredErrors] = field(default_factory=dict)
     gains: Mapping[str, Gain] = field(default_factory=dict)
     curvatures: Mapping[str, Curvature] = field(default_factory=dict)
+    adaptive_gains: Mapping[str, Gain] = field(default_factory=dict)
+    nearest: Mapping[str, float] = field(default_factory=dict)
+    loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
         _whole(self.calls, f"operator {self.name!r}: calls", 1)
@@ -275,13 +290,26 @@ class OperatorStatistics:
                     f"operator {self.name!r}: errors measured in unknown format {key!r}: "
                     f"allowed are {', '.join(CAST_FORMATS)}"
                 )
-        for what, found in (("gain", self.gains), ("curvature", self.curvatures)):
+        for key, value in self.nearest.items():
+            if key not in CAST_FORMATS:
+                raise ProblemError(
+                    f"operator {self.name!r}: error of the weight gradient in unknown format {key!r}: "
+                    f"allowed are {', '.join(CAST_FORMATS)}"
+                )
+            _finite(value, f"operator {self.name!r}: error of the weight gradient in {key}")
+        check_loss_scale(self.loss_scale, f"operator {self.name!r}: loss_scale")
+        found: Mapping[str, object]
+        for what, found in (
+            ("gain", self.gains),
+            ("gain", self.adaptive_gains),
+            ("curvature", self.curvatures),
+        ):
             for key in found:
                 if key not in TENSORS:
                     raise ProblemError(
                         f"operator {self.name!r}: {what} of unknown tensor {key!r}: allowed are {', '.join(TENSORS)}"
                     )
-        for name in ("alignment", "measured", "gains", "curvatures"):
+        for name in ("alignment", "measured", "gains", "curvatures", "adaptive_gains", "nearest"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def tensors(self) -> Iterator[tuple[str, TensorStatistics]]:
@@ -292,24 +320,40 @@ class OperatorStatistics:
                 yield name, statistics
 
 
+FLIP_RATIOS: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
+"""Noise-to-signal ratios at which flips of rectifiers are counted."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
     """What was seen around an operator that is not adjustable; per call, mean over batches.
 
     ``elements`` of its result; squared norms of its first floating input and of its result. ``curvature`` (of losses,
     else 0): relative energy by which noise on its input changes the gradient that it hands back, per unit of
-    noise-to-signal ratio.
+    noise-to-signal ratio. ``noise_weight`` (of batch normalizations, else 1): by what the noise-to-signal ratio grows from
+    input to output if noise is spread evenly over channels whose variances differ. ``flips`` (of
+    rectifiers that were probed, else empty): variance of the gradient by elements that noise pushes over zero, at the
+    noise-to-signal ratios of ``FLIP_RATIOS`` at its input; ``adaptive_flips`` likewise, in the unit of the adaptive
+    gains.
     """
 
     elements: int
     input_square_sum: float
     output_square_sum: float
     curvature: float = 0.0
+    noise_weight: float = 1.0
+    flips: tuple[float, ...] = ()
+    adaptive_flips: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         _whole(self.elements, "elements", 1)
-        for name in ("input_square_sum", "output_square_sum", "curvature"):
+        for name in ("input_square_sum", "output_square_sum", "curvature", "noise_weight"):
             _finite(getattr(self, name), name)
+        for name in ("flips", "adaptive_flips"):
+            if len(values := getattr(self, name)) not in (0, len(FLIP_RATIOS)):
+                raise ProblemError(f"{name} has {len(values)} values: {len(FLIP_RATIOS)} or none are needed")
+            for value in values:
+                _finite(value, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

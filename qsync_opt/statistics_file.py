@@ -1,4 +1,4 @@
-"""How statistics are written to and read from a file: JSON, format ``qsync-statistics/2``, every value checked."""
+"""How statistics are written to and read from a file: JSON, format ``qsync-statistics/3``, every value checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.jsonio import parse_json, read_json, write_json
 from qsync_opt.statistics import ModelStatistics
 
-FORMAT = "qsync-statistics/2"
+FORMAT = "qsync-statistics/3"
 
 
 def _encode(value: Any) -> Any:

@@ -6,7 +6,7 @@ taken again: the merged statistics then predict exactly the average of the varia
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qsync_opt.errors import ProblemError
@@ -33,12 +33,20 @@ _PATH_ENDS: dict[str, tuple[str, str]] = {
     "gradient>first_gradient": ("output_gradient", "second"),
 }
 
+_SIGNAL = ("input_square_sum", "output_square_sum", "curvature", "noise_weight")
+_PROBED = ("gains", "adaptive_gains", "curvatures")
 _NO_GAIN = Gain(uniform=0.0, floating=0.0)
 _FLAT = Curvature(uniform=0.0, floating=0.0)
 
 
 def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
     return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+
+
+def _mean_each(values: Sequence[tuple[float, ...]], weights: Sequence[int]) -> tuple[float, ...]:
+    """Mean of tuples, one place at a time; an empty one stands for zeros, and all empty ones for none."""
+    length = max(map(len, values))
+    return tuple(_mean([v[i] if v else 0.0 for v in values], weights) for i in range(length))
 
 
 def _merge_tensors(parts: Sequence[TensorStatistics], weights: Sequence[int], what: str) -> TensorStatistics:
@@ -89,6 +97,18 @@ def path_scale(operator: OperatorStatistics, path: str, shape: str) -> float:
     return float(noisy.variance(f"INT8/{Granularity(shape)}", Rounding.STOCHASTIC) * signal.mean_square)
 
 
+def _merge_gains(parts: Sequence[Mapping[str, Gain]], weights: Sequence[int]) -> dict[str, Gain]:
+    return {
+        key: Gain(
+            **{
+                field: _mean([getattr(part.get(key, _NO_GAIN), field) for part in parts], weights)
+                for field in ("uniform", "floating")
+            }
+        )
+        for key in dict.fromkeys(key for part in parts for key in part)  # a tensor without effect has no gain
+    }
+
+
 def merge_operators(parts: Sequence[OperatorStatistics], weights: Sequence[int], *, calls: int) -> OperatorStatistics:
     """Average statistics of one operator.
 
@@ -119,7 +139,9 @@ def merge_operators(parts: Sequence[OperatorStatistics], weights: Sequence[int],
             raise ProblemError(f"operator {head.name!r} has gradients in some parts only: collect the parts alike")
         if part.alignment.keys() != head.alignment.keys() or part.measured.keys() != head.measured.keys():
             raise ProblemError(f"operator {head.name!r} was not measured alike in all parts: collect the parts alike")
-        if bool(part.gains) != bool(head.gains) or bool(part.curvatures) != bool(head.curvatures):
+        if part.nearest.keys() != head.nearest.keys() or part.loss_scale != head.loss_scale:
+            raise ProblemError(f"operator {head.name!r} was not measured alike in all parts: collect the parts alike")
+        if any(bool(getattr(part, name)) != bool(getattr(head, name)) for name in _PROBED):
             raise ProblemError(f"operator {head.name!r} was probed in some parts only: probe all parts or none")
     tensors: dict[str, Any] = {
         name: _merge_tensors(
@@ -127,7 +149,6 @@ def merge_operators(parts: Sequence[OperatorStatistics], weights: Sequence[int],
         )
         for name, _ in head.tensors()
     }
-    gained = dict.fromkeys(key for part in parts for key in part.gains)  # a tensor without effect has no gain
     merged = OperatorStatistics(
         name=head.name,
         op_type=head.op_type,
@@ -145,15 +166,10 @@ def merge_operators(parts: Sequence[OperatorStatistics], weights: Sequence[int],
             )
             for key in head.measured
         },
-        gains={
-            key: Gain(
-                **{
-                    field: _mean([getattr(part.gains.get(key, _NO_GAIN), field) for part in parts], weights)
-                    for field in ("uniform", "floating", "kink_uniform", "kink_floating")
-                }
-            )
-            for key in gained
-        },
+        gains=_merge_gains([part.gains for part in parts], weights),
+        adaptive_gains=_merge_gains([part.adaptive_gains for part in parts], weights),
+        nearest={key: _mean([part.nearest[key] for part in parts], weights) for key in head.nearest},
+        loss_scale=head.loss_scale,
         curvatures={
             key: Curvature(
                 **{
@@ -232,7 +248,11 @@ def merge_statistics(parts: Sequence[ModelStatistics]) -> ModelStatistics:
                 elements=head.signals[key].elements,
                 **{
                     field: _mean([getattr(part.signals[key], field) for part in parts], weights)
-                    for field in ("input_square_sum", "output_square_sum", "curvature")
+                    for field in _SIGNAL
+                },
+                **{
+                    field: _mean_each([getattr(part.signals[key], field) for part in parts], weights)
+                    for field in ("flips", "adaptive_flips")
                 },
             )
             for key in head.signals

@@ -63,6 +63,8 @@ def profile_from_steps(
         measurements[key] = table
     labels = ("forward", "forward|end", "backward", "backward|end", "optimizer")
     outside, clear = [costs.phases[label] for label in labels], costs.phases["zero_grad"]
+    # Of compiled steps the peak of the optimizer's phase includes the gradients, which the memory model adds by itself.
+    gradients = sum(parameter.spec.num_bytes for parameter in graph.parameters) if costs.graphs else 0
     step_ns = sum(work.device for work in outside)
     if queues.host_bound(tuple(formats)):
         waiting_ns = max(0, sum(work.host - work.device for work in (*outside, clear)))
@@ -83,7 +85,7 @@ def profile_from_steps(
             step_ns=step_ns,
             zero_grad_ns=clear.device,
             state_bytes=state_bytes,
-            workspace_bytes=max(0, costs.phase_peaks["optimizer"]),
+            workspace_bytes=max(0, costs.phase_peaks["optimizer"] - gradients),
         ),
     )
 

@@ -171,6 +171,10 @@ class StepCosts:
         resting_share: Time on the host under a plan of FP32 alone, which stands aside, as a share of what it would be
             if that plan were carried out like others.
         waits: Whether the host waits for the device in every step, so that each begins on an idle device.
+        graphs: Compiled graphs per pass, 0 if the model is not compiled. What their kernels cost is divided among the
+            operators in them (`qsync_opt.compiled_trace`). Gradients are ready when their graph ends: if there is one
+            only, after the whole backward pass. The net sizes of a case are then what it has in use when the passes
+            need most, and ``phase_peaks`` what the phases have; that of the optimizer is all that its phase needs.
     """
 
     device: DeviceIdentity
@@ -188,6 +192,7 @@ class StepCosts:
     checks: tuple[StepCheck, ...] = ()
     resting_share: float = 1.0
     waits: bool = False
+    graphs: int = 0
 
     def check_graph(self, graph: OpGraph) -> None:
         """Refuse another model.
@@ -219,6 +224,7 @@ class StepCosts:
             "cast_host_ns": self.cast_host_ns,
             "resting_share": self.resting_share,
             "waits": self.waits,
+            "graphs": self.graphs,
             "checks": [{f.name: getattr(check, f.name) for f in fields(check)} for check in self.checks],
         }
 
@@ -254,6 +260,7 @@ class StepCosts:
             cast_host_ns=reader.integer("cast_host_ns"),
             resting_share=reader.number("resting_share") if "resting_share" in reader else 1.0,
             waits=reader.flag("waits"),
+            graphs=reader.integer("graphs") if "graphs" in reader else 0,
             checks=tuple(
                 StepCheck(**_check(Fields(item, f"{where}: checks[{i}]")))
                 for i, item in enumerate(reader.sequence("checks"))

@@ -22,6 +22,8 @@ _SHORT_WAIT = 0.05
 """Share of a traced phase that launches may wait without putting its scale in doubt by more than that."""
 _DEVICE_BOUND = 1.3
 """A step that takes this many times what the host needs is paced by the device."""
+_PACE = 1.1
+"""Kernels are not taken to run slower, or faster, by more than this."""
 PHASE_LABELS = ("forward", "forward|end", "backward", "backward|end", "optimizer", "zero_grad")
 
 
@@ -48,6 +50,7 @@ def fit_step_costs(
     half_format: str,
     casts: Mapping[str, CostFit] | None = None,
     cast_host_ns: int = 0,
+    paces: Mapping[str, float] | None = None,
 ) -> StepCosts:
     """Fit the costs of cases to recorded steps.
 
@@ -58,15 +61,19 @@ def fit_step_costs(
         half_format: 16-bit format that 8-bit operators deliver.
         casts: Device time of casts, for cases that were not met.
         cast_host_ns: Host time of one.
+        paces: By plan, what kernels of steps that follow one another take, over what they took while traced
+            (`kernel_paces`); others take as long.
 
     Raises:
-        ProblemError: No sample.
+        ProblemError: No sample, or some compiled and some not.
 
     Source: ours. A profiler slows the host down; so what it saw there is scaled, per plan and phase, to what the same
         phase took untraced.
     """
     if not samples:
         raise ProblemError("no recorded step to fit costs to; record at least one plan")
+    if len({sample.graphs > 0 for sample in samples}) > 1:
+        raise ProblemError("some of the recorded steps were compiled and some not; fit costs to each kind by itself")
     flow = StepFlow(graph, half_format)
     roots, held = _merged(samples)
     lifetimes = Lifetimes(graph, roots, held)
@@ -83,14 +90,14 @@ def fit_step_costs(
         ]
         sizes = [sample.kept.get(operator.name, KeptTensors()).result_bytes for operator in graph]
         releases = lifetimes.releases(kept)
-        scale, gap = scales[sample.name], gaps[sample.name]
+        scale, gap, pace = scales[sample.name], gaps[sample.name], (paces or {}).get(sample.name, 1.0)
         for i, operator in enumerate(graph):
             case = flow.case(i, sample.precisions.get(operator.name, "FP32"), formats)
             entry = sums.setdefault(case, _Sums(output=formats[i], saves=kept[i]))
             forward, backward = (sample.spans.spans.get((p, operator.name), _EMPTY) for p in (FORWARD, BACKWARD))
             entry.count += 1
-            entry.forward.append(_work(forward, sample.spans, scale[FORWARD], gap))
-            entry.backward.append(_work(backward, sample.spans, scale[BACKWARD], gap))
+            entry.forward.append(_work(forward, sample.spans, scale[FORWARD], gap, pace))
+            entry.backward.append(_work(backward, sample.spans, scale[BACKWARD], gap, pace))
             entry.kernels += forward.device_ns + backward.device_ns
             entry.result += sizes[i]
             changes = [sample.memory.spans.get((p, operator.name), _EMPTY).changes for p in (FORWARD, BACKWARD)]
@@ -101,9 +108,9 @@ def fit_step_costs(
             phase, _, end = label.partition("|")
             key = (phase, "|end" if end else BEGIN)
             span = sample.spans.spans.get(key, _EMPTY)
-            phases[label].append(_work(span, sample.spans, scale[phase], gap))
-            peak = _peak(sample.memory.spans.get(key, _EMPTY).changes)
-            phase_peaks[label] = max(phase_peaks[label], peak)
+            phases[label].append(_work(span, sample.spans, scale[phase], gap, pace))
+            sizes_bytes = sample.memory.spans.get(key, _EMPTY).changes
+            phase_peaks[label] = max(phase_peaks[label], sum(sizes_bytes) if sample.graphs else _peak(sizes_bytes))
     return StepCosts(
         device=device,
         model=graph.name,
@@ -119,6 +126,7 @@ def fit_step_costs(
         cast_host_ns=cast_host_ns,
         resting_share=_resting_share(samples),
         waits=all(sample.spans.waits for sample in samples),
+        graphs=max(sample.graphs for sample in samples),
     )
 
 
@@ -195,6 +203,31 @@ def _host_scales(samples: Sequence[StepSample]) -> dict[str, dict[str, float]]:
     }
 
 
+def _paced_by_device(sample: StepSample) -> bool:
+    return sample.iteration_ns > _DEVICE_BOUND * sum(sample.host_ns.values())
+
+
+def kernel_paces(samples: Sequence[StepSample], predicted: Mapping[str, int]) -> dict[str, float]:
+    """What kernels take in steps that follow one another, over what they took in a traced one, by plan.
+
+    A card that has been busy for a second runs slower than one that has rested, because it keeps to a power limit. So
+    where the device paced the untraced steps of a plan, its kernels are scaled such that they come out.
+
+    Args:
+        samples: Recorded steps.
+        predicted: Their time by costs fitted without paces.
+
+    Source: ours.
+    """
+    found = {}
+    for sample in samples:
+        kernels = _kernel_ns(sample)
+        if kernels and _paced_by_device(sample):
+            pace = 1 + (sample.iteration_ns - predicted[sample.name]) / kernels
+            found[sample.name] = min(max(pace, 1 / _PACE), _PACE)
+    return found
+
+
 def _kernel_ns(sample: StepSample) -> int:
     return sum(span.device_ns for span in sample.spans.spans.values())
 
@@ -213,16 +246,16 @@ def _device_gaps(samples: Sequence[StepSample]) -> dict[str, float]:
     known = {}
     for sample in samples:
         count = sum(len(span.kernels) for span in sample.spans.spans.values())
-        if count and sample.iteration_ns > _DEVICE_BOUND * sum(sample.host_ns.values()):
+        if count and _paced_by_device(sample):
             gap = (sample.iteration_ns - _kernel_ns(sample)) / count
             known[sample.name] = min(max(0.0, gap), sample.spans.gap_ns)
     usual = statistics.median(known.values()) if known else None
     return {sample.name: known.get(sample.name, sample.spans.gap_ns if usual is None else usual) for sample in samples}
 
 
-def _work(span: Span, step: StepSpans, scale: float, gap_ns: float) -> Work:
+def _work(span: Span, step: StepSpans, scale: float, gap_ns: float, pace: float) -> Work:
     kernels = [
-        (round(offset * scale + step.latency_ns * scale), round(duration + gap_ns))
+        (round(offset * scale + step.latency_ns * scale), round(pace * duration + gap_ns))
         for offset, duration, _ in span.kernels
     ]
     return launched(round(span.host_ns * scale), kernels)

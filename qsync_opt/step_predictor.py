@@ -56,12 +56,16 @@ class StepPredictor:
         costs: Recorded on the device.
         borders: Positions of operators (in forward order) in whose backward pass a gradient bucket is completed, in
             the order of the backward pass; the work is cut behind each.
+        slowed: Nanoseconds by which each segment takes longer on the device, because all-reduces run beside it
+            (`qsync_opt.cluster_step.slowed_segments`); empty: by none.
 
     Raises:
         ProblemError: The costs are of another model.
     """
 
-    def __init__(self, graph: OpGraph, costs: StepCosts, borders: Sequence[int] = ()) -> None:
+    def __init__(
+        self, graph: OpGraph, costs: StepCosts, borders: Sequence[int] = (), slowed: Sequence[int] = ()
+    ) -> None:
         costs.check_graph(graph)
         self.graph = graph
         self.costs = costs = on_one_queue(costs) if costs.device.kind == "cpu" else costs
@@ -75,6 +79,11 @@ class StepPredictor:
         self._elements = [operator.output_elements for operator in graph]
         self.composed: dict[Case, Case] = {}
         self._set_borders(borders)
+        self._slowed = tuple(slowed) or (0,) * self.segments
+        if len(self._slowed) != self.segments or min(self._slowed) < 0:
+            raise ProblemError(
+                f"segments slowed down by {list(slowed)} ns: {self.segments} numbers from 0 are needed, one per segment"
+            )
 
     def _set_borders(self, borders: Sequence[int]) -> None:
         count = len(self.graph)
@@ -214,7 +223,7 @@ class StepPredictor:
         begin = [self.costs.phases[label] for label in ("forward", "forward|end", "backward")]
         host = sum(work.host for work in begin)
         forward = sum(work.device for work in begin)
-        devices = [0] * self.segments
+        devices = list(self._slowed)
         formats: list[str] = []
         costs: list[CaseCost] = []
         for position, (name, first, others, table, segment) in enumerate(self._slots):
@@ -277,6 +286,8 @@ class StepPredictor:
 
         Source: maximum cycle mean of a max-plus linear system (Baccelli et al., 1992).
         """
+        if self.costs.graphs == 1:
+            tails = [(self.segments - 1, tail) for _, tail in tails]
         phases = self.costs.phases
         finish, optimizer, clear = phases["backward|end"], phases["optimizer"], phases["zero_grad"]
         if self.costs.waits and self.costs.device.kind != "cpu":
@@ -319,7 +330,8 @@ class StepPredictor:
         phases = self.costs.phases
         after = [phases[label] for label in ("backward|end", "optimizer", "zero_grad")]
         network = max((tail for _, tail in tails), default=0)
-        return max(sum(work.host for work in after), sum(step.device_ns) + network + sum(w.device for w in after))
+        device = sum(step.device_ns) - sum(self._slowed)
+        return max(sum(work.host for work in after), device + network + sum(w.device for w in after))
 
     def resting_share(self, plan: Mapping[str, str]) -> float:
         """Share of the host's time that a plan takes: less than 1 for one of FP32 alone, which stands aside."""
@@ -332,9 +344,10 @@ class StepPredictor:
         phases, costs = self.costs.phases, step.costs
         pieces = [phases["forward"], *[cost.forward for cost in costs], phases["forward|end"], phases["backward"]]
         found, after = [], len(costs)
-        for border in (*self._borders, 0):
+        for border, slowed in zip((*self._borders, 0), self._slowed, strict=True):
             pieces += [cost.backward for cost in reversed(costs[border:after])]
-            found.append(compose(pieces))
+            whole = compose(pieces)  # where the device waits for the host it has the time that it loses
+            found.append(whole._replace(device=whole.device + slowed))
             pieces, after = [], border
         return found
 
@@ -344,6 +357,8 @@ class StepPredictor:
         Args:
             costs: Per operator, as in a `PlannedStep`.
         """
+        if self.costs.graphs:
+            return self._compiled_memory(costs)
         lifetimes = self._lifetimes
         releases = lifetimes.releases([Kept(cost.saves_inputs, cost.saves_output) for cost in costs])
         now = peak = self.costs.resident_bytes
@@ -353,6 +368,16 @@ class StepPredictor:
                 peak, where = now + high, (phase, "" if position < 0 else self.graph.operators[position].name)
             now += net
         return StepMemory(peak_bytes=peak, phase=where[0], operator=where[1])
+
+    def _compiled_memory(self, costs: Sequence[CaseCost]) -> StepMemory:
+        """What all operators have in use when the passes need most, or what the optimizer needs."""
+        peaks = self.costs.phase_peaks
+        outside = sum(peaks[label] for label in ("forward", "forward|end", "backward", "backward|end"))
+        used = [cost.forward_net_bytes + cost.backward_net_bytes for cost in costs]
+        passes, later = outside + sum(used), peaks["optimizer"]
+        largest = self.graph.operators[used.index(max(used))].name if used else ""
+        where = ("backward", largest) if passes >= later else ("optimizer", "")
+        return StepMemory(peak_bytes=self.costs.resident_bytes + max(passes, later), phase=where[0], operator=where[1])
 
     def _moments(
         self,

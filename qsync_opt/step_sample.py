@@ -44,7 +44,9 @@ class StepSample:
         resting_ns: Time on the host of a step in which a plan of FP32 alone stands aside, as it does in training; 0 for
             other plans. ``iteration_ns`` is then of such a step too; all else is of a plan that does not stand aside,
             as those that have FP32 beside others.
-        host_rounds_ns: Time on the host of a whole step, in each of the rounds that ``host_ns`` is the mean of.
+        host_rounds_ns: Time on the host of a whole step, in each of the rounds that ``host_ns`` is the median of.
+        graphs: Compiled graphs per pass, 0 if the model was not compiled. Where it was, ``kept`` is empty, and changes
+            of memory are those up to the moment at which the passes need most.
         host_unit_ns: Time on the host of a small fixed piece of work, around the untraced steps; 0 if it was not taken.
     """
 
@@ -62,3 +64,4 @@ class StepSample:
     host_unit_ns: float = 0.0
     resting_ns: float = 0.0
     host_rounds_ns: tuple[float, ...] = ()
+    graphs: int = 0

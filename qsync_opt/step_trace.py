@@ -145,7 +145,9 @@ class StepSpans:
     waits: bool = False
 
 
-class _Window(NamedTuple):
+class Window(NamedTuple):
+    """A stretch on the host, and what it is charged to."""
+
     start: int
     end: int
     key: tuple[str, str]
@@ -166,7 +168,7 @@ def charge(events: StepEvents) -> list[StepSpans]:
         raise ProblemError(
             f"the trace has no range {phase_label(FORWARD)!r}; record it inside step_labels(model, graph)"
         )
-    waits = _waits(events.launches)
+    waits = waits_of(events.launches)
     steps = []
     for i, first in enumerate(starts):
         last = starts[i + 1] if i + 1 < len(starts) else len(phases)
@@ -175,7 +177,7 @@ def charge(events: StepEvents) -> list[StepSpans]:
     return steps
 
 
-def _waits(launches: Sequence[Launch]) -> list[tuple[int, int]]:
+def waits_of(launches: Sequence[Launch]) -> list[tuple[int, int]]:
     """Stretches in which a launch waited for room in the queue: (start, how long)."""
     if not launches:
         return []
@@ -205,32 +207,32 @@ def _charge_step(
     after = sorted((p for p in phases if p.label not in (forward.label, backward.label)), key=lambda p: p.start)
     for i, phase in enumerate(after):
         end = after[i + 1].start if i + 1 < len(after) else phase.end if until is None else until
-        windows.append(_Window(phase.start, end, (phase.label[len(PREFIX) :], BEGIN)))
+        windows.append(Window(phase.start, end, (phase.label[len(PREFIX) :], BEGIN)))
     if after:
-        windows.append(_Window(backward.end, after[0].start, (BACKWARD, END)))
+        windows.append(Window(backward.end, after[0].start, (BACKWARD, END)))
     windows.sort()
     order = tuple(dict.fromkeys(name for _, _, name in operators))
     waited = any(forward.start <= time < backward.end for time in events.waits)
-    return replace(_fill(events, windows, waits, order), waits=waited)
+    return replace(fill(events, windows, waits, order), waits=waited)
 
 
-def _forward_windows(forward: Range, operators: Sequence[tuple[int, int, str]], end: int) -> list[_Window]:
+def _forward_windows(forward: Range, operators: Sequence[tuple[int, int, str]], end: int) -> list[Window]:
     first = operators[0][0] if operators else forward.end
-    windows = [_Window(forward.start, first, (FORWARD, BEGIN))]
+    windows = [Window(forward.start, first, (FORWARD, BEGIN))]
     for i, (start, _, name) in enumerate(operators):
         stop = operators[i + 1][0] if i + 1 < len(operators) else forward.end
-        windows.append(_Window(start, stop, (FORWARD, name)))
-    windows.append(_Window(forward.end, end, (FORWARD, END)))
+        windows.append(Window(start, stop, (FORWARD, name)))
+    windows.append(Window(forward.end, end, (FORWARD, END)))
     return windows
 
 
 def _backward_windows(
     backward: Range, operators: Sequence[tuple[int, int, str]], nodes: Sequence[Node]
-) -> list[_Window]:
+) -> list[Window]:
     if not nodes:
-        return [_Window(backward.start, backward.end, (BACKWARD, BEGIN))]
+        return [Window(backward.start, backward.end, (BACKWARD, BEGIN))]
     numbers = [sequence for _, sequence, _ in operators]
-    windows = [_Window(backward.start, nodes[0].start, (BACKWARD, BEGIN))]
+    windows = [Window(backward.start, nodes[0].start, (BACKWARD, BEGIN))]
     name = BEGIN
     for i, node in enumerate(nodes):
         if node.sequence >= 0:
@@ -238,8 +240,8 @@ def _backward_windows(
             position = bisect.bisect_right(numbers, node.sequence) - 1
             name = operators[position][2] if position >= 0 else BEGIN
         stop = nodes[i + 1].start if i + 1 < len(nodes) else node.end
-        windows.append(_Window(node.start, stop, (BACKWARD, name)))
-    windows.append(_Window(nodes[-1].end, backward.end, (BACKWARD, END)))
+        windows.append(Window(node.start, stop, (BACKWARD, name)))
+    windows.append(Window(nodes[-1].end, backward.end, (BACKWARD, END)))
     return windows
 
 
@@ -247,9 +249,10 @@ def _between(events: Sequence[Any], start: int, end: int) -> list[Any]:
     return [event for event in events if start <= event[0] < end]
 
 
-def _fill(
-    events: StepEvents, windows: Sequence[_Window], waits: Sequence[tuple[int, int]], order: tuple[str, ...]
+def fill(
+    events: StepEvents, windows: Sequence[Window], waits: Sequence[tuple[int, int]], order: tuple[str, ...]
 ) -> StepSpans:
+    """Charge the events of one step to windows, which are sorted."""
     starts = [w.start for w in windows]
     spans: Spans = {}
     base: list[int] = []

@@ -187,9 +187,10 @@ def overflow_reason(operator: OperatorStatistics, precision: str, formats: Preci
         "third_gradient": formats.gradient_output == "FP16",
     }
     for name, tensor in operator.tensors():
-        if used[name] and tensor.amax > LARGEST["FP16"]:
+        reached = tensor.amax * (operator.loss_scale if name.endswith("gradient") else 1.0)
+        if used[name] and reached > LARGEST["FP16"]:
             return (
-                f"FP16 overflows: {name.replace('_', ' ')} reaches {tensor.amax:.4g}, "
+                f"FP16 overflows: {name.replace('_', ' ')} reaches {reached:.4g}, "
                 f"the largest number of FP16 is {LARGEST['FP16']:.0f}"
             )
     return None
@@ -238,6 +239,11 @@ def _rounded(operator: OperatorStatistics, tensor: str, kind: str | None) -> flo
     return float(statistics.elements * statistics.variance(kind, Rounding.NEAREST))
 
 
+def _scaled(kind: str | None) -> str | None:
+    """A kind of rounding, if it needs a scale."""
+    return kind if kind is not None and kind.partition("/")[0] in SCALED_FORMATS else None
+
+
 def product_variances(
     operator: OperatorStatistics, rounding: TensorRounding, options: NoiseOptions
 ) -> OperatorVariances:
@@ -274,9 +280,15 @@ def product_variances(
             continue
         parameter = getattr(operator, f"{name}_parameter") is not None
         result = rounding.weight_gradient if parameter else rounding.input_gradient
+        nearest = operator.nearest.get(rounding.gradient or "") if name == "second" and parameter else None
+        rest = _rounded(operator, target, result)
+        if nearest is not None:
+            # Errors of rounding to nearest may add up over rows: measured together, and only the others by formula.
+            noise = noise_parts(operator, other, (_scaled(rounding.first),), options)
+            rest += nearest + volume * _sum(noise) * _sum(g)
+        else:
+            rest += _path(operator, f"gradient>{target}", g, signal) + volume * _sum(noise) * _sum(g)
         own = _path(operator, f"{other}>{target}", noise, "output_gradient")
-        rest = _path(operator, f"gradient>{target}", g, signal) + volume * _sum(noise) * _sum(g)
-        rest += _rounded(operator, target, result)
         gradients[target] = _by_origin(operator, calls, **{other: own}, rest=rest)
     return OperatorVariances(output=output, third_gradient=None, **gradients)
 

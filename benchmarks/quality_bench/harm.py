@@ -44,24 +44,26 @@ from qsync_opt.variances import NoiseOptions
 PRECISION = "INT8"
 SGD_RATE = 0.1
 OPTIMIZERS = {"own": "the one it was trained by", "sgd": f"SGD at rate {SGD_RATE}"}
-ROUNDING = NoiseOptions(weight_granularity="tensor")  # type: ignore[arg-type]
+BACKWARD = {"half": "backward pass in 16 bits", "eight": "backward pass in 8 bits too"}
 CLEAR = 2.0
 """Standard errors from zero at which the harm of one operator counts as seen."""
 MEASURES = ("after_steps", "at_once", "gradient")
-_SHARED = ("hardware", "model", "what", "factor", "steps", "optimizer", "indicators")
+_SHARED = ("hardware", "model", "what", "factor", "steps", "optimizer", "backward", "indicators")
 _BATCHES, _HARM_BATCHES = 4, 10**6
 
 
-def options(offset: int) -> ApplyOptions:
+def options(offset: int, backward: str = "half") -> ApplyOptions:
     """Scales per tensor, and a place in the random stream."""
-    return ApplyOptions(kernels=KernelOptions(weight_granularity="tensor", offset=offset))
+    return ApplyOptions(kernels=KernelOptions(weight_granularity="tensor", offset=offset, backward=backward))
 
 
 class Bench:
     """A trained model whose state can be put back, and the losses that follow from it."""
 
-    def __init__(self, subject: Subject, device: torch.device, train_steps: int, optimizer: str) -> None:
-        self.subject = subject
+    def __init__(
+        self, subject: Subject, device: torch.device, train_steps: int, optimizer: str, backward: str
+    ) -> None:
+        self.subject, self.backward = subject, backward
         self.model = subject.model(0, device)
         self.optimizer = train_briefly(subject, self.model, train_steps)
         if optimizer == "sgd":
@@ -79,7 +81,8 @@ class Bench:
         with full_precision(), torch.no_grad():
             if operator is None:
                 return float(self.model(*batch).double())
-            with planned(self.model, {operator: PRECISION}, self.graph, options(repeat * 1000), factor=factor):
+            chosen = options(repeat * 1000, self.backward)
+            with planned(self.model, {operator: PRECISION}, self.graph, chosen, factor=factor):
                 return float(self.model(*batch).double())
 
 
@@ -96,18 +99,21 @@ def measured_operators(graph: OpGraph, device: torch.device) -> list[str]:
 def tables(bench: Bench, device: torch.device, scale: str, factor: float, steps: int) -> dict[str, dict[str, float]]:
     """Sensitivity of every operator at INT8 by every indicator, at the magnified error."""
     batches = [bench.subject.batch(_HARM_BATCHES + i) for i in range(_BATCHES)]
+    few = scale == "tiny"
     found = collect_statistics(
         bench.model,
         batches,
         graph=bench.graph,
-        probes=2 if scale == "tiny" else 8,
-        curvature_probes=2 if scale == "tiny" else 16,
+        probes=2 if few else 8,
+        adaptive_probes=2 if few else 8,
+        curvature_probes=2 if few else 16,
     )
     larger = magnified(found, factor)
+    rounding = NoiseOptions(weight_granularity="tensor", backward=bench.backward)  # type: ignore[arg-type]
     result = {}
     horizon = qsync_opt.noise_horizon(bench.optimizer, steps=steps, statistics=found)
     for kind in IndicatorKind:
-        table = sensitivities(bench.graph, larger, device_formats(device), options=ROUNDING, kind=kind, horizon=horizon)
+        table = sensitivities(bench.graph, larger, device_formats(device), options=rounding, kind=kind, horizon=horizon)
         result[str(kind)] = {name: table[name][PRECISION] for name in measured_operators(bench.graph, device)}
     return result
 
@@ -122,6 +128,7 @@ def section(
     factor: float,
     steps: int,
     optimizer: str = "own",
+    backward: str = "half",
     captured: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """One record: what was measured per operator and repeat, with the indicators. A shard has repeats of its own.
@@ -135,10 +142,11 @@ def section(
         factor: By which errors are magnified.
         steps: Training steps of one repeat.
         optimizer: ``own`` or ``sgd``.
+        backward: ``half`` or ``eight``.
         captured: Whether steps run as CUDA graphs on a card.
     """
     subject = subject_of(name, device, scale=scale)
-    bench = Bench(subject, device, 5 if scale == "tiny" else 300, optimizer)
+    bench = Bench(subject, device, 5 if scale == "tiny" else 300, optimizer, backward)
     names = measured_operators(bench.graph, device)
     record: dict[str, Any] = {
         "model": name,
@@ -146,6 +154,7 @@ def section(
         "factor": factor,
         "steps": steps,
         "optimizer": OPTIMIZERS[optimizer],
+        "backward": BACKWARD[backward],
         "indicators": tables(bench, device, scale, factor, steps) if shard == 0 else {},
         **{measure: {operator: [] for operator in names} for measure in MEASURES},
     }
@@ -157,7 +166,8 @@ def section(
         for operator in names:
             both = [bench.at_once(batch, operator, repeat, sign * factor) for sign in (1, -1)]
             record["at_once"][operator].append(even_part(both, clean))
-            added = added_variance(bench.model, batch, exact, {operator: PRECISION}, bench.graph, options(repeat), 1)
+            chosen = options(repeat, backward)
+            added = added_variance(bench.model, batch, exact, {operator: PRECISION}, bench.graph, chosen, 1)
             record["gradient"][operator].extend(added)
     some = bench.batches(first, steps)[0]
     trials = Trials(
@@ -166,7 +176,7 @@ def section(
         bench.graph,
         names,
         PRECISION,
-        options(first * 1000),
+        options(first * 1000, backward),
         factor,
         (some, bench.held_out),
         captured,

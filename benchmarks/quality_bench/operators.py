@@ -58,8 +58,11 @@ def _detached(call: OperatorCall) -> OperatorCall:
     return replace(call, args=plain, kwargs=named)
 
 
-def run(entry: Recorded, precision: str, options: KernelOptions) -> list[Tensor]:
-    """Result and gradients of the operands of a recorded call at a precision, FP32."""
+def run(entry: Recorded, precision: str, options: KernelOptions, loss_scale: float = 1.0) -> list[Tensor]:
+    """Result and gradients of the operands of a recorded call at a precision, FP32.
+
+    The gradient comes multiplied by the loss scale, which is taken out of what it makes.
+    """
     call, gradient = entry.call, entry.gradient
     slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
     leaves = [slot.tensor.detach().clone().requires_grad_() for slot in slots]
@@ -67,8 +70,8 @@ def run(entry: Recorded, precision: str, options: KernelOptions) -> list[Tensor]
     with full_precision():
         output = ops.execute(call.op_type, precision, call.function, args, kwargs, options)
         assert gradient is not None
-        gradients = torch.autograd.grad(output, leaves, gradient.to(output.dtype))
-    return [output.detach().float(), *(g.float() for g in gradients)]
+        gradients = torch.autograd.grad(output, leaves, (gradient * loss_scale).to(output.dtype))
+    return [output.detach().float(), *(g.float() / loss_scale for g in gradients)]
 
 
 def dithered(x: Tensor) -> Tensor:
@@ -90,6 +93,9 @@ def run_dithered(entry: Recorded) -> list[Tensor]:
     return [dithered(output.detach()), *(dithered(g) for g in gradients)]
 
 
+LOSS_SCALE = 65536.0
+SCALED = f"FP16, loss scale {LOSS_SCALE:.0f}"
+"""As ``torch.amp.GradScaler`` begins; plain FP16 loses the smallest gradients."""
 DITHERED = "BF16, rounded at random"
 """Tells whether formulas or their assumption, that errors are independent, miss where BF16 rounds to nearest."""
 
@@ -107,6 +113,7 @@ def cases() -> list[tuple[str, str, NoiseOptions]]:
     found.append(("FP8", "FP8", replace(eight, backward="half")))
     found.append(("FP8, backward too", "FP8", eight))
     found += [("BF16", "BF16", NoiseOptions()), (DITHERED, "BF16", NoiseOptions()), ("FP16", "FP16", NoiseOptions())]
+    found.append((SCALED, "FP16", NoiseOptions()))
     return found
 
 
@@ -129,6 +136,7 @@ def compare(
     device: torch.device,
     draws: int,
     dither: bool = False,
+    loss_scale: float = 1.0,
 ) -> dict[str, float]:
     """Predicted over measured variance of the operator's results; results without error are left out."""
     formats = device_formats(device)
@@ -139,7 +147,8 @@ def compare(
     scale = 0.5 if dither else 1.0
     sums = []
     for draw in range(repeats):
-        results = run_dithered(entry) if dither else run(entry, precision, kernel_options(options, draw))
+        chosen = kernel_options(options, draw)
+        results = run_dithered(entry) if dither else run(entry, precision, chosen, loss_scale)
         pairs = zip(results, exact, strict=True)
         sums.append(torch.stack([(low - true).square().sum(dtype=torch.float64) for low, true in pairs]))
     totals = (torch.stack(sums).mean(0) * scale).tolist()
@@ -163,19 +172,25 @@ def rows(
     entries: Mapping[str, Recorded], model: nn.Module, batch: Batch, device: torch.device, draws: int, clock: Clock
 ) -> Iterator[dict[str, Any]]:
     """One row per case, with the ratios of all operators."""
-    statistics_found = collect_statistics(model, [batch])
+    plain = collect_statistics(model, [batch])
+    scaled = collect_statistics(model, [batch], loss_scale=LOSS_SCALE)
+    # Random rounding has no error that repeats: what was measured of rounding to nearest does not belong to it.
+    independent = replace(plain, operators=tuple(replace(operator, nearest={}) for operator in plain.operators))
     for name, precision, options in cases():
+        dithered_case, loss_scale = name == DITHERED, LOSS_SCALE if name == SCALED else 1.0
+        statistics_found = independent if dithered_case else scaled if name == SCALED else plain
         ratios: dict[str, dict[str, float]] = {}
         for operator, entry in entries.items():
             supported = ops.supports(entry.call.op_type, precision, device)
             if options.backward == "eight" and entry.call.op_type.startswith("conv"):
                 supported = False  # runs backward in 16 bits, which is another case
-            dither = name == DITHERED
-            if dither and statistics_found[operator].kind is not OperatorKind.PRODUCT:
+            if dithered_case and statistics_found[operator].kind is not OperatorKind.PRODUCT:
                 supported = False
             if supported and not clock.over():
                 found = statistics_found[operator]
-                ratios[operator] = compare(entry, found, precision, options, device, draws, dither)
+                ratios[operator] = compare(
+                    entry, found, precision, options, device, draws, dithered_case, loss_scale
+                )
         if ratios:
             yield {"case": name, **summary(ratios), "ratios": significant(ratios)}
 

@@ -28,7 +28,7 @@ from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.statistics import collect_statistics
 
-PLANNERS = ("loss", "probed", "hessian", "fisher", "random")
+PLANNERS = ("progress", "probed", "hessian", "fisher", "random")
 PEER = "fisher"
 """The indicator that others plan by; plans are also compared with its, seed by seed."""
 WORSE = 3.0
@@ -40,6 +40,7 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
         Setting(name="INT8 forward and backward, per tensor", backward="eight"),
         Setting(name="INT8 forward, per tensor, error x 4", factor=4.0),
         Setting(name="INT8 forward and backward, per tensor, error x 4", backward="eight", factor=4.0),
+        Setting(name="INT8 forward and backward, per tensor, error x 8", backward="eight", factor=8.0),
     ),
     "cnn": (
         Setting(name="INT8 forward, per tensor"),
@@ -67,6 +68,7 @@ class Comparison:
             batches,
             graph=self.graph,
             probes=2 if scale == "tiny" else 4,
+            adaptive_probes=2 if scale == "tiny" else 4,
             curvature_probes=2 if scale == "tiny" else 16,
         )
         self.horizon = qsync_opt.noise_horizon(

@@ -16,6 +16,7 @@ from work import Clock, significant
 
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.indicator import sensitivities
+from qsync_opt.plan_variance import plan_variance
 from qsync_opt.kernels import ops
 from qsync_opt.runtimes.torch.apply import ApplyOptions
 from qsync_opt.runtimes.torch.capabilities import device_formats
@@ -25,6 +26,8 @@ from qsync_opt.runtimes.torch.statistics import collect_statistics
 PRECISIONS = ("INT8", "FP8", "BF16", "FP32")
 
 
+SUM = "probed, sum"
+"""The plain sum of sensitivities, which counts flips of rectifiers operator by operator."""
 WIDENED = "uniform BF16, additions between operators in FP32"
 TRAINED = {"gpt": 300, "bert": 60, "resnet50": 60}
 """Steps before anything is measured."""
@@ -71,6 +74,15 @@ def section(
             "propagated": sensitivities(graph, found, formats, kind="propagated"),  # type: ignore[arg-type]
             "probed, other batches": sensitivities(graph, others, formats),
         }
+
+        def predicted(plan: Mapping[str, str]) -> dict[str, float]:
+            return {
+                "probed": plan_variance(graph, found, tables["probed"], plan),
+                SUM: total(tables["probed"], plan),
+                "propagated": total(tables["propagated"], plan),
+                "probed, other batches": plan_variance(graph, others, tables["probed, other batches"], plan),
+            }
+
         exact, options = exact_gradient(model, batch), ApplyOptions()
         plans = {f"mixed {i}": plan for i, plan in enumerate(mixed_plans(graph, device, 2 if scale == "tiny" else 8))}
         plans |= {f"uniform {p}": _uniform(graph, p, device) for p in PRECISIONS[:3] if p in formats}
@@ -86,7 +98,7 @@ def section(
                     "measured": mean,
                     "standard_error": standard_error(measured) if draws > 1 else None,
                     "draws": draws,
-                    "ratios": {kind: total(table, plan) / mean for kind, table in tables.items()},
+                    "ratios": {kind: value / mean for kind, value in predicted(plan).items()},
                 }
             )
         singles: dict[str, dict[str, Any]] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from quality_tables import quality_figures
@@ -25,6 +25,7 @@ def figures() -> dict[str, str]:
     return {
         **_predicted(results["predicted-cuda.json"]),
         **_steps(results["predictor.json"]),
+        **_compiled(results["predictor-compiled.json"]),
         **_held_out(results["predictor-held-out.json"]),
         "replay.full": f"{results['replay-speed.json']['full_ms']:.1f} ms",
         "replay.change": f"{results['replay-speed.json']['after_one_change_ms']:.3f} ms",
@@ -81,6 +82,10 @@ def _steps(data: Record) -> dict[str, str]:
             return "not measured"
         return f"{100 * errors['mean_absolute']:.1f} % on average and {100 * errors['worst']:.1f} % at worst"
 
+    def shares(found: Sequence[float]) -> str:
+        low, high = f"{min(found):.1f}", f"{max(found):.1f}"
+        return low if low == high else f"{low} to {high}"
+
     memory, peaks = summary["memory"], summary["memory_torch_tracker"]
     clusters = {
         f"steps.cluster.{name.partition(' ')[0]}": (
@@ -89,9 +94,12 @@ def _steps(data: Record) -> dict[str, str]:
         )
         for name, errors in summary["time_by_cluster"].items()
     }
+    slowdowns = list(zip(*data["slowdowns"].values(), strict=True))
     host_spread = statistics.median(case["spread"] for case in data["cases"] if case["bound_by"] == "host")
     return {
         **clusters,
+        "steps.slowdown-whole": shares(slowdowns[0]),
+        "steps.slowdown-part": shares(slowdowns[1]),
         "steps.hardware": environment(data)["hardware"],
         "steps.date": environment(data)["date"],
         "steps.cases": str(summary["time"]["cases"]),
@@ -115,6 +123,31 @@ def _steps(data: Record) -> dict[str, str]:
         "steps.memory": f"{percent(memory['lowest'])} to {percent(memory['highest'])}",
         "steps.memory-plans": str(memory["cases"]),
         "steps.seconds": f"{summary['profile_seconds_most']:.0f} s",
+    }
+
+
+def _compiled(data: Record) -> dict[str, str]:
+    summary = data["summary"]
+
+    def both(name: str) -> str:
+        errors = summary[name]
+        if not errors["cases"]:
+            return "not measured"
+        return f"{100 * errors['mean_absolute']:.1f} % on average and {100 * errors['worst']:.1f} % at worst"
+
+    memory = summary["memory_compiled"]
+    return {
+        "compiled.hardware": environment(data)["hardware"],
+        "compiled.date": environment(data)["date"],
+        "compiled.cases": str(summary["time_compiled"]["cases"]),
+        "compiled.all": both("time_compiled"),
+        "compiled.new-cases": str(summary["time_compiled_plans_never_run"]["cases"]),
+        "compiled.new": both("time_compiled_plans_never_run"),
+        "compiled.device-cases": str(summary["time_compiled_device_far_above_host"]["cases"]),
+        "compiled.device": both("time_compiled_device_far_above_host"),
+        "compiled.rank": f"{summary['spearman_compiled']:.3f}",
+        "compiled.memory": f"{percent(memory['lowest'])} to {percent(memory['highest'])}",
+        "compiled.seconds": f"{summary['compiled']['profile_seconds_most']:.0f} s",
     }
 
 
@@ -325,6 +358,11 @@ def readme_table() -> str:
             "those that needed no scaled costs",
             "off by {{ held-out.all }}; by {{ held-out.measured }}",
             "predictor-held-out.json",
+        ),
+        row(
+            f"Iteration time of compiled steps, {known['compiled.cases']} plans; those that nobody had run",
+            "off by {{ compiled.all }}; by {{ compiled.new }}",
+            "predictor-compiled.json",
         ),
         row(
             f"Peak memory of both workers, {known['steps.memory-plans']} peaks",

@@ -10,7 +10,8 @@ Source: partition crossover (Whitley et al. 2009), with parts chosen by ratio as
 
 import numpy as np
 
-from qsync_opt.formulations.assignment.model import AssignmentModel, Floats, Ints
+from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
+from qsync_opt.formulations.compiled import compiled
 
 _LARGE_PART = 300
 """Nodes of a part from which on it is cut."""
@@ -42,13 +43,8 @@ def blend(model: AssignmentModel, feasible_N: Ints, other_N: Ints, prices_R: Flo
     useful = np.flatnonzero(gain_P > 0)
     price_P = loads_PS[useful] @ model.load_prices(prices_R)
     ratio = gain_P[useful] / np.maximum(price_P, 1e-300)
-    slack_R = -model.excess(feasible_N)
-    taken = np.zeros(count + 1, dtype=np.bool_)
-    for part in useful[np.argsort(-ratio, kind="stable")].tolist():
-        left_R = slack_R - model.left_sides(loads_PS[part])
-        if (left_R >= 0).all():
-            slack_R = left_R
-            taken[part] = True
+    order = useful[np.argsort(-ratio, kind="stable")]
+    taken = _take(order, loads_PS, *model.steps, -model.excess(feasible_N))
     blended_N = np.where(taken[part_N], other_N, feasible_N)  # part -1 reads the last entry, which is never taken
     if int(np.bincount(part_N[part_N >= 0]).max()) < _LARGE_PART:
         return blended_N
@@ -74,9 +70,48 @@ def _cut(model: AssignmentModel, feasible_N: Ints, other_N: Ints, *, turned: boo
     return best_N
 
 
-def _parts(model: AssignmentModel, differs_N: np.ndarray) -> tuple[Ints, int]:
+def _take_plain(order: Ints, loads_PS: Ints, row: Ints, load: Ints, sign: Ints, slack_R: Ints) -> Bools:
+    taken = np.zeros(len(loads_PS) + 1, dtype=np.bool_)
+    for part in order.tolist():
+        step_R = np.zeros(len(slack_R), dtype=np.int64)
+        np.add.at(step_R, row, sign * loads_PS[part, load])
+        left_R = slack_R - np.cumsum(step_R)
+        if (left_R >= 0).all():
+            slack_R = left_R
+            taken[part] = True
+    return taken
+
+
+@compiled("boolean[::1](int64[::1],int64[:,::1],int64[::1],int64[::1],int64[::1],int64[::1])", plain=_take_plain)
+def _take(order: Ints, loads_PS: Ints, row: Ints, load: Ints, sign: Ints, slack_R: Ints) -> Bools:
+    """Parts that are taken over, in order, where the rows (as in `AssignmentModel.steps`) have room; one more False."""
+    slack, left = slack_R.copy(), np.empty(len(slack_R), dtype=np.int64)
+    taken = np.zeros(len(loads_PS) + 1, dtype=np.bool_)
+    for part in order:
+        left[:] = 0
+        for step in range(len(row)):
+            left[row[step]] += sign[step] * loads_PS[part, load[step]]
+        total, fits = 0, True
+        for r in range(len(slack)):
+            total += left[r]
+            left[r] = slack[r] - total
+            fits = fits and left[r] >= 0
+        if fits:
+            slack[:] = left
+            taken[part] = True
+    return taken
+
+
+def _parts(model: AssignmentModel, differs_N: Bools) -> tuple[Ints, int]:
     """Connected parts of the differing nodes: the number of each node's part (-1: none), and how many there are."""
-    parent = np.arange(model.num_nodes).tolist()
+    root_N = _roots(differs_N, model.edges_E2)
+    is_root = root_N == np.arange(model.num_nodes)
+    number_N = np.cumsum(is_root) - 1
+    return np.where(differs_N, number_N[root_N], -1), int(number_N[-1]) + 1 if len(number_N) else 0
+
+
+def _roots_plain(differs_N: Bools, edges_E2: Ints) -> Ints:
+    parent = np.where(differs_N, np.arange(len(differs_N)), -1).tolist()
 
     def root(node: int) -> int:
         while parent[node] != node:
@@ -84,11 +119,27 @@ def _parts(model: AssignmentModel, differs_N: np.ndarray) -> tuple[Ints, int]:
             node = parent[node]
         return node
 
-    inside = differs_N[model.edges_E2].all(axis=1)
-    for a, b in model.edges_E2[inside].tolist():
-        parent[root(a)] = root(b)
-    nodes = np.flatnonzero(differs_N)
-    _, number = np.unique(np.array([root(n) for n in nodes.tolist()], dtype=np.int64), return_inverse=True)
-    part_N = np.full(model.num_nodes, -1)
-    part_N[nodes] = number
-    return part_N, int(number.max(initial=-1)) + 1
+    for a, b in edges_E2[differs_N[edges_E2].all(axis=1)].tolist():
+        one, two = root(a), root(b)
+        parent[max(one, two)] = min(one, two)
+    return np.array([root(n) if parent[n] >= 0 else -1 for n in range(len(parent))], dtype=np.int64)
+
+
+@compiled("int64[::1](boolean[::1],int64[:,::1])", plain=_roots_plain)
+def _roots(differs_N: Bools, edges_E2: Ints) -> Ints:
+    """First node of each differing node's part; -1 where a node does not differ."""
+    parent = np.arange(len(differs_N))
+    for edge in range(len(edges_E2)):
+        one, two = edges_E2[edge, 0], edges_E2[edge, 1]
+        if differs_N[one] and differs_N[two]:
+            while parent[one] != one:
+                parent[one] = parent[parent[one]]
+                one = parent[one]
+            while parent[two] != two:
+                parent[two] = parent[parent[two]]
+                two = parent[two]
+            parent[max(one, two)] = min(one, two)
+    for node in range(len(differs_N)):
+        # A root is the first node of its part, so it stands before.
+        parent[node] = parent[parent[node]] if differs_N[node] else -1
+    return parent

@@ -17,6 +17,7 @@ import numpy as np
 
 from qsync_opt.formulations.assignment.core import Core, CoreEdge, CoreNode
 from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
+from qsync_opt.formulations.compiled import compiled
 
 _MOST_LABELLINGS = 256
 """Parts of more labellings stay as they are."""
@@ -48,11 +49,15 @@ class _Item:
 
 @dataclass(slots=True)
 class Condensed(Core):
-    """A core of condensed nodes; ``labels`` gives labellings of the whole model as before."""
+    """A core of condensed nodes; ``labels`` gives labellings of the whole model as before.
+
+    ``classes`` are the parts that are counted, ``mostly_equal`` tells whether most could be.
+    """
 
     original: Core = field(kw_only=True)
     items: list[_Item] = field(kw_only=True)
     classes: list[Ints] = field(kw_only=True)
+    mostly_equal: bool = field(kw_only=True, default=False)
 
     def labels(self, choice_C: Ints) -> Ints:
         """The labelling that the labels of the condensed nodes stand for."""
@@ -68,13 +73,15 @@ class Condensed(Core):
         return self.original.labels(choice)
 
 
-def condense(core: Core, upper: float, *, merge: bool) -> Core:
+def condense(core: Core, upper: float, *, merge: bool, count: bool = True, product: bool = True) -> Core:
     """The same core with fewer nodes.
 
     Args:
         core: The core; its base must be the priced minimum, so that no part's deviation lowers the priced cost.
         upper: Labellings that are not below this need not be kept.
-        merge: Also take small parts and independent nodes together; otherwise only equal parts are counted.
+        merge: Also take small parts together; otherwise only equal parts are counted.
+        count: Count equal parts.
+        product: With ``merge``, also take independent nodes together.
 
     Returns:
         A core in which every labelling below ``upper`` that some optimum needs is left; ``core`` itself if there is
@@ -90,6 +97,9 @@ def condense(core: Core, upper: float, *, merge: bool) -> Core:
     small = [n for n, (nodes, _) in enumerate(parts) if _labellings(core, nodes) <= _MOST_LABELLINGS]
     is_small = set(small)
     equal = [members for members in equal if members[0] in is_small]
+    mostly_equal = 2 * sum(len(members) for members in equal) > len(parts)
+    if not count:
+        equal = []
     if not equal and not merge:
         return core
     counted = {number for members in equal for number in members}
@@ -102,14 +112,16 @@ def condense(core: Core, upper: float, *, merge: bool) -> Core:
             items.append(_enumerate(core, nodes, edges, room))
         else:
             kept.append(number)
-    items = _merge(items, room)
+    items = _merge(items, room, most=_MERGED_LABELS if product else 0)
     classes: list[Ints] = []
     for members in equal:
         nodes, edges = parts[members[0]]
         item = _enumerate(core, nodes, edges, room)
         items += _counts(item, len(members), len(classes), room)
         classes.append(np.array([parts[number][0] for number in members], dtype=np.int64))
-    return _build(core, parts, kept, items, classes)
+    result = _build(core, parts, kept, items, classes)
+    result.mostly_equal = mostly_equal
+    return result
 
 
 def _build(
@@ -149,7 +161,7 @@ def _build(
     ]  # fmt: skip
     excess = np.concatenate([core.excess_R, [-len(members) for members in classes]]).astype(np.int64)
     return Condensed(
-        core.base_N, core.objective, core.priced, excess, nodes, joined,
+        core.base_N, core.objective, core.priced, excess, nodes, joined, np.append(core.prices_R, np.zeros(extra)),
         original=core, items=everything, classes=classes,
     )  # fmt: skip
 
@@ -200,11 +212,15 @@ def _signature(core: Core, nodes: list[int], edges: list[CoreEdge]) -> tuple[obj
 def _enumerate(core: Core, nodes: list[int], edges: list[CoreEdge], room: float) -> _Item:
     """All labellings of a part that may be worth taking, the base's first."""
     positions = np.array(nodes, dtype=np.int64)
+    first = core.nodes[nodes[0]]
+    objective_K, rows_KR, priced_K = first.objective_A, first.rows_AR, first.priced_A
+    if len(nodes) == 1:
+        kept = _worth(objective_K, np.ascontiguousarray(rows_KR), priced_K, room)
+        return _Item(positions, kept[:, None], objective_K[kept], rows_KR[kept], priced_K[kept])
     sizes = [len(core.nodes[c].labels_A) for c in nodes]
     choice_KC = np.indices(sizes).reshape(len(sizes), -1).T
-    first = core.nodes[nodes[0]]
     own = choice_KC[:, 0]
-    objective_K, rows_KR, priced_K = first.objective_A[own], first.rows_AR[own], first.priced_A[own]
+    objective_K, rows_KR, priced_K = objective_K[own], rows_KR[own], priced_K[own]
     for i, c in enumerate(nodes[1:], start=1):
         node, own = core.nodes[c], choice_KC[:, i]
         objective_K = objective_K + node.objective_A[own]
@@ -220,8 +236,7 @@ def _enumerate(core: Core, nodes: list[int], edges: list[CoreEdge], room: float)
     return _Item(positions, choice_KC[kept], objective_K[kept], rows_KR[kept], priced_K[kept])
 
 
-def _worth(objective_K: Floats, rows_KR: Ints, priced_K: Floats, room: float) -> Ints:
-    """Labellings to keep: the first (the base), and those that are not too dear and that no other one beats."""
+def _worth_plain(objective_K: Floats, rows_KR: Ints, priced_K: Floats, room: float) -> Ints:
     alive = np.isfinite(objective_K) & (priced_K < room + _SLACK * abs(room))
     alive[0] = True
     kept = np.flatnonzero(alive)
@@ -239,7 +254,36 @@ def _worth(objective_K: Floats, rows_KR: Ints, priced_K: Floats, room: float) ->
     return result
 
 
-def _merge(items: list[_Item], room: float) -> list[_Item]:
+@compiled("int64[::1](float64[::1],int64[:,::1],float64[::1],float64)", plain=_worth_plain)
+def _worth(objective_K: Floats, rows_KR: Ints, priced_K: Floats, room: float) -> Ints:
+    """Labellings to keep: the first (the base), and those that are not too dear and that no other one beats."""
+    count = 0
+    alive, stays = np.empty(len(objective_K), dtype=np.int64), np.empty(len(objective_K), dtype=np.int64)
+    for k in range(len(objective_K)):
+        if k == 0 or (np.isfinite(objective_K[k]) and priced_K[k] < room + _SLACK * abs(room)):
+            alive[count] = k
+            count += 1
+    kept = 0
+    for i in range(count):
+        k, beaten = alive[i], False
+        for j in range(count):
+            other = alive[j]
+            if i == j or beaten or not objective_K[other] <= objective_K[k]:
+                continue
+            no_worse, equal = True, objective_K[k] <= objective_K[other]
+            for r in range(rows_KR.shape[1]):
+                if rows_KR[other, r] > rows_KR[k, r]:
+                    no_worse = False
+                    break
+                equal = equal and rows_KR[other, r] == rows_KR[k, r]
+            beaten = no_worse and (j < i or not equal)  # of two equal ones the first stays
+        if i == 0 or not beaten:
+            stays[kept] = k
+            kept += 1
+    return stays[:kept].copy()
+
+
+def _merge(items: list[_Item], room: float, most: int) -> list[_Item]:
     """Take independent items of few labels together, neighbours by how dear their moves are."""
     order = sorted(range(len(items)), key=lambda i: (-float(np.ptp(items[i].objective_A)), int(items[i].positions[0])))
     merged: list[_Item] = []
@@ -247,7 +291,7 @@ def _merge(items: list[_Item], room: float) -> list[_Item]:
         item = items[number]
         if len(item.objective_A) < 2:
             continue  # only the base is left
-        if merged and len(merged[-1].objective_A) * len(item.objective_A) <= _MERGED_LABELS:
+        if merged and len(merged[-1].objective_A) * len(item.objective_A) <= most:
             merged[-1] = _product(merged[-1], item, room)
         else:
             merged.append(item)

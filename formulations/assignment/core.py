@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
+from qsync_opt.formulations.compiled import compiled
 
 _FEW_ROWS = 16
 """With more rows, those that cannot bind are sought before any table of rows is made."""
@@ -46,6 +47,7 @@ class Core:
     """The undecided part of a model around a base labelling; rows that cannot bind any more are left out.
 
     ``priced`` is the base's objective plus the priced excess over all rows: a lower bound if the base minimises it.
+    ``prices_R`` are the prices of the rows that are left.
     """
 
     base_N: Ints
@@ -54,6 +56,7 @@ class Core:
     excess_R: Ints
     nodes: list[CoreNode]
     edges: list[CoreEdge]
+    prices_R: Floats
 
     def labels(self, choice_C: Ints) -> Ints:
         """The labelling in which core node c takes its label number ``choice_C[c]``."""
@@ -105,7 +108,9 @@ def extract(model: AssignmentModel, base_N: Ints, allowed_Z: Bools, prices_R: Fl
     edges = [_join(nodes, a, b, *block) for (a, b), block in zip(ends, blocks[len(core_N) :], strict=True)]
     objective = model.objective(base_N)
     priced = objective + float(excess @ prices_R)
-    core = Core(base_N, objective, priced, excess[kept], nodes, [edge for edge in edges if edge is not None])
+    core = Core(
+        base_N, objective, priced, excess[kept], nodes, [edge for edge in edges if edge is not None], prices_R[kept]
+    )
     _drop_rows(core)
     return core
 
@@ -137,25 +142,76 @@ def _join(
     """Give the parts of an edge's table that depend on one side to that node; what is left, if anything, is an edge."""
     if second < 0 or first < 0:
         node = nodes[max(first, second)]
-        node.objective_A = node.objective_A + objective_AB.ravel()
-        node.rows_AR = node.rows_AR + rows_ABR.reshape(node.rows_AR.shape)
-        node.priced_A = node.priced_A + np.where(np.isfinite(objective_AB), priced_AB, np.inf).ravel()
+        node.objective_A += objective_AB.ravel()
+        node.rows_AR += rows_ABR.reshape(node.rows_AR.shape)
+        node.priced_A += np.where(np.isfinite(objective_AB), priced_AB, np.inf).ravel()
         return None
+    a, b = nodes[first], nodes[second]
+    left = _split(
+        objective_AB, rows_ABR, priced_AB, a.objective_A, a.rows_AR, a.priced_A, b.objective_A, b.rows_AR, b.priced_A
+    )
+    return CoreEdge(first, second, objective_AB, rows_ABR, priced_AB) if left else None
+
+
+def _split_plain(
+    objective_AB: Floats, rows_ABR: Ints, priced_AB: Floats, objective_A: Floats, rows_AR: Ints, priced_A: Floats,
+    objective_B: Floats, rows_BR: Ints, priced_B: Floats,
+) -> bool:  # fmt: skip
     forbidden = np.isinf(objective_AB)
     # A forbidden pair's own numbers mean nothing: count its objective as zero, the infinity is put back below.
     plain_AB = np.where(forbidden, 0.0, objective_AB)
-    for node, axis in ((nodes[first], (slice(None), 0)), (nodes[second], (0, slice(None)))):
-        node.objective_A = node.objective_A + plain_AB[axis]
-        node.rows_AR = node.rows_AR + rows_ABR[axis]
-        node.priced_A = node.priced_A + priced_AB[axis]
-    rest_AB = plain_AB - plain_AB[:, :1] - plain_AB[:1]
-    rows_ABR = rows_ABR - rows_ABR[:, :1] - rows_ABR[:1]
-    priced_AB = priced_AB - priced_AB[:, :1] - priced_AB[:1]
-    if not (forbidden.any() or rows_ABR.any() or rest_AB.any()):
-        return None
-    rest_AB[forbidden] = np.inf
+    objective_A += plain_AB[:, 0]
+    rows_AR += rows_ABR[:, 0]
+    priced_A += priced_AB[:, 0]
+    objective_B += plain_AB[0]
+    rows_BR += rows_ABR[0]
+    priced_B += priced_AB[0]
+    objective_AB[:] = plain_AB - plain_AB[:, :1] - plain_AB[:1]
+    rows_ABR[:] = rows_ABR - rows_ABR[:, :1] - rows_ABR[:1]
+    priced_AB[:] = priced_AB - priced_AB[:, :1] - priced_AB[:1]
+    left = bool(forbidden.any() or rows_ABR.any() or objective_AB.any())
+    objective_AB[forbidden] = np.inf
     priced_AB[forbidden] = np.inf
-    return CoreEdge(first, second, rest_AB, rows_ABR, priced_AB)
+    return left
+
+
+@compiled(
+    "boolean(float64[:,::1],int64[:,:,::1],float64[:,::1],float64[::1],int64[:,::1],float64[::1],float64[::1],"
+    "int64[:,::1],float64[::1])",
+    plain=_split_plain,
+)
+def _split(
+    objective_AB: Floats, rows_ABR: Ints, priced_AB: Floats, objective_A: Floats, rows_AR: Ints, priced_A: Floats,
+    objective_B: Floats, rows_BR: Ints, priced_B: Floats,
+) -> bool:  # fmt: skip
+    """Move what depends on one side from an edge's tables to its nodes', in place; tells whether anything is left."""
+    size_a, size_b, rows = rows_ABR.shape
+    own_A, own_B = np.zeros(size_a), np.zeros(size_b)
+    for a in range(size_a):
+        own_A[a] = 0.0 if np.isinf(objective_AB[a, 0]) else objective_AB[a, 0]
+        objective_A[a] += own_A[a]
+        priced_A[a] += priced_AB[a, 0]
+        for r in range(rows):
+            rows_AR[a, r] += rows_ABR[a, 0, r]
+    for b in range(size_b):
+        own_B[b] = 0.0 if np.isinf(objective_AB[0, b]) else objective_AB[0, b]
+        objective_B[b] += own_B[b]
+        priced_B[b] += priced_AB[0, b]
+        for r in range(rows):
+            rows_BR[b, r] += rows_ABR[0, b, r]
+    left = False
+    for a in range(size_a - 1, -1, -1):  # from the last on, so that the first row and column are still as they were
+        for b in range(size_b - 1, -1, -1):
+            forbidden = np.isinf(objective_AB[a, b])
+            objective = (0.0 if forbidden else objective_AB[a, b]) - own_A[a] - own_B[b]
+            left = left or forbidden or objective != 0.0
+            objective_AB[a, b] = np.inf if forbidden else objective
+            priced = priced_AB[a, b] - priced_AB[a, 0] - priced_AB[0, b]
+            priced_AB[a, b] = np.inf if forbidden else priced
+            for r in range(rows):
+                rows_ABR[a, b, r] = rows_ABR[a, b, r] - rows_ABR[a, 0, r] - rows_ABR[0, b, r]
+                left = left or rows_ABR[a, b, r] != 0
+    return left
 
 
 def _rows_left(model: AssignmentModel, base_N: Ints, allowed_Z: Bools, excess_R: Ints) -> Ints:
@@ -215,7 +271,7 @@ def _drop_rows(core: Core) -> None:
             left = left[~np.isin(left, others[excess[others] - excess[row] + above <= 0])]
     if len(left) == len(excess):
         return
-    core.excess_R = excess[left]
+    core.excess_R, core.prices_R = excess[left], core.prices_R[left]
     for node in core.nodes:
         node.rows_AR = node.rows_AR[:, left]
     for edge in core.edges:

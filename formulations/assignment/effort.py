@@ -12,15 +12,22 @@ class Pass:
     A width of 0 hands the core to the solver, unless it is so easy that a bounded search closes it;
     ``solver_nodes`` then bounds the solver's tree where the core is only a part of what is undecided, and it gets all
     that is undecided where that is at most ``whole`` times ``nodes``. ``whole_only`` leaves a pass out where it would
-    get only a part of what is undecided.
+    get only a part of what is undecided. A pass with ``walks`` searches paths bounded by levels instead, once for each
+    of these numbers of states (see `walk`).
     """
 
     nodes: int | None
-    width: int
+    width: int = 0
     spread: bool = True
     solver_nodes: int | None = None
     whole: float = 1.0
     whole_only: bool = False
+    walks: tuple[int, ...] = ()
+
+    @property
+    def needs_solver(self) -> bool:
+        """True if nothing but a solver can do it."""
+        return not self.width and not self.walks
 
     @property
     def is_dear(self) -> bool:
@@ -29,15 +36,25 @@ class Pass:
 
 
 _DEAR_WIDTH = 512
-PASSES = (
+_WALKS = (Pass(300, walks=(300,)), Pass(1200, walks=(300, 1000)), Pass(None, walks=(1000, 4000, 16000)))
+"""Searches of paths: of the nodes nearest to a change, for a better incumbent, then of more, up to all that is open."""
+QUICK_PASSES = (
     Pass(60, 64, True),
     Pass(150, 64, True),
-    *(Pass(None, width, spread) for width in (64, 256, 2048, 16384) for spread in (True, False)),
+    *(Pass(None, width, spread) for width in (64, 256) for spread in (True, False)),
+)
+"""Core searches that take little time on any core."""
+PASSES = (
+    *QUICK_PASSES[:2],
+    *_WALKS,
+    *QUICK_PASSES[2:],
+    *(Pass(None, width, spread) for width in (2048, 16384) for spread in (True, False)),
 )
 """Core searches from the quickest to the most thorough."""
 SOLVER_PASSES = (
     Pass(60, 64),
     Pass(150, 64),
+    *_WALKS,
     Pass(150, 512, whole_only=True),
     Pass(150, 0, solver_nodes=100, whole=1.6),
     Pass(600, 0, solver_nodes=1000, whole=4),

@@ -1,37 +1,239 @@
-"""In which order are nodes minimised out, and what is the least priced cost? Exact dynamic programming in batches.
+"""What is the least priced cost, and what does each choice cost at least? Exact dynamic programming along a schedule.
 
-A round eliminates many nodes of which no two are neighbours; nodes of equal shape in a round are one batch of numpy
-work. Chains halve in every round, so a chain of n nodes takes about log2(n) rounds.
+Compiled, nodes are minimised out one after the other. In numpy, nodes of equal shape in a round are one batch. Messages
+of a round are added in the order of their nodes in both, so that sums agree to the last bit.
 
 Axes: L labels of the eliminated node, B nodes of a batch, then one axis for each neighbour; Z table entries. Labels
 come first, so that their minimum runs over whole contiguous blocks.
 
-Source: bucket elimination (Dechter 1999) along an order of least tables; batching by rounds and shapes is ours.
+Source: bucket elimination (Dechter 1999); batching by rounds and shapes is ours.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qsync_opt.formulations.assignment.model import AssignmentModel, Floats, Ints
-
-MAX_TABLE_ENTRIES = 1 << 17
-"""A table larger than this is never formed: the graph is relaxed instead (see ``relaxation``)."""
-
-
-_SMALL_TABLE = 64
-"""Nodes of tables up to this size are minimised out before all others, many at a time."""
-_FEW_NEIGHBOURS = 3
+from qsync_opt.formulations.assignment.schedule import Schedule, plan
+from qsync_opt.formulations.compiled import compiled, loops_pay, plain_work
 
 
-class TooWideError(Exception):
-    """An elimination table would be too large; ``remaining`` are the nodes of the part that is too dense."""
+class Elimination:
+    """Exact minimiser of priced tables over one graph; reusable for any prices and any forbidden entries."""
 
-    def __init__(self, remaining: list[int]) -> None:
-        super().__init__(f"{len(remaining)} nodes are too densely connected")
-        self.remaining = remaining
+    def __init__(self, model: AssignmentModel) -> None:
+        """Plan the order.
+
+        Args:
+            model: Only its graph is used.
+
+        Raises:
+            TooWideError: A table would be too large.
+        """
+        self.schedule = schedule = plan(model)
+        self._sizes_N, self._num_entries = model.sizes_N, len(model.objective_Z)
+        width_I = np.diff(schedule.bag_I1)
+        self.widest = int(width_I.max(initial=0))
+        self._roots = schedule.target_I[width_I == 0]
+        self._largest = int(np.diff(schedule.entries_I1).max(initial=0))
+        self._batched: _Batched | None = None
+        self._entry_index: NDArray[np.int32] | None = None
+
+    def minimise(self, cost_Z: Floats) -> tuple[float, Ints]:
+        """Least total cost and a labelling that has it (the first label on ties).
+
+        Args:
+            cost_Z: Priced tables, infinite where forbidden, shape (Z,).
+
+        Returns:
+            The cost (infinite if every labelling is forbidden) and the labels, shape (N,).
+        """
+        if loops_pay():
+            least_R, labels_N = self._minimise_looped(cost_Z)
+        else:
+            with plain_work():
+                least_R, labels_N = self._batches.minimise(cost_Z)
+        return _total(least_R), labels_N
+
+    def min_marginals(self, cost_Z: Floats) -> tuple[float, Floats]:
+        """Least total cost, and the least total cost among labellings that choose each entry.
+
+        Args:
+            cost_Z: Priced tables, shape (Z,).
+
+        Returns:
+            The least cost, and one least cost per table entry, shape (Z,).
+
+        Source: two-pass message passing on the elimination tree; ours.
+        """
+        if loops_pay():
+            least_R, least_Z = self._min_marginals_looped(cost_Z)
+        else:
+            with plain_work():
+                least_R, least_Z = self._batches.min_marginals(cost_Z)
+        return _total(least_R), least_Z
+
+    @property
+    def _batches(self) -> "_Batched":
+        if self._batched is None:
+            self._batched = _Batched(self.schedule, self._sizes_N, self._num_entries, self._roots)
+        return self._batched
+
+    @property
+    def _index(self) -> NDArray[np.int32]:
+        if self._entry_index is None:
+            s = self.schedule
+            self._entry_index = _positions(
+                self._sizes_N, s.node_I, s.bag_I1, s.bag_K, s.factor_I1, s.offset_F, s.stride_I1, s.stride_J,
+                s.entries_I1,
+            )  # fmt: skip
+        return self._entry_index
+
+    def _minimise_looped(self, cost_Z: Floats) -> tuple[Floats, Ints]:
+        s = self.schedule
+        return _least(
+            cost_Z, self._sizes_N, s.node_I, s.bag_I1, s.bag_K, s.target_I, s.factor_I1, s.cells_I1, s.end,
+            self._index, self._largest, self._roots,
+        )  # fmt: skip
+
+    def _min_marginals_looped(self, cost_Z: Floats) -> tuple[Floats, Floats]:
+        s = self.schedule
+        return _marginals(
+            cost_Z, self._sizes_N, s.node_I, s.target_I, s.factor_I1, s.cells_I1, s.entries_I1, s.end, self._index,
+            self._roots,
+        )  # fmt: skip
+
+
+def _total(least_R: Floats) -> float:
+    """Sum in order, as loops sum."""
+    return float(np.cumsum(least_R)[-1]) if len(least_R) else 0.0
+
+
+@compiled("(int64[::1],int64[::1],int64[::1],int64[::1],int64[::1],int64[::1],int64[::1],int64[::1],int64[::1])")
+def _positions(
+    sizes_N: Ints, node_I: Ints, bag_I1: Ints, bag_K: Ints, factor_I1: Ints, offset_F: Ints, stride_I1: Ints,
+    stride_J: Ints, entries_I1: Ints,
+) -> NDArray[np.int32]:  # fmt: skip
+    """Where in the buffer the entries of all tables to be summed lie: node by node, table by table, labels first."""
+    total = 0
+    for i in range(len(node_I)):
+        total += (entries_I1[i + 1] - entries_I1[i]) * (factor_I1[i + 1] - factor_I1[i])
+    index, done, count = np.empty(total, dtype=np.int32), 0, np.zeros(64, dtype=np.int64)
+    for i in range(len(node_I)):
+        size, first_bag, width = sizes_N[node_I[i]], bag_I1[i], bag_I1[i + 1] - bag_I1[i]
+        entries = entries_I1[i + 1] - entries_I1[i]
+        for factor in range(factor_I1[i], factor_I1[i + 1]):
+            stride = stride_I1[i] + (factor - factor_I1[i]) * (width + 1)
+            for label in range(size):
+                at = offset_F[factor] + label * stride_J[stride]
+                count[:width] = 0
+                for _ in range(entries // size):
+                    index[done] = at
+                    done += 1
+                    for d in range(width - 1, -1, -1):
+                        count[d] += 1
+                        at += stride_J[stride + 1 + d]
+                        if count[d] < sizes_N[bag_K[first_bag + d]]:
+                            break
+                        at -= count[d] * stride_J[stride + 1 + d]
+                        count[d] = 0
+    return index
+
+
+@compiled(
+    "(float64[::1],int64[::1],int64[::1],int64[::1],int64[::1],int64[::1],int64[::1],int64[::1],int64,int32[::1],int64,"
+    "int64[::1])"
+)
+def _least(
+    cost_Z: Floats, sizes_N: Ints, node_I: Ints, bag_I1: Ints, bag_K: Ints, target_I: Ints, factor_I1: Ints,
+    cells_I1: Ints, end: int, index: NDArray[np.int32], largest: int, root_R: Ints,
+) -> tuple[Floats, Ints]:  # fmt: skip
+    """Least cost of each part of the graph, and labels; arrays as in `Schedule`."""
+    buffer = np.zeros(end)
+    buffer[: len(cost_Z)] = cost_Z
+    choice = np.zeros(cells_I1[-1], dtype=np.int64)
+    table, done = np.empty(largest), 0
+    for i in range(len(node_I)):
+        size, cells = sizes_N[node_I[i]], cells_I1[i + 1] - cells_I1[i]
+        entries = size * cells
+        for place in range(entries):
+            table[place] = buffer[index[done + place]]
+        done += entries
+        for _ in range(factor_I1[i] + 1, factor_I1[i + 1]):
+            for place in range(entries):
+                table[place] += buffer[index[done + place]]
+            done += entries
+        for label in range(1, size):
+            for cell in range(cells):
+                if table[label * cells + cell] < table[cell]:
+                    table[cell] = table[label * cells + cell]
+                    choice[cells_I1[i] + cell] = label
+        for cell in range(cells):
+            buffer[target_I[i] + cell] += table[cell]
+    labels_N = np.zeros(len(sizes_N), dtype=np.int64)
+    for i in range(len(node_I) - 1, -1, -1):
+        cell = 0
+        for k in range(bag_I1[i], bag_I1[i + 1]):
+            cell = cell * sizes_N[bag_K[k]] + labels_N[bag_K[k]]
+        labels_N[node_I[i]] = choice[cells_I1[i] + cell]
+    return buffer[root_R], labels_N
+
+
+@compiled(
+    "(float64[::1],int64[::1],int64[::1],int64[::1],int64[::1],int64[::1],int64[::1],int64,int32[::1],int64[::1])"
+)
+def _marginals(
+    cost_Z: Floats, sizes_N: Ints, node_I: Ints, target_I: Ints, factor_I1: Ints, cells_I1: Ints, entries_I1: Ints,
+    end: int, index: NDArray[np.int32], root_R: Ints,
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """Least cost of each part of the graph, and least costs of all labellings with each entry; see `_least`."""
+    buffer = np.zeros(end)
+    buffer[: len(cost_Z)] = cost_Z
+    table, message, done = np.empty(entries_I1[-1]), np.empty(cells_I1[-1]), 0
+    for i in range(len(node_I)):
+        size, cells, first, first_cell = sizes_N[node_I[i]], cells_I1[i + 1] - cells_I1[i], entries_I1[i], cells_I1[i]
+        entries = size * cells
+        for place in range(entries):
+            table[first + place] = buffer[index[done + place]]
+        done += entries
+        for _ in range(factor_I1[i] + 1, factor_I1[i + 1]):
+            for place in range(entries):
+                table[first + place] += buffer[index[done + place]]
+            done += entries
+        for cell in range(cells):
+            message[first_cell + cell] = table[first + cell]
+        for label in range(1, size):
+            for cell in range(cells):
+                if table[first + label * cells + cell] < message[first_cell + cell]:
+                    message[first_cell + cell] = table[first + label * cells + cell]
+        for cell in range(cells):
+            buffer[target_I[i] + cell] += message[first_cell + cell]
+    least_R = buffer[root_R]
+    value = 0.0
+    for root in range(len(root_R)):
+        value += least_R[root]
+    belief = np.full(end, np.inf)
+    for root in root_R:
+        belief[root] = value
+    for i in range(len(node_I) - 1, -1, -1):
+        size, cells, first, first_cell = sizes_N[node_I[i]], cells_I1[i + 1] - cells_I1[i], entries_I1[i], cells_I1[i]
+        entries = size * cells
+        for cell in range(cells):
+            outside = belief[target_I[i] + cell] - message[first_cell + cell]
+            if np.isnan(outside):
+                outside = np.inf
+            for label in range(size):
+                table[first + label * cells + cell] += outside
+        for _ in range(factor_I1[i], factor_I1[i + 1]):
+            done -= entries
+            for place in range(entries):
+                belief[index[done + place]] = np.inf
+            for place in range(entries):
+                if table[first + place] < belief[index[done + place]]:
+                    belief[index[done + place]] = table[first + place]
+    return least_R, belief[: len(cost_Z)].copy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,96 +252,86 @@ class _Batch:
     bag_BD: Ints  # neighbours at elimination, in axis order
     factors: tuple[_Factor, ...]
     target: Ints  # positions of the message in the buffer, shape (B, neighbours...)
-    order: Ints | None  # sorts messages by target when several share one
-    starts: Ints | None
     shape: tuple[int, ...]  # of a table
     first_B: Ints  # where each node's entries of one label begin in a table
     strides_D: tuple[int, ...]  # of the neighbours' axes there, in entries
 
 
-class _Graph:
-    """The shrinking graph during scheduling: neighbours and live tables of each node."""
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Batches of which no table depends on another one's message; how their messages are added, in order of nodes."""
 
-    def __init__(self, model: AssignmentModel) -> None:
-        self.sizes = model.sizes_N.tolist()
-        self.neighbours: list[set[int]] = [set() for _ in self.sizes]
-        self.tables: list[dict[tuple[int, ...], int]] = [{} for _ in self.sizes]
-        self.end = len(model.objective_Z)
-        for first, second, offset in zip(*model.edges_E2.T.tolist(), model.offset_E.tolist(), strict=True):
-            self.neighbours[first].add(second)
-            self.neighbours[second].add(first)
-            self.tables[first][first, second] = self.tables[second][first, second] = offset
-        self.unary: list[int] = model.offset_N.tolist()
+    batches: tuple[_Batch, ...]
+    order: Ints | None  # None: all in one batch, which is in order
+    target: Ints
 
-    def eliminate(self, node: int) -> tuple[tuple[object, ...], list[int], list[int], int]:
-        """Remove a node; returns the batch signature, its neighbours, its tables' offsets and its message's."""
-        bag = sorted(self.neighbours[node])
-        sizes, axes = self.sizes, {node: 0}
-        for position, other in enumerate(bag):
-            axes[other] = position + 1
-        patterns: list[tuple[tuple[int, ...], int]] = [((0,), self.unary[node])]
-        for variables, offset in self.tables[node].items():
-            patterns.append((tuple(axes[v] for v in variables), offset))
-            for other in variables:
-                if other != node:
-                    del self.tables[other][variables]
-        patterns.sort()
-        target = self._target(bag)
-        for other in bag:
-            near = self.neighbours[other]
-            near.update(bag)
-            near.discard(node)
-            near.discard(other)
-        signature = (sizes[node], *(sizes[v] for v in bag), *(p for p, _ in patterns))
-        return signature, bag, [offset for _, offset in patterns], target
 
-    def _target(self, bag: list[int]) -> int:
-        """Where the message over ``bag`` goes: to a table that is there already, or to a new one."""
-        if not bag:
-            self.end += 1
-            return self.end - 1
-        if len(bag) == 1:
-            return self.unary[bag[0]]
-        key = tuple(bag)
-        found = self.tables[bag[0]].get(key)
-        if found is None:
-            found, size = self.end, 1
-            for other in bag:
-                self.tables[other][key] = found
-                size *= self.sizes[other]
-            self.end += size
-        return found
+class _Batched:
+    """The same in numpy, many nodes at a time."""
 
-    def rounds(self) -> Iterator[list[int]]:
-        """Independent sets of nodes with few neighbours or a small table, until none is left."""
-        remaining = list(range(len(self.sizes)))
-        while remaining:
-            entries = [self._entries(node) for node in remaining]
-            limit = max(_SMALL_TABLE, min(entries))
-            if limit > max(_SMALL_TABLE, MAX_TABLE_ENTRIES):
-                raise TooWideError(remaining)
-            blocked: set[int] = set()
-            chosen, kept = [], []
-            for node, count in zip(remaining, entries, strict=True):
-                if count <= limit and node not in blocked:
-                    chosen.append(node)
-                    blocked |= self.neighbours[node]
-                else:
-                    kept.append(node)
-            yield chosen
-            remaining = kept
+    def __init__(self, schedule: Schedule, sizes_N: Ints, num_entries: int, roots: Ints) -> None:
+        self._num_entries, self._roots, self._sizes_N, self._end = num_entries, roots, sizes_N, schedule.end
+        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        sizes, nodes, bags = sizes_N.tolist(), schedule.node_I.tolist(), schedule.bag_K.tolist()
+        rounds, strides = schedule.round_I.tolist(), schedule.stride_J.tolist()
+        bag_ends, stride_ends = schedule.bag_I1.tolist(), schedule.stride_I1.tolist()
+        for i, node in enumerate(nodes):
+            own = bags[bag_ends[i] : bag_ends[i + 1]]
+            pattern = strides[stride_ends[i] : stride_ends[i + 1]]
+            groups[rounds[i], len(own), sizes[node], *(sizes[v] for v in own), *pattern].append(i)
+        by_round: dict[int, list[list[int]]] = defaultdict(list)
+        for key, members in groups.items():
+            by_round[key[0]].append(members)
+        self._rounds = [_make_round(schedule, sizes_N, groups_of_round) for groups_of_round in by_round.values()]
+        self._batches = [batch for each in self._rounds for batch in each.batches]
 
-    def _entries(self, node: int) -> int:
-        """Entries of the table that minimises a node out; a node of at most two neighbours counts as small."""
-        near = self.neighbours[node]
-        if len(near) < _FEW_NEIGHBOURS:
-            return _SMALL_TABLE
-        entries: int = self.sizes[node]
-        for other in near:
-            entries *= self.sizes[other]
-            if entries > max(_SMALL_TABLE, MAX_TABLE_ENTRIES):
-                break
-        return entries
+    def minimise(self, cost_Z: Floats) -> tuple[Floats, Ints]:
+        """Least cost of each part of the graph, and labels."""
+        least_R, tables, _ = self._forward(cost_Z)
+        labels_N = np.zeros(len(self._sizes_N), dtype=np.int64)
+        for batch, table in zip(reversed(self._batches), reversed(tables), strict=True):
+            at_B = batch.first_B
+            for position, stride in enumerate(batch.strides_D):
+                at_B = at_B + labels_N.take(batch.bag_BD[:, position]) * stride
+            labels_N[batch.nodes_B] = table.reshape(len(table), -1).take(at_B, axis=1).argmin(axis=0)
+        return least_R, labels_N
+
+    def min_marginals(self, cost_Z: Floats) -> tuple[Floats, Floats]:
+        """Least cost of each part of the graph, and least costs of all labellings with each entry."""
+        least_R, tables, messages = self._forward(cost_Z)
+        belief = np.full(self._end, np.inf)
+        belief[self._roots] = _total(least_R)
+        for batch, table, message in zip(reversed(self._batches), reversed(tables), reversed(messages), strict=True):
+            with np.errstate(invalid="ignore"):
+                outside = belief.take(batch.target) - message
+            outside[np.isnan(outside)] = np.inf
+            table += outside
+            for factor in batch.factors:
+                reduced = table.min(axis=factor.other_axes, keepdims=True) if factor.other_axes else table
+                belief[factor.index] = reduced
+        return least_R, belief[: self._num_entries]
+
+    def _forward(self, cost_Z: Floats) -> tuple[Floats, list[Floats], list[Floats]]:
+        """Least cost of each part of the graph, and the table and the message of every batch."""
+        buffer = np.zeros(self._end)
+        buffer[: self._num_entries] = cost_Z
+        tables: list[Floats] = []
+        messages: list[Floats] = []
+        for each in self._rounds:
+            for batch in each.batches:
+                table = buffer.take(batch.factors[0].index)
+                for factor in batch.factors[1:]:
+                    cost = buffer.take(factor.index)
+                    if table.shape == batch.shape:
+                        table += cost
+                    else:
+                        table = table + cost
+                tables.append(table)
+                messages.append(table.min(axis=0))
+            added = [message.ravel() for message in messages[-len(each.batches) :]]
+            flat = added[0] if each.order is None else np.concatenate(added).take(each.order)
+            np.add.at(buffer, each.target, flat)
+        return buffer[self._roots], tables, messages
 
 
 def _row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -150,127 +342,37 @@ def _row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _make_batch(
-    signature: tuple[object, ...], rows: list[tuple[int, list[int], list[int], int]], sizes: list[int]
-) -> _Batch:
-    nodes_B = np.array([row[0] for row in rows], dtype=np.int64)
-    bag_BD = np.array([row[1] for row in rows], dtype=np.int64).reshape(len(rows), -1)
-    shape = (sizes[rows[0][0]], *(sizes[v] for v in rows[0][1]))
-    patterns = signature[len(shape) :]
-    offsets = np.array([row[2] for row in rows], dtype=np.int64)
-    factors = []
-    whole = (shape[0], len(rows), *shape[1:])
+def _make_round(schedule: Schedule, sizes_N: Ints, groups: list[list[int]]) -> _Round:
+    batches = tuple(_make_batch(schedule, sizes_N, np.array(members, dtype=np.int64)) for members in groups)
+    if len(batches) == 1:
+        return _Round(batches, None, batches[0].target.ravel())
+    cells = [
+        np.repeat(np.array(m, dtype=np.int64), schedule.cells_I1[m[0] + 1] - schedule.cells_I1[m[0]]) for m in groups
+    ]
+    order = np.argsort(np.concatenate(cells), kind="stable")
+    return _Round(batches, order, np.concatenate([batch.target.ravel() for batch in batches])[order])
+
+
+def _make_batch(schedule: Schedule, sizes_N: Ints, rows_B: Ints) -> _Batch:
+    head = int(rows_B[0])
+    nodes_B = schedule.node_I[rows_B]
+    width = int(schedule.bag_I1[head + 1] - schedule.bag_I1[head])
+    bag_BD = schedule.bag_K[schedule.bag_I1[rows_B][:, None] + np.arange(width)]
+    shape = (int(sizes_N[nodes_B[0]]), *sizes_N[bag_BD[0]].tolist())
+    whole = (shape[0], len(rows_B), *shape[1:])
     place = (0, *range(2, len(whole)))  # where each axis of a pattern lies in a table
-    for position, pattern in enumerate(patterns):
-        axes: tuple[int, ...] = pattern  # type: ignore[assignment]
-        index = offsets[:, position].reshape(1, -1, *(1 for _ in shape[1:]))
-        for axis, stride in zip(axes, _row_major(tuple(shape[a] for a in axes)), strict=True):
-            steps = np.arange(shape[axis]) * stride
-            index = index + steps.reshape(*(-1 if place[axis] == i else 1 for i in range(len(whole))))
-        absent = tuple(place[a] for a in range(len(shape)) if a not in axes)
+    factors = []
+    for number in range(int(schedule.factor_I1[head + 1] - schedule.factor_I1[head])):
+        index = schedule.offset_F[schedule.factor_I1[rows_B] + number].reshape(1, -1, *(1 for _ in shape[1:]))
+        start = int(schedule.stride_I1[head]) + number * len(shape)
+        strides = schedule.stride_J[start : start + len(shape)].tolist()
+        for axis, stride in enumerate(strides):
+            if stride:
+                steps = np.arange(shape[axis]) * stride
+                index = index + steps.reshape(*(-1 if place[axis] == i else 1 for i in range(len(whole))))
+        absent = tuple(place[axis] for axis, stride in enumerate(strides) if not stride)
         factors.append(_Factor(np.ascontiguousarray(index), absent))
-    # The largest first: the sums are then formed in its place.
-    factors.sort(key=lambda factor: -factor.index.size)
-    base = np.array([row[3] for row in rows], dtype=np.int64)
-    steps = np.arange(int(np.prod(shape[1:], dtype=np.int64))).reshape(shape[1:])
-    order, starts = None, None
-    if len(np.unique(base)) < len(base):
-        order = np.argsort(base, kind="stable")
-        starts = np.flatnonzero(np.diff(base[order], prepend=-1))
-    target = base.reshape(-1, *(1 for _ in shape[1:])) + steps
-    first_B = np.arange(len(rows)) * len(steps.ravel())
-    return _Batch(nodes_B, bag_BD, tuple(factors), target, order, starts, whole, first_B, _row_major(shape[1:]))
-
-
-class Elimination:
-    """Exact minimiser of priced tables over one graph; reusable for any prices and any forbidden entries."""
-
-    def __init__(self, model: AssignmentModel) -> None:
-        """Plan the order.
-
-        Args:
-            model: Only its graph is used.
-
-        Raises:
-            TooWideError: A table would exceed ``MAX_TABLE_ENTRIES``.
-        """
-        graph = _Graph(model)
-        self._num_entries, self._num_nodes = len(model.objective_Z), model.num_nodes
-        self._batches: list[_Batch] = []
-        self.widest = 0
-        for chosen in graph.rounds():
-            groups = defaultdict(list)
-            for node in chosen:
-                signature, bag, offsets, target = graph.eliminate(node)
-                groups[signature].append((node, bag, offsets, target))
-                self.widest = max(self.widest, len(bag))
-            self._batches += [_make_batch(key, rows, graph.sizes) for key, rows in groups.items()]
-        self._end = graph.end
-        roots = [batch.target for batch in self._batches if batch.target.ndim == 1]
-        self._roots = np.concatenate(roots) if roots else np.zeros(0, dtype=np.int64)
-
-    def minimise(self, cost_Z: Floats) -> tuple[float, Ints]:
-        """Least total cost and a labelling that has it (the first label on ties).
-
-        Args:
-            cost_Z: Priced tables, infinite where forbidden, shape (Z,).
-
-        Returns:
-            The cost (infinite if every labelling is forbidden) and the labels, shape (N,).
-        """
-        value, tables, _ = self._forward(cost_Z)
-        labels_N = np.zeros(self._num_nodes, dtype=np.int64)
-        for batch, table in zip(reversed(self._batches), reversed(tables), strict=True):
-            at_B = batch.first_B
-            for position, stride in enumerate(batch.strides_D):
-                at_B = at_B + labels_N.take(batch.bag_BD[:, position]) * stride
-            labels_N[batch.nodes_B] = table.reshape(len(table), -1).take(at_B, axis=1).argmin(axis=0)
-        return value, labels_N
-
-    def min_marginals(self, cost_Z: Floats) -> tuple[float, Floats]:
-        """Least total cost, and the least total cost among labellings that choose each entry.
-
-        Args:
-            cost_Z: Priced tables, shape (Z,).
-
-        Returns:
-            The least cost, and one least cost per table entry, shape (Z,).
-
-        Source: two-pass message passing on the elimination tree; ours in batches.
-        """
-        value, tables, messages = self._forward(cost_Z)
-        belief = np.full(self._end, np.inf)
-        belief[self._roots] = value
-        for batch, table, message in zip(reversed(self._batches), reversed(tables), reversed(messages), strict=True):
-            with np.errstate(invalid="ignore"):
-                outside = belief.take(batch.target) - message
-            outside[np.isnan(outside)] = np.inf
-            table += outside
-            for factor in batch.factors:
-                reduced = table.min(axis=factor.other_axes, keepdims=True) if factor.other_axes else table
-                belief[factor.index] = reduced
-        return value, belief[: self._num_entries]
-
-    def _forward(self, cost_Z: Floats) -> tuple[float, list[Floats], list[Floats]]:
-        """Least total cost, and the table and the message of every batch."""
-        buffer = np.zeros(self._end)
-        buffer[: self._num_entries] = cost_Z
-        tables: list[Floats] = []
-        messages: list[Floats] = []
-        for batch in self._batches:
-            table = buffer.take(batch.factors[0].index)
-            for factor in batch.factors[1:]:
-                cost = buffer.take(factor.index)
-                if table.shape == batch.shape:
-                    table += cost
-                else:
-                    table = table + cost
-            tables.append(table)
-            message = table.min(axis=0)
-            messages.append(message)
-            if batch.order is None or batch.starts is None:
-                buffer[batch.target] += message
-            else:
-                summed = np.add.reduceat(message[batch.order], batch.starts, axis=0)
-                buffer[batch.target[batch.order[batch.starts]]] += summed
-        return float(buffer[self._roots].sum()), tables, messages
+    cells = np.arange(int(np.prod(shape[1:], dtype=np.int64))).reshape(shape[1:])
+    target = schedule.target_I[rows_B].reshape(-1, *(1 for _ in shape[1:])) + cells
+    first_B = np.arange(len(rows_B)) * cells.size
+    return _Batch(nodes_B, bag_BD, tuple(factors), target, whole, first_B, _row_major(shape[1:]))

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync_opt.formulations.assignment.core import Core, CoreEdge
-from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
+from qsync_opt.formulations.assignment.frontier_loops import extend, leaders, undominated
+from qsync_opt.formulations.assignment.model import Floats, Ints
 
 _MAX_COMPLETION_ENTRIES = 4096
 _MAX_AXES = 30
@@ -57,8 +58,8 @@ class _Step:
     completion: Floats  # over the labels of the kept slots
 
 
-def _order(core: Core) -> list[list[int]]:
-    """Connected parts of the core, each in a narrow order; parts with dear deviations first, fine ones last."""
+def order_of(core: Core) -> list[int]:
+    """Core nodes by connected parts, each in a narrow order; parts with dear deviations first, fine ones last."""
     near: list[list[int]] = [[] for _ in core.nodes]
     for edge in core.edges:
         near[edge.first].append(edge.second)
@@ -82,7 +83,7 @@ def _order(core: Core) -> list[list[int]]:
         moves = [np.ptp(core.nodes[c].objective_A[np.isfinite(core.nodes[c].objective_A)]) for c in part]
         return -max(moves), min(part)
 
-    return sorted(parts, key=fineness)
+    return [c for part in sorted(parts, key=fineness) for c in part]
 
 
 def _narrow(part: list[int], near: list[list[int]]) -> list[int]:
@@ -103,8 +104,10 @@ def _narrow(part: list[int], near: list[list[int]]) -> list[int]:
     return list(taken)
 
 
-def _steps(core: Core, order: list[int]) -> list[_Step]:
-    """Plan the order and compute least priced completions backwards."""
+def slots_of(
+    core: Core, order: list[int]
+) -> list[tuple[int, list[tuple[int, CoreEdge, bool]], list[int], tuple[int, ...]]]:
+    """For each step: the node, edges to open nodes, slots that stay open, and label counts of the open nodes before."""
     place = {c: i for i, c in enumerate(order)}
     touching: list[list[CoreEdge]] = [[] for _ in core.nodes]
     last = list(range(len(order)))
@@ -126,9 +129,14 @@ def _steps(core: Core, order: list[int]) -> list[_Step]:
         kept = [slot for slot, o in enumerate(after) if last[place[o]] > step]
         drafts.append((c, edges, kept, sizes))
         open_nodes = [after[slot] for slot in kept]
+    return drafts
+
+
+def _steps(core: Core, order: list[int]) -> list[_Step]:
+    """Plan the order and compute least priced completions backwards."""
     steps = []
     completion = np.zeros(())
-    for c, edges, kept, sizes in reversed(drafts):
+    for c, edges, kept, sizes in reversed(slots_of(core, order)):
         steps.append(_Step(c, edges, kept, sizes, completion))
         node = core.nodes[c]
         shape = (*sizes, len(node.labels_A))
@@ -187,7 +195,7 @@ def search(core: Core, upper: float, width: int, *, spread: bool, deadline: floa
 
     Source: bounded dynamic programming over a path decomposition (as for knapsack cores, Pisinger 1997); ours.
     """
-    order = [c for part in _order(core) for c in part]
+    order = order_of(core)
     steps = _steps(core, order)
     future = _future_rows(core, order)
     states = _States(
@@ -225,23 +233,34 @@ def _take(
 ) -> tuple[_States, Ints, Ints, float]:
     """Extend every state by every label of one node; returns the states kept, whence they came, and what was lost."""
     node, open_KD = core.nodes[step.position], states.open_KD
-    objective_KA = states.objective[:, None] + node.objective_A
-    priced_KA = states.priced[:, None] + node.priced_A
-    rows_KAR = states.rows[:, None] + node.rows_AR
-    for slot, edge, is_first in step.edges:
-        at = (slice(None), open_KD[:, slot]) if is_first else (open_KD[:, slot],)
-        own, priced, rows = edge.objective_AB[at], edge.priced_AB[at], edge.rows_ABR[at]
-        objective_KA = objective_KA + (own.T if is_first else own)
-        priced_KA = priced_KA + (priced.T if is_first else priced)
-        rows_KAR = rows_KAR + (rows.transpose(1, 0, 2) if is_first else rows)
-    completion, after_KAD = _after(step, open_KD, len(node.labels_A))
-    rank_KA = core.priced + priced_KA + completion
-    alive = (rank_KA < upper) & (rows_KAR <= slack_R).all(axis=2)
-    parent, label = np.nonzero(alive)
-    if not len(parent):
-        return states, parent, label, np.inf
-    objective, rows, rank = objective_KA[parent, label], rows_KAR[parent, label], rank_KA[parent, label]
-    after = after_KAD[parent, label]
+    if not open_KD.shape[1] and not step.kept:
+        parent, label, rank = extend(
+            states.priced, states.rows, node.priced_A, np.ascontiguousarray(node.rows_AR), core.priced,
+            float(step.completion), upper, slack_R,
+        )  # fmt: skip
+        if not len(parent):
+            return states, parent, label, np.inf
+        objective = states.objective[parent] + node.objective_A[label]
+        priced = states.priced[parent] + node.priced_A[label]
+        rows = states.rows[parent] + node.rows_AR[label]
+        after = np.zeros((len(parent), 0), dtype=np.int64)
+    else:
+        objective_KA = states.objective[:, None] + node.objective_A
+        priced_KA = states.priced[:, None] + node.priced_A
+        rows_KAR = states.rows[:, None] + node.rows_AR
+        for slot, edge, is_first in step.edges:
+            at = (slice(None), open_KD[:, slot]) if is_first else (open_KD[:, slot],)
+            own, dear, amounts = edge.objective_AB[at], edge.priced_AB[at], edge.rows_ABR[at]
+            objective_KA = objective_KA + (own.T if is_first else own)
+            priced_KA = priced_KA + (dear.T if is_first else dear)
+            rows_KAR = rows_KAR + (amounts.transpose(1, 0, 2) if is_first else amounts)
+        completion, after_KAD = _after(step, open_KD, len(node.labels_A))
+        rank_KA = core.priced + priced_KA + completion
+        parent, label = np.nonzero((rank_KA < upper) & (rows_KAR <= slack_R).all(axis=2))
+        if not len(parent):
+            return states, parent, label, np.inf
+        objective, priced, rows = objective_KA[parent, label], priced_KA[parent, label], rows_KAR[parent, label]
+        rank, after = rank_KA[parent, label], after_KAD[parent, label]
     code = _code(after)
     # With room to spare, comparing states costs more than carrying the dominated ones along.
     kept = undominated(code, objective, rows) if 2 * len(parent) > width else np.arange(len(parent))
@@ -252,9 +271,8 @@ def _take(
         gone[chosen] = False
         lost = float(rank[kept[gone]].min())
         kept = kept[chosen]
-    parent, label = parent[kept], label[kept]
-    taken = _States(objective=objective[kept], priced=priced_KA[parent, label], rows=rows[kept], open_KD=after[kept])
-    return taken, parent, label, lost
+    taken = _States(objective=objective[kept], priced=priced[kept], rows=rows[kept], open_KD=after[kept])
+    return taken, parent[kept], label[kept], lost
 
 
 def _after(step: _Step, open_KD: Ints, num_labels: int) -> tuple[Floats, Ints]:
@@ -280,43 +298,6 @@ def _code(open_KD: Ints) -> Ints:
     return code
 
 
-def undominated(code_K: Ints, objective_K: Floats, rows_KR: Ints) -> Ints:
-    """States that no other state with the same code is at least as good as, in objective and every row.
-
-    Exact for one row; with more rows it compares each state with a few predecessors in sorted order, so it may keep
-    dominated states but never drops an undominated one.
-    """
-    if not rows_KR.shape[1]:
-        order = np.lexsort((objective_K, code_K))
-        return order[np.flatnonzero(np.diff(code_K[order], prepend=code_K[order[:1]] - 1))]
-    order = np.lexsort((*rows_KR.T[1:], objective_K, rows_KR[:, 0], code_K))
-    alive = np.arange(len(order))
-    for distance in (1, 2, 3, 5, 8):
-        if len(alive) <= distance:
-            break
-        ordered = order[alive]
-        before, after = ordered[:-distance], ordered[distance:]
-        worse = (
-            (code_K[before] == code_K[after])
-            & (objective_K[before] <= objective_K[after])
-            & (rows_KR[before] <= rows_KR[after]).all(axis=1)
-        )
-        alive = alive[np.concatenate([np.ones(distance, dtype=np.bool_), ~worse])]
-    if rows_KR.shape[1] == 1:
-        alive = alive[_falling(code_K[order[alive]], objective_K[order[alive]])]
-    return order[alive]
-
-
-def _falling(code_K: Ints, objective_K: Floats) -> Bools:
-    """In order of the only row: states whose objective is below that of all before them with the same code."""
-    keep = np.ones(len(code_K), dtype=np.bool_)
-    starts = np.flatnonzero(np.diff(code_K, prepend=code_K[:1] - 1))
-    for start, end in zip(starts, np.append(starts[1:], len(code_K)), strict=True):
-        part = objective_K[start:end]
-        keep[start + 1 : end] = part[1:] < np.minimum.accumulate(part)[:-1]
-    return keep
-
-
 def _select(rank_K: Floats, rows_KR: Ints, code_K: Ints, width: int, *, spread: bool) -> Ints:
     """Which states stay: the best ranked, or also the best ranked of each cell of a grid over open labels and rows."""
     by_rank = np.argsort(rank_K, kind="stable")
@@ -324,13 +305,14 @@ def _select(rank_K: Floats, rows_KR: Ints, code_K: Ints, width: int, *, spread: 
         return by_rank[:width]
     span_R = np.ptp(rows_KR, axis=0)
     wide = np.flatnonzero(span_R > 0)
-    cells = width / max(1, len(np.unique(code_K)))
+    codes = len(np.unique(code_K)) if code_K.any() else 1
+    cells = width / max(1, codes)
     side = max(2, round(cells ** (1 / max(1, len(wide)))))
     cell = code_K
     for row in wide[:8].tolist():
         step = (rows_KR[:, row] - rows_KR[:, row].min()) * ((side - 1e-9) / float(span_R[row]))
         cell = cell * side + step.astype(np.int64)
-    _, leaders = np.unique(cell[by_rank], return_index=True)
-    leaders = by_rank[np.sort(leaders)][: width // 2]
-    rest = by_rank[~np.isin(by_rank, leaders)][: width - len(leaders)]
-    return np.concatenate([leaders, rest])
+    leads = leaders(cell[by_rank], width // 2)
+    place = np.flatnonzero(leads)
+    rest = by_rank[~leads][: width - len(place)]
+    return np.concatenate([by_rank[place], rest])

@@ -16,11 +16,97 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qsync_opt.formulations.compiled import compiled
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Whole = NDArray[np.integer[Any]]
 """Whole numbers of any width."""
+
+
+def _price_plain(
+    objective_Z: Floats, weight: float, value_T: Floats, price_S: Floats, load_T: Ints, entry_T: Ints, pointer_Z1: Ints,
+    allowed_Z: Bools,
+) -> Floats:  # fmt: skip
+    cost_Z = objective_Z * weight
+    cost_Z += np.bincount(entry_T, weights=value_T * price_S[load_T], minlength=len(cost_Z))
+    cost_Z[~allowed_Z] = np.inf
+    return cost_Z
+
+
+@compiled(
+    "float64[::1](float64[::1],float64,float64[::1],float64[::1],int64[::1],int64[::1],int64[::1],boolean[::1])",
+    plain=_price_plain,
+)
+def _price(
+    objective_Z: Floats, weight: float, value_T: Floats, price_S: Floats, load_T: Ints, entry_T: Ints, pointer_Z1: Ints,
+    allowed_Z: Bools,
+) -> Floats:  # fmt: skip
+    """Tables with prices of loads added, forbidden entries infinite."""
+    cost_Z = np.empty(len(objective_Z))
+    for entry in range(len(objective_Z)):
+        added = 0.0
+        for term in range(pointer_Z1[entry], pointer_Z1[entry + 1]):
+            added += value_T[term] * price_S[load_T[term]]
+        cost_Z[entry] = objective_Z[entry] * weight + added if allowed_Z[entry] else np.inf
+    return cost_Z
+
+
+def _choose_plain(labels_N: Ints, sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints) -> Ints:
+    first, second = edges_E2[:, 0], edges_E2[:, 1]
+    entry_E = offset_E + labels_N[first] * sizes_N[second] + labels_N[second]
+    return np.concatenate([offset_N + labels_N, entry_E])
+
+
+@compiled("int64[::1](int64[::1],int64[::1],int64[:,::1],int64[::1],int64[::1])", plain=_choose_plain)
+def _choose(labels_N: Ints, sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints) -> Ints:
+    """Chosen entries of nodes, then of edges."""
+    num_nodes = len(labels_N)
+    entries = np.empty(num_nodes + len(edges_E2), dtype=np.int64)
+    for node in range(num_nodes):
+        entries[node] = offset_N[node] + labels_N[node]
+    for edge in range(len(edges_E2)):
+        second = edges_E2[edge, 1]
+        entries[num_nodes + edge] = offset_E[edge] + labels_N[edges_E2[edge, 0]] * sizes_N[second] + labels_N[second]
+    return entries
+
+
+def _sum_loads_plain(entry_X: Ints, pointer_Z1: Ints, load_T: Ints, value_T: Ints, num_loads: int) -> Ints:
+    start, count = pointer_Z1[entry_X], pointer_Z1[entry_X + 1] - pointer_Z1[entry_X]
+    ends = np.cumsum(count)
+    total = int(ends[-1]) if len(ends) else 0
+    term = np.arange(total) + np.repeat(start - (ends - count), count)
+    loads_S = np.zeros(num_loads, dtype=np.int64)
+    np.add.at(loads_S, load_T[term], value_T[term])
+    return loads_S
+
+
+@compiled("int64[::1](int64[::1],int64[::1],int64[::1],int64[::1],int64)", plain=_sum_loads_plain)
+def _sum_loads(entry_X: Ints, pointer_Z1: Ints, load_T: Ints, value_T: Ints, num_loads: int) -> Ints:
+    """Loads of table entries together."""
+    loads_S = np.zeros(num_loads, dtype=np.int64)
+    for entry in entry_X:
+        for term in range(pointer_Z1[entry], pointer_Z1[entry + 1]):
+            loads_S[load_T[term]] += value_T[term]
+    return loads_S
+
+
+def _sum_steps_plain(row: Ints, load: Ints, sign: Ints, loads_S: Ints, num_rows: int) -> Ints:
+    step_R = np.zeros(num_rows, dtype=np.int64)
+    np.add.at(step_R, row, sign * loads_S[load])
+    return np.cumsum(step_R)
+
+
+@compiled("int64[::1](int64[::1],int64[::1],int64[::1],int64[::1],int64)", plain=_sum_steps_plain)
+def _sum_steps(row: Ints, load: Ints, sign: Ints, loads_S: Ints, num_rows: int) -> Ints:
+    """Left-hand sides of rows that are given by their steps."""
+    left_R = np.zeros(num_rows, dtype=np.int64)
+    for step in range(len(row)):
+        left_R[row[step]] += sign[step] * loads_S[load[step]]
+    for r in range(1, num_rows):
+        left_R[r] += left_R[r - 1]
+    return left_R
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +126,40 @@ class Derived:
     second: int
     label_AB: tuple[tuple[int, ...], ...]
     group_L: tuple[int, ...]
+
+
+def _flat(derived: Sequence[Derived]) -> tuple[Ints, Ints, Ints]:
+    """Derived nodes with both parents and the place of their tables (D, 4), widths (D,), and the tables, each once."""
+    place: dict[tuple[tuple[int, ...], ...], int] = {}
+    tables: list[int] = []
+    rows, widths = [], []
+    for item in derived:
+        at = place.get(item.label_AB)
+        if at is None:
+            at = place[item.label_AB] = len(tables)
+            for row in item.label_AB:
+                tables += row
+        rows.append((item.node, item.first, item.second, at))
+        widths.append(len(item.label_AB[0]))
+    table = np.array(rows, dtype=np.int64).reshape(-1, 4)
+    return table, np.array(widths, dtype=np.int64), np.array(tables, dtype=np.int64)
+
+
+def _follow_plain(labels_N: Ints, derived_D4: Ints, width_D: Ints, tables: Ints) -> Ints:
+    labels, entries = labels_N.tolist(), tables.tolist()  # long chains of joins are followed faster so than by numpy
+    for (node, first, second, place), width in zip(derived_D4.tolist(), width_D.tolist(), strict=True):
+        labels[node] = entries[place + labels[first] * width + labels[second]]
+    return np.array(labels, dtype=np.int64)
+
+
+@compiled("int64[::1](int64[::1],int64[:,::1],int64[::1],int64[::1])", plain=_follow_plain)
+def _follow(labels_N: Ints, derived_D4: Ints, width_D: Ints, tables: Ints) -> Ints:
+    """Labels with the derived ones set."""
+    labels = labels_N.copy()
+    for d in range(len(width_D)):
+        first, second = labels[derived_D4[d, 1]], labels[derived_D4[d, 2]]
+        labels[derived_D4[d, 0]] = tables[derived_D4[d, 3] + first * width_D[d] + second]
+    return labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,23 +224,23 @@ class AssignmentModel:
     steps: tuple[Ints, Ints, Ints] = field(init=False, repr=False)
     _entry_T: Ints = field(init=False, repr=False)
     _float_T: Floats = field(init=False, repr=False)
-    _follows: list[tuple[int, int, int, tuple[tuple[int, ...], ...]]] = field(init=False, repr=False)
+    _follows: tuple[Ints, Ints, Ints] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Compute the offsets, the steps between rows, and what prices tables."""
+        object.__setattr__(self, "edges_E2", np.ascontiguousarray(self.edges_E2))
         sizes_E = self.sizes_N[self.edges_E2[:, 0]] * self.sizes_N[self.edges_E2[:, 1]]
         offsets = np.concatenate([[0], np.cumsum(np.concatenate([self.sizes_N, sizes_E]))])
         num_nodes = len(self.sizes_N)
         object.__setattr__(self, "offset_N", offsets[:num_nodes])
         object.__setattr__(self, "offset_E", offsets[num_nodes:-1])
         step_RS = np.diff(self.rows_RS, axis=0, prepend=self.rows_RS[:1] * 0)
-        row, load = np.nonzero(step_RS)
+        row, load = (np.ascontiguousarray(positions) for positions in np.nonzero(step_RS))
         object.__setattr__(self, "steps", (row, load, step_RS[row, load].astype(np.int64)))
         entry_T = np.repeat(np.arange(len(self.objective_Z)), np.diff(self.pointer_Z1))
         object.__setattr__(self, "_entry_T", entry_T)
         object.__setattr__(self, "_float_T", self.value_T.astype(np.float64))
-        follows = [(item.node, item.first, item.second, item.label_AB) for item in self.derived]
-        object.__setattr__(self, "_follows", follows)
+        object.__setattr__(self, "_follows", _flat(self.derived))
 
     @property
     def num_nodes(self) -> int:
@@ -129,20 +249,13 @@ class AssignmentModel:
 
     def chosen(self, labels_N: Ints) -> Ints:
         """Table entries that a labelling chooses: one per node, then one per edge."""
-        first, second = self.edges_E2[:, 0], self.edges_E2[:, 1]
-        entry_E = self.offset_E + labels_N[first] * self.sizes_N[second] + labels_N[second]
-        return np.concatenate([self.offset_N + labels_N, entry_E])
+        return _choose(labels_N, self.sizes_N, self.edges_E2, self.offset_N, self.offset_E)
 
     def loads(self, labels_N: Ints) -> Ints:
         """Exact integer loads of a labelling, shape (S,)."""
-        entry = self.chosen(labels_N)
-        start, count = self.pointer_Z1[entry], self.pointer_Z1[entry + 1] - self.pointer_Z1[entry]
-        ends = np.cumsum(count)
-        total = int(ends[-1]) if len(ends) else 0
-        term = np.arange(total) + np.repeat(start - (ends - count), count)
-        loads_S = np.zeros(self.rows_RS.shape[1], dtype=np.int64)
-        np.add.at(loads_S, self.load_T[term], self.value_T[term])
-        return loads_S
+        return _sum_loads(
+            self.chosen(labels_N), self.pointer_Z1, self.load_T, self.value_T, self.rows_RS.shape[1]
+        )  # fmt: skip
 
     def excess(self, labels_N: Ints) -> Ints:
         """Left-hand sides minus limits, shape (R,): feasible where nothing is positive."""
@@ -150,10 +263,7 @@ class AssignmentModel:
 
     def left_sides(self, loads_S: Ints) -> Ints:
         """Left-hand sides of the limits for some loads, exactly, shape (R,)."""
-        row, load, sign = self.steps
-        step_R = np.zeros(len(self.limits_R), dtype=np.int64)
-        np.add.at(step_R, row, sign * loads_S[load])
-        return np.cumsum(step_R)
+        return _sum_steps(*self.steps, loads_S, len(self.limits_R))
 
     def load_prices(self, prices_R: Floats) -> Floats:
         """What a unit of each load costs at the limits' prices, shape (S,)."""
@@ -174,11 +284,11 @@ class AssignmentModel:
 
     def priced(self, prices_R: Floats, allowed_Z: Bools, objective_weight: float = 1.0) -> Floats:
         """Tables with the limits' prices added: ``objective + sum_r price_r * row_r``, forbidden entries infinite."""
-        price_T = self._float_T * self.load_prices(prices_R)[self.load_T]
-        cost_Z = self.objective_Z * objective_weight
-        cost_Z += np.bincount(self._entry_T, weights=price_T, minlength=len(cost_Z))
-        cost_Z[~allowed_Z] = np.inf
-        return cost_Z
+        price_S = self.load_prices(prices_R)
+        return _price(
+            self.objective_Z, objective_weight, self._float_T, price_S, self.load_T, self._entry_T, self.pointer_Z1,
+            allowed_Z,
+        )  # fmt: skip
 
     def amounts(self, entry_X: Ints, rows: Ints, prices_R: Floats) -> tuple[Ints, Floats]:
         """What table entries add to some limit rows, shape (X, rows), and their priced loads over all rows."""
@@ -213,10 +323,7 @@ class AssignmentModel:
 
     def complete(self, labels_N: Ints) -> Ints:
         """Set every derived node to what its parents say, and what is wanted to 1; a new array."""
-        labels = labels_N.tolist()  # joins hang in long chains, which Python follows faster than numpy
-        for node, first, second, label_AB in self._follows:
-            labels[node] = label_AB[labels[first]][labels[second]]
-        result = np.array(labels, dtype=np.int64)
+        result = _follow(labels_N, *self._follows)
         if self.wanted is not None:
             self.wanted.fill(result)
         return result

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qsync_opt.formulations.assignment.elimination import Elimination, TooWideError
+from qsync_opt.formulations.assignment.elimination import Elimination
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
+from qsync_opt.formulations.assignment.schedule import TooWideError
 
 _CUT_SHARE = 0.05
 """Share of the too dense part that is split at a time."""

@@ -26,6 +26,7 @@ from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floa
 from qsync_opt.formulations.assignment.program import close
 from qsync_opt.formulations.assignment.relaxation import Relaxation, relax
 from qsync_opt.formulations.assignment.tree import Node, Outcome, first_nodes, take
+from qsync_opt.formulations.assignment.walk import walk
 from qsync_opt.formulations.assignment.width import search_width
 from qsync_opt.formulations.linear_solver import LinearSolver
 
@@ -237,7 +238,7 @@ class BoundAndFix:
         own = effort.passes if effort.tree_passes is None or not node.number else effort.tree_passes
         passes = own if split is None else effort.passes[: effort.join_passes]
         if effort.solver is None:
-            passes = tuple(each for each in passes if each.width)
+            passes = tuple(each for each in passes if not each.needs_solver)
         for each in passes:
             if self._closed(bound, effort) or time.monotonic() > self._deadline:
                 break
@@ -344,7 +345,7 @@ class BoundAndFix:
         if self.best is not None:
             allowed_Z = allowed_Z & (least_Z < self.upper)
         most = effort_pass.nodes
-        if most is not None and not effort_pass.width and self._undecided(allowed_Z) <= effort_pass.whole * most:
+        if most is not None and effort_pass.needs_solver and self._undecided(allowed_Z) <= effort_pass.whole * most:
             most = None
         tried_Z, ceiling = nearest(allowed_Z, least_Z, self._exists_NA, self._entry_NA, most)
         tried_Z[self.model.chosen(base_N)] = True
@@ -356,6 +357,8 @@ class BoundAndFix:
         ):
             return min(self._searched[3], ceiling), allowed_Z
         core = extract(self.model, base_N, tried_Z, dual.prices_R)
+        if effort_pass.walks:
+            return min(self._walk(core, effort_pass, whole=ceiling == np.inf), ceiling), allowed_Z
         small = condense(core, self._too_dear(), merge=True)
         bound = -np.inf
         width = search_width(effort_pass.width, core, small, whole=ceiling == np.inf)
@@ -371,11 +374,33 @@ class BoundAndFix:
             bound = max(bound, self._close(core, effort_pass, partial=ceiling < np.inf))
         return min(bound, ceiling), allowed_Z
 
+    def _walk(self, core: Core, effort_pass: Pass, *, whole: bool) -> float:
+        """Search a core along paths bounded by levels; returns its bound."""
+        parts = condense(core, self._too_dear(), merge=True, count=False, product=False)
+        if isinstance(parts, Condensed) and parts.mostly_equal:  # counting says more about them than walking
+            if not whole:
+                return -np.inf
+            small = condense(core, self._too_dear(), merge=True)
+            width = search_width(0, core, small, whole=whole)
+            if width:
+                result = search(small, self._target(0.0), width, spread=True, deadline=self._deadline)
+                if result.labels_N is not None:
+                    self.offer(result.labels_N)
+                if result.bound >= self._target(self._effort.enough) or self._effort.solver is not None:
+                    return result.bound
+        upper, tolerance = self._target(0.0), self._tolerance()
+        walked = walk(parts, upper, effort_pass.walks, tolerance=tolerance, deadline=self._deadline)
+        if walked is None:
+            return -np.inf
+        if walked.labels_N is not None:
+            self.offer(walked.labels_N)
+        return walked.bound
+
     def _close(self, core: Core, effort_pass: Pass, *, partial: bool) -> float:
         """Hand a core to the solver; returns its bound."""
         left_s = self._deadline - time.monotonic()
         upper = self._target(0.0)
-        tolerance = self._effort.enough / 2 * abs(self.upper + self._effort.offset) if self.best else 0.0
+        tolerance = self._tolerance()
         left_s = max(left_s, 0.01) if left_s < np.inf else np.inf
         result = close(
             condense(core, self._too_dear(), merge=False),
@@ -388,6 +413,10 @@ class BoundAndFix:
         if result.labels_N is not None:
             self.offer(result.labels_N)
         return result.bound
+
+    def _tolerance(self) -> float:
+        """How far from the best a search may stop that is not asked for more."""
+        return self._effort.enough / 2 * abs(self.upper + self._effort.offset) if self.best else 0.0
 
     def _too_dear(self) -> float:
         """Priced cost from which on a part of a core cannot belong to a better labelling."""

@@ -1,11 +1,15 @@
-"""What does an all-reduce cost on the group at hand, by size? Measured back to back, as buckets follow one another."""
+"""What does an all-reduce cost on the group at hand, by size? Measured back to back, as buckets follow one another.
+
+And by how much does it slow down what a worker computes beside it: its kernels take multiprocessors and bandwidth.
+"""
 
 from __future__ import annotations
 
 import bisect
+import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +91,86 @@ def measure_collectives(
         bandwidth_bytes_per_s=fit.bandwidth_bytes_per_s,
         relative_residual=fit.relative_residual,
     )
+
+
+def measure_slowdown(
+    cost: CollectiveCost,
+    *,
+    num_bytes: int = 25 << 20,
+    repeats: int = 5,
+    device: torch.device | str = "cpu",
+    group: Any = None,
+) -> float:
+    """By what share of an all-reduce's time does computation beside it take longer on this worker?
+
+    0 where both run as if alone, 1 where computation stands still meanwhile. Every worker of the group must call it, on
+    the stream that it trains on; each computes matrix products and an element-wise function for equally long.
+
+    Args:
+        cost: Of an all-reduce alone, from `measure_collectives` on this group.
+        num_bytes: Size of an all-reduce; the default is that of a bucket of ``DistributedDataParallel``.
+        repeats: Blocks with and without all-reduces, in turn; the median of their differences counts.
+        device: Where the tensors are.
+        group: Process group; None: the default one.
+
+    Raises:
+        NotReadyError: There is no process group, or it has one worker.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        raise NotReadyError("no process group of at least two workers: measure inside process_group(...)")
+    device = torch.device(device)
+    width = 1024 if device.type == "cuda" else 128
+    payload = torch.zeros(max(1, num_bytes // 4), device=device)
+    a, b = (torch.randn(width, width, device=device) for _ in range(2))
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            torch.tanh(a @ b)
+
+    alone = cost.ns(num_bytes)
+    work(3)
+    own = _timed(lambda: work(8), device) / 8
+    longest = torch.tensor([max(own, 2.0 * alone)], dtype=torch.float64, device=device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
+    times = max(1, math.ceil(float(longest) / own))
+
+    def block(beside: bool) -> float:
+        pending: list[Any] = []
+
+        def run() -> None:
+            for _ in range(_BESIDE):
+                if beside:
+                    pending.append(dist.all_reduce(payload, group=group, async_op=True))
+                work(times)
+
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)  # all workers are here
+        taken = _timed(run, device)
+        for handle in pending:
+            handle.wait()
+        return taken
+
+    block(True)
+    longer = [block(True) - block(False) for _ in range(repeats)]
+    return max(0.0, statistics.median(longer) / (_BESIDE * alone))
+
+
+_BESIDE = 8
+"""All-reduces in a block."""
+
+
+def _timed(run: Callable[[], None], device: torch.device) -> float:
+    """Nanoseconds that the present stream takes for some work."""
+    if device.type != "cuda":
+        start = time.perf_counter_ns()
+        run()
+        return float(time.perf_counter_ns() - start)
+    torch.cuda.synchronize(device)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    first.record()
+    run()
+    last.record()
+    torch.cuda.synchronize(device)
+    return float(first.elapsed_time(last)) * 1e6
 
 
 def _block(payload: torch.Tensor, runs: int, group: Any) -> float:

@@ -74,7 +74,7 @@ def probe_curvatures(
         Hutchinson's estimator, as HAWQ-V2 (Dong et al., NeurIPS 2020) uses it for weights; over activations ours.
     """
     wanted = None if graph is None else frozenset(operator.name for operator in graph.by_role(Role.ADJUSTABLE))
-    tapper = Tapper(wanted, smooth=False, gradients=False)
+    tapper = Tapper(wanted, gradients=False)
     found: dict[str, dict[str, tuple[float, float]]] = {}
     try:
         with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):

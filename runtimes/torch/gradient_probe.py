@@ -7,9 +7,9 @@ whole gradient. One double backward pass per u yields it for all tensors of all 
 nonlinearity, residual branch, normalization, shared weight and the loss itself, exact to first order.
 
 The derivative of a rectifier jumps where its input crosses zero, which no derivative sees, yet flips of rectifiers are
-what small noise mostly does in a network of them. In a second pass the jump is smoothed over a width proportional to a
-nominal noise, chosen so that the energy of the smoothed change equals that of the flips; it grows with the square root
-of the noise-to-signal ratio, which is how ``Gain.kink`` is applied. Ties of max-pooling are not treated so.
+what small noise mostly does in a network of them. The mask by which a rectifier multiplies its gradient is therefore a
+tensor of its own: the square of its J^T u, element by element, times the chance that normal noise of some size pushes
+that element over zero, is the variance that the flips of this rectifier add (`Probed.flips`). Ties of max-pooling are not treated so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,10 @@ from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.random_signs import RandomSigns
 from qsync_opt.runtimes.torch.rounding_error import stacked_errors
-from qsync_opt.statistics import GRADIENTS, OPERANDS, Gain
+from qsync_opt.runtimes.torch.reductions import total
+from qsync_opt.statistics import FLIP_RATIOS, GRADIENTS, OPERANDS, Gain
 
-_NOMINAL_RATIO = 1e-3
-# With a normal window of width h = c * sigma the squared change has the energy p(0) * sigma / (2 sqrt(pi) c), the flips
-# have p(0) * E|noise| = p(0) * sigma * sqrt(2 / pi); they agree for c = 1 / (2 sqrt(2)).
-_WIDTH = 1.0 / (2.0 * math.sqrt(2.0))
+_MASK = "mask"
 _RECTIFIERS = ("relu",)
 # Noise in the forward pass flips rectifiers; noise in gradients does not.
 _QUANTIZED = ("first", "second", "output_gradient")
@@ -43,47 +41,40 @@ FORWARD_TENSORS = (*OPERANDS, "output")
 """The tensors of an operator's forward pass."""
 
 
-class _SmoothStep(torch.autograd.Function):
-    """1 where the input is positive, with the derivative of a step smoothed by a normal window."""
+class Probed(NamedTuple):
+    """Gains per operator and tensor; and per rectifier, what its flips add at the ratios of ``FLIP_RATIOS``."""
+
+    gains: dict[str, dict[str, Gain]]
+    flips: dict[str, tuple[float, ...]]
+
+
+class _MaskedRectifier(torch.autograd.Function):
+    """A rectifier whose gradient is multiplied by a mask that can itself be differentiated by."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, width: Tensor) -> Tensor:
-        ctx.save_for_backward(z, width)
-        return (z > 0).to(z.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        z, width = ctx.saved_tensors
-        return grad * torch.exp(-0.5 * (z / width).square()) / (width * math.sqrt(2 * math.pi)), None
-
-
-class _SmoothRectifier(torch.autograd.Function):
-    """A rectifier, exact in value and first derivative, whose second derivative is that of the smoothed step."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, width: Tensor) -> Tensor:
-        ctx.save_for_backward(z, width)
+    def forward(ctx: Any, z: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
         return z.relu()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        z, width = ctx.saved_tensors
-        return grad * _SmoothStep.apply(z, width), None  # type: ignore[no-untyped-call]
+        (mask,) = ctx.saved_tensors
+        return grad * mask, None
 
 
 class Tapper:
     """Handler of an interception: keeps a node of the autograd graph for every tensor that can be noisy.
 
-    ``wanted`` limits the operators (None: all adjustable ones); ``smooth`` replaces rectifiers by smoothed ones;
-    ``gradients`` also taps what the backward pass computes.
+    ``wanted`` limits the operators (None: all adjustable ones); ``gradients`` also taps what the backward pass computes,
+    and the masks of rectifiers.
     """
 
-    def __init__(self, wanted: frozenset[str] | None, *, smooth: bool, gradients: bool = True) -> None:
+    def __init__(self, wanted: frozenset[str] | None, *, gradients: bool = True) -> None:
         self._wanted = wanted
-        self._smooth = smooth
         self._gradients = gradients
-        self.rectifiers = 0
         self.open = True
+        self.rectified: dict[int, Tensor] = {}
+        """Distance of every element from zero, over the root of their mean square, by the id of its mask."""
         self.taps: list[tuple[str, str, Tensor]] = []
 
     def __call__(self, call: OperatorCall) -> Any:
@@ -122,13 +113,16 @@ class Tapper:
         node.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _rectify(self, call: OperatorCall) -> Tensor:
-        self.rectifiers += 1
         z: Tensor = call.args[0] if call.args else call.kwargs["input"]
-        if not self._smooth:
+        if not self._gradients or not z.requires_grad:
             return torch.relu(z)
-        spread = z.detach().square().mean().sqrt()
-        width = (_WIDTH * math.sqrt(_NOMINAL_RATIO) * spread).clamp(min=torch.finfo(z.dtype).tiny)
-        return _SmoothRectifier.apply(z, width)  # type: ignore[no-untyped-call,no-any-return]
+        with torch.no_grad():
+            size = z.square().mean().sqrt().clamp(min=torch.finfo(z.dtype).tiny)
+            mask, distance = (z > 0).to(z.dtype), z.abs() / size
+        mask.requires_grad_()
+        self.rectified[id(mask)] = distance
+        self.taps.append((call.name, _MASK, mask))
+        return _MaskedRectifier.apply(z, mask)  # type: ignore[no-untyped-call,no-any-return]
 
 
 @contextlib.contextmanager
@@ -172,16 +166,28 @@ def _noise_shapes(tensor: str, values: Tensor) -> tuple[Tensor | None, Tensor]:
 
 def _weighted(squares: Tensor, weights: Tensor | None) -> Tensor:
     """Sum of squares times weights of mean 1; weights that are all zero count as none."""
-    plain = squares.sum(dtype=torch.float64)
+    plain = total(squares)
     if weights is None:
         return plain
-    mean = weights.mean(dtype=torch.float64)
-    weighted = (squares * weights).sum(dtype=torch.float64) / mean.clamp(min=torch.finfo(torch.float64).tiny)
+    mean = total(weights) / weights.numel()
+    weighted = total(squares * weights) / mean.clamp(min=torch.finfo(torch.float64).tiny)
     return torch.where(mean > 0, weighted, plain)
 
 
+def _adaptive_weights(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """By what each parameter's gradient is multiplied so that its variance is the share of Adam's progress it costs.
+
+    The square of it is ``1 / (2 rms_p sum of (elements rms))`` over the parameters, see ``qsync_opt.expected_loss``;
+    0 where all of a gradient is 0.
+    """
+    roots = [torch.linalg.vector_norm(g.detach()).double() / math.sqrt(g.numel()) for g in gradients]
+    progress = torch.stack([root * g.numel() for root, g in zip(roots, gradients, strict=True)]).sum()
+    weights = [torch.where(root > 0, (2 * root * progress).rsqrt(), 0.0) for root in roots]
+    return [weight.to(g.dtype) for weight, g in zip(weights, gradients, strict=True)]
+
+
 def _squares(
-    loss_of: Callable[[], Tensor], model: nn.Module, tapper: Tapper, probes: int, seed: int
+    loss_of: Callable[[], Tensor], model: nn.Module, tapper: Tapper, probes: int, seed: int, adaptive: bool = False
 ) -> dict[tuple[str, str], Tensor]:
     """Per operator and tensor: mean over probes of the squared derivatives, summed over elements with two weights.
 
@@ -199,8 +205,11 @@ def _squares(
         tapper.open = False
         refuse_dead_ends(gradients)
         used = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
+        weights = _adaptive_weights(used) if adaptive else []
         for probe in range(probes):
             signs = [random.like(g.detach()) for g in used]
+            for u, weight in zip(signs, weights, strict=False):
+                u.mul_(weight)
             projection = torch.stack([(g * u).sum() for g, u in zip(used, signs, strict=True)]).sum()
             derivatives = torch.autograd.grad(
                 projection, [tap for *_, tap in tapper.taps], allow_unused=True, retain_graph=probe + 1 < probes
@@ -209,7 +218,12 @@ def _squares(
                 if derivative is None:  # typed as if it never were
                     continue  # type: ignore[unreachable]
                 squares = derivative.square()
-                sums = [_weighted(squares, shape) for shape in _noise_shapes(tensor, tap.detach())]
+                if tensor == _MASK:
+                    distance = tapper.rectified[id(tap)]
+                    chances = [torch.special.ndtr(distance / -math.sqrt(ratio)) for ratio in FLIP_RATIOS]
+                    sums = [total(squares * chance) for chance in chances]
+                else:
+                    sums = [_weighted(squares, shape) for shape in _noise_shapes(tensor, tap.detach())]
                 found = torch.stack(sums) / probes
                 totals[name, tensor] = totals.get((name, tensor), 0) + found
     except RuntimeError as error:
@@ -220,6 +234,7 @@ def _squares(
     finally:
         # Hooks keep the tapper alive from inside the autograd graph; without its taps it does not keep the graph.
         tapper.taps.clear()
+        tapper.rectified.clear()
     return totals
 
 
@@ -230,8 +245,9 @@ def probe_gains(
     graph: OpGraph | None = None,
     probes: int,
     seed: int = 0,
-) -> dict[str, dict[str, Gain]]:
-    """Gains of every tensor of every adjustable operator for one batch.
+    adaptive: bool = False,
+) -> Probed:
+    """Gains of every tensor of every adjustable operator for one batch, and what flips of rectifiers add.
 
     Needs the memory of a forward and backward pass that is differentiated again, several times that of a training step.
     Dropout draws anew in each pass.
@@ -242,9 +258,10 @@ def probe_gains(
         graph: Limits the operators to its adjustable ones.
         probes: Random vectors; the relative error of a gain shrinks with their number and with the tensor's size.
         seed: Of the random vectors.
+        adaptive: Count the variance of every parameter's gradient by the share of Adam's progress that it costs.
 
     Returns:
-        Operator to tensor to gain.
+        Operator to tensor to gain; rectifier to flips.
 
     Raises:
         ModelError: Some operation of the model has no second derivative.
@@ -253,25 +270,12 @@ def probe_gains(
         Ours; the estimator of a squared norm from random signs is Hutchinson's.
     """
     wanted = None if graph is None else frozenset(operator.name for operator in graph.by_role(Role.ADJUSTABLE))
-    tapper = Tapper(wanted, smooth=False)
-    plain = _squares(loss_of, model, tapper, probes, seed)
-    smoothed = plain
-    if tapper.rectifiers:
-        smoothed = _squares(loss_of, model, Tapper(wanted, smooth=True), probes, seed)
-    root = math.sqrt(_NOMINAL_RATIO)
     gains: dict[str, dict[str, Gain]] = {}
-    for (name, tensor), values in plain.items():
-        uniform, floating = values.tolist()
-        kinks = [0.0, 0.0]
-        if tensor in FORWARD_TENSORS:
-            kinks = ((smoothed[name, tensor] - values).clamp(min=0) * root).tolist()
-        gains.setdefault(name, {})[tensor] = Gain(
-            uniform=uniform, floating=floating, kink_uniform=kinks[0], kink_floating=kinks[1]
-        )
-    for (name, tensor), values in smoothed.items():
-        if (name, tensor) not in plain and tensor in FORWARD_TENSORS:
-            kinks = (values * root).tolist()
-            gains.setdefault(name, {})[tensor] = Gain(
-                uniform=0.0, floating=0.0, kink_uniform=kinks[0], kink_floating=kinks[1]
-            )
-    return gains
+    flips: dict[str, tuple[float, ...]] = {}
+    for (name, tensor), values in _squares(loss_of, model, Tapper(wanted), probes, seed, adaptive).items():
+        if tensor == _MASK:
+            flips[name] = tuple(values.tolist())
+        else:
+            uniform, floating = values.tolist()
+            gains.setdefault(name, {})[tensor] = Gain(uniform=uniform, floating=floating)
+    return Probed(gains, flips)

@@ -21,7 +21,7 @@ from qsync_opt.runtimes.torch.job_finalists import (
 from qsync_opt.runtimes.torch.job_finalists import words as step_words
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
 from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, JobPlan, verdict
-from qsync_opt.runtimes.torch.job_ways import FULL, PLANNED, Way, choose, everywhere, step_ns, words
+from qsync_opt.runtimes.torch.job_ways import FULL, PLANNED, Way, choose, everywhere, words
 
 _WORTH_MOVING, _LESS_SENSITIVE = 0.03, 0.1
 """Relative gain of time, or of sensitivity, for which a running job moves to another plan."""
@@ -121,7 +121,7 @@ def decide(
         said = f"nothing is faster than FP32 by {options.least_gain:.0%}: the model is left alone"
     else:
         said = f"{gain:.1%} less time per sample than in FP32"
-    reason = f"{said}; {words(chosen, everywhere(ways, limits))}{step_words(timed)}"
+    reason = f"{said}; {words(chosen, everywhere(ways, limits), compiled=options.compiled)}{step_words(timed)}"
     whole = Plan(problem=plan.problem, devices={name: way.precisions for name, way in chosen.items()})
     found = plan if all(way.name == PLANNED for way in chosen.values()) else whole
     return Decision(
@@ -129,7 +129,7 @@ def decide(
         evaluation=evaluate(problem, found),
         worthwhile=worthwhile,
         reason=reason,
-        expected_ns=step_ns(chosen) + rest_ns if balanced else round(time_of(chosen)),
+        expected_ns=round(time_of(chosen)),
         taken={name: way.label for name, way in chosen.items()},
         autocast={name: way.autocast for name, way in chosen.items() if way.autocast is not None},
         captured=tuple(name for name, way in chosen.items() if way.captured),

@@ -124,7 +124,8 @@ def measure_profiles(
 ) -> dict[str, DeviceProfile]:
     """Profile of each type, measured by its first rank; all types at the same time."""
     rank, size = world()
-    steps = job.options.costs == "steps" or (job.options.costs == "auto" and job.example.device.type == "cuda")
+    recorded = job.options.compiled or job.example.device.type == "cuda"
+    steps = job.options.costs == "steps" or (job.options.costs == "auto" and recorded)
     group = _own_group() if size > 1 and any(gather_json(steps)) else None
 
     def measure() -> Any:
@@ -179,6 +180,7 @@ def _by_steps(job: Job, captured: CapturedModel, optimizer: torch.optim.Optimize
             budget_s=job.options.profile_seconds,
             progress=job.options.progress,
             name=job.options.device_type,
+            compiled=job.options.compiled,
         )
     except (QSyncError, RuntimeError) as failure:
         reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]

@@ -48,6 +48,9 @@ class PlanningOptions:
         capture: With ``compare``, time the passes of every way on a card also as CUDA graphs (`graphed`), and let the
             plan take those where nothing else is as fast. The first training pass after `apply` is then captured, and
             what holds for `graphed` holds for the model.
+        compiled: The model will be compiled after `apply`, as one graph for each pass: steps are recorded and ways
+            timed compiled, and nothing else is compared. Every plan that is recorded or timed is compiled once, which
+            takes minutes for large models; what this process has compiled before is compiled again.
         local_batches: ``"equal"`` on all workers, so that the slowest decides; ``"by speed"``: they will be sized so
             that no worker waits, as the plan's ``shares`` say, and every device type takes its own fastest way. The
             batch for planning is the same on all ranks in either case. Only ``compare`` looks at it.
@@ -70,6 +73,7 @@ class PlanningOptions:
     trial: bool = True
     compare: bool | str = True
     capture: bool = False
+    compiled: bool = False
     local_batches: str = "equal"
     progress: Report | bool | None = None
 
@@ -83,6 +87,10 @@ class PlanningOptions:
         check_number(self.least_gain, "least_gain")
         if self.least_gain >= 1:
             raise ProblemError(f"least_gain is {self.least_gain}: a share below 1 is needed, such as 0.02")
+        if self.compiled and self.capture:
+            raise ProblemError(
+                "compiled and capture are both set, but compiled passes are not captured: allowed is one of the two"
+            )
         if self.local_batches not in ("equal", "by speed"):
             raise ProblemError(f"local_batches is {self.local_batches!r}: allowed are 'equal' and 'by speed'")
 

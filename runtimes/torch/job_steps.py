@@ -59,6 +59,7 @@ def profile_job_steps(
     budget_s: float | None = None,
     progress: Report | bool | None = None,
     name: str | None = None,
+    compiled: bool = False,
 ) -> DeviceProfile:
     """A profile from recorded training steps; parameters, buffers, gradients and random state are put back.
 
@@ -73,6 +74,7 @@ def profile_job_steps(
         budget_s: As in `profile_steps`.
         progress: As in `profile`.
         name: Of the device.
+        compiled: As in `profile_steps`.
 
     Returns:
         The profile. Its options say how it was measured, and what was scaled for lack of memory.
@@ -90,13 +92,13 @@ def profile_job_steps(
         "distributed": group is not None,
     }
     cache = MeasurementCache(cache_dir, environment)
-    key = f"steps {graph.fingerprint()} in {','.join(formats)} with {_settings(optimizer)}"
+    key = f"{'compiled ' * compiled}steps {graph.fingerprint()} in {','.join(formats)} with {_settings(optimizer)}"
     known = cache.get(key)
     if known is None:
         try:
             with _memory_given_back(device):
                 costs, state = _recorded(
-                    example, graph, optimizer, tuple(formats), kernels, group, budget_s, progress, name
+                    example, graph, optimizer, tuple(formats), kernels, group, budget_s, progress, name, compiled
                 )
         except RuntimeError as failure:
             running = precisions_that_run(example, graph, tuple(formats), kernels)
@@ -116,6 +118,7 @@ def profile_job_steps(
                 budget_s=budget_s,
                 progress=progress,
                 name=name,
+                compiled=compiled,
             )
         known = {"costs": costs.to_json(), "state_bytes": state, "signatures": _signatures(graph, costs)}
         cache.put(key, known)
@@ -204,6 +207,7 @@ def _recorded(
     budget_s: float | None,
     progress: Report | bool | None,
     name: str | None,
+    compiled: bool,
 ) -> tuple[StepCosts, int]:
     """Costs, and the bytes of the optimizer's state."""
     with parameters_put_back(example.model), model_unchanged(example.model):
@@ -222,6 +226,7 @@ def _recorded(
                 progress=progress,
                 name=name,
                 budget_s=budget_s,
+                compiled=compiled,
             )
         return records.fit(graph), state_bytes(own)
 
@@ -265,7 +270,8 @@ def _described(graph: OpGraph, costs: StepCosts, formats: dict[str, PrecisionFor
     profile = profile_from_steps(graph, costs, formats, state_bytes=state)
     errors = [abs(check.time_error) for check in costs.checks]
     options: dict[str, str | int | float | bool] = {
-        MEASURED_OPTION: f"training steps recorded under {len(costs.checks)} plans, whose times are predicted within "
+        MEASURED_OPTION: f"{'compiled ' * (costs.graphs > 0)}training steps recorded under {len(costs.checks)} plans, "
+        "whose times are predicted within "
         f"{statistics.fmean(errors):.1%} on average and {max(errors):.1%} at most"
     }
     options[FP32_SHARE_OPTION] = _fp32_share(graph, costs)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 
 from qsync_opt.baselines import uniform_plan
 from qsync_opt.errors import UnsupportedError
@@ -23,6 +24,7 @@ from qsync_opt.propagation import propagate
 from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json, together, world
 from qsync_opt.runtimes.torch.allocations import allocation_of
 from qsync_opt.runtimes.torch.apply import AUTOCAST_TYPES, ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.compiled_recording import compiled_inside
 from qsync_opt.runtimes.torch.job_measuring import DeviceTypes, Job
 from qsync_opt.runtimes.torch.job_plan import JobModel, JobPlan
 from qsync_opt.runtimes.torch.job_ways import FULL, PLANNED, Way
@@ -117,7 +119,11 @@ def measure_ways(job: Job, made: JobModel | None, found: JobPlan, types: DeviceT
     mine = [Way.from_json(entry, "a way") for entry in entries]
     graph = None if made is None else made.graph
     kernels = job.options.kernels
-    timed = together(lambda: time_ways(job.model, job.example, mine, graph, kernels, kept_bytes=state_bytes + buckets))
+    kept_bytes = state_bytes + buckets
+    compiled = job.options.compiled
+    timed = together(
+        lambda: time_ways(job.model, job.example, mine, graph, kernels, kept_bytes=kept_bytes, compiled=compiled)
+    )
     gathered = gather_json([[way.pass_ns, way.needed_bytes] for way in timed])
     if made is None or rank:
         return made
@@ -143,6 +149,7 @@ def time_ways(
     kernels: KernelOptions,
     *,
     kept_bytes: int = 0,
+    compiled: bool = False,
 ) -> list[Way]:
     """The same ways, with the median time of a forward and backward pass on this rank, and on a card its peak memory.
 
@@ -156,15 +163,18 @@ def time_ways(
         graph: The captured graph, if it is known here.
         kernels: Rounding and granularity.
         kept_bytes: What training keeps beside parameters, gradients and activations.
+        compiled: Compile the model under every way, one after the other.
 
     Returns:
-        In the same order. ``needed_bytes`` is None where memory ran out, passes could not be captured, or they were too
-        slow to try; on a CPU, which keeps no account of it, it stays what it was.
+        In the same order. ``needed_bytes`` is None where memory ran out, passes could not be captured or compiled, or
+        were too slow to try; on a CPU, which keeps no account of it, it stays what it was.
     """
     times: list[list[float]] = [[] for _ in ways]
     spent = [0.0 for _ in ways]
     needs = [way.needed_bytes for way in ways]
     with model_unchanged(model):
+        if compiled:
+            return [_compiled_way(example, way, graph, kernels, kept_bytes) for way in ways]
         for turn in range(_ROUNDS):
             for index, way in enumerate(ways):
                 if way.captured or needs[index] is None or spent[index] > _WAY_NS:
@@ -207,6 +217,36 @@ def carried_out(model: nn.Module, way: Way, graph: OpGraph | None, kernels: Kern
         yield
     finally:
         undo(model)
+
+
+def _compiled_way(
+    example: TrainingExample, way: Way, graph: OpGraph | None, kernels: KernelOptions, kept_bytes: int
+) -> Way:
+    """A way with the time and memory of compiled passes.
+
+    Compiled once and timed in a row: compiling takes far longer than the passes.
+    """
+    device, needed = example.device, way.needed_bytes
+    try:
+        with carried_out(example.model, way, graph, kernels), compiled_inside(example.model):
+            _pass(example)
+            if device.type == "cuda":
+                needed = _peak_bytes(example) + kept_bytes
+            blocks = [_timed_block(example)]
+            while len(blocks) < _ROUNDS and sum(block for block, _ in blocks) <= _WAY_NS:
+                blocks.append(_timed_block(example))
+    except torch.cuda.OutOfMemoryError:
+        failed = "memory ran out"
+    except (TorchDynamoException, UnsupportedError) as failure:
+        failed = str(failure).strip().splitlines()[0]
+    else:
+        times = [block / passes for block, passes in blocks]
+        return replace(way, pass_ns=round(statistics.median(times)), needed_bytes=needed)
+    _LOGGER.warning("%s is not timed compiled: %s", way.name, failed)
+    example.model.zero_grad()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return replace(way, pass_ns=0, needed_bytes=None)
 
 
 def _captured_times(

@@ -236,8 +236,9 @@ def everywhere(ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int
     return {name: max(times) for name, times in found.items() if len(times) == len(ways)}
 
 
-def words(chosen: Mapping[str, Way], uniform: Mapping[str, int]) -> str:
+def words(chosen: Mapping[str, Way], uniform: Mapping[str, int], *, compiled: bool = False) -> str:
     """What was measured and taken, for the reason of a plan."""
     taken = ", ".join(f"{way.label} on {name}" for name, way in chosen.items())
     compared = ", ".join(f"{name} {time / 1e6:.2f} ms" for name, time in sorted(uniform.items(), key=lambda e: e[1]))
-    return f"measured passes: {compared or 'no single way fits everywhere'}; {taken} {step_ns(chosen) / 1e6:.2f} ms"
+    what = "compiled passes" if compiled else "passes"
+    return f"measured {what}: {compared or 'no single way fits everywhere'}; {taken} {step_ns(chosen) / 1e6:.2f} ms"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.random_signs import RandomSigns
+from qsync_opt.runtimes.torch.reductions import square_sum
 
 _CHUNK = 1 << 21
 """Elements of a loss's input that are differentiated twice together, where its rows are independent."""
@@ -36,7 +37,7 @@ def loss_curvature(call: OperatorCall, x: Tensor) -> Tensor:
         found = _norms(function, part, random)
         if found is not None:
             totals += found
-    mean_square = x.square().sum(dtype=torch.float64) / x.numel()
+    mean_square = square_sum(x) / x.numel()
     return totals[0] * mean_square / totals[1].clamp(min=torch.finfo(torch.float64).tiny)
 
 
@@ -47,7 +48,7 @@ def _norms(function: Callable[[Tensor], Tensor], x: Tensor, random: RandomSigns)
     if not gradient.requires_grad:
         return None
     (change,) = torch.autograd.grad(gradient, x, random.like(x.detach()))
-    return torch.stack([t.detach().square().sum(dtype=torch.float64) for t in (change, gradient)])
+    return torch.stack([square_sum(t.detach()) for t in (change, gradient)])
 
 
 def _parts(call: OperatorCall, x: Tensor) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:

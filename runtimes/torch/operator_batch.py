@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qsync_opt.rounding import Rounding
+from qsync_opt.runtimes.torch.nearest_error import NEAREST_FORMATS
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
 from qsync_opt.runtimes.torch.operator_summary import (
     CAST_KINDS,
@@ -23,6 +24,14 @@ from qsync_opt.statistics import OperatorKind, OperatorStatistics
 _WAITING = 1 << 22
 
 
+def _cast_errors(parts: Tensor, scales: Sequence[float]) -> tuple[Tensor, ...]:
+    """Errors of rows that are multiplied by a scale, a power of two, while they are rounded."""
+    if all(scale == 1.0 for scale in scales):
+        return tuple(stacked_errors(parts, CAST_KINDS, {}))
+    scale = torch.tensor(scales, dtype=parts.dtype, device=parts.device).unsqueeze(1)
+    return tuple(values / scale.square() for values in stacked_errors(parts * scale, CAST_KINDS, {}))
+
+
 def cast_waiting(records: Iterable[OperatorRecord]) -> None:
     """Find the cast errors of all elements that wait, many tensors at once."""
     alike: dict[tuple[torch.device, int], list[tuple[OperatorRecord, str, Tensor]]] = {}
@@ -35,9 +44,9 @@ def cast_waiting(records: Iterable[OperatorRecord]) -> None:
         for start in range(0, len(every), count):
             some = every[start : start + count]
             parts = torch.stack([part for _, _, part in some])
-            errors = stacked_errors(parts, CAST_KINDS, {})
-            means = [values.mean(2, dtype=torch.float64) for values in errors]
+            scales = [record.loss_scale if tensor.endswith("gradient") else 1.0 for record, tensor, _ in some]
             squares = parts.square().mean(1, dtype=torch.float64)
+            means = [values.mean(2, dtype=torch.float64) for values in _cast_errors(parts, scales)]
             for i, (record, tensor, _) in enumerate(some):
                 for rounding, values in zip(Rounding, means, strict=True):
                     record.found.append((tuple(f"{tensor}.{kind}.{rounding}" for kind in CAST_KINDS), values[:, i]))
@@ -74,6 +83,8 @@ def finished(record: OperatorRecord, values: dict[str, float], batch: int) -> Op
         second_parameter=record.parameters[1],
         alignment=aligned,
         measured=measured_errors(values),
+        nearest={name: values[f"nearest.{name}"] for name in NEAREST_FORMATS if f"nearest.{name}" in values},
+        loss_scale=record.loss_scale,
         **tensors,
     )
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qsync_opt.rounding import GRADIENT_KINDS, Granularity, Rounding
 from qsync_opt.runtimes.torch.attention_error import AttentionCall, attention_errors
+from qsync_opt.runtimes.torch.nearest_error import weight_gradient_errors
 from qsync_opt.runtimes.torch.operator_summary import (
     CAST_KINDS,
     OUTPUT_GRADIENT_KINDS,
@@ -74,6 +75,8 @@ class OperatorRecord:
     # Of a product, from its forward to its backward pass: per shape the reductions that wait for the gradient.
     form: ProductForm | None = None
     factor: float = 1.0
+    loss_scale: float = 1.0
+    """By which gradients are multiplied while they are rounded to 16 bits."""
     by_row: dict[str, Tensor] = field(default_factory=dict)
     by_column: dict[str, Tensor] = field(default_factory=dict)
     row_sizes: Tensor | None = None
@@ -224,7 +227,12 @@ class OperatorRecord:
             rows = g.square().reshape(-1, g.shape[-1]).sum(1)
             self.put("xg/floating", total(rows if self.counted is None else rows[self.counted]))
         if self.form is not None:
-            self._complete(self.form, self.form.result(g))
+            gradient = self.form.result(g)
+            if len(self.parameters) > 1 and self.parameters[1] is not None and "second_gradient" in self.needs_gradient:
+                errors = weight_gradient_errors(self.form, gradient, self.factor, self.loss_scale)
+                for name, value in errors.items():
+                    self.put(f"nearest.{name}", value.double())
+            self._complete(self.form, gradient)
 
     def _attention_errors(self, attention: AttentionCall, g: Tensor) -> None:
         operands = [attention.query, attention.key, attention.value, g]
@@ -272,7 +280,12 @@ class OperatorRecord:
     def _scratch(self) -> OperatorRecord:
         """A record of the same operator, empty."""
         return OperatorRecord(
-            name=self.name, op_type=self.op_type, kind=self.kind, sample=self.sample, parameters=self.parameters
+            name=self.name,
+            op_type=self.op_type,
+            kind=self.kind,
+            sample=self.sample,
+            parameters=self.parameters,
+            loss_scale=self.loss_scale,
         )
 
     def _packed(self) -> tuple[_Labels, list[Tensor]]:
@@ -349,15 +362,16 @@ class OperatorRecord:
         """
         amaxes = {Granularity.TENSOR: torch.linalg.vector_norm(g, float("inf"))}
         self.put(f"output_gradient.amax.{Granularity.TENSOR}", amaxes[Granularity.TENSOR].square())
+        amaxes = {Granularity.TENSOR: amaxes[Granularity.TENSOR] * self.loss_scale}
         totals: list[Tensor] = []
 
         def integer_errors(part: Tensor) -> Tensor:
-            errors = stacked_errors(part, _RESULT_KINDS, amaxes)
+            errors = stacked_errors(part * self.loss_scale, _RESULT_KINDS, amaxes)
             totals.append(torch.stack([values.flatten(1).sum(1, dtype=torch.float64) for values in errors]))
-            return errors.stochastic[_RESULT_KINDS.index(GRADIENT_KINDS["INT8"])]
+            return errors.stochastic[_RESULT_KINDS.index(GRADIENT_KINDS["INT8"])] / self.loss_scale**2
 
         rows, columns = reduced(form, g, integer_errors)
-        for rounding, values in zip(Rounding, torch.stack(totals).sum(0) / g.numel(), strict=True):
+        for rounding, values in zip(Rounding, torch.stack(totals).sum(0) / (g.numel() * self.loss_scale**2), strict=True):
             self.found.append((tuple(f"output_gradient.{kind}.{rounding}" for kind in _RESULT_KINDS), values))
         self.put("xg/gradient", dot(self.by_row["floating"], rows))
         self.put("gw/gradient", dot(self.by_column["floating"], columns))

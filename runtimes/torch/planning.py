@@ -6,6 +6,7 @@ problem and plan, trial. Nothing of the model is changed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -25,6 +26,7 @@ from qsync_opt.plan import Plan, plan_from_json
 from qsync_opt.planner import solve
 from qsync_opt.runtimes.torch.agreement import broadcast_json, digest, gather_json, require_agreement, together, world
 from qsync_opt.runtimes.torch.capture import capture_model
+from qsync_opt.runtimes.torch.compiled_recording import compiled_inside
 from qsync_opt.runtimes.torch.host_bound import with_host_shares
 from qsync_opt.runtimes.torch.job_choice import decide
 from qsync_opt.runtimes.torch.job_file import load_job, save_job, with_workers
@@ -124,8 +126,9 @@ def auto_plan(
         cluster=job_cluster(types, profiles, network),
     )
     plan = _planned(job, made, types, stages)
-    with stages("host"):
-        plan = with_host_shares(job, plan, made.graph, types)
+    if not job.options.compiled:  # there the host launches far less
+        with stages("host"):
+            plan = with_host_shares(job, plan, made.graph, types)
     _keep(job, plan, types)
     return replace(plan, stages_s=stages.seconds)
 
@@ -136,6 +139,7 @@ def _facts(job: Job) -> dict[str, Any]:
     return {
         "versions": {"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
         "parameters": [[name, list(p.shape), p.requires_grad] for name, p in job.model.named_parameters()],
+        "compiled": job.options.compiled,
         "batch": [[str(x.dtype), list(x.shape)] for x in leaves if isinstance(x, torch.Tensor)],
         "kernels": {
             field.name: getattr(job.options.kernels, field.name)
@@ -220,8 +224,10 @@ def _compared(job: Job, made: JobModel | None, types: DeviceTypes, found: JobPla
         made = measure_ways(job, made, found, types)
     with stages("plan"):
         found = shared_plan(made, types.mine, job.options)
-    # With local batches by speed steps are others: the batch for planning is the same on all workers.
-    if broadcast_json(job.options.compare == "passes" or job.options.local_batches == "by speed"):
+    # With local batches by speed steps are others: the batch for planning is the same on all workers. Whole steps are
+    # timed as the model stands, which is not how a compiled job trains.
+    passes_alone = job.options.compare == "passes" or job.options.local_batches == "by speed" or job.options.compiled
+    if broadcast_json(passes_alone):
         return found
     with stages("steps"):
         made = measure_steps(job, made, found, types)
@@ -231,7 +237,7 @@ def _compared(job: Job, made: JobModel | None, types: DeviceTypes, found: JobPla
 
 def _short_of_memory(job: Job, made: JobModel, types: DeviceTypes, found: JobPlan) -> list[str]:
     """Device types on which one iteration under the plan needs more than their limit, all ranks having tried."""
-    tried = together(lambda: try_plan(job.model, job.example, found, made.graph, job.options.kernels))
+    tried = together(lambda: _tried(job, made, found))
     trials = [Trial.from_json(data) for data in gather_json(tried.to_json())]
     # The trial runs neither the optimizer, whose state stays, nor DistributedDataParallel, whose buckets do.
     _, size = world()
@@ -245,6 +251,11 @@ def _short_of_memory(job: Job, made: JobModel, types: DeviceTypes, found: JobPla
             for rank in ranks
         )
     ]
+
+
+def _tried(job: Job, made: JobModel, found: JobPlan) -> Trial:
+    with compiled_inside(job.model) if job.options.compiled else contextlib.nullcontext():
+        return try_plan(job.model, job.example, found, made.graph, job.options.kernels)
 
 
 def shared_plan(

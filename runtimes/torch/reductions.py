@@ -8,14 +8,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qsync_opt.runtimes.torch.product_forms import ProductForm
+from qsync_opt.runtimes.torch.product_forms import MatrixForm, ProductForm
 
 _CHUNK = 1 << 19
 """Elements of a large tensor that are looked at together where all of them are."""
 
 
 def total(x: Tensor) -> Tensor:
-    """Sum in FP64."""
+    """Sum in FP64; on a card in FP32, pairwise, as PyTorch would first make a copy of twice the size."""
+    if x.is_cuda and x.dtype is torch.float32:
+        return x.sum().double()
     return x.sum(dtype=torch.float64)
 
 
@@ -30,7 +32,9 @@ def square_sum(x: Tensor) -> Tensor:
 
 
 def mean(x: Tensor) -> Tensor:
-    """Mean in FP64."""
+    """Mean in FP64, like ``total``."""
+    if x.is_cuda and x.dtype is torch.float32:
+        return x.mean().double()
     return x.mean(dtype=torch.float64)
 
 
@@ -49,16 +53,20 @@ def strided(x: Tensor, limit: int) -> Tensor:
 
 
 def reduced(form: ProductForm, g: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Reductions by row and by column of a function of the elements of a gradient, large ones a few rows at a time."""
-    if g.numel() <= _CHUNK or g.dim() != 3:
+    """Reductions by row and by column of a function of the elements of a gradient, large ones a few rows at a time.
+
+    Rows are rows of a matrix, (P, N, M), or samples of a convolution, (B, C, ...).
+    """
+    if g.numel() <= _CHUNK:
         values = function(g)
         return form.result_by_row(values), form.result_by_column(values)
+    dim = 1 if isinstance(form, MatrixForm) else 0
     rows, columns = [], []
-    for part in torch.split(g, max(1, _CHUNK * g.shape[1] // g.numel()), 1):  # (P, N, M)
+    for part in torch.split(g, max(1, _CHUNK * g.shape[dim] // g.numel()), dim):
         values = function(part)
         rows.append(form.result_by_row(values))
         columns.append(form.result_by_column(values))
-    return torch.cat(rows, 1), torch.stack(columns).sum(0)
+    return torch.cat(rows, dim), torch.stack(columns).sum(0)
 
 
 def ratio(whole: Tensor, part: Tensor) -> Tensor:

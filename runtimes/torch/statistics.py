@@ -18,16 +18,25 @@ from qsync_opt.kernels.float_modes import fp32_mode
 from qsync_opt.runtimes.torch.attention_error import attention_call
 from qsync_opt.runtimes.torch.curvature_probe import probe_curvatures
 from qsync_opt.runtimes.torch.gradient_noise import GradientScatter
-from qsync_opt.runtimes.torch.gradient_probe import probe_gains
+from qsync_opt.runtimes.torch.gradient_probe import Probed, probe_gains
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.lookup_record import measure_lookup
 from qsync_opt.runtimes.torch.loss_curvature import loss_curvature
 from qsync_opt.runtimes.torch.operator_batch import finish_batch
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
+from qsync_opt.runtimes.torch.reductions import square_sum
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
 from qsync_opt.runtimes.torch.replays import Replays
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
-from qsync_opt.statistics import GRADIENTS, Curvature, Gain, ModelStatistics, OperatorKind, OperatorStatistics, Signal
+from qsync_opt.statistics import (
+    GRADIENTS,
+    Curvature,
+    ModelStatistics,
+    OperatorKind,
+    OperatorStatistics,
+    Signal,
+    check_loss_scale,
+)
 from qsync_opt.statistics_merge import merge_operators, merge_statistics
 
 Step = Callable[[nn.Module, Any], Tensor]
@@ -35,6 +44,7 @@ Step = Callable[[nn.Module, Any], Tensor]
 _SIGNAL_KINDS = (
     *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "masked_fill", "cat"),
     *("relu", "relu_", "gelu", "silu", "silu_", "tanh", "sigmoid"),
+    "batch_norm",
     *("mean", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
 )
 _KINDS = {"embedding": OperatorKind.LOOKUP, "scaled_dot_product_attention": OperatorKind.ATTENTION}
@@ -68,10 +78,12 @@ def default_step(model: nn.Module, batch: Any) -> Tensor:
 class _Collector:
     """Handler of an interception: runs every operator as it is and measures the adjustable ones."""
 
-    def __init__(self, model: nn.Module, graph: OpGraph | None, sample: int, replays: Replays) -> None:
+    def __init__(
+        self, model: nn.Module, graph: OpGraph | None, sample: int, replays: Replays, loss_scale: float
+    ) -> None:
         self._wanted = None if graph is None else {operator.name for operator in graph.by_role(Role.ADJUSTABLE)}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._sample, self._replays = sample, replays
+        self._sample, self._replays, self._loss_scale = sample, replays, loss_scale
         self.records: dict[str, list[OperatorRecord]] = {}
         self.signals: dict[str, list[tuple[int, Tensor]]] = {}
 
@@ -90,6 +102,7 @@ class _Collector:
             sample=self._sample,
             parameters=(*lead, *(self._parameter(slot.tensor) for slot in slots)),
             replays=self._replays,
+            loss_scale=self._loss_scale,
         )
         gradients = GRADIENTS[len(lead) :]
         taps = [_tap(record, name, slot.tensor) for name, slot in zip(gradients, slots, strict=False)]
@@ -113,11 +126,19 @@ class _Collector:
         output = call.run()
         entering = next((x for x in (*call.args, *call.kwargs.values()) if _is_floating(x)), None)
         if entering is not None and _is_floating(output) and output.numel() > 0:
-            seen = [x.detach().square().sum(dtype=torch.float64) for x in (entering, output)]
+            seen = [square_sum(_full(x)) for x in (entering, output)]
             is_loss = output.numel() == 1 and output.requires_grad and entering.numel() > 1
             seen.append(loss_curvature(call, _full(entering)) if is_loss else torch.zeros_like(seen[0]))
+            seen.append(_spread(entering, output) if call.op_type == "batch_norm" else torch.ones_like(seen[0]))
             self.signals.setdefault(call.name, []).append((output.numel(), torch.stack(seen)))
         return output
+
+
+def _spread(entering: Tensor, output: Tensor) -> Tensor:
+    """Mean over channels of by how much a normalization enlarges their variance."""
+    dims = [dim for dim in range(entering.dim()) if dim != 1]
+    before, after = (x.detach().var(dims, correction=0) for x in (entering, output))
+    return torch.where(before > 0, after / before, 0.0).mean().double()
 
 
 def _is_floating(x: Any) -> bool:
@@ -221,7 +242,8 @@ def _finish_batch(
     collector: _Collector,
     batch: int,
     graph: OpGraph | None,
-    gains: Mapping[str, Mapping[str, Gain]],
+    plain: Probed,
+    adaptive: Probed,
     curvatures: Mapping[str, Mapping[str, Curvature]],
 ) -> ModelStatistics:
     operators: list[OperatorStatistics] = []
@@ -229,12 +251,19 @@ def _finish_batch(
     for name, records in collector.records.items():
         calls = [next(finished) for _ in records]
         merged = calls[0] if len(calls) == 1 else merge_operators(calls, [1] * len(calls), calls=len(calls))
-        operators.append(dataclasses.replace(merged, gains=gains.get(name, {}), curvatures=curvatures.get(name, {})))
+        probed = {"gains": plain.gains, "adaptive_gains": adaptive.gains, "curvatures": curvatures}
+        operators.append(dataclasses.replace(merged, **{key: found.get(name, {}) for key, found in probed.items()}))
     signals = {}
     for name, seen in collector.signals.items():
-        entering, leaving, curvature = torch.stack([values for _, values in seen]).mean(0).tolist()
+        entering, leaving, curvature, spread = torch.stack([values for _, values in seen]).mean(0).tolist()
         signals[name] = Signal(
-            elements=seen[0][0], input_square_sum=entering, output_square_sum=leaving, curvature=curvature
+            elements=seen[0][0],
+            input_square_sum=entering,
+            output_square_sum=leaving,
+            curvature=curvature,
+            noise_weight=spread * entering / leaving if leaving and spread != 1.0 else 1.0,
+            flips=plain.flips.get(name, ()),
+            adaptive_flips=adaptive.flips.get(name, ()),
         )
     return ModelStatistics(
         batches=1,
@@ -266,6 +295,8 @@ def collect_statistics(
     probes: int = 0,
     curvature_probes: int = 0,
     sample_elements: int = 1 << 17,
+    adaptive_probes: int = 0,
+    loss_scale: float = 1.0,
     progress: Callable[[int], None] | None = None,
 ) -> ModelStatistics:
     """Statistics of every adjustable operator over some batches, forward and backward in full precision.
@@ -281,10 +312,13 @@ def collect_statistics(
         probes: Random vectors per batch for the gains that ``kind="probed"`` of the indicator wants; 0 for none. Each
             batch then also takes one or two passes that are differentiated twice, with several times the memory of a
             training step. 2 to 8 are enough.
+        adaptive_probes: Random vectors per batch for the gains that ``kind="progress"`` wants, at the same cost.
         curvature_probes: Random vectors per batch for the traces that ``kind="hessian"`` of the indicator wants; 0 for
             none. 8 to 64 are needed, each about as dear as a training step.
         sample_elements: About how many elements of an activation are looked at one by one for their rounding error;
             they are evenly spaced. Norms and largest magnitudes always take all elements.
+        loss_scale: By which the loss is multiplied where gradients are FP16 (``torch.amp.GradScaler.get_scale()``, a
+            power of two): what underflows in FP16 is found at that scale. Nothing else depends on it.
         progress: Called after each batch with the number of batches done.
 
     Returns:
@@ -294,7 +328,7 @@ def collect_statistics(
     Raises:
         ModelError: No batches; no loss; a value that is not finite; an operator of the graph that did not run;
             operands that are not FP32; the model is wrapped.
-        ProblemError: Batches of different shapes.
+        ProblemError: Batches of different shapes; a loss scale that is no power of two.
 
     Source:
         What is collected follows QSync (IPDPS 2024), section on the indicator; squared norms, output gradients instead
@@ -304,17 +338,19 @@ def collect_statistics(
     for name, value, least in (
         ("sample_elements", sample_elements, 1),
         ("probes", probes, 0),
+        ("adaptive_probes", adaptive_probes, 0),
         ("curvature_probes", curvature_probes, 0),
     ):
         if value < least:
             raise ModelError(f"{name} is {value}: at least {least} is needed")
+    check_loss_scale(loss_scale, "loss_scale")
     run = step or default_step
     total: ModelStatistics | None = None
     silent: dict[str, None] = {}
     replays = Replays()
     with model_unchanged(model), full_precision(), GradientScatter(model) as scatter:
         for number, batch in enumerate(batches):
-            collector = _Collector(model, graph, sample_elements, replays)
+            collector = _Collector(model, graph, sample_elements, replays, loss_scale)
             with _watched(model, collector):
                 loss = run(model, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -328,17 +364,22 @@ def collect_statistics(
             silent |= {
                 name: None for name, records in collector.records.items() if all(r.lacks_gradient for r in records)
             }
-            gains: Mapping[str, Mapping[str, Gain]] = {}
+            plain = adaptive = Probed({}, {})
             if probes:
-                gains = probe_gains(
+                plain = probe_gains(
                     model, functools.partial(run, model, batch), graph=graph, probes=probes, seed=number
+                )
+            if adaptive_probes:
+                again = functools.partial(run, model, batch)
+                adaptive = probe_gains(
+                    model, again, graph=graph, probes=adaptive_probes, seed=number, adaptive=True
                 )
             curvatures: Mapping[str, Mapping[str, Curvature]] = {}
             if curvature_probes:
                 curvatures = probe_curvatures(
                     model, functools.partial(run, model, batch), graph=graph, probes=curvature_probes, seed=number
                 )
-            found = _finish_batch(collector, number, graph, gains, curvatures)
+            found = _finish_batch(collector, number, graph, plain, adaptive, curvatures)
             total = found if total is None else merge_statistics([total, found])
             if progress is not None:
                 progress(number + 1)

@@ -34,6 +34,8 @@ from qsync_opt.step_trace import (
 
 Observer = Callable[[OperatorCall, Any], None]
 _MEMORY = "[memory]"
+FUSED = ("triton_", "cpp_fused_")
+"""Beginnings of the names of a compiler's kernels, and of the ranges around their launches."""
 
 
 @contextlib.contextmanager
@@ -125,9 +127,9 @@ def read_events(profiler: torch.profiler.profile) -> StepEvents:
                 nodes.append(Node(start, end, event.sequence_nr()))
             else:
                 calls.append(start)
-    # Ranges of the host are shown on the device too; they are no kernels.
+    # Ranges of the host are shown on the device too; they are no kernels. A compiler's kernels are named as ranges are.
     for name, start, end, event in on_device:
-        if name not in host_names:
+        if name not in host_names or (name.startswith(FUSED) and not event.is_user_annotation()):
             kernels.append(Kernel(start, end, event.correlation_id(), event.device_resource_id(), name))
     return StepEvents(
         ranges=sorted(ranges),

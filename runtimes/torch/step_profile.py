@@ -23,6 +23,7 @@ from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.progress import Report, reporting
 from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.capabilities import device_formats
+from qsync_opt.runtimes.torch.compiled_recording import record_compiled_plan
 from qsync_opt.runtimes.torch.identity import identify
 from qsync_opt.runtimes.torch.interception import interception_of
 from qsync_opt.runtimes.torch.measure import TrainingExample
@@ -31,7 +32,7 @@ from qsync_opt.runtimes.torch.profiler import wanted_formats
 from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper, record_step
 from qsync_opt.runtimes.torch.wrappers import bare_model
 from qsync_opt.step_costs import StepCosts
-from qsync_opt.step_fitting import checked, fit_step_costs
+from qsync_opt.step_fitting import checked, fit_step_costs, kernel_paces
 from qsync_opt.step_flow import StepFlow
 from qsync_opt.step_predictor import StepPredictor
 from qsync_opt.step_sample import StepSample
@@ -82,6 +83,7 @@ def profile_steps(
     progress: Report | bool | None = None,
     name: str | None = None,
     budget_s: float | None = None,
+    compiled: bool = False,
 ) -> StepCosts:
     """Record a model's training steps under a few plans and fit the costs of all cases that occur.
 
@@ -97,13 +99,16 @@ def profile_steps(
         progress: As in `profile`.
         name: Of the device, where that of the hardware does not tell it from others (a partition of a card).
         budget_s: Seconds after which no further mixed plan is begun; None: all are recorded.
+        compiled: Compile the model under every plan, as one graph for the forward and one for the backward pass, below
+            ``DistributedDataParallel``: the costs are those of a model that is compiled so after `apply`. Whatever was
+            compiled before in this process is compiled again.
 
     Returns:
         The costs, with the residual of every recorded plan in ``checks``.
 
     Raises:
-        UnsupportedError: The device has no such precision; or the model is compiled, which leaves no operators that
-            anything could be charged to.
+        UnsupportedError: The device has no such precision; or the model is compiled already, which leaves no operators
+            that anything could be charged to; or it cannot be compiled as one graph per pass.
         NotReadyError: No plan fits into the device's memory. A uniform plan that does not is recorded in parts, a few
             operators at a time and the others as coarse as they get; what even so does not fit is scaled from another
             precision and marked (`CaseCost.scaled_from`). A warning names both.
@@ -122,6 +127,7 @@ def profile_steps(
         progress=progress,
         name=name,
         budget_s=budget_s,
+        compiled=compiled,
     ).fit(graph)
 
 
@@ -137,6 +143,7 @@ def record_steps(
     progress: Report | bool | None = None,
     name: str | None = None,
     budget_s: float | None = None,
+    compiled: bool = False,
 ) -> StepRecords:
     """What `profile_steps` does before it fits; arguments and errors are the same."""
     refuse_compiled(example.model)
@@ -148,7 +155,7 @@ def record_steps(
         for operator in graph.by_role(Role.ADJUSTABLE)
     }
     plans = covering_plans(graph, available, mixed=mixed, half_format=kernels.half_format)
-    recorder = _Recorder(Stepper(example, optimizer), graph, options, kernels)
+    recorder = _Recorder(Stepper(example, optimizer), graph, options, kernels, compiled)
     start = time.perf_counter()
     with reporting(progress, "steps") as report:
         for done, (label, plan) in enumerate(plans.items()):
@@ -157,9 +164,13 @@ def record_steps(
             if not (late and label.startswith(MIXED)):
                 recorder.record(label, plan)
         recorder.record_lost_in_parts(available)
-        recorder.time_hosts_again(budget_s and start + budget_s)
+        if not compiled:
+            recorder.time_hosts_again(
+                budget_s and start + budget_s, lambda label: report(len(plans), len(plans) + 1, label)
+            )
         report(len(plans), len(plans) + 1, "casts")
-        casts, cast_host_ns = time_casts(device, tuple(formats), kernels)
+        # A compiler fuses casts: one that was not met costs next to nothing.
+        casts, cast_host_ns = ({}, 0) if compiled else time_casts(device, tuple(formats), kernels)
         report(len(plans) + 1, len(plans) + 1, "done")
     return StepRecords(
         device=identify(device, name),
@@ -181,7 +192,8 @@ def refuse_compiled(model: torch.nn.Module) -> None:
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             raise UnsupportedError(
                 f"module {name or type(module).__name__!r} is compiled: its operators are fused, so that no step can "
-                "be charged to them; record the steps of the model as it is before torch.compile"
+                "be charged to them; give the model as it is before torch.compile, and compiled=True for the costs of "
+                "compiled steps"
             )
 
 
@@ -189,9 +201,15 @@ class _Recorder:
     """Records plans; those that run out of memory in parts."""
 
     def __init__(
-        self, stepper: Stepper, graph: OpGraph, options: RecordingOptions | None, kernels: KernelOptions
+        self,
+        stepper: Stepper,
+        graph: OpGraph,
+        options: RecordingOptions | None,
+        kernels: KernelOptions,
+        compiled: bool,
     ) -> None:
         self._stepper, self._graph, self._options, self._kernels = stepper, graph, options, kernels
+        self._record = record_compiled_plan if compiled else record_plan
         flow = StepFlow(graph, kernels.half_format)
         self._signature = {operator.name: flow.signature(i) for i, operator in enumerate(graph)}
         self._met: set[tuple[str, str]] = set()
@@ -202,7 +220,7 @@ class _Recorder:
         """Record a plan; False if memory does not suffice."""
         sample = None
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
-            sample = record_plan(self._stepper, self._graph, label, plan, self._options, self._kernels)
+            sample = self._record(self._stepper, self._graph, label, plan, self._options, self._kernels)
         if sample is None:  # outside of the handler: the exception's frames would keep the step's tensors
             self._stepper.optimizer.zero_grad()
             if torch.cuda.is_available():
@@ -213,8 +231,8 @@ class _Recorder:
         self._met |= {(self._signature[name], precision) for name, precision in plan.items()}
         return True
 
-    def time_hosts_again(self, deadline: float | None) -> None:
-        """Time the host under every plan some more; the mean of all rounds counts."""
+    def time_hosts_again(self, deadline: float | None, report: Callable[[str], None]) -> None:
+        """Time the host under every plan some more; the median of all rounds counts."""
         options = self._options or RecordingOptions()
         rounds = {sample.name: [(sample.host_ns, sample.iteration_ns)] for sample in self.samples}
         for _ in range(options.rounds - 1):
@@ -222,6 +240,7 @@ class _Recorder:
                 if deadline is not None and time.perf_counter() > deadline:
                     break
                 if sample.iteration_ns < _FAR_ABOVE * sum(sample.host_ns.values()):
+                    report(f"{sample.name}, host")
                     rounds[sample.name].append(time_host(self._stepper, self._graph, sample, options, self._kernels))
         self.samples = [_over_rounds(sample, rounds[sample.name]) for sample in self.samples]
 
@@ -318,10 +337,10 @@ def time_host(
 
 
 def _over_rounds(sample: StepSample, rounds: Sequence[tuple[Mapping[str, float], float]]) -> StepSample:
-    """A sample whose time on the host is the mean of all rounds, and whose steps' time their median."""
+    """A sample whose times are the medians of all rounds."""
     return dataclasses.replace(
         sample,
-        host_ns={phase: statistics.fmean(host[phase] for host, _ in rounds) for phase in sample.host_ns},
+        host_ns={phase: statistics.median(host[phase] for host, _ in rounds) for phase in sample.host_ns},
         host_rounds_ns=tuple(sum(host.values()) for host, _ in rounds),
         # A plan of FP32 alone stood aside when its steps were timed; now it does not.
         iteration_ns=sample.iteration_ns if sample.resting_ns else statistics.median(pace for _, pace in rounds),
@@ -338,12 +357,21 @@ def fit_samples(
     cast_host_ns: int = 0,
 ) -> StepCosts:
     """Fit costs to samples and put the residual of each beside them."""
-    costs = fit_step_costs(graph, samples, device, half_format=half_format, casts=casts, cast_host_ns=cast_host_ns)
-    predictor = StepPredictor(graph, costs)
-    predicted = {}
-    for sample in samples:
-        step = predictor.plan(sample.precisions)
-        predicted[sample.name] = (predictor.steady_ns(step), predictor.memory(step.costs).peak_bytes)
+
+    def fit(paces: Mapping[str, float] | None) -> tuple[StepCosts, dict[str, tuple[int, int]]]:
+        costs = fit_step_costs(
+            graph, samples, device, half_format=half_format, casts=casts, cast_host_ns=cast_host_ns, paces=paces
+        )
+        predictor, predicted = StepPredictor(graph, costs), {}
+        for sample in samples:
+            step = predictor.plan(sample.precisions)
+            predicted[sample.name] = (predictor.steady_ns(step), predictor.memory(step.costs).peak_bytes)
+        return costs, predicted
+
+    costs, predicted = fit(None)
+    paces = kernel_paces(samples, {name: time_ns for name, (time_ns, _) in predicted.items()})
+    if paces and device.kind != "cpu":
+        costs, predicted = fit(paces)
     return checked(costs, predicted, samples)
 
 

@@ -109,6 +109,7 @@ def test_what_cannot_be_compared_is_refused(kind, noise, workers, error, said):
 def test_every_kind_names_its_unit():
     assert {kind.unit for kind in IndicatorKind} == {
         "squared gradient",
+        "share of progress",
         "loss",
         "squared loss",
         "squared weight",

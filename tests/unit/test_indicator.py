@@ -5,10 +5,12 @@ import pytest
 from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
 from qsync_opt.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
 from qsync_opt.indicator import sensitivities
+from qsync_opt.plan_variance import plan_variance
 from qsync_opt.precision import PrecisionFormats
 from qsync_opt.rounding import Granularity
-from qsync_opt.sensitivity_table import IndicatorKind, SensitivityTable
+from qsync_opt.sensitivity_table import IndicatorKind, OperatorSensitivity, SensitivityTable
 from qsync_opt.statistics import (
+    FLIP_RATIOS,
     Gain,
     MeasuredErrors,
     ModelStatistics,
@@ -16,6 +18,7 @@ from qsync_opt.statistics import (
     OperatorStatistics,
     ProductSizes,
     RoundingFactor,
+    Signal,
     TensorStatistics,
 )
 from qsync_opt.variances import NoiseOptions
@@ -214,11 +217,51 @@ def test_expected_loss_is_fisher_and_the_variance_weighed_by_the_horizon() -> No
         sensitivities(NET, MEASURED, CPU, kind=IndicatorKind.LOSS)
 
 
-def test_flips_grow_with_the_root_of_the_output_noise() -> None:
-    table = probed({"first": Gain(uniform=0.0, floating=0.0, kink_uniform=2.0, kink_floating=0.0)})
-    part = table.details["fc/linear"]["INT8"]
-    ratio = part.variances.output.total / 128
-    assert part.value == pytest.approx(2.0 * (3.0 / 127) ** 2 / 6 / ratio**0.5)
+def test_noise_of_operators_adds_up_before_rectifiers_flip() -> None:
+    flips = tuple(100.0 * ratio**0.5 for ratio in FLIP_RATIOS)
+    net = graph(node("a/linear", "linear"), node("b/linear", "linear", "a/linear"), node("relu", "relu", "b/linear"))
+    gains = {"output": Gain(uniform=0.0, floating=0.0)}
+    found = replace(
+        statistics(replace(measured("a/linear"), gains=gains), replace(measured("b/linear"), gains=gains)),
+        signals={"relu": Signal(elements=128, input_square_sum=128.0, output_square_sum=64.0, flips=flips)},
+    )
+    table = sensitivities(net, found, CPU)
+    parts = [table.details[name]["INT8"] for name in ("a/linear", "b/linear")]
+    # Both operators hand noise on as it is: V times the mean squares, over the energy of the output, is 16.
+    ratios = [part.variances.output.total / 128 * weight for part, weight in zip(parts, (16.0, 1.0), strict=True)]
+    assert [part.flips for part in parts] == pytest.approx([100.0 * ratio**0.5 for ratio in ratios])
+    together = plan_variance(net, found, table, {"a/linear": "INT8", "b/linear": "INT8"})
+    assert together == pytest.approx(100.0 * sum(ratios) ** 0.5)
+    assert together < sum(part.value for part in parts)
+    with pytest.raises(UnsupportedError, match="know no INT4 of operator 'a/linear'"):
+        plan_variance(net, found, table, {"a/linear": "INT4"})
+    with pytest.raises(UnsupportedError, match="of kind 'fisher': probed ones are needed"):
+        plan_variance(net, found, sensitivities(net, found, CPU, kind=IndicatorKind.FISHER), {})
+
+
+def test_progress_needs_adaptive_gains() -> None:
+    gains = {"first": Gain(uniform=5.0, floating=7.0)}
+    net, operator = graph(node("fc/linear", "linear")), measured("fc/linear")
+    with pytest.raises(ProblemError, match="hold no adaptive gains: collect them with adaptive_probes"):
+        sensitivities(net, statistics(replace(operator, gains=gains)), CPU, kind=IndicatorKind.PROGRESS)
+    table = sensitivities(net, statistics(replace(operator, adaptive_gains=gains)), CPU, kind=IndicatorKind.PROGRESS)
+    assert table["fc/linear"]["INT8"] == pytest.approx(5.0 * (3.0 / 127) ** 2 / 6)
+    assert table.kind.unit == "share of progress"
+
+
+def test_errors_that_repeat_are_taken_as_measured() -> None:
+    net, operator = graph(node("fc/linear", "linear")), measured("fc/linear")
+
+    def part(found: OperatorStatistics) -> OperatorSensitivity:
+        return sensitivities(net, statistics(found), CPU, kind=IndicatorKind.PROBED).details["fc/linear"]["BF16"]
+
+    gained = replace(operator, gains={"first": Gain(uniform=5.0, floating=700.0)})
+    plain, repeated = part(gained), part(replace(gained, nearest={"BF16": 3.0}))
+    rounded = plain.variances.second_gradient
+    assert rounded is not None and repeated.variances.second_gradient is not None
+    result = 256 * 4.0**-7 / 28  # the weight gradient is itself rounded
+    assert repeated.variances.second_gradient.total == pytest.approx(3.0 + result)
+    assert repeated.value - plain.value == pytest.approx(3.0 + result - rounded.total)
 
 
 def test_probed_without_gains_is_refused() -> None:
@@ -240,7 +283,7 @@ def test_statistics_of_another_model_are_refused() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="kind is 'best': allowed are propagated, probed, loss, depth"):
+    with pytest.raises(UnsupportedError, match="kind is 'best': allowed are propagated, probed, loss, progress"):
         sensitivities(NET, MEASURED, CPU, kind="best")  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="gamma is -1"):
         sensitivities(NET, MEASURED, CPU, gamma=-1)

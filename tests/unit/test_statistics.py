@@ -69,7 +69,7 @@ def test_file_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"qsync-statistics/2"', '"qsync-statistics/9"', "format is 'qsync-statistics/9'"),
+        ('"qsync-statistics/3"', '"qsync-statistics/9"', "format is 'qsync-statistics/9'"),
         ('"batches": 1', '"batches": 0', "batches is 0"),
         ('"batches": 1', '"batches": "one"', "batches is a text: int is needed"),
         ('"batches": 1', '"batches": true', "batches is true or false: int is needed"),

@@ -6,7 +6,7 @@ import pytest
 
 from qsync_opt.device_profile import DeviceIdentity
 from qsync_opt.graph import Role
-from qsync_opt.step_fitting import fit_step_costs
+from qsync_opt.step_fitting import fit_step_costs, kernel_paces
 from qsync_opt.step_sample import StepSample
 from qsync_opt.step_trace import BACKWARD, BEGIN, FORWARD, Span, StepSpans
 from qsync_opt.synthetic import stacked_graph
@@ -91,3 +91,18 @@ def test_the_gap_between_kernels_is_that_of_untraced_steps_which_the_device_pace
     # Never more than was seen, nor less than nothing.
     assert device_ns(with_kernels("a", 200_000.0)) == 10 * (10_000 + 1_200)
     assert device_ns(with_kernels("a", 90_000.0)) == 10 * 10_000
+
+
+def test_kernels_are_scaled_to_steps_that_the_device_paced():
+    graph = stacked_graph(1)
+    plain = sample("a", graph, "FP32", traced=10_000, blocked=0, measured=10_000.0)
+    kernels = {(BACKWARD, BEGIN): Span(host_ns=1_000, kernels=[(0, 60_000, "one"), (0, 40_000, "two")])}
+    spans = replace(plain.spans, spans={**plain.spans.spans, **kernels})
+    device, host = (replace(plain, spans=spans, iteration_ns=taken) for taken in (104_000.0, 12_000.0))
+    assert kernel_paces([device], {"a": 101_000}) == {"a": pytest.approx(1.03)}
+    assert kernel_paces([device], {"a": 105_000}) == {"a": pytest.approx(0.99)}
+    assert kernel_paces([device], {"a": 10_000}) == {"a": 1.1}  # something else took that long
+    assert kernel_paces([host], {"a": 101_000}) == {}
+    assert kernel_paces([plain], {"a": 101_000}) == {}
+    costs = fit_step_costs(graph, [device], DEVICE, half_format="BF16", paces={"a": 1.03})
+    assert costs.phases["backward"].device == 103_000

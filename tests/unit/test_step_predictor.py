@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_opt.cluster_step import cluster_step, network_tails, worker_step
+from qsync_opt.cluster_step import cluster_step, network_tails, slowed_segments, worker_step
 from qsync_opt.errors import ProblemError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.lifetimes import Kept, Lifetimes
@@ -56,13 +56,32 @@ def test_the_closed_form_is_the_limit_of_steps_played_one_by_one(seed):
     tails = network_tails(allreduce, segments)
     steady, workers = [], []
     for k in range(3):
-        predictor = StepPredictor(graph, random_step_costs(graph, PRECISIONS, seed=100 * seed + k), borders)
+        slowed = slowed_segments(allreduce, segments, len(borders) + 1, 0.4 * k)
+        predictor = StepPredictor(graph, random_step_costs(graph, PRECISIONS, seed=100 * seed + k), borders, slowed)
         step = predictor.plan(random_choices(source, graph))
         steady.append(predictor.steady_ns(step, tails))
         workers.append(worker_step(str(k), predictor, step))
     played = cluster_step(workers, allreduce, segments, steps=60)
     assert played.iteration_ns == max(steady)
     assert played.latency_ns >= max(steady) - max(worker.finish.host + worker.optimizer.host for worker in workers)
+
+
+def test_all_reduces_slow_down_what_is_computed_beside_them():
+    graph = stacked_graph(2)
+    borders = [len(graph) - 1, len(graph) // 2, 1]
+    costs = random_step_costs(graph, PRECISIONS, seed=3)
+    assert slowed_segments([100, 200, 400], [0, 1, 2], 4, 0.5) == (0, 50, 100, 0)  # nothing is left beside the last
+    assert slowed_segments([100, 200, 400], [0, 0, 2], 4, 1.0) == (0, 300, 0, 0)
+    assert slowed_segments([], [], 1, 1.0) == (0,)
+    plan = dict.fromkeys((operator.name for operator in graph.by_role(Role.ADJUSTABLE)), "BF16")
+    alone, beside = (StepPredictor(graph, costs, borders, slowed) for slowed in ((), (0, 50_000, 100_000, 0)))
+    steps = [predictor.plan(plan) for predictor in (alone, beside)]
+    assert sum(steps[1].device_ns) - sum(steps[0].device_ns) == 150_000
+    assert sum(work.device for work in beside.segments_of(steps[1])) == sum(steps[1].device_ns)
+    assert beside.captured_ns(steps[1]) == alone.captured_ns(steps[0])  # captured passes hide no all-reduce
+    for wrong in ((1, 2), (0, -1, 0, 0)):
+        with pytest.raises(ProblemError, match=r"4 numbers from 0 are needed"):
+            StepPredictor(graph, costs, borders, wrong)
 
 
 def brute_force_peak(predictor: StepPredictor, step) -> int:

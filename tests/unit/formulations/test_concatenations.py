@@ -64,4 +64,4 @@ def test_concatenations_that_go_on_share_their_joins():
     assert len(joins) == len(collapsed.model.derived)
     relaxation = relax(collapsed.model)
     assert relaxation.entry_Y is None  # minimised exactly, no node was split
-    assert relaxation.elimination._end < 20_000
+    assert relaxation.elimination.schedule.end < 20_000

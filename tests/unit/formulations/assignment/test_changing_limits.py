@@ -9,6 +9,7 @@ from qsync_opt.formulations.assignment.elimination import Elimination
 from qsync_opt.formulations.assignment.search import BoundAndFix
 
 QUICK = Effort(passes=(Pass(2, 2, True), Pass(None, 3, False)), max_nodes=3)
+WALKS = Effort(passes=(Pass(2, walks=(2,)), Pass(None, walks=(3, 100_000))))
 
 
 def best_of(model, labellings):
@@ -16,7 +17,7 @@ def best_of(model, labellings):
     return min(values, default=np.inf)
 
 
-@pytest.mark.parametrize("effort", [QUICK, Effort()], ids=["little effort", "proof"])
+@pytest.mark.parametrize("effort", [QUICK, Effort(), WALKS], ids=["little effort", "proof", "proof by walks"])
 @pytest.mark.parametrize("seed", range(25))
 def test_every_search_of_a_sweep_is_right(seed, effort, random_model, every_labelling):
     model = random_model(seed, rows=1 + seed % 3, joins=seed % 3)

@@ -44,7 +44,8 @@ def make_core(seed: int, copies: int) -> Core:
     for _ in range(2):
         nodes.append(node(len(nodes)))
     excess = rng.integers(1, 12, ROWS)
-    return Core(np.zeros(len(nodes), dtype=np.int64), 5.0, 5.0 + float(excess.sum()), excess, nodes, edges)
+    prices = np.ones(len(excess))
+    return Core(np.zeros(len(nodes), dtype=np.int64), 5.0, 5.0 + float(excess.sum()), excess, nodes, edges, prices)
 
 
 def values(core: Core, labels_N: np.ndarray) -> tuple[float, np.ndarray]:
@@ -127,7 +128,7 @@ def test_a_split_by_count_leaves_every_count_on_one_side():
     )  # fmt: skip
     node = CoreNode(0, np.arange(2), np.array([0.0, 1.0]), np.array([[0], [-3]]), np.array([0.0, 0.0]))
     nodes = [CoreNode(n, node.labels_A, node.objective_A, node.rows_AR, node.priced_A) for n in range(4)]
-    core = Core(np.zeros(4, dtype=np.int64), 0.0, 0.0, np.array([7]), nodes, [])
+    core = Core(np.zeros(4, dtype=np.int64), 0.0, 0.0, np.array([7]), nodes, [], np.ones(1))
     small = condense(core, np.inf, merge=True)
     plans = [Priced(np.full(4, label), 4.0 * label, np.array([7 - 12 * label])) for label in (0, 1)]
     # On average 7/12 of the four copies change: more than two, fewer than three.

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from qsync_opt.formulations.assignment import elimination
-from qsync_opt.formulations.assignment.elimination import Elimination, TooWideError
+from qsync_opt.formulations.assignment import schedule
+from qsync_opt.formulations.assignment.elimination import Elimination
+from qsync_opt.formulations.assignment.schedule import TooWideError
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -38,7 +39,7 @@ def test_everything_forbidden_is_infinite(random_model):
 
 
 def test_too_dense_graph_is_refused(random_model, monkeypatch):
-    monkeypatch.setattr(elimination, "MAX_TABLE_ENTRIES", 8)
+    monkeypatch.setattr(schedule, "MAX_TABLE_ENTRIES", 8)
     model = random_model(3, nodes=8, density=1.0)
     with pytest.raises(TooWideError) as caught:
         Elimination(model)

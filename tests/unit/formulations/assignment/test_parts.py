@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from qsync_opt.formulations.assignment import blend as blending
-from qsync_opt.formulations.assignment import elimination, frontier
+from qsync_opt.formulations.assignment import frontier, schedule
 from qsync_opt.formulations.assignment.blend import blend
 from qsync_opt.formulations.assignment.core import extract
 from qsync_opt.formulations.assignment.effort import Effort
@@ -22,8 +22,8 @@ def best_of(model, labellings):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_dense_graphs_are_split_and_still_solved(seed, random_model, every_labelling, monkeypatch):
-    monkeypatch.setattr(elimination, "MAX_TABLE_ENTRIES", 20)
-    monkeypatch.setattr(elimination, "_SMALL_TABLE", 20)
+    monkeypatch.setattr(schedule, "MAX_TABLE_ENTRIES", 20)
+    monkeypatch.setattr(schedule, "_SMALL_TABLE", 20)
     model = random_model(seed, nodes=7, density=1.0)
     relaxation = relax(model)
     assert relaxation.entry_Y is not None

@@ -12,6 +12,7 @@ from qsync_opt.formulations.assignment.elimination import Elimination
 from qsync_opt.formulations.assignment.search import BoundAndFix
 
 QUICK = Effort(passes=(Pass(2, 2, True), Pass(None, 3, False)), max_nodes=3)
+WALKS = Effort(passes=(Pass(2, walks=(2,)), Pass(None, walks=(3, 100_000))))
 
 
 def best_of(model, labellings):
@@ -19,11 +20,13 @@ def best_of(model, labellings):
     return min(values, default=np.inf)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_equals_enumeration(seed, random_model, every_labelling):
+@pytest.mark.parametrize(
+    ("seed", "effort"), [*((s, Effort()) for s in range(60)), *((s, WALKS) for s in range(0, 60, 2))]
+)
+def test_equals_enumeration(seed, effort, random_model, every_labelling):
     model = random_model(seed, rows=1 + seed % 4, density=[0.2, 0.6, 1.0][seed % 3], joins=seed % 3)
     truth = best_of(model, every_labelling(model))
-    outcome = BoundAndFix(model).solve(Effort())
+    outcome = BoundAndFix(model).solve(effort)
     if truth == np.inf:
         assert outcome.proved_infeasible
         assert outcome.labels_N is None

@@ -14,6 +14,7 @@ from qsync_opt.runtimes.torch.gradient_probe import probe_gains
 from qsync_opt.runtimes.torch.interception import intercepted
 from qsync_opt.runtimes.torch.statistics import collect_statistics
 from qsync_opt.sensitivity_table import IndicatorKind
+from qsync_opt.statistics import FLIP_RATIOS
 
 
 class Smooth(nn.Module):
@@ -27,7 +28,7 @@ class Smooth(nn.Module):
 
 def test_gains_are_the_squared_jacobian_of_the_gradient():
     model, x, y = Smooth(), torch.randn(5, 3), torch.randint(0, 2, (5,))
-    gains = probe_gains(model, lambda: model(x, y), probes=300, seed=1)
+    gains = probe_gains(model, lambda: model(x, y), probes=300, seed=1).gains
     parameters = list(model.parameters())
 
     def gradient_with(noise_z, noise_x):
@@ -45,13 +46,47 @@ def test_gains_are_the_squared_jacobian_of_the_gradient():
 
 def test_noise_on_a_gradient_reaches_the_weights_before_it():
     model, x, y = Smooth(), torch.randn(5, 3), torch.randint(0, 2, (5,))
-    gains = probe_gains(model, lambda: model(x, y), probes=300, seed=1)
+    gains = probe_gains(model, lambda: model(x, y), probes=300, seed=1).gains
     # The gradient of a's result enters a's own weight and bias gradients only: |x_n|^2 + 1 per element.
     wanted = 4 * float((x.square().sum(1) + 1).sum())
     assert gains["a/linear"]["output_gradient"].uniform == pytest.approx(wanted, rel=0.15)
     assert "first_gradient" not in gains["a/linear"]  # the input needs none
     assert gains["b/linear"]["first_gradient"].uniform > 0
-    assert gains["b/linear"]["first_gradient"].kink_uniform == 0
+
+
+def test_adaptive_gains_are_shares_of_the_progress_of_adam():
+    model, x, y = Smooth(), torch.randn(5, 3), torch.randint(0, 2, (5,))
+    gains = probe_gains(model, lambda: model(x, y), probes=300, seed=1, adaptive=True).gains
+    plain = torch.autograd.grad(model(x, y), list(model.parameters()))
+    roots = [g.square().mean().sqrt() for g in plain]
+    progress = sum(root * g.numel() for root, g in zip(roots, plain, strict=True))
+    # The gradient of a's result enters a's own weight and bias alone: |x_n|^2 and 1 per element.
+    wanted = 4 * (x.square().sum() / roots[0] + len(x) / roots[1]) / (2 * progress)
+    assert gains["a/linear"]["output_gradient"].uniform == pytest.approx(float(wanted), rel=0.15)
+
+
+def test_adam_loses_the_share_of_its_progress_that_noise_has_beside_the_gradient():
+    # A linear loss: what a step gains is its product with the mean gradient, whatever the place.
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.tensor([0.3, 0.003]).repeat_interleave(4000).double()
+    spread = 3 * mean  # a parameter of large gradients, and one of small ones
+
+    def gained(added):
+        weights = torch.zeros_like(mean).requires_grad_()
+        optimizer = torch.optim.Adam([weights], lr=1e-3, betas=(0.9, 0.99))
+        for _ in range(300):
+            noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype)
+            weights.grad = mean + noise * (spread.square() + added).sqrt()
+            optimizer.step()
+        return -float((weights.detach() * mean).sum())
+
+    mean_square = mean.square() + spread.square()
+    added = 0.1 * mean_square[-1]  # the same on both: a tenth of the small one, next to nothing beside the large one
+    small, large = mean_square[-1].sqrt(), mean_square[0].sqrt()
+    share = float((added / (2 * small) + added / (2 * large)) / (small + large))
+    assert 1 - gained(added) / gained(0.0) == pytest.approx(share, abs=0.004)
+    alike = 0.1 * mean_square
+    assert 1 - gained(alike) / gained(0.0) == pytest.approx(0.05, abs=0.006)
 
 
 def test_flips_of_rectifiers_are_counted():
@@ -64,7 +99,8 @@ def test_flips_of_rectifiers_are_counted():
             return self.b(torch.relu(self.a(x))).sum()  # linear but for the flips
 
     model, x = Rectified(), torch.randn(512, 16)
-    gain = probe_gains(model, lambda: model(x), probes=16)["a/linear"]["output"]
+    found = probe_gains(model, lambda: model(x), probes=16)
+    gain, (flips,) = found.gains["a/linear"]["output"], found.flips.values()
     z = model.a(x).detach()
     parameters = list(model.parameters())
 
@@ -79,7 +115,7 @@ def test_flips_of_rectifiers_are_counted():
         for _ in range(4):
             noisy = gradient(torch.randn_like(z) * variance**0.5)
             measured += sum(float((a - b).square().sum()) for a, b in zip(noisy, exact, strict=True)) / 4
-        predicted = variance * (gain.uniform + gain.kink_uniform / ratio**0.5)
+        predicted = variance * gain.uniform + flips[FLIP_RATIOS.index(ratio)]
         assert predicted / measured == pytest.approx(1, abs=0.3)
 
 

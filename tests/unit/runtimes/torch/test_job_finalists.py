@@ -254,6 +254,30 @@ def test_the_plan_is_what_whole_steps_say(planned, job):
     assert equal.expected_ns == 20_200_000
 
 
+def test_with_local_batches_by_speed_a_step_is_that_of_sized_batches(planned):
+    name = planned.device_type
+    made = with_steps(planned, {"FP32": 30, "BF16 autocast": 20})
+    other = "a slower one"
+    ways = {name: made.ways[name], other: tuple(way.slowed(3.0) for way in made.ways[name])}
+    profiles, tables = (
+        {**made.profiles, other: made.profiles[name]},
+        {**made.sensitivities, other: made.sensitivities[name]},
+    )
+    devices = (*made.cluster.devices, replace(made.cluster.devices[0], name=other))
+    both = replace(
+        made,
+        ways=ways,
+        steps=(),
+        profiles=profiles,
+        sensitivities=tables,
+        cluster=replace(made.cluster, devices=devices),
+    )
+    sized = plan_job(both, name, PlanningOptions(local_batches="by speed", least_gain=0.0))
+    equal = plan_job(both, name, PlanningOptions(least_gain=0.0))
+    # Passes of 10 and 30 ms: 4 samples in the time of which equal batches do 2.
+    assert sized.expected_ns - 15 * 10**6 == equal.expected_ns - 30 * 10**6
+
+
 def test_a_running_job_stays_where_nothing_is_clearly_better(planned, job):
     name, options = planned.device_type, replace(job.options, least_gain=0.0)
     made = with_steps(planned, {"FP32": 40, "BF16 autocast": 20, "INT8": 20})

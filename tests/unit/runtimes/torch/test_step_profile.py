@@ -76,16 +76,16 @@ def test_fp32_is_recorded_as_in_a_plan_and_alone_as_it_stands_aside(setting):
 
 
 def test_the_host_is_timed_in_as_many_rounds_as_asked_for(setting, monkeypatch):
-    times = iter((dict.fromkeys(PHASES, 1e9 * k), 5e9 * k) for k in range(1, 100))
+    times = iter((dict.fromkeys(PHASES, 1e12 * k), 5e12 * k) for k in range(1, 100))
     monkeypatch.setattr(step_profile, "time_host", lambda *rest: next(times))
-    twice = replace(FEW, rounds=3)
+    thrice = replace(FEW, rounds=3)
     arguments = (setting.example, setting.graph, setting.optimizer)
-    records = record_steps(*arguments, precisions=["BF16"], mixed=0, options=twice, progress=False)
+    records = record_steps(*arguments, precisions=["BF16"], mixed=0, options=thrice, progress=False)
     for sample, told in zip(records.samples, ((1, 3), (2, 4)), strict=True):
         first, *later = sample.host_rounds_ns
-        assert later == [len(PHASES) * 1e9 * time for time in told]
-        assert sum(sample.host_ns.values()) == pytest.approx((first + sum(later)) / 3)
-        assert sample.resting_ns or sample.iteration_ns == 5e9 * told[0]  # the median
+        assert later == [len(PHASES) * 1e12 * time for time in told]
+        assert first < sum(sample.host_ns.values()) == later[0]  # the median
+        assert sample.resting_ns or sample.iteration_ns == 5e12 * told[0]
 
 
 def short_of_memory(most, *, never=()):

@@ -1,0 +1,76 @@
+"""What do rectifiers add that noise pushes over zero? Probed per rectifier, added up per operator or for a whole plan.
+
+A rectifier that flips adds the variance ``F_l(r)`` to the gradient, a function of the noise-to-signal ratio r at its
+input that was measured at some ratios (``Signal.flips``); about the root of r where many elements are near zero. Noise
+of operator i arrives at rectifier l as the share ``a_li`` of its ratio ``r_i``, and there noise of all operators adds up
+*before* elements flip. An operator alone adds ``sum over l of F_l(a_li r_i)``, a plan ``sum over l of F_l(sum over i of
+a_li r_i)``, which is less than the sum over its operators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from qsync_opt.graph import OpGraph, Role
+from qsync_opt.noise_propagation import FloatArray, Propagation
+from qsync_opt.statistics import FLIP_RATIOS, ModelStatistics
+
+
+def flipped_variance(measured: Sequence[float], ratio: float) -> float:
+    """``F(ratio)`` between and beyond the measured ratios, on logarithmic scales; beyond them it goes with the root.
+
+    Args:
+        measured: At the ratios of ``FLIP_RATIOS``.
+        ratio: Noise-to-signal ratio at the rectifier's input.
+    """
+    if ratio <= 0:
+        return 0.0
+    if ratio <= FLIP_RATIOS[0]:
+        return measured[0] * math.sqrt(ratio / FLIP_RATIOS[0])
+    if ratio >= FLIP_RATIOS[-1]:
+        return measured[-1] * math.sqrt(ratio / FLIP_RATIOS[-1])
+    above = next(i for i, known in enumerate(FLIP_RATIOS) if known >= ratio)
+    low, high = measured[above - 1], measured[above]
+    share = math.log(ratio / FLIP_RATIOS[above - 1]) / math.log(FLIP_RATIOS[above] / FLIP_RATIOS[above - 1])
+    if low <= 0 or high <= 0:
+        return low + share * (high - low)
+    return low * (high / low) ** share
+
+
+class Flips:
+    """Rectifiers of a model that were probed."""
+
+    def __init__(self, graph: OpGraph, statistics: ModelStatistics, *, adaptive: bool = False) -> None:
+        """Find how noise arrives at them.
+
+        Args:
+            graph: The model.
+            statistics: Collected from it.
+            adaptive: In the unit of the adaptive gains.
+        """
+        self._statistics = statistics
+        self._names = [operator.name for operator in graph.by_role(Role.ADJUSTABLE)]
+        found = {name: signal.adaptive_flips if adaptive else signal.flips for name, signal in statistics.signals.items()}
+        known = [operator for operator in graph if any(found.get(operator.name, ())) and operator.inputs]
+        self._measured = [found[operator.name] for operator in known]
+        self._arriving: FloatArray = np.zeros((0, len(self._names)))
+        if known:
+            transfers = Propagation(graph, statistics).transfers(self._names)
+            self._arriving = np.stack([transfers[operator.inputs[0]] for operator in known])
+
+    def variance(self, output_variances: Mapping[str, float]) -> float:
+        """What all rectifiers add when these operators are noisy together.
+
+        Args:
+            output_variances: Operator to the variance that rounding gives its output, summed over its elements.
+        """
+        own = np.zeros(len(self._names))
+        for i, name in enumerate(self._names):
+            measured = self._statistics.find(name)
+            if measured is not None and output_variances.get(name, 0.0) > 0 and measured.output.square_sum > 0:
+                own[i] = output_variances[name] / (measured.calls * measured.output.square_sum)
+        ratios = (self._arriving @ own).tolist()
+        return sum(flipped_variance(known, ratio) for known, ratio in zip(self._measured, ratios, strict=True))

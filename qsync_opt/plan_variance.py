@@ -1,0 +1,46 @@
+"""By how much does a whole plan raise the variance of the gradient? Less than the sum where rectifiers flip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from qsync_opt.errors import UnsupportedError
+from qsync_opt.flips import Flips
+from qsync_opt.graph import OpGraph
+from qsync_opt.sensitivity_table import IndicatorKind, SensitivityTable
+from qsync_opt.statistics import ModelStatistics
+
+
+def plan_variance(
+    graph: OpGraph, statistics: ModelStatistics, table: SensitivityTable, plan: Mapping[str, str]
+) -> float:
+    """Increase of the gradient's variance under a plan, with flips of rectifiers counted together.
+
+    Sensitivities add up as far as errors are independent and their effects of first order. Flips of rectifiers grow
+    with the root of all noise that arrives, so that their sum over operators overstates a plan (``qsync_opt.flips``).
+
+    Args:
+        graph: The model.
+        statistics: Collected from it with probes.
+        table: Sensitivities made of them, of kind ``probed``.
+        plan: Operator to precision; an operator that is not named runs in FP32.
+
+    Returns:
+        Squared gradient units per training step of one worker. Without rectifiers the sum of the sensitivities.
+
+    Raises:
+        UnsupportedError: A table of another kind, or an operator or precision that it does not have.
+
+    Source:
+        Ours.
+    """
+    if table.kind is not IndicatorKind.PROBED:
+        raise UnsupportedError(f"the sensitivities are of kind {str(table.kind)!r}: probed ones are needed")
+    total, noisy = 0.0, {}
+    for name, precision in plan.items():
+        if name not in table or precision not in table[name]:
+            raise UnsupportedError(f"the sensitivities know no {precision} of operator {name!r}: plan what they have")
+        part = table.details[name][precision]
+        total += part.value - part.flips
+        noisy[name] = part.variances.output.total
+    return total + Flips(graph, statistics).variance(noisy)

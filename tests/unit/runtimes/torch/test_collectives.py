@@ -1,0 +1,49 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from qsync_opt.errors import NotReadyError
+from qsync_opt.runtimes.torch import collectives
+from qsync_opt.runtimes.torch.collectives import CollectiveCost, measure_collectives, measure_slowdown
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+COST = CollectiveCost(
+    sizes_bytes=(1 << 10, 1 << 20),
+    measured_ns=(600.0, 600.0),
+    latency_s=1e-6,
+    bandwidth_bytes_per_s=1e9,
+    relative_residual=0.0,
+)
+
+
+def test_one_worker_has_no_all_reduce_to_measure():
+    with pytest.raises(NotReadyError, match="at least two workers"):
+        measure_collectives((1 << 10, 1 << 12))
+    with pytest.raises(NotReadyError, match="at least two workers"):
+        measure_slowdown(COST)
+
+
+@pytest.mark.parametrize(("longer_ns", "share"), [(300.0, 0.5), (0.0, 0.0), (-50.0, 0.0)])
+def test_the_slowdown_is_the_time_that_all_reduces_add_to_what_is_computed_beside_them(monkeypatch, longer_ns, share):
+    """Two made-up workers: every all-reduce makes the computation beside it longer by some nanoseconds."""
+    pending, waited = [], []
+
+    class Handle:
+        def wait(self):
+            waited.append(self)
+
+    def all_reduce(tensor, *, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        pending.extend([Handle()] * async_op)
+        return pending[-1] if async_op else None
+
+    def timed(run, device):
+        before = len(pending)
+        run()
+        return 1e6 + longer_ns * (len(pending) - before)
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(collectives, "_timed", timed)
+    assert measure_slowdown(COST, num_bytes=1 << 12, repeats=3, device=torch.device("cpu")) == pytest.approx(share)
+    assert len(waited) == len(pending) == 4 * 8  # one block to warm up, three that count

@@ -1,0 +1,244 @@
+"""Steps of compiled models: what is in their graphs, what they cost, and jobs that train compiled."""
+
+import functools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+
+from qsync_opt.compiled_trace import HostCall
+from qsync_opt.device_profile import DeviceIdentity
+from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.kernels import float_modes
+from qsync_opt.runtimes.torch import compiled_schedule, job_steps, job_timing
+from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.compiled_recording import compiled_inside, outermost, record_compiled_plan
+from qsync_opt.runtimes.torch.compiled_schedule import annotated_operators, read_schedules
+from qsync_opt.runtimes.torch.job_options import PlanningOptions
+from qsync_opt.runtimes.torch.job_ways import Way
+from qsync_opt.runtimes.torch.measure import TrainingExample
+from qsync_opt.runtimes.torch.planning import auto_plan
+from qsync_opt.runtimes.torch.step_profile import fit_samples, record_plan
+from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper
+from qsync_opt.step_costs import StepCosts
+from qsync_opt.step_predictor import StepPredictor
+from qsync_opt.step_trace import BACKWARD, FORWARD, Range
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
+    pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd is returning"),
+]
+CPU = DeviceIdentity(kind="cpu", name="test", threads=1, versions={})
+PLAN = {"a/linear": "BF16", "b/linear": "FP32"}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
+
+    def forward(self, x):
+        return self.norm(x + self.b(F.gelu(self.a(x)))).square().mean()
+
+
+class Breaking(Block):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return capture(Block(), (torch.randn(16, 32),))
+
+
+@pytest.fixture
+def block(graph):
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(16, 32)
+    yield SimpleNamespace(model=model, x=x, graph=graph, example=TrainingExample(model=model, args=(x,)))
+    torch.compiler.reset()
+
+
+def _linear(x, w, c):
+    return float_modes.linear(x, w, c, "tf32").square().sum()
+
+
+def _product(a, b):
+    return float_modes.product(a, b, "ieee").square().sum()
+
+
+def _convolution(x, w, c):
+    return float_modes.convolution(x, w, c, ((1, 1), (1, 1), (1, 1), False, (0, 0), 1), "tf32").square().sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (_linear, [(2, 8, 4), (3, 4), (3,)]),
+        (_product, [(2, 3, 4), (2, 4, 5)]),
+        (_convolution, [(2, 3, 8, 8), (4, 3, 3, 3), (4,)]),
+    ],
+)
+def test_products_in_a_mode_are_operators_of_a_compiled_graph(function, shapes):
+    torch.manual_seed(0)
+    arguments = [torch.randn(*shape, requires_grad=True) for shape in shapes]
+    eager = function(*arguments)
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(*arguments)
+    torch.testing.assert_close(compiled, eager)
+    pairs = zip(torch.autograd.grad(compiled, arguments), torch.autograd.grad(eager, arguments), strict=True)
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_bytes_say_which_share_of_a_kernel_an_operator_has(block):
+    """The nodes of a real graph, forward and backward, as if a compiler had fused what stands beside each other."""
+    graphs = []
+
+    def keep(module, _):
+        graphs.append(module.graph)
+        return module.forward
+
+    apply(block.model, PLAN, graph=block.graph)
+    torch.compiler.reset()
+    compiled = torch.compile(block.model, backend=aot_autograd(fw_compiler=keep), fullgraph=True, dynamic=False)
+    with annotated_operators(block.model, block.graph):
+        compiled(block.x).backward()
+    forward, backward = ({node.name: node for node in graph.nodes} for graph in graphs)
+    labels = {compiled_schedule._label(node) for node in (*forward.values(), *backward.values())} - {""}
+    assert {"a/linear", "gelu", "b/linear", "add", "norm/layer_norm"} <= labels
+    gelu = next(node for node in forward.values() if node.name.startswith("gelu"))
+    (cast,) = [user for user in gelu.users if "to_copy" in user.name]
+    # GELU reads 16 x 64 values in BF16; what is written is for the reader, and in FP32.
+    shares = dict(compiled_schedule._shares([gelu, cast]))
+    saved = any(user.op == "output" for user in gelu.users)
+    assert shares["b/linear"] == pytest.approx(4 / (2 + 4 + 2 * saved))
+    assert sum(shares.values()) == pytest.approx(1.0)
+    product = next(node for node in backward.values() if node.name.startswith("mm"))
+    assert compiled_schedule._label(product) == "b/linear"
+
+
+def test_a_model_without_graphs_is_refused():
+    with pytest.raises(UnsupportedError, match="0 graphs of the forward and 0 of the backward pass"):
+        read_schedules([])
+
+
+def test_a_schedule_of_another_kind_is_refused():
+    with pytest.raises(UnsupportedError, match="cannot be read"):
+        read_schedules([(False, SimpleNamespace(nodes=[object()]))])
+
+
+def test_a_model_that_breaks_into_graphs_is_refused(graph):
+    model, x = Breaking(), torch.randn(16, 32)
+    stepper = Stepper(TrainingExample(model=model, args=(x,)), torch.optim.SGD(model.parameters(), lr=1e-3))
+    with pytest.raises(UnsupportedError, match="cannot be compiled as one graph"):
+        record_compiled_plan(stepper, graph, "one", PLAN)
+    assert applied_plan(model) is None
+
+
+def test_what_is_called_inside_other_calls_or_outside_of_graphs_is_left_out():
+    inner, outer = HostCall(12, 14, "aten::mm", False), HostCall(11, 15, "aten::linear", False)
+    before, after = HostCall(1, 9, "aten::copy_", False), HostCall(18, 25, "Torch-Compiled Region", False)
+    last = HostCall(31, 33, "triton_a", True)
+    graphs = [Range(10, 20, "g"), Range(30, 40, "g")]
+    assert outermost([last, inner, outer, before, after], graphs) == [outer, last]
+
+
+@pytest.mark.slow
+def test_compiled_steps_are_recorded_kernel_by_kernel(block):
+    """With the compiler for CPUs, which writes C++."""
+    optimizer = torch.optim.SGD(block.model.parameters(), lr=1e-3)
+    stepper = Stepper(block.example, optimizer)
+    options = RecordingOptions(warm_up=1, repeats=1, traced=1)
+    sample = record_compiled_plan(stepper, block.graph, "mixed", PLAN, options)
+    assert block.model._compiled_call_impl is None
+    assert applied_plan(block.model) is None
+    assert sample.graphs == 1
+    assert sample.outputs["a/linear"] == "BF16"
+    for phase in (FORWARD, BACKWARD):
+        for name in ("a/linear", "gelu", "b/linear"):
+            assert sample.spans.spans[phase, name].host_ns > 0
+    costs = fit_samples(block.graph, [sample], CPU, half_format="BF16")
+    assert costs.graphs == 1
+    assert StepCosts.from_json(costs.to_json(), "again") == costs
+    predictor = StepPredictor(block.graph, costs)
+    step = predictor.plan(PLAN)
+    assert predictor.steady_ns(step) > 0
+    assert predictor.memory(step.costs).peak_bytes == costs.resident_bytes + sample.memory.peak_bytes
+
+
+@pytest.fixture
+def sample(block):
+    stepper = Stepper(block.example, torch.optim.SGD(block.model.parameters(), lr=1e-3))
+    return record_plan(stepper, block.graph, "one", PLAN, RecordingOptions(warm_up=1, repeats=1, traced=1))
+
+
+def test_steps_of_both_kinds_are_not_fitted_together(block, sample):
+    with pytest.raises(ProblemError, match="some of the recorded steps were compiled and some not"):
+        fit_samples(block.graph, [sample, replace(sample, graphs=1)], CPU, half_format="BF16")
+
+
+def test_gradients_of_one_graph_are_ready_at_its_end(block, sample):
+    costs = fit_samples(block.graph, [sample], CPU, half_format="BF16")
+    times = []
+    for graphs in (0, 1, 2):
+        predictor = StepPredictor(block.graph, replace(costs, graphs=graphs), (block.graph.index("b/linear"),))
+        step = predictor.plan(PLAN)
+        times.append(predictor.steady_ns(step, [(0, 10**12)]))
+    early, at_the_end, split = times
+    assert early == split < at_the_end
+    assert at_the_end - early == step.device_ns[1]
+
+
+def _way(name, precision):
+    return Way(name=name, precisions=dict.fromkeys(PLAN, precision))
+
+
+def test_ways_are_timed_compiled(block, monkeypatch):
+    seen = []
+
+    def noted(model):
+        seen.append(dict(applied_plan(model).precisions) if applied_plan(model) else {})
+        return compiled_inside(model, backend="aot_eager")
+
+    monkeypatch.setattr(job_timing, "compiled_inside", noted)
+    monkeypatch.setattr(job_timing, "_ROUNDS", 1)
+    ways = [_way("FP32", "FP32"), _way("BF16", "BF16")]
+    kernels = ApplyOptions().kernels
+    timed = job_timing.time_ways(block.model, block.example, ways, block.graph, kernels, compiled=True)
+    assert all(way.pass_ns > 0 and way.needed_bytes == 0 for way in timed)
+    assert seen == [{}, dict.fromkeys(PLAN, "BF16")]
+    assert block.model._compiled_call_impl is None
+
+
+def test_a_way_that_cannot_be_compiled_is_not_taken(monkeypatch, caplog):
+    monkeypatch.setattr(job_timing, "compiled_inside", functools.partial(compiled_inside, backend="aot_eager"))
+    example = TrainingExample(model=Breaking(), args=(torch.randn(16, 32),))
+    ways = [_way("FP32", "FP32")]
+    (timed,) = job_timing.time_ways(example.model, example, ways, None, ApplyOptions().kernels, compiled=True)
+    assert timed.needed_bytes is None
+    assert "FP32 is not timed compiled" in caplog.text
+
+
+def test_a_job_whose_compiled_steps_cannot_be_recorded_says_so(block, monkeypatch, tmp_path):
+    def refuse(*_, compiled, **__):
+        assert compiled
+        raise UnsupportedError("this model breaks into several graphs")
+
+    monkeypatch.setattr(job_steps, "record_steps", refuse)
+    options = PlanningOptions(
+        precisions=("FP32",), compiled=True, trial=False, compare=False, cache_dir=tmp_path, progress=False
+    )
+    plan = auto_plan(block.model, (block.x,), options=options)
+    assert "this model breaks into several graphs" in plan.describe()
+
+
+def test_compiled_passes_are_not_captured_too():
+    with pytest.raises(ProblemError, match="compiled and capture are both set"):
+        PlanningOptions(compiled=True, capture=True)
