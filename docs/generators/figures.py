@@ -128,14 +128,16 @@ def _steps(data: Record) -> dict[str, str]:
 
 def _compiled(data: Record) -> dict[str, str]:
     summary = data["summary"]
+    recorded = summary["compiled"]
 
-    def both(name: str) -> str:
-        errors = summary[name]
-        if not errors["cases"]:
-            return "not measured"
+    def both_of(errors: Mapping[str, float]) -> str:
         return f"{100 * errors['mean_absolute']:.1f} % on average and {100 * errors['worst']:.1f} % at worst"
 
+    def both(name: str) -> str:
+        return both_of(summary[name])
+
     memory = summary["memory_compiled"]
+    least, most = (recorded["memory_of_recorded_plans_alone"][end] for end in ("lowest", "highest"))
     return {
         "compiled.hardware": environment(data)["hardware"],
         "compiled.date": environment(data)["date"],
@@ -143,10 +145,10 @@ def _compiled(data: Record) -> dict[str, str]:
         "compiled.all": both("time_compiled"),
         "compiled.new-cases": str(summary["time_compiled_plans_never_run"]["cases"]),
         "compiled.new": both("time_compiled_plans_never_run"),
-        "compiled.device-cases": str(summary["time_compiled_device_far_above_host"]["cases"]),
-        "compiled.device": both("time_compiled_device_far_above_host"),
         "compiled.rank": f"{summary['spearman_compiled']:.3f}",
         "compiled.memory": f"{percent(memory['lowest'])} to {percent(memory['highest'])}",
+        "compiled.recorded": both_of(recorded["time_of_recorded_plans_alone"]),
+        "compiled.memory-recorded": f"{percent(least)} to {percent(most)}",
         "compiled.seconds": f"{summary['compiled']['profile_seconds_most']:.0f} s",
     }
 

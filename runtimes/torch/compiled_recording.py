@@ -143,10 +143,19 @@ def read_compiled_events(profiler: torch.profiler.profile) -> CompiledEvents:
         end = start + event.duration_ns()
         if name.startswith(_GRAPH):
             graphs.append(Range(start, end, name))
-        else:
-            calls.append(HostCall(start, end, name, any(mark in name for mark in FUSED)))
+        elif (call := call_of(start, end, name)) is not None:
+            calls.append(call)
     graphs.sort()
     return CompiledEvents(read_events(profiler), graphs, outermost(calls, graphs))
+
+
+def call_of(start: int, end: int, name: str) -> HostCall | None:
+    """A range on the host as a call, if it is an operation or a compiler's kernel.
+
+    A profiler shows its own overhead on the host too ("Activity Buffer Request"), over calls that go on beneath it.
+    """
+    fused = any(mark in name for mark in FUSED)
+    return HostCall(start, end, name, fused) if fused or "::" in name else None
 
 
 def outermost(calls: Sequence[HostCall], graphs: Sequence[Range]) -> list[HostCall]:

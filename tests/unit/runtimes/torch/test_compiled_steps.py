@@ -17,7 +17,7 @@ from qsync_opt.kernels import float_modes
 from qsync_opt.runtimes.torch import compiled_schedule, job_steps, job_timing
 from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply
 from qsync_opt.runtimes.torch.capture import capture
-from qsync_opt.runtimes.torch.compiled_recording import compiled_inside, outermost, record_compiled_plan
+from qsync_opt.runtimes.torch.compiled_recording import call_of, compiled_inside, outermost, record_compiled_plan
 from qsync_opt.runtimes.torch.compiled_schedule import annotated_operators, read_schedules
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
 from qsync_opt.runtimes.torch.job_ways import Way
@@ -140,6 +140,13 @@ def test_a_model_that_breaks_into_graphs_is_refused(graph):
     with pytest.raises(UnsupportedError, match="cannot be compiled as one graph"):
         record_compiled_plan(stepper, graph, "one", PLAN)
     assert applied_plan(model) is None
+
+
+def test_a_profilers_overhead_hides_no_kernels():
+    names = ["Activity Buffer Request", "triton_poi_fused_add_0", "aten::mm", "Torch-Compiled Region: 0/0"]
+    calls = [call_of(10 + 2 * i, 11 + 2 * i if i else 100, name) for i, name in enumerate(names)]
+    assert [call and call.name for call in calls] == [None, "triton_poi_fused_add_0", "aten::mm", None]
+    assert [call.fused for call in calls if call] == [True, False]
 
 
 def test_what_is_called_inside_other_calls_or_outside_of_graphs_is_left_out():
