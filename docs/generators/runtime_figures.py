@@ -15,7 +15,7 @@ BY_SPEED = "local batches by speed, "
 _NAMES = (
     "fp32", "bf16", "bf16-operators", "cpu-fp32", "cpu-bf16", "cpu-bf16-operators", "throughput", "sensitivity",
     "less-sensitive", "by-speed", "first-step", "soak", "soak-memory", "soak-prediction", "soak-drifts",
-    "hardware", "many", "many-first-step",
+    "soak-moved", "predicted", "hardware", "many", "many-first-step",
 )  # fmt: skip
 
 
@@ -49,6 +49,7 @@ def runtime_figures(data: Record) -> dict[str, str]:
             f"{record['steps']:,} steps: {percent(record['drift'])} time, "
             f"{record['memory_growth_bytes'] / 2**20:+.1f} MiB; planned again in {record['replan_s']:.2f} s"
         )
+        found["runtime.soak-moved"] = f"{record['plans_that_differed']} times in {record['replanned']}"
         found["runtime.soak-memory"] = f"{record['memory_growth_bytes']:,} bytes"
         found["runtime.soak-prediction"] = (
             "; ".join(
@@ -114,7 +115,14 @@ def _of_pairs(pairs: Mapping[str, Mapping[str, Record]]) -> dict[str, str]:
         for ways in pairs.values()
         if (best := ways[against_plain(ways)[1]]).get("sensitivity") and (plan := ways["plan"])
     ]
+    # Whole steps that were timed in planning, where they were.
+    errors = [
+        abs(ways["plan"]["predicted_ms"] / ways["plan"]["step_ms"] - 1)
+        for ways in pairs.values()
+        if ways["plan"].get("steps")
+    ]
     said = {
+        "predicted": percent(max(errors)).removeprefix("+") if errors else NOT_MEASURED,
         "throughput": ", ".join(f"{model} {ratio:.2f} x" for model, ratio in ratios.items()),
         "by-speed": ", ".join(f"{model} {ratio:.2f} x" for model, ratio in together.items() if ratio is not None),
         "first-step": f"{min(steps):.0f} to {max(steps):.0f} s",

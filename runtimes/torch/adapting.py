@@ -30,7 +30,7 @@ class PlanAdapter:
 
     Every rank calls :meth:`step` once per training step, after the optimizer's. Every ``every`` steps the ranks tell
     each other, in one small all-reduce, whether anything changed; only then rank 0 solves the job again, from what was
-    measured at its start. The plan stays where it still fits and nothing is faster by 2 % or less sensitive by 10 %.
+    measured at its start. The plan stays where it still fits and nothing is faster by 3 % or less sensitive by 10 %.
     The noise of the rounding goes on where it was.
     """
 

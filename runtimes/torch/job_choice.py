@@ -21,9 +21,9 @@ from qsync_opt.runtimes.torch.job_finalists import (
 from qsync_opt.runtimes.torch.job_finalists import words as step_words
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
 from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, JobPlan, verdict
-from qsync_opt.runtimes.torch.job_ways import FULL, PLANNED, Way, choose, everywhere, step_ns, words
+from qsync_opt.runtimes.torch.job_ways import FULL, PLANNED, Way, choose, everywhere, words
 
-_WORTH_MOVING, _LESS_SENSITIVE = 0.02, 0.1
+_WORTH_MOVING, _LESS_SENSITIVE = 0.03, 0.1
 """Relative gain of time, or of sensitivity, for which a running job moves to another plan."""
 
 
@@ -129,7 +129,7 @@ def decide(
         evaluation=evaluate(problem, found),
         worthwhile=worthwhile,
         reason=reason,
-        expected_ns=step_ns(chosen) + rest_ns if balanced else round(time_of(chosen)),
+        expected_ns=round(time_of(chosen)),
         taken={name: way.label for name, way in chosen.items()},
         autocast={name: way.autocast for name, way in chosen.items() if way.autocast is not None},
         captured=tuple(name for name, way in chosen.items() if way.captured),

@@ -25,7 +25,7 @@ from qsync_opt.runtimes.torch.job_ways import (
     worth_capturing,
 )
 
-_MOST = 5
+_MOST = 6
 _NEAR = 0.08
 """Ways that take so much longer by their passes are not tried."""
 _SPARE = 0.04
@@ -46,8 +46,8 @@ def finalists(
 
     Returns:
         For launched and for captured passes: the least sensitive choice among the fastest, also among the ways
-        without the solver's plan and with some time to spare, and the fastest single ways. Last, what needs the least
-        memory.
+        without the solver's plan and with some time to spare; the fastest single ways, and each of them on the slowest
+        device type while the others spend their time on precision. Last, what needs the least memory.
 
     Source:
         Ours.
@@ -55,13 +55,15 @@ def finalists(
     uniform = sorted(everywhere(ways, limits_bytes).items(), key=lambda entry: entry[1])
     plain = [label for label, _ in uniform if not label.endswith(CAPTURED)][:_PLAIN]
     alike: list[dict[str, Way] | None] = [{name: _named(mine, label) for name, mine in ways.items()} for label in plain]
+    eagerly = fitting(ways, limits_bytes, captured=False)
+    finer: list[dict[str, Way] | None] = [_finer(found, eagerly, slack) for found in alike if found is not None]
     picked: list[list[dict[str, Way] | None]] = []
     for captured in (False, True):
         fits = fitting(ways, limits_bytes, captured=captured)
         simple = {name: [way for way in mine if way.name != PLANNED] for name, mine in fits.items()}
         picked.append([as_fast(fits, slack=slack), as_fast(simple, slack=slack), as_fast(fits, slack=slack + _SPARE)])
     (eager, *others), (captured_one, *more) = picked
-    in_order = [eager, captured_one, *alike[:1], *others, *alike[1:2], *more, *alike[2:]]
+    in_order = [eager, captured_one, *alike[:1], *finer[:2], *others, *alike[1:2], *more, *finer[2:], *alike[2:]]
     unlike = {tuple(way.label for way in found.values()): found for found in in_order if found is not None}
     fastest = min((step_ns(found) for found in unlike.values()), default=0)
     near = [found for found in unlike.values() if step_ns(found) <= (1 + slack) * (1 + _NEAR) * fastest][:_MOST]
@@ -77,6 +79,12 @@ def _smallest(ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int]
     if not all(fits.values()):
         return None
     return {name: min(mine, key=lambda way: (way.needed_bytes or 0, way.pass_ns)) for name, mine in fits.items()}
+
+
+def _finer(found: Together, fits: Mapping[str, Sequence[Way]], slack: float) -> dict[str, Way] | None:
+    """The slowest device type goes its way; the others take what is least sensitive in the time that it needs."""
+    slowest = max(found, key=lambda name: found[name].pass_ns)
+    return as_fast({name: [found[name]] if name == slowest else mine for name, mine in fits.items()}, slack=slack)
 
 
 def _named(ways: Sequence[Way], label: str) -> Way:

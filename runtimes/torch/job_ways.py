@@ -19,8 +19,8 @@ PLANNED = "plan"
 FULL = "FP32"
 CAPTURED = ", captured"
 _WORTH_CAPTURING = 0.02
-_NOISE = 0.015
-"""Relative difference of two times that says nothing: equal blocks of steps differ by as much."""
+_NOISE = 0.02
+"""Relative difference of two times that says nothing: the same way, trained with twice, differs by as much."""
 Together = Mapping[str, "Way"]
 """A way for every device type."""
 

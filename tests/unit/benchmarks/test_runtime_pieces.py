@@ -165,6 +165,7 @@ def test_workers_that_take_too_long_are_ended(tmp_path):
         workers=2,
         partition="context",
         precisions=None,
+        logs=None,
     )
     found = runtime._run_once("overhead", "no such model", arguments, tmp_path / "records.jsonl", time.monotonic())
     assert found == "took too long"

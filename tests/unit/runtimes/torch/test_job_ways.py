@@ -96,7 +96,7 @@ def test_never_slower_than_one_way_everywhere_nor_worse_than_one_as_fast(ways, b
     limits = dict.fromkeys(ways, HUGE)
     chosen = choose(ways, limits, balanced=balanced)
     uniform = everywhere(ways, limits)
-    assert step_ns(chosen) <= 1.015 * min(uniform.values())
+    assert step_ns(chosen) <= 1.02 * min(uniform.values())
     if not balanced:
         for name, time in uniform.items():
             if time <= min(uniform.values()) and time <= step_ns(chosen):
@@ -147,7 +147,7 @@ def test_whole_passes_are_timed_and_decide(planned):
     assert plan.worthwhile == (not picked.is_plain)
     steps = {step.taken[plan.device_type]: step.step_ns for step in plan.model.steps}
     if steps:  # FP32 also where it is slower by less than the least gain
-        assert plan.expected_ns <= 1.015 * min(steps.values()) / (0.98 if picked.is_plain else 1.0) + 1
+        assert plan.expected_ns <= 1.02 * min(steps.values()) / (0.98 if picked.is_plain else 1.0) + 1
     else:
         assert picked.is_plain  # so far ahead that nothing else was trained with
         assert picked.pass_ns == min(found.pass_ns for found in ways)
