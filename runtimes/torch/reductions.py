@@ -72,3 +72,10 @@ def reduced(form: ProductForm, g: Tensor, function: Callable[[Tensor], Tensor]) 
 def ratio(whole: Tensor, part: Tensor) -> Tensor:
     """By what a sum over a sample is to be multiplied; 1 where the sample holds nothing."""
     return torch.where(part > 0, whole / part.clamp(min=torch.finfo(part.dtype).tiny), 1.0)
+
+
+def channel_spread(entering: Tensor, output: Tensor) -> Tensor:
+    """Mean over channels of by how much a normalization enlarges their variance."""
+    dims = [dim for dim in range(entering.dim()) if dim != 1]
+    before, after = (x.detach().var(dims, correction=0) for x in (entering, output))
+    return torch.where(before > 0, after / before, 0.0).mean().double()

@@ -25,7 +25,7 @@ from qsync_opt.runtimes.torch.loss_curvature import loss_curvature
 from qsync_opt.runtimes.torch.operator_batch import finish_batch
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
-from qsync_opt.runtimes.torch.reductions import square_sum
+from qsync_opt.runtimes.torch.reductions import channel_spread, square_sum
 from qsync_opt.runtimes.torch.replays import Replays
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.statistics import (
@@ -129,16 +129,9 @@ class _Collector:
             seen = [square_sum(_full(x)) for x in (entering, output)]
             is_loss = output.numel() == 1 and output.requires_grad and entering.numel() > 1
             seen.append(loss_curvature(call, _full(entering)) if is_loss else torch.zeros_like(seen[0]))
-            seen.append(_spread(entering, output) if call.op_type == "batch_norm" else torch.ones_like(seen[0]))
+            seen.append(channel_spread(entering, output) if call.op_type == "batch_norm" else torch.ones_like(seen[0]))
             self.signals.setdefault(call.name, []).append((output.numel(), torch.stack(seen)))
         return output
-
-
-def _spread(entering: Tensor, output: Tensor) -> Tensor:
-    """Mean over channels of by how much a normalization enlarges their variance."""
-    dims = [dim for dim in range(entering.dim()) if dim != 1]
-    before, after = (x.detach().var(dims, correction=0) for x in (entering, output))
-    return torch.where(before > 0, after / before, 0.0).mean().double()
 
 
 def _is_floating(x: Any) -> bool:
