@@ -176,8 +176,10 @@ class Sweep:
             effort = self._effort
             if aim is not None and len(self._searches) == 1:
                 effort = replace(effort, aim=aim - search.collapsed.constant_objective)
-            outcome = engine.solve(effort, start=labels_N, deadline=self._deadline)
-            for further in self._further:
+            # What had to be split at joins under other limits is begun with these splits.
+            efforts = self._further if engine.is_split and self._further and aim is None else [effort, *self._further]
+            outcome = engine.solve(efforts[0], start=labels_N, deadline=self._deadline)
+            for further in efforts[1:]:
                 if not self._reached(outcome):
                     outcome = engine.solve(further, deadline=self._deadline).above(outcome.bound)
             outcomes.append(outcome)

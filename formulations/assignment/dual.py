@@ -43,6 +43,10 @@ class Priced:
         """True if every limit holds."""
         return bool((self.excess_R <= 0).all())
 
+    def shifted(self, change_R: Ints) -> "Priced":
+        """The same under limits that are lower by so much."""
+        return Priced(self.labels_N, self.objective, self.excess_R + change_R)
+
 
 @dataclass(slots=True)
 class DualResult:

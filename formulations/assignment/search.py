@@ -11,6 +11,7 @@ Source: ours; each part is standard (cutting planes, reduced-cost fixing, bounde
 
 import heapq
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from qsync_opt.formulations.assignment.effort import Effort, Pass
 from qsync_opt.formulations.assignment.frontier import search
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
 from qsync_opt.formulations.assignment.relaxation import Relaxation, relax
-from qsync_opt.formulations.assignment.tree import Node, Outcome, first_nodes, take
+from qsync_opt.formulations.assignment.tree import Leaf, Node, Outcome, first_nodes, take
 from qsync_opt.formulations.assignment.width import search_width
 
 PROOF = 1e-9
@@ -36,6 +37,8 @@ _MAX_LEAVES = 8
 _ROUNDING = 1e-13
 """Share of priced limits by which the Lagrangian at other limits is lowered."""
 _MUCH_BETTER = 0.5
+_DEARER = (1.01, 1.03, 1.1, 1.3, 2.0)
+"""Factors on the dual's prices, up to the first at which the priced minimum keeps the limits."""
 
 
 class BoundAndFix:
@@ -66,8 +69,9 @@ class BoundAndFix:
         self._cuts: list[tuple[float, Floats, float]] = []
         self._dived: set[bytes] = set()
         self._on_join = False  # whether the last node was split at a join
-        # Entries that splits at joins forbid, leaf by leaf; together the leaves leave out no labelling.
-        self._leaves: list[tuple[Ints, ...]] = [()]
+        # What splits at joins lead to; together the leaves leave out no labelling.
+        self._leaves = [Leaf()]
+        self._before: Ints | None = None  # the best labelling under the limits before, which breaks these
         self._equal: list[Condensed] = []  # cores of all that was undecided at this node, for their equal parts
         # What the last bounded search was given, how wide it was, and the bound it found.
         self._searched: tuple[tuple[bytes, bytes, float] | None, bool, int, float] = (None, False, 0, -np.inf)
@@ -93,19 +97,25 @@ class BoundAndFix:
         relaxation = self.relaxation.with_limits(limits_R)
         other = BoundAndFix(relaxation.true, relaxation)
         change_R = self.model.limits_R - limits_R
-        other._known = [Priced(p.labels_N, p.objective, p.excess_R + change_R) for p in self._known]
+        other._known = [plan.shifted(change_R) for plan in self._known]
         other._prices_R = self._prices_R
         other._affordable_Z, other._affordable_at = self._affordable_Z, self._affordable_at
-        other._leaves = list(self._leaves)
+        other._leaves = [leaf.shifted(change_R) for leaf in self._leaves]
         other._cuts = self._cuts[-_MAX_CUTS:]
         # The Lagrangian is linear in the limits, and tighter limits leave no better plan.
         bounds = [min(value - float(prices_R @ limits_R), most) for value, prices_R, most in other._cuts]
         other._proved = max([*bounds, self._proved if (change_R >= 0).all() else -np.inf])
         if self.best is not None:
             other.offer(self.best.labels_N)
+            other._before = self.best.labels_N if other.best is None else None
         for plan in other._known:
             other._offer_relaxed(plan)
         return other
+
+    @property
+    def is_split(self) -> bool:
+        """True if an earlier search has split the problem at joins, and a tree would start from there."""
+        return len(self._leaves) > 1
 
     @property
     def upper(self) -> float:
@@ -139,7 +149,7 @@ class BoundAndFix:
                 return Outcome(None, np.inf, np.inf, zero, proved_infeasible=True)
             prices = zero if self._prices_R is None else self._prices_R
             # Of what an earlier search under other limits split the root into, if the tree may be opened at all.
-            leaves = self._leaves if effort.max_nodes > 1 else [()]
+            leaves = self._leaves if effort.max_nodes > 1 else [Leaf()]
             open_nodes = first_nodes(leaves, self._root_entries(), least, prices, plans)
             most_leaves, count = len(open_nodes), len(open_nodes) + 1
             plunge = 0  # number of the child to go on with, at first; 0: the node of least bound
@@ -154,6 +164,11 @@ class BoundAndFix:
                     open_nodes.append(node)
                     outcome.out_of_time = True
                     break
+                if not node.is_bounded:
+                    open_nodes.append(node)
+                    self._bound(node, effort)
+                    heapq.heapify(open_nodes)
+                    continue
                 outcome.nodes += 1
                 open_nodes.append(node)  # stays known while it is worked on, in case of Ctrl-C
                 bound, prices, children = self._process(node, effort)
@@ -163,11 +178,11 @@ class BoundAndFix:
                     outcome.prices_R = self._prices_R = prices
                 if not children:
                     closed = min(closed, bound)
-                if children and plunging and self._on_join:
+                if children and plunging and self._on_join and most_leaves == 1:
                     plunge = count
-                paths = self._grow(node.path, [side for side, _, _ in children])
-                for path, (_, allowed, kept) in zip(paths, children, strict=True):
-                    heapq.heappush(open_nodes, Node(bound, count, allowed, prices, kept, path))
+                leaves = self._grow(node.leaf, children, prices)
+                for leaf, (_, allowed, kept) in zip(leaves, children, strict=True):
+                    heapq.heappush(open_nodes, Node(bound, count, allowed, prices, kept, leaf))
                     count += 1
         except KeyboardInterrupt:
             outcome.out_of_time = outcome.interrupted = True
@@ -179,13 +194,25 @@ class BoundAndFix:
             outcome.proved_infeasible = True
         return outcome
 
-    def _grow(self, path: tuple[Ints, ...] | None, sides: list[Ints]) -> list[tuple[Ints, ...] | None]:
-        """Keep a split at a join for further limits, while there are few; returns the children's paths."""
-        if path is None or not sides or not self._on_join or len(self._leaves) >= _MAX_LEAVES:
-            return [None] * len(sides)
-        paths = [(*path, side) for side in sides]
-        self._leaves = [leaf for leaf in self._leaves if leaf is not path] + paths
-        return list(paths)
+    def _bound(self, node: Node, effort: Effort) -> Node:
+        """Bound a leaf of an earlier search, so that the most promising one is searched first."""
+        dual = self._dual(self._affordable(node.allowed_Z), node.prices_R, node.plans, effort)
+        node.is_bounded = True
+        if np.isfinite(dual.bound):
+            node.bound, node.prices_R, node.plans = max(node.bound, dual.bound), dual.prices_R, dual.plans
+        else:
+            node.bound = max(node.bound, dual.bound)
+        return node
+
+    def _grow(
+        self, leaf: Leaf | None, children: list[tuple[Ints, Bools, list[Priced]]], prices_R: Floats
+    ) -> Sequence[Leaf | None]:
+        """Keep a split at a join for further limits, while there are few; returns the children's leaves."""
+        if leaf is None or not children or not self._on_join or len(self._leaves) >= _MAX_LEAVES:
+            return [None] * len(children)
+        grown = [Leaf((*leaf.path, side), prices_R, kept[-_MAX_PLANS // 2 :]) for side, _, kept in children]
+        self._leaves = [each for each in self._leaves if each is not leaf] + grown
+        return grown
 
     def _closed(self, bound: float, effort: Effort) -> bool:
         if effort.aim is not None and (self.upper <= effort.aim or bound > effort.aim):
@@ -218,12 +245,16 @@ class BoundAndFix:
         allowed = self._affordable(node.allowed_Z) if node.number else node.allowed_Z
         dual = self._dual(allowed, node.prices_R, node.plans, effort)
         bound = max(node.bound, dual.bound)
+        if node.leaf is not None and np.isfinite(dual.bound):
+            node.leaf.prices_R, node.leaf.plans = dual.prices_R, dual.plans[-_MAX_PLANS // 2 :]
         if not node.number and np.isfinite(dual.bound):
             value = dual.bound + float(dual.prices_R @ self.model.limits_R)
             slack = _ROUNDING * float(dual.prices_R @ np.abs(self.model.limits_R))
             self._cuts.append((value - slack, dual.prices_R, self._affordable_at))
         if dual.proved_infeasible or self._closed(bound, effort):
             return bound, dual.prices_R, []
+        if self._before is not None:
+            self._repair(self.relaxation.allowed(allowed), dual, effort)
         self._blend(dual, effort)
         if self._closed(bound, effort):
             return bound, dual.prices_R, []
@@ -261,6 +292,25 @@ class BoundAndFix:
             kept = [plan for plan in dual.plans if self._fits(plan, child_Y)]
             children.append((side, child, kept[-_MAX_PLANS:]))
         return bound, dual.prices_R, children
+
+    def _repair(self, allowed_Y: Bools, dual: DualResult, effort: Effort) -> None:
+        """Fill feasible plans with parts of the best one under the limits before, which breaks these.
+
+        The plans are the incumbent and the first priced minimum within the limits at prices above the dual's.
+        """
+        assert self._before is not None
+        if self.best is not None:
+            self.offer(blend(self.model, self.best.labels_N, self._before, dual.prices_R))
+        for factor in _DEARER:
+            if self._closed(dual.bound, effort) or time.monotonic() > self._deadline:
+                return
+            value, plan = self.pricer.lagrangian(dual.prices_R * factor, allowed_Y)
+            if value == np.inf:
+                return
+            labels_N = self.relaxation.labelling(plan.labels_N)
+            if (self.model.excess(labels_N) <= 0).all():
+                self.offer(blend(self.model, labels_N, self._before, dual.prices_R))
+                return
 
     def _blend(self, dual: DualResult, effort: Effort) -> None:
         """Improve the incumbent by parts of the plans that come nearest to the bound at the dual's prices."""

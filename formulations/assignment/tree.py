@@ -29,11 +29,25 @@ class Outcome:
         return replace(self, bound=max(self.bound, min(bound, self.objective)))
 
 
+@dataclass(slots=True)
+class Leaf:
+    """A node that splits at joins lead to, kept for further limits: what they forbid, and its last prices and plans."""
+
+    path: tuple[Ints, ...] = ()
+    prices_R: Floats | None = None
+    plans: list[Priced] = field(default_factory=list)
+
+    def shifted(self, change_R: Ints) -> "Leaf":
+        """The same under limits that are lower by so much."""
+        return Leaf(self.path, self.prices_R, [plan.shifted(change_R) for plan in self.plans])
+
+
 @dataclass(order=True, slots=True)
 class Node:
     """An open node: a bound, its number, the entries left, prices and plans to begin with.
 
-    ``path`` is what splits at joins forbid there; None below a split of another kind.
+    ``leaf`` is what further limits start from; None below a split that holds under these limits alone. A leaf of an
+    earlier search is not bounded under these limits yet.
     """
 
     bound: float
@@ -41,7 +55,8 @@ class Node:
     allowed_Z: Bools = field(compare=False)
     prices_R: Floats = field(compare=False)
     plans: list[Priced] = field(compare=False)
-    path: tuple[Ints, ...] | None = field(compare=False, default=None)
+    leaf: Leaf | None = field(compare=False, default=None)
+    is_bounded: bool = field(compare=False, default=True)
 
 
 def take(open_nodes: list[Node], number: int) -> Node:
@@ -56,13 +71,15 @@ def take(open_nodes: list[Node], number: int) -> Node:
 
 
 def first_nodes(
-    leaves: Sequence[tuple[Ints, ...]], root_Z: Bools, bound: float, prices_R: Floats, plans: list[Priced]
+    leaves: Sequence[Leaf], root_Z: Bools, bound: float, prices_R: Floats, plans: list[Priced]
 ) -> list[Node]:
     """The root, or the nodes below it that these leaves are: each forbids the entries of its path."""
     nodes = []
-    for number, path in enumerate(leaves):
-        allowed_Z = root_Z.copy() if path else root_Z
-        for side in path:
+    for number, leaf in enumerate(leaves):
+        allowed_Z = root_Z.copy() if leaf.path else root_Z
+        for side in leaf.path:
             allowed_Z[side] = False
-        nodes.append(Node(bound, number + bool(path), allowed_Z, prices_R, plans, path))
+        own_R = prices_R if leaf.prices_R is None or not leaf.path else leaf.prices_R
+        own = leaf.plans if leaf.path and leaf.plans else plans
+        nodes.append(Node(bound, number + bool(leaf.path), allowed_Z, own_R, own, leaf, is_bounded=len(leaves) == 1))
     return nodes
