@@ -38,6 +38,8 @@ _POINT_PASSES = (Pass(30, 8),)
 _FURTHER_PASSES = (Pass(60, 64), Pass(150, 64))
 _FURTHER_NODES = 4
 """Where that misses the gap: larger cores, and a few splits at joins, which the next points start from."""
+_AGAIN_PASSES = (Pass(30, 8), Pass(100, walks=(100,)))
+"""What a further proof begins with instead of the quick searches: the last plan, repaired, is near already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,10 @@ class Sweep:
         else:
             choice = solver or default_solver()
             self._effort = exact_effort(0.0, None if choice is None else create(Kind.SOLVER, choice))
+        self._again = self._effort
+        if not gap:
+            passes = tuple(each for each in self._effort.passes if not each.width or each.nodes is None)
+            self._again = replace(self._effort, passes=(*_AGAIN_PASSES, *passes), join_passes=1, dive_passes=1)
         graph = graph_tables(problem)
         # At a latency limit of zero no row is dropped for being slack, so the rows serve every limit.
         self._searches = [
@@ -173,11 +179,13 @@ class Sweep:
             limits[-1] -= search.device.memory_limit_kib
             engine: BoundAndFix = self._engines[number].under(limits)
             labels_N = None if start is None else search.collapsed.labels(start.devices[search.device.name])
-            effort = self._effort
+            effort = self._effort if self._engines[number].best is None else self._again
             if aim is not None and len(self._searches) == 1:
                 effort = replace(effort, aim=aim - search.collapsed.constant_objective)
             # What had to be split at joins under other limits is begun with these splits.
-            efforts = self._further if engine.is_split and self._further and aim is None else [effort, *self._further]
+            efforts = [effort, *self._further]
+            if engine.is_split and self._further and aim is None:
+                efforts = [self._further[0], *self._further]
             outcome = engine.solve(efforts[0], start=labels_N, deadline=self._deadline)
             for further in efforts[1:]:
                 if not self._reached(outcome):
