@@ -6,6 +6,8 @@ the dual's optimum disagree about joins, the relaxation mixes far-apart plans: t
 
 Axes: N nodes, Z table entries, R limit rows.
 
+Longer than 400 lines because all of it works on one search's state: incumbent, prices, plans, leaves and rulings.
+
 Source: ours; each part is standard (cutting planes, reduced-cost fixing, bounded dynamic programming).
 """
 
@@ -180,8 +182,8 @@ class BoundAndFix:
                     closed = min(closed, bound)
                 if children and plunging and self._on_join and most_leaves == 1:
                     plunge = count
-                leaves = self._grow(node.leaf, children, prices)
-                for leaf, (_, allowed, kept) in zip(leaves, children, strict=True):
+                grown = self._grow(node.leaf, children, prices)
+                for leaf, (_, allowed, kept) in zip(grown, children, strict=True):
                     heapq.heappush(open_nodes, Node(bound, count, allowed, prices, kept, leaf))
                     count += 1
         except KeyboardInterrupt:
@@ -194,15 +196,12 @@ class BoundAndFix:
             outcome.proved_infeasible = True
         return outcome
 
-    def _bound(self, node: Node, effort: Effort) -> Node:
+    def _bound(self, node: Node, effort: Effort) -> None:
         """Bound a leaf of an earlier search, so that the most promising one is searched first."""
         dual = self._dual(self._affordable(node.allowed_Z), node.prices_R, node.plans, effort)
-        node.is_bounded = True
+        node.is_bounded, node.bound = True, max(node.bound, dual.bound)
         if np.isfinite(dual.bound):
-            node.bound, node.prices_R, node.plans = max(node.bound, dual.bound), dual.prices_R, dual.plans
-        else:
-            node.bound = max(node.bound, dual.bound)
-        return node
+            node.prices_R, node.plans = dual.prices_R, dual.plans
 
     def _grow(
         self, leaf: Leaf | None, children: list[tuple[Ints, Bools, list[Priced]]], prices_R: Floats
@@ -308,7 +307,7 @@ class BoundAndFix:
             if value == np.inf:
                 return
             labels_N = self.relaxation.labelling(plan.labels_N)
-            if (self.model.excess(labels_N) <= 0).all():
+            if self.model.objective(labels_N) < np.inf and (self.model.excess(labels_N) <= 0).all():
                 self.offer(blend(self.model, labels_N, self._before, dual.prices_R))
                 return
 

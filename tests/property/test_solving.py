@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from qsync_opt.evaluation import evaluate
+from qsync_opt.formulations.front import Sweep
 from qsync_opt.jsonio import parse_json
 from qsync_opt.plan import Plan, plan_from_json
 from qsync_opt.planner import fastest, solve
@@ -112,6 +113,39 @@ def _independent_order(source, problem):
         placed.append(chosen)
         names.add(problem.operators[chosen].name)
     return placed
+
+
+@given(problem=problems, seed=seeds, way=st.sampled_from([{"gap": 0.0}, {"gap": 1e-2}, {"gap": 0.1, "thorough": True}]))
+@settings(relaxed, max_examples=60)
+def test_a_solve_under_changed_limits_is_as_good_as_a_fresh_one(problem, seed, way):
+    random_number = random.Random(seed)
+    sweep = Sweep(problem, **way)
+    sweep.solve()
+    for _ in range(4):  # tighter and looser, one limit or several at a time
+        limit = max(sweep.floor_ns, int(problem.latency_limit_ns * random_number.uniform(0.7, 1.3)))
+        memory = {
+            device.name: int(device.memory_limit_kib * random_number.uniform(0.8, 1.2))
+            for device in problem.devices
+            if random_number.random() < 0.5
+        }
+        changed = replace(
+            problem,
+            latency_limit_ns=limit,
+            devices=tuple(
+                replace(each, memory_limit_kib=memory.get(each.name, each.memory_limit_kib)) for each in problem.devices
+            ),
+        )
+        best = _objective(changed, "exact")
+        point = sweep.solve(limit, memory)
+        assert (point is None) == (best is None)
+        if point is None:
+            continue
+        found = evaluate(changed, point.plan)
+        assert found.feasible
+        assert point.objective == pytest.approx(found.objective, rel=1e-9, abs=1e-300)
+        assert point.bound <= best * (1 + 1e-9) + 1e-300
+        if not way["gap"]:
+            assert _same(point.objective, best)
 
 
 @given(problem=problems, seed=seeds)
