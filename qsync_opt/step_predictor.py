@@ -6,15 +6,16 @@ case that was never met is made of the nearest one that was, with casts for the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.graph import OpGraph, Role
-from qsync_opt.lifetimes import Kept, Lifetimes
+from qsync_opt.lifetimes import Lifetimes
 from qsync_opt.precision import number_format
 from qsync_opt.step_costs import SIZES, Case, CaseCost, StepCosts, on_one_queue
 from qsync_opt.step_flow import StepFlow, arrival, width
+from qsync_opt.step_memory import StepMemory, compiled_step_memory, step_memory
 from qsync_opt.two_queues import NEVER, Work, compose
 
 BLOCK_BYTES = 512
@@ -22,15 +23,6 @@ BLOCK_BYTES = 512
 
 _Entry = tuple[CaseCost, str, int, int, int]
 """Cost of a case, format delivered, time on the host, on the device forward and backward."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMemory:
-    """Peak of one worker in bytes, and where it is: a phase, and the operator then running ("" outside of all)."""
-
-    peak_bytes: int
-    phase: str
-    operator: str
 
 
 @dataclass(slots=True)
@@ -358,44 +350,8 @@ class StepPredictor:
             costs: Per operator, as in a `PlannedStep`.
         """
         if self.costs.graphs:
-            return self._compiled_memory(costs)
-        lifetimes = self._lifetimes
-        releases = lifetimes.releases([Kept(cost.saves_inputs, cost.saves_output) for cost in costs])
-        now = peak = self.costs.resident_bytes
-        where = ("forward", "")
-        for phase, position, high, net in self._moments(costs, releases.forward, releases.backward):
-            if now + high > peak:
-                peak, where = now + high, (phase, "" if position < 0 else self.graph.operators[position].name)
-            now += net
-        return StepMemory(peak_bytes=peak, phase=where[0], operator=where[1])
-
-    def _compiled_memory(self, costs: Sequence[CaseCost]) -> StepMemory:
-        """What all operators have in use when the passes need most, or what the optimizer needs."""
-        peaks = self.costs.phase_peaks
-        outside = sum(peaks[label] for label in ("forward", "forward|end", "backward", "backward|end"))
-        used = [cost.forward_net_bytes + cost.backward_net_bytes for cost in costs]
-        passes, later = outside + sum(used), peaks["optimizer"]
-        largest = self.graph.operators[used.index(max(used))].name if used else ""
-        where = ("backward", largest) if passes >= later else ("optimizer", "")
-        return StepMemory(peak_bytes=self.costs.resident_bytes + max(passes, later), phase=where[0], operator=where[1])
-
-    def _moments(
-        self,
-        costs: Sequence[CaseCost],
-        forward: Mapping[int, Sequence[int]],
-        backward: Mapping[int, Sequence[int]],
-    ) -> Iterator[tuple[str, int, int, int]]:
-        """(phase, operator, bytes beyond what is there, change) through the step."""
-        peaks = self.costs.phase_peaks
-        for i, cost in enumerate(costs):
-            freed = sum(costs[r].result_bytes for r in forward.get(i, ()))
-            yield "forward", i, cost.forward_peak_bytes, cost.forward_net_bytes - freed
-        yield "forward", -1, max(peaks["forward|end"], peaks["backward"]), 0
-        for i in range(len(costs) - 1, -1, -1):
-            freed = sum(costs[r].result_bytes for r in backward.get(i, ()))
-            yield "backward", i, costs[i].backward_peak_bytes, costs[i].backward_net_bytes - freed
-        yield "backward", -1, peaks["backward|end"], 0
-        yield "optimizer", -1, peaks["optimizer"], 0
+            return compiled_step_memory(self.graph, self.costs, costs)
+        return step_memory(self.graph, self.costs, self._lifetimes, costs)
 
     def signature(self, position: int) -> str:
         """Signature of an operator in its cases."""

@@ -42,8 +42,9 @@ from qsync_opt.runtimes.torch.apply_options import AUTOCAST_TYPES as AUTOCAST_TY
 from qsync_opt.runtimes.torch.apply_options import ApplyOptions as ApplyOptions
 from qsync_opt.runtimes.torch.apply_options import DevicePlans as DevicePlans
 from qsync_opt.runtimes.torch.apply_options import of_device_type
+from qsync_opt.runtimes.torch.capturable import check_capturable
 from qsync_opt.runtimes.torch.fixed_operators import any_half, lifted, run_fixed
-from qsync_opt.runtimes.torch.graphs import FirstPass, check_capturable
+from qsync_opt.runtimes.torch.graphs import FirstPass
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
 from qsync_opt.runtimes.torch.job_plan import JobPlan
 from qsync_opt.runtimes.torch.operator_calls import Run

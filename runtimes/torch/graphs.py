@@ -27,7 +27,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.kernels.weight_cache import forget_weights
-from qsync_opt.runtimes.torch.apply_checks import is_sharded, model_device
+from qsync_opt.runtimes.torch.apply_checks import model_device
+from qsync_opt.runtimes.torch.capturable import check_capturable
 from qsync_opt.runtimes.torch.graph_capture import (
     capture_stream,
     capturing,
@@ -349,32 +350,6 @@ def _differentiable(found: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def check_capturable(model: nn.Module) -> None:
-    """Refuse models whose passes cannot be captured, as far as that is known beforehand.
-
-    Raises:
-        UnsupportedError: The model is not on a card, is sharded, has recurrent layers, or layers whose passes wait for
-            other workers.
-    """
-    waiting = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
-    if waiting is not None:
-        raise UnsupportedError(
-            f"graphed: {waiting or 'the model'!r} is a SyncBatchNorm, whose passes wait for the other workers, but "
-            "capturing runs passes that the others do not: use BatchNorm, or run this model operator by operator"
-        )
-    if is_sharded(model):
-        raise UnsupportedError("graphed: the model is sharded (FSDP): its weights move, which a captured pass cannot")
-    recurrent = next((name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)), None)
-    if recurrent is not None:
-        raise UnsupportedError(
-            f"graphed: {recurrent or 'the model'!r} is a recurrent layer, which keeps its parameters in a place of its "
-            "own besides, so that a captured pass would lose their gradients: run this model operator by operator"
-        )
-    device = model_device(model)
-    if device.type != "cuda":
-        raise UnsupportedError(f"graphed: the model is on {device}: CUDA graphs need a model on a card")
-
-
 def graphed(model: nn.Module, batch: Any) -> nn.Module:
     """Capture a planned model's training passes in CUDA graphs; from then on they are replayed, until ``undo``.
 
@@ -417,11 +392,8 @@ def graphed(model: nn.Module, batch: Any) -> nn.Module:
         )
     check_capturable(bare)
     interception.graphs = None
-    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (_positional(batch), {})
+    positional = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (positional, {})
     with torch.cuda.device(model_device(bare)):
         interception.graphs = CapturedPasses(interception, bare, args, kwargs)
     return model
-
-
-def _positional(batch: Any) -> tuple[Any, ...]:
-    return tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import statistics
 import time
 import warnings
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qsync_opt.costs import CostFit, fit_cost
+from qsync_opt.costs import CostFit
 from qsync_opt.covering_plans import MIXED, covering_plans
 from qsync_opt.device_profile import DeviceIdentity
 from qsync_opt.errors import NotReadyError, UnsupportedError
@@ -23,11 +22,11 @@ from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.progress import Report, reporting
 from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.capabilities import device_formats
+from qsync_opt.runtimes.torch.cast_times import time_casts
 from qsync_opt.runtimes.torch.compiled_recording import record_compiled_plan
 from qsync_opt.runtimes.torch.identity import identify
 from qsync_opt.runtimes.torch.interception import interception_of
 from qsync_opt.runtimes.torch.measure import TrainingExample
-from qsync_opt.runtimes.torch.operator_bench import DTYPES
 from qsync_opt.runtimes.torch.profiler import wanted_formats
 from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper, record_step
 from qsync_opt.runtimes.torch.wrappers import bare_model
@@ -38,8 +37,6 @@ from qsync_opt.step_predictor import StepPredictor
 from qsync_opt.step_sample import StepSample
 from qsync_opt.step_scaling import scaled_costs
 
-_CAST_ELEMENTS = (1 << 16, 1 << 20, 1 << 23)
-_CAST_RUNS = 10
 _FAR_ABOVE = 2.0
 """A step that takes this many times the host's part of it is not paced by the host."""
 
@@ -373,42 +370,3 @@ def fit_samples(
     if paces and device.kind != "cpu":
         costs, predicted = fit(paces)
     return checked(costs, predicted, samples)
-
-
-def time_casts(device: torch.device, formats: Sequence[str], kernels: KernelOptions) -> tuple[dict[str, CostFit], int]:
-    """Device time of the casts between formats, fitted over sizes, and the host's time of one."""
-    delivered = [name for name in ("BF16", "FP16", "FP32") if name in formats]
-    pairs = [(a, b) for a, b in itertools.product(delivered, [*delivered, "INT8", "FP8"]) if a != b and b in formats]
-    fits = {}
-    host: list[float] = []
-    for source, target in pairs:
-        samples = []
-        for elements in _CAST_ELEMENTS:
-            x = torch.randn(elements // 256, 256, device=device).to(DTYPES[source])
-            device_ns, host_ns = _run_often(lambda x=x, target=target: ops.cast(x, target, kernels), device)  # type: ignore[misc]
-            samples.append((elements, max(1.0, device_ns)))
-            if elements == _CAST_ELEMENTS[0]:
-                host.append(host_ns)
-        fits[f"{source}>{target}"] = fit_cost(samples)
-    return fits, round(statistics.median(host)) if host and device.type != "cpu" else 0
-
-
-def _run_often(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Time of one run on the device in a full queue, and on the host."""
-    work()
-    if device.type != "cuda":
-        start = time.perf_counter_ns()
-        for _ in range(_CAST_RUNS):
-            work()
-        return (time.perf_counter_ns() - start) / _CAST_RUNS, 0.0
-    torch.cuda.synchronize(device)
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start = time.perf_counter_ns()
-    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # a head start for the host
-    first.record()
-    for _ in range(_CAST_RUNS):
-        work()
-    last.record()
-    host_ns = (time.perf_counter_ns() - start) / _CAST_RUNS
-    torch.cuda.synchronize(device)
-    return float(first.elapsed_time(last)) * 1e6 / _CAST_RUNS, host_ns
