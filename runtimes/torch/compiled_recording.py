@@ -11,18 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
-from torch.profiler import ProfilerActivity
 
 from qsync_opt.compiled_trace import CompiledEvents, HostCall, Scheduled, charge_compiled
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.graph import OpGraph
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.allocations import silent_profiler
 from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.compiled_schedule import annotated_operators, collected_schedules, read_schedules
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.step_labels import FUSED, observed_operators, read_events
-from qsync_opt.runtimes.torch.step_recording import FORMAT_OF, RecordingOptions, Stepper
+from qsync_opt.runtimes.torch.step_recording import FORMAT_OF, RecordingOptions, Stepper, trace_steps
 from qsync_opt.runtimes.torch.wrappers import bare_model
 from qsync_opt.step_sample import StepSample
 from qsync_opt.step_trace import LAUNCHES, PREFIX, Range, StepSpans
@@ -120,14 +118,8 @@ def _traced(
     memory: bool,
 ) -> StepSpans:
     """The last of some traced steps."""
-    activities = [ProfilerActivity.CPU]
-    if stepper.device.type == "cuda" and not memory:
-        activities.append(ProfilerActivity.CUDA)
-    with silent_profiler(), torch.profiler.profile(activities=activities, profile_memory=memory, acc_events=True) as p:
-        for _ in range(steps):
-            stepper.step()
-            stepper.synchronize()
-    return charge_compiled(read_compiled_events(p), *schedules, order)[-1]
+    events = read_compiled_events(trace_steps(stepper, steps, memory=memory))
+    return charge_compiled(events, *schedules, order)[-1]
 
 
 def read_compiled_events(profiler: torch.profiler.profile) -> CompiledEvents:

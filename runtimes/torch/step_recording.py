@@ -194,8 +194,14 @@ def record_step(
     )
 
 
-def _traced(stepper: Stepper, steps: int, *, memory: bool) -> StepSpans:
-    """The last of some traced steps: the first pays for what a profiler sets up."""
+def trace_steps(stepper: Stepper, steps: int, *, memory: bool) -> torch.profiler.profile:
+    """The finished profiler around some steps: the first pays for what a profiler sets up, so the last is to be read.
+
+    Args:
+        stepper: Whose steps.
+        steps: How many.
+        memory: Trace the allocator's events instead of the device's kernels.
+    """
     activities = [ProfilerActivity.CPU]
     if stepper.device.type == "cuda" and not memory:
         activities.append(ProfilerActivity.CUDA)
@@ -203,7 +209,11 @@ def _traced(stepper: Stepper, steps: int, *, memory: bool) -> StepSpans:
         for _ in range(steps):
             stepper.step()
             stepper.synchronize()
-    return charge(read_events(p))[-1]
+    return p
+
+
+def _traced(stepper: Stepper, steps: int, *, memory: bool) -> StepSpans:
+    return charge(read_events(trace_steps(stepper, steps, memory=memory)))[-1]
 
 
 def _storage(tensor: Tensor) -> int:
