@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from qsync_opt.formulations.assignment.core import Core
 from qsync_opt.formulations.assignment.model import AssignmentModel, Derived, assemble
 
 
@@ -64,6 +65,27 @@ def labellings(model: AssignmentModel) -> list[np.ndarray]:
     return [model.complete(np.array(x, dtype=np.int64)) for x in itertools.product(*free)]
 
 
+def core_values(core: Core, labels_N: np.ndarray) -> tuple[float, np.ndarray]:
+    """Objective and rows of a labelling, by the tables."""
+    objective, rows = core.objective, core.excess_R.copy()
+    for node, label in zip(core.nodes, labels_N.tolist(), strict=True):
+        objective, rows = objective + node.objective_A[label], rows + node.rows_AR[label]
+    for edge in core.edges:
+        a, b = labels_N[edge.first], labels_N[edge.second]
+        objective, rows = objective + edge.objective_AB[a, b], rows + edge.rows_ABR[a, b]
+    return float(objective), rows
+
+
+def core_truth(core: Core) -> float:
+    """Least objective within the limits, by enumeration."""
+    best = np.inf
+    for choice in itertools.product(*(range(len(node.labels_A)) for node in core.nodes)):
+        objective, rows = core_values(core, np.array(choice))
+        if (rows <= 0).all():
+            best = min(best, objective)
+    return best
+
+
 @pytest.fixture
 def random_model() -> Callable[..., AssignmentModel]:
     return make_model
@@ -72,3 +94,13 @@ def random_model() -> Callable[..., AssignmentModel]:
 @pytest.fixture
 def every_labelling() -> Callable[[AssignmentModel], list[np.ndarray]]:
     return labellings
+
+
+@pytest.fixture
+def values() -> Callable[[Core, np.ndarray], tuple[float, np.ndarray]]:
+    return core_values
+
+
+@pytest.fixture
+def truth() -> Callable[[Core], float]:
+    return core_truth

@@ -48,30 +48,9 @@ def make_core(seed: int, copies: int) -> Core:
     return Core(np.zeros(len(nodes), dtype=np.int64), 5.0, 5.0 + float(excess.sum()), excess, nodes, edges, prices)
 
 
-def values(core: Core, labels_N: np.ndarray) -> tuple[float, np.ndarray]:
-    """Objective and rows of a labelling, by the tables."""
-    objective, rows = core.objective, core.excess_R.copy()
-    for node, label in zip(core.nodes, labels_N.tolist(), strict=True):
-        objective, rows = objective + node.objective_A[label], rows + node.rows_AR[label]
-    for edge in core.edges:
-        a, b = labels_N[edge.first], labels_N[edge.second]
-        objective, rows = objective + edge.objective_AB[a, b], rows + edge.rows_ABR[a, b]
-    return objective, rows
-
-
-def truth(core: Core) -> float:
-    """Least objective within the limits, by enumeration."""
-    best = np.inf
-    for choice in itertools.product(*(range(len(node.labels_A)) for node in core.nodes)):
-        objective, rows = values(core, np.array(choice))
-        if (rows <= 0).all():
-            best = min(best, objective)
-    return best
-
-
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_the_best_labelling_is_the_same(seed, merge):
+def test_the_best_labelling_is_the_same(seed, merge, values, truth):
     core = make_core(seed, copies=3)
     best = truth(core)
     small = condense(core, np.inf, merge=merge)
@@ -88,7 +67,7 @@ def test_the_best_labelling_is_the_same(seed, merge):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_solver_counts_copies(seed):
+def test_a_solver_counts_copies(seed, values):
     pytest.importorskip("ortools")
     core = make_core(seed, copies=4)
     small = condense(core, np.inf, merge=False)
@@ -100,7 +79,7 @@ def test_a_solver_counts_copies(seed):
         assert (values(core, found.labels_N)[1] <= 0).all()
 
 
-def test_what_is_too_dear_goes_and_the_best_stays():
+def test_what_is_too_dear_goes_and_the_best_stays(truth):
     for seed in range(12):
         core = make_core(seed, copies=3)
         best = truth(core)

@@ -42,30 +42,9 @@ def make_core(seed: int) -> Core:
     return Core(base, 2.0, 2.0 + float(excess @ prices), excess, nodes, edges, prices)
 
 
-def values(core: Core, labels_N: np.ndarray) -> tuple[float, np.ndarray]:
-    """Objective and rows of a labelling, by the tables."""
-    objective, rows = core.objective, core.excess_R.copy()
-    for node, label in zip(core.nodes, labels_N.tolist(), strict=True):
-        objective, rows = objective + node.objective_A[label], rows + node.rows_AR[label]
-    for edge in core.edges:
-        a, b = labels_N[edge.first], labels_N[edge.second]
-        objective, rows = objective + edge.objective_AB[a, b], rows + edge.rows_ABR[a, b]
-    return float(objective), rows
-
-
-def truth(core: Core) -> float:
-    """Least objective within the limits, by enumeration."""
-    best = np.inf
-    for choice in itertools.product(*(range(len(node.labels_A)) for node in core.nodes)):
-        objective, rows = values(core, np.array(choice))
-        if (rows <= 0).all():
-            best = min(best, objective)
-    return best
-
-
 @pytest.mark.parametrize("seed", range(24))
 @pytest.mark.parametrize("parts", [False, True])
-def test_a_wide_walk_finds_the_best_and_proves_it(seed, parts):
+def test_a_wide_walk_finds_the_best_and_proves_it(seed, parts, values, truth):
     core = make_core(seed)
     best = truth(core)
     walked = condense(core, np.inf, merge=True, count=False, product=False) if parts else core
@@ -86,7 +65,7 @@ def test_a_wide_walk_finds_the_best_and_proves_it(seed, parts):
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("widths", [(1,), (2, 5), (1, 3, 10_000)])
-def test_a_narrow_walk_never_bounds_too_high(seed, widths):
+def test_a_narrow_walk_never_bounds_too_high(seed, widths, truth):
     core = make_core(seed)
     best = truth(core)
     if best == np.inf:
@@ -101,7 +80,7 @@ def test_a_narrow_walk_never_bounds_too_high(seed, widths):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_levels_bound_from_below_for_any_prices_unit_and_table(seed):
+def test_levels_bound_from_below_for_any_prices_unit_and_table(seed, truth):
     core = make_core(seed)
     best = truth(core)
     layers = lay_out(core)
@@ -138,7 +117,7 @@ def test_a_row_of_levels_knows_what_no_combination_reaches():
     assert walk(core, 5.0, (1,)).bound == pytest.approx(1.0)
 
 
-def test_steps_that_are_decided_leave_the_layers():
+def test_steps_that_are_decided_leave_the_layers(truth):
     core = make_core(3)
     best = truth(core)
     layers = lay_out(core)
@@ -160,7 +139,7 @@ def test_a_core_that_is_too_wide_is_left_to_others(monkeypatch):
     assert walk(make_core(0), np.inf, (10,)) is None
 
 
-def test_no_time_proves_nothing():
+def test_no_time_proves_nothing(truth):
     core = make_core(4)
     found = walk(core, np.inf, (10_000,), deadline=0.0)
     assert found.labels_N is None
@@ -217,7 +196,7 @@ def test_compiled_and_plain_loops_give_the_same_bits(monkeypatch):
 
 
 @pytest.mark.parametrize("excess", [-(10**9), 10**9])
-def test_a_limit_far_away_needs_no_table_that_long(excess):
+def test_a_limit_far_away_needs_no_table_that_long(excess, truth):
     core = make_core(1)
     core.excess_R = np.array([excess, core.excess_R[1]])
     layers = lay_out(core)
