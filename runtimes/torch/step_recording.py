@@ -209,7 +209,8 @@ def trace_steps(stepper: Stepper, steps: int, *, memory: bool) -> torch.profiler
         for _ in range(steps):
             stepper.step()
             stepper.synchronize()
-    return p
+    finished: torch.profiler.profile = p
+    return finished
 
 
 def _traced(stepper: Stepper, steps: int, *, memory: bool) -> StepSpans:
