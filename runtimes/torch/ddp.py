@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import secrets
-import socket
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
+from qsync_opt.runtimes.ports import free_port as free_port
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_CAP_BYTES = 25 << 20
 _RELEASE_S = 0.05
 """Seconds that threads of a process group get to finish before it is left."""
 _MEASURING_ROUNDS = 4
-_FIRST_PORT = 20000
-_PORT_TRIES = 100
-_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def bucket_assignment(
@@ -80,34 +75,6 @@ def bucket_assignment(
         for position in members:
             result[position] = index
     return result
-
-
-def free_port() -> int:
-    """A TCP port of this host that is free now, of those that the system does not give to connections by itself.
-
-    Between this call and a worker's use of the port some time passes, in which any connection that some process opens
-    may be given a port of the system's own range.
-
-    Raises:
-        NotReadyError: A hundred ports, taken at random, are all in use.
-    """
-    for _ in range(_PORT_TRIES):
-        port = _FIRST_PORT + secrets.randbelow(_first_ephemeral_port() - _FIRST_PORT)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise NotReadyError(
-        f"{_PORT_TRIES} ports between {_FIRST_PORT} and {_first_ephemeral_port()} are in use: stop other jobs first"
-    )
-
-
-def _first_ephemeral_port() -> int:
-    """First port that the system gives to connections; RFC 6335's where it does not say, or leaves nothing below."""
-    with contextlib.suppress(OSError, ValueError):
-        first = int(_EPHEMERAL_PORTS.read_text().split()[0])
-        if first > _FIRST_PORT + _PORT_TRIES:
-            return first
-    return 49152
 
 
 @contextlib.contextmanager

@@ -289,11 +289,10 @@ def loaders(*, core_only: bool = False) -> list[Loader]:
         table = json.loads(next((ROOT / "kernels" / "tables").glob("*.json")).read_text())
         table["choices"] = table["choices"][:3]
         spec = {
-            "format": "qsync-demo-worker/1",
+            "format": "qsync-demo-worker/2",
             "phase": "train",
             "folder": "out",
             "label": "a",
-            "port": 1,
             "plan": None,
         }
         from dataclasses import asdict

@@ -1,11 +1,13 @@
-"""Starts the demo's workers as separate processes and passes on what they report.
+"""Starts the demo's workers as separate processes, hands them their work, and passes on what they report.
 
-Workers talk in lines of JSON on standard output: ``{"event": "progress", ...}`` while they work and one
-``{"event": "result", ...}`` at the end. Nothing is pickled.
+A worker reads the paths of spec files from standard input, a line each, and ends when there are no more; so it also
+ends when whoever started it is gone. It talks in lines of JSON on standard output: ``{"event": "progress", ...}`` while
+it works and one ``{"event": "result", ...}`` for each spec. Nothing is pickled.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -14,7 +16,8 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from types import TracebackType
+from typing import IO, Any, Self
 
 from qsync_opt.errors import QSyncError
 
@@ -31,81 +34,110 @@ def emit(event: str, **fields: Any) -> None:
     sys.stdout.flush()
 
 
-def _read(rank: int, stream: IO[str], events: queue.Queue[tuple[int, Event | None]]) -> None:
-    with stream:
-        for line in stream:
-            events.put((rank, json.loads(line)))
-    events.put((rank, None))
-
-
-def run_workers(
-    module: str,
-    spec: Path,
-    *,
-    world_size: int,
-    threads: Sequence[int],
-    log_folder: Path,
-    on_progress: Callable[[int, Event], None],
-) -> list[Event]:
-    """Run ``python -m module spec rank`` once per rank, side by side, and return their results in rank order.
+class Workers:
+    """Processes ``python -m module arguments... rank``, side by side, for the time of a ``with`` block.
 
     Args:
         module: Module whose ``__main__`` is the worker.
-        spec: JSON file that every worker reads.
-        world_size: Number of workers.
-        threads: Compute threads of each worker.
+        arguments: Of every worker, before its rank.
+        threads: Compute threads of each worker; as many workers as there are entries.
         log_folder: Where each worker's standard error goes (``worker-<rank>.log``).
-        on_progress: Called with the rank and each progress event, from this thread.
-
-    Raises:
-        WorkerError: A worker failed; the others are stopped.
     """
-    events: queue.Queue[tuple[int, Event | None]] = queue.Queue()
-    processes: list[subprocess.Popen[str]] = []
-    readers: list[threading.Thread] = []
-    logs = [log_folder / f"worker-{rank}.log" for rank in range(world_size)]
-    results: dict[int, Event] = {}
-    try:
-        for rank in range(world_size):
-            environment = {
-                **os.environ,
-                "OMP_NUM_THREADS": str(threads[rank]),
-                "MKL_NUM_THREADS": str(threads[rank]),
-                "PYTHONSAFEPATH": "1",
-            }
-            with logs[rank].open("w") as log:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", module, str(spec), str(rank)],
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                    env=environment,
-                )
-            processes.append(process)
-            assert process.stdout is not None
-            reader = threading.Thread(target=_read, args=(rank, process.stdout, events), daemon=True)
-            reader.start()
-            readers.append(reader)
-        running = set(range(world_size))
-        while running:
-            rank, event = events.get()
+
+    def __init__(self, module: str, *arguments: str, threads: Sequence[int], log_folder: Path) -> None:
+        self._command = [sys.executable, "-m", module, *arguments]
+        self._threads = tuple(threads)
+        self._logs = [log_folder / f"worker-{rank}.log" for rank in range(len(self._threads))]
+        self._events: queue.Queue[tuple[int, Event | None]] = queue.Queue()
+        self._processes: list[subprocess.Popen[str]] = []
+        self._readers: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        try:
+            for rank, threads in enumerate(self._threads):
+                self._start(rank, threads)
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            for process in self._processes:
+                assert process.stdin is not None
+                process.stdin.close()
+            for process in self._processes:
+                process.wait()
+        self._stop()
+
+    def run(self, spec: Path, on_progress: Callable[[int, Event], None]) -> list[Event]:
+        """Let every worker do what a spec file says, and return their results in rank order.
+
+        Args:
+            spec: JSON file that every worker reads.
+            on_progress: Called with the rank and each progress event, from this thread.
+
+        Raises:
+            WorkerError: A worker failed.
+        """
+        for process in self._processes:
+            assert process.stdin is not None
+            # A worker that has ended cannot be written to; its end is among the events below.
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(f"{spec}\n")
+                process.stdin.flush()
+        results: dict[int, Event] = {}
+        while len(results) < len(self._processes):
+            rank, event = self._events.get()
             if event is None:
-                running.discard(rank)
-                if processes[rank].wait() != 0 or rank not in results:
-                    raise WorkerError(_failure(rank, processes[rank].returncode, logs[rank]))
-            elif event["event"] == "result":
+                raise WorkerError(_failure(rank, self._processes[rank].wait(), self._logs[rank]))
+            if event["event"] == "result":
                 results[rank] = event
             else:
                 on_progress(rank, event)
-    finally:
-        for process in processes:
+        return [results[rank] for rank in range(len(self._processes))]
+
+    def _start(self, rank: int, threads: int) -> None:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+            "PYTHONSAFEPATH": "1",
+        }
+        with self._logs[rank].open("w") as log:
+            process = subprocess.Popen(
+                [*self._command, str(rank)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+            )
+        self._processes.append(process)
+        assert process.stdout is not None
+        reader = threading.Thread(target=self._read, args=(rank, process.stdout), daemon=True)
+        reader.start()
+        self._readers.append(reader)
+
+    def _read(self, rank: int, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                self._events.put((rank, json.loads(line)))
+        self._events.put((rank, None))
+
+    def _stop(self) -> None:
+        for process in self._processes:
             if process.poll() is None:
                 process.terminate()
-        for process in processes:
+        for process in self._processes:
             process.wait()
-        for reader in readers:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # what it was too late to read
+                process.stdin.close()
+        for reader in self._readers:
             reader.join()
-    return [results[rank] for rank in range(world_size)]
 
 
 def _failure(rank: int, status: int, log: Path) -> str:

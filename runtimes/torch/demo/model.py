@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GptConfig:
-    """Sizes of the model; the defaults train visibly within a minute on one CPU core."""
-
-    vocabulary: int = 256
-    context: int = 128
-    width: int = 256
-    heads: int = 4
-    layers: int = 4
+from qsync_opt.runtimes.torch.demo.sizes import GptConfig as GptConfig
 
 
 class Block(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -224,7 +224,7 @@ def write_report(folder: Path, result: DemoResult, console: Console) -> None:
         f"A GPT of {model.layers} layers and width {model.width}, trained for {result.options.steps} steps on the "
         "sources of Python's standard library by two workers with one thread each: `trainer` in FP32, `inference` "
         "under the plan.\n",
-        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}; "
+        f"torch {importlib.metadata.version('torch')}, Python {platform.python_version()}, {platform.machine()}; "
         f"{result.seconds:.0f} s in all.\n",
         f"Memory budget of `inference`: {device.memory_limit_kib / 1024:.1f} MiB. Latency limit: "
         f"{result.problem.latency_limit_ns / 1e6:.1f} ms.\n",
@@ -239,7 +239,7 @@ def write_report(folder: Path, result: DemoResult, console: Console) -> None:
         _markdown(PLAN_HEADER, plan_rows(result.problem, result.plan)),
         "## Files\n",
         "`plan.json`, `problem.json`, `trace.json` (open it in https://ui.perfetto.dev), `plan-uniform-lowest.json`, "
-        "`profile-*.json`.\n",
+        "`profile-*.json`, `graph.json`, `statistics.json`.\n",
     ]
     write_text(folder / "report.md", "\n".join(parts))
     console.print(f"  wrote {folder}/plan.json, problem.json, trace.json, report.md")

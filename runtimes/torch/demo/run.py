@@ -1,8 +1,10 @@
-"""The demo from end to end: capture, statistics, profile, problem, solve, train, compare, report."""
+"""The demo from end to end: capture, measure, plan, train, compare, report.
+
+All that needs torch is done by the workers, so this process does not load it and the first line is shown at once.
+"""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -21,14 +22,14 @@ from qsync_opt.device_profile import DeviceProfile, load_profile
 from qsync_opt.errors import SolverError
 from qsync_opt.evaluation import evaluate
 from qsync_opt.graph import OpGraph, Role
+from qsync_opt.graph_file import load_graph
 from qsync_opt.indicator import sensitivities
 from qsync_opt.plan import Plan
 from qsync_opt.planner import solve
 from qsync_opt.problem import Problem
 from qsync_opt.replay import replay, write_trace
-from qsync_opt.runtimes.torch.capture import capture
-from qsync_opt.runtimes.torch.ddp import free_port
-from qsync_opt.runtimes.torch.demo.launch import Event, run_workers
+from qsync_opt.runtimes.ports import free_port
+from qsync_opt.runtimes.torch.demo.launch import Event, Workers
 from qsync_opt.runtimes.torch.demo.report import (
     DemoResult,
     Measured,
@@ -38,13 +39,10 @@ from qsync_opt.runtimes.torch.demo.report import (
     write_report,
 )
 from qsync_opt.runtimes.torch.demo.settings import INFERENCE, TRAINER, WORKERS, DemoOptions, WorkerSpec
-from qsync_opt.runtimes.torch.demo.text import Batches, standard_library_text
-from qsync_opt.runtimes.torch.demo.worker import make_model
-from qsync_opt.runtimes.torch.statistics import collect_statistics
 from qsync_opt.solution import Solution
+from qsync_opt.statistics_file import load_statistics
 
 WORKER_MODULE = "qsync_opt.runtimes.torch.demo.worker"
-STATISTICS_BATCHES = 3
 TRAINER_MEMORY_BYTES = 64 << 30
 """The trainer's budget is no constraint of the demo."""
 
@@ -73,28 +71,29 @@ def run_demo(folder: Path, options: DemoOptions, console: Console) -> DemoResult
         ProblemError: No plan fits (the demo's budget lies between what two known plans need, so this is a fault).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # One thread per two processors: threads that wait for a processor that others use cost more than they bring.
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
     started = time.perf_counter()
-    with _step(console, "1/6 Capture: PyTorch in training mode -> ONNX -> operator graph"):
-        graph = _capture(options)
-        roles = ", ".join(f"{len(graph.by_role(role))} {role}" for role in Role)
-        console.print(f"  {len(graph)} operators ({roles}), {len(graph.parameters)} parameters")
-    profiles = _profile(folder, options, console)
-    with _step(console, "3/6 Statistics and indicator: real batches, forward and backward"):
-        table = _sensitivities(graph, profiles.devices[INFERENCE], options, console)
-    with _step(console, "4/6 Problem and plan"):
-        problem, whole = _problems(graph, profiles, table, options)
-        problem.save(folder / "problem.json")
-        _print_limits(problem, console)
-        solved = [solve(problem, method=method, time_limit_s=60) for method in ("greedy", "exact")]
-        print_solved(console, problem, solved)
-        plan = _plan_of(solved[0])
-        plan.save(folder / "plan.json")
-        print_plan(console, problem, plan)
-        write_trace(folder / "trace.json", replay(whole, with_trainer(whole, plan)))
-    measured = _train_all(folder, options, console, problem, plan)
-    with _step(console, "6/6 Report"):
+    threads = [1] * len(WORKERS)
+    with Workers(WORKER_MODULE, str(free_port()), threads=threads, log_folder=folder) as workers:
+        run = _Run(folder, options, console, workers)
+        with _step(console, "1/5 Capture: PyTorch in training mode -> ONNX -> operator graph"):
+            graph = run.capture()
+        with _step(console, "2/5 Measure: every operator at every precision, on both workers at once, and gradients"):
+            profiles, table = run.measure(graph)
+        with _step(console, "3/5 Problem and plan"):
+            problem, whole = _problems(graph, profiles, table, options)
+            problem.save(folder / "problem.json")
+            _print_limits(problem, console)
+            solved = [solve(problem, method=method, time_limit_s=60) for method in ("greedy", "exact")]
+            print_solved(console, problem, solved)
+            plan = _plan_of(solved[0])
+            plan.save(folder / "plan.json")
+            print_plan(console, problem, plan)
+            write_trace(folder / "trace.json", replay(whole, with_trainer(whole, plan)))
+        with _step(
+            console, f"4/5 Train: {options.steps} steps on two workers (DistributedDataParallel, gloo), three times"
+        ):
+            measured = run.train_all(problem, plan)
+    with _step(console, "5/5 Report"):
         result = DemoResult(
             options=options,
             problem=problem,
@@ -116,45 +115,42 @@ def _step(console: Console, title: str) -> Iterator[None]:
     console.print(f"  [dim]{time.perf_counter() - started:.1f} s[/dim]")
 
 
-def _capture(options: DemoOptions) -> OpGraph:
-    text, _ = standard_library_text()
-    batch = Batches(text, batch=options.batch, context=options.model.context, seed=options.seed).next()
-    return capture(make_model(options), batch, name="demo-gpt")
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The parts of the demo that the workers do."""
 
+    folder: Path
+    options: DemoOptions
+    console: Console
+    workers: Workers
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
-    )
+    def _do(self, phase: str, label: str, plan: Path | None = None) -> list[Event]:
+        """Let both workers do a phase and show their progress, a bar for each that reports."""
+        spec = WorkerSpec(phase=phase, folder=self.folder, label=label, options=self.options, plan=plan)
+        path = self.folder / f"spec-{label.replace(' ', '-')}.json"
+        spec.save(path)
+        columns = TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=self.console) as bars:
+            tasks: dict[int, TaskID] = {}
 
+            def show(rank: int, event: Event) -> None:
+                if rank not in tasks:
+                    tasks[rank] = bars.add_task(WORKERS[rank], total=event["total"])
+                description = f"{WORKERS[rank]:<9} {event['label'][:48]:<48}"
+                bars.update(tasks[rank], completed=event["done"], total=event["total"], description=description)
 
-def _run(spec: WorkerSpec, console: Console) -> list[Event]:
-    """Start both workers on a spec and show their progress, a bar for each that reports."""
-    path = spec.folder / f"spec-{spec.label.replace(' ', '-')}.json"
-    spec.save(path)
-    with _progress(console) as bars:
-        tasks: dict[int, TaskID] = {}
+            return self.workers.run(path, show)
 
-        def show(rank: int, event: Event) -> None:
-            if rank not in tasks:
-                tasks[rank] = bars.add_task(WORKERS[rank], total=event["total"])
-            description = f"{WORKERS[rank]:<9} {event['label'][:48]:<48}"
-            bars.update(tasks[rank], completed=event["done"], total=event["total"], description=description)
+    def capture(self) -> OpGraph:
+        """Capture on every worker; the graph is the same on all."""
+        graph = load_graph(self._do("capture", "capture")[0]["graph"])
+        roles = ", ".join(f"{len(graph.by_role(role))} {role}" for role in Role)
+        self.console.print(f"  {len(graph)} operators ({roles}), {len(graph.parameters)} parameters")
+        return graph
 
-        return run_workers(
-            WORKER_MODULE,
-            path,
-            world_size=len(WORKERS),
-            threads=[1] * len(WORKERS),
-            log_folder=spec.folder,
-            on_progress=show,
-        )
-
-
-def _profile(folder: Path, options: DemoOptions, console: Console) -> Profiles:
-    with _step(console, "2/6 Profile: every operator at every precision, on both workers at once"):
-        spec = WorkerSpec(phase="profile", folder=folder, label="profile", options=options, port=free_port())
-        results = _run(spec, console)
+    def measure(self, graph: OpGraph) -> tuple[Profiles, Mapping[str, Mapping[str, float]]]:
+        """Profiles of both device types and the network; sensitivity of each operator in each precision."""
+        results = self._do("measure", "measure")
         devices = {name: load_profile(result["profile"]) for name, result in zip(WORKERS, results, strict=True)}
         # Two workers exchange two messages of half the size each: the fit is of the whole all-reduce.
         network = Network(
@@ -163,29 +159,36 @@ def _profile(folder: Path, options: DemoOptions, console: Console) -> Profiles:
             source=f"measured between the workers, relative residual {results[0]['network_residual']:.2f}",
         )
         for name, device in devices.items():
-            console.print(f"  {name}: {device.describe()}")
-        console.print(
+            self.console.print(f"  {name}: {device.describe()}")
+        self.console.print(
             f"  network: {network.latency_s * 2e6:.0f} us + {network.bandwidth_bytes_per_s / 1e9:.2f} GB/s "
             f"({network.source})"
         )
-    return Profiles(devices=devices, network=network)
+        statistics = load_statistics(results[WORKERS.index(TRAINER)]["statistics"])
+        table = sensitivities(graph, statistics, devices[INFERENCE].formats)
+        return Profiles(devices=devices, network=network), table
 
-
-def _sensitivities(
-    graph: OpGraph, profile: DeviceProfile, options: DemoOptions, console: Console
-) -> Mapping[str, Mapping[str, float]]:
-    text, _ = standard_library_text()
-    batches = Batches(text, batch=options.batch, context=options.model.context, seed=options.seed + 7)
-    with _progress(console) as bars:
-        task = bars.add_task("batches", total=STATISTICS_BATCHES)
-
-        def counted() -> Any:
-            for _ in range(STATISTICS_BATCHES):
-                yield batches.next()
-                bars.advance(task)
-
-        statistics = collect_statistics(make_model(options), counted(), graph=graph, probes=1)
-    return sensitivities(graph, statistics, profile.formats)
+    def train_all(self, problem: Problem, plan: Plan) -> Mapping[str, Measured]:
+        """Train in FP32, under the plan and in the uniform lowest precision, both workers each time."""
+        uniform = uniform_plan(problem)
+        uniform.save(self.folder / "plan-uniform-lowest.json")
+        runs: dict[str, tuple[Plan | None, Path | None]] = {
+            "FP32": (None, None),
+            "plan": (plan, self.folder / "plan.json"),
+            "uniform lowest": (uniform, self.folder / "plan-uniform-lowest.json"),
+        }
+        measured: dict[str, Measured] = {}
+        for label, (used, path) in runs.items():
+            trainer, inference = self._do("train", label, path)
+            measured[label] = Measured(
+                plan=used,
+                alone_s={TRAINER: trainer["alone_s"], INFERENCE: inference["alone_s"]},
+                pair_s=max(trainer["pair_s"], inference["pair_s"]),
+                peak_bytes={TRAINER: trainer["peak_bytes"], INFERENCE: inference["peak_bytes"]},
+                losses=tuple(trainer["losses"]),
+                held_out_loss=trainer["held_out_loss"],
+            )
+        return measured
 
 
 def _cluster(profiles: Profiles, budget_bytes: int, trainer: DeviceRole) -> Cluster:
@@ -244,32 +247,3 @@ def _plan_of(solution: Solution) -> Plan:
     if solution.plan is None:
         raise SolverError(f"method {solution.method!r} found no plan: {solution.reason}")
     return solution.plan
-
-
-def _train_all(
-    folder: Path, options: DemoOptions, console: Console, problem: Problem, plan: Plan
-) -> Mapping[str, Measured]:
-    """Train in FP32, under the plan and in the uniform lowest precision, both workers each time."""
-    uniform = uniform_plan(problem)
-    uniform.save(folder / "plan-uniform-lowest.json")
-    runs: dict[str, tuple[Plan | None, Path | None]] = {
-        "FP32": (None, None),
-        "plan": (plan, folder / "plan.json"),
-        "uniform lowest": (uniform, folder / "plan-uniform-lowest.json"),
-    }
-    measured: dict[str, Measured] = {}
-    with _step(
-        console, f"5/6 Train: {options.steps} steps on two workers (DistributedDataParallel, gloo), three times"
-    ):
-        for label, (used, path) in runs.items():
-            spec = WorkerSpec(phase="train", folder=folder, label=label, options=options, port=free_port(), plan=path)
-            trainer, inference = _run(spec, console)
-            measured[label] = Measured(
-                plan=used,
-                alone_s={TRAINER: trainer["alone_s"], INFERENCE: inference["alone_s"]},
-                pair_s=max(trainer["pair_s"], inference["pair_s"]),
-                peak_bytes={TRAINER: trainer["peak_bytes"], INFERENCE: inference["peak_bytes"]},
-                losses=tuple(trainer["losses"]),
-                held_out_loss=trainer["held_out_loss"],
-            )
-    return measured

@@ -3,45 +3,47 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from qsync_opt.jsonio import Fields, read_json, write_json
-from qsync_opt.runtimes.torch.demo.model import GptConfig
+from qsync_opt.runtimes.torch.demo.sizes import GptConfig
 
-SPEC_FORMAT = "qsync-demo-worker/1"
+SPEC_FORMAT = "qsync-demo-worker/2"
 TRAINER = "trainer"
 INFERENCE = "inference"
 WORKERS = (TRAINER, INFERENCE)
 """Device type of each rank."""
+PHASES = ("capture", "measure", "train")
+"""What workers do, in this order; training any number of times."""
+DEMO_MODEL = GptConfig(context=64, width=192, heads=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """Sizes of the demo.
+    """Sizes of the demo; by default, three runs train visibly in less than a minute with one core per worker.
 
     ``batch`` is per worker; ``memory_share`` places the memory budget of the inference device between what its most
     frugal plan needs (0) and what FP32 needs (1).
     """
 
-    steps: int = 120
+    steps: int = 100
     batch: int = 8
     learning_rate: float = 1e-3
     seed: int = 0
     memory_share: float = 0.2
-    model: GptConfig = field(default_factory=GptConfig)
+    model: GptConfig = DEMO_MODEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """One run of both workers: ``phase`` is ``"profile"`` or ``"train"``; ``plan`` a plan file or None (FP32)."""
+    """Work of both workers: ``phase`` is one of `PHASES`; ``plan``, for training, a plan file or None (FP32)."""
 
     phase: str
     folder: Path
     label: str
     options: DemoOptions
-    port: int
     plan: Path | None = None
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -51,7 +53,6 @@ class WorkerSpec:
             "phase": self.phase,
             "folder": str(self.folder),
             "label": self.label,
-            "port": self.port,
             "plan": None if self.plan is None else str(self.plan),
             **asdict(self.options),
         }
@@ -67,7 +68,8 @@ def load_spec(path: str | os.PathLike[str]) -> WorkerSpec:
     fields = Fields(read_json(path, (SPEC_FORMAT,)), "demo worker")
     fields.text("format")
     phase, folder, label = fields.text("phase"), fields.text("folder"), fields.text("label")
-    port = fields.integer("port", minimum=1)
+    if phase not in PHASES:
+        fields.fail(f"phase is {phase!r}, but allowed are {', '.join(PHASES)}")
     plan = None if fields.take_or("plan", None) is None else fields.text("plan")
     model = Fields(fields.mapping("model"), "demo worker: model")
     sizes = GptConfig(**{name: model.integer(name, minimum=1) for name in GptConfig.__dataclass_fields__})
@@ -86,6 +88,5 @@ def load_spec(path: str | os.PathLike[str]) -> WorkerSpec:
         folder=Path(folder),
         label=label,
         options=options,
-        port=port,
         plan=None if plan is None else Path(plan),
     )

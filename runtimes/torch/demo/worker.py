@@ -1,13 +1,17 @@
-"""One worker of the demo: profiles its device type, or trains under (or without) a plan.
+"""One worker of the demo: captures the model, profiles its device type, and trains under (or without) a plan.
 
-Run as ``python -m qsync_opt.runtimes.torch.demo.worker SPEC RANK``; reports through `launch.emit`.
+Run as ``python -m qsync_opt.runtimes.torch.demo.worker PORT RANK``; reads the paths of its spec files from standard
+input, reports through `launch.emit`, and keeps from one spec to the next what it has captured.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,18 +19,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from qsync_opt.graph_file import save_graph
 from qsync_opt.plan import load_plan
 from qsync_opt.runtimes.torch.apply import apply
-from qsync_opt.runtimes.torch.capture import capture_model
+from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
 from qsync_opt.runtimes.torch.ddp import measure_all_reduce, process_group
 from qsync_opt.runtimes.torch.demo.launch import emit
 from qsync_opt.runtimes.torch.demo.model import Gpt
-from qsync_opt.runtimes.torch.demo.settings import INFERENCE, WORKERS, DemoOptions, WorkerSpec, load_spec
+from qsync_opt.runtimes.torch.demo.settings import INFERENCE, TRAINER, WORKERS, DemoOptions, WorkerSpec, load_spec
 from qsync_opt.runtimes.torch.demo.text import Batches, standard_library_text
 from qsync_opt.runtimes.torch.measure import TrainingExample, measure_iteration
 from qsync_opt.runtimes.torch.profiler import profile
+from qsync_opt.runtimes.torch.statistics import collect_statistics
+from qsync_opt.statistics_file import save_statistics
 
 ALONE_STEPS = 12
+PROFILE_REPEATS = 3
+"""Half of what `profile` takes by default: there are rounds until two agree all the same."""
+STATISTICS_BATCHES = 3
 HELD_OUT_BATCHES = 24
 WARM_UP_STEPS = 3
 WAIT_S = 900.0
@@ -44,33 +54,123 @@ def make_optimizer(model: nn.Module, options: DemoOptions) -> torch.optim.Optimi
     return torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
 
 
-def _profile(spec: WorkerSpec, rank: int) -> dict[str, Any]:
-    """Capture the model and measure its operators on this worker, at the same time as on the other."""
-    options = spec.options
-    model = make_model(options)
-    text, _ = standard_library_text()
-    batch = Batches(text, batch=options.batch, context=options.model.context, seed=options.seed).next()
-    captured = capture_model(model, batch, name="demo-gpt")
-    network = measure_all_reduce()
-    dist.barrier()
-    profiled = profile(
-        captured,
-        "cpu",
-        precisions=None if WORKERS[rank] == INFERENCE else ("FP32",),
-        optimizer=make_optimizer(model, options),
-        example=TrainingExample(model=model, args=batch),
-        cache_dir=spec.folder / "cache",
-        progress=lambda done, total, label: emit("progress", done=done, total=total, label=label),
-    )
-    path = spec.folder / f"profile-{WORKERS[rank]}.json"
-    profiled.save(path)
-    dist.barrier()
-    return {
-        "profile": str(path),
-        "latency_s": network.latency_s,
-        "bandwidth_bytes_per_s": network.bandwidth_bytes_per_s,
-        "network_residual": network.relative_residual,
-    }
+class Worker:
+    """What a worker keeps from one phase to the next; each phase returns its result as plain JSON data."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._name = WORKERS[rank]
+        self._captured: CapturedModel | None = None
+
+    def run(self, spec: WorkerSpec) -> dict[str, Any]:
+        """Do what a spec says."""
+        phases = {"capture": self.capture, "measure": self.measure, "train": self.train}
+        return phases[spec.phase](spec)
+
+    def capture(self, spec: WorkerSpec) -> dict[str, Any]:
+        """Capture the model; the first worker writes the graph."""
+        batch = _batches(spec.options, seed=0).next()
+        self._captured = capture_model(make_model(spec.options), batch, name="demo-gpt")
+        path = spec.folder / "graph.json"
+        if self.rank == 0:
+            save_graph(self._captured.graph, path)
+        return {"graph": str(path)}
+
+    def measure(self, spec: WorkerSpec) -> dict[str, Any]:
+        """Measure the network and the operators; the trainer, which has one precision only, then the statistics.
+
+        Both workers are busy meanwhile, as they will be in training.
+        """
+        assert self._captured is not None, "the phase before is capture"
+        network = measure_all_reduce()
+        dist.barrier()
+        result = {
+            "latency_s": network.latency_s,
+            "bandwidth_bytes_per_s": network.bandwidth_bytes_per_s,
+            "network_residual": network.relative_residual,
+            "profile": str(self._profile(spec, self._captured)),
+        }
+        if self._name == TRAINER:
+            result["statistics"] = str(self._statistics(spec, self._captured))
+        dist.barrier()
+        return result
+
+    def _profile(self, spec: WorkerSpec, captured: CapturedModel) -> Path:
+        model = make_model(spec.options)
+        profiled = profile(
+            captured,
+            "cpu",
+            precisions=None if self._name == INFERENCE else ("FP32",),
+            optimizer=make_optimizer(model, spec.options),
+            example=TrainingExample(model=model, args=_batches(spec.options, seed=0).next()),
+            cache_dir=spec.folder / "cache",
+            progress=lambda done, total, label: emit("progress", done=done, total=total, label=label),
+            repeats=PROFILE_REPEATS,
+        )
+        path = spec.folder / f"profile-{self._name}.json"
+        profiled.save(path)
+        return path
+
+    def _statistics(self, spec: WorkerSpec, captured: CapturedModel) -> Path:
+        batches = _batches(spec.options, seed=7)
+
+        def counted() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for done in range(STATISTICS_BATCHES):
+                emit("progress", done=done, total=STATISTICS_BATCHES, label="statistics of gradients")
+                yield batches.next()
+
+        model = make_model(spec.options)
+        statistics = collect_statistics(model, counted(), graph=captured.graph, probes=1)
+        emit("progress", done=STATISTICS_BATCHES, total=STATISTICS_BATCHES, label="statistics of gradients")
+        path = spec.folder / "statistics.json"
+        save_statistics(statistics, path)
+        return path
+
+    def train(self, spec: WorkerSpec) -> dict[str, Any]:
+        """Train, this worker under the plan if it is the inference device: first alone, then with the other."""
+        options = spec.options
+        batches = _batches(options, seed=1000 * (self.rank + 1))
+        alone_s = _time_alone(options, self._planned(spec), batches)
+        bare = self._planned(spec)
+        model = DistributedDataParallel(bare)
+        optimizer = make_optimizer(bare, options)
+        losses, seconds = [], []
+        for step in range(options.steps):
+            batch = batches.next()
+            start = time.perf_counter()
+            losses.append(_iterate(model, optimizer, batch))
+            seconds.append(time.perf_counter() - start)
+            if self.rank == 0:
+                emit("progress", done=step + 1, total=options.steps, label=f"{spec.label}, loss {losses[-1]:.3f}")
+        example = TrainingExample(model=model, args=batches.next())
+        memory = measure_iteration(example, optimizer, repeats=1, warm_up=0)
+        result = {
+            "alone_s": alone_s,
+            "pair_s": statistics.median(seconds[WARM_UP_STEPS:]),
+            "losses": losses,
+            "peak_bytes": memory.peak_memory_bytes,
+            "memory_source": memory.memory_source,
+        }
+        if self.rank == 0:
+            result["held_out_loss"] = _held_out_loss(spec, bare)
+        dist.barrier()
+        return result
+
+    def _planned(self, spec: WorkerSpec) -> Gpt:
+        model = make_model(spec.options)
+        if spec.plan is not None and self._name == INFERENCE:
+            apply(model, load_plan(spec.plan), INFERENCE)
+        return model
+
+
+def _batches(options: DemoOptions, *, seed: int, held_out: bool = False) -> Batches:
+    text = _texts()[held_out]
+    return Batches(text, batch=options.batch, context=options.model.context, seed=options.seed + seed)
+
+
+@functools.cache
+def _texts() -> tuple[torch.Tensor, torch.Tensor]:
+    return standard_library_text()
 
 
 def _iterate(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
@@ -95,61 +195,24 @@ def _time_alone(options: DemoOptions, model: nn.Module, batches: Batches) -> flo
     return statistics.median(seconds)
 
 
-def _held_out_loss(spec: WorkerSpec, trained: nn.Module, held_out: torch.Tensor) -> float:
+def _held_out_loss(spec: WorkerSpec, trained: nn.Module) -> float:
     """Mean loss of the trained weights on text that was not trained on, in FP32 by a plain model."""
-    options = spec.options
-    plain = make_model(options)
+    plain = make_model(spec.options)
     plain.load_state_dict(trained.state_dict())
     plain.eval()
-    batches = Batches(held_out, batch=options.batch, context=options.model.context, seed=options.seed + 1)
+    batches = _batches(spec.options, seed=1, held_out=True)
     with torch.no_grad():
         return statistics.fmean(float(plain(*batches.next())) for _ in range(HELD_OUT_BATCHES))
 
 
-def _planned(spec: WorkerSpec, rank: int) -> Gpt:
-    model = make_model(spec.options)
-    if spec.plan is not None and WORKERS[rank] == INFERENCE:
-        apply(model, load_plan(spec.plan), INFERENCE)
-    return model
-
-
-def _train(spec: WorkerSpec, rank: int) -> dict[str, Any]:
-    options = spec.options
-    text, held_out = standard_library_text()
-    batches = Batches(text, batch=options.batch, context=options.model.context, seed=1000 * (rank + 1) + options.seed)
-    alone_s = _time_alone(options, _planned(spec, rank), batches)
-    bare = _planned(spec, rank)
-    model = DistributedDataParallel(bare)
-    optimizer = make_optimizer(bare, options)
-    losses, seconds = [], []
-    for step in range(options.steps):
-        batch = batches.next()
-        start = time.perf_counter()
-        losses.append(_iterate(model, optimizer, batch))
-        seconds.append(time.perf_counter() - start)
-        if rank == 0:
-            emit("progress", done=step + 1, total=options.steps, label=f"{spec.label}, loss {losses[-1]:.3f}")
-    example = TrainingExample(model=model, args=batches.next())
-    memory = measure_iteration(example, optimizer, repeats=1, warm_up=0)
-    result = {
-        "alone_s": alone_s,
-        "pair_s": statistics.median(seconds[WARM_UP_STEPS:]),
-        "losses": losses,
-        "peak_bytes": memory.peak_memory_bytes,
-        "memory_source": memory.memory_source,
-    }
-    if rank == 0:
-        result["held_out_loss"] = _held_out_loss(spec, bare, held_out)
-    dist.barrier()
-    return result
-
-
 def main(arguments: list[str]) -> None:
-    """Run the phase that the spec file names."""
-    spec, rank = load_spec(arguments[0]), int(arguments[1])
+    """Do what the spec files say whose paths come on standard input."""
+    port, rank = (int(argument) for argument in arguments)
     torch.set_num_threads(1)
-    with process_group(rank, len(WORKERS), spec.port, timeout_s=WAIT_S):
-        emit("result", **{"profile": _profile, "train": _train}[spec.phase](spec, rank))
+    worker = Worker(rank)
+    with process_group(rank, len(WORKERS), port, timeout_s=WAIT_S):
+        for line in sys.stdin:
+            emit("result", **worker.run(load_spec(line.removesuffix("\n"))))
 
 
 if __name__ == "__main__":

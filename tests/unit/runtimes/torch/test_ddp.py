@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
-from qsync_opt.runtimes.torch import ddp
 from qsync_opt.runtimes.torch.ddp import (
     bucket_assignment,
     fit_all_reduce,
@@ -62,23 +61,6 @@ def test_the_fit_recovers_latency_and_bandwidth():
     for bad_sizes, bad_times in (([1], [1.0]), ([1, 2], [1.0]), ([1, 2], [1.0, 0.0]), ([1, 2], [2.0, 1.0])):
         with pytest.raises(ProblemError):
             fit_all_reduce(bad_sizes, bad_times, 2)
-
-
-def test_free_ports_are_none_that_the_system_gives_away(tmp_path, monkeypatch):
-    said = tmp_path / "range"
-    monkeypatch.setattr(ddp, "_EPHEMERAL_PORTS", said)
-    assert 20000 <= free_port() < 49152
-    said.write_text("20200\t60999\n")
-    assert all(20000 <= free_port() < 20200 for _ in range(20))
-    said.write_text("1024\t60999\n")
-    assert 20000 <= free_port() < 49152
-
-    def refuse(*_):
-        raise OSError("in use")
-
-    monkeypatch.setattr(ddp.socket.socket, "bind", refuse)
-    with pytest.raises(NotReadyError, match="100 ports between 20000 and 49152 are in use"):
-        free_port()
 
 
 def test_groups_and_their_absence():

@@ -12,15 +12,22 @@ from qsync_opt.runtimes.torch.demo.settings import DemoOptions, WorkerSpec, load
 @pytest.mark.parametrize("plan", [None, Path("plan.json")])
 def test_round_trip(tmp_path, plan):
     options = DemoOptions(steps=33, batch=2, learning_rate=0.5, seed=7, memory_share=0.25, model=GptConfig(layers=1))
-    spec = WorkerSpec(phase="train", folder=tmp_path, label="plan", options=options, port=1234, plan=plan)
+    spec = WorkerSpec(phase="train", folder=tmp_path, label="plan", options=options, plan=plan)
     spec.save(tmp_path / "spec.json")
     assert load_spec(tmp_path / "spec.json") == spec
 
 
 def test_unknown_key_is_refused(tmp_path):
     path = tmp_path / "spec.json"
-    WorkerSpec(phase="train", folder=tmp_path, label="x", options=DemoOptions(), port=1).save(path)
+    WorkerSpec(phase="train", folder=tmp_path, label="x", options=DemoOptions()).save(path)
     data = json.loads(path.read_text())
     write_json(path, {**data, "surprise": 1})
     with pytest.raises(ProblemError, match="surprise"):
+        load_spec(path)
+
+
+def test_unknown_phase_is_refused(tmp_path):
+    path = tmp_path / "spec.json"
+    WorkerSpec(phase="rest", folder=tmp_path, label="x", options=DemoOptions()).save(path)
+    with pytest.raises(ProblemError, match="phase is 'rest', but allowed are capture, measure, train"):
         load_spec(path)
