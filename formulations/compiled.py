@@ -5,7 +5,9 @@ there is no numba. Both give the same numbers to the last bit, so a plan does no
 formed in the same order, and nothing is contracted or reordered (no fast mathematics).
 
 Loading numba and its code takes about a second, so a process begins in plain form and changes over when its plain
-forms have taken half as long; `prepare` does so at once. That changes when a result is there, never the result.
+forms have taken half as long; `prepare` does so at once. Where nothing was compiled yet, that takes more than ten
+seconds, and a process changes over when its plain forms have taken as long. That changes when a result is there, never
+the result.
 
 Machine code is kept by numba: in the folder of ``NUMBA_CACHE_DIR`` if that is set, else in ``__pycache__`` beside the
 source, or in the user's cache folder where that cannot be written. It is made anew for another processor or a changed
@@ -27,6 +29,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 import numpy as np
@@ -71,13 +74,31 @@ class _Plain:
 
 PATIENCE_S = 0.5
 """Loading numba takes about twice as long; a process that has less to do is quicker without it."""
+COMPILING_S = 12.0
+"""About what compiling takes; a process that begins when it has worked for as long takes at most twice the least."""
 
 
 def loops_pay() -> bool:
     """True if loops are to run compiled from now on: plain forms have taken long enough, or it was asked for."""
     if compiled_by() is None:
         return False
-    return _Plain.seconds >= PATIENCE_S or os.environ.get(SWITCH) == "1"
+    if os.environ.get(SWITCH) == "1" or _Plain.seconds >= COMPILING_S:
+        return True
+    return _Plain.seconds >= PATIENCE_S and machine_code_is_kept()
+
+
+@functools.cache
+def machine_code_is_kept() -> bool:
+    """True if some process has compiled loops here before, so that they need only be loaded. Loads numba."""
+    numba = importlib.import_module("numba")
+    for loop in LOOPS:
+        try:
+            folder = Path(numba.njit(cache=True)(loop.loops).stats.cache_path)
+        except Exception:  # no folder can be written: numba raises what comes, and `Loop.compiled` tells of it
+            return False
+        if any(folder.glob(f"*.{loop.loops.__name__}-*.nbi")):
+            return True
+    return False
 
 
 @contextlib.contextmanager
@@ -169,7 +190,7 @@ def prepare() -> str | None:
     importlib.import_module("qsync_opt.formulations.exact")
     for loop in LOOPS:
         loop.prepare()
-    _Plain.seconds = PATIENCE_S
+    _Plain.seconds = COMPILING_S
     return compiled_by()
 
 

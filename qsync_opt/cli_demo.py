@@ -19,7 +19,7 @@ NEEDED = ("torch", "onnxscript", "ortools")
 def add_demo(parser: argparse.ArgumentParser) -> Any:
     """Train a small GPT on two workers, one of them under a plan, and show every step."""
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for the files it writes")
-    parser.add_argument("--steps", type=_positive, default=100, help="training steps of each of the three runs")
+    parser.add_argument("--steps", type=_positive, default=80, help="training steps of each of the three runs")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
     parser.add_argument("--json", action="store_true", help="print one JSON object; the steps go to standard error")
     parser.add_argument("--quiet", action="store_true", help="do not show the steps")

@@ -26,10 +26,15 @@ Row = Sequence[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One training run; losses are per step, in nats per byte. ``plan`` is the inference device's, None for FP32."""
+    """One training run; losses are per step, in nats per byte. ``plan`` is the inference device's, None for FP32.
+
+    ``alone_s`` is processor time, ``pair_s`` the wall clock's; ``others_share`` is the part of the wall clock's time in
+    which other processes had the processors while each worker ran alone.
+    """
 
     plan: Plan | None
     alone_s: Mapping[str, float]
+    others_share: float
     pair_s: float
     peak_bytes: Mapping[str, int]
     losses: tuple[float, ...]
@@ -125,7 +130,7 @@ MEASURED_HEADER = ("run", "worker", "predicted ms", "measured ms", "error", "pre
 
 
 def measured_rows(result: DemoResult) -> list[Row]:
-    """Predicted beside measured: each worker alone (no communication) and the pair."""
+    """Predicted beside measured: each worker alone (no communication, processor time) and the pair (wall clock)."""
     rows: list[Row] = []
     for label, run in result.measured.items():
         evaluation = evaluate(result.whole, with_trainer(result.whole, run.plan))
@@ -150,6 +155,21 @@ def measured_rows(result: DemoResult) -> list[Row]:
         error = _error(predicted_ms, measured_ms)
         rows.append((label, "both (DDP)", f"{predicted_ms:.1f}", f"{measured_ms:.1f}", error, "", "", ""))
     return rows
+
+
+QUIET_SHARE = 0.05
+"""What a system does by the side on a machine that nobody else uses."""
+
+
+def others_words(result: DemoResult) -> str:
+    """What to know about the measured times if other processes ran meanwhile; empty on a quiet machine."""
+    share = max(run.others_share for run in result.measured.values())
+    if share <= QUIET_SHARE:
+        return ""
+    return (
+        f"other processes had the processors for up to {100 * share:.0f} % of the time; predictions are for a machine "
+        "with nothing else to do, so the pair, timed by the wall clock, took longer"
+    )
 
 
 LOSS_HEADER = ("run", "first loss", "last loss (mean of 10)", "held-out loss")
@@ -198,6 +218,7 @@ def result_json(result: DemoResult) -> dict[str, Any]:
             "workers": workers,
             "predicted_ns": evaluation.iteration_ns,
             "measured_ns": round(1e9 * run.pair_s),
+            "others_share": run.others_share,
             "first_loss": run.losses[0],
             "last_loss": run.losses[-1],
             "held_out_loss": run.held_out_loss,
@@ -217,6 +238,8 @@ def result_json(result: DemoResult) -> dict[str, Any]:
 def write_report(folder: Path, result: DemoResult, console: Console) -> None:
     """Show what was measured and write ``report.md``."""
     console.print(_table("predicted beside measured", MEASURED_HEADER, measured_rows(result)))
+    if words := others_words(result):
+        console.print(f"  {words}")
     console.print(_table("training", LOSS_HEADER, loss_rows(result)))
     device, model = result.problem.device(INFERENCE), result.options.model
     parts = [
@@ -231,6 +254,8 @@ def write_report(folder: Path, result: DemoResult, console: Console) -> None:
         "## Solved\n",
         _markdown(SOLVED_HEADER, solved_rows(result.problem, result.solved)),
         "## Predicted beside measured\n",
+        "Workers alone in processor time, the pair by the wall clock"
+        + (f": {words}.\n" if (words := others_words(result)) else ".\n"),
         _markdown(MEASURED_HEADER, measured_rows(result)),
         "## Training\n",
         "Losses are in nats per byte; the held-out text was not trained on.\n",

@@ -183,6 +183,7 @@ class _Run:
             measured[label] = Measured(
                 plan=used,
                 alone_s={TRAINER: trainer["alone_s"], INFERENCE: inference["alone_s"]},
+                others_share=max(trainer["others_share"], inference["others_share"]),
                 pair_s=max(trainer["pair_s"], inference["pair_s"]),
                 peak_bytes={TRAINER: trainer["peak_bytes"], INFERENCE: inference["peak_bytes"]},
                 losses=tuple(trainer["losses"]),

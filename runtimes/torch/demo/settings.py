@@ -17,7 +17,7 @@ WORKERS = (TRAINER, INFERENCE)
 """Device type of each rank."""
 PHASES = ("capture", "measure", "train")
 """What workers do, in this order; training any number of times."""
-DEMO_MODEL = GptConfig(context=64, width=192, heads=3)
+DEMO_MODEL = GptConfig(context=64, width=128, heads=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class DemoOptions:
     frugal plan needs (0) and what FP32 needs (1).
     """
 
-    steps: int = 100
+    steps: int = 80
     batch: int = 8
     learning_rate: float = 1e-3
     seed: int = 0

@@ -31,6 +31,7 @@ from qsync_opt.runtimes.torch.demo.text import Batches, standard_library_text
 from qsync_opt.runtimes.torch.measure import TrainingExample, measure_iteration
 from qsync_opt.runtimes.torch.profiler import profile
 from qsync_opt.runtimes.torch.statistics import collect_statistics
+from qsync_opt.runtimes.torch.stopwatch import cpu_clock
 from qsync_opt.statistics_file import save_statistics
 
 ALONE_STEPS = 12
@@ -130,7 +131,7 @@ class Worker:
         """Train, this worker under the plan if it is the inference device: first alone, then with the other."""
         options = spec.options
         batches = _batches(options, seed=1000 * (self.rank + 1))
-        alone_s = _time_alone(options, self._planned(spec), batches)
+        alone_s, others_share = _time_alone(options, self._planned(spec), batches)
         bare = self._planned(spec)
         model = DistributedDataParallel(bare)
         optimizer = make_optimizer(bare, options)
@@ -146,6 +147,7 @@ class Worker:
         memory = measure_iteration(example, optimizer, repeats=1, warm_up=0)
         result = {
             "alone_s": alone_s,
+            "others_share": others_share,
             "pair_s": statistics.median(seconds[WARM_UP_STEPS:]),
             "losses": losses,
             "peak_bytes": memory.peak_memory_bytes,
@@ -181,18 +183,25 @@ def _iterate(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[to
     return float(loss.detach())
 
 
-def _time_alone(options: DemoOptions, model: nn.Module, batches: Batches) -> float:
-    """Median seconds of one iteration without communication, while the other worker does the same."""
+def _time_alone(options: DemoOptions, model: nn.Module, batches: Batches) -> tuple[float, float]:
+    """Time iterations without communication, while the other worker does the same.
+
+    Returns:
+        Median seconds of an iteration by the clock that profiles use (processor time, as each worker has one thread),
+        and the part of the wall-clock time in which other processes had the processor.
+    """
     optimizer = make_optimizer(model, options)
-    seconds = []
-    for step in range(WARM_UP_STEPS + ALONE_STEPS):
+    clock = cpu_clock()
+    used_ns, passed_ns = [], []
+    for _ in range(WARM_UP_STEPS + ALONE_STEPS):
         batch = batches.next()
         dist.barrier()
-        start = time.perf_counter()
+        wall_ns, start_ns = time.perf_counter_ns(), clock()
         _iterate(model, optimizer, batch)
-        if step >= WARM_UP_STEPS:
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+        used_ns.append(clock() - start_ns)
+        passed_ns.append(time.perf_counter_ns() - wall_ns)
+    used_ns, passed_ns = used_ns[WARM_UP_STEPS:], passed_ns[WARM_UP_STEPS:]
+    return statistics.median(used_ns) / 1e9, max(0.0, 1 - sum(used_ns) / sum(passed_ns))
 
 
 def _held_out_loss(spec: WorkerSpec, trained: nn.Module) -> float:

@@ -78,6 +78,13 @@ def test_a_short_process_does_without(monkeypatch, switched):
     assert module._Plain.seconds > 0.0
     assert not module.loops_pay()
     monkeypatch.setattr(module._Plain, "seconds", module.PATIENCE_S)
+    monkeypatch.setattr(module, "machine_code_is_kept", lambda: False)
+    assert not module.loops_pay()  # compiling takes much longer than loading
+    assert loop(np.ones(3)) == 3.0
+    monkeypatch.setattr(module, "machine_code_is_kept", lambda: True)
+    assert module.loops_pay()
+    monkeypatch.setattr(module, "machine_code_is_kept", lambda: False)
+    monkeypatch.setattr(module._Plain, "seconds", module.COMPILING_S)
     assert module.loops_pay()
     assert loop(np.ones(3)) == -1.0
     loop.forget()
@@ -120,7 +127,10 @@ def test_a_second_process_does_not_compile_again(tmp_path):
     pytest.importorskip("numba")
     code = (
         "import numpy as np\n"
+        "from qsync_opt.formulations import compiled\n"
         "from qsync_opt.formulations.assignment import model_loops\n"
+        "compiled.LOOPS[:] = [model_loops.price]\n"
+        "print(compiled.machine_code_is_kept(), end=' ')\n"
         "run = model_loops.price.compiled()\n"
         "print(sum(run.stats.cache_hits.values()), sum(run.stats.cache_misses.values()))\n"
     )
@@ -131,8 +141,8 @@ def test_a_second_process_does_not_compile_again(tmp_path):
         assert ended.returncode == 0, ended.stderr
         return ended.stdout.strip()
 
-    assert start() == "0 1"
+    assert start() == "False 0 1"
     kept = sorted(path.name for path in Path(tmp_path).rglob("*.nb*"))
     assert kept
-    assert start() == "1 0"
+    assert start() == "True 1 0"
     assert sorted(path.name for path in Path(tmp_path).rglob("*.nb*")) == kept

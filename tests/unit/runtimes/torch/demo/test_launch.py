@@ -9,50 +9,62 @@ from qsync_opt.runtimes.torch.demo import launch
 WORKER = """
 import sys
 from qsync_opt.runtimes.torch.demo.launch import emit
-rank = int(sys.argv[2])
-for step in range(3):
-    emit("progress", done=step + 1, total=3, label=f"rank {rank}")
-if sys.argv[1].endswith("fails") and rank == 1:
-    raise SystemExit("the dog ate the gradients")
-if not sys.argv[1].endswith("silent"):
-    emit("result", rank=rank)
+said, rank = sys.argv[1], int(sys.argv[2])
+for line in sys.stdin:
+    spec = line.strip()
+    for step in range(3):
+        emit("progress", done=step + 1, total=3, label=f"rank {rank}")
+    if spec.endswith("fails") and rank == 1:
+        raise SystemExit("the dog ate the gradients")
+    if spec.endswith("silent"):
+        raise SystemExit(0)
+    emit("result", rank=rank, said=said, spec=spec)
+print("no more work", file=sys.stderr)
 """
 
 
 @pytest.fixture
-def worker(tmp_path, monkeypatch):
+def workers(tmp_path, monkeypatch):
     (tmp_path / "demo_test_worker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    return "demo_test_worker"
+    return launch.Workers("demo_test_worker", "hello", threads=[1, 1], log_folder=tmp_path)
 
 
-def _run(worker: str, spec: str, folder: Path, progress: list[tuple[int, dict[str, object]]]):
-    return launch.run_workers(
-        worker,
-        Path(spec),
-        world_size=2,
-        threads=[1, 1],
-        log_folder=folder,
-        on_progress=lambda rank, event: progress.append((rank, dict(event))),
-    )
+def _ignore(rank, event):
+    pass
 
 
-def test_results_come_in_rank_order_and_progress_is_passed_on(worker, tmp_path):
-    progress: list[tuple[int, dict[str, object]]] = []
-    results = _run(worker, "good", tmp_path, progress)
-    assert [result["rank"] for result in results] == [0, 1]
+def test_results_come_in_rank_order_and_progress_is_passed_on(workers, tmp_path):
+    progress = []
+    with workers:
+        for spec in ("first", "second one"):
+            results = workers.run(Path(spec), lambda rank, event: progress.append((rank, dict(event))))
+            assert [(result["rank"], result["said"], result["spec"]) for result in results] == [
+                (0, "hello", spec),
+                (1, "hello", spec),
+            ]
     for rank in (0, 1):
-        assert [event["done"] for r, event in progress if r == rank] == [1, 2, 3]
+        assert [event["done"] for r, event in progress if r == rank] == [1, 2, 3] * 2
+        assert (tmp_path / f"worker-{rank}.log").read_text() == "no more work\n"  # ended by itself
 
 
-def test_a_failing_worker_is_an_error_with_its_last_line(worker, tmp_path):
-    with pytest.raises(launch.WorkerError, match=r"worker 1 ended with status 1: the dog ate the gradients"):
-        _run(worker, "fails", tmp_path, [])
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [("fails", r"worker 1 ended with status 1: the dog ate the gradients"), ("silent", "it printed nothing")],
+)
+def test_a_worker_that_ends_too_early_is_an_error_with_its_last_line(workers, spec, message):
+    with pytest.raises(launch.WorkerError, match=message), workers:
+        workers.run(Path(spec), _ignore)
 
 
-def test_a_worker_without_result_is_an_error(worker, tmp_path):
-    with pytest.raises(launch.WorkerError, match="it printed nothing"):
-        _run(worker, "silent", tmp_path, [])
+def test_no_worker_is_left_after_an_error(workers, monkeypatch):
+    started = []
+    real = launch.subprocess.Popen
+    monkeypatch.setattr(launch.subprocess, "Popen", lambda *a, **k: started.append(real(*a, **k)) or started[-1])
+    with pytest.raises(KeyboardInterrupt), workers:
+        raise KeyboardInterrupt
+    assert len(started) == 2
+    assert all(process.returncode is not None for process in started)
 
 
 def test_events_are_one_json_line_each(capsys):

@@ -1,30 +1,21 @@
+import dataclasses
 import io
 import json
 
 import pytest
-import torch
 from rich.console import Console
 
 from qsync_opt.cli import main
 from qsync_opt.evaluation import evaluate
 from qsync_opt.plan import load_plan
 from qsync_opt.problem_file import load_problem
-from qsync_opt.runtimes.torch.demo.model import GptConfig
-from qsync_opt.runtimes.torch.demo.report import result_json
+from qsync_opt.runtimes.torch.demo.report import others_words, result_json
 from qsync_opt.runtimes.torch.demo.run import run_demo
 from qsync_opt.runtimes.torch.demo.settings import INFERENCE, TRAINER, DemoOptions
-
-
-@pytest.fixture
-def _as_many_threads_afterwards():
-    """The demo takes half of the processors; the tests that follow in this process keep to what they had."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+from qsync_opt.runtimes.torch.demo.sizes import GptConfig
 
 
 @pytest.mark.timeout(600)  # beside other tests and compilers
-@pytest.mark.usefixtures("_as_many_threads_afterwards")
 def test_a_small_demo_runs_from_end_to_end(tmp_path):
     sizes = GptConfig(context=32, width=32, heads=2, layers=1)
     options = DemoOptions(steps=20, batch=4, learning_rate=1e-2, model=sizes)
@@ -48,6 +39,7 @@ def test_a_small_demo_runs_from_end_to_end(tmp_path):
     for run in result.measured.values():
         assert len(run.losses) == options.steps
         assert run.losses[-1] < run.losses[0]
+        assert 0 <= run.others_share < 1
         assert min(run.pair_s, *run.alone_s.values(), *run.peak_bytes.values(), run.held_out_loss) > 0
     # The same weights and batches, so the first FP32 loss of the first worker is the same in every run.
     assert len({run.losses[0] for run in result.measured.values()}) == 1
@@ -55,6 +47,10 @@ def test_a_small_demo_runs_from_end_to_end(tmp_path):
     for text in (report, shown.getvalue()):
         assert "predicted" in text.lower()
         assert "blocks.0.qkv/linear" in text
+
+    for share, said in ((0.01, False), (0.5, True)):
+        runs = {label: dataclasses.replace(run, others_share=share) for label, run in result.measured.items()}
+        assert ("for up to 50 % of the time" in others_words(dataclasses.replace(result, measured=runs))) is said
 
     told = json.loads(json.dumps(result_json(result), allow_nan=False))
     assert told["plan"]["devices"] == {INFERENCE: dict(plan.devices[INFERENCE])}
