@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qsync_opt.errors import NotReadyError, QSyncError, UnsupportedError
+from qsync_opt.kernels import compiler
 from qsync_opt.kernels.toolchain import find_toolchain
 from qsync_opt.measurement_cache import default_cache_folder
 
 CSRC = Path(__file__).resolve().parent / "csrc"
 CACHE_VARIABLE = "QSYNC_KERNEL_CACHE"
 TARGET_VARIABLE = "QSYNC_KERNEL_TARGET"
-JOBS_VARIABLE = "QSYNC_KERNEL_JOBS"
 TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a")
 # Which targets compile a source that belongs to one code path.
 _PATHS: dict[str, tuple[str, ...]] = {
@@ -120,7 +119,7 @@ def _digest(unit: Unit, targets: Sequence[str]) -> str:
     digest = hashlib.sha256()
     facts = [unit.name, *targets, tools.nvcc_version, tools.torch_version]
     digest.update("\0".join(facts).encode())
-    for path in sorted([*sources(unit, targets), *_headers(unit), Path(__file__)]):
+    for path in sorted([*sources(unit, targets), *_headers(unit), Path(__file__), Path(compiler.__file__)]):
         digest.update(f"{path.name}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:20]
@@ -131,44 +130,9 @@ def library_path(unit: Unit, targets: Sequence[str]) -> Path:
     return cache_folder() / f"{unit.name}-{'-'.join(targets)}-{_digest(unit, targets)}.so"
 
 
-def _code(target: str) -> str:
-    number = target.removeprefix("sm_")
-    # PTX beside the machine code lets later cards run it; that of 9.0a runs on 9.0a alone.
-    code = target if target.endswith("a") else f"[{target},compute_{number}]"
-    return f"-gencode=arch=compute_{number},code={code}"
-
-
-def _flags(targets: Sequence[str]) -> list[str]:
-    tools = find_toolchain()
-    include = tools.torch_folder / "include"
-    flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wno-psabi"]
-    flags += ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000", "-DNDEBUG", "-diag-suppress=20012,20013,20015"]
-    flags += [f"-DQSYNC_HAS_{target.upper().replace('_', '')}=1" for target in targets]
-    flags += [f"-isystem={include}", f"-isystem={include / 'torch' / 'csrc' / 'api' / 'include'}"]
-    return [*flags, f"-I{CSRC}"]
-
-
-def _run(command: Sequence[str | os.PathLike[str]], what: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        output = (done.stderr + done.stdout).splitlines()
-        first = next((line for line in output if re.search(r"\berror\b|undefined reference|fatal", line)), None)
-        reason = first or next(iter(output), f"nvcc ended with {done.returncode}")
-        raise NotReadyError(f"{what} does not compile: {reason.strip()}")
-
-
-def _jobs(requested: int | None) -> int:
-    given = os.environ.get(JOBS_VARIABLE)
-    if requested is None and given is not None:
-        if not given.isdigit() or int(given) < 1:
-            raise UnsupportedError(f"{JOBS_VARIABLE}={given!r}: a number of processes from 1 is needed")
-        requested = int(given)
-    return requested or min(os.cpu_count() or 1, 16)
-
-
 def _compile(unit: Unit, targets: Sequence[str], output: Path, jobs: int) -> None:
     tools = find_toolchain()
-    flags = _flags(targets)
+    flags = compiler.flags(targets, CSRC)
     chosen = sources(unit, targets)
     if not chosen:
         raise NotReadyError(f"unit {unit.name} has no source for {', '.join(targets)} in {CSRC / 'cuda'}")
@@ -177,8 +141,8 @@ def _compile(unit: Unit, targets: Sequence[str], output: Path, jobs: int) -> Non
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             runs = [
                 pool.submit(
-                    _run,
-                    [tools.nvcc, "-c", path, "-o", objects[path], *flags, *map(_code, fitting)],
+                    compiler.run,
+                    [tools.nvcc, "-c", path, "-o", objects[path], *flags, *map(compiler.code, fitting)],
                     f"{path.name} for {', '.join(fitting)}",
                 )
                 for path, fitting in chosen.items()
@@ -191,8 +155,13 @@ def _compile(unit: Unit, targets: Sequence[str], output: Path, jobs: int) -> Non
         ]
         linked = Path(folder) / output.name
         # Only libraries that the result names are searched when it is loaded, used or not at link time.
-        options = ["-Xlinker=--no-as-needed", f"-L{libraries}", *(f"-l{name}" for name in names), *map(_code, targets)]
-        _run([tools.nvcc, "-shared", *objects.values(), "-o", linked, *options], f"unit {unit.name}")
+        options = [
+            "-Xlinker=--no-as-needed",
+            f"-L{libraries}",
+            *(f"-l{name}" for name in names),
+            *map(compiler.code, targets),
+        ]
+        compiler.run([tools.nvcc, "-shared", *objects.values(), "-o", linked, *options], f"unit {unit.name}")
         linked.replace(output)
 
 
@@ -233,7 +202,7 @@ def build(unit: Unit, targets: Sequence[str], jobs: int | None = None) -> Path:
         output.parent.mkdir(parents=True, exist_ok=True)
         with _locked(output.with_suffix(".lock")):
             if not output.is_file():
-                _compile(unit, targets, output, _jobs(jobs))
+                _compile(unit, targets, output, compiler.jobs(jobs))
     except OSError as error:
         raise NotReadyError(
             f"cannot keep kernels in {output.parent}: {error.strerror}; name another folder in {CACHE_VARIABLE}"

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qsync_opt.errors import QSyncError
-from qsync_opt.kernels import build
+from qsync_opt.kernels import build, compiler
 from qsync_opt.kernels.toolchain import find_toolchain
 
 
@@ -29,9 +29,9 @@ def _quick_options() -> list[str]:
 
 
 def _compile(path: Path, targets: Sequence[str], output: Path, options: Sequence[str]) -> None:
-    flags = [flag for flag in build._flags(targets) if flag != "-O3"]
-    code = map(build._code, targets)
-    build._run(
+    flags = [flag for flag in compiler.flags(targets, build.CSRC) if flag != "-O3"]
+    code = map(compiler.code, targets)
+    compiler.run(
         [find_toolchain().nvcc, "-c", path, "-o", output, *flags, *options, *code],
         f"{path.name} for {', '.join(targets)}",
     )
@@ -39,7 +39,7 @@ def _compile(path: Path, targets: Sequence[str], output: Path, options: Sequence
 
 def _link(unit: build.Unit, target: str, objects: Sequence[Path], output: Path) -> None:
     what = f"unit {unit.name} for {target}"
-    build._run([find_toolchain().nvcc, "-shared", *objects, "-o", output, build._code(target)], what)
+    compiler.run([find_toolchain().nvcc, "-shared", *objects, "-o", output, compiler.code(target)], what)
 
 
 def check(units: Sequence[build.Unit], folder: Path, jobs: int | None = None) -> int:
@@ -66,7 +66,7 @@ def check(units: Sequence[build.Unit], folder: Path, jobs: int | None = None) ->
                 compiles[folder / f"{path.name}-{'-'.join(group)}.o"] = (path, group)
     # Those for most targets first: they take longest, and all processors are busy to the end.
     order = sorted(compiles, key=lambda output: -len(compiles[output][1]))
-    with concurrent.futures.ThreadPoolExecutor(build._jobs(jobs)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(compiler.jobs(jobs)) as pool:
         runs = [pool.submit(_compile, *compiles[output], output, options) for output in order]
         try:
             for run in runs:

@@ -41,14 +41,22 @@ class Case(NamedTuple):
         return f"{self.signature}|{self.precision}|{','.join(self.inputs)}"
 
     @classmethod
-    def parse(cls, key: str) -> Case:
-        """From the text."""
+    def parse(cls, key: str, where: str = "case") -> Case:
+        """From the text.
+
+        Raises:
+            ProblemError: It is none; ``where`` names what it stands in.
+        """
+        if key.count("|") < 2:
+            raise ProblemError(f"{where}: {key!r} is no case; 'signature|precision|formats of inputs' is needed")
         signature, precision, inputs = key.rsplit("|", 2)
         return cls(signature, precision, tuple(inputs.split(",")) if inputs else ())
 
 
 SIZES = ("result_bytes", "forward_net_bytes", "backward_net_bytes", "forward_peak_bytes", "backward_peak_bytes")
 """Fields of a `CaseCost` that are memory."""
+LEAST_NET_BYTES = -(1 << 62)
+"""A pass may free more than it leaves behind: net sizes are below zero then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,18 +98,24 @@ class CaseCost:
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> Self:
-        """Read it from its JSON object."""
+        """Read it from its JSON object.
+
+        Raises:
+            ProblemError: Something is missing, unknown or not what it should be.
+        """
         reader = Fields(data, where)
+        if "saves_output" not in reader:
+            reader.fail("the key 'saves_output' is missing; add it")
         cost = cls(
-            output=reader.take("output"),
+            output=_text(reader.take("output"), f"{where}: output"),
             samples=reader.integer("samples"),
             forward=read_work(reader.take("forward"), f"{where}: forward"),
             backward=read_work(reader.take("backward"), f"{where}: backward"),
             saves_inputs=reader.integers("saves_inputs"),
-            saves_output=bool(reader.take("saves_output")),
+            saves_output=reader.flag("saves_output"),
             result_bytes=reader.integer("result_bytes"),
-            forward_net_bytes=int(reader.take("forward_net_bytes")),
-            backward_net_bytes=int(reader.take("backward_net_bytes")),
+            forward_net_bytes=reader.integer("forward_net_bytes", minimum=LEAST_NET_BYTES),
+            backward_net_bytes=reader.integer("backward_net_bytes", minimum=LEAST_NET_BYTES),
             forward_peak_bytes=reader.integer("forward_peak_bytes"),
             backward_peak_bytes=reader.integer("backward_peak_bytes"),
             kernel_ns=reader.integer("kernel_ns"),
@@ -243,15 +257,15 @@ class StepCosts:
             fingerprint=reader.text("fingerprint"),
             half_format=reader.text("half_format"),
             cases={
-                Case.parse(key): CaseCost.from_json(item, f"{where}: cases {key!r}")
+                Case.parse(key, f"{where}: cases"): CaseCost.from_json(item, f"{where}: cases {key!r}")
                 for key, item in reader.mapping("cases").items()
             },
             phases={
                 name: read_work(work, f"{where}: phases {name!r}") for name, work in reader.mapping("phases").items()
             },
-            phase_peaks=dict(reader.mapping("phase_peaks")),
-            roots=dict(reader.mapping("roots")),
-            held=dict(reader.mapping("held")),
+            phase_peaks=_sizes(Fields(reader.mapping("phase_peaks"), f"{where}: phase_peaks")),
+            roots=_texts(reader, "roots"),
+            held=_texts(reader, "held"),
             resident_bytes=reader.integer("resident_bytes"),
             casts={
                 pair: CostFit.from_fields(Fields(item, f"{where}: casts {pair!r}"))
@@ -294,9 +308,26 @@ def on_one_queue(costs: StepCosts) -> StepCosts:
     )
 
 
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise ProblemError(f"{what} is {value!r}, but it must be a text")
+    return value
+
+
+def _texts(reader: Fields, key: str) -> dict[str, str]:
+    return {name: _text(value, f"{reader.where}: {key} {name!r}") for name, value in reader.mapping(key).items()}
+
+
+def _sizes(reader: Fields) -> dict[str, int]:
+    return {name: reader.integer(name) for name in reader}
+
+
 def _check(reader: Fields) -> dict[str, Any]:
+    # Errors are relative to the measured time.
     data = {"plan": reader.text("plan")} | {
-        f.name: reader.integer(f.name) for f in fields(StepCheck) if f.name != "plan"
+        f.name: reader.integer(f.name, minimum=int(f.name == "measured_ns"))
+        for f in fields(StepCheck)
+        if f.name != "plan"
     }
     reader.finish()
     return data

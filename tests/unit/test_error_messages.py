@@ -1,7 +1,6 @@
 """Every wrong input gets one line that names the value, what is allowed and what to do; the page shows these lines."""
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def messages():
-    specification = importlib.util.spec_from_file_location(
-        "error_messages", ROOT / "docs" / "generators" / "error_messages.py"
-    )
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["error_messages"] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    yield module
-    del sys.modules["error_messages"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs" / "generators")
+        yield importlib.import_module("error_messages")
 
 
 def test_at_least_thirty_wrong_inputs(messages):

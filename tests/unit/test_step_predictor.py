@@ -1,3 +1,4 @@
+import json
 import random
 from dataclasses import replace
 
@@ -216,3 +217,43 @@ def test_what_cannot_be_predicted_is_refused(tmp_path):
         StepCosts.from_json(data, "here")
     with pytest.raises(ProblemError, match="waits is 'no', but allowed are true and false"):
         StepCosts.from_json(costs.to_json() | {"waits": "no"}, "here")
+
+
+def _first_case(data):
+    return next(iter(data["cases"].values()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: _first_case(d).update(saves_output="no"), "saves_output is 'no', but allowed are true and false"),
+        (lambda d: _first_case(d).update(saves_output=1), "saves_output is 1, but allowed are true and false"),
+        (lambda d: _first_case(d).pop("saves_output"), "key 'saves_output' is missing"),
+        (
+            lambda d: _first_case(d).update(forward_net_bytes="12"),
+            "forward_net_bytes is '12', but it must be an integer",
+        ),
+        (
+            lambda d: _first_case(d).update(backward_net_bytes=1.5),
+            "backward_net_bytes is 1.5, but it must be an integer",
+        ),
+        (lambda d: _first_case(d).update(backward_net_bytes=-(2**62) - 1), "backward_net_bytes is -46116"),
+        (lambda d: _first_case(d).update(output=None), "output is None, but it must be a text"),
+        (lambda d: d["cases"].update(odd={}), "'odd' is no case; 'signature|precision|formats of inputs' is needed"),
+        (lambda d: d["phase_peaks"].update(forward=-1), "phase_peaks: forward is -1"),
+        (lambda d: d.update(roots={"a": 1}), "roots 'a' is 1, but it must be a text"),
+        (lambda d: d.update(held={"a": None}), "held 'a' is None, but it must be a text"),
+        (
+            lambda d: d.update(
+                checks=[dict(plan="a", predicted_ns=1, measured_ns=0, predicted_bytes=0, measured_bytes=0)]
+            ),
+            r"checks\[0\]: measured_ns is 0, but it must be an integer of at least 1",
+        ),
+    ],
+)
+def test_step_costs_are_checked_field_by_field(change, message):
+    data = json.loads(json.dumps(random_step_costs(stacked_graph(1), PRECISIONS, seed=1).to_json()))
+    assert StepCosts.from_json(data, "here").to_json() == data
+    change(data)
+    with pytest.raises(ProblemError, match=message):
+        StepCosts.from_json(data, "here")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qsync_opt.errors import NotInstalledError, NotReadyError, UnsupportedError
-from qsync_opt.kernels import backend, build, library, toolchain
+from qsync_opt.kernels import backend, build, compiler, library, toolchain
 
 UNIT = build.UNITS["quantize"]
 
@@ -36,6 +36,11 @@ def test_the_cache_is_used_until_something_changes(tools, monkeypatch):
     second = build.build(UNIT, ("sm_80",))
     assert second != first
     assert build.library_path(UNIT, ("sm_75",)) != second
+    (build.CSRC / "options.py").write_text("# other options of the compiler\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler, "__file__", str(build.CSRC / "options.py"))
+        assert build.library_path(UNIT, ("sm_80",)) != second
+    assert build.library_path(UNIT, ("sm_80",)) == second
     toolchain.find_toolchain.cache_clear()
     nvcc = Path(os.environ["CUDA_HOME"]) / "bin" / "nvcc"
     nvcc.write_text(nvcc.read_text().replace("V13.0.1", "V13.0.2"))
@@ -60,8 +65,8 @@ def test_the_first_error_of_the_compiler_is_told(tools):
 def test_what_is_missing_is_named(tools, monkeypatch, tmp_path):
     with pytest.raises(UnsupportedError, match="unit quantize for sm_60"):
         build.build(UNIT, ("sm_60",))
-    monkeypatch.setenv(build.JOBS_VARIABLE, "none")
-    with pytest.raises(UnsupportedError, match=build.JOBS_VARIABLE):
+    monkeypatch.setenv(compiler.JOBS_VARIABLE, "none")
+    with pytest.raises(UnsupportedError, match=compiler.JOBS_VARIABLE):
         build.build(UNIT, ("sm_89",))
     monkeypatch.setenv(build.CACHE_VARIABLE, "/proc/nowhere")
     with pytest.raises(NotReadyError, match=build.CACHE_VARIABLE):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from qsync_opt.errors import NotReadyError
-from qsync_opt.kernels import build, compile_check
+from qsync_opt.kernels import build, compile_check, compiler
 
 UNIT = build.UNITS["quantize"]
 
@@ -29,11 +29,11 @@ def test_every_source_is_compiled_for_every_target_and_linked(tools, tmp_path):
         "quantize_sm90_tiles.cu": 1,
     }
     for target in build.TARGETS:
-        assert build._code(target) in by_source["quantize.cu"][0]
-        assert sum(build._code(target) in line for line in by_source["quantize.cpp"]) == 1
+        assert compiler.code(target) in by_source["quantize.cu"][0]
+        assert sum(compiler.code(target) in line for line in by_source["quantize.cpp"]) == 1
     assert all(" -O3 " not in line and "--Ofast-compile=max" in line for line in compiles)
-    assert [sum(build._code(target) in line for line in links) for target in build.TARGETS] == [1] * 5
-    (sm90,) = (line for line in links if build._code("sm_90a") in line)
+    assert [sum(compiler.code(target) in line for line in links) for target in build.TARGETS] == [1] * 5
+    (sm90,) = (line for line in links if compiler.code("sm_90a") in line)
     assert [Path(part).name for part in sm90.split() if part.endswith(".o")] == [
         "quantize.cpp-sm_90a.o",
         "quantize.cu-sm_75-sm_80-sm_86-sm_89-sm_90a.o",
