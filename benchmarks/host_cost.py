@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_cost_subjects import LENGTH, MODELS, OPERATORS
 from torch import Tensor, nn
 
 from qsync_opt.jsonio import read_json, write_json
@@ -39,6 +38,9 @@ from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.apply_checks import operator_kind
 from qsync_opt.runtimes.torch.graphs import graphed
 from qsync_opt.runtimes.torch.interception import intercepted
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from host_cost_subjects import LENGTH, MODELS, OPERATORS
 
 FORMAT = "qsync-bench-host-cost/1"
 RESULTS = Path(__file__).parent / "results"

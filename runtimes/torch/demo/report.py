@@ -52,6 +52,7 @@ class DemoResult:
     plan: Plan
     measured: Mapping[str, Measured]
     seconds: float
+    processor_seconds: float
 
 
 def with_trainer(whole: Problem, plan: Plan | None) -> Plan:
@@ -226,6 +227,7 @@ def result_json(result: DemoResult) -> dict[str, Any]:
     return {
         "format": "qsync-demo/1",
         "seconds": result.seconds,
+        "processor_seconds": result.processor_seconds,
         "steps": result.options.steps,
         "latency_limit_ns": result.problem.latency_limit_ns,
         "memory_limit_kib": result.problem.device(INFERENCE).memory_limit_kib,
@@ -248,7 +250,7 @@ def write_report(folder: Path, result: DemoResult, console: Console) -> None:
         "sources of Python's standard library by two workers with one thread each: `trainer` in FP32, `inference` "
         "under the plan.\n",
         f"torch {importlib.metadata.version('torch')}, Python {platform.python_version()}, {platform.machine()}; "
-        f"{result.seconds:.0f} s in all.\n",
+        f"{result.seconds:.0f} s in all, {result.processor_seconds:.0f} s of processor time.\n",
         f"Memory budget of `inference`: {device.memory_limit_kib / 1024:.1f} MiB. Latency limit: "
         f"{result.problem.latency_limit_ns / 1e6:.1f} ms.\n",
         "## Solved\n",
@@ -267,4 +269,7 @@ def write_report(folder: Path, result: DemoResult, console: Console) -> None:
         "`profile-*.json`, `graph.json`, `statistics.json`.\n",
     ]
     write_text(folder / "report.md", "\n".join(parts))
-    console.print(f"  wrote {folder}/plan.json, problem.json, trace.json, report.md")
+    console.print(
+        f"  {result.seconds:.0f} s in all, {result.processor_seconds:.0f} s of processor time; "
+        f"wrote {folder}/plan.json, problem.json, trace.json, report.md"
+    )

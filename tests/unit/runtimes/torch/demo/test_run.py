@@ -43,6 +43,8 @@ def test_a_small_demo_runs_from_end_to_end(tmp_path):
         assert min(run.pair_s, *run.alone_s.values(), *run.peak_bytes.values(), run.held_out_loss) > 0
     # The same weights and batches, so the first FP32 loss of the first worker is the same in every run.
     assert len({run.losses[0] for run in result.measured.values()}) == 1
+    assert result.seconds > 0
+    assert result.processor_seconds > 0
     report = (tmp_path / "report.md").read_text()
     for text in (report, shown.getvalue()):
         assert "predicted" in text.lower()
