@@ -41,7 +41,7 @@ def large_plan(precision, operators=3000):
 
 def python(code, *arguments, **options):
     return subprocess.run(
-        [sys.executable, "-P", "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=120, **options
+        [sys.executable, "-P", "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=250, **options
     )
 
 
@@ -147,7 +147,7 @@ def test_results_that_cannot_be_printed_are_an_error(tmp_path):
     code = "import sys; from qsync_opt.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-P", "-c", code, "solve", str(tmp_path / "problem.json"), "--json"]
     with open("/dev/full", "w") as full_device:
-        result = subprocess.run(command, stdout=full_device, stderr=subprocess.PIPE, text=True, timeout=120)
+        result = subprocess.run(command, stdout=full_device, stderr=subprocess.PIPE, text=True, timeout=250)
     assert result.returncode == 2 and "No space left" in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -295,7 +295,7 @@ def test_jobs_that_share_a_cache_read_whole_measurements_only(tmp_path):
         job.stdin.write("go\n")
         job.stdin.flush()
     for job in jobs:
-        _, errors = job.communicate(timeout=120)
+        _, errors = job.communicate(timeout=250)
         assert job.returncode == 0 and errors == "", errors[-2000:]
     cache = MeasurementCache(tmp_path, ENVIRONMENT)
     assert all(cache.get(f"operator {i}") is not None for i in range(6))
