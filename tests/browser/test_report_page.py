@@ -350,5 +350,5 @@ def test_a_thousand_operators_make_a_light_page(open_page, tmp_path):
     write_report(make_report(problem, uniform_plan(problem, "BF16"), front="none"), tmp_path / "r.html")
     page = open_page(tmp_path / "r.html")
     assert len(problem.operators) >= 1000
-    assert len(_names(page)) == ROWS * len(problem.devices)
+    assert page.locator(".operators-table > tbody > tr:not(.more)").count() <= ROWS * len(problem.devices)
     assert page.evaluate("document.querySelectorAll('*').length") < 10_000
