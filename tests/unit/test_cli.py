@@ -250,12 +250,34 @@ def test_interrupt_ends_cleanly(instance_path, tmp_path, solver):
     assert "solving" in process.stderr.readline()
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert out == ""
     assert err.splitlines()[-1] == "qsync-opt solve: interrupted"
     assert "Traceback" not in err
     assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_interrupt_while_a_solver_is_loaded_ends_cleanly(problem_file, tmp_path):
+    # ortools' native part calls this function while the import machinery loads it, and prints what is raised there.
+    script = (
+        "import os, signal, sys, google.protobuf.descriptor_pool as pool, qsync_opt.cli\n"
+        "default = pool.Default\n"
+        "def interrupted():\n"
+        "    if 'importlib' not in sys._getframe(1).f_code.co_filename:\n"
+        "        return default()\n"
+        "    pool.Default = default\n"
+        "    print('loading', file=sys.stderr, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return default()\n"
+        "pool.Default = interrupted\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.exit(qsync_opt.cli.main())\n"
+    )
+    arguments = ["solve", str(problem_file), "--method", "ilp", "--solver", "ortools"]
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (130, ""), done.stderr
+    assert done.stderr.splitlines() == ["loading", "qsync-opt solve: interrupted"]
 
 
 @pytest.mark.parametrize(
