@@ -32,6 +32,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 import numpy as np
 
 from qsync_opt.errors import NotInstalledError, ProblemError
+from qsync_opt.progress import held_interrupts
 
 SWITCH = "QSYNC_COMPILED_LOOPS"
 _LOGGER = logging.getLogger(__name__)
@@ -142,6 +143,12 @@ class Loop(Generic[_P, _R]):
         """Machine code of the loops, from the cache if it is there."""
         if self._machine is not None:
             return self._machine
+        # The compiler calls back into Python, where an interrupt would be printed and lost.
+        with held_interrupts():
+            self._machine = self._compile()
+        return self._machine
+
+    def _compile(self) -> Callable[_P, _R]:
         numba = importlib.import_module("numba")
         options = {"error_model": "numpy"}
         try:
@@ -154,7 +161,6 @@ class Loop(Generic[_P, _R]):
                 "written, or set %s=0",
                 type(failure).__name__, failure, SWITCH,
             )  # fmt: skip
-        self._machine = run
         return run
 
 
