@@ -35,6 +35,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 import numpy as np
 
 from qsync_opt.errors import NotInstalledError, ProblemError
+from qsync_opt.progress import held_interrupts
 
 SWITCH = "QSYNC_COMPILED_LOOPS"
 _LOGGER = logging.getLogger(__name__)
@@ -90,14 +91,15 @@ def loops_pay() -> bool:
 @functools.cache
 def machine_code_is_kept() -> bool:
     """True if some process has compiled loops here before, so that they need only be loaded. Loads numba."""
-    numba = importlib.import_module("numba")
-    for loop in LOOPS:
-        try:
-            folder = Path(numba.njit(cache=True)(loop.loops).stats.cache_path)
-        except Exception:  # no folder can be written: numba raises what comes, and `Loop.compiled` tells of it
-            return False
-        if any(folder.glob(f"*.{loop.loops.__name__}-*.nbi")):
-            return True
+    with held_interrupts():
+        numba = importlib.import_module("numba")
+        for loop in LOOPS:
+            try:
+                folder = Path(numba.njit(cache=True)(loop.loops).stats.cache_path)
+            except Exception:  # no folder can be written: numba raises what comes, and `Loop.compiled` tells of it
+                return False
+            if any(folder.glob(f"*.{loop.loops.__name__}-*.nbi")):
+                return True
     return False
 
 
@@ -163,6 +165,12 @@ class Loop(Generic[_P, _R]):
         """Machine code of the loops, from the cache if it is there."""
         if self._machine is not None:
             return self._machine
+        # The compiler calls back into Python, where an interrupt would be printed and lost.
+        with held_interrupts():
+            self._machine = self._compile()
+        return self._machine
+
+    def _compile(self) -> Callable[_P, _R]:
         numba = importlib.import_module("numba")
         options = {"error_model": "numpy"}
         try:
@@ -175,7 +183,6 @@ class Loop(Generic[_P, _R]):
                 "written, or set %s=0",
                 type(failure).__name__, failure, SWITCH,
             )  # fmt: skip
-        self._machine = run
         return run
 
 

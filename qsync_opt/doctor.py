@@ -19,7 +19,7 @@ from qsync_opt.registry import Entry, Kind, entries
 
 DOCTOR_FORMAT = "qsync-doctor/1"
 _COMPILERS = {"C++ compiler": ("c++", "g++", "clang++"), "nvcc": ("nvcc",)}
-_VERSION_SECONDS = 10
+_VERSION_SECONDS = 30
 
 
 class Health(enum.StrEnum):

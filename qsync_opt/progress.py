@@ -45,6 +45,27 @@ def lasting_interrupts() -> Iterator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
+def held_interrupts() -> Iterator[None]:
+    """Hold Ctrl-C back until the block ends; it must be a short one.
+
+    For work in which native code calls Python functions: one that arrives there is printed as a traceback and lost, or
+    leaves a package half imported. Outside the main thread nothing arrives, and nothing is held back.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    held: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda number, frame: held.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            handler(signal.SIGINT, held[0])
+
+
+@contextlib.contextmanager
 def reporting(progress: Report | bool | None, title: str) -> Iterator[Report]:
     """Yield the function to report to; after Ctrl-C it raises KeyboardInterrupt, whatever became of the first one.
 

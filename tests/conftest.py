@@ -1,5 +1,8 @@
+import contextlib
 import importlib.util
+import operator
 import os
+import random
 import shutil
 import sys
 from pathlib import Path
@@ -7,9 +10,18 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# A test must not fail because the machine is busy.
-hypothesis.settings.register_profile("any-machine", deadline=None)
+# A test must not fail because the machine is busy, nor by chance: every run tries the same examples. Others are tried
+# with --hypothesis-profile explore, where a failure is one more example to write down.
+CALM = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow], "print_blob": True}
+hypothesis.settings.register_profile("any-machine", derandomize=True, **CALM)
+hypothesis.settings.register_profile("explore", derandomize=False, **CALM)
 hypothesis.settings.load_profile("any-machine")
+with contextlib.suppress(ImportError, AttributeError):  # not in every version
+    # Hypothesis also tries constants of the modules that are loaded, which depends on the tests that ran before.
+    from hypothesis.internal.conjecture import providers
+
+    _NO_CONSTANTS = type(providers._local_constants)()
+    providers._get_local_constants = lambda: _NO_CONSTANTS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -51,6 +63,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if missing and item.get_closest_marker("browser"):
             item.add_marker(pytest.mark.skip(reason=f"no {', '.join(missing)}"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> None:
+    """Let what several tests share draw the same numbers in every order of the tests."""
+    if fixturedef.scope != "function":
+        random.seed(0)
+        for name, seed in (("numpy", "random.seed"), ("torch", "manual_seed")):
+            if name in sys.modules:
+                operator.attrgetter(seed)(sys.modules[name])(0)
 
 
 @pytest.fixture(scope="session")

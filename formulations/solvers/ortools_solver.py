@@ -13,6 +13,7 @@ from typing import Any
 from qsync_opt.errors import SolverError
 from qsync_opt.formulations.linear_model import LinearModel
 from qsync_opt.formulations.linear_solver import LinearOptions, LinearResult, LinearStatus
+from qsync_opt.progress import held_interrupts
 
 _TOLERANCE = 1e-9
 """Feasibility tolerance: rows are scaled to about 1e3, so that this is far below one nanosecond or KiB."""
@@ -59,7 +60,9 @@ class OrtoolsSolver:
 
     def solve(self, model: LinearModel, options: LinearOptions) -> LinearResult:
         """Minimise ``model``; see `LinearSolver.solve`."""
-        from ortools.math_opt.python import mathopt
+        # Its native parts call Python while they are loaded, and what interrupts that leaves them unusable.
+        with held_interrupts():
+            from ortools.math_opt.python import mathopt
 
         native = mathopt.Model(name=model.name)
         variables = [

@@ -21,7 +21,7 @@ from qsync_opt.runtimes.ports import free_port as free_port
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_CAP_BYTES = 25 << 20
-_RELEASE_S = 0.05
+_RELEASE_S = 0.2
 """Seconds that threads of a process group get to finish before it is left."""
 _MEASURING_ROUNDS = 4
 

@@ -204,7 +204,7 @@ class Session:
     def close(self):
         if self.process is not None:
             self.process.stdin.close()
-            self.process.wait(timeout=30)
+            self.process.wait(timeout=250)
             self.process.stdout.close()
 
 

@@ -50,7 +50,7 @@ def chromium(browser_path):
 def test_pages_are_clean_and_can_be_read_by_everyone(chromium, address, scheme, width):
     context = chromium.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
     page = context.new_page()
-    page.set_default_timeout(30_000)
+    page.set_default_timeout(120_000)
     messages, requests = [], []
     page.on("console", lambda message: messages.append(message.text))
     page.on("pageerror", lambda error: messages.append(str(error)))
@@ -71,7 +71,7 @@ def test_pages_are_clean_and_can_be_read_by_everyone(chromium, address, scheme, 
 
 def test_search_finds_a_public_name(chromium, address):
     page = chromium.new_page()
-    page.set_default_timeout(30_000)
+    page.set_default_timeout(120_000)
     page.goto(f"{address}/index.html")
     page.locator(".md-search__input").click()
     page.keyboard.type("FastestPlan")

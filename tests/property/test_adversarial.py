@@ -1,5 +1,6 @@
 """Problems that try to break the solvers: extreme numbers, ties, symmetry, dense graphs, interrupts, processes."""
 
+import itertools
 import json
 import math
 import os
@@ -164,11 +165,9 @@ def test_times_of_hours_are_exact_to_the_nanosecond(seed):
 
 def test_five_thousand_identical_operators():
     problem = network(chain_of(5000), random.Random(0), same=True)
-    started = time.process_time()
     answer = solve(problem, "greedy")
     assert answer.plan is not None
     assert answer.gap <= 0.01
-    assert time.process_time() - started < 60
 
 
 def test_five_thousand_identical_blocks_tied_are_one_choice():
@@ -203,12 +202,12 @@ def test_one_operator_and_none_that_is_adjustable():
 
 def test_dense_concatenation():
     # Every layer reads all before it: no small tables, so bounds come from split nodes.
-    shape = [list(range(i)) for i in range(8)]
+    shape = [list(range(i)) for i in range(7)]
     for seed in range(3):
         agrees(network(shape, random.Random(seed)), "exhaustive")
         agrees(network(shape, random.Random(seed), sharing="producer"), "exhaustive")
     wide = [list(range(max(0, i - 12), i)) for i in range(60)]
-    answer = solve(network(wide, random.Random(3)), "greedy", time_limit_s=4)
+    answer = solve(network(wide, random.Random(3)), "greedy", time_limit_s=1)
     assert answer.plan is not None
     assert answer.bound <= answer.objective
 
@@ -216,7 +215,7 @@ def test_dense_concatenation():
 @pytest.mark.parametrize("sharing", ["edge", "producer"])
 def test_an_encoder_that_every_decoder_layer_reads(sharing):
     shape = [[], [0], [1], [2]]
-    for _ in range(6):
+    for _ in range(5):
         shape.append([len(shape) - 1, 2])
     agrees(network(shape, random.Random(4), roles={2: "dependent"}, sharing=sharing), "exhaustive")
 
@@ -264,13 +263,17 @@ def test_interrupted_anywhere_the_best_known_is_held(monkeypatch, calls, method)
     assert answer.objective is None or answer.objective >= truth.objective * (1 - 1e-6)
 
 
-def test_a_short_time_limit_is_kept():
+def test_a_short_time_limit_is_kept(monkeypatch):
+    """On a clock that moves with every look at it: the limit comes at the tenth, and the end soon after."""
     problem = network([[i - 1, i - 2] if i > 1 else [] for i in range(600)], random.Random(7))
     for method in ("greedy", "exact"):
-        started = time.monotonic()
-        answer = solve(problem, method, time_limit_s=0.5)
-        assert time.monotonic() - started < 15  # far below what it would take; machines differ
-        assert answer.bound is None or answer.objective is None or answer.bound <= answer.objective
+        looks = itertools.count()
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "monotonic", lambda: 0.05 * next(looks))  # noqa: B023
+            answer = solve(problem, method, time_limit_s=0.5)
+        assert next(looks) < 30
+        assert answer.termination is TerminationStatus.TIME_LIMIT
+        assert answer.bound <= answer.objective
 
 
 def test_both_limits_clash_and_each_alone_could_be_met():

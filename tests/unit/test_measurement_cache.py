@@ -73,7 +73,7 @@ for i in range(100):
 
 def test_two_processes_may_write_at_once(tmp_path: Path) -> None:
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(seed)]) for seed in (1, 2)]
-    assert [writer.wait(timeout=60) for writer in writers] == [0, 0]
+    assert [writer.wait(timeout=250) for writer in writers] == [0, 0]
     files = list(tmp_path.rglob("*.json"))
     assert len(files) == 10
     for path in files:

@@ -103,10 +103,10 @@ def test_the_example_package_installs_and_conforms(tmp_path):
     source, target = tmp_path / "source", tmp_path / "site"
     subprocess.run(["cp", "-r", str(ROOT / "examples" / "plugin_solver"), str(source)], check=True)
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*install, "--target", str(target), str(source)], check=True, timeout=120, capture_output=True)
+    subprocess.run([*install, "--target", str(target), str(source)], check=True, timeout=250, capture_output=True)
     environment = {**os.environ, "PYTHONPATH": str(target)}
     done = subprocess.run(
-        [sys.executable, str(source / "check.py")], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, str(source / "check.py")], env=environment, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -115,6 +115,6 @@ def test_the_example_package_installs_and_conforms(tmp_path):
         "diamond: optimal with own 0.1.0, objective 2.0",
     ]
     doctor = [sys.executable, "-c", "import sys; from qsync_opt.cli import main; sys.exit(main())", "doctor"]
-    listed = subprocess.run([*doctor, "--require", "own"], env=environment, capture_output=True, text=True, timeout=120)
+    listed = subprocess.run([*doctor, "--require", "own"], env=environment, capture_output=True, text=True, timeout=250)
     assert listed.returncode == 0, listed.stdout
     assert "from own-solver" in listed.stdout

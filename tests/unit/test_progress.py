@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from qsync_opt.progress import lasting_interrupts, reporting, waiting
+from qsync_opt.progress import held_interrupts, lasting_interrupts, reporting, waiting
 
 
 @pytest.fixture(autouse=True)
@@ -135,3 +135,31 @@ def test_handlers_of_others_and_other_threads_are_left_alone():
     thread.start()
     thread.join()
     assert handlers == [signal.default_int_handler]
+
+
+def test_a_held_interrupt_arrives_when_the_block_has_ended():
+    passed = []
+    with pytest.raises(KeyboardInterrupt), held_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        passed.append("inside")
+    assert passed == ["inside"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_nothing_held_changes_nothing():
+    with held_interrupts():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_what_was_held_reaches_the_handler_of_the_caller():
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        with held_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            assert seen == []
+        assert seen == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -16,7 +16,7 @@ def test_importing_loads_neither_torch_nor_a_solver():
         "bad = {'torch', 'ortools', 'pulp', 'onnx', 'scipy'} & {name.split('.')[0] for name in sys.modules}\n"
         "assert not bad, bad\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
 
 
 def test_every_public_name_loads_and_is_listed_for_type_checkers():
@@ -47,7 +47,7 @@ def test_a_missing_package_is_named_with_its_install_line():
         "else:\n"
         "    raise SystemExit('no error')\n"
     )
-    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=250)
 
 
 def test_no_public_name_is_that_of_a_submodule():

@@ -72,6 +72,8 @@ def test_a_short_process_does_without(monkeypatch, switched):
     """Loading the compiler takes longer than a small problem."""
     pytest.importorskip("numba")
     switched("")
+    monkeypatch.setattr(module, "PATIENCE_S", 3600.0)  # on a busy machine, too
+    monkeypatch.setattr(module, "COMPILING_S", 7200.0)
     loop = _loop(monkeypatch)
     monkeypatch.setattr(Loop, "compiled", lambda self: lambda values: -1.0)
     assert loop(np.ones(3)) == 3.0

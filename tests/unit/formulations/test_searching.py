@@ -2,7 +2,6 @@
 
 import math
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -116,10 +115,9 @@ def test_greedy_asks_a_solver_where_descent_finds_no_start(monkeypatch):
 
 def test_greedy_without_time_still_holds_a_plan_and_says_so(instance_path):
     problem = load_problem(instance_path("bertl-mix"))
-    started = time.monotonic()
     solution = solve(problem, time_limit_s=1e-4)
-    assert time.monotonic() - started < 2
     assert solution.termination is TerminationStatus.TIME_LIMIT
+    assert solution.evaluation.feasible
 
 
 def test_exhaustive_refuses_what_is_too_large(instance_path):

@@ -24,7 +24,7 @@ def tools(tmp_path, monkeypatch):
         f'echo "$@" >> {log}\n'
         'for last; do [ "$previous" = -o ] && out="$last"; previous="$last"; done\n'
         'case "$*" in *broken*) echo "quantize_broken.cu(3): error: what is this" >&2; exit 2;; esac\n'
-        'sleep 0.2; echo built > "$out"\n'
+        'sleep 0.05; echo built > "$out"\n'
     )
     nvcc.chmod(nvcc.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))

@@ -122,7 +122,7 @@ def main(rank, world_size, port, case, folder):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     logging.getLogger("qsync_opt").setLevel(logging.INFO)
-    with process_group(rank, world_size, port, timeout_s=120):
+    with process_group(rank, world_size, port, timeout_s=200):
         if case == "follow":
             seen = follow(rank, folder)
             seen["again"] = restart(rank, folder, ("big", "small")[rank])

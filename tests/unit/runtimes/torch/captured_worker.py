@@ -166,7 +166,7 @@ def main(rank, world_size, port, folder, backend):
     torch.set_num_threads(1)
     torch.cuda.set_device(rank)
     results = {}
-    with process_group(rank, world_size, port, timeout_s=60, backend=backend):
+    with process_group(rank, world_size, port, timeout_s=200, backend=backend):
         for case in CASES:
             results[case.__name__] = case(folder)
             print(case.__name__, file=sys.stderr, flush=True)

@@ -4,25 +4,27 @@ This process loads torch once and forks the workers, which start at once then; i
 they inherit no thread. What a worker saw goes to a file line by line, so that a killed one has told it too.
 """
 
+import datetime
 import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from qsync_opt.runtimes.torch import checkpoints
 from qsync_opt.runtimes.torch.apply import apply
-from qsync_opt.runtimes.torch.checkpoints import Checkpoints
 from qsync_opt.runtimes.torch.ddp import free_port, process_group
 
 PLANS = ({"a/linear": "BF16", "b/linear": "FP32"}, {"a/linear": "INT8", "b/linear": "INT8"})
 STEPS, EVERY, FAULT_STEP = 9, 3, 7
+WAIT_S = 200.0
 
 
 class Net(nn.Module):
@@ -42,16 +44,7 @@ def hang(*_):
     time.sleep(3600)
 
 
-def die_once_a_file_is_there(folder):
-    def watch():
-        while not any(any(path.iterdir()) for path in folder.glob(".step-*.tmp")):
-            pass
-        die()
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def arm(fault, model, optimizer, folder):
+def arm(fault, model, optimizer):
     """Let this worker fail in the step that begins now."""
     if fault == "forward":
         model.dropout.register_forward_pre_hook(die)
@@ -63,23 +56,28 @@ def arm(fault, model, optimizer, folder):
     elif fault == "optimizer":
         optimizer.register_step_pre_hook(die)
     elif fault == "checkpoint":
-        die_once_a_file_is_there(folder)
+        # Its tensors are written by then, and the folder has not got its name.
+        checkpoints.file_facts = die
 
 
-def train(rank, world_size, port, folder, fault, timeout_s):
+def train(rank, world_size, port, folder, fault):
     torch.manual_seed(rank)
     model = apply(Net(), PLANS[rank % 2])
     with (
         open(folder / f"told-{rank}.txt", "a", encoding="utf-8") as told,
-        process_group(rank, world_size, port, timeout_s=timeout_s),
+        process_group(rank, world_size, port, timeout_s=WAIT_S),
     ):
         parallel = DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(parallel.parameters(), 1e-2)
-        checkpoints = Checkpoints(folder / "checkpoints", parallel, optimizer)
-        resumed = checkpoints.load()
+        kept = checkpoints.Checkpoints(folder / "checkpoints", parallel, optimizer)
+        resumed = kept.load()
         for step in range(resumed.step if resumed else 0, STEPS):
-            if fault and rank == 1 and step == FAULT_STEP:
-                arm(fault, model, optimizer, folder / "checkpoints")
+            if fault and step == FAULT_STEP:
+                if rank == 1:
+                    arm(fault, model, optimizer)
+                elif fault == "hang":
+                    # What hangs is waited for until the timeout; who is gone is noticed at once.
+                    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=2))
             source = torch.Generator().manual_seed(2 * step + rank)
             x = torch.randn(16, 16, generator=source)
             optimizer.zero_grad()
@@ -89,16 +87,16 @@ def train(rank, world_size, port, folder, fault, timeout_s):
             told.write(json.dumps([step, loss.item()]) + "\n")
             told.flush()
             if (step + 1) % EVERY == 0:
-                checkpoints.save(step + 1)
+                kept.save(step + 1)
 
 
-def worker(rank, port, folder, fault, timeout_s):
+def worker(rank, port, folder, fault):
     """Run in a forked process, which it ends."""
     code = 1
     try:
         sys.stderr = open(folder / f"error-{rank}.txt", "w", encoding="utf-8")  # noqa: SIM115
         torch.set_num_threads(1)
-        train(rank, 2, port, folder, fault, timeout_s)
+        train(rank, 2, port, folder, fault)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -111,15 +109,13 @@ def run(folder, fault):
     """One job: how its workers ended, and how long the one without the fault took to notice."""
     folder.mkdir(exist_ok=True)
     port, pids = free_port(), []
-    # Only a rank that hangs is waited for until the timeout; one that is gone is noticed at once.
-    timeout_s = 5.0 if fault == "hang" else 60.0
     for rank in range(2):
         pid = os.fork()
         if not pid:
-            worker(rank, port, folder, fault, timeout_s)
+            worker(rank, port, folder, fault)
         pids.append(pid)
     codes, hung = {}, False
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + WAIT_S
     while len(codes) < 2:
         for rank, pid in enumerate(pids):
             if rank not in codes and (found := os.waitpid(pid, os.WNOHANG))[0]:

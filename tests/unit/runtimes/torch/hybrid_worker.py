@@ -31,7 +31,7 @@ def train(rank, world_size, port):
     torch.manual_seed(0)
     model = Net()
     keys = list(model.state_dict())
-    with process_group(rank, world_size, port, timeout_s=60):
+    with process_group(rank, world_size, port, timeout_s=200):
         if rank == 1:
             apply(model, PLAN)
         parallel = DistributedDataParallel(model)

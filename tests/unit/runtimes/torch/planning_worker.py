@@ -78,7 +78,7 @@ def other_version(rank):
 
 def main(rank, world_size, port, case, folder):
     torch.set_num_threads(1)
-    with process_group(rank, world_size, port, timeout_s=120):
+    with process_group(rank, world_size, port, timeout_s=200):
         if case == "versions":
             other_version(rank)
         try:

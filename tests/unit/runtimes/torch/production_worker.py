@@ -376,7 +376,7 @@ def main(rank, world_size, port, folder, backend):
         torch.cuda.set_device(rank)
         DEVICE[0], cases = torch.device("cuda", rank), ON_CARDS
     results = {}
-    with process_group(rank, world_size, port, timeout_s=120, backend=backend):
+    with process_group(rank, world_size, port, timeout_s=200, backend=backend):
         for case in cases:
             results[case.__name__] = case(folder)
     sys.stdout.write(json.dumps(results) + "\n")

@@ -59,7 +59,7 @@ def train(rank, world_size, port):
     model = Net()
     plan = Plan(problem="chain", devices={"T4": {"a/linear": "BF16", "c/linear": "BF16"}})
     seen = {}
-    with process_group(rank, world_size, port, timeout_s=60):
+    with process_group(rank, world_size, port, timeout_s=200):
         planned = rank == 1
         if planned:
             apply(model, plan, "T4")

@@ -281,19 +281,6 @@ def test_quantization_is_counted_once(gpt: Any, monkeypatch: pytest.MonkeyPatch)
     assert result.casts["BF16>INT8"].ns(elements) == pytest.approx(300 * elements, rel=0.01)
 
 
-def test_operator_and_cast_add_up_to_a_whole_quantized_layer() -> None:
-    """On the real clock: INT8 layer without its cast, plus the cast, against the layer on a 16-bit input."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
-    captured = capture_model(model, (torch.randn(512, 256),))
-    result = profile(captured, "cpu", progress=False, repeats=4)
-    operator = captured.graph["1/linear"]
-    bench = OperatorBench(operator, captured.calls["1/linear"], "INT8", torch.device("cpu"), KernelOptions())
-    whole = bench.measure(make_stopwatch(torch.device("cpu")), 4)
-    parts_ns = result.cost("1/linear")["INT8"].forward_ns + result.casts["BF16>INT8"].ns(512 * 256)
-    assert parts_ns == pytest.approx(whole.forward_ns, rel=0.5)
-
-
 class _UnsettledStopwatch:
     """A device behind its host: without a head start, it shows what the host took to start the work.
 
