@@ -22,6 +22,11 @@ from qsync_opt.jsonio import near_match
 
 EXIT_OK, EXIT_UNUSABLE, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 2, 3, 130
 
+FIRST_STEPS = (
+    "To begin with: 'qsync-opt demo' shows every step on this machine, 'qsync-opt doctor' what it can do, 'qsync-opt "
+    "COMMAND --help' the options of a command."
+)
+
 Runner = Callable[[argparse.Namespace], int]
 """Does a command and returns the exit status; a QSyncError becomes one line and status 2."""
 
@@ -56,12 +61,26 @@ class _OneLineParser(argparse.ArgumentParser):
         self.exit(EXIT_UNUSABLE, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
+class _CommandParser(_OneLineParser):
+    """Parser of one command: what it does not know is told in its own name, not in that of the whole program."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, others = super().parse_known_args(args, namespace)
+        if others:
+            option = next((each.partition("=")[0] for each in others if each.startswith("-")), "")
+            near = near_match(option, self._option_string_actions) if option else ""
+            self.error(f"unrecognized arguments: {' '.join(others)}{near}")
+        return known, others
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    parser = _OneLineParser(prog="qsync-opt", description=qsync_opt.__doc__)
+    # The rest of the docstring is for who imports the package.
+    description = (qsync_opt.__doc__ or "").partition("\n\n")[0]
+    parser = _OneLineParser(prog="qsync-opt", description=description, epilog=FIRST_STEPS)
     parser.add_argument("--version", action="version", version=f"qsync-opt {qsync_opt.__version__}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what is done to standard error")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_OneLineParser)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     for name, target in COMMANDS.items():
         module, _, attribute = target.partition(":")
         add: Callable[[argparse.ArgumentParser], Runner] = getattr(importlib.import_module(module), attribute)

@@ -47,6 +47,7 @@ def _explain(options: argparse.Namespace) -> int:
 def _find(problem: Problem, text: str) -> str:
     """The operator called ``text``, or the only one whose name holds it."""
     from qsync_opt.errors import ProblemError
+    from qsync_opt.jsonio import near_match
 
     names = [operator.name for operator in problem.operators]
     if text in names:
@@ -58,6 +59,13 @@ def _find(problem: Problem, text: str) -> str:
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         raise ProblemError(
             f"operator {text!r} could be {', '.join(map(repr, found[:5]))}{more}; give the whole name of one"
+        )
+    if not near_match(text, names):
+        adjustable = [operator.name for operator in problem.adjustable]
+        more = f" and {len(adjustable) - 3} more" if len(adjustable) > 3 else ""
+        raise ProblemError(
+            f"problem {problem.name!r} has no operator {text!r}; adjustable are {', '.join(map(repr, adjustable[:3]))}"
+            f"{more}; give a name or a part of one"
         )
     return problem.operators[problem.index(text)].name  # raises, with the nearest name
 

@@ -18,7 +18,14 @@ def add_report(parser: argparse.ArgumentParser) -> Runner:
     """Write a page that shows and explains a plan."""
     parser.add_argument("problem", metavar="PROBLEM", help="problem file")
     parser.add_argument("plan", metavar="PLAN", help="plan file")
-    parser.add_argument("--out", default="report.html", metavar="FILE", help="page to write (default: report.html)")
+    parser.add_argument(
+        "--output",
+        "--out",
+        dest="out",
+        default="report.html",
+        metavar="FILE",
+        help="page to write (default: report.html)",
+    )
     parser.add_argument(
         "--front",
         default="greedy",

@@ -120,7 +120,12 @@ def test_tables_for_people(capfd, problem_file, instance_path):
         (["solve"], "required: PROBLEM"),
         (["slove", "P"], "invalid choice: 'slove'"),
         ([], "required: COMMAND"),
-        (["solve", "P", "--mehtod", "exact"], "unrecognized arguments: --mehtod exact"),
+        (
+            ["solve", "P", "--mehtod", "exact"],
+            "qsync-opt solve: unrecognized arguments: --mehtod exact; did you mean '--method'?; "
+            "see qsync-opt solve --help",
+        ),
+        (["solve", "P", "plan.json"], "qsync-opt solve: unrecognized arguments: plan.json; see qsync-opt solve --help"),
         (["solve", "P", "--method", "exacts"], "unknown formulation 'exacts'; did you mean 'exact'?"),
         (["solve", "P", "--method", "exact", "--solver", "cbc"], "unknown solver 'cbc'"),
         (["solve", "P", "--method", "exhaustive", "--solver", "pulp"], "lacks a feature: uses a solver"),
@@ -140,6 +145,24 @@ def test_unusable_input_exits_2_with_one_line(capfd, problem_file, arguments, ne
     assert out == ""
     assert needle in err
     assert err.count("\n") == 1
+
+
+def test_the_help_says_what_it_is_and_where_to_begin(capfd):
+    status, out, err = _run(capfd, "--help")
+    assert (status, err) == (0, "")
+    out = " ".join(out.split())  # however wide the terminal is
+    assert "Precision plans for synchronous data-parallel training" in out
+    assert "qsync-opt demo" in out
+    assert "torch nor a solver" not in out  # what matters to who imports the package
+
+
+def test_an_operator_that_no_name_is_like_is_told_with_some_that_are_there(capfd, problem_file, tmp_path):
+    plan = tmp_path / "plan.json"
+    assert _run(capfd, "solve", problem_file, "--output", plan)[0] == 0
+    status, out, err = _run(capfd, "explain", problem_file, plan, "zzzz")
+    assert (status, out) == (2, "")
+    assert "has no operator 'zzzz'; adjustable are '" in err
+    assert "give a name or a part of one" in err
 
 
 def test_a_truncated_file_exits_2(capfd, problem_file):

@@ -38,7 +38,9 @@ def test_report_writes_one_page(capfd, files):
 
 @pytest.mark.parametrize("front", ["greedy", "exact", "none"])
 def test_json_is_one_object(capfd, files, front):
-    status, out, _ = _run(capfd, "report", "problem.json", "plan.json", "--out", "r.html", "--front", front, "--json")
+    status, out, _ = _run(
+        capfd, "report", "problem.json", "plan.json", "--output", "r.html", "--front", front, "--json"
+    )
     found = json.loads(out)
     assert status == 0
     assert found.pop("seconds") >= 0
