@@ -54,11 +54,14 @@ def completions(
             value = after[0] + cost
             for level in range(low):
                 row[level] = min(row[level], value)
-            for level in range(low, high):
-                row[level] = min(row[level], after[level - weight] + cost)
+            # Slices of their own: numbers from 0 on need no care for negative ones, and the loop becomes vectors.
+            here, there = row[low:high], after[low - weight : high - weight]
+            for level in range(high - low):
+                here[level] = min(here[level], there[level] + cost)
             value = after[num_levels - 1] + cost
-            for level in range(high, num_levels):
-                row[level] = min(row[level], value)
+            here = row[high:]
+            for level in range(num_levels - high):
+                here[level] = min(here[level], value)
 
 
 def _path_plain(

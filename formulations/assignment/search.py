@@ -14,6 +14,7 @@ Source: ours; each part is standard (cutting planes, reduced-cost fixing, bounde
 import heapq
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -39,6 +40,13 @@ _MAX_LEAVES = 8
 _ROUNDING = 1e-13
 """Share of priced limits by which the Lagrangian at other limits is lowered."""
 _MUCH_BETTER = 0.5
+_FIRST_STEPS, _MOST_STEPS = 3, 400
+"""Minimisations that bound a leaf of an earlier search at first, and at most."""
+_LEAST_LEAD = 1e-4
+"""Share of the bound that the optimum is taken to be above it at least."""
+_NEAR_WALKS = (300, 1000)
+_MOST_NEAR = 600
+"""With more undecided nodes than this the search near the bound is left out."""
 _DEARER = (1.01, 1.03, 1.1, 1.3, 2.0)
 """Factors on the dual's prices, up to the first at which the priced minimum keeps the limits."""
 
@@ -74,6 +82,7 @@ class BoundAndFix:
         # What splits at joins lead to; together the leaves leave out no labelling.
         self._leaves = [Leaf()]
         self._before: Ints | None = None  # the best labelling under the limits before, which breaks these
+        self._lead = np.inf  # how far the last optimum was above the dual of its leaf
         self._equal: list[Condensed] = []  # cores of all that was undecided at this node, for their equal parts
         # What the last bounded search was given, how wide it was, and the bound it found.
         self._searched: tuple[tuple[bytes, bytes, float] | None, bool, int, float] = (None, False, 0, -np.inf)
@@ -103,6 +112,7 @@ class BoundAndFix:
         other._prices_R = self._prices_R
         other._affordable_Z, other._affordable_at = self._affordable_Z, self._affordable_at
         other._leaves = [leaf.shifted(change_R) for leaf in self._leaves]
+        other._lead = self._lead
         other._cuts = self._cuts[-_MAX_CUTS:]
         # The Lagrangian is linear in the limits, and tighter limits leave no better plan.
         bounds = [min(value - float(prices_R @ limits_R), most) for value, prices_R, most in other._cuts]
@@ -152,7 +162,7 @@ class BoundAndFix:
             prices = zero if self._prices_R is None else self._prices_R
             # Of what an earlier search under other limits split the root into, if the tree may be opened at all.
             leaves = self._leaves if effort.max_nodes > 1 else [Leaf()]
-            open_nodes = first_nodes(leaves, self._root_entries(), least, prices, plans)
+            open_nodes = first_nodes(leaves, self._root_entries(), least, prices, plans, _FIRST_STEPS)
             most_leaves, count = len(open_nodes), len(open_nodes) + 1
             plunge = 0  # number of the child to go on with, at first; 0: the node of least bound
             while open_nodes and outcome.nodes < effort.max_nodes + most_leaves - 1:
@@ -166,7 +176,7 @@ class BoundAndFix:
                     open_nodes.append(node)
                     outcome.out_of_time = True
                     break
-                if not node.is_bounded:
+                if node.steps:
                     open_nodes.append(node)
                     self._bound(node, effort)
                     heapq.heapify(open_nodes)
@@ -192,14 +202,21 @@ class BoundAndFix:
         self._proved = max(self._proved, outcome.bound)
         if self.best is not None:
             outcome.labels_N, outcome.objective = self.best.labels_N, self.best.objective
+            least = min(leaf.bound for leaf in self._leaves)
+            self._lead = max(0.0, self.upper - least) if least < np.inf else self._lead
         elif outcome.bound == np.inf and not outcome.out_of_time:
             outcome.proved_infeasible = True
         return outcome
 
     def _bound(self, node: Node, effort: Effort) -> None:
         """Bound a leaf of an earlier search, so that the most promising one is searched first."""
-        dual = self._dual(self._affordable(node.allowed_Z), node.prices_R, node.plans, effort)
-        node.is_bounded, node.bound = True, max(node.bound, dual.bound)
+        if node.steps == _MOST_STEPS:
+            node.allowed_Z = self._affordable(node.allowed_Z)
+        dual = self._dual(node.allowed_Z, node.prices_R, node.plans, effort, node.steps)
+        if node.steps == _MOST_STEPS:
+            node.dual = dual
+        node.steps = _MOST_STEPS if node.steps < _MOST_STEPS else 0
+        node.bound = max(node.bound, dual.bound)
         if np.isfinite(dual.bound):
             node.prices_R, node.plans = dual.prices_R, dual.plans
 
@@ -241,17 +258,26 @@ class BoundAndFix:
 
     def _process(self, node: Node, effort: Effort) -> tuple[float, Floats, list[tuple[Ints, Bools, list[Priced]]]]:
         """Bound a node and close or split it: what each child forbids, allows, and its plans; none if it is closed."""
-        allowed = self._affordable(node.allowed_Z) if node.number else node.allowed_Z
-        dual = self._dual(allowed, node.prices_R, node.plans, effort)
+        allowed, dual = node.allowed_Z, node.dual
+        if dual is None:
+            allowed = self._affordable(allowed) if node.number else allowed
+            dual = self._dual(allowed, node.prices_R, node.plans, effort)
         bound = max(node.bound, dual.bound)
         if node.leaf is not None and np.isfinite(dual.bound):
             node.leaf.prices_R, node.leaf.plans = dual.prices_R, dual.plans[-_MAX_PLANS // 2 :]
+            node.leaf.bound = dual.bound
         if not node.number and np.isfinite(dual.bound):
             value = dual.bound + float(dual.prices_R @ self.model.limits_R)
             slack = _ROUNDING * float(dual.prices_R @ np.abs(self.model.limits_R))
             self._cuts.append((value - slack, dual.prices_R, self._affordable_at))
         if dual.proved_infeasible or self._closed(bound, effort):
             return bound, dual.prices_R, []
+        if node.leaf is not None and self._lead < np.inf:
+            for margin in effort.margins:
+                found, allowed = self._search_near(allowed, dual, margin)
+                bound = max(bound, found)
+                if self._closed(bound, effort) or bound >= self._target(effort.enough):
+                    return bound, dual.prices_R, []
         if self._before is not None:
             self._repair(self.relaxation.allowed(allowed), dual, effort)
         self._blend(dual, effort)
@@ -362,7 +388,9 @@ class BoundAndFix:
         _, least_Z = self.relaxation.min_marginals(relaxed.priced(no_price, self.relaxation.allowed(allowed_Z)))
         return allowed_Z & (least_Z <= self.upper)
 
-    def _dual(self, allowed_Z: Bools, prices_R: Floats, plans: list[Priced], effort: Effort) -> DualResult:
+    def _dual(
+        self, allowed_Z: Bools, prices_R: Floats, plans: list[Priced], effort: Effort, most_steps: int = _MOST_STEPS
+    ) -> DualResult:
         allowed_Y = self.relaxation.allowed(allowed_Z)
         known = [plan for plan in plans if self._fits(plan, allowed_Y)]
         if not self.model.objective_Z.any():  # feasibility alone is asked for
@@ -371,7 +399,7 @@ class BoundAndFix:
             return DualResult(bound, self._towards_limits_R, [*known, plan], np.zeros(len(known) + 1), bound == np.inf)
         result = maximise(
             self.pricer, allowed_Y, prices_R=prices_R, plans=known, upper=self._target(effort.gap),
-            tolerance=max(effort.gap * effort.dual_share, 1e-5), max_steps=400, deadline=self._deadline,
+            tolerance=max(effort.gap * effort.dual_share, 1e-5), max_steps=most_steps, deadline=self._deadline,
         )  # fmt: skip
         for plan in result.plans:
             self._offer_relaxed(plan)
@@ -379,15 +407,37 @@ class BoundAndFix:
             self._known = result.plans[-_MAX_PLANS // 2 :]
         return result
 
-    def _search_core(self, allowed_Z: Bools, dual: DualResult, effort_pass: Pass) -> tuple[float, Bools]:
-        """Fix by min-marginals, search the rest; returns a bound and the entries left."""
+    def _search_near(self, allowed_Z: Bools, dual: DualResult, margin: float) -> tuple[float, Bools]:
+        """Search all that is less above the dual's bound than so many times the last lead; as `_search_core`."""
+        value, least_Z, base_N = self._through(allowed_Z, dual)
+        if value == np.inf:
+            return np.inf, allowed_Z
+        most = dual.bound + margin * max(self._lead, _LEAST_LEAD * abs(dual.bound))
+        if self.best is not None:
+            allowed_Z = allowed_Z & (least_Z < self.upper)
+        near_Z = allowed_Z & (least_Z < most)
+        near_Z[self.model.chosen(base_N)] = True
+        if self._undecided(near_Z) > _MOST_NEAR:
+            return -np.inf, allowed_Z
+        core = extract(self.model, base_N, near_Z, dual.prices_R)
+        aims = self._aims()
+        aims = replace(aims, target=lambda gap: min(self._target(gap), most), too_dear=min(aims.too_dear, most))
+        return min(walk_core(aims, core, _NEAR_WALKS, whole=True), most), allowed_Z
+
+    def _through(self, allowed_Z: Bools, dual: DualResult) -> tuple[float, Floats, Ints]:
+        """Least priced cost, lower bounds of labellings with each entry, and the labelling of least priced cost."""
         cost_Y = self.relaxation.model.priced(dual.prices_R, self.relaxation.allowed(allowed_Z))
         value, least_Z = self.relaxation.min_marginals(cost_Y)
         if value == np.inf:
-            return np.inf, allowed_Z
+            return value, least_Z, np.zeros(0, dtype=np.int64)
         base_N = self.relaxation.labelling(self.relaxation.elimination.minimise(cost_Y)[1])
-        offset = float(dual.prices_R @ self.model.limits_R)
-        least_Z -= offset
+        return value, least_Z - float(dual.prices_R @ self.model.limits_R), base_N
+
+    def _search_core(self, allowed_Z: Bools, dual: DualResult, effort_pass: Pass) -> tuple[float, Bools]:
+        """Fix by min-marginals, search the rest; returns a bound and the entries left."""
+        value, least_Z, base_N = self._through(allowed_Z, dual)
+        if value == np.inf:
+            return np.inf, allowed_Z
         if self.best is not None:
             allowed_Z = allowed_Z & (least_Z < self.upper)
         most = effort_pass.nodes
