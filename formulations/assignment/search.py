@@ -272,9 +272,9 @@ class BoundAndFix:
             self._cuts.append((value - slack, dual.prices_R, self._affordable_at))
         if dual.proved_infeasible or self._closed(bound, effort):
             return bound, dual.prices_R, []
-        if node.leaf is not None and self._lead < np.inf:
+        if node.leaf is not None and self._lead < np.inf and fractional_join(self.model, dual) is None:
             for margin in effort.margins:
-                found, allowed = self._search_near(allowed, dual, margin)
+                found, allowed = self._search_near(allowed, dual, margin, bound)
                 bound = max(bound, found)
                 if self._closed(bound, effort) or bound >= self._target(effort.enough):
                     return bound, dual.prices_R, []
@@ -407,7 +407,7 @@ class BoundAndFix:
             self._known = result.plans[-_MAX_PLANS // 2 :]
         return result
 
-    def _search_near(self, allowed_Z: Bools, dual: DualResult, margin: float) -> tuple[float, Bools]:
+    def _search_near(self, allowed_Z: Bools, dual: DualResult, margin: float, known: float) -> tuple[float, Bools]:
         """Search all that is less above the dual's bound than so many times the last lead; as `_search_core`."""
         value, least_Z, base_N = self._through(allowed_Z, dual)
         if value == np.inf:
@@ -422,7 +422,7 @@ class BoundAndFix:
         core = extract(self.model, base_N, near_Z, dual.prices_R)
         aims = self._aims()
         aims = replace(aims, target=lambda gap: min(self._target(gap), most), too_dear=min(aims.too_dear, most))
-        return min(walk_core(aims, core, _NEAR_WALKS, whole=True), most), allowed_Z
+        return min(walk_core(aims, core, _NEAR_WALKS, whole=True, known=known), most), allowed_Z
 
     def _through(self, allowed_Z: Bools, dual: DualResult) -> tuple[float, Floats, Ints]:
         """Least priced cost, lower bounds of labellings with each entry, and the labelling of least priced cost."""

@@ -21,7 +21,7 @@ from qsync_opt.formulations.assignment.frontier import FrontierResult
 from qsync_opt.formulations.assignment.layers import Layers, lay_out
 from qsync_opt.formulations.assignment.levels import LevelBound, Levels, bound, choose_levels, constant, fixed, rounding
 from qsync_opt.formulations.assignment.model import Floats, Ints
-from qsync_opt.formulations.assignment.walk_loops import extend, undominated
+from qsync_opt.formulations.assignment.walk_loops import extend, grown, in_order, undominated
 
 _SCALES, _GROWTH = 4, 4.0
 """Prices further and further from the best: how many on either side, and each so many times further than the last."""
@@ -65,8 +65,9 @@ def _room_left(layers: Layers) -> Ints:
 
 
 def walk(
-    core: Core, upper: float, most_states: tuple[int, ...], *, tolerance: float = 0.0, deadline: float = np.inf
-) -> FrontierResult | None:
+    core: Core, upper: float, most_states: tuple[int, ...], *, tolerance: float = 0.0, known: float = -np.inf,
+    deadline: float = np.inf,
+) -> FrontierResult | None:  # fmt: skip
     """Best labelling of a core within the limits, by wider and wider searches.
 
     Args:
@@ -74,6 +75,7 @@ def walk(
         upper: Only labellings below this count.
         most_states: Most states kept after a step, for each search.
         tolerance: How far from the best the search may stop, in units of the objective; the bound tells the truth.
+        known: A lower bound of all labellings of the core.
         deadline: ``time.monotonic()`` value at which to give up.
 
     Returns:
@@ -87,7 +89,7 @@ def walk(
         return None
     left = _Left(layers, core.objective, np.zeros(len(core.nodes), dtype=np.int64))
     best_labels: Ints | None = None
-    least, before, prices_R = -np.inf, 0, core.prices_R
+    least, before, prices_R = known, 0, core.prices_R
     goal = upper
     for asked in most_states:
         width = min(asked, _MOST_STATES // max(1, layers.num_steps))
@@ -226,11 +228,11 @@ def _search(
         parent, arc, rank = parent[:count], arc[:count], rank[:count]
         if not len(parent):
             return np.inf, np.zeros(0, dtype=np.int64), lost
-        point = layers.target_K[arc]
-        objective = states.objective[parent] + layers.objective_K[arc]
-        rows_XR = states.rows_XR[parent] + layers.rows_KR[arc]
+        point, objective, rows_XR = grown(
+            parent, arc, states.objective, states.rows_XR, layers.target_K, layers.objective_K, layers.rows_KR
+        )
         if len(parent) > 1:
-            order = np.lexsort((objective, rows_XR[:, column], rows_XR[:, levels.row], point))
+            order = in_order(point, objective, rows_XR, levels.row, column)
             kept = np.flatnonzero(undominated(order, point, objective, rows_XR, column))
             if len(kept) > width:
                 by_rank = kept[np.argsort(rank[kept], kind="stable")]
