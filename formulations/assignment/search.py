@@ -44,8 +44,8 @@ _FIRST_STEPS, _MOST_STEPS = 3, 400
 """Minimisations that bound a leaf of an earlier search at first, and at most."""
 _LEAST_LEAD = 1e-4
 """Share of the bound that the optimum is taken to be above it at least."""
-_NEAR_WALKS = (1000, 4000)
-_MOST_NEAR = 600
+_NEAR_WALKS = (300, 1000, 4000)
+_MOST_NEAR = 1000
 """With more undecided nodes than this the search near the bound is left out."""
 _DEARER = (1.01, 1.03, 1.1, 1.3, 2.0)
 """Factors on the dual's prices, up to the first at which the priced minimum keeps the limits."""

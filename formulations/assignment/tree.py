@@ -52,8 +52,8 @@ class Node:
     """An open node: a bound, its number, the entries left, prices and plans to begin with.
 
     ``leaf`` is what further limits start from; None below a split that holds under these limits alone. ``steps`` is how
-    many minimisations are to bound it next, 0 once it is bounded: leaves of an earlier search are not at first. ``dual``
-    is what that found.
+    many minimisations are to bound it next, 0 once it is bounded: leaves of an earlier search are not at first.
+    ``dual`` is what that found.
     """
 
     bound: float
@@ -91,5 +91,7 @@ def first_nodes(
             allowed_Z[side] = False
         own_R = prices_R if leaf.prices_R is None or not leaf.path else leaf.prices_R
         own = leaf.plans if leaf.path and leaf.plans else plans
-        nodes.append(Node(bound, number + bool(leaf.path), allowed_Z, own_R, own, leaf, steps if len(leaves) > 1 else 0))
+        nodes.append(
+            Node(bound, number + bool(leaf.path), allowed_Z, own_R, own, leaf, steps if len(leaves) > 1 else 0)
+        )
     return nodes
