@@ -119,7 +119,7 @@ def test_small_loops_do_as_their_plain_forms(seed):
     np.testing.assert_array_equal(*_both(condense._worth, holed, rows_KR, rng.random(count), float(rng.random())))
     edges = rng.integers(0, count, (int(rng.integers(0, 60)), 2))
     np.testing.assert_array_equal(*_both(blend._roots, rng.random(count) < 0.6, edges))
-    where, arc = rng.integers(0, 3, count), rng.integers(0, labels, count)
+    where, arc = rng.integers(0, 3, count), rng.integers(0, count, count)
     if rows:
         np.testing.assert_array_equal(*_both(walk_loops.in_order, where, objective, rows_KR, 0, rows - 1))
     grown = _both(
