@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from qsync_opt.formulations.assignment.effort import Effort
-from qsync_opt.formulations.assignment.search import PROOF, BoundAndFix
+from qsync_opt.formulations.assignment.incumbent import PROOF
+from qsync_opt.formulations.assignment.search import BoundAndFix
 from qsync_opt.formulations.assignment.tree import Outcome
 from qsync_opt.formulations.collapse import Collapsed, collapse
 from qsync_opt.formulations.reasons import explain

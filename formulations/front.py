@@ -41,6 +41,9 @@ _FURTHER_NODES = 4
 _AGAIN_PASSES = (Pass(30, 8), Pass(100, walks=(100,)))
 """What a further proof begins with instead of the quick searches: the last plan, repaired, is near already."""
 
+_MARGINS = (1.2, 2.5)
+"""Before all that: what is above the bound by less than so many times what the last optimum was above its own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontPoint:
@@ -127,7 +130,9 @@ class Sweep:
             passes = tuple(
                 each for each in self._effort.passes if not each.width or each.nodes is None or each.whole_only
             )
-            self._again = replace(self._effort, passes=(*_AGAIN_PASSES, *passes), join_passes=1, dive_passes=1)
+            self._again = replace(
+                self._effort, passes=(*_AGAIN_PASSES, *passes), join_passes=1, dive_passes=1, margins=_MARGINS
+            )
         graph = graph_tables(problem)
         # At a latency limit of zero no row is dropped for being slack, so the rows serve every limit.
         self._searches = [

@@ -46,8 +46,8 @@ class Aims:
     deadline: float
 
 
-def walk_core(aims: Aims, core: Core, walks: tuple[int, ...], *, whole: bool) -> float:
-    """Search a core along paths bounded by levels; returns its bound."""
+def walk_core(aims: Aims, core: Core, walks: tuple[int, ...], *, whole: bool, known: float = -np.inf) -> float:
+    """Search a core, of which a lower bound may be known, along paths bounded by levels; returns its bound."""
     parts = condense(core, aims.too_dear, merge=True, count=False, product=False)
     if isinstance(parts, Condensed) and parts.mostly_equal:  # counting says more about them than walking
         if not whole:
@@ -60,7 +60,7 @@ def walk_core(aims: Aims, core: Core, walks: tuple[int, ...], *, whole: bool) ->
                 aims.offer(result.labels_N)
             if result.bound >= aims.target(aims.enough) or aims.solver is not None:
                 return result.bound
-    walked = walk(parts, aims.target(0.0), walks, tolerance=aims.tolerance(), deadline=aims.deadline)
+    walked = walk(parts, aims.target(0.0), walks, tolerance=aims.tolerance(), known=known, deadline=aims.deadline)
     if walked is None:
         return -np.inf
     if walked.labels_N is not None:

@@ -7,12 +7,12 @@ core nodes where the two deviations do not simply add up.
 Axes: C core nodes, A and B their labels left (the base first), R limit rows.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
-from qsync_opt.formulations.compiled import compiled
 
 _FEW_ROWS = 16
 """With more rows, those that cannot bind are sought before any table of rows is made."""
@@ -87,131 +87,136 @@ def extract(model: AssignmentModel, base_N: Ints, allowed_Z: Bools, prices_R: Fl
     core_N = np.flatnonzero(left_NA.sum(axis=1) > 1)
     position_N = np.full(model.num_nodes, -1)
     position_N[core_N] = np.arange(len(core_N))
-    labels = []
-    for node in core_N.tolist():
-        own = np.flatnonzero(left_NA[node])
-        labels.append(np.concatenate([base_N[node : node + 1], own[own != base_N[node]]]))
+    # The labels left of every node, the base first; of a node outside of the core the base alone.
+    left_NA[np.flatnonzero(position_N < 0)] = False
+    left_NA[np.arange(model.num_nodes), base_N] = True
+    rank_NA = np.where(left_NA, np.arange(num_labels), num_labels)
+    rank_NA[np.arange(model.num_nodes), base_N] = -1
+    labels_NA = np.argsort(rank_NA, axis=1, kind="stable")
+    count_N = left_NA.sum(axis=1)
     excess = model.excess(base_N)
     kept = _rows_left(model, base_N, allowed_Z, excess) if len(excess) > _FEW_ROWS else np.arange(len(excess))
     edges_X = np.flatnonzero((position_N[model.edges_E2] >= 0).any(axis=1))
-    ends = position_N[model.edges_E2[edges_X]].tolist()
-    tables = [model.offset_N[node] + own for node, own in zip(core_N, labels, strict=True)]
-    for edge, (first, second) in zip(edges_X.tolist(), ends, strict=True):
-        a, b = model.edges_E2[edge]
-        own_a = labels[first] if first >= 0 else base_N[a : a + 1]
-        own_b = labels[second] if second >= 0 else base_N[b : b + 1]
-        tables.append(model.offset_E[edge] + own_a[:, None] * model.sizes_N[b] + own_b)
-    blocks = _differences(model, tables, allowed_Z, kept, prices_R)
+    first, second = model.edges_E2[edges_X].T
+    # All tables one after the other: of nodes by label, of edges by the first label and then the second one.
+    is_left_CA = np.arange(num_labels) < count_N[core_N, None]
+    node_entry = (model.offset_N[core_N, None] + labels_NA[core_N])[is_left_CA]
+    is_left_XA = np.arange(num_labels) < count_N[first, None]
+    is_left_XB = np.arange(num_labels) < count_N[second, None]
+    is_left_XAB = is_left_XA[:, :, None] & is_left_XB[:, None, :]
+    edge_entry = (
+        model.offset_E[edges_X, None, None]
+        + labels_NA[first][:, :, None] * model.sizes_N[second, None, None]
+        + labels_NA[second][:, None, :]
+    )[is_left_XAB]
+    sizes = np.concatenate([count_N[core_N], count_N[first] * count_N[second]])
+    entries = np.concatenate([node_entry, edge_entry])
+    objective_Z, rows_ZR, priced_Z = _differences(model, entries, sizes, kept, prices_R)
+    forbidden_Z = ~allowed_Z[entries]
+    objective_Z[: len(node_entry)][forbidden_Z[: len(node_entry)]] = np.inf
+    node_tables = objective_Z[: len(node_entry)], rows_ZR[: len(node_entry)], priced_Z[: len(node_entry)]
+    edge_tables = objective_Z[len(node_entry) :], rows_ZR[len(node_entry) :], priced_Z[len(node_entry) :]
+    pairs = _Pairs(position_N[first], position_N[second], count_N[first], count_N[second], is_left_XAB)
+    edges = pairs.give(node_tables, edge_tables, np.cumsum(sizes[: len(core_N)]), forbidden_Z[len(node_entry) :])
     nodes = [
-        CoreNode(int(node), own, *block) for node, own, block in zip(core_N, labels, blocks[: len(core_N)], strict=True)
-    ]
-    edges = [_join(nodes, a, b, *block) for (a, b), block in zip(ends, blocks[len(core_N) :], strict=True)]
+        CoreNode(node, labels_NA[node, : end - start], node_tables[0][start:end], node_tables[1][start:end],
+                 node_tables[2][start:end])
+        for node, start, end in _spans(core_N, sizes[: len(core_N)])
+    ]  # fmt: skip
     objective = model.objective(base_N)
     priced = objective + float(excess @ prices_R)
-    core = Core(
-        base_N, objective, priced, excess[kept], nodes, [edge for edge in edges if edge is not None], prices_R[kept]
-    )
+    core = Core(base_N, objective, priced, excess[kept], nodes, edges, prices_R[kept])
     _drop_rows(core)
     return core
 
 
+def _spans(names: Ints, sizes: Ints) -> Iterator[tuple[int, int, int]]:
+    """Name, start and end of tables that lie one after the other."""
+    ends = np.cumsum(sizes)
+    return zip(names.tolist(), (ends - sizes).tolist(), ends.tolist(), strict=True)
+
+
 def _differences(
-    model: AssignmentModel, tables: list[Ints], allowed_Z: Bools, kept: Ints, prices_R: Floats
-) -> list[tuple[Floats, Ints, Floats]]:
+    model: AssignmentModel, entries: Ints, sizes: Ints, kept: Ints, prices_R: Floats
+) -> tuple[Floats, Ints, Floats]:
     """Objective, rows and priced cost of tables of entries, less those of each table's first entry."""
-    if not tables:
-        return []
-    flat = np.concatenate([table.ravel() for table in tables])
-    rows_XR, priced_X = model.amounts(flat, kept, prices_R)
-    objective_X = model.objective_Z[flat]
-    starts = np.cumsum([0, *(table.size for table in tables)])
-    head = np.repeat(starts[:-1], np.diff(starts))
-    rows_XR = rows_XR - rows_XR[head]
+    rows_XR, priced_X = model.amounts(entries, kept, prices_R)
+    objective_X = model.objective_Z[entries]
+    head = np.repeat(np.cumsum(sizes) - sizes, sizes)
     objective_X = objective_X - objective_X[head]
-    priced_X = objective_X + (priced_X - priced_X[head])
-    objective_X = np.where(allowed_Z[flat], objective_X, np.inf)
-    return [
-        (objective_X[i:k].reshape(t.shape), rows_XR[i:k].reshape(*t.shape, -1), priced_X[i:k].reshape(t.shape))
-        for t, i, k in zip(tables, starts[:-1].tolist(), starts[1:].tolist(), strict=True)
-    ]
+    return objective_X, rows_XR - rows_XR[head], objective_X + (priced_X - priced_X[head])
 
 
-def _join(
-    nodes: list[CoreNode], first: int, second: int, objective_AB: Floats, rows_ABR: Ints, priced_AB: Floats
-) -> CoreEdge | None:
-    """Give the parts of an edge's table that depend on one side to that node; what is left, if anything, is an edge."""
-    if second < 0 or first < 0:
-        node = nodes[max(first, second)]
-        node.objective_A += objective_AB.ravel()
-        node.rows_AR += rows_ABR.reshape(node.rows_AR.shape)
-        node.priced_A += np.where(np.isfinite(objective_AB), priced_AB, np.inf).ravel()
-        return None
-    a, b = nodes[first], nodes[second]
-    left = _split(
-        objective_AB, rows_ABR, priced_AB, a.objective_A, a.rows_AR, a.priced_A, b.objective_A, b.rows_AR, b.priced_A
-    )
-    return CoreEdge(first, second, objective_AB, rows_ABR, priced_AB) if left else None
+@dataclass(slots=True)
+class _Pairs:
+    """Edges that touch the core: positions of their ends (-1: not in it), labels left there, and their tables' shapes.
 
+    Axes: X edges, Z entries of all their tables, one after the other.
+    """
 
-def _split_plain(
-    objective_AB: Floats, rows_ABR: Ints, priced_AB: Floats, objective_A: Floats, rows_AR: Ints, priced_A: Floats,
-    objective_B: Floats, rows_BR: Ints, priced_B: Floats,
-) -> bool:  # fmt: skip
-    forbidden = np.isinf(objective_AB)
-    # A forbidden pair's own numbers mean nothing: count its objective as zero, the infinity is put back below.
-    plain_AB = np.where(forbidden, 0.0, objective_AB)
-    objective_A += plain_AB[:, 0]
-    rows_AR += rows_ABR[:, 0]
-    priced_A += priced_AB[:, 0]
-    objective_B += plain_AB[0]
-    rows_BR += rows_ABR[0]
-    priced_B += priced_AB[0]
-    objective_AB[:] = plain_AB - plain_AB[:, :1] - plain_AB[:1]
-    rows_ABR[:] = rows_ABR - rows_ABR[:, :1] - rows_ABR[:1]
-    priced_AB[:] = priced_AB - priced_AB[:, :1] - priced_AB[:1]
-    left = bool(forbidden.any() or rows_ABR.any() or objective_AB.any())
-    objective_AB[forbidden] = np.inf
-    priced_AB[forbidden] = np.inf
-    return left
+    first_X: Ints
+    second_X: Ints
+    size_a_X: Ints
+    size_b_X: Ints
+    is_left_XAB: Bools
 
+    def give(
+        self,
+        node_tables: tuple[Floats, Ints, Floats],
+        edge_tables: tuple[Floats, Ints, Floats],
+        node_ends: Ints,
+        forbidden_Z: Bools,
+    ) -> list[CoreEdge]:
+        """Give nodes the parts of the edges' tables that depend on one side; what is left, if anything, is an edge.
 
-@compiled(
-    "boolean(float64[:,::1],int64[:,:,::1],float64[:,::1],float64[::1],int64[:,::1],float64[::1],float64[::1],"
-    "int64[:,::1],float64[::1])",
-    plain=_split_plain,
-)
-def _split(
-    objective_AB: Floats, rows_ABR: Ints, priced_AB: Floats, objective_A: Floats, rows_AR: Ints, priced_A: Floats,
-    objective_B: Floats, rows_BR: Ints, priced_B: Floats,
-) -> bool:  # fmt: skip
-    """Move what depends on one side from an edge's tables to its nodes', in place; tells whether anything is left."""
-    size_a, size_b, rows = rows_ABR.shape
-    own_A, own_B = np.zeros(size_a), np.zeros(size_b)
-    for a in range(size_a):
-        own_A[a] = 0.0 if np.isinf(objective_AB[a, 0]) else objective_AB[a, 0]
-        objective_A[a] += own_A[a]
-        priced_A[a] += priced_AB[a, 0]
-        for r in range(rows):
-            rows_AR[a, r] += rows_ABR[a, 0, r]
-    for b in range(size_b):
-        own_B[b] = 0.0 if np.isinf(objective_AB[0, b]) else objective_AB[0, b]
-        objective_B[b] += own_B[b]
-        priced_B[b] += priced_AB[0, b]
-        for r in range(rows):
-            rows_BR[b, r] += rows_ABR[0, b, r]
-    left = False
-    for a in range(size_a - 1, -1, -1):  # from the last on, so that the first row and column are still as they were
-        for b in range(size_b - 1, -1, -1):
-            forbidden = np.isinf(objective_AB[a, b])
-            objective = (0.0 if forbidden else objective_AB[a, b]) - own_A[a] - own_B[b]
-            left = left or forbidden or objective != 0.0
-            objective_AB[a, b] = np.inf if forbidden else objective
-            priced = priced_AB[a, b] - priced_AB[a, 0] - priced_AB[0, b]
-            priced_AB[a, b] = np.inf if forbidden else priced
-            for r in range(rows):
-                rows_ABR[a, b, r] = rows_ABR[a, b, r] - rows_ABR[a, 0, r] - rows_ABR[0, b, r]
-                left = left or rows_ABR[a, b, r] != 0
-    return left
+        Args:
+            node_tables: Objective, rows and priced cost of the nodes' labels; they grow.
+            edge_tables: The same of the edges.
+            node_ends: Where each node's labels end.
+            forbidden_Z: Pairs that may not be chosen. Their own numbers mean nothing.
+        """
+        if not len(self.first_X):
+            return []
+        edge_Z, a_Z, b_Z = np.nonzero(self.is_left_XAB)
+        sizes = self.size_a_X * self.size_b_X
+        start_Z = np.repeat(np.cumsum(sizes) - sizes, sizes)
+        by_a, by_b = (
+            start_Z + a_Z * self.size_b_X[edge_Z],
+            start_Z + b_Z,
+        )  # the entries of one label and the other's base
+        node_starts = np.concatenate([[0], node_ends[:-1]])
+        inner_Z = (self.first_X >= 0)[edge_Z] & (self.second_X >= 0)[edge_Z]
+        to_a = np.flatnonzero(np.where(inner_Z, b_Z == 0, self.first_X[edge_Z] >= 0))
+        to_b = np.flatnonzero(np.where(inner_Z, a_Z == 0, self.second_X[edge_Z] >= 0))
+        label_a = node_starts[self.first_X[edge_Z[to_a]]] + a_Z[to_a]
+        label_b = node_starts[self.second_X[edge_Z[to_b]]] + b_Z[to_b]
+        outer_Z = forbidden_Z & ~inner_Z
+        objective_Z, rows_ZR, priced_Z = edge_tables
+        objective_Z = np.where(forbidden_Z, np.where(inner_Z, 0.0, np.inf), objective_Z)
+        priced_Z = np.where(outer_Z, np.inf, priced_Z)
+        for table, own in zip(node_tables, (objective_Z, rows_ZR, priced_Z), strict=True):
+            np.add.at(table, label_a, own[to_a])
+            np.add.at(table, label_b, own[to_b])
+        kept = np.flatnonzero(inner_Z)
+        by_a, by_b, forbidden_Z = by_a[kept], by_b[kept], forbidden_Z[kept]
+        objective_K = objective_Z[kept] - objective_Z[by_a] - objective_Z[by_b]
+        rows_KR = rows_ZR[kept] - rows_ZR[by_a] - rows_ZR[by_b]
+        priced_K = priced_Z[kept] - priced_Z[by_a] - priced_Z[by_b]
+        tells = forbidden_Z | (objective_K != 0) | rows_KR.any(axis=1)
+        objective_K[forbidden_Z] = np.inf
+        priced_K[forbidden_Z] = np.inf
+        inner_X = np.flatnonzero((self.first_X >= 0) & (self.second_X >= 0))
+        edges = []
+        for number, start, end in _spans(inner_X, sizes[inner_X]):
+            if tells[start:end].any():
+                shape = int(self.size_a_X[number]), int(self.size_b_X[number])
+                edges.append(
+                    CoreEdge(
+                        int(self.first_X[number]), int(self.second_X[number]), objective_K[start:end].reshape(shape),
+                        rows_KR[start:end].reshape(*shape, -1), priced_K[start:end].reshape(shape),
+                    )
+                )  # fmt: skip
+        return edges
 
 
 def _rows_left(model: AssignmentModel, base_N: Ints, allowed_Z: Bools, excess_R: Ints) -> Ints:

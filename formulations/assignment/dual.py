@@ -125,7 +125,9 @@ def maximise(
     if plans and prices_R is not None and num_rows:
         # Plans of a neighbouring problem tell more about the prices than its prices do.
         master = _LazyMaster(plans, weight)
-        query = master.solve(plans)[1]
+        target = master.solve(plans)[1]
+        # Where no mix of them keeps the limits, its prices are far too high to say anything.
+        query = prices_R if master.beyond(target) else target
     known = {plan.key for plan in plans}
     full_step = False
     for step in range(max_steps):
@@ -182,6 +184,10 @@ class _LazyMaster:
         prices_R = np.zeros(len(self._scale_R))
         prices_R[self._active] = scaled / self._scale_R[self._active]
         return value, prices_R, weights
+
+    def beyond(self, prices_R: Floats) -> bool:
+        """True if prices are as high as the master lets them be."""
+        return bool((prices_R * self._scale_R >= self._box).any())
 
     def first_reaching(self, level: float, start_R: Floats, end_R: Floats, plans: list[Priced]) -> Floats:
         """The prices nearest to ``start_R``, on the way to ``end_R``, at which no known plan is below a level.

@@ -82,6 +82,8 @@ class Effort:
         aim: Objective that a labelling is sought below, or proved to be missed; then the search stops.
         tree_gap: Relative gap from which the tree is not opened further.
         offset: Constant that is part of the objective when gaps are measured.
+        margins: What a search after a change of limits tries first: all that is less above the dual's bound than so
+            many times what the optimum was above it under the limits before.
         solver: Solver of linear programs for passes of width 0; without one they are left out.
     """
 
@@ -99,4 +101,5 @@ class Effort:
     aim: float | None = None
     tree_gap: float = 0.0
     offset: float = 0.0
+    margins: tuple[float, ...] = ()
     solver: LinearSolver | None = None

@@ -54,11 +54,14 @@ def completions(
             value = after[0] + cost
             for level in range(low):
                 row[level] = min(row[level], value)
-            for level in range(low, high):
-                row[level] = min(row[level], after[level - weight] + cost)
+            # Slices of their own: numbers from 0 on need no care for negative ones, and the loop becomes vectors.
+            here, there = row[low:high], after[low - weight : high - weight]
+            for level in range(high - low):
+                here[level] = min(here[level], there[level] + cost)
             value = after[num_levels - 1] + cost
-            for level in range(high, num_levels):
-                row[level] = min(row[level], value)
+            here = row[high:]
+            for level in range(num_levels - high):
+                here[level] = min(here[level], value)
 
 
 def _path_plain(
@@ -136,13 +139,14 @@ def least_through(
     least_K = np.full(len(source_K), np.inf)
     before_SM = np.full((point_T1[1], num_levels), np.inf)
     before_SM[0, level] = 0.0
+    sums, lanes = np.empty(num_levels), np.full(8, np.inf)
     for step in range(len(first_T1) - 1):
-        here, there = point_T1[step], point_T1[step + 1]
-        end = point_T1[step + 2] if step + 2 < len(point_T1) else there + 1
-        after_SM = np.full((end - there, num_levels), np.inf)
+        first, second = point_T1[step], point_T1[step + 1]
+        end = point_T1[step + 2] if step + 2 < len(point_T1) else second + 1
+        after_SM = np.full((end - second, num_levels), np.inf)
         for arc in range(first_T1[step], first_T1[step + 1]):
             weight, cost, least = weight_K[arc], cost_K[arc], np.inf
-            before, after = before_SM[source_K[arc] - here], after_SM[target_K[arc] - there]
+            before, after = before_SM[source_K[arc] - first], after_SM[target_K[arc] - second]
             rest = table_SM[target_K[arc]]
             low = max(0, min(num_levels - 1, weight))
             high = max(low, min(num_levels - 1, num_levels + weight))
@@ -150,10 +154,20 @@ def least_through(
                 reached = before[level_before] + cost
                 least = min(least, reached + rest[0])
                 after[0] = min(after[0], reached)
-            for level_before in range(low, high):
-                reached = before[level_before] + cost
-                least = min(least, reached + rest[level_before - weight])
-                after[level_before - weight] = min(after[level_before - weight], reached)
+            # As in `completions`; the sums stand apart from their least one, which takes one after the other.
+            here, there, to = before[low:high], rest[low - weight : high - weight], after[low - weight : high - weight]
+            for level_before in range(high - low):
+                reached = here[level_before] + cost
+                sums[level_before] = reached + there[level_before]
+                to[level_before] = min(to[level_before], reached)
+            for level_before in range(0, high - low - 7, 8):
+                for lane in range(8):
+                    lanes[lane] = min(lanes[lane], sums[level_before + lane])
+            for level_before in range((high - low) // 8 * 8, high - low):
+                least = min(least, sums[level_before])
+            for lane in range(8):
+                least = min(least, lanes[lane])
+                lanes[lane] = np.inf
             for level_before in range(high, num_levels):
                 reached = before[level_before] + cost
                 least = min(least, reached + rest[num_levels - 1])

@@ -18,6 +18,9 @@ from qsync_opt.formulations.assignment.model import Floats, Ints
 from qsync_opt.formulations.compiled import compiled
 
 _TOLERANCE = 1e-11
+_ROUNDING = 1e-13
+"""Reduced costs below this share of the largest dual value are rounding too. While no mix of plans keeps the limits,
+prices are at the box, far above every cost: such noise would be pivoted on without end."""
 _BLAND_AFTER = 200
 _MAX_PIVOTS = 2000
 _LEAST_STEP = 1e-12
@@ -108,7 +111,8 @@ def _pivot_plain(
         of_plans = _row_sums(excess_IR * prices) if rows else np.zeros(len(cost_I))
         reduced = np.concatenate([prices, box - prices, cost_I + of_plans - dual[0]])
         reduced[basis] = 0.0
-        negative = np.flatnonzero(reduced < -_TOLERANCE * scale)
+        noise = max(_TOLERANCE * scale, _ROUNDING * float(np.abs(dual).max()))
+        negative = np.flatnonzero(reduced < -noise)
         if not len(negative):
             break
         entering = int(negative[0] if pivot > _BLAND_AFTER else reduced.argmin())
@@ -177,6 +181,9 @@ def _pivot(cost_I: Floats, excess_IR: Floats, basis_B: Ints, box: float, scale: 
                 total += both[b, size + c] * cost
             dual[c] = total
             value[c] = both[c, size]
+        noise = _TOLERANCE * scale
+        for c in range(size):
+            noise = max(noise, _ROUNDING * abs(dual[c]))
         is_basic[:] = False
         for b in range(size):
             is_basic[basis[b]] = True
@@ -193,7 +200,7 @@ def _pivot(cost_I: Floats, excess_IR: Floats, basis_B: Ints, box: float, scale: 
                 for r in range(rows):
                     total += excess_IR[number - 2 * rows, r] * -dual[1 + r]
                 reduced = cost_I[number - 2 * rows] + total - dual[0]
-            if reduced < -_TOLERANCE * scale and (entering < 0 or (pivot <= _BLAND_AFTER and reduced < least)):
+            if reduced < -noise and (entering < 0 or (pivot <= _BLAND_AFTER and reduced < least)):
                 entering, least = number, reduced
         if entering < 0:
             break

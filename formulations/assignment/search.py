@@ -6,8 +6,6 @@ the dual's optimum disagree about joins, the relaxation mixes far-apart plans: t
 
 Axes: N nodes, Z table entries, R limit rows.
 
-Longer than 400 lines because all of it works on one search's state: incumbent, prices, plans, leaves and rulings.
-
 Source: ours; each part is standard (cutting planes, reduced-cost fixing, bounded dynamic programming).
 """
 
@@ -19,19 +17,14 @@ import numpy as np
 
 from qsync_opt.formulations.assignment.blend import blend
 from qsync_opt.formulations.assignment.branching import SHARE, fractional_join, split_count, widest_choice
-from qsync_opt.formulations.assignment.closing import Aims, close_core, walk_core
-from qsync_opt.formulations.assignment.condense import Condensed, condense
-from qsync_opt.formulations.assignment.core import extract, nearest
+from qsync_opt.formulations.assignment.core_search import CoreSearch
 from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
-from qsync_opt.formulations.assignment.effort import Effort, Pass
-from qsync_opt.formulations.assignment.frontier import search
+from qsync_opt.formulations.assignment.effort import Effort
+from qsync_opt.formulations.assignment.incumbent import Incumbent
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
 from qsync_opt.formulations.assignment.relaxation import Relaxation, relax
 from qsync_opt.formulations.assignment.tree import Leaf, Node, Outcome, first_nodes, take
-from qsync_opt.formulations.assignment.width import search_width
 
-PROOF = 1e-9
-"""Improvements below this share of the objective are not looked for."""
 _MAX_PLANS = 60
 _MAX_CUTS = 30
 _MAX_LEAVES = 8
@@ -39,6 +32,10 @@ _MAX_LEAVES = 8
 _ROUNDING = 1e-13
 """Share of priced limits by which the Lagrangian at other limits is lowered."""
 _MUCH_BETTER = 0.5
+_FIRST_STEPS, _MOST_STEPS = 3, 400
+"""Minimisations that bound a leaf of an earlier search at first, and at most."""
+_LEAST_LEAD = 1e-4
+"""Share of the bound that the optimum is taken to be above it at least."""
 _DEARER = (1.01, 1.03, 1.1, 1.3, 2.0)
 """Factors on the dual's prices, up to the first at which the priced minimum keeps the limits."""
 
@@ -58,12 +55,9 @@ class BoundAndFix:
         self._known: list[Priced] = []
         self._prices_R: Floats | None = None
         self.pricer = Pricer(self.relaxation.model, self.relaxation.elimination)
-        self.best: Priced | None = None
+        self._incumbent = Incumbent(self.relaxation)
+        self._cores = CoreSearch(self._incumbent)
         self._deadline = np.inf
-        num_labels = max(2, int(model.sizes_N.max(initial=1)))
-        self._exists_NA = np.arange(num_labels)[None, :] < model.sizes_N[:, None]
-        self._entry_NA = np.where(self._exists_NA, model.offset_N[:, None] + np.arange(num_labels), 0)
-        self._effort = Effort()
         self._towards_limits_R = np.zeros(len(model.limits_R))
         self._affordable_Z, self._affordable_at = model.allowed_Z, np.inf
         self._proved = -np.inf  # a bound that holds under these limits
@@ -74,25 +68,7 @@ class BoundAndFix:
         # What splits at joins lead to; together the leaves leave out no labelling.
         self._leaves = [Leaf()]
         self._before: Ints | None = None  # the best labelling under the limits before, which breaks these
-        self._equal: list[Condensed] = []  # cores of all that was undecided at this node, for their equal parts
-        # What the last bounded search was given, how wide it was, and the bound it found.
-        self._searched: tuple[tuple[bytes, bytes, float] | None, bool, int, float] = (None, False, 0, -np.inf)
-
-    def offer(self, labels_N: Ints) -> None:
-        """Keep a labelling if it is feasible and better than the incumbent."""
-        if self.model.wanted is not None:
-            labels_N = labels_N.copy()
-            self.model.wanted.fill(labels_N)
-        plan = Priced(labels_N, self.model.objective(labels_N), self.model.excess(labels_N))
-        if plan.feasible and plan.objective < self.upper:
-            self.best = plan
-
-    def _offer_relaxed(self, plan: Priced) -> None:
-        """Offer a plan of the relaxed model."""
-        if self.relaxation.entry_Y is not None or self.model.wanted is not None:
-            self.offer(self.relaxation.labelling(plan.labels_N))
-        elif plan.feasible and plan.objective < self.upper:
-            self.best = plan
+        self._lead = np.inf  # how far the last optimum was above the dual of its leaf
 
     def under(self, limits_R: Ints) -> "BoundAndFix":
         """A search of the same problem under other limits, which starts from what this one learnt."""
@@ -103,26 +79,32 @@ class BoundAndFix:
         other._prices_R = self._prices_R
         other._affordable_Z, other._affordable_at = self._affordable_Z, self._affordable_at
         other._leaves = [leaf.shifted(change_R) for leaf in self._leaves]
+        other._lead = self._lead
         other._cuts = self._cuts[-_MAX_CUTS:]
         # The Lagrangian is linear in the limits, and tighter limits leave no better plan.
         bounds = [min(value - float(prices_R @ limits_R), most) for value, prices_R, most in other._cuts]
         other._proved = max([*bounds, self._proved if (change_R >= 0).all() else -np.inf])
         if self.best is not None:
-            other.offer(self.best.labels_N)
+            other._incumbent.offer(self.best.labels_N)
             other._before = self.best.labels_N if other.best is None else None
         for plan in other._known:
-            other._offer_relaxed(plan)
+            other._incumbent.offer_relaxed(plan)
         return other
+
+    @property
+    def best(self) -> Priced | None:
+        """The best labelling within the limits so far."""
+        return self._incumbent.best
+
+    @property
+    def upper(self) -> float:
+        """Its objective, infinite without one."""
+        return self._incumbent.upper
 
     @property
     def is_split(self) -> bool:
         """True if an earlier search has split the problem at joins, and a tree would start from there."""
         return len(self._leaves) > 1
-
-    @property
-    def upper(self) -> float:
-        """Objective of the incumbent, infinite without one."""
-        return np.inf if self.best is None else self.best.objective
 
     def solve(self, effort: Effort, *, start: Ints | None = None, deadline: float = np.inf) -> Outcome:
         """Search until the gap, the effort or the deadline is reached, or Ctrl-C is pressed.
@@ -135,9 +117,10 @@ class BoundAndFix:
         Returns:
             The best labelling and bound.
         """
-        self._deadline, self._effort = deadline, effort
+        self._deadline = self._cores.deadline = deadline
+        self._incumbent.offset, self._cores.effort = effort.offset, effort
         if start is not None:
-            self.offer(start)
+            self._incumbent.offer(start)
         zero = np.zeros(len(self.model.limits_R))
         outcome = Outcome(None, np.inf, -np.inf, zero)
         open_nodes: list[Node] = []
@@ -152,21 +135,21 @@ class BoundAndFix:
             prices = zero if self._prices_R is None else self._prices_R
             # Of what an earlier search under other limits split the root into, if the tree may be opened at all.
             leaves = self._leaves if effort.max_nodes > 1 else [Leaf()]
-            open_nodes = first_nodes(leaves, self._root_entries(), least, prices, plans)
+            open_nodes = first_nodes(leaves, self._root_entries(), least, prices, plans, _FIRST_STEPS)
             most_leaves, count = len(open_nodes), len(open_nodes) + 1
             plunge = 0  # number of the child to go on with, at first; 0: the node of least bound
             while open_nodes and outcome.nodes < effort.max_nodes + most_leaves - 1:
                 plunging = plunge or not outcome.nodes
                 node, plunge = take(open_nodes, plunge), 0
                 gap = max(effort.enough, effort.tree_gap) if outcome.nodes else 0.0
-                if self._closed(node.bound, effort) or node.bound >= self._target(gap):
+                if self._closed(node.bound, effort) or node.bound >= self._incumbent.target(gap):
                     closed = min(closed, node.bound)
                     continue
                 if time.monotonic() > self._deadline:
                     open_nodes.append(node)
                     outcome.out_of_time = True
                     break
-                if not node.is_bounded:
+                if node.steps:
                     open_nodes.append(node)
                     self._bound(node, effort)
                     heapq.heapify(open_nodes)
@@ -192,14 +175,21 @@ class BoundAndFix:
         self._proved = max(self._proved, outcome.bound)
         if self.best is not None:
             outcome.labels_N, outcome.objective = self.best.labels_N, self.best.objective
+            least = min(leaf.bound for leaf in self._leaves)
+            self._lead = max(0.0, self.upper - least) if least < np.inf else self._lead
         elif outcome.bound == np.inf and not outcome.out_of_time:
             outcome.proved_infeasible = True
         return outcome
 
     def _bound(self, node: Node, effort: Effort) -> None:
         """Bound a leaf of an earlier search, so that the most promising one is searched first."""
-        dual = self._dual(self._affordable(node.allowed_Z), node.prices_R, node.plans, effort)
-        node.is_bounded, node.bound = True, max(node.bound, dual.bound)
+        if node.steps == _MOST_STEPS:
+            node.allowed_Z = self._affordable(node.allowed_Z)
+        dual = self._dual(node.allowed_Z, node.prices_R, node.plans, effort, node.steps)
+        if node.steps == _MOST_STEPS:
+            node.dual = dual
+        node.steps = _MOST_STEPS if node.steps < _MOST_STEPS else 0
+        node.bound = max(node.bound, dual.bound)
         if np.isfinite(dual.bound):
             node.prices_R, node.plans = dual.prices_R, dual.plans
 
@@ -216,11 +206,7 @@ class BoundAndFix:
     def _closed(self, bound: float, effort: Effort) -> bool:
         if effort.aim is not None and (self.upper <= effort.aim or bound > effort.aim):
             return True
-        return bound >= self._target(effort.gap)
-
-    def _target(self, gap: float) -> float:
-        """Value that a labelling must stay below to be worth finding."""
-        return np.inf if self.best is None else self.upper - max(gap, PROOF) * abs(self.upper + self._effort.offset)
+        return bound >= self._incumbent.target(effort.gap)
 
     def _feasible_start(self) -> tuple[list[Priced], bool]:
         """Plans that come near the limits, and whether it is proved that none meets them."""
@@ -233,7 +219,7 @@ class BoundAndFix:
             tolerance=1e-6, max_steps=100, weight=0.0, stop_at_feasible=True,
         )  # fmt: skip
         for plan in plans:
-            self._offer_relaxed(plan)
+            self._incumbent.offer_relaxed(plan)
         self._towards_limits_R = result.prices_R
         # The slack covers the rounding of prices times loads; excesses are whole numbers.
         certain = result.bound > 1e-9 * float(result.prices_R @ limits)
@@ -241,17 +227,27 @@ class BoundAndFix:
 
     def _process(self, node: Node, effort: Effort) -> tuple[float, Floats, list[tuple[Ints, Bools, list[Priced]]]]:
         """Bound a node and close or split it: what each child forbids, allows, and its plans; none if it is closed."""
-        allowed = self._affordable(node.allowed_Z) if node.number else node.allowed_Z
-        dual = self._dual(allowed, node.prices_R, node.plans, effort)
+        allowed, dual = node.allowed_Z, node.dual
+        if dual is None:
+            allowed = self._affordable(allowed) if node.number else allowed
+            dual = self._dual(allowed, node.prices_R, node.plans, effort)
         bound = max(node.bound, dual.bound)
         if node.leaf is not None and np.isfinite(dual.bound):
             node.leaf.prices_R, node.leaf.plans = dual.prices_R, dual.plans[-_MAX_PLANS // 2 :]
+            node.leaf.bound = dual.bound
         if not node.number and np.isfinite(dual.bound):
             value = dual.bound + float(dual.prices_R @ self.model.limits_R)
             slack = _ROUNDING * float(dual.prices_R @ np.abs(self.model.limits_R))
             self._cuts.append((value - slack, dual.prices_R, self._affordable_at))
         if dual.proved_infeasible or self._closed(bound, effort):
             return bound, dual.prices_R, []
+        if node.leaf is not None and self._lead < np.inf and fractional_join(self.model, dual) is None:
+            lead = max(self._lead, _LEAST_LEAD * abs(dual.bound))
+            for margin in effort.margins:
+                found, allowed = self._cores.near(allowed, dual, dual.bound + margin * lead, bound)
+                bound = max(bound, found)
+                if self._closed(bound, effort) or bound >= self._incumbent.target(effort.enough):
+                    return bound, dual.prices_R, []
         if self._before is not None:
             self._repair(self.relaxation.allowed(allowed), dual, effort)
         self._blend(dual, effort)
@@ -261,7 +257,7 @@ class BoundAndFix:
         self._on_join = split is not None
         if split is not None:
             self._dive(allowed, dual, effort)
-        self._equal.clear()
+        self._cores.equal.clear()
         own = effort.passes if effort.tree_passes is None or not node.number else effort.tree_passes
         passes = own if split is None else effort.passes[: effort.join_passes]
         if effort.solver is None:
@@ -269,16 +265,16 @@ class BoundAndFix:
         for each in passes:
             if self._closed(bound, effort) or time.monotonic() > self._deadline:
                 break
-            if each.is_dear and bound >= self._target(effort.enough):
+            if each.is_dear and bound >= self._incumbent.target(effort.enough):
                 break
-            if each.whole_only and each.nodes is not None and self._undecided(allowed) > each.nodes:
+            if each.whole_only and each.nodes is not None and self._cores.undecided(allowed) > each.nodes:
                 continue
-            found, allowed = self._search_core(allowed, dual, each)
+            found, allowed = self._cores.search(allowed, dual, each)
             bound = max(bound, found)
-        if effort.max_nodes == 1 or bound >= self._target(max(effort.gap, effort.enough)):
+        if effort.max_nodes == 1 or bound >= self._incumbent.target(max(effort.gap, effort.enough)):
             return bound, dual.prices_R, []
-        if split is None and not effort.joins_only and self._equal and self.relaxation.entry_Y is None:
-            split = split_count(self.model, self._equal[-1], dual)
+        if split is None and not effort.joins_only and self._cores.equal and self.relaxation.entry_Y is None:
+            split = split_count(self.model, self._cores.equal[-1], dual)
         if split is None and not effort.joins_only:
             split = widest_choice(self.model, allowed)
         if split is None:
@@ -299,7 +295,7 @@ class BoundAndFix:
         """
         assert self._before is not None
         if self.best is not None:
-            self.offer(blend(self.model, self.best.labels_N, self._before, dual.prices_R))
+            self._incumbent.offer(blend(self.model, self.best.labels_N, self._before, dual.prices_R))
         for factor in _DEARER:
             if self._closed(dual.bound, effort) or time.monotonic() > self._deadline:
                 return
@@ -308,7 +304,7 @@ class BoundAndFix:
                 return
             labels_N = self.relaxation.labelling(plan.labels_N)
             if self.model.objective(labels_N) < np.inf and (self.model.excess(labels_N) <= 0).all():
-                self.offer(blend(self.model, labels_N, self._before, dual.prices_R))
+                self._incumbent.offer(blend(self.model, labels_N, self._before, dual.prices_R))
                 return
 
     def _blend(self, dual: DualResult, effort: Effort) -> None:
@@ -318,7 +314,7 @@ class BoundAndFix:
             if self.best is None or self._closed(dual.bound, effort) or time.monotonic() > self._deadline:
                 break
             other_N = self.relaxation.labelling(dual.plans[index].labels_N)
-            self.offer(blend(self.model, self.best.labels_N, other_N, dual.prices_R))
+            self._incumbent.offer(blend(self.model, self.best.labels_N, other_N, dual.prices_R))
 
     def _fits(self, plan: Priced, allowed_Y: Bools) -> bool:
         return bool(allowed_Y[self.relaxation.model.chosen(plan.labels_N)].all())
@@ -341,7 +337,7 @@ class BoundAndFix:
             for each in effort.passes[: effort.dive_passes]:
                 if inner.proved_infeasible or self._closed(bound, effort) or time.monotonic() > self._deadline:
                     break
-                found, held = self._search_core(held, inner, each)
+                found, held = self._cores.search(held, inner, each)
                 bound = max(bound, found)
 
     def _root_entries(self) -> Bools:
@@ -362,80 +358,21 @@ class BoundAndFix:
         _, least_Z = self.relaxation.min_marginals(relaxed.priced(no_price, self.relaxation.allowed(allowed_Z)))
         return allowed_Z & (least_Z <= self.upper)
 
-    def _dual(self, allowed_Z: Bools, prices_R: Floats, plans: list[Priced], effort: Effort) -> DualResult:
+    def _dual(
+        self, allowed_Z: Bools, prices_R: Floats, plans: list[Priced], effort: Effort, most_steps: int = _MOST_STEPS
+    ) -> DualResult:
         allowed_Y = self.relaxation.allowed(allowed_Z)
         known = [plan for plan in plans if self._fits(plan, allowed_Y)]
         if not self.model.objective_Z.any():  # feasibility alone is asked for
             bound, plan = self.pricer.lagrangian(self._towards_limits_R, allowed_Y)
-            self._offer_relaxed(plan)
+            self._incumbent.offer_relaxed(plan)
             return DualResult(bound, self._towards_limits_R, [*known, plan], np.zeros(len(known) + 1), bound == np.inf)
         result = maximise(
-            self.pricer, allowed_Y, prices_R=prices_R, plans=known, upper=self._target(effort.gap),
-            tolerance=max(effort.gap * effort.dual_share, 1e-5), max_steps=400, deadline=self._deadline,
+            self.pricer, allowed_Y, prices_R=prices_R, plans=known, upper=self._incumbent.target(effort.gap),
+            tolerance=max(effort.gap * effort.dual_share, 1e-5), max_steps=most_steps, deadline=self._deadline,
         )  # fmt: skip
         for plan in result.plans:
-            self._offer_relaxed(plan)
+            self._incumbent.offer_relaxed(plan)
         if self.pricer.count <= _MAX_PLANS:
             self._known = result.plans[-_MAX_PLANS // 2 :]
         return result
-
-    def _search_core(self, allowed_Z: Bools, dual: DualResult, effort_pass: Pass) -> tuple[float, Bools]:
-        """Fix by min-marginals, search the rest; returns a bound and the entries left."""
-        cost_Y = self.relaxation.model.priced(dual.prices_R, self.relaxation.allowed(allowed_Z))
-        value, least_Z = self.relaxation.min_marginals(cost_Y)
-        if value == np.inf:
-            return np.inf, allowed_Z
-        base_N = self.relaxation.labelling(self.relaxation.elimination.minimise(cost_Y)[1])
-        offset = float(dual.prices_R @ self.model.limits_R)
-        least_Z -= offset
-        if self.best is not None:
-            allowed_Z = allowed_Z & (least_Z < self.upper)
-        most = effort_pass.nodes
-        if most is not None and effort_pass.needs_solver and self._undecided(allowed_Z) <= effort_pass.whole * most:
-            most = None
-        tried_Z, ceiling = nearest(allowed_Z, least_Z, self._exists_NA, self._entry_NA, most)
-        tried_Z[self.model.chosen(base_N)] = True
-        key = (tried_Z.tobytes(), dual.prices_R.tobytes(), self.upper)
-        if (
-            effort_pass.width
-            and self._searched[:2] == (key, effort_pass.spread)
-            and effort_pass.width <= self._searched[2]
-        ):
-            return min(self._searched[3], ceiling), allowed_Z
-        core = extract(self.model, base_N, tried_Z, dual.prices_R)
-        if effort_pass.walks:
-            return min(walk_core(self._aims(), core, effort_pass.walks, whole=ceiling == np.inf), ceiling), allowed_Z
-        small = condense(core, self._too_dear(), merge=True)
-        bound = -np.inf
-        width = search_width(effort_pass.width, core, small, whole=ceiling == np.inf)
-        if width:
-            if ceiling == np.inf and isinstance(small, Condensed):
-                self._equal.append(small)
-            result = search(small, self._target(0.0), width, spread=effort_pass.spread, deadline=self._deadline)
-            if result.labels_N is not None:
-                self.offer(result.labels_N)
-            bound = result.bound
-            self._searched = key, effort_pass.spread, width, bound
-        if not effort_pass.width and bound < self._target(self._effort.enough):
-            most_nodes = effort_pass.solver_nodes if ceiling < np.inf else None
-            bound = max(bound, close_core(self._aims(), core, most_nodes))
-        return min(bound, ceiling), allowed_Z
-
-    def _aims(self) -> Aims:
-        effort = self._effort
-        return Aims(
-            self._target, self.offer, effort.enough, self._tolerance, self._too_dear(), effort.solver, self._deadline
-        )
-
-    def _tolerance(self) -> float:
-        """How far from the best a search may stop that is not asked for more."""
-        return self._effort.enough / 2 * abs(self.upper + self._effort.offset) if self.best else 0.0
-
-    def _too_dear(self) -> float:
-        """Priced cost from which on a part of a core cannot belong to a better labelling."""
-        # Where nodes are split into copies the base is no priced minimum, and then no part is too dear by itself.
-        return self._target(0.0) if self.relaxation.entry_Y is None else np.inf
-
-    def _undecided(self, allowed_Z: Bools) -> int:
-        """How many nodes have more than one label left."""
-        return int(((self._exists_NA & allowed_Z[self._entry_NA]).sum(axis=1) > 1).sum())

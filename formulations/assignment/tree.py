@@ -4,10 +4,11 @@ Axes: N nodes, Z table entries, R limit rows.
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from qsync_opt.formulations.assignment.dual import Priced
+from qsync_opt.formulations.assignment.dual import DualResult, Priced
 from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
 
 
@@ -31,11 +32,15 @@ class Outcome:
 
 @dataclass(slots=True)
 class Leaf:
-    """A node that splits at joins lead to, kept for further limits: what they forbid, and its last prices and plans."""
+    """A node that splits at joins lead to, kept for further limits: what they forbid, and its last prices and plans.
+
+    ``bound`` is its dual's under the limits at hand; infinite while it was not searched under them.
+    """
 
     path: tuple[Ints, ...] = ()
     prices_R: Floats | None = None
     plans: list[Priced] = field(default_factory=list)
+    bound: float = math.inf
 
     def shifted(self, change_R: Ints) -> "Leaf":
         """The same under limits that are lower by so much."""
@@ -46,8 +51,9 @@ class Leaf:
 class Node:
     """An open node: a bound, its number, the entries left, prices and plans to begin with.
 
-    ``leaf`` is what further limits start from; None below a split that holds under these limits alone. A leaf of an
-    earlier search is not bounded under these limits yet.
+    ``leaf`` is what further limits start from; None below a split that holds under these limits alone. ``steps`` is how
+    many minimisations are to bound it next, 0 once it is bounded: leaves of an earlier search are not at first.
+    ``dual`` is what that found.
     """
 
     bound: float
@@ -56,7 +62,8 @@ class Node:
     prices_R: Floats = field(compare=False)
     plans: list[Priced] = field(compare=False)
     leaf: Leaf | None = field(compare=False, default=None)
-    is_bounded: bool = field(compare=False, default=True)
+    steps: int = field(compare=False, default=0)
+    dual: DualResult | None = field(compare=False, default=None)
 
 
 def take(open_nodes: list[Node], number: int) -> Node:
@@ -71,9 +78,12 @@ def take(open_nodes: list[Node], number: int) -> Node:
 
 
 def first_nodes(
-    leaves: Sequence[Leaf], root_Z: Bools, bound: float, prices_R: Floats, plans: list[Priced]
+    leaves: Sequence[Leaf], root_Z: Bools, bound: float, prices_R: Floats, plans: list[Priced], steps: int
 ) -> list[Node]:
-    """The root, or the nodes below it that these leaves are: each forbids the entries of its path."""
+    """The root, or the nodes below it that these leaves are: each forbids the entries of its path.
+
+    Several leaves are to be bounded by this many steps first.
+    """
     nodes = []
     for number, leaf in enumerate(leaves):
         allowed_Z = root_Z.copy() if leaf.path else root_Z
@@ -81,5 +91,7 @@ def first_nodes(
             allowed_Z[side] = False
         own_R = prices_R if leaf.prices_R is None or not leaf.path else leaf.prices_R
         own = leaf.plans if leaf.path and leaf.plans else plans
-        nodes.append(Node(bound, number + bool(leaf.path), allowed_Z, own_R, own, leaf, is_bounded=len(leaves) == 1))
+        nodes.append(
+            Node(bound, number + bool(leaf.path), allowed_Z, own_R, own, leaf, steps if len(leaves) > 1 else 0)
+        )
     return nodes

@@ -9,6 +9,7 @@ Axes: X states, K arcs, S points, M levels, R limit rows, Q vectors of prices.
 Source: resource-constrained shortest paths by label setting (Irnich and Desaulniers 2005); the bounds are ours.
 """
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -18,15 +19,18 @@ from numpy.typing import NDArray
 from qsync_opt.formulations.assignment.core import Core
 from qsync_opt.formulations.assignment.frontier import FrontierResult
 from qsync_opt.formulations.assignment.layers import Layers, lay_out
-from qsync_opt.formulations.assignment.levels import Levels, bound, choose_levels, constant, fixed, rounding
+from qsync_opt.formulations.assignment.levels import LevelBound, Levels, bound, choose_levels, constant, fixed, rounding
 from qsync_opt.formulations.assignment.model import Floats, Ints
-from qsync_opt.formulations.assignment.walk_loops import extend, undominated
+from qsync_opt.formulations.assignment.walk_loops import extend, grown, in_order, undominated
 
 _SCALES, _GROWTH = 4, 4.0
 """Prices further and further from the best: how many on either side, and each so many times further than the last."""
 _NEAREST, _FURTHEST = 1e-4, 0.5
 _TELLING = 0.5
 """Share of what is between bound and incumbent that the nearest of these prices lose at the start."""
+_SHARES = (0.3, 0.65, 1.0)
+"""Shares of what is between bound and incumbent that are searched, one after the other: the best is mostly near the
+bound, and a small share is searched much sooner."""
 _MOST_ROWS = 60
 """Cores of more rows are left to others."""
 _MOST_STATES = 4_000_000
@@ -61,8 +65,9 @@ def _room_left(layers: Layers) -> Ints:
 
 
 def walk(
-    core: Core, upper: float, most_states: tuple[int, ...], *, tolerance: float = 0.0, deadline: float = np.inf
-) -> FrontierResult | None:
+    core: Core, upper: float, most_states: tuple[int, ...], *, tolerance: float = 0.0, known: float = -np.inf,
+    deadline: float = np.inf,
+) -> FrontierResult | None:  # fmt: skip
     """Best labelling of a core within the limits, by wider and wider searches.
 
     Args:
@@ -70,6 +75,7 @@ def walk(
         upper: Only labellings below this count.
         most_states: Most states kept after a step, for each search.
         tolerance: How far from the best the search may stop, in units of the objective; the bound tells the truth.
+        known: A lower bound of all labellings of the core.
         deadline: ``time.monotonic()`` value at which to give up.
 
     Returns:
@@ -81,43 +87,73 @@ def walk(
     layers = lay_out(core)
     if layers is None:
         return None
-    taken, choice_C = core.objective, np.zeros(len(core.nodes), dtype=np.int64)
+    left = _Left(layers, core.objective, np.zeros(len(core.nodes), dtype=np.int64))
     best_labels: Ints | None = None
-    least, before, prices_R = -np.inf, 0, core.prices_R
+    least, before, prices_R = known, 0, core.prices_R
     goal = upper
     for asked in most_states:
         width = min(asked, _MOST_STATES // max(1, layers.num_steps))
         if width <= before or least >= goal or time.monotonic() > deadline:
             break
         before = width
-        levels = choose_levels(layers, prices_R, goal - max(core.priced, least))
-        found = bound(layers, levels, prices_R, goal - taken, deadline)
+        levels = choose_levels(left.layers, prices_R, goal - max(core.priced, least))
+        found = bound(left.layers, levels, prices_R, goal - left.taken, deadline)
         prices_R = found.prices_R
-        least = max(least, found.bound + taken)
-        if least >= goal:
-            break
-        layers = layers.keep(fixed(layers, levels, found, goal - taken))
+        least = max(least, found.bound + left.taken)
+        for share in _SHARES:
+            if least >= goal or (share < 1 and (best_labels is not None or not np.isfinite(goal))):
+                continue
+            aim = goal if share == 1 else least + share * (goal - least)
+            narrow = left.below(aim, levels, found)
+            if narrow is None:
+                least = max(least, aim)
+                continue
+            objective, arcs, lost = narrow.search(prices_R, least, aim, width, deadline)
+            if objective < aim:
+                upper = aim = objective
+                best_labels = core.labels(narrow.chosen(arcs))
+                goal = upper - tolerance  # from here on near enough is good enough
+            least = max(least, min(lost, aim))
+            if share == 1:
+                left = narrow
+    return FrontierResult(best_labels, upper, min(least, upper), 0)
+
+
+@dataclass(slots=True)
+class _Left:
+    """Layers that are left, the objective of the base and of all that is forced, and the labels taken so far."""
+
+    layers: Layers
+    taken: float
+    choice_C: Ints
+
+    def below(self, goal: float, levels: Levels, found: LevelBound) -> "_Left | None":
+        """Without what no path below a value takes; None if there is no such path."""
+        layers = self.layers.keep(fixed(self.layers, levels, found, goal - self.taken))
         if (np.diff(layers.first_T1) == 0).any():
-            least = goal
-            break
+            return None
         step_K, node_T, label_K = layers.step_K, layers.node_T, layers.label_K
         layers, added, forced = layers.without_forced()
+        choice_C = self.choice_C.copy()
         choice_C[node_T[step_K[forced]]] = label_K[forced]
-        taken += added
-        if layers.num_steps:
-            levels = choose_levels(layers, prices_R, goal - least)
-            objective, arcs, lost = _search(layers, levels, prices_R, goal - taken, width, deadline)
-        else:
-            arcs, lost = np.zeros(0, dtype=np.int64), np.inf
-            objective = 0.0 if (layers.excess_R <= 0).all() else np.inf
-        if taken + objective < goal:
-            upper = taken + objective
-            chosen_C = choice_C.copy()
-            chosen_C[layers.node_T] = layers.label_K[arcs]
-            best_labels = core.labels(chosen_C)
-        least = max(least, lost + taken)
-        goal = upper - tolerance  # from here on near enough is good enough
-    return FrontierResult(best_labels, upper, min(least, upper), 0)
+        return _Left(layers, self.taken + added, choice_C)
+
+    def search(
+        self, prices_R: Floats, least: float, goal: float, width: int, deadline: float
+    ) -> tuple[float, Ints, float]:
+        """Objective and arcs of the best path below ``goal`` (infinite: none), and a bound of what the search lost."""
+        if not self.layers.num_steps:
+            fits = (self.layers.excess_R <= 0).all()
+            return self.taken if fits else np.inf, np.zeros(0, dtype=np.int64), np.inf
+        levels = choose_levels(self.layers, prices_R, goal - least)
+        objective, arcs, lost = _search(self.layers, levels, prices_R, goal - self.taken, width, deadline)
+        return self.taken + objective, arcs, self.taken + lost
+
+    def chosen(self, arcs: Ints) -> Ints:
+        """Labels of the core's nodes on a path."""
+        chosen_C = self.choice_C.copy()
+        chosen_C[self.layers.node_T] = self.layers.label_K[arcs]
+        return chosen_C
 
 
 def _tables(layers: Layers, levels: Levels, prices_R: Floats, upper: float) -> tuple[Floats, NDArray[np.float64]]:
@@ -142,8 +178,13 @@ def _tables(layers: Layers, levels: Levels, prices_R: Floats, upper: float) -> t
     if len(prices_R) > 1:
         best = start(prices_R)
         distance = _FURTHEST
-        while distance > _NEAREST and best - start(at(1 + distance)) > _TELLING * (upper - best):
-            distance /= 2
+        most_loss = _TELLING * (upper - best)
+        loss = best - start(at(1 + distance))
+        while distance > _NEAREST and loss > most_loss:
+            # The loss is convex in the distance: a step of the whole quotient is never too long, of its root may be.
+            distance *= math.sqrt(max(most_loss, 0.0) / loss) if distance == _FURTHEST else max(most_loss, 0.0) / loss
+            loss = best - start(at(1 + distance))
+        distance = max(distance, _NEAREST)
         scale = 1
         while len(factors) + 2 <= most and scale <= _SCALES and distance <= _FURTHEST:
             factors += [1 + distance, 1 - distance]
@@ -187,11 +228,11 @@ def _search(
         parent, arc, rank = parent[:count], arc[:count], rank[:count]
         if not len(parent):
             return np.inf, np.zeros(0, dtype=np.int64), lost
-        point = layers.target_K[arc]
-        objective = states.objective[parent] + layers.objective_K[arc]
-        rows_XR = states.rows_XR[parent] + layers.rows_KR[arc]
+        point, objective, rows_XR = grown(
+            parent, arc, states.objective, states.rows_XR, layers.target_K, layers.objective_K, layers.rows_KR
+        )
         if len(parent) > 1:
-            order = np.lexsort((objective, rows_XR[:, column], rows_XR[:, levels.row], point))
+            order = in_order(point, objective, rows_XR, levels.row, column)
             kept = np.flatnonzero(undominated(order, point, objective, rows_XR, column))
             if len(kept) > width:
                 by_rank = kept[np.argsort(rank[kept], kind="stable")]

@@ -80,6 +80,69 @@ def extend(
     return count
 
 
+def _grown_plain(
+    parent_X: Ints, arc_X: Ints, objective_X: Floats, rows_XR: Ints, target_K: Ints, objective_K: Floats, rows_KR: Ints
+) -> tuple[Ints, Floats, Ints]:
+    return target_K[arc_X], objective_X[parent_X] + objective_K[arc_X], rows_XR[parent_X] + rows_KR[arc_X]
+
+
+@compiled("(int64[::1],int64[::1],float64[::1],int64[:,::1],int64[::1],float64[::1],int64[:,::1])", plain=_grown_plain)
+def grown(
+    parent_X: Ints, arc_X: Ints, objective_X: Floats, rows_XR: Ints, target_K: Ints, objective_K: Floats, rows_KR: Ints
+) -> tuple[Ints, Floats, Ints]:
+    """Points, objectives and rows of states that are parents extended by arcs."""
+    count, num_rows = len(parent_X), rows_XR.shape[1]
+    point, objective = np.empty(count, np.int64), np.empty(count)
+    rows = np.empty((count, num_rows), np.int64)
+    for x in range(count):
+        parent, arc = parent_X[x], arc_X[x]
+        point[x] = target_K[arc]
+        objective[x] = objective_X[parent] + objective_K[arc]
+        for r in range(num_rows):
+            rows[x, r] = rows_XR[parent, r] + rows_KR[arc, r]
+    return point, objective, rows
+
+
+def _in_order_plain(point_X: Ints, objective_X: Floats, rows_XR: Ints, row: int, column: int) -> Ints:
+    return np.lexsort((objective_X, rows_XR[:, column], rows_XR[:, row], point_X))
+
+
+@compiled("int64[::1](int64[::1],float64[::1],int64[:,::1],int64,int64)", plain=_in_order_plain)
+def in_order(point_X: Ints, objective_X: Floats, rows_XR: Ints, row: int, column: int) -> Ints:
+    """States by point, then the row of levels, then another row, then objective; equal ones as they come.
+
+    They are merged run by run: states extended by one arc stay in order.
+    """
+    count = len(point_X)
+    order, other = np.arange(count), np.empty(count, np.int64)
+    width = 1
+    while width < count:
+        for start in range(0, count, 2 * width):
+            middle, end = min(start + width, count), min(start + 2 * width, count)
+            left, right = start, middle
+            for place in range(start, end):
+                takes_right = left >= middle
+                if right < end and not takes_right:
+                    a, b = order[right], order[left]
+                    if point_X[a] != point_X[b]:
+                        takes_right = point_X[a] < point_X[b]
+                    elif rows_XR[a, row] != rows_XR[b, row]:
+                        takes_right = rows_XR[a, row] < rows_XR[b, row]
+                    elif rows_XR[a, column] != rows_XR[b, column]:
+                        takes_right = rows_XR[a, column] < rows_XR[b, column]
+                    else:
+                        takes_right = objective_X[a] < objective_X[b]
+                if takes_right:
+                    other[place] = order[right]
+                    right += 1
+                else:
+                    other[place] = order[left]
+                    left += 1
+        order, other = other, order
+        width *= 2
+    return order
+
+
 def _undominated_plain(order_X: Ints, point_X: Ints, objective_X: Floats, rows_XR: Ints, column: int) -> Bools:
     keep = np.zeros(len(order_X), dtype=np.bool_)
     points, objectives, rows = point_X.tolist(), objective_X.tolist(), rows_XR.tolist()

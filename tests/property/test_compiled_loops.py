@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from qsync_opt import solve
 from qsync_opt.formulations import compiled
-from qsync_opt.formulations.assignment import blend, condense, core, frontier_loops, master, schedule
+from qsync_opt.formulations.assignment import blend, condense, frontier_loops, master, schedule, walk_loops
 from qsync_opt.formulations.assignment.elimination import Elimination
 from qsync_opt.formulations.collapse import collapse
 
@@ -119,12 +119,14 @@ def test_small_loops_do_as_their_plain_forms(seed):
     np.testing.assert_array_equal(*_both(condense._worth, holed, rows_KR, rng.random(count), float(rng.random())))
     edges = rng.integers(0, count, (int(rng.integers(0, 60)), 2))
     np.testing.assert_array_equal(*_both(blend._roots, rng.random(count) < 0.6, edges))
-    table = np.where(rng.random((labels, 3)) < 0.2, np.inf, np.round(rng.normal(size=(labels, 3)), 1))
-    assert len(set(_both(
-        core._split, table, rng.integers(-1, 2, (labels, 3, rows)), rng.normal(size=(labels, 3)),
-        rng.normal(size=labels), rows_AR, rng.normal(size=labels), rng.normal(size=3),
-        rng.integers(-9, 9, (3, rows)), rng.normal(size=3),
-    ))) == 1  # fmt: skip
+    where, arc = rng.integers(0, 3, count), rng.integers(0, count, count)
+    if rows:
+        np.testing.assert_array_equal(*_both(walk_loops.in_order, where, objective, rows_KR, 0, rows - 1))
+    grown = _both(
+        walk_loops.grown, rng.permutation(count), arc, objective, rows_KR, arc, rng.normal(size=count), rows_KR
+    )
+    for one, two in zip(*grown, strict=True):
+        np.testing.assert_array_equal(one, two)
     excess = np.round(rng.normal(size=(count, rows)), int(rng.integers(0, 9)))
     basis = np.concatenate([[2 * rows], np.where(excess[0] > 0, np.arange(rows) + rows, np.arange(rows))])
     for one, two in zip(*_both(master._pivot, rng.lognormal(0, 2, count), excess, basis, 1e6, 10.0), strict=True):

@@ -1,5 +1,7 @@
 """What a search learnt holds under other limits: the next one is right, and does no more than it must."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,8 @@ from qsync_opt.formulations.assignment.search import BoundAndFix
 
 QUICK = Effort(passes=(Pass(2, 2, True), Pass(None, 3, False)), max_nodes=3)
 WALKS = Effort(passes=(Pass(2, walks=(2,)), Pass(None, walks=(3, 100_000))))
+NEAR = replace(WALKS, margins=(0.3, 1.2, 5.0))
+EFFORTS = {"little effort": QUICK, "proof": Effort(), "proof by walks": WALKS, "near the bound first": NEAR}
 
 
 def best_of(model, labellings):
@@ -17,7 +21,7 @@ def best_of(model, labellings):
     return min(values, default=np.inf)
 
 
-@pytest.mark.parametrize("effort", [QUICK, Effort(), WALKS], ids=["little effort", "proof", "proof by walks"])
+@pytest.mark.parametrize("effort", EFFORTS.values(), ids=EFFORTS)
 @pytest.mark.parametrize("seed", range(25))
 def test_every_search_of_a_sweep_is_right(seed, effort, random_model, every_labelling):
     model = random_model(seed, rows=1 + seed % 3, joins=seed % 3)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from qsync_opt.formulations.assignment import master as master_module
 from qsync_opt.formulations.assignment.master import Master
 
 
@@ -40,3 +41,24 @@ def test_prices_and_weights_prove_each_other(seed):
     assert value == pytest.approx(float((cost + excess @ prices).min()), rel=1e-8, abs=1e-8)
     over = np.maximum(weights @ excess, 0.0)
     assert value == pytest.approx(float(weights @ cost + 100.0 * over.sum()), rel=1e-6, abs=1e-6)
+
+
+def test_equal_plans_far_from_the_limits_take_few_pivots(monkeypatch):
+    # No mix keeps both limits, so a price is at the box, where reduced costs of equal plans are rounding of about 1e-8.
+    excess = [(0.3982014, -1.0)] * 4 + [
+        (0.36248413, -0.82495195), (1.0, -0.13244715), (0.77465269, -0.48991031), (0.6881792, -0.57126842),
+        (0.62354871, -0.64253684), (0.54930538, -0.84737348), (0.4846749, -0.9186419), (0.3982014, -1.0),
+        (-0.52069116, 2.4401025),
+    ]  # fmt: skip
+    cost = [0.0718162] * 4 + [
+        0.10219806, 0.01380564, 0.02624094, 0.03177122, 0.03762096, 0.0518334, 0.06010458, 0.0718162, 0.04886268,
+    ]  # fmt: skip
+    pivots = []
+    invert = master_module._inverse_plain
+    monkeypatch.setattr(master_module, "_inverse_plain", lambda matrix: pivots.append(1) or invert(matrix))
+    started = np.array([8, 2, 1])  # columns of the fifth plan, the first row's box, the second row's slack
+    dual, _, basis = master_module._pivot.plain(np.array(cost), np.array(excess), started, 1e9 * max(cost), max(cost))
+    assert len(pivots) < 20
+    prices = np.clip(-dual[1:], 0.0, 1e9 * max(cost))
+    assert dual[0] == pytest.approx((np.array(cost) + np.array(excess) @ prices).min(), rel=1e-12)
+    assert len(set(basis.tolist())) == 3

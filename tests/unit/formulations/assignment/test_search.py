@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from qsync_opt.formulations.assignment import search as search_module
+from qsync_opt.formulations.assignment import core_search
 from qsync_opt.formulations.assignment.dual import Pricer, maximise
 from qsync_opt.formulations.assignment.effort import Effort, Pass
 from qsync_opt.formulations.assignment.elimination import Elimination
@@ -83,7 +83,7 @@ def test_interrupt_keeps_what_is_known(random_model, every_labelling, monkeypatc
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(search_module, "extract", stop)
+    monkeypatch.setattr(core_search, "extract", stop)
     monkeypatch.setattr(BoundAndFix, "_closed", lambda *args: False)
     outcome = BoundAndFix(model).solve(Effort())
     assert outcome.interrupted

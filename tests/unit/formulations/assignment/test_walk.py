@@ -188,7 +188,8 @@ def test_compiled_and_plain_loops_give_the_same_bits(monkeypatch):
     for loop, args in calls:
         mine = tuple(arg.copy() if isinstance(arg, np.ndarray) else arg for arg in args)
         plain, fast = loop.plain(*args), run[id(loop)](*mine)
-        np.testing.assert_array_equal(plain, fast)
+        for one, two in zip(*((each if isinstance(each, tuple) else (each,)) for each in (plain, fast)), strict=True):
+            np.testing.assert_array_equal(one, two)
         used = plain if loop is walk_loops.extend else None
         for before, after in zip(args, mine, strict=True):
             if isinstance(before, np.ndarray):
