@@ -112,6 +112,11 @@ class Loop(Generic[_P, _R]):
         """Run it."""
         try:
             return self._run(*args, **kwargs)
+        except SystemError as failure:
+            # Machine code calls Python to make its results; an interrupt that arrives there comes out like this.
+            if isinstance(failure.__cause__, KeyboardInterrupt):
+                raise KeyboardInterrupt from failure
+            raise
         except TypeError:
             if self._run is not self._machine:
                 raise
