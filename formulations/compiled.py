@@ -114,7 +114,10 @@ class Loop(Generic[_P, _R]):
             return self._run(*args, **kwargs)
         except SystemError as failure:
             # Machine code calls Python to make its results; an interrupt that arrives there comes out like this.
-            if isinstance(failure.__cause__, KeyboardInterrupt):
+            cause: BaseException | None = failure
+            while isinstance(cause, SystemError):  # one for each layer that did not expect it
+                cause = cause.__cause__
+            if isinstance(cause, KeyboardInterrupt):
                 raise KeyboardInterrupt from failure
             raise
         except TypeError:

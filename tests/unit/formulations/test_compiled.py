@@ -147,7 +147,9 @@ def test_an_interrupt_within_machine_code_is_one(monkeypatch, switched):
     cause: BaseException = KeyboardInterrupt()
 
     def interrupted(values):
-        raise SystemError("returned a result with an exception set") from cause
+        inner = SystemError("returned a result with an exception set")
+        inner.__cause__ = cause
+        raise SystemError("returned a result with an exception set") from inner
 
     monkeypatch.setattr(Loop, "compiled", lambda self: interrupted)
     with pytest.raises(KeyboardInterrupt):
