@@ -134,6 +134,14 @@ class Loop(Generic[_P, _R]):
         """Run it."""
         try:
             return self._run(*args, **kwargs)
+        except SystemError as failure:
+            # Machine code calls Python to make its results; an interrupt that arrives there comes out like this.
+            cause: BaseException | None = failure
+            while isinstance(cause, SystemError):  # one for each layer that did not expect it
+                cause = cause.__cause__
+            if isinstance(cause, KeyboardInterrupt):
+                raise KeyboardInterrupt from failure
+            raise
         except TypeError:
             if self._run is not self._machine:
                 raise

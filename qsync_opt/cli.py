@@ -92,7 +92,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    options = build_parser().parse_args(arguments)
+    try:
+        options = build_parser().parse_args(arguments)
+    except KeyboardInterrupt:
+        print("qsync-opt: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     logging.basicConfig(
         level=logging.INFO if options.verbose else logging.WARNING,
         stream=sys.stderr,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from qsync_opt.errors import ProblemError
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem, ProblemDevice, ProblemOperator
 
@@ -143,11 +144,16 @@ def evaluate(problem: Problem, plan: Plan) -> Evaluation:
         The evaluation; times in nanoseconds, memory in KiB, both exact integers.
 
     Raises:
-        ProblemError: The plan does not belong to the problem, or contradicts it.
+        ProblemError: The plan does not belong to the problem, or contradicts it, or is none.
 
     Source: QSync's cost mapper and replayer (IPDPS 2024); casts are priced per edge, and the two serial streams are
         evaluated in closed form.
     """
+    if not isinstance(plan, Plan):
+        raise ProblemError(
+            f"plan is a {type(plan).__name__}, but a Plan is needed: solution.plan (None where none was found), or "
+            "load_plan(path)"
+        )
     precisions = plan.resolve(problem)
     devices = {device.name: evaluate_device(problem, device, precisions[device.name]) for device in problem.devices}
     starts, iteration_ns = iteration_time(problem, tuple(devices.values()))

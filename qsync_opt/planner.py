@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from qsync_opt.errors import SolverError
+from qsync_opt.errors import ProblemError, SolverError
 from qsync_opt.estimates import carried_estimates
 from qsync_opt.evaluation import Evaluation, evaluate
 from qsync_opt.plan import Plan
@@ -52,7 +52,7 @@ def solve(
         a result and not an exception.
 
     Raises:
-        ProblemError: An option is out of range.
+        ProblemError: An option is out of range, or what is given is no problem.
         UnsupportedError: No such method or solver, or it lacks what was asked for.
         NotInstalledError: A solver's package is missing.
         SolverError: A solver failed, or its plan breaks a limit or has another objective than was claimed.
@@ -64,6 +64,10 @@ def solve(
         >>> solve(chain().problem).objective
         0.25
     """
+    if not isinstance(problem, Problem):
+        raise ProblemError(
+            f"problem is a {type(problem).__name__}, but a Problem is needed: load_problem(path) reads one from a file"
+        )
     formulation = create(Kind.FORMULATION, method)
     name = method if isinstance(method, str) else type(formulation).__name__
     if solver is not None:

@@ -127,7 +127,12 @@ def check_names(model: nn.Module, plan: Mapping[str, str], graph: OpGraph | None
 
 
 def check_precisions(plan: Mapping[str, str], graph: OpGraph | None, device: torch.device) -> dict[str, str]:
-    """Precision of each adjustable operator of the plan, every one possible on the device."""
+    """Precision of each adjustable operator of the plan, every one possible on the device.
+
+    Raises:
+        ModelError: Without a graph: no name of the plan is one that capture gives, as in plans of plain ONNX files.
+        UnsupportedError: The device lacks a planned precision, or an operator cannot run at it.
+    """
     adjustable = {}
     for name, precision in plan.items():
         number_format(precision)
@@ -143,6 +148,11 @@ def check_precisions(plan: Mapping[str, str], graph: OpGraph | None, device: tor
             allowed = ", ".join(ops.precisions_of(kind, device))
             raise UnsupportedError(f"operator {name!r} cannot run in {precision} on {device}: allowed are {allowed}")
         adjustable[name] = precision
+    if plan and graph is None and not any(map(operator_kind, plan)):
+        raise ModelError(
+            f"the plan is for another model: it names {some_names(list(plan))}, and an operator of a captured model is "
+            "named by module and kind, as 'layers.0/linear'; plan the graph that capture_model makes of this model"
+        )
     return adjustable
 
 

@@ -39,6 +39,10 @@ class TrainingExample:
     loss: Loss | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.args, tuple):
+            raise ModelError(
+                f"args is a {type(self.args).__name__}: a tuple of the forward pass's positional arguments is needed"
+            )
         object.__setattr__(self, "kwargs", MappingProxyType(dict(self.kwargs)))
 
     @property

@@ -11,7 +11,7 @@ import torch
 
 from qsync_opt.calibration import calibrate
 from qsync_opt.device_profile import DeviceProfile
-from qsync_opt.errors import UnsupportedError
+from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.graph import OpGraph
 from qsync_opt.jsonio import check_integer
 from qsync_opt.kernels import backend
@@ -82,11 +82,17 @@ def profile(
 
     Raises:
         UnsupportedError: The device has no such precision, is neither cpu nor cuda, or is not there.
+        ModelError: What is given is no captured model, or an operator cannot run by itself.
         ProblemError: The cache folder cannot be used.
 
     Source: QSync profiles whole runs per precision and matches names (IPDPS 2024); measuring each operator by itself,
         with casts apart and a fitted overhead, is ours.
     """
+    if not hasattr(captured, "calls"):
+        raise ModelError(
+            f"captured is a {type(captured).__name__}, but the calls of all operators are needed: give what "
+            "capture_model returns"
+        )
     device = backend.known_device(device)
     formats = wanted_formats(device, precisions)
     check_integer(repeats, "repeats", minimum=1)

@@ -179,6 +179,14 @@ def test_a_plan_for_another_model_exits_2_and_names_operators(capfd, instance_pa
     assert "has no device type" in err or "'a', 'b', 'c'" in err
 
 
+def test_an_interrupt_before_the_command_is_known_ends_cleanly(capfd, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qsync_opt.cli.build_parser", interrupted)
+    assert _run(capfd, "solve", "p.json") == (130, "", "qsync-opt: interrupted\n")
+
+
 def test_version(capfd):
     status, out, _ = _run(capfd, "--version")
     assert status == 0

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from qsync_opt.errors import ProblemError
 from qsync_opt.evaluation import evaluate
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Communication
@@ -106,3 +107,9 @@ def test_timeline_pieces_add_up():
     ]
     assert device.forward_end_ns == sum(time.forward_total_ns for time in device.operators)
     assert device.backward_end_ns - device.forward_end_ns == sum(time.backward_total_ns for time in device.operators)
+
+
+@pytest.mark.parametrize("given", [None, "plan.json", {"T4": {}}])
+def test_what_is_no_plan_is_refused(given):
+    with pytest.raises(ProblemError, match=rf"plan is a {type(given).__name__}, but a Plan is needed: solution\.plan"):
+        evaluate(diamond().problem, given)

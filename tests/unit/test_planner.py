@@ -80,6 +80,11 @@ def test_options_out_of_range(options, needle):
     assert needle in str(caught.value)
 
 
+def test_a_path_is_no_problem():
+    with pytest.raises(ProblemError, match=r"problem is a str, but a Problem is needed: load_problem\(path\)"):
+        solve("problem.json")
+
+
 @pytest.mark.parametrize("method", ["qsync", "textbook", "exhaustive"])
 def test_no_plan_in_no_time_has_a_reason(method):
     solution = solve(no_memory().problem, method, time_limit_s=1e-9)

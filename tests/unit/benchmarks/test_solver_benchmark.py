@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "benchmarks" / "solvers.py"
 CORES = ",".join(map(str, sorted(os.sched_getaffinity(0))[:4]))
-FAMILIES = "moe"
+FAMILIES = "decoder,moe"
 TINY = f"--sizes 50 --seeds 0 --families {FAMILIES} --time-limit 4 --problems 4 --points 3 --cores {CORES}".split()
 
 
@@ -29,8 +29,10 @@ def folder(tmp_path_factory):
     pytest.importorskip("pulp")
     pytest.importorskip("matplotlib")
     target = tmp_path_factory.mktemp("solvers")
-    ended = _run(*TINY, "--output", target / "solvers.json")
-    assert ended.returncode == 0, ended.stderr
+    others = ("baselines", "general", "front", "memory", "agreement", "--families", "moe")  # one is enough for these
+    for more in (("quality",), others):
+        ended = _run(*TINY, *more, "--output", target / "solvers.json")
+        assert ended.returncode == 0, ended.stderr
     return target
 
 
@@ -62,7 +64,7 @@ def test_every_method_was_run_and_none_is_below_the_optimum(results):
 
 def test_quoted_figures_go_by_size_and_method(results):
     assert {"50 greedy", "50 exact", "50 qsync", "50 ilp-ortools", "50 ilp-pulp"} <= set(results["summary"])
-    assert results["summary"]["50 exact"]["cases"] == 3
+    assert results["summary"]["50 exact"]["cases"] == 6
     assert results["summary"]["50 exact"]["error"]["worst"] == 0.0
 
 

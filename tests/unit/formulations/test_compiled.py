@@ -148,3 +148,23 @@ def test_a_second_process_does_not_compile_again(tmp_path):
     assert kept
     assert start() == "True 1 0"
     assert sorted(path.name for path in Path(tmp_path).rglob("*.nb*")) == kept
+
+
+def test_an_interrupt_within_machine_code_is_one(monkeypatch, switched):
+    """Machine code asks Python for the types of its results, and says nothing but that something was raised there."""
+    pytest.importorskip("numba")
+    switched("1")
+    loop = _loop(monkeypatch)
+    cause: BaseException = KeyboardInterrupt()
+
+    def interrupted(values):
+        inner = SystemError("returned a result with an exception set")
+        inner.__cause__ = cause
+        raise SystemError("returned a result with an exception set") from inner
+
+    monkeypatch.setattr(Loop, "compiled", lambda self: interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loop(np.ones(3))
+    cause = ValueError()
+    with pytest.raises(SystemError):
+        loop(np.ones(3))

@@ -391,6 +391,10 @@ def test_plans_for_another_model():
     with pytest.raises(ModelError, match="did not meet 'up/matmul', 'down/linear_1'"):
         model(x)
     undo(model)
+    with pytest.raises(ModelError, match="names 'fc1', 'fc2', and an operator of a captured model is named by module"):
+        apply(model, {"fc1": "BF16", "fc2": "FP32"})  # as nodes of an ONNX file are called
+    with pytest.raises(NotReadyError, match="no plan is applied"):
+        undo(model)
 
 
 def test_operators_that_the_plan_does_not_name():

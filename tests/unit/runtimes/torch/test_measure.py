@@ -16,6 +16,11 @@ def example() -> TrainingExample:
     return TrainingExample(model=model, args=(torch.randn(128, 64),), loss=lambda out: out.square().mean())
 
 
+def test_a_batch_without_its_tuple_is_refused(example: TrainingExample) -> None:
+    with pytest.raises(ModelError, match="args is a Tensor: a tuple of the forward pass's positional arguments"):
+        TrainingExample(model=example.model, args=torch.randn(128, 64))  # type: ignore[arg-type]
+
+
 def test_repeats_are_checked(example: TrainingExample) -> None:
     with pytest.raises(ProblemError, match="repeats is 0, but it must be an integer of at least 1"):
         measure_iteration(example, repeats=0)
