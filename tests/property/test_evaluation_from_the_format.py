@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsync_opt.evaluation import evaluate
@@ -84,7 +84,7 @@ def _evaluation(file, plan):
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=600, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=600)
 def test_the_evaluation_is_what_the_format_says(seed):
     source = random.Random(seed)
     problem = random_problem(source, max_operators=12, max_devices=3)

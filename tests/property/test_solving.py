@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from qsync_opt.evaluation import evaluate
@@ -21,7 +21,6 @@ from qsync_opt.testing import random_plan, random_problem
 EXAMPLES = 200
 problems = st.integers(0, 2**32 - 1).map(lambda seed: random_problem(random.Random(seed)))
 seeds = st.integers(0, 2**32 - 1)
-relaxed = settings(derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 def _objective(problem, method, **options):
@@ -41,7 +40,7 @@ def _same(first, second):
 
 
 @given(problem=problems)
-@settings(relaxed, max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES)
 def test_exhaustive_equals_every_exact_way(problem):
     known = _objective(problem, "exhaustive")
     assert _same(_objective(problem, "exact", solver="ortools"), known)
@@ -50,7 +49,7 @@ def test_exhaustive_equals_every_exact_way(problem):
 
 
 @given(problem=problems)
-@settings(relaxed, max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES)
 def test_greedy_finds_a_plan_wherever_there_is_one_and_is_never_below_the_optimum(problem):
     best = _objective(problem, "exact")
     once, often = _objective(problem, "qsync"), _objective(problem, "greedy")
@@ -61,7 +60,7 @@ def test_greedy_finds_a_plan_wherever_there_is_one_and_is_never_below_the_optimu
 
 
 @given(problem=problems, seed=seeds)
-@settings(relaxed, max_examples=100)
+@settings(max_examples=100)
 def test_tightening_a_limit_never_improves_the_optimum(problem, seed):
     source = random.Random(seed)
     before = _objective(problem, "exact")
@@ -116,7 +115,7 @@ def _independent_order(source, problem):
 
 
 @given(problem=problems, seed=seeds, way=st.sampled_from([{"gap": 0.0}, {"gap": 1e-2}, {"gap": 0.1, "thorough": True}]))
-@settings(relaxed, max_examples=60)
+@settings(max_examples=60)
 def test_a_solve_under_changed_limits_is_as_good_as_a_fresh_one(problem, seed, way):
     random_number = random.Random(seed)
     sweep = Sweep(problem, **way)
@@ -149,7 +148,7 @@ def test_a_solve_under_changed_limits_is_as_good_as_a_fresh_one(problem, seed, w
 
 
 @given(problem=problems, seed=seeds)
-@settings(relaxed, max_examples=100)
+@settings(max_examples=100)
 def test_renaming_and_listing_differently_changes_nothing(problem, seed):
     source = random.Random(seed)
     fresh = source.sample(range(1000), len(problem.operators))
@@ -211,7 +210,7 @@ def _scaled(problem, time_factor, sensitivity_factor):
 
 
 @given(problem=problems, time_factor=st.sampled_from([1, 7, 1000]), power=st.integers(-20, 20))
-@settings(relaxed, max_examples=100)
+@settings(max_examples=100)
 def test_other_units_change_nothing_but_the_scale(problem, time_factor, power):
     # Sizes of which the slope's division has no remainder, so that times scale exactly.
     sizes = {0: 0, 1: 0, 1000: 2**20, 2**20: 2**20}
@@ -223,7 +222,7 @@ def test_other_units_change_nothing_but_the_scale(problem, time_factor, power):
 
 
 @given(problem=problems, seed=seeds)
-@settings(relaxed, max_examples=100)
+@settings(max_examples=100)
 def test_json_round_trips(problem, seed):
     extras = {("x-note",): [1, {"a": None}], ("operators", "op0", "x-id"): seed}
     problem = replace(problem, extras=extras)
@@ -237,7 +236,7 @@ def test_json_round_trips(problem, seed):
 
 
 @given(problem=problems)
-@settings(relaxed, max_examples=100)
+@settings(max_examples=100)
 def test_the_fastest_plan_is_the_least_limit_that_can_be_met(problem):
     found = fastest(problem)
     if found is None:
