@@ -387,9 +387,11 @@ def merge(path: Path, sections: dict[str, Any]) -> dict[str, Any]:
     kept = known.get("sections", {}) if known.get("format") == FORMAT else {}
     merged = {name: {**kept, **sections}[name] for name in SECTIONS if name in {**kept, **sections}}
     report = analyse(merged)
+    # What the file says of itself is what its summary comes from.
+    latest = max((s["environment"] for s in merged.values()), key=lambda e: e["date"], default={})
     data = {
         "format": FORMAT,
-        "environment": max((s["environment"] for s in merged.values()), key=lambda e: e["date"], default={}),
+        "environment": merged["quality"]["environment"] if "quality" in merged else latest,
         "summary": flat(report),
         "comparisons": comparisons(report),
         "report": report,

@@ -147,6 +147,9 @@ def _solvers(data: Record) -> str:
         )
     header = ("operators", "method", "cases", "proved", "median error", "worst error", "median s", "worst s")
     text += table(header, rows)
+    for name, section in data["sections"].items():
+        if environment(section)["hardware"] != environment(data)["hardware"]:
+            text += f"\nOf another machine, section `{name}`: {_described(section)}\n"
     text += "\nWhat is asked of the solvers, and what was measured:\n\n"
     words = {True: "yes", False: "no", None: "not measured"}
     asked = ((r["what"], r["asked"], r["measured"], words[r["met"]]) for r in data["report"]["requirements"])
