@@ -20,7 +20,7 @@ from qsync_opt.runtimes.torch.rounding_error import ElementErrors, fixed_point_e
 from qsync_opt.runtimes.torch.sized_samples import Positions, even_positions, positions_by_size
 
 _WHERE_THE_GRADIENT_IS = 1 / 4
-"""Part of a sample's size that is enough where positions are chosen by size."""
+"""Part of a sample's size that is enough for one sum whose terms the positions are chosen by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +95,19 @@ def errors_met_by_gradient(
     """
     x, groups = form.first, form.sizes.products
     sizes = form.rows_by_position(row_g2)
-    positions = positions_by_size(sizes, int(limit * _WHERE_THE_GRADIENT_IS) // x.shape[1])
+    by_image = amaxes[Granularity.ROW].square()
+    whole, whole_by_image = total(sizes), dot(sizes, by_image)
+    # Of all shapes together: with a scale per image, images err by their own largest magnitude.
+    wanted = sizes * (by_image * ratio(whole, whole_by_image)).add_(1.0)
+    positions = positions_by_size(wanted, int(limit * _WHERE_THE_GRADIENT_IS) // x.shape[1])
     units = _units(amaxes, positions)
     errors = fixed_point_errors(positions.of(x), [units[shape] for shape in shapes])
     met = positions.of(sizes) * positions.weights.unsqueeze(1)  # (positions, groups)
-    sums = (errors.unflatten(2, (groups, -1)).sum(3) * met).sum((1, 2), dtype=torch.float64)
+    sums = (errors.view(*errors.shape[:2], groups, -1).sum(3) * met).sum((1, 2), dtype=torch.float64)
     row_sizes = units[Granularity.ROW].square()
-    by_image = amaxes[Granularity.ROW].square()
-    even = ratio(total(sizes), total(met))
-    by_size = ratio(dot(sizes, by_image), dot(met, row_sizes))
-    return {
-        f"xg/{shape}": sums[i] * (by_size if shape is Granularity.ROW else even) for i, shape in enumerate(shapes)
-    }
+    even = ratio(whole, total(met))
+    by_size = ratio(whole_by_image, dot(met, row_sizes))
+    return {f"xg/{shape}": sums[i] * (by_size if shape is Granularity.ROW else even) for i, shape in enumerate(shapes)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +146,16 @@ def gradient_errors(
         limit: About how many elements an evenly spaced sample has.
     """
     groups = form.sizes.products
-    even = torch.finfo(g.dtype).tiny
-    sizes = row_g2 / total(row_g2).clamp(min=even) + by_row / total(by_row).clamp(min=even)
-    positions = positions_by_size(sizes.to(g.dtype), int(limit * _WHERE_THE_GRADIENT_IS) // g.shape[1])
+    # Floating formats err by the square, INT8 by the root of it where most of a gradient is below a step.
+    norm = row_g2.sqrt()
+    met = norm * by_row
+    sizes = row_g2 + norm * ratio(total(row_g2), total(norm)) + met * ratio(total(row_g2), total(met))
+    positions = positions_by_size(sizes, 2 * limit // g.shape[1])
     part = positions.of(g) * loss_scale
     errors = stacked_errors(part, kinds, {Granularity.TENSOR: amax * loss_scale})
     weights = positions.weights.unsqueeze(1) / loss_scale**2
     noise = errors.stochastic[kinds.index(GRADIENT_KINDS["INT8"])] * weights
-    met = dot(noise.unflatten(1, (groups, -1)).sum(2), positions.of(by_row))
+    met = dot(noise.view(noise.shape[0], groups, -1).sum(2), positions.of(by_row))
     means = [(values * weights).sum((1, 2), dtype=torch.float64) / g.numel() for values in errors]
     return GradientErrors(
         stochastic=means[0],

@@ -36,7 +36,8 @@ def _weighted_mean(values: Tensor, weights: Tensor | None) -> Tensor:
     """Means over the last dimension, in which every run of elements has a weight, (tensors, runs); in FP64."""
     if weights is None:
         return values.mean(-1, dtype=torch.float64)
-    return (values.unflatten(-1, (weights.shape[1], -1)).mean(-1) * weights).mean(-1, dtype=torch.float64)
+    by_run = values.reshape(*values.shape[:-1], weights.shape[1], -1).mean(-1)
+    return (by_run * weights).mean(-1, dtype=torch.float64)
 
 
 def cast_waiting(records: Iterable[OperatorRecord]) -> None:
@@ -44,16 +45,16 @@ def cast_waiting(records: Iterable[OperatorRecord]) -> None:
     alike: dict[tuple[torch.device, int, int], list[tuple[OperatorRecord, str, Tensor, Tensor | None]]] = {}
     for record in records:
         for tensor, part, weights in record.waiting:
-            runs = 0 if weights is None else weights.numel()
-            alike.setdefault((part.device, part.numel(), runs), []).append((record, tensor, part, weights))
+            count = 0 if weights is None else weights.numel()
+            alike.setdefault((part.device, part.numel(), count), []).append((record, tensor, part, weights))
         record.waiting.clear()
     for (_, size, _), every in alike.items():
         count = max(1, _WAITING // size)
         for start in range(0, len(every), count):
             some = every[start : start + count]
             parts = torch.stack([part for _, _, part, _ in some])
-            weights = [found for _, _, _, found in some if found is not None]
-            counted = torch.stack(weights) if weights else None
+            runs = [weights for _, _, _, weights in some if weights is not None]
+            counted = torch.stack(runs) if runs else None
             scales = [record.loss_scale if tensor.endswith("gradient") else 1.0 for record, tensor, _, _ in some]
             squares = _weighted_mean(parts.square(), counted)
             means = [_weighted_mean(values, counted) for values in _cast_errors(parts, scales)]

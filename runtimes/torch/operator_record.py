@@ -174,10 +174,10 @@ class OperatorRecord:
         self.moments("second", form.second, squares)
         del squares
         self.put("xw/floating", dot(contracted_x2, contracted_w2))
-        if isinstance(form, MatrixForm):
-            self._first(form, contracted_w2)
-        else:
+        if isinstance(form, ConvolutionForm):
             self._first_of_images(form, contracted_w2)
+        elif isinstance(form, MatrixForm):
+            self._first(form, contracted_w2)
         self._second(form, contracted_x2)
 
     def _first_of_images(self, form: ConvolutionForm, contracted_w2: Tensor) -> None:
@@ -363,7 +363,7 @@ class OperatorRecord:
         self.found.append((names, columns.flatten(1).sum(1, dtype=torch.float64)))
         if isinstance(form, MatrixForm):
             self._meet_sample(form, row_g2)
-        elif "second_gradient" in self.needs_gradient:
+        elif isinstance(form, ConvolutionForm) and "second_gradient" in self.needs_gradient:
             found = errors_met_by_gradient(form, self.amaxes_first, row_g2, tuple(_FIXED_POINT), self.sample)
             for name, value in found.items():
                 self.put(name, value)
@@ -401,7 +401,7 @@ class OperatorRecord:
         """
         amax = torch.linalg.vector_norm(g, float("inf"))
         self.put(f"output_gradient.amax.{Granularity.TENSOR}", amax.square())
-        if not isinstance(form, MatrixForm):
+        if isinstance(form, ConvolutionForm):
             self._gradient_errors_of_images(form, g, row_g2, amax)
             return
         amaxes = {Granularity.TENSOR: amax * self.loss_scale}

@@ -246,8 +246,8 @@ class ConvolutionForm:
     def contraction_by_position(self, vector: Tensor) -> Tensor:
         """Sums over the weights that multiply each input element: (1, C, ...) of ``first``, the same for all samples.
 
-        The adjoint of ``first_by_contraction``: T(a, b, 1) = <a, this of ``second_by_contraction(b)``>. One place stands
-        for all where they are alike.
+        The adjoint of ``first_by_contraction``: T(a, b, 1) = <a, this of ``second_by_contraction(b)``>. One place
+        stands for all where they are alike.
         """
         shape = self.first.shape[1:]
         if self._pointwise and all(step == 1 for step in self.geometry[0]):

@@ -90,8 +90,8 @@ def blocks_by_size(x: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
     """About ``limit`` elements of a tensor in short runs, the larger their squares, the more likely.
 
     Returns:
-        Runs (n, length), weights (n,) that average 1 over an even sample, so that ``(weights * f(runs).mean(1)).mean()``
-        estimates the mean of ``f``; and the sums of squares of all runs of the tensor.
+        Runs (n, length); weights (n,) with which ``(weights * f(runs).mean(1)).mean()`` estimates the mean of ``f``;
+        and the sums of squares of all runs of the tensor.
     """
     if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
         x = x.permute(0, 2, 3, 1)

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.rounding import Granularity
 from qsync_opt.runtimes.torch.product_calls import operand_slots, product_of, replace_operands
-from qsync_opt.runtimes.torch.product_forms import MatrixForm
 
 
 def conv(function, **options):
@@ -107,11 +106,11 @@ def test_volume_counts_multiplications_padding_included(case):
         assert form.sizes.volume == pytest.approx(ones)
 
 
-def test_sampled_rows_belong_to_the_sample(case):
-    _, form_of, x, w, c = case
-    form = form_of(x, w)
-    if not isinstance(form, MatrixForm):
-        pytest.skip("of images, positions are sampled")
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("conv")])
+def test_sampled_rows_belong_to_the_sample(name):
+    op_type, call, first, second = CASES[name]
+    args, kwargs, function = call(torch.rand(first), torch.rand(second))
+    form, c = product_of(op_type, function, args, kwargs).form, torch.rand_like(function(*args, **kwargs))
     part, rows = form.sample(1)
     by_row = form.sampled_rows(form.first_by_row(form.first), rows)
     torch.testing.assert_close(form.first_by_row(part), by_row)
