@@ -24,7 +24,8 @@ from qsync_opt.variances import NoiseOptions, variances
 
 RESULTS = ("output", "weight_gradient", "input_gradient")
 LOW, HIGH = 0.9, 1.1
-_DRAWS = {"full": 8, "small": 3, "tiny": 2}
+# With 4 draws, what is measured of ResNet-50's weight gradients scatters by more than 10 % at one operator of twenty.
+_DRAWS = {"full": 16, "small": 3, "tiny": 2}
 
 
 @dataclass(slots=True)

@@ -76,5 +76,5 @@ def weight_gradient_errors(form: ProductForm, g: Tensor, factor: float, loss_sca
                 low = _rounded(g, dtype, loss_scale)
                 error = _convolution_weight(form, error_x, low)
                 squares = square_sum(error.add_(_convolution_weight(form, form.first, low.sub_(g))))
-            found[name] = torch.where(squares.isfinite(), squares * factor**2, 0.0)
+            found[name] = squares.nan_to_num_(0.0, 0.0).mul_(factor**2)
     return found

@@ -32,22 +32,33 @@ def _cast_errors(parts: Tensor, scales: Sequence[float]) -> tuple[Tensor, ...]:
     return tuple(values / scale.square() for values in stacked_errors(parts * scale, CAST_KINDS, {}))
 
 
+def _weighted_mean(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Means over the last dimension, in which every run of elements has a weight, (tensors, runs); in FP64."""
+    if weights is None:
+        return values.mean(-1, dtype=torch.float64)
+    by_run = values.reshape(*values.shape[:-1], weights.shape[1], -1).mean(-1)
+    return (by_run * weights).mean(-1, dtype=torch.float64)
+
+
 def cast_waiting(records: Iterable[OperatorRecord]) -> None:
     """Find the cast errors of all elements that wait, many tensors at once."""
-    alike: dict[tuple[torch.device, int], list[tuple[OperatorRecord, str, Tensor]]] = {}
+    alike: dict[tuple[torch.device, int, int], list[tuple[OperatorRecord, str, Tensor, Tensor | None]]] = {}
     for record in records:
-        for tensor, part in record.waiting:
-            alike.setdefault((part.device, part.numel()), []).append((record, tensor, part))
+        for tensor, part, weights in record.waiting:
+            count = 0 if weights is None else weights.numel()
+            alike.setdefault((part.device, part.numel(), count), []).append((record, tensor, part, weights))
         record.waiting.clear()
-    for (_, size), every in alike.items():
+    for (_, size, _), every in alike.items():
         count = max(1, _WAITING // size)
         for start in range(0, len(every), count):
             some = every[start : start + count]
-            parts = torch.stack([part for _, _, part in some])
-            scales = [record.loss_scale if tensor.endswith("gradient") else 1.0 for record, tensor, _ in some]
-            squares = parts.square().mean(1, dtype=torch.float64)
-            means = [values.mean(2, dtype=torch.float64) for values in _cast_errors(parts, scales)]
-            for i, (record, tensor, _) in enumerate(some):
+            parts = torch.stack([part for _, _, part, _ in some])
+            runs = [weights for _, _, _, weights in some if weights is not None]
+            counted = torch.stack(runs) if runs else None
+            scales = [record.loss_scale if tensor.endswith("gradient") else 1.0 for record, tensor, _, _ in some]
+            squares = _weighted_mean(parts.square(), counted)
+            means = [_weighted_mean(values, counted) for values in _cast_errors(parts, scales)]
+            for i, (record, tensor, _, _) in enumerate(some):
                 for rounding, values in zip(Rounding, means, strict=True):
                     record.found.append((tuple(f"{tensor}.{kind}.{rounding}" for kind in CAST_KINDS), values[:, i]))
                 if size < record.elements[tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qsync_opt.rounding import GRADIENT_KINDS, Granularity, Rounding
 from qsync_opt.runtimes.torch.attention_error import AttentionCall, attention_errors
+from qsync_opt.runtimes.torch.convolution_record import errors_met_by_gradient, gradient_errors, operand_errors
 from qsync_opt.runtimes.torch.nearest_error import weight_gradient_errors
 from qsync_opt.runtimes.torch.operator_summary import (
     CAST_KINDS,
@@ -23,10 +24,11 @@ from qsync_opt.runtimes.torch.operator_summary import (
     SCALED_KINDS,
 )
 from qsync_opt.runtimes.torch.product_calls import Product
-from qsync_opt.runtimes.torch.product_forms import MatrixForm, ProductForm
+from qsync_opt.runtimes.torch.product_forms import ConvolutionForm, MatrixForm, ProductForm
 from qsync_opt.runtimes.torch.reductions import dot, mean, ratio, reduced, square_sum, strided, total
 from qsync_opt.runtimes.torch.replays import Replays
 from qsync_opt.runtimes.torch.rounding_error import ElementErrors, stacked_errors
+from qsync_opt.runtimes.torch.sized_samples import blocks_by_size
 from qsync_opt.statistics import (
     GRADIENTS,
     OperatorKind,
@@ -35,6 +37,7 @@ from qsync_opt.statistics import (
 
 INTEGER_KINDS = tuple(kind for kind in SCALED_KINDS if kind.startswith("INT8/"))
 """Fixed-point rounding of an operand, by granularity."""
+_FIXED_POINT = {Granularity(kind.partition("/")[2]): kind for kind in INTEGER_KINDS}
 _RESULT_KINDS = (*CAST_KINDS, *OUTPUT_GRADIENT_KINDS)
 SAMPLE = 1 << 15
 """Elements at most of a tensor that is no operand, whose rounding is looked at one by one."""
@@ -70,8 +73,8 @@ class OperatorRecord:
     elements: dict[str, int] = field(default_factory=dict)
     found: list[tuple[tuple[str, ...], Tensor]] = field(default_factory=list)
     """Names and values, on the device until ``finish_batch``."""
-    waiting: list[tuple[str, Tensor]] = field(default_factory=list)
-    """Some elements of tensors that are no operands, until ``cast_waiting``."""
+    waiting: list[tuple[str, Tensor, Tensor | None]] = field(default_factory=list)
+    """Some elements of tensors that are no operands, and what each run of them counts, until ``cast_waiting``."""
     # Of a product, from its forward to its backward pass: per shape the reductions that wait for the gradient.
     form: ProductForm | None = None
     factor: float = 1.0
@@ -79,6 +82,8 @@ class OperatorRecord:
     """By which gradients are multiplied while they are rounded to 16 bits."""
     by_row: dict[str, Tensor] = field(default_factory=dict)
     by_column: dict[str, Tensor] = field(default_factory=dict)
+    amaxes_first: dict[Granularity, Tensor] = field(default_factory=dict)
+    """Largest magnitudes of the slices of a convolution's first operand."""
     row_sizes: Tensor | None = None
     """Squared largest magnitude of every row of ``first``, shaped like a row's reduction; None without sampling."""
     sampled: slice = field(default_factory=lambda: slice(None))
@@ -103,9 +108,18 @@ class OperatorRecord:
         self.put(f"{tensor}.square_sum", square_sum(x) if squares is None else total(squares))
 
     def plain(self, tensor: str, x: Tensor) -> None:
-        """Moments of a tensor that is no operand, and some elements, whose cast errors are found with all others."""
+        """Moments of a tensor that is no operand, and some elements, whose cast errors are found with all others.
+
+        Of a convolution's results, which sit on few positions in a gradient, elements are chosen by their size.
+        """
+        by_size = self.op_type.startswith("conv") and tensor != "second_gradient"
+        if by_size and x.numel() > min(self.sample, SAMPLE):
+            runs, weights, squares = blocks_by_size(x, min(self.sample, SAMPLE))
+            self.moments(tensor, x, squares)
+            self.waiting.append((tensor, runs.reshape(-1), weights))
+            return
         self.moments(tensor, x)
-        self.waiting.append((tensor, strided(x, min(self.sample, SAMPLE)).clone()))
+        self.waiting.append((tensor, strided(x, min(self.sample, SAMPLE)).clone(), None))
 
     def keep(self, tensor: str, kinds: tuple[str, ...], errors: ElementErrors, part: Tensor) -> None:
         """Mean errors of a part of a tensor, and what they are scaled by to stand for the whole.
@@ -160,10 +174,21 @@ class OperatorRecord:
         self.moments("second", form.second, squares)
         del squares
         self.put("xw/floating", dot(contracted_x2, contracted_w2))
-        self._first(form, contracted_w2)
+        if isinstance(form, ConvolutionForm):
+            self._first_of_images(form, contracted_w2)
+        elif isinstance(form, MatrixForm):
+            self._first(form, contracted_w2)
         self._second(form, contracted_x2)
 
-    def _first(self, form: ProductForm, contracted_w2: Tensor) -> None:
+    def _first_of_images(self, form: ConvolutionForm, contracted_w2: Tensor) -> None:
+        """Errors of the first operand, from some of its positions."""
+        self.amaxes_first = self.amaxes("first", form.first, _slices(form, "first"))
+        found = operand_errors(form, self.amaxes_first, contracted_w2, _FIXED_POINT, self.sample)
+        self.keep("first", SCALED_KINDS, found.errors, found.part)
+        for name, value in found.sums.items():
+            self.put(name, value)
+
+    def _first(self, form: MatrixForm, contracted_w2: Tensor) -> None:
         """Errors of the first operand, from some of its rows."""
         part, rows = form.sample(self.sample)
         self.sampled = rows
@@ -179,8 +204,7 @@ class OperatorRecord:
             self.row_sizes = row_amax.square()
             self.put("first.sample.row", mean(amaxes[Granularity.ROW].square()))
             by_size = ratio(mean(self.row_sizes), mean(amaxes[Granularity.ROW].square()))
-        for kind in INTEGER_KINDS:
-            shape = kind.partition("/")[2]
+        for shape, kind in _FIXED_POINT.items():
             noise = errors.stochastic[SCALED_KINDS.index(kind)]
             share = by_size if shape == Granularity.ROW else 1.0
             self.put(f"xw/first/{shape}", dot(form.first_by_contraction(noise), contracted_w2) / fraction * share)
@@ -195,20 +219,24 @@ class OperatorRecord:
             amaxes[Granularity.ROW] = form.sampled_contraction(row_amax, rows)
         errors = stacked_errors(part, SCALED_KINDS, amaxes)
         self.keep("second", SCALED_KINDS, errors, part)
-        for kind in INTEGER_KINDS:
-            shape = kind.partition("/")[2]
+        sampled = part.numel() < form.second.numel()
+        some_x2 = form.sampled_contraction(contracted_x2, rows)
+        shares: dict[Granularity, tuple[Tensor | float, Tensor | float]] = {}  # of the output and of a column
+        if sampled:
+            even = contracted_x2.numel() / some_x2.numel()
+            sizes = row_amax.square().reshape(*contracted_x2.shape[:2], *(1,) * (contracted_x2.dim() - 2))
+            some_sizes = form.sampled_contraction(sizes, rows)
+            by_size = ratio(dot(contracted_x2, sizes), dot(some_x2, some_sizes))
+            whole, some = mean(sizes), mean(some_sizes)
+            shares = dict.fromkeys(Granularity, (ratio(total(contracted_x2), total(some_x2)), even))
+            shares[Granularity.ROW] = by_size, ratio(whole, some) * even
+            self.put("second.sample.row", some)
+        for shape, kind in _FIXED_POINT.items():
             noise = errors.stochastic[SCALED_KINDS.index(kind)]
-            output = dot(form.sampled_contraction(contracted_x2, rows), form.second_by_contraction(noise))
-            column = form.second_by_column(noise)
-            if part.numel() < form.second.numel():
-                sizes = torch.ones_like(contracted_x2)
-                if shape == Granularity.ROW:  # one number per row, whatever else a row's reduction has
-                    sizes = sizes.mul_(row_amax.square().reshape(*sizes.shape[:2], *(1,) * (sizes.dim() - 2)))
-                weighted = contracted_x2 * sizes
-                output = output * ratio(total(weighted), total(form.sampled_contraction(weighted, rows)))
-                column = column * ratio(total(sizes), total(form.sampled_contraction(sizes, rows)))
-                if shape == Granularity.ROW:
-                    self.put("second.sample.row", mean(amaxes[Granularity.ROW].square()))
+            output, column = dot(some_x2, form.second_by_contraction(noise)), form.second_by_column(noise)
+            if sampled:
+                share, columns = shares[shape]
+                output, column = output * share, column * columns
             self.put(f"xw/second/{shape}", output)
             self.by_column[shape] = column
 
@@ -330,20 +358,29 @@ class OperatorRecord:
             self.moments("output_gradient", g)
         row_g2, column_g2 = reduced(form, g, torch.square)
         self.put("xg/floating", dot(self.by_row["floating"], row_g2))
-        self.put("gw/floating", dot(self.by_column["floating"], column_g2))
+        columns = torch.stack(tuple(self.by_column.values())) * column_g2
+        names = tuple(f"gw/{shape}" for shape in self.by_column)
+        self.found.append((names, columns.flatten(1).sum(1, dtype=torch.float64)))
+        if isinstance(form, MatrixForm):
+            self._meet_sample(form, row_g2)
+        elif isinstance(form, ConvolutionForm) and "second_gradient" in self.needs_gradient:
+            found = errors_met_by_gradient(form, self.amaxes_first, row_g2, tuple(_FIXED_POINT), self.sample)
+            for name, value in found.items():
+                self.put(name, value)
+        if self._runs_backward_in_8_bits:
+            self._gradient_errors(form, g, row_g2)
+        self.by_row, self.by_column, self.amaxes_first, self.row_sizes = {}, {}, {}, None
+
+    def _meet_sample(self, form: MatrixForm, row_g2: Tensor) -> None:
+        """Errors of sampled rows of the first operand times the gradient there."""
         some_g2 = form.sampled_rows(row_g2, self.sampled)
         even, by_size = self._outside_sample(form, row_g2, some_g2)
-        for kind in INTEGER_KINDS:
-            shape = kind.partition("/")[2]
-            share = by_size if shape == Granularity.ROW else even
+        for shape in _FIXED_POINT:
+            share = by_size if shape is Granularity.ROW else even
             self.put(f"xg/{shape}", dot(self.by_row[shape], some_g2) * share)
-            self.put(f"gw/{shape}", dot(self.by_column[shape], column_g2))
-        if self._runs_backward_in_8_bits:
-            self._gradient_errors(form, g)
-        self.by_row, self.by_column, self.row_sizes = {}, {}, None
 
     def _outside_sample(
-        self, form: ProductForm, row_g2: Tensor, some_g2: Tensor
+        self, form: MatrixForm, row_g2: Tensor, some_g2: Tensor
     ) -> tuple[Tensor | float, Tensor | float]:
         """By what sums over sampled rows are multiplied: with even noise, and with noise by the rows' magnitudes.
 
@@ -357,14 +394,17 @@ class OperatorRecord:
             found.append(ratio(dot(window, row_g2), dot(form.sampled_rows(window, self.sampled), some_g2)))
         return found[0], found[1]
 
-    def _gradient_errors(self, form: ProductForm, g: Tensor) -> None:
-        """What rounding the gradient of a matrix product does, every element counted: a few may hold most of it.
+    def _gradient_errors(self, form: ProductForm, g: Tensor, row_g2: Tensor) -> None:
+        """What rounding the gradient does: of a matrix product every element is counted, as a few may hold most of it.
 
         In 8 bits it is quantized with one scale.
         """
-        amaxes = {Granularity.TENSOR: torch.linalg.vector_norm(g, float("inf"))}
-        self.put(f"output_gradient.amax.{Granularity.TENSOR}", amaxes[Granularity.TENSOR].square())
-        amaxes = {Granularity.TENSOR: amaxes[Granularity.TENSOR] * self.loss_scale}
+        amax = torch.linalg.vector_norm(g, float("inf"))
+        self.put(f"output_gradient.amax.{Granularity.TENSOR}", amax.square())
+        if isinstance(form, ConvolutionForm):
+            self._gradient_errors_of_images(form, g, row_g2, amax)
+            return
+        amaxes = {Granularity.TENSOR: amax * self.loss_scale}
         totals: list[Tensor] = []
 
         def integer_errors(part: Tensor) -> Tensor:
@@ -379,6 +419,24 @@ class OperatorRecord:
             self.found.append((tuple(f"output_gradient.{kind}.{rounding}" for kind in _RESULT_KINDS), values))
         self.put("xg/gradient", dot(self.by_row["floating"], rows))
         self.put("gw/gradient", dot(self.by_column["floating"], columns))
+
+    def _gradient_errors_of_images(self, form: ConvolutionForm, g: Tensor, row_g2: Tensor, amax: Tensor) -> None:
+        found = gradient_errors(
+            form,
+            g,
+            self.by_row["floating"],
+            self.by_column["floating"],
+            row_g2,
+            _RESULT_KINDS,
+            amax=amax,
+            loss_scale=self.loss_scale,
+            limit=self.sample,
+        )
+        for rounding, values in zip(Rounding, (found.stochastic, found.nearest), strict=True):
+            self.found.append((tuple(f"output_gradient.{kind}.{rounding}" for kind in _RESULT_KINDS), values))
+        self.put("output_gradient.sample.square", found.mean_square)
+        for name, value in found.sums.items():
+            self.put(name, value)
 
     @property
     def lacks_gradient(self) -> bool:

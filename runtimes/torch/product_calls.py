@@ -129,6 +129,13 @@ def product_of(op_type: str, function: Any, args: tuple[Any, ...], kwargs: Mappi
 def _convolution_form(call: ConvolutionCall, *, batched: bool, inside: Tensor) -> ConvolutionForm:
     kernel = call.weight.shape[2:].numel()
     if call.transposed:
+        _, padding, dilation, _, extra, _ = call.geometry
+        places = [
+            (size - 1) * s - 2 * p + d * (k - 1) + e + 1
+            for size, p, d, k, s, e in zip(
+                call.x.shape[2:], padding, dilation, call.weight.shape[2:], call.stride, extra, strict=True
+            )
+        ]
         sizes = ProductSizes(
             products=call.groups,
             rows=call.x.shape[0] * call.x.shape[2:].numel(),
@@ -136,7 +143,7 @@ def _convolution_form(call: ConvolutionCall, *, batched: bool, inside: Tensor) -
             columns=call.weight.shape[1] * kernel,
         )
     else:
-        spatial = [
+        places = [
             (size + 2 * p - d * (k - 1) - 1) // s + 1
             for size, p, d, k, s in zip(
                 call.x.shape[2:], call.padding, call.dilation, call.weight.shape[2:], call.stride, strict=True
@@ -144,11 +151,11 @@ def _convolution_form(call: ConvolutionCall, *, batched: bool, inside: Tensor) -
         ]
         sizes = ProductSizes(
             products=call.groups,
-            rows=call.x.shape[0] * torch.Size(spatial).numel(),
+            rows=call.x.shape[0] * torch.Size(places).numel(),
             contraction=call.weight.shape[1] * kernel,
             columns=call.weight.shape[0] // call.groups,
         )
-    return ConvolutionForm(call.x, call.weight, sizes, call.geometry, batched, inside)
+    return ConvolutionForm(call.x, call.weight, sizes, call.geometry, batched, inside, tuple(places))
 
 
 def _letters(equation: str, first: Tensor, second: Tensor) -> tuple[str, str, str]:

@@ -68,12 +68,6 @@ class ProductForm(Protocol):
     def result(self, z: Tensor) -> Tensor:
         """A tensor shaped like the operator's result, in the layout that the reductions want."""
 
-    def sample(self, limit: int) -> tuple[Tensor, slice]:
-        """Evenly spaced rows (samples) of the first operand with about ``limit`` elements, and which rows they are."""
-
-    def sampled_rows(self, vector: Tensor, rows: slice) -> Tensor:
-        """The entries of ``result_by_row`` that belong to sampled rows."""
-
     def sample_second(self, limit: int) -> tuple[Tensor, slice]:
         """Evenly spaced rows (contraction indices) of the second operand with about ``limit`` elements, and which."""
 
@@ -156,7 +150,8 @@ class MatrixForm:
 class ConvolutionForm:
     """A convolution, transposed or not, of a batched ``first``; ``geometry`` is what torch.convolution takes last.
 
-    ``inside`` is 1 where ``first`` holds the input and 0 where it was padded beforehand, (1, groups, ...).
+    ``inside`` is 1 where ``first`` holds the input and 0 where it was padded beforehand, (1, groups, ...);
+    ``result_places`` is the result's extent beyond samples and channels.
     """
 
     first: Tensor
@@ -165,6 +160,7 @@ class ConvolutionForm:
     geometry: tuple[Any, ...]
     batched: bool
     inside: Tensor
+    result_places: tuple[int, ...]
 
     @property
     def _transposed(self) -> bool:
@@ -176,6 +172,22 @@ class ConvolutionForm:
 
     def _convolve(self, x: Tensor, weight: Tensor) -> Tensor:
         return torch.convolution(x, weight, None, *self.geometry)
+
+    @property
+    def _pointwise(self) -> bool:
+        """Whether every result sees one position: then windows are slices, and nothing has to be convolved."""
+        return self.second.shape[2:].numel() == 1 and not self._transposed and not any(self.geometry[1])
+
+    def _seen(self) -> tuple[slice, ...]:
+        """Of a pointwise convolution: which positions have a result."""
+        return (slice(None), slice(None), *(slice(None, None, step) for step in self.geometry[0]))
+
+    def _adjoint(self, result: Tensor, first: Tensor, weight: Tensor) -> Tensor:
+        """What each element of ``first`` (only its shape matters) is multiplied by, summed over its results."""
+        found: Tensor = torch.ops.aten.convolution_backward(
+            result, first, weight, None, *self.geometry, [True, False, False]
+        )[0]
+        return found
 
     def _merge_groups(self, x: Tensor) -> Tensor:
         """Sums over the channels of each group: (B, C, ...) to (B, groups, ...)."""
@@ -195,8 +207,10 @@ class ConvolutionForm:
 
     def first_by_contraction(self, a: Tensor) -> Tensor:
         """For each input channel and kernel position, the sum of the elements that this weight multiplies."""
-        x = a.sum(0, keepdim=True)
         weight = self._by_input_channel(self.second)  # only its shape matters
+        if self._pointwise:
+            return a[self._seen()].sum((0, *range(2, a.dim()))).view(weight.shape)
+        x = a.sum(0, keepdim=True)
         result = torch.ones_like(self._convolve(x, weight))
         gradient: Tensor = torch.ops.aten.convolution_backward(
             result, x, weight, None, *self.geometry, [False, True, False]
@@ -209,8 +223,37 @@ class ConvolutionForm:
 
     def first_by_row(self, a: Tensor) -> Tensor:
         """Sums over the window of each output position, per sample and group."""
-        ones = torch.ones((self._groups, 1, *self.second.shape[2:]), dtype=a.dtype, device=a.device)
-        return self._convolve(self._merge_groups(a), ones)
+        merged = self._merge_groups(a)
+        return merged[self._seen()] if self._pointwise else self._convolve(merged, self._ones(a))
+
+    def _ones(self, like: Tensor) -> Tensor:
+        return torch.ones((self._groups, 1, *self.second.shape[2:]), dtype=like.dtype, device=like.device)
+
+    def rows_by_position(self, q: Tensor) -> Tensor:
+        """Sums over the output positions whose windows hold each input position: (B, groups, ...) of ``first``.
+
+        The adjoint of ``first_by_row``: T(a, 1, c) = <sums of a over channels, this of ``result_by_row(c)``>.
+        """
+        shape = (q.shape[0], self._groups, *self.first.shape[2:])
+        if not self._pointwise:
+            return self._adjoint(q, q.new_empty(shape), self._ones(q))
+        if q.shape == shape:
+            return q
+        found = q.new_zeros(shape)
+        found[self._seen()] = q
+        return found
+
+    def contraction_by_position(self, vector: Tensor) -> Tensor:
+        """Sums over the weights that multiply each input element: (1, C, ...) of ``first``, the same for all samples.
+
+        The adjoint of ``first_by_contraction``: T(a, b, 1) = <a, this of ``second_by_contraction(b)``>. One place
+        stands for all where they are alike.
+        """
+        shape = self.first.shape[1:]
+        if self._pointwise and all(step == 1 for step in self.geometry[0]):
+            return vector.view(1, shape[0], *(1,) * (len(shape) - 1))
+        result = vector.new_ones((1, self._groups, *self.result_places))
+        return self._adjoint(result, vector.new_empty((1, *shape)), vector)
 
     def result_by_row(self, c: Tensor) -> Tensor:
         """Sums over output channels, per sample, group and position."""
@@ -218,7 +261,10 @@ class ConvolutionForm:
 
     def second_by_column(self, b: Tensor) -> Tensor:
         """Sums over those weights that reach each output position from inside the input."""
-        return self._convolve(self.inside, self._by_output_channel(b))
+        found = self._by_output_channel(b)
+        if self._pointwise:  # the same at every position
+            return found.reshape(1, -1, *(1,) * (b.dim() - 2))
+        return self._convolve(self.inside, found)
 
     def result_by_column(self, c: Tensor) -> Tensor:
         """Sums over samples."""
@@ -227,16 +273,6 @@ class ConvolutionForm:
     def result(self, z: Tensor) -> Tensor:
         """The result with its batch dimension."""
         return z if self.batched else z.unsqueeze(0)
-
-    def sample(self, limit: int) -> tuple[Tensor, slice]:
-        """Every s-th sample."""
-        step = max(1, min(self.first.shape[0], self.first.numel() // max(limit, 1)))
-        rows = slice(None, None, step)
-        return self.first[rows], rows
-
-    def sampled_rows(self, vector: Tensor, rows: slice) -> Tensor:
-        """Entries of the sampled images."""
-        return vector[rows]
 
     def sample_second(self, limit: int) -> tuple[Tensor, slice]:
         """Every s-th input channel; all of them with groups, or transposed."""

@@ -71,7 +71,7 @@ def reduced(form: ProductForm, g: Tensor, function: Callable[[Tensor], Tensor]) 
 
 def ratio(whole: Tensor, part: Tensor) -> Tensor:
     """By what a sum over a sample is to be multiplied; 1 where the sample holds nothing."""
-    return torch.where(part > 0, whole / part.clamp(min=torch.finfo(part.dtype).tiny), 1.0)
+    return (whole / part).nan_to_num_(1.0, 1.0)
 
 
 def channel_spread(entering: Tensor, output: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ under stochastic rounding and by ``min(f, 1 - f)**2 * s**2`` under rounding to n
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -110,7 +110,7 @@ def stacked_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularit
     else:
         values = x.expand(len(kinds), *x.shape).contiguous()
     exponent = torch.frexp(values).exponent.sub_(1)  # |x| in [2**exponent, 2**(exponent + 1))
-    step = torch.ldexp(torch.ones_like(values), exponent.clamp_(stack.least, stack.greatest).sub_(stack.mantissa_bits))
+    step = torch.pow(2.0, exponent.clamp_(stack.least, stack.greatest).sub_(stack.mantissa_bits))
     values.div_(step)
     if factors is not None:
         step.mul_(factors)
@@ -119,3 +119,21 @@ def stacked_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularit
     rest = 1 - fraction
     nearest = torch.minimum(fraction, rest).square_().mul_(step)
     return ElementErrors(stochastic=fraction.mul_(rest).mul_(step), nearest=nearest)
+
+
+def fixed_point_errors(x: Tensor, amaxes: Sequence[Tensor]) -> Tensor:
+    """Expected squared error of each element in INT8 under stochastic rounding, for several ways to scale.
+
+    Args:
+        x: FP32, any shape, finite.
+        amaxes: Largest magnitude per slice, broadcasting against ``x``, one tensor for each way.
+
+    Returns:
+        Shape (ways, *shape of x): what ``stacked_errors`` has for INT8, in a third of the kernels.
+
+    Source:
+        Ours.
+    """
+    step = torch.stack([amax.expand(x.shape) for amax in amaxes]).clamp_(min=_SMALLEST_UNIT).div_(LARGEST["INT8"])
+    fraction = (x / step).frac_().abs_()
+    return torch.addcmul(fraction, fraction, fraction, value=-1).mul_(step.square_())

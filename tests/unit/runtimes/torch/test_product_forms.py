@@ -38,6 +38,9 @@ CASES = {
         (3, 4, 9, 8),
         (6, 2, 3, 3),
     ),
+    "conv2d pointwise": ("conv2d", conv(F.conv2d), (2, 6, 4, 5), (8, 6, 1, 1)),
+    "conv2d pointwise with steps": ("conv2d", conv(F.conv2d, stride=(2, 3), groups=2), (3, 4, 7, 8), (6, 2, 1, 1)),
+    "conv2d pointwise padded": ("conv2d", conv(F.conv2d, padding=1), (2, 3, 4, 4), (5, 3, 1, 1)),
     "conv3d": ("conv3d", conv(F.conv3d, stride=(1, 2, 1)), (2, 2, 4, 5, 4), (3, 2, 2, 3, 2)),
     "conv_transpose1d": ("conv_transpose1d", conv(F.conv_transpose1d, padding=1), (2, 3, 6), (3, 4, 3)),
     "conv_transpose2d": (
@@ -103,13 +106,31 @@ def test_volume_counts_multiplications_padding_included(case):
         assert form.sizes.volume == pytest.approx(ones)
 
 
-def test_sampled_rows_belong_to_the_sample(case):
-    _, form_of, x, w, c = case
-    form = form_of(x, w)
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("conv")])
+def test_sampled_rows_belong_to_the_sample(name):
+    op_type, call, first, second = CASES[name]
+    args, kwargs, function = call(torch.rand(first), torch.rand(second))
+    form, c = product_of(op_type, function, args, kwargs).form, torch.rand_like(function(*args, **kwargs))
     part, rows = form.sample(1)
     by_row = form.sampled_rows(form.first_by_row(form.first), rows)
     torch.testing.assert_close(form.first_by_row(part), by_row)
     assert form.sampled_rows(form.result_by_row(form.result(c)), rows).shape == by_row.shape
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("conv")])
+def test_sums_at_positions_of_the_input_are_those_of_rows_and_contractions(name):
+    op_type, call, first, second = CASES[name]
+    x, w = torch.rand(first), torch.rand(second)
+    args, kwargs, function = call(x, w)
+    form = product_of(op_type, function, args, kwargs).form
+    c = torch.rand(form.first_by_row(form.first).shape)
+    merged = form.first.unflatten(1, (form.sizes.products, -1)).sum(2)
+    assert dot(merged, form.rows_by_position(c)) == pytest.approx(dot(form.first_by_row(form.first), c), rel=1e-5)
+    weights = form.second_by_contraction(form.second)
+    assert dot(form.first, form.contraction_by_position(weights)) == pytest.approx(
+        dot(form.first_by_contraction(form.first), weights), rel=1e-5
+    )
+    assert form.result_places == tuple(form.result(function(*args, **kwargs)).shape[2:])
 
 
 def test_scales_per_row_and_channel_can_leave_an_integer_product():
