@@ -127,12 +127,9 @@ class Sweep:
             self._effort = exact_effort(0.0, None if choice is None else create(Kind.SOLVER, choice))
         self._again = self._effort
         if not gap:
-            passes = tuple(
-                each for each in self._effort.passes if not each.width or each.nodes is None or each.whole_only
-            )
-            self._again = replace(
-                self._effort, passes=(*_AGAIN_PASSES, *passes), join_passes=1, dive_passes=1, margins=_MARGINS
-            )
+            rest = (each for each in self._effort.passes if not each.width or each.nodes is None or each.whole_only)
+            passes = (*_AGAIN_PASSES, *rest)
+            self._again = replace(self._effort, passes=passes, join_passes=1, dive_passes=1, margins=_MARGINS)
         graph = graph_tables(problem)
         # At a latency limit of zero no row is dropped for being slack, so the rows serve every limit.
         self._searches = [

@@ -112,11 +112,14 @@ def errors_met_by_gradient(
 
 @dataclass(frozen=True, slots=True)
 class GradientErrors:
-    """Mean errors of a gradient per kind, to nearest or not, and what INT8's come to in both other gradients."""
+    """Mean errors of a gradient per kind, to nearest or not, and what INT8's come to in both other gradients.
+
+    ``mean_square`` is that of the sample, None where every element was looked at.
+    """
 
     stochastic: Tensor
     nearest: Tensor
-    mean_square: Tensor
+    mean_square: Tensor | None
     sums: dict[str, Tensor]
 
 

@@ -14,26 +14,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qsync_opt.rounding import GRADIENT_KINDS, Granularity, Rounding
+from qsync_opt.rounding import Granularity, Rounding
 from qsync_opt.runtimes.torch.attention_error import AttentionCall, attention_errors
 from qsync_opt.runtimes.torch.convolution_record import errors_met_by_gradient, gradient_errors, operand_errors
+from qsync_opt.runtimes.torch.matrix_record import Shares, matrix_gradient_errors, outside_sample, shares_of_weights
 from qsync_opt.runtimes.torch.nearest_error import weight_gradient_errors
-from qsync_opt.runtimes.torch.operator_summary import (
-    CAST_KINDS,
-    OUTPUT_GRADIENT_KINDS,
-    SCALED_KINDS,
-)
+from qsync_opt.runtimes.torch.operator_summary import CAST_KINDS, OUTPUT_GRADIENT_KINDS, SCALED_KINDS
 from qsync_opt.runtimes.torch.product_calls import Product
 from qsync_opt.runtimes.torch.product_forms import ConvolutionForm, MatrixForm, ProductForm
 from qsync_opt.runtimes.torch.reductions import dot, mean, ratio, reduced, square_sum, strided, total
 from qsync_opt.runtimes.torch.replays import Replays
 from qsync_opt.runtimes.torch.rounding_error import ElementErrors, stacked_errors
 from qsync_opt.runtimes.torch.sized_samples import blocks_by_size
-from qsync_opt.statistics import (
-    GRADIENTS,
-    OperatorKind,
-    ProductSizes,
-)
+from qsync_opt.statistics import GRADIENTS, OperatorKind, ProductSizes
 
 INTEGER_KINDS = tuple(kind for kind in SCALED_KINDS if kind.startswith("INT8/"))
 """Fixed-point rounding of an operand, by granularity."""
@@ -221,15 +214,9 @@ class OperatorRecord:
         self.keep("second", SCALED_KINDS, errors, part)
         sampled = part.numel() < form.second.numel()
         some_x2 = form.sampled_contraction(contracted_x2, rows)
-        shares: dict[Granularity, tuple[Tensor | float, Tensor | float]] = {}  # of the output and of a column
+        shares: dict[Granularity, Shares] = {}
         if sampled:
-            even = contracted_x2.numel() / some_x2.numel()
-            sizes = row_amax.square().reshape(*contracted_x2.shape[:2], *(1,) * (contracted_x2.dim() - 2))
-            some_sizes = form.sampled_contraction(sizes, rows)
-            by_size = ratio(dot(contracted_x2, sizes), dot(some_x2, some_sizes))
-            whole, some = mean(sizes), mean(some_sizes)
-            shares = dict.fromkeys(Granularity, (ratio(total(contracted_x2), total(some_x2)), even))
-            shares[Granularity.ROW] = by_size, ratio(whole, some) * even
+            shares, some = shares_of_weights(form, contracted_x2, row_amax, rows)
             self.put("second.sample.row", some)
         for shape, kind in _FIXED_POINT.items():
             noise = errors.stochastic[SCALED_KINDS.index(kind)]
@@ -374,67 +361,28 @@ class OperatorRecord:
     def _meet_sample(self, form: MatrixForm, row_g2: Tensor) -> None:
         """Errors of sampled rows of the first operand times the gradient there."""
         some_g2 = form.sampled_rows(row_g2, self.sampled)
-        even, by_size = self._outside_sample(form, row_g2, some_g2)
+        even, by_size = outside_sample(form, self.row_sizes, self.sampled, row_g2)
         for shape in _FIXED_POINT:
             share = by_size if shape is Granularity.ROW else even
             self.put(f"xg/{shape}", dot(self.by_row[shape], some_g2) * share)
 
-    def _outside_sample(
-        self, form: MatrixForm, row_g2: Tensor, some_g2: Tensor
-    ) -> tuple[Tensor | float, Tensor | float]:
-        """By what sums over sampled rows are multiplied: with even noise, and with noise by the rows' magnitudes.
-
-        A few rows may hold most of the gradient, and the sample may have caught or missed them.
-        """
-        if self.row_sizes is None:
-            return 1.0, 1.0
-        found = []
-        for noise in (torch.ones_like(form.first), self.row_sizes.expand_as(form.first)):
-            window = form.first_by_row(noise)
-            found.append(ratio(dot(window, row_g2), dot(form.sampled_rows(window, self.sampled), some_g2)))
-        return found[0], found[1]
-
     def _gradient_errors(self, form: ProductForm, g: Tensor, row_g2: Tensor) -> None:
-        """What rounding the gradient does: of a matrix product every element is counted, as a few may hold most of it.
-
-        In 8 bits it is quantized with one scale.
-        """
+        """What rounding the gradient does; in 8 bits it is quantized with one scale."""
         amax = torch.linalg.vector_norm(g, float("inf"))
         self.put(f"output_gradient.amax.{Granularity.TENSOR}", amax.square())
+        squares = self.by_row["floating"], self.by_column["floating"]
+        scale = self.loss_scale
         if isinstance(form, ConvolutionForm):
-            self._gradient_errors_of_images(form, g, row_g2, amax)
-            return
-        amaxes = {Granularity.TENSOR: amax * self.loss_scale}
-        totals: list[Tensor] = []
-
-        def integer_errors(part: Tensor) -> Tensor:
-            errors = stacked_errors(part * self.loss_scale, _RESULT_KINDS, amaxes)
-            totals.append(torch.stack([values.flatten(1).sum(1, dtype=torch.float64) for values in errors]))
-            return errors.stochastic[_RESULT_KINDS.index(GRADIENT_KINDS["INT8"])] / self.loss_scale**2
-
-        rows, columns = reduced(form, g, integer_errors)
-        for rounding, values in zip(
-            Rounding, torch.stack(totals).sum(0) / (g.numel() * self.loss_scale**2), strict=True
-        ):
-            self.found.append((tuple(f"output_gradient.{kind}.{rounding}" for kind in _RESULT_KINDS), values))
-        self.put("xg/gradient", dot(self.by_row["floating"], rows))
-        self.put("gw/gradient", dot(self.by_column["floating"], columns))
-
-    def _gradient_errors_of_images(self, form: ConvolutionForm, g: Tensor, row_g2: Tensor, amax: Tensor) -> None:
-        found = gradient_errors(
-            form,
-            g,
-            self.by_row["floating"],
-            self.by_column["floating"],
-            row_g2,
-            _RESULT_KINDS,
-            amax=amax,
-            loss_scale=self.loss_scale,
-            limit=self.sample,
-        )
+            found = gradient_errors(
+                form, g, *squares, row_g2, _RESULT_KINDS, amax=amax, loss_scale=scale, limit=self.sample
+            )
+        else:
+            assert isinstance(form, MatrixForm)
+            found = matrix_gradient_errors(form, g, *squares, _RESULT_KINDS, amax=amax, loss_scale=scale)
         for rounding, values in zip(Rounding, (found.stochastic, found.nearest), strict=True):
             self.found.append((tuple(f"output_gradient.{kind}.{rounding}" for kind in _RESULT_KINDS), values))
-        self.put("output_gradient.sample.square", found.mean_square)
+        if found.mean_square is not None:
+            self.put("output_gradient.sample.square", found.mean_square)
         for name, value in found.sums.items():
             self.put(name, value)
 

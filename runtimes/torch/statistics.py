@@ -86,7 +86,6 @@ class _Collector:
         self._sample, self._replays, self._loss_scale = sample, replays, loss_scale
         self.records: dict[str, list[OperatorRecord]] = {}
         self.signals: dict[str, list[tuple[int, Tensor]]] = {}
-        self._known: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, call: OperatorCall) -> Any:
         if call.op_type not in ADJUSTABLE:
@@ -118,13 +117,6 @@ class _Collector:
         self.records.setdefault(call.name, []).append(record)
         return output
 
-    def _constants(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """0 and 1 on a device, made once."""
-        if device not in self._known:
-            zero = torch.zeros((), dtype=torch.float64, device=device)
-            self._known[device] = zero, torch.ones_like(zero)
-        return self._known[device]
-
     def _parameter(self, tensor: Tensor) -> str | None:
         """Name of the parameter that a tensor is, or is a view of."""
         base = tensor._base
@@ -136,9 +128,8 @@ class _Collector:
         if entering is not None and _is_floating(output) and output.numel() > 0:
             seen = [square_sum(_full(x)) for x in (entering, output)]
             is_loss = output.numel() == 1 and output.requires_grad and entering.numel() > 1
-            zero, one = self._constants(seen[0].device)
-            seen.append(loss_curvature(call, _full(entering)) if is_loss else zero)
-            seen.append(channel_spread(entering, output) if call.op_type == "batch_norm" else one)
+            seen.append(loss_curvature(call, _full(entering)) if is_loss else torch.zeros_like(seen[0]))
+            seen.append(channel_spread(entering, output) if call.op_type == "batch_norm" else torch.ones_like(seen[0]))
             self.signals.setdefault(call.name, []).append((output.numel(), torch.stack(seen)))
         return output
 
