@@ -59,7 +59,7 @@ docs-serve: $(STAMP) ## the same, served at http://127.0.0.1:8000 and rebuilt on
 
 # One process more than processors: a page waits for its commands, and the longest ones are begun last.
 docs-check: $(STAMP) ## the built site, and every code block of the documentation
-	$(PYTHON) -m pytest -q -n $$(($$(nproc) + 1)) --maxprocesses 8 --dist worksteal tests/docs
+	$(PYTHON) -m pytest -q -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 8 --dist worksteal tests/docs
 
 bench-solvers: $(STAMP) ## how near, sure and fast the solvers are; half an hour on two cores that are otherwise idle
 	$(PYTHON) benchmarks/solvers.py --cores 0,1
