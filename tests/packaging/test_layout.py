@@ -40,6 +40,14 @@ def test_no_source_loads_a_pickle():
             assert not [word for word in forbidden if word in text], path
 
 
+def test_sources_stay_small():
+    """A model that somebody tried a command with is no source, and a repository keeps it for ever."""
+    for top in (*SIBLINGS, "qsync_opt", "tests", "benchmarks", "docs", "examples"):
+        for path in (ROOT / top).rglob("*"):
+            if path.is_file() and not path.is_symlink() and "__pycache__" not in path.parts:
+                assert path.stat().st_size <= 2**20, f"{path}: {path.stat().st_size} bytes"
+
+
 def test_modules_stay_short():
     for top in ("qsync_opt", *SIBLINGS):
         for path in (ROOT / top).rglob("*.py"):
