@@ -79,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     description = (qsync_opt.__doc__ or "").partition("\n\n")[0]
     parser = _OneLineParser(prog="qsync-opt", description=description, epilog=FIRST_STEPS)
     parser.add_argument("--version", action="version", version=f"qsync-opt {qsync_opt.__version__}")
-    parser.add_argument("-v", "--verbose", action="store_true", help="log what is done to standard error")
+    _add_verbose(parser, default=False)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     for name, target in COMMANDS.items():
         module, _, attribute = target.partition(":")
@@ -87,7 +87,15 @@ def build_parser() -> argparse.ArgumentParser:
         help_text = (add.__doc__ or "").splitlines()[0].rstrip(".")
         subparser = subparsers.add_parser(name, help=help_text, description=help_text)
         subparser.set_defaults(run=add(subparser))
+        # Without a default of its own, so that one given before the command is not forgotten.
+        _add_verbose(subparser, default=argparse.SUPPRESS)
     return parser
+
+
+def _add_verbose(parser: argparse.ArgumentParser, default: Any) -> None:
+    """Let the option stand before the command or after it."""
+    text = "log what is done to standard error"
+    parser.add_argument("-v", "--verbose", action="store_true", default=default, help=text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

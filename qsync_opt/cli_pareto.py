@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qsync_opt.cli import EXIT_INFEASIBLE, EXIT_OK, Runner, print_json
-from qsync_opt.cli_text import add_quiet, estimate_notice, milliseconds, number, percent, print_table
+from qsync_opt.cli_text import add_quiet, estimate_notice, gap_text, milliseconds, number, print_table
 
 if TYPE_CHECKING:
     from qsync_opt.pareto import Front
@@ -85,7 +85,7 @@ def _print(front: Front) -> None:
             milliseconds(point.iteration_ns),
             *(format_memory(point.memory_kib[name]) for name in names),
             number(point.objective),
-            percent(point.gap),
+            gap_text(point.gap),
             "kept" if point.feasible else "broken",
             "; ".join(levels(choices.values()) for choices in point.plan.devices.values()),
         )

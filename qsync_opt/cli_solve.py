@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from typing import TYPE_CHECKING, Any
 
 from qsync_opt.cli import EXIT_INFEASIBLE, EXIT_OK, Runner, print_json
-from qsync_opt.cli_text import add_quiet, estimate_notice, mebibytes, milliseconds, number, percent, print_table
+from qsync_opt.cli_text import add_quiet, estimate_notice, gap_text, mebibytes, milliseconds, number, print_table
 from qsync_opt.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from qsync_opt.problem import Problem
     from qsync_opt.solution import Solution
 
-_LOGGER = logging.getLogger(__name__)
 _NO_LIMIT_NS = 2**60
 
 
@@ -215,7 +213,6 @@ def _compare(options: argparse.Namespace) -> int:
     problem = load_problem(options.problem)
     results = []
     for name in methods:
-        _LOGGER.info("solving %s by %s", problem.name, name)
         with waiting(False if options.quiet else None, f"solving by {name}", options.time_limit):
             results.append(solve(problem, name, time_limit_s=options.time_limit))
     if options.json:
@@ -233,7 +230,7 @@ def print_solution(problem: Problem, solution: Solution) -> None:
     if solution.plan is None or solution.evaluation is None:
         print(f"no plan: {solution.reason}")
         return
-    print(f"objective       {solution.objective:.9g}  (bound {number(solution.bound)}, gap {percent(solution.gap)})")
+    print(f"objective       {solution.objective:.9g}  (bound {number(solution.bound)}, gap {gap_text(solution.gap)})")
     iteration_ns, limit_ns = solution.evaluation.iteration_ns, problem.latency_limit_ns
     print(f"iteration time  {milliseconds(iteration_ns)} (limit {milliseconds(limit_ns)})")
     for device in problem.devices:
@@ -256,7 +253,7 @@ def _print_comparison(results: list[Solution]) -> None:
             solution.termination.value,
             number(solution.objective),
             number(solution.bound),
-            percent(solution.gap),
+            gap_text(solution.gap),
             "-" if solution.iteration_ns is None else milliseconds(solution.iteration_ns),
             f"{solution.build_seconds + solution.solve_seconds:.2f}",
         )

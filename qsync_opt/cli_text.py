@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 
 from qsync_opt.jsonio import Extras
+from qsync_opt.quantities import format_gap
 
 _NS_PER_MS = 1e6
 _KIB_PER_MIB = 1024
@@ -31,9 +32,9 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.9g}"
 
 
-def percent(value: float | None) -> str:
-    """A share in percent, or a dash."""
-    return "-" if value is None else f"{100 * value:.3g} %"
+def gap_text(value: float | None) -> str:
+    """A relative gap in percent, or a dash."""
+    return "-" if value is None else format_gap(value)
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

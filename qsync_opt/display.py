@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.estimates import estimate_lines
 from qsync_opt.graph import Role
 from qsync_opt.precision import FORMATS
-from qsync_opt.quantities import format_memory, format_sensitivity, format_time
+from qsync_opt.quantities import format_gap, format_memory, format_sensitivity, format_time
 
 if TYPE_CHECKING:
     from qsync_opt.graph import OpGraph
@@ -65,7 +65,7 @@ def solution_text(solution: Solution) -> str:
     by = solution.method if solution.solver is None else f"{solution.method} with {solution.solver}"
     if solution.plan is None or solution.evaluation is None:
         return f"<Solution {solution.termination} by {by}: no plan, {solution.reason}>"
-    gap = "no bound" if solution.gap is None else f"gap {100 * solution.gap:.3g} %"
+    gap = "no bound" if solution.gap is None else f"gap {format_gap(solution.gap)}"
     return (
         f"<Solution {solution.termination} by {by}: sensitivity {format_sensitivity(solution.evaluation.objective)} "
         f"({gap}), iteration {format_time(solution.evaluation.iteration_ns)}, {plan_text(solution.plan)[1:-1]}>"
@@ -144,7 +144,7 @@ def front_html(front: Front) -> str:
             format_time(point.iteration_ns),
             *(format_memory(point.memory_kib[d.name]) for d in front.problem.devices),
             format_sensitivity(point.objective),
-            "" if point.gap is None else f"{100 * point.gap:.3g} %",
+            "" if point.gap is None else format_gap(point.gap),
             "kept" if point.feasible else "broken",
         )
         for point in front.points

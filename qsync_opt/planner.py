@@ -88,7 +88,9 @@ def solve(
         start=start,
         tied=tuple(map(tuple, tied)),
     )
+    _LOGGER.info("solving %s by %s", problem.name, name)
     answer: Answer = formulation.solve(problem, options)
+    _LOGGER.info("%s ended %s after %.2f s", name, answer.termination, answer.build_seconds + answer.solve_seconds)
     if answer.devices is None and answer.reason is None and answer.termination is TerminationStatus.TIME_LIMIT:
         reason = f"no plan was found within the time limit of {time_limit_s} s, which proves nothing; allow more time"
         answer = replace(answer, reason=reason)

@@ -1,4 +1,4 @@
-"""How quantities are written for people: times, memory and sensitivities with a unit that suits their size."""
+"""How quantities are written for people: times, memory, sensitivities and gaps in a unit that suits their size."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ _TIME_STEPS = ((1, "ns"), (10**3, "µs"), (10**6, "ms"), (10**9, "s"))
 _MEMORY_STEPS = ((1, "KiB"), (2**10, "MiB"), (2**20, "GiB"), (2**30, "TiB"))
 _PLAIN = (1e-4, 1e6)
 """Sensitivities in this range are written without an exponent."""
+_ROUNDING = 1e-12
+"""A bound and an objective are sums of the same numbers in another order: thousands of them differ by less than this."""
+_LEAST_GAP = 1e-5
 _DIGITS = 3
 """Significant digits at least; more only to the left of the point."""
 
@@ -36,6 +39,18 @@ def format_sensitivity(value: float) -> str:
         return f"{float(f'{value:.3e}'):.10f}".rstrip("0").rstrip(".")
     mantissa, _, exponent = f"{value:.3e}".partition("e")
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def format_gap(gap: float) -> str:
+    """A relative gap as text in percent: 0 only where bound and objective are equal up to the rounding of their sums.
+
+    Example:
+        >>> format_gap(0.0123), format_gap(0.0), format_gap(1.5e-16), format_gap(3e-8)
+        ('1.23 %', '0 %', '0 %', 'under 0.001 %')
+    """
+    if gap <= _ROUNDING:
+        return "0 %"
+    return f"{100 * gap:.3g} %" if gap >= _LEAST_GAP else f"under {100 * _LEAST_GAP:g} %"
 
 
 def _scaled(value: float, steps: tuple[tuple[int, str], ...]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from qsync_opt.evaluation import DeviceEvaluation, Evaluation
 from qsync_opt.explanation import broken_limits
-from qsync_opt.quantities import format_memory, format_sensitivity, format_time
+from qsync_opt.quantities import format_gap, format_memory, format_sensitivity, format_time
 from qsync_opt.report.contents import LOWEST, Report
 from qsync_opt.solution import PROOF_GAP, TerminationStatus, relative_gap
 
@@ -123,7 +123,7 @@ def _distance(objective: float, bound: float, source: str) -> str:
     assert gap is not None
     if gap <= PROOF_GAP:
         return f"Proved optimal: no plan within the limits has a lower sensitivity ({source})."
-    return f"At most {_percent(gap)} above the best possible sensitivity ({source})."
+    return f"At most {format_gap(gap)} above the best possible sensitivity ({source})."
 
 
 def better_words(report: Report) -> str | None:
@@ -201,10 +201,6 @@ def _bytes(value: int) -> str:
 def _compared(what: str, measured: float, predicted: float, form: Callable[[float], str]) -> str:
     error = 100 * (predicted / measured - 1)
     return f"{what}: measured {form(measured)}, predicted {form(predicted)} ({error:+.1f} %)."
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.2g} %"
 
 
 def _listed(parts: list[str]) -> str:

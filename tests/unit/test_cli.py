@@ -147,6 +147,27 @@ def test_unusable_input_exits_2_with_one_line(capfd, problem_file, arguments, ne
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_verbose_stands_before_the_command_or_after_it(problem_file, place):
+    arguments = ["solve", str(problem_file), "--method", "exact", "--json"]
+    arguments = ["-v", *arguments] if place == "before" else [*arguments, "--verbose"]
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=250, check=True)
+    assert json.loads(done.stdout)["objective"] == 0.25
+    assert "INFO qsync_opt.planner: solving chain by exact\n" in done.stderr
+    quiet = [argument for argument in arguments if argument not in ("-v", "--verbose")]
+    done = subprocess.run([*COMMAND, *quiet], capture_output=True, text=True, timeout=250, check=True)
+    assert done.stderr == ""
+
+
+def test_a_gap_of_rounding_is_none_for_people_and_exact_in_json(capfd, instance_path):
+    """This instance's optimum and its bound differ in the last bit of a double."""
+    arguments = ["solve", instance_path("bertb-native"), "--method", "exact"]
+    status, out, _ = _run(capfd, *arguments)
+    assert (status, "gap 0 %)" in out) == (0, True), out
+    solved = json.loads(_run(capfd, *arguments, "--json")[1])
+    assert solved["gap"] == max(solved["objective"] - solved["bound"], 0.0) / solved["objective"]
+
+
 def test_the_help_says_what_it_is_and_where_to_begin(capfd):
     status, out, err = _run(capfd, "--help")
     assert (status, err) == (0, "")

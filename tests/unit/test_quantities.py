@@ -3,7 +3,7 @@ import doctest
 import pytest
 
 import qsync_opt.quantities
-from qsync_opt.quantities import format_memory, format_sensitivity, format_time
+from qsync_opt.quantities import format_gap, format_memory, format_sensitivity, format_time
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,22 @@ def test_memory_counts_in_powers_of_1024(memory_kib, text):
 )
 def test_sensitivity_has_four_digits_and_no_unit(value, text):
     assert format_sensitivity(value) == text
+
+
+@pytest.mark.parametrize(
+    ("gap", "text"),
+    [
+        (0.0, "0 %"),
+        (1.47e-16, "0 %"),
+        (1e-10, "under 0.001 %"),
+        (9.9e-6, "under 0.001 %"),
+        (1e-5, "0.001 %"),
+        (0.0099612, "0.996 %"),
+        (0.5, "50 %"),
+    ],
+)
+def test_a_gap_is_zero_only_where_bound_and_objective_are_equal(gap, text):
+    assert format_gap(gap) == text
 
 
 def test_examples_in_docstrings_hold():
