@@ -9,7 +9,8 @@ from qsync_opt.cli import EXIT_OK, Runner, print_json
 from qsync_opt.cli_text import estimate_notice, print_table
 
 if TYPE_CHECKING:
-    from qsync_opt.explanation import Alternative, Explanation
+    from qsync_opt.explanation import Alternative, Explainer, Explanation
+    from qsync_opt.explanation_overview import Overview, Saving
     from qsync_opt.problem import Problem
 
 
@@ -17,7 +18,11 @@ def add_explain(parser: argparse.ArgumentParser) -> Runner:
     """Say why an operator has its precision, and what raising or lowering it would cost."""
     parser.add_argument("problem", metavar="PROBLEM", help="problem file")
     parser.add_argument("plan", metavar="PLAN", help="plan file")
-    parser.add_argument("operator", metavar="OPERATOR", help="name of an operator, or a part that only one name has")
+    parser.add_argument(
+        "operator", metavar="OPERATOR", nargs="?",
+        help="name of an operator, or a part that only one name has; without it the operators are listed that cost "
+        "most sensitivity or could save most time",
+    )  # fmt: skip
     parser.add_argument("--device", metavar="NAME", help="only this device type; all by default")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return _explain
@@ -30,10 +35,12 @@ def _explain(options: argparse.Namespace) -> int:
 
     problem = load_problem(options.problem)
     explainer = Explainer(problem, load_plan(options.plan))
-    operator = _find(problem, options.operator)
     names = [device.name for device in problem.devices]
     if options.device is not None:
         names = [problem.device(options.device).name]
+    if options.operator is None:
+        return _overview(explainer, names, options)
+    operator = _find(problem, options.operator)
     explanations = [explainer.explain(operator, name) for name in names]
     if options.json:
         print_json({"operator": operator, "devices": {e.device: e.to_json() for e in explanations}})
@@ -42,6 +49,65 @@ def _explain(options: argparse.Namespace) -> int:
         _print(explanation)
     estimate_notice(problem.extras)
     return EXIT_OK
+
+
+def _overview(explainer: Explainer, names: list[str], options: argparse.Namespace) -> int:
+    """What can be told without the name of an operator."""
+    from qsync_opt.explanation_overview import overview
+
+    found = [overview(explainer, name) for name in names]
+    if options.json:
+        print_json({"operator": None, "devices": {each.device: each.to_json() for each in found}})
+        return EXIT_OK
+    for each in found:
+        _print_overview(each)
+    print("all of one operator: qsync-opt explain PROBLEM PLAN OPERATOR")
+    estimate_notice(explainer.problem.extras)
+    return EXIT_OK
+
+
+def _print_overview(found: Overview) -> None:
+    from qsync_opt.quantities import format_sensitivity
+
+    total = f"sensitivity {format_sensitivity(found.sensitivity)}"
+    print(f"{found.device}: {found.adjustable} adjustable operators, {total}")
+    if found.sensitive:
+        print("most sensitivity, and what the next higher precision would change")
+        header = ("  operator", "precision", "sensitivity", "share", "raised to", "iteration", "memory", "limits")
+        print_table(header, [_sensitive_row(each, found.sensitivity) for each in found.sensitive])
+    if found.savings:
+        print("most computing time to save")
+        header = ("  operator", "precision", "instead", "computing", "iteration", "sensitivity", "memory", "limits")
+        print_table(header, [_saving_row(each) for each in found.savings])
+    if not found.sensitive and not found.savings:
+        print("no operator adds sensitivity, and no other precision would save time")
+
+
+def _sensitive_row(explanation: Explanation, total: float) -> tuple[str, ...]:
+    from qsync_opt.quantities import format_sensitivity
+
+    higher = explanation.next_higher
+    return (
+        f"  {explanation.operator}",
+        explanation.precision,
+        format_sensitivity(explanation.sensitivity),
+        f"{100 * explanation.sensitivity / total:.0f} %",
+        *(("-",) * 4 if higher is None else (higher.precision, _iteration(higher), _memory(higher), _limits(higher))),
+    )
+
+
+def _saving_row(saving: Saving) -> tuple[str, ...]:
+    instead = saving.instead
+    return (
+        f"  {saving.explanation.operator}",
+        saving.explanation.precision,
+        instead.precision,
+        _computing(instead),
+        _iteration(instead),
+        _sensitivity(instead),
+        _memory(instead),
+        _limits(instead),
+    )
 
 
 def _find(problem: Problem, text: str) -> str:
@@ -91,17 +157,44 @@ def _print(explanation: Explanation) -> None:
 
 
 def _row(alternative: Alternative) -> tuple[str, ...]:
-    from qsync_opt.quantities import format_memory, format_sensitivity, format_time
-
-    def signed(text: str, value: float) -> str:
-        return f"+{text}" if value > 0 else text
-
     return (
         f"  {alternative.precision}",
-        signed(format_sensitivity(alternative.sensitivity_change), alternative.sensitivity_change),
-        signed(format_time(alternative.iteration_change_ns), alternative.iteration_change_ns),
-        signed(format_time(alternative.compute_change_ns), alternative.compute_change_ns),
-        signed(format_memory(alternative.memory_change_kib), alternative.memory_change_kib),
+        _sensitivity(alternative),
+        _iteration(alternative),
+        _computing(alternative),
+        _memory(alternative),
         f"+{len(alternative.added_casts)} -{len(alternative.removed_casts)}",
-        "kept" if alternative.feasible else "; ".join(f"breaks {limit.text}" for limit in alternative.broken),
+        _limits(alternative),
     )
+
+
+def _sensitivity(alternative: Alternative) -> str:
+    from qsync_opt.quantities import format_sensitivity
+
+    return _signed(format_sensitivity(alternative.sensitivity_change), alternative.sensitivity_change)
+
+
+def _iteration(alternative: Alternative) -> str:
+    from qsync_opt.quantities import format_time
+
+    return _signed(format_time(alternative.iteration_change_ns), alternative.iteration_change_ns)
+
+
+def _computing(alternative: Alternative) -> str:
+    from qsync_opt.quantities import format_time
+
+    return _signed(format_time(alternative.compute_change_ns), alternative.compute_change_ns)
+
+
+def _memory(alternative: Alternative) -> str:
+    from qsync_opt.quantities import format_memory
+
+    return _signed(format_memory(alternative.memory_change_kib), alternative.memory_change_kib)
+
+
+def _signed(text: str, value: float) -> str:
+    return f"+{text}" if value > 0 else text
+
+
+def _limits(alternative: Alternative) -> str:
+    return "kept" if alternative.feasible else "; ".join(f"breaks {limit.text}" for limit in alternative.broken)

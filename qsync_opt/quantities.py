@@ -7,8 +7,9 @@ _MEMORY_STEPS = ((1, "KiB"), (2**10, "MiB"), (2**20, "GiB"), (2**30, "TiB"))
 _PLAIN = (1e-4, 1e6)
 """Sensitivities in this range are written without an exponent."""
 _ROUNDING = 1e-12
-"""A bound and an objective are sums of the same numbers in another order: thousands of them differ by less than this."""
+"""Sums of the same thousands of numbers in another order, as bound and objective are, differ by less than this."""
 _LEAST_GAP = 1e-5
+"""Smaller gaps are written as smaller than this."""
 _DIGITS = 3
 """Significant digits at least; more only to the left of the point."""
 

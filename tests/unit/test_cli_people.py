@@ -12,9 +12,13 @@ from dataclasses import replace
 
 import pytest
 
+import qsync_opt
 import qsync_opt.doctor as doctor
 from qsync_opt import evaluate, load_plan, uniform_plan
 from qsync_opt.cli import main
+from qsync_opt.errors import ProblemError
+from qsync_opt.explanation import Explainer
+from qsync_opt.explanation_overview import overview
 from qsync_opt.registry import Kind, entries
 from qsync_opt.testing import buckets, diamond, no_memory
 
@@ -65,6 +69,46 @@ def test_explain_for_people(capfd, files):
     status, out, _ = run(capfd, "explain", files / "problem.json", files / "low.json", "ad")  # part of one name only
     assert status == 0
     assert out.startswith("add (Add, dependent) on T4: FP16\n  Follows its inputs 'b' and 'c' into FP16.")
+
+
+def test_explain_without_an_operator_lists_the_most_telling_ones(capfd, instance_path, tmp_path):
+    problem = qsync_opt.load_problem(instance_path("bertb-time60"))
+    plan = qsync_opt.solve(problem, "exact").plan
+    plan.save(tmp_path / "plan.json")
+    status, out, _ = run(capfd, "explain", instance_path("bertb-time60"), tmp_path / "plan.json", "--json")
+    told = json.loads(out)["devices"]["T4#0"]
+    assert status == 0
+    evaluation = evaluate(problem, plan)
+    assert told["sensitivity"] == evaluation.objective
+    table = problem.devices[0].operators
+    own = {name: table[name][precision].sensitivity for name, precision in plan.devices["T4#0"].items()}
+    ranked = sorted((value for value in own.values() if value), reverse=True)
+    assert [each["sensitivity"] for each in told["most_sensitive"]] == ranked[:10]
+    assert len(told["most_saving"]) == 10
+    ends = []
+    for each in told["most_saving"]:
+        changed = replace(plan, devices={"T4#0": {**plan.devices["T4#0"], each["operator"]: each["instead"]}})
+        device = evaluate(problem, changed).devices["T4#0"]
+        ends.append(device.backward_end_ns - evaluation.devices["T4#0"].backward_end_ns)
+        assert device.backward_end_ns < evaluation.devices["T4#0"].backward_end_ns
+    assert ends == sorted(ends)
+    status, out, _ = run(capfd, "explain", instance_path("bertb-time60"), tmp_path / "plan.json")
+    first = told["most_sensitive"][0]
+    assert out.splitlines()[3].split()[:2] == [first["operator"], first["precision"]]
+    assert "most computing time to save" in out
+    status, _, err = run(capfd, "explain", instance_path("bertb-time60"), tmp_path / "plan.json", "--device", "T5")
+    assert (status, err.count("\n")) == (2, 1)
+
+
+def test_an_overview_says_that_nothing_stands_out_and_takes_no_count_of_nothing(capfd, files):
+    problem = diamond().problem
+    single = {name: {"FP32": costs["FP32"]} for name, costs in problem.devices[0].operators.items()}
+    only = replace(problem, devices=(replace(problem.devices[0], operators=single),))
+    only.save(files / "problem.json")
+    status, out, _ = run(capfd, "explain", files / "problem.json", files / "high.json")
+    assert (status, "no operator adds sensitivity" in out) == (0, True)
+    with pytest.raises(ProblemError, match="count is 0"):
+        overview(Explainer(only, load_plan(files / "high.json")), "T4", 0)
 
 
 def test_diff_lists_changes_and_their_cost(capfd, files):
