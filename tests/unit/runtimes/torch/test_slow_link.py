@@ -1,6 +1,7 @@
 """Two workers in network namespaces of their own, a slow link between them: is their step predicted?"""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -59,6 +60,7 @@ def namespaces():
 
 @pytest.mark.slow
 def test_a_step_over_a_slow_link_is_predicted(namespaces, tmp_path):
+    """Compared with what the same run predicts without the link: times alone are also those of the machine's load."""
     output = tmp_path / "found.json"
     workers = []
     for rank, (name, end) in enumerate(namespaces):
@@ -87,8 +89,12 @@ def test_a_step_over_a_slow_link_is_predicted(namespaces, tmp_path):
     # Buckets are deterministic.
     assert found["predicted_buckets"] == found["actual_buckets"]
     assert sum(found["actual_buckets"]) == found["parameter_bytes"]
-    # Every byte crosses the link once in each direction; the measured rate is that of the link, less headers.
+    # Every byte crosses the link once in each direction, and only a burst faster than at its rate. A busy machine can
+    # make this take longer and never shorter.
     link_ns = found["parameter_bytes"] * 8 / BITS_PER_S * 1e9
-    assert found["network_ns"] == pytest.approx(link_ns, rel=0.35)
-    # The network decides, so what is left to chance is small.
-    assert found["predicted_ns"] == pytest.approx(found["measured_ns"], rel=0.35)
+    assert found["network_ns"] > 0.8 * link_ns
+    assert found["measured_ns"] > 0.8 * link_ns
+    # With the link the prediction is what was measured, as far as chance on a busy machine goes; without it, it is not.
+    error = abs(math.log(found["predicted_ns"] / found["measured_ns"]))
+    without = abs(math.log(found["predicted_without_network_ns"] / found["measured_ns"]))
+    assert error < without / 2, found
