@@ -69,6 +69,8 @@ class BoundAndFix:
         self._leaves = [Leaf()]
         self._before: Ints | None = None  # the best labelling under the limits before, which breaks these
         self._lead = np.inf  # how far the last optimum was above the dual of its leaf
+        # Whether a search is begun with what is near its bound: not any more once that was given up, at great cost.
+        self._guesses = True
 
     def under(self, limits_R: Ints) -> "BoundAndFix":
         """A search of the same problem under other limits, which starts from what this one learnt."""
@@ -79,7 +81,7 @@ class BoundAndFix:
         other._prices_R = self._prices_R
         other._affordable_Z, other._affordable_at = self._affordable_Z, self._affordable_at
         other._leaves = [leaf.shifted(change_R) for leaf in self._leaves]
-        other._lead = self._lead
+        other._lead, other._guesses = self._lead, self._guesses
         other._cuts = self._cuts[-_MAX_CUTS:]
         # The Lagrangian is linear in the limits, and tighter limits leave no better plan.
         bounds = [min(value - float(prices_R @ limits_R), most) for value, prices_R, most in other._cuts]
@@ -243,11 +245,15 @@ class BoundAndFix:
             return bound, dual.prices_R, []
         if node.leaf is not None and self._lead < np.inf and fractional_join(self.model, dual) is None:
             lead = max(self._lead, _LEAST_LEAD * abs(dual.bound))
-            for margin in effort.margins:
-                found, allowed = self._cores.near(allowed, dual, dual.bound + margin * lead, bound)
+            for margin in effort.margins if self._guesses else ():
+                most = dual.bound + margin * lead
+                found, allowed = self._cores.near(allowed, dual, most, bound)
                 bound = max(bound, found)
                 if self._closed(bound, effort) or bound >= self._incumbent.target(effort.enough):
                     return bound, dual.prices_R, []
+                if -np.inf < found < most:
+                    self._guesses = False
+                    break
         if self._before is not None:
             self._repair(self.relaxation.allowed(allowed), dual, effort)
         self._blend(dual, effort)

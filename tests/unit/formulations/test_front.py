@@ -9,7 +9,9 @@ import pytest
 from qsync_opt import solve
 from qsync_opt.errors import ProblemError
 from qsync_opt.evaluation import evaluate
+from qsync_opt.formulations.assignment.core_search import CoreSearch
 from qsync_opt.formulations.front import Sweep, fastest_within, latency_front, memory_front
+from qsync_opt.synthetic import stacked_problem
 from qsync_opt.testing import chain, random_problem
 
 
@@ -99,3 +101,23 @@ def test_the_fastest_of_a_sweep_is_a_plan_that_keeps_memory():
     found = evaluate(replace(problem, latency_limit_ns=limit), plan)
     assert found.feasible
     assert found.iteration_ns == limit
+
+
+@pytest.mark.parametrize("outcome", ["given up", "searched"])
+def test_a_guess_near_the_bound_is_made_no_more_once_it_was_given_up(monkeypatch, outcome):
+    """At every further point it would be given up again, at the cost of a widest walk; the points are the same."""
+    problem = stacked_problem(6)
+    limits = [problem.latency_limit_ns - step * problem.latency_limit_ns // 50 for step in range(8)]
+    sweep = Sweep(problem, gap=0.0)
+    expected = [sweep.solve(limit) for limit in limits]
+    guesses = []
+
+    def near(self, allowed_Z, dual, most, known):
+        guesses.append(most)
+        return (dual.bound if outcome == "given up" else most), allowed_Z
+
+    monkeypatch.setattr(CoreSearch, "near", near)
+    sweep = Sweep(problem, gap=0.0)
+    found = [sweep.solve(limit) for limit in limits]
+    assert len(guesses) == 1 if outcome == "given up" else len(guesses) > 5
+    assert [point.objective for point in found] == pytest.approx([point.objective for point in expected], rel=1e-6)
