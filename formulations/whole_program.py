@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -142,7 +143,7 @@ def _solve_device(
         found = run(
             shifted,
             solver,
-            cost_unit=scale / _OBJECTIVE_SCALE,
+            cost_unit=max(scale / _OBJECTIVE_SCALE, sys.float_info.min),  # a share of the least float is 0
             allowed=_allowed(shifted, answer.cost),
             options=LinearOptions(time_limit_s=None if math.isinf(left_s) else left_s, relative_gap=gap),
         )

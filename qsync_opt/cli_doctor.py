@@ -21,7 +21,6 @@ def add_doctor(parser: argparse.ArgumentParser) -> Runner:
     )
     parser.add_argument(
         "--require",
-        default="",
         metavar="NAMES",
         help="names with commas between that must be there: torch,ortools,cuda",
     )
@@ -35,7 +34,9 @@ def _doctor(options: argparse.Namespace) -> int:
     from qsync_opt.jsonio import near_match
 
     findings = examine()
-    required = [name.strip() for name in options.require.split(",") if name.strip()]
+    required = [name.strip() for name in (options.require or "").split(",") if name.strip()]
+    if options.require is not None and not required:  # an empty variable of a script, say
+        raise UnsupportedError("--require names nothing; give at least one of the names that qsync-opt doctor lists")
     known = {finding.name for finding in findings} | {"cuda"}
     for name in required:
         if name not in known:

@@ -151,7 +151,9 @@ def load_proto(path: Path) -> onnx.ModelProto:
             )
         proto = onnx.load_model_from_string(data)
     except OSError as error:
-        raise ModelError(f"cannot read ONNX file {path}: {error.strerror or error}") from error
+        raise ModelError(
+            f"cannot read ONNX file {path}: {error.strerror or error}; give the path of an ONNX model"
+        ) from error
     except DecodeError as error:
         raise ModelError(f"ONNX file {path} is truncated or not ONNX: {error}; export the model again") from error
     except ValueError as error:  # a path with a null character

@@ -6,7 +6,6 @@ integers. A `Problem` validates itself when it is made, whether from a file or i
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from typing import Any
 from qsync_opt.errors import ProblemError
 from qsync_opt.graph import Role
 from qsync_opt.jsonio import (
-    LARGEST_INTEGER,
     Extras,
     check_integer,
     check_name,
@@ -25,6 +23,7 @@ from qsync_opt.jsonio import (
     write_json,
 )
 from qsync_opt.precision import PrecisionFormats
+from qsync_opt.problem_sums import check_sums
 from qsync_opt.propagation import missing_casts
 
 PROBLEM_FORMAT = "qsync-problem/1"
@@ -251,7 +250,7 @@ class Problem:
                     fault = (
                         "which comes later or is itself; operators must stand in forward execution order"
                         if source in names
-                        else f"which is no operator{near_match(str(source), index)}"
+                        else f"which is no operator{near_match(str(source), index)}; name one that stands before it"
                     )
                     raise ProblemError(f"operator {operator.name!r} reads {source!r}, {fault}")
             if operator.bucket is not None and operator.bucket >= buckets:
@@ -273,7 +272,7 @@ class Problem:
             self._check_tables(device)
             devices[device.name] = device
         for device in self.devices:
-            self._check_sums(device)
+            check_sums(self, device)
             for source, target, producer, consumer in missing_casts(self, device):
                 raise ProblemError(
                     f"device {device.name!r}: the cast {source}>{target} is needed between {producer!r} and "
@@ -318,31 +317,6 @@ class Problem:
         for name in device.operators:
             if name not in self._index:
                 raise ProblemError(f"{what}: there is a table for {name!r}, which is no operator of this problem")
-
-    def _check_sums(self, device: ProblemDevice) -> None:
-        """The sums that any plan can reach must stay within what 64-bit integers and floats hold."""
-        widest = max(self.formats.values())
-        time_ns, memory_kib, sensitivity = 0, 0, 0.0
-        for operator in self.operators:
-            table = device.operators[operator.name].values()
-            time_ns += max(cost.forward_ns for cost in table) + max(cost.backward_ns for cost in table)
-            memory_kib += max(cost.memory_kib for cost in table)
-            sensitivity += max(cost.sensitivity for cost in table)
-            for source in operator.inputs:
-                elements = self.operators[self._index[source]].output_elements
-                time_ns += 2 * max((cast.time_ns(elements) for cast in device.casts.values()), default=0)
-                memory_kib += elements * widest // 2**10 + 1
-        time_ns += sum(self.communication.allreduce_ns) + max(self.communication.peer_ready_ns, default=0)
-        time_ns += self.optimizer_ns
-        for what, total in (("times in ns", time_ns), ("memory in KiB with cast buffers", memory_kib)):
-            if total > LARGEST_INTEGER:
-                raise ProblemError(
-                    f"device {device.name!r}: {what} add up to {total:.1e}, but sums must be below 2**63; check units"
-                )
-        if not math.isfinite(sensitivity * len(self.devices)):
-            raise ProblemError(
-                f"device {device.name!r}: the sensitivities add up to infinity; scale all of them by one factor"
-            )
 
     def index(self, operator: str) -> int:
         """Position of an operator in forward order."""

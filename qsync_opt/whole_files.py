@@ -94,7 +94,9 @@ def check_writable(path: str | os.PathLike[str], *, error: type[QSyncError] = Pr
     """
     try:
         target = Path(os.path.realpath(path))
-        writable = os.access(target.parent, os.W_OK | os.X_OK) and (target.is_file() or not target.exists())
+        # A rename would replace a file that its owner has made read-only, too.
+        free = os.access(target, os.W_OK) if target.is_file() else not target.exists()
+        writable = free and os.access(target.parent, os.W_OK | os.X_OK)
     except (OSError, ValueError) as failure:  # a name that is too long, or has a null character
         reason = failure.strerror if isinstance(failure, OSError) else failure
         raise error(f"cannot write {os.fspath(path)!r}: {reason}; give another file name") from failure

@@ -280,6 +280,10 @@ def test_doctor_names_what_is_missing_without_importing_it(monkeypatch, capfd):
     status, out, _ = run(capfd, "doctor", "--require", "pulp,ortools")
     assert status == 1
     assert out.splitlines()[-2:] == ["required, but not here: pulp", "not healthy"]
+    for nothing in ("", " ,"):
+        status, out, err = run(capfd, "doctor", "--require", nothing)
+        assert (status, out) == (2, "")
+        assert "--require names nothing" in err
 
 
 def test_doctor_reports_what_is_broken(monkeypatch, capfd):

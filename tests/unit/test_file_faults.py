@@ -346,6 +346,36 @@ def test_a_cache_that_cannot_be_written_is_read(open_folder):
     assert result.stderr.count("not kept for other runs") == 2  # once for each cache
 
 
+OVER_READ_ONLY = """
+import os, sys
+from qsync_opt.errors import ProblemError
+from qsync_opt.whole_files import write_text
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)  # root may write to every file
+for name in sys.argv[1:]:
+    try:
+        write_text(name, "new")
+        print("written")
+    except ProblemError as refusal:
+        print(refusal)
+"""
+
+
+def test_a_file_that_is_read_only_is_not_replaced(open_folder):
+    kept, free = open_folder / "kept", open_folder / "free"
+    for path, mode in ((kept, 0o444), (free, 0o666)):
+        path.write_text("old")
+        path.chmod(mode)
+    open_folder.chmod(0o777)
+    result = python(OVER_READ_ONLY, kept, free)
+    assert result.returncode == 0, result.stderr
+    refusal, written = result.stdout.splitlines()
+    assert refusal.startswith(f"cannot write {str(kept)!r}; give a file")
+    assert (written, kept.read_text(), free.read_text()) == ("written", "old", "new")
+    assert sorted(path.name for path in open_folder.iterdir()) == ["free", "kept"]
+
+
 def test_versions_do_not_read_each_others_measurements(tmp_path, monkeypatch):
     problem = chain().problem
     limits = {device.name: device.memory_limit_kib for device in problem.devices}

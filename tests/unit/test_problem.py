@@ -105,6 +105,7 @@ FC1 = (*T4, "operators", "fc1", "FP16")
         (("optimizer_ns",), 2**63, "optimizer_ns is 9223372036854775808, but it must be at most 2**63 - 1"),
         (("optimizer_ns",), 2**63 - 1, "device 'T4': times in ns add up to 9.2e+18"),
         (("formats", "FP32"), 2**60, "device 'T4': memory in KiB with cast buffers add up to"),
+        (("operators", 1, "output_elements"), 2**62, "operator 'fc1': output_elements is 4611686018427387904"),
         ((*FC1, "sensitivity"), 1.7e308, "device 'T4': the sensitivities add up to infinity"),
     ],
 )

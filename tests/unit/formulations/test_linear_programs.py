@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qsync_opt import solve
 from qsync_opt.formulations.device_model import build_assignment
 from qsync_opt.formulations.ilp import Goal, Units, linearize
 from qsync_opt.formulations.linear_assignment import Assignment, Choice, Limit, Product
@@ -79,6 +80,18 @@ def test_goals_give_least_time_and_least_memory():
     # By how much the limit of 58 KiB must move for the least of 35.
     memory = linearize(build_assignment(problem, problem.devices[0]), goal=Goal.MEMORY)
     assert _optimum(memory.model).bound == pytest.approx(35 - 58)
+
+
+def test_sensitivities_near_the_least_float_can_be_solved():
+    """Their thousandth is 0, by which nothing can be scaled."""
+    problem = diamond().problem
+    device = problem.devices[0]
+    tiny = {
+        name: {precision: replace(cost, sensitivity=cost.sensitivity * 5e-324) for precision, cost in table.items()}
+        for name, table in device.operators.items()
+    }
+    problem = replace(problem, devices=(replace(device, operators=tiny),))
+    assert solve(problem, "ilp").evaluation.feasible
 
 
 def test_the_relaxation_moves_no_less_than_the_marginals_force():
