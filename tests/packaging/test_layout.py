@@ -1,3 +1,4 @@
+import fnmatch
 import importlib.util
 import subprocess
 import sys
@@ -46,6 +47,31 @@ def test_sources_stay_small():
         for path in (ROOT / top).rglob("*"):
             if path.is_file() and not path.is_symlink() and "__pycache__" not in path.parts:
                 assert path.stat().st_size <= 2**20, f"{path}: {path.stat().st_size} bytes"
+
+
+def test_the_source_distribution_has_every_tracked_file():
+    """But those that only a checkout needs: hidden ones, and the links."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("this is no checkout")
+    patterns = []
+    for line in (ROOT / "MANIFEST.in").read_text().splitlines():
+        kind, *words = line.split()
+        if kind == "include":
+            patterns += words
+        elif kind == "recursive-include":
+            patterns += [f"{words[0]}/{name}" for name in words[1:]]  # in fnmatch, * crosses folders
+    # What setuptools takes by itself.
+    patterns += ["pyproject.toml", "setup.py", "MANIFEST.in"]
+    lost = [
+        name
+        for name in listed.stdout.splitlines()
+        if not name.startswith(".")
+        and not (ROOT / name).is_symlink()
+        and (ROOT / name).exists()
+        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+    assert lost == []
 
 
 def test_modules_stay_short():
