@@ -98,6 +98,22 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """New minus old of one device type; ``backward_ns`` by position, ``casts`` below zero where they go."""
+
+    forward_ns: int
+    backward_ns: Mapping[int, int]
+    memory_kib: int
+    sensitivity: float
+    casts: Counter[CastTime]
+    pushed: tuple[Pushed, ...]
+
+    @property
+    def compute_ns(self) -> int:
+        return self.forward_ns + sum(self.backward_ns.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """One operator on one device type under a plan.
 
@@ -173,6 +189,9 @@ class Explainer:
                 first.setdefault(operator.bucket, position)
         # Backward runs in reverse: a bucket is complete once the first operator that it waits for is done.
         self._bucket_first = first
+        self._own_iteration_ns = {
+            name: iteration_time(problem, (device,))[1] for name, device in self.evaluation.devices.items()
+        }
 
     def explain(self, operator: str, device: str) -> Explanation:
         """Explain one operator on one device type.
@@ -223,7 +242,11 @@ class Explainer:
     def _delivered_rank(self, device: ProblemDevice, precision: str) -> int:
         return self.problem.rank(device.precisions[precision].output)
 
-    def _alternative(self, operator: str, device: ProblemDevice, precision: str) -> Alternative:
+    def compute_change_ns(self, operator: str, device: str, precision: str) -> int:
+        """What `Alternative` says of it, for a small part of what all of it takes; the operator must be adjustable."""
+        return self._change(operator, self.problem.device(device), precision).compute_ns
+
+    def _change(self, operator: str, device: ProblemDevice, precision: str) -> _Change:
         old = self._precisions[device.name]
         changed = self._push(operator, device, precision)
         forward_ns, memory_kib, sensitivity = 0, 0, 0.0
@@ -241,9 +264,7 @@ class Explainer:
                 forward_ns += times * cast.duration_ns
             else:
                 backward_ns[position] = backward_ns.get(position, 0) + times * cast.duration_ns
-        return self._priced(
-            device,
-            precision,
+        return _Change(
             forward_ns=forward_ns,
             backward_ns=backward_ns,
             memory_kib=memory_kib + buffers_kib,
@@ -318,44 +339,33 @@ class Explainer:
                 casts.append(back)
         return casts, buffers_kib
 
-    def _priced(
-        self,
-        device: ProblemDevice,
-        precision: str,
-        *,
-        forward_ns: int,
-        backward_ns: Mapping[int, int],
-        memory_kib: int,
-        sensitivity: float,
-        casts: Counter[CastTime],
-        pushed: tuple[Pushed, ...],
-    ) -> Alternative:
-        """The alternative, given how much longer forward takes, and backward by position."""
+    def _alternative(self, operator: str, device: ProblemDevice, precision: str) -> Alternative:
+        change = self._change(operator, device, precision)
         before = self.evaluation.devices[device.name]
-        end_change_ns = forward_ns + sum(backward_ns.values())
         ready = list(before.bucket_ready_ns)
         for bucket, first in self._bucket_first.items():
-            ready[bucket] += forward_ns + sum(change for position, change in backward_ns.items() if position >= first)
+            ready[bucket] += change.forward_ns + sum(
+                ns for position, ns in change.backward_ns.items() if position >= first
+            )
         after = replace(
             before,
             bucket_ready_ns=tuple(ready),
-            backward_end_ns=before.backward_end_ns + end_change_ns,
-            memory_kib=before.memory_kib + memory_kib,
+            backward_end_ns=before.backward_end_ns + change.compute_ns,
+            memory_kib=before.memory_kib + change.memory_kib,
         )
         devices = tuple(after if d.name == device.name else d for d in self.evaluation.devices.values())
         _, iteration_ns = iteration_time(self.problem, devices)
-        _, own_before_ns = iteration_time(self.problem, (before,))
         _, own_after_ns = iteration_time(self.problem, (after,))
         return Alternative(
             precision=precision,
             iteration_change_ns=iteration_ns - self.evaluation.iteration_ns,
-            own_iteration_change_ns=own_after_ns - own_before_ns,
-            compute_change_ns=end_change_ns,
-            memory_change_kib=memory_kib,
-            sensitivity_change=sensitivity,
-            added_casts=tuple(casts.elements()),
-            removed_casts=tuple((-casts).elements()),
-            pushed=pushed,
+            own_iteration_change_ns=own_after_ns - self._own_iteration_ns[device.name],
+            compute_change_ns=change.compute_ns,
+            memory_change_kib=change.memory_kib,
+            sensitivity_change=change.sensitivity,
+            added_casts=tuple(change.casts.elements()),
+            removed_casts=tuple((-change.casts).elements()),
+            pushed=change.pushed,
             broken=broken_limits(self.problem, devices, iteration_ns),
         )
 
