@@ -299,8 +299,8 @@ def latency_front(
 
 
 def _check_points(points: int | None) -> None:
-    if points is not None and points < 1:
-        raise ProblemError(f"points is {points}, but a front needs at least 1")
+    if points is not None and (not isinstance(points, int) or points < 1):
+        raise ProblemError(f"points is {points!r}, but a front needs a whole number of at least 1")
 
 
 def _silent(done: int, total: int) -> None:

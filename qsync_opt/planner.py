@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from qsync_opt.errors import ProblemError, SolverError
+from qsync_opt.errors import ProblemError, SolverError, UnsupportedError
 from qsync_opt.estimates import carried_estimates
 from qsync_opt.evaluation import Evaluation, evaluate
 from qsync_opt.plan import Plan
@@ -64,11 +64,12 @@ def solve(
         >>> solve(chain().problem).objective
         0.25
     """
-    if not isinstance(problem, Problem):
-        raise ProblemError(
-            f"problem is a {type(problem).__name__}, but a Problem is needed: load_problem(path) reads one from a file"
-        )
+    _check_arguments(problem, start, tied)
     formulation = create(Kind.FORMULATION, method)
+    if isinstance(formulation, type) or not callable(getattr(formulation, "solve", None)):
+        raise UnsupportedError(
+            f"method is {method!r}, but it must be a name, such as 'greedy', or an instance that has a method 'solve'"
+        )
     name = method if isinstance(method, str) else type(formulation).__name__
     if solver is not None:
         require(Kind.FORMULATION, method, Feature.SOLVER)
@@ -96,6 +97,23 @@ def solve(
         answer = replace(answer, reason=reason)
     _check_ties(answer, tied, name)
     return _checked(problem, answer, name)
+
+
+def _check_arguments(problem: object, start: object, tied: Sequence[object]) -> None:
+    """Refuse what is easily taken for the right kind of argument."""
+    if not isinstance(problem, Problem):
+        raise ProblemError(
+            f"problem is a {type(problem).__name__}, but a Problem is needed: load_problem(path) reads one from a file"
+        )
+    if start is not None and not isinstance(start, Plan):
+        raise ProblemError(
+            f"start is a {type(start).__name__}, but a Plan is needed: load_plan(path) reads one from a file"
+        )
+    for group in (tied,) if isinstance(tied, str) else tied:
+        if isinstance(group, str) or not isinstance(group, Iterable):
+            raise ProblemError(
+                f"tied holds {group!r}, but each group must be a sequence of names: tied=[('first', 'second')]"
+            )
 
 
 def _check_ties(answer: Answer, tied: Sequence[Sequence[str]], method: str) -> None:
@@ -212,6 +230,7 @@ def fastest(
 
     Source: ours; QSync exhausts blocks of the graph for its starting plan.
     """
+    _check_arguments(problem, None, tied)
     started = time.monotonic()
     options = SolveOptions(time_limit_s=time_limit_s)
     deadline = math.inf if options.time_limit_s is None else started + options.time_limit_s

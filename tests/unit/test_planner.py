@@ -6,6 +6,7 @@ import pytest
 
 from qsync_opt.errors import ProblemError, SolverError, UnsupportedError
 from qsync_opt.evaluation import evaluate
+from qsync_opt.formulations.exhaustive import ExhaustiveFormulation
 from qsync_opt.planner import fastest, solve
 from qsync_opt.problem_file import load_problem
 from qsync_opt.registry import BUILT_IN, Kind
@@ -83,6 +84,29 @@ def test_options_out_of_range(options, needle):
 def test_a_path_is_no_problem():
     with pytest.raises(ProblemError, match=r"problem is a str, but a Problem is needed: load_problem\(path\)"):
         solve("problem.json")
+    with pytest.raises(ProblemError, match=r"problem is a str, but a Problem is needed"):
+        fastest("problem.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "needle"),
+    [
+        ({"start": "plan.json"}, "start is a str, but a Plan is needed: load_plan(path) reads one from a file"),
+        ({"tied": ["a", "b"]}, "tied holds 'a', but each group must be a sequence of names"),
+        ({"tied": "ab"}, "tied holds 'ab', but each group"),
+        ({"tied": [1]}, "tied holds 1, but each group"),
+    ],
+)
+def test_what_is_easily_taken_for_the_right_argument_is_refused(options, needle):
+    with pytest.raises(ProblemError) as caught:
+        solve(chain().problem, **options)
+    assert needle in str(caught.value)
+
+
+@pytest.mark.parametrize("method", [None, 5, ExhaustiveFormulation])
+def test_a_method_is_a_name_or_an_instance(method):
+    with pytest.raises(UnsupportedError, match="must be a name, such as 'greedy', or an instance"):
+        solve(chain().problem, method)
 
 
 @pytest.mark.parametrize("method", ["qsync", "textbook", "exhaustive"])

@@ -66,8 +66,9 @@ def test_a_point_takes_what_its_plan_takes_where_casts_are_shared():
 
 
 def test_what_cannot_be_asked():
-    with pytest.raises(ProblemError, match="points is 0"):
-        latency_front(chain().problem, points=0)
+    for points in (0, "5", 2.5):
+        with pytest.raises(ProblemError, match=f"points is {points!r}, but a front needs a whole number of at least 1"):
+            latency_front(chain().problem, points=points)
     with pytest.raises(ProblemError, match="sensitivity budget is -1"):
         fastest_within(chain().problem, -1.0)
 
