@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from qsync_opt.cli import EXIT_OK, Runner, print_json
-from qsync_opt.cli_text import estimate_notice, print_table
+from qsync_opt.cli_text import estimate_notice, print_table, signed
 
 if TYPE_CHECKING:
     from qsync_opt.comparison import PlanDifference
@@ -71,22 +71,19 @@ def _print(difference: PlanDifference, shown: int | None) -> None:
 def _print_cost(before: Evaluation, after: Evaluation) -> None:
     from qsync_opt.quantities import format_memory, format_sensitivity, format_time
 
-    def change(text: str, value: float) -> str:
-        return f"+{text}" if value > 0 else text
-
     longer_ns, worse = after.iteration_ns - before.iteration_ns, after.objective - before.objective
     rows = [
         (
             "iteration time",
             format_time(before.iteration_ns),
             format_time(after.iteration_ns),
-            change(format_time(longer_ns), longer_ns),
+            signed(format_time(longer_ns), longer_ns),
         ),
         (
             "sensitivity",
             format_sensitivity(before.objective),
             format_sensitivity(after.objective),
-            change(format_sensitivity(worse), worse),
+            signed(format_sensitivity(worse), worse),
         ),
     ]
     for device, old in before.devices.items():
@@ -96,7 +93,7 @@ def _print_cost(before: Evaluation, after: Evaluation) -> None:
                 f"memory of {device}",
                 format_memory(old.memory_kib),
                 format_memory(after.devices[device].memory_kib),
-                change(format_memory(more_kib), more_kib),
+                signed(format_memory(more_kib), more_kib),
             )
         )
     rows.append(("limits", _limits(before), _limits(after), ""))

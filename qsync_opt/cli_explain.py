@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from qsync_opt.cli import EXIT_OK, Runner, print_json
-from qsync_opt.cli_text import estimate_notice, print_table
+from qsync_opt.cli_text import estimate_notice, print_table, signed
 
 if TYPE_CHECKING:
     from qsync_opt.explanation import Alternative, Explainer, Explanation
@@ -171,29 +171,25 @@ def _row(alternative: Alternative) -> tuple[str, ...]:
 def _sensitivity(alternative: Alternative) -> str:
     from qsync_opt.quantities import format_sensitivity
 
-    return _signed(format_sensitivity(alternative.sensitivity_change), alternative.sensitivity_change)
+    return signed(format_sensitivity(alternative.sensitivity_change), alternative.sensitivity_change)
 
 
 def _iteration(alternative: Alternative) -> str:
     from qsync_opt.quantities import format_time
 
-    return _signed(format_time(alternative.iteration_change_ns), alternative.iteration_change_ns)
+    return signed(format_time(alternative.iteration_change_ns), alternative.iteration_change_ns)
 
 
 def _computing(alternative: Alternative) -> str:
     from qsync_opt.quantities import format_time
 
-    return _signed(format_time(alternative.compute_change_ns), alternative.compute_change_ns)
+    return signed(format_time(alternative.compute_change_ns), alternative.compute_change_ns)
 
 
 def _memory(alternative: Alternative) -> str:
     from qsync_opt.quantities import format_memory
 
-    return _signed(format_memory(alternative.memory_change_kib), alternative.memory_change_kib)
-
-
-def _signed(text: str, value: float) -> str:
-    return f"+{text}" if value > 0 else text
+    return signed(format_memory(alternative.memory_change_kib), alternative.memory_change_kib)
 
 
 def _limits(alternative: Alternative) -> str:

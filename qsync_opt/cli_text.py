@@ -37,6 +37,11 @@ def gap_text(value: float | None) -> str:
     return "-" if value is None else format_gap(value)
 
 
+def signed(text: str, value: float) -> str:
+    """The text of a change, with its sign where it is positive; a negative one has it already."""
+    return f"+{text}" if value > 0 else text
+
+
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print rows under a header, columns aligned."""
     lines = [tuple(header), *(tuple(row) for row in rows)]

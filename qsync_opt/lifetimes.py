@@ -16,9 +16,6 @@ class Kept(NamedTuple):
     output: bool
 
 
-NONE_KEPT = Kept((), False)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Releases:
     """Which results are given back when: during or after the forward or backward pass of an operator (positions).

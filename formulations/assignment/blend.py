@@ -11,6 +11,7 @@ Source: partition crossover (Whitley et al. 2009), with parts chosen by ratio as
 import numpy as np
 
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
+from qsync_opt.formulations.assignment.union import root
 from qsync_opt.formulations.compiled import compiled
 
 _LARGE_PART = 300
@@ -112,17 +113,10 @@ def _parts(model: AssignmentModel, differs_N: Bools) -> tuple[Ints, int]:
 
 def _roots_plain(differs_N: Bools, edges_E2: Ints) -> Ints:
     parent = np.where(differs_N, np.arange(len(differs_N)), -1).tolist()
-
-    def root(node: int) -> int:
-        while parent[node] != node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
     for a, b in edges_E2[differs_N[edges_E2].all(axis=1)].tolist():
-        one, two = root(a), root(b)
+        one, two = root(parent, a), root(parent, b)
         parent[max(one, two)] = min(one, two)
-    return np.array([root(n) if parent[n] >= 0 else -1 for n in range(len(parent))], dtype=np.int64)
+    return np.array([root(parent, n) if parent[n] >= 0 else -1 for n in range(len(parent))], dtype=np.int64)
 
 
 @compiled("int64[::1](boolean[::1],int64[:,::1])", plain=_roots_plain)

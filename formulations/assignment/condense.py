@@ -17,6 +17,7 @@ import numpy as np
 
 from qsync_opt.formulations.assignment.core import Core, CoreEdge, CoreNode
 from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
+from qsync_opt.formulations.assignment.union import root
 from qsync_opt.formulations.compiled import compiled
 
 _MOST_LABELLINGS = 256
@@ -169,20 +170,13 @@ def _build(
 def _parts(core: Core) -> list[tuple[list[int], list[CoreEdge]]]:
     """Connected parts: nodes in order, and edges."""
     parent = list(range(len(core.nodes)))
-
-    def root(node: int) -> int:
-        while parent[node] != node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
     for edge in core.edges:
-        parent[root(edge.first)] = root(edge.second)
+        parent[root(parent, edge.first)] = root(parent, edge.second)
     found: dict[int, tuple[list[int], list[CoreEdge]]] = {}
     for c in range(len(parent)):
-        found.setdefault(root(c), ([], []))[0].append(c)
+        found.setdefault(root(parent, c), ([], []))[0].append(c)
     for edge in core.edges:
-        found[root(edge.first)][1].append(edge)
+        found[root(parent, edge.first)][1].append(edge)
     return list(found.values())
 
 

@@ -16,7 +16,7 @@ from onnx import TensorProto, numpy_helper, shape_inference
 
 from qsync_opt.errors import ModelError
 from qsync_opt.graph import OpGraph
-from qsync_opt.onnx_functions import inline_functions
+from qsync_opt.onnx_functions import first_line, inline_functions
 from qsync_opt.onnx_reader import load_proto, read_onnx
 from qsync_opt.roles import RoleTable
 
@@ -74,7 +74,7 @@ def prepare(
         onnx.checker.check_model(proto)
         constants = _constants(proto, types)
     except (*_INVALID, EncodeError, ValueError, TypeError, IndexError) as error:
-        raise ModelError(f"the ONNX model {graph.name!r} is not valid: {_first_line(error)}") from error
+        raise ModelError(f"the ONNX model {graph.name!r} is not valid: {first_line(error)}") from error
     for value, kind in types.items():
         if kind in _FLOATING and kind != TensorProto.FLOAT:
             raise ModelError(
@@ -107,7 +107,7 @@ def _with_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> onnx.Mode
         onnx.load_external_data_for_model(proto, str(Path(source).parent))
     except (OSError, ValueError, TypeError, onnx.checker.ValidationError) as error:  # TypeError: a name that is no text
         raise ModelError(
-            f"ONNX file {str(source)!r} cannot be read with its weights: {_first_line(error)}; export it again, with "
+            f"ONNX file {str(source)!r} cannot be read with its weights: {first_line(error)}; export it again, with "
             "its external data beside it"
         ) from error
     return proto
@@ -160,7 +160,3 @@ def _owners(proto: onnx.ModelProto, graph: OpGraph) -> tuple[str, ...]:
         node_name = node.name or (outputs[0] if outputs else f"{node.op_type}_{position}")
         owners.append(by_name[node_name].pop(0))
     return tuple(owners)
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

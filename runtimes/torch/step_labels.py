@@ -32,7 +32,6 @@ from qsync_opt.step_trace import (
     phase_label,
 )
 
-Observer = Callable[[OperatorCall, Any], None]
 _MEMORY = "[memory]"
 FUSED = ("triton_", "cpp_fused_")
 """Beginnings of the names of a compiler's kernels, and of the ranges around their launches."""
