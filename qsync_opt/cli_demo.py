@@ -13,26 +13,39 @@ from qsync_opt.errors import NotInstalledError, ProblemError
 
 WIDTH = 120
 """Columns where the output is not a terminal, so that tables stay whole in a log."""
+_SEEDS = 2**63
+"""Workers read the seed from a file, which holds no larger numbers."""
 NEEDED = ("torch", "onnxscript", "ortools")
 
 
 def add_demo(parser: argparse.ArgumentParser) -> Any:
     """Train a small GPT on two workers, one of them under a plan, and show every step."""
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for the files it writes")
-    parser.add_argument("--steps", type=_positive, default=80, help="training steps of each of the three runs")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
+    parser.add_argument("--steps", type=_steps, default=80, help="training steps of each of the three runs")
+    parser.add_argument("--seed", type=_seed, default=0, help="seed of weights and batches")
     parser.add_argument("--json", action="store_true", help="print one JSON object; the steps go to standard error")
     parser.add_argument("--quiet", action="store_true", help="do not show the steps")
     return run_demo
 
 
-def _positive(text: str) -> int:
+def _whole(text: str) -> int:
     try:
-        value = int(text)
+        return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+
+
+def _steps(text: str) -> int:
+    value = _whole(text)
     if value < 20:
         raise argparse.ArgumentTypeError(f"{value}: at least 20 steps are needed to time an iteration")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = _whole(text)
+    if not 0 <= value < _SEEDS:
+        raise argparse.ArgumentTypeError(f"{text}: allowed are whole numbers from 0 to {_SEEDS - 1}")
     return value
 
 

@@ -334,9 +334,14 @@ def test_interrupt_while_a_solver_is_loaded_ends_cleanly(problem_file, tmp_path)
 
 @pytest.mark.parametrize(
     ("arguments", "needle"),
-    [(["--steps", "x"], "'x' is no whole number"), (["--steps", "3"], "at least 20 steps")],
+    [
+        (["--steps", "x"], "'x' is no whole number"),
+        (["--steps", "3"], "at least 20 steps"),
+        (["--seed", "-1"], "-1: allowed are whole numbers from 0 to 9223372036854775807"),
+        (["--seed", "1.5"], "'1.5' is no whole number"),
+    ],
 )
-def test_the_demo_refuses_bad_steps_in_one_line(arguments, needle, capsys):
+def test_the_demo_refuses_bad_numbers_in_one_line(arguments, needle, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["demo", *arguments])
     assert stopped.value.code == 2
