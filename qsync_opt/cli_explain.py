@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from qsync_opt.problem import Problem
 
 
+_LEAST_SHARE = 0.005
+"""A smaller share of the sensitivity would be rounded to none."""
+
+
 def add_explain(parser: argparse.ArgumentParser) -> Runner:
     """Say why an operator has its precision, and what raising or lowering it would cost."""
     parser.add_argument("problem", metavar="PROBLEM", help="problem file")
@@ -87,11 +91,12 @@ def _sensitive_row(explanation: Explanation, total: float) -> tuple[str, ...]:
     from qsync_opt.quantities import format_sensitivity
 
     higher = explanation.next_higher
+    share = explanation.sensitivity / total
     return (
         f"  {explanation.operator}",
         explanation.precision,
         format_sensitivity(explanation.sensitivity),
-        f"{100 * explanation.sensitivity / total:.0f} %",
+        f"{100 * share:.0f} %" if share >= _LEAST_SHARE else "under 1 %",
         *(("-",) * 4 if higher is None else (higher.precision, _iteration(higher), _memory(higher), _limits(higher))),
     )
 

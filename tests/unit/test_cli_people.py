@@ -100,6 +100,19 @@ def test_explain_without_an_operator_lists_the_most_telling_ones(capfd, instance
     assert (status, err.count("\n")) == (2, 1)
 
 
+def test_a_small_share_of_the_sensitivity_is_not_shown_as_none(capfd, files):
+    data = json.loads((files / "problem.json").read_text())
+    data["devices"][0]["operators"]["a"]["FP16"]["sensitivity"] = 1e-6
+    (files / "problem.json").write_text(json.dumps(data))
+    status, out, _ = run(capfd, "explain", files / "problem.json", files / "low.json")
+    assert status == 0
+    assert [line.split()[:5] for line in out.splitlines()[3:6]] == [
+        ["c", "FP16", "4", "67", "%"],
+        ["b", "FP16", "2", "33", "%"],
+        ["a", "FP16", "1e-6", "under", "1"],
+    ]
+
+
 def test_an_overview_says_that_nothing_stands_out_and_takes_no_count_of_nothing(capfd, files):
     problem = diamond().problem
     single = {name: {"FP32": costs["FP32"]} for name, costs in problem.devices[0].operators.items()}
