@@ -174,7 +174,7 @@ _EXTRAS = {"torch": "torch", "onnxscript": "torch"}
 __all__ = ["__version__", *_PUBLIC]
 
 
-def __getattr__(name: str) -> Any:
+def _load(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -190,6 +190,10 @@ def __getattr__(name: str) -> Any:
         ) from missing
     globals()[name] = value
     return value
+
+
+if not TYPE_CHECKING:  # a type checker that saw this would take every name for a public one
+    __getattr__ = _load
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import qsync_opt
 
 
@@ -33,6 +35,17 @@ def test_every_public_name_loads_and_is_listed_for_type_checkers():
     for name in qsync_opt.__all__:
         assert getattr(qsync_opt, name) is not None
         assert name in dir(qsync_opt)
+
+
+def test_type_checkers_see_no_other_names():
+    """With ``__getattr__`` in sight they would believe in every name."""
+    tree = ast.parse(Path(inspect.getfile(qsync_opt)).read_text())
+    seen = {getattr(node, "name", None) for node in tree.body}
+    assigned = {ast.unparse(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets}
+    assert "__getattr__" not in seen | assigned
+    assert callable(qsync_opt.__getattr__)
+    with pytest.raises(AttributeError, match="has no attribute 'slove'"):
+        qsync_opt.slove  # noqa: B018
 
 
 def test_a_missing_package_is_named_with_its_install_line():
