@@ -14,7 +14,6 @@ import numpy as np
 
 from qsync_opt.blocks import joined
 from qsync_opt.errors import ProblemError
-from qsync_opt.evaluation import evaluate_device, iteration_time
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints, assemble
 from qsync_opt.formulations.fold import CONSTANT, Folding, fold
 from qsync_opt.formulations.shared_casts import SharedCasts, share_casts
@@ -78,12 +77,6 @@ class Collapsed:
     def memory_kib(self, labels_N: Ints) -> int:
         """Exact memory of this device type under a labelling."""
         return int(self.model.excess(labels_N)[-1]) + self.memory_limit_kib
-
-    def iteration_ns(self, labels_N: Ints) -> int:
-        """Exact iteration time that this device type alone would have under a labelling."""
-        formats = tuple(self.problem.formats)
-        precisions = {n: formats[p] for n, p in zip(self.graph.names, self.precisions(labels_N).tolist(), strict=True)}
-        return iteration_time(self.problem, (evaluate_device(self.problem, self.device, precisions),))[1]
 
     def labels(self, choices: Mapping[str, str]) -> Ints:
         """The labelling of a plan for this device type."""

@@ -32,6 +32,7 @@ KINDS = [
 def test_every_plan_costs_what_it_is_evaluated_at(recipe):
     problem = generate(recipe)
     rng = np.random.default_rng(0)
+    formats = tuple(problem.formats)
     for device in problem.devices:
         collapsed = collapse(problem, device)
         model = collapsed.model
@@ -39,11 +40,14 @@ def test_every_plan_costs_what_it_is_evaluated_at(recipe):
             labels = model.complete(rng.integers(0, model.sizes_N))
             choices = collapsed.choices(labels)
             assert (collapsed.labels(choices) == labels).all()
-            truth = evaluate_device(problem, device, propagate(problem, device, choices))
+            resolved = propagate(problem, device, choices)
+            assert [formats[p] for p in collapsed.precisions(labels)] == [resolved[o.name] for o in problem.operators]
+            truth = evaluate_device(problem, device, resolved)
             excess = model.excess(labels)
             assert model.objective(labels) + collapsed.constant_objective == pytest.approx(truth.sensitivity)
             assert excess[-1] == truth.memory_kib - device.memory_limit_kib
-            assert collapsed.iteration_ns(labels) == iteration_time(problem, (truth,))[1]
+            late = bool((excess[:-1] > 0).any()) or collapsed.rows.floor_ns > problem.latency_limit_ns
+            assert late == (iteration_time(problem, (truth,))[1] > problem.latency_limit_ns)
 
 
 @pytest.mark.parametrize("sharing", ["edge", "producer"])
