@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from qsync_opt.cli_text import add_quiet, estimate_notice, gap_text, millisecond
 
 if TYPE_CHECKING:
     from qsync_opt.pareto import Front
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def add_pareto(parser: argparse.ArgumentParser) -> Runner:
@@ -122,3 +125,10 @@ def _write_plans(folder: Path, front: Front) -> None:
         ) from failure
     for position, point in enumerate(front.points):
         point.plan.save(folder / f"plan-{position:03}.json")
+    written = {f"plan-{position:03}.json" for position in range(len(front.points))}
+    others = sorted(path.name for path in folder.glob("plan-*.json") if path.name not in written)
+    if others:
+        _LOGGER.warning(
+            "%s also holds %d plans that are not of this front, first %s; remove them, or name an empty folder",
+            folder, len(others), others[0],
+        )  # fmt: skip

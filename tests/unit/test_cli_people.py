@@ -171,6 +171,15 @@ def test_pareto_writes_table_json_csv_svg_and_plans(capfd, files):
     assert [evaluate(diamond().problem, plan).iteration_ns for plan in plans] == [17200, 14200, 10200]
 
 
+def test_pareto_says_that_a_folder_holds_plans_of_another_front(capfd, files, caplog):
+    arguments = ["pareto", files / "problem.json", "--no-cache", "--plans", files / "plans"]
+    run(capfd, *arguments, "--whole", "--method", "exact")
+    assert caplog.text == ""
+    run(capfd, *arguments, "--points", 1)
+    assert "also holds 2 plans that are not of this front, first plan-001.json" in caplog.text
+    assert len(list((files / "plans").iterdir())) == 3
+
+
 def test_pareto_reuses_its_cache(capfd, files):
     first = json.loads(run(capfd, "pareto", files / "problem.json", "--points", 4, "--json")[1])
     second = json.loads(run(capfd, "pareto", files / "problem.json", "--points", 4, "--json")[1])
