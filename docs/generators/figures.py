@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kernel_figures import host_figures, kernel_figures
 from quality_tables import quality_figures
-from results_pages import ROOT, Record, environment, load_results, percent, table
+from results_pages import ROOT, Record, environment, load_results, percent, span, table
 from runtime_figures import NOT_MEASURED, runtime_figures
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -32,8 +32,8 @@ def figures() -> dict[str, str]:
         **_indicator(results["indicator.json"]),
         **_solvers(results["solvers.json"]),
         **_capture(results["capture.json"]),
-        **_kernels(results["kernels.json"]["sections"]),
-        **_host(results["host-cost.json"]["sections"]),
+        **kernel_figures(results["kernels.json"]["sections"]),
+        **host_figures(results["host-cost.json"]["sections"]),
         **quality_figures(results["quality.json"]),
         **runtime_figures(results["runtime.json"]),
     }
@@ -46,11 +46,6 @@ def with_figures(text: str, known: Mapping[str, str]) -> str:
         KeyError: A page asks for a figure that is not known.
     """
     return _PLACE.sub(lambda found: known[found[1]], text)
-
-
-def _span(values: Iterable[float], form: str) -> str:
-    found = list(values)
-    return f"{min(found):{form}} to {max(found):{form}}"
 
 
 def _predicted(data: Record) -> dict[str, str]:
@@ -184,16 +179,16 @@ def _indicator(data: Record) -> dict[str, str]:
     swept = [network for network in data["networks"] if network["indicator"] == "propagated"]
     by_depth = [network for network in data["networks"] if network["indicator"] == "depth"]
     return {
-        "indicator.operators": _span(ratios, ".2f"),
+        "indicator.operators": span(ratios, ".2f"),
         "indicator.cases": str(len(ratios)),
         "indicator.networks": str(len(probed)),
-        "indicator.probed.rank": _span((n["all"]["spearman"] for n in probed), ".2f"),
-        "indicator.propagated.rank": _span((n["all"]["spearman"] for n in swept), ".2f"),
-        "indicator.depth.rank": _span((n["all"]["spearman"] for n in by_depth), ".2f"),
-        "indicator.probed.plans": _span(
+        "indicator.probed.rank": span((n["all"]["spearman"] for n in probed), ".2f"),
+        "indicator.propagated.rank": span((n["all"]["spearman"] for n in swept), ".2f"),
+        "indicator.depth.rank": span((n["all"]["spearman"] for n in by_depth), ".2f"),
+        "indicator.probed.plans": span(
             (n["plans"][end] for n in probed for end in ("ratio_lowest", "ratio_highest")), ".2f"
         ),
-        "indicator.propagated.plans": _span(
+        "indicator.propagated.plans": span(
             (n["plans"][end] for n in swept for end in ("ratio_lowest", "ratio_highest")), ".2f"
         ),
     }
@@ -228,86 +223,9 @@ def _capture(data: Record) -> dict[str, str]:
     models = [model for model in data["models"] if model["operators"] > 10]
     return {
         "capture.models": str(len(models)),
-        "capture.seconds": _span((model["seconds"] for model in models), ".0f") + " s",
-        "capture.operators": _span((model["operators"] for model in models), "d"),
+        "capture.seconds": span((model["seconds"] for model in models), ".0f") + " s",
+        "capture.operators": span((model["operators"] for model in models), "d"),
     }
-
-
-def _kernels(sections: Record) -> dict[str, str]:
-    """Ratios of speed on the whole card; geometric means as the benchmark formed them."""
-    found = {"kernels.hardware": sections["product"]["hardware"], "kernels.date": sections["product"]["date"]}
-    for record in sections["product"]["records"]:
-        if "summary" in record and record["multiprocessors"] == 132:
-            implementation, ratio = record["summary"].split(": ")
-            name = implementation.split()[1].lower() + ("-tensor" if "per tensor" in implementation else "")
-            place = {"times_bf16": "", "times_rival": "-rival", "times_row_scaled_rival": "-row-rival"}[ratio]
-            found[f"kernels.product.{name}{place}"] = f"{record['geometric_mean_mlp']:.2f}"
-    for record in sections["convolution"]["records"]:
-        if record.get("device") == "whole card" and "geometric_mean_of_23_shapes" in record:
-            found.setdefault("kernels.convolution", f"{record['geometric_mean_of_23_shapes']:.2f}")
-    layers = [r for r in sections["layer"]["records"] if "speed_up" in r]
-    found["kernels.layer"] = _span(
-        (r["speed_up"] for r in layers if r["implementation"].endswith("one operation")), ".2f"
-    )
-    found["kernels.layer-half"] = _span(
-        (r["speed_up"] for r in layers if "BF16 backward" in r["implementation"]), ".2f"
-    )
-    found |= _kernel_layers(sections)
-    trained = sections.get("trained_convolution", {"records": ()})["records"]
-    for name, ending in (("half", ", INT8"), ("eight", ", gradients in INT8")):
-        ratios = [record["ratio"] for record in trained if record["implementation"].endswith(ending)]
-        found[f"kernels.trained.{name}"] = f"{_span(ratios, '.2f')} x" if ratios else NOT_MEASURED
-    copies = [
-        r["share_of_copy"]
-        for r in sections["quantize"]["records"]
-        if "share_of_copy" in r and "multiprocessors" not in r
-    ]
-    found["kernels.quantize"] = f"{100 * min(copies):.0f} to {100 * max(copies):.0f} %"
-    return found
-
-
-def _kernel_layers(sections: Record) -> dict[str, str]:
-    """Linear-GELU-Linear as one operation with weights in BF16, and whole models; what no run has reached says so."""
-    sizes = ("large", "small", "large-partition", "small-partition")
-    names = [f"kernels.{section}.{size}" for section in ("layer", "peer") for size in sizes]
-    found = dict.fromkeys((f"{n}{end}" for n in names for end in ("", ".int8", ".fp8")), NOT_MEASURED)
-    for section in ("layer", "peer"):
-        for record in sections.get(section, {"records": ()})["records"]:
-            precision, _, form = record["implementation"].lower().partition(", ")
-            if form != "one operation" or record.get("weights", "BF16") != "BF16":
-                continue
-            size = "large" if record["shape"][1] == 4096 else "small"
-            name = f"kernels.{section}.{size}{'-partition' if 'multiprocessors' in record else ''}"
-            found[f"{name}.{precision}"] = f"{record['speed_up']:.2f}"
-            if precision == "fp8" and "times_torchao_tensorwise" in record:
-                found[name] = f"{record['times_torchao_tensorwise']:.2f}"
-    models = [record for record in sections["model"]["records"] if "seconds" in record]
-    for how in ("eager", "graph", "compiled"):
-        gains = [record["speed_up"] for record in models if record["how"] == how and "speed_up" in record]
-        found[f"kernels.model.{how}"] = f"{_span(gains, '.2f')} x" if gains else NOT_MEASURED
-        for width, precision in itertools.product(("768", "2048"), ("bf16", "int8", "fp8")):
-            found[f"kernels.model.{width}.{how}.{precision}"] = NOT_MEASURED
-    for record in models:
-        width = record["model"].split("width ")[1].split(",")[0]
-        gain = f", {record['speed_up']:.2f} x" if "speed_up" in record else ""
-        name = f"kernels.model.{width}.{record['how']}.{record['precision'].split()[0].lower()}"
-        found[name] = f"{1e3 * record['seconds']:.1f} ms{gain}"
-    return found
-
-
-def _host(sections: Record) -> dict[str, str]:
-    """Whole steps, launched by the host and captured; ``before`` is of the code that came before."""
-    ways = ("bf16-autocast", "fp16-autocast", "plan-bf16", "plan-fp16", "plan-int8", "plan-fp8")
-    found = {
-        f"host.{model}.{how}.{way}": NOT_MEASURED
-        for model, how, way in itertools.product(("bert-base", "gpt-124m"), ("eager", "graphs", "before"), ways)
-    }
-    for section, suffix in (("steps", ""), ("steps (before)", "before")):
-        for record in sections[section]["records"]:
-            way = record["way"].lower().replace(" ", "-")
-            if "step_ms" in record:
-                found[f"host.{record['model']}.{suffix or record['how']}.{way}"] = f"{record['step_ms']:.1f} ms"
-    return found
 
 
 RUNTIME_ROWS = (

@@ -45,6 +45,12 @@ def cell(value: object) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
+def span(values: Iterable[float], form: str) -> str:
+    """Least and greatest of some values, in one format."""
+    found = list(values)
+    return f"{min(found):{form}} to {max(found):{form}}"
+
+
 def percent(value: float) -> str:
     """A signed share in percent."""
     return f"{100 * value:+.1f} %"
