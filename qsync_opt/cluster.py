@@ -216,6 +216,9 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
         raise ProblemError(f"{where}: not usable YAML, it is nested too deeply or holds itself") from failure
     except ValueError as failure:  # what looks like a date or a number, and is none
         raise ProblemError(f"{where}: not usable YAML ({failure}); put the value in quotes") from failure
+    if not isinstance(data, dict):
+        held = "nothing" if data is None else repr(data)[:40]
+        raise ProblemError(f"{where}: the file holds {held}, but a mapping is needed; give name, devices and network")
     return Cluster.from_mapping(data, where, Path(path).parent)
 
 

@@ -90,3 +90,14 @@ def test_unknown_device_type_and_missing_file(tmp_path: Path) -> None:
 def test_arbitrary_objects_are_not_made(tmp_path: Path) -> None:
     with pytest.raises(ProblemError, match="not valid YAML"):
         _load(tmp_path, "name: !!python/object/apply:os.getcwd []")
+
+
+@pytest.mark.parametrize(("text", "held"), [("", "nothing"), ("# a note\n", "nothing"), ("- 1", "[1]"), ("5", "5")])
+def test_a_cluster_file_holds_a_mapping(tmp_path: Path, text: str, held: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(ProblemError) as caught:
+        load_cluster(path)
+    assert str(caught.value) == (
+        f"{path}: the file holds {held}, but a mapping is needed; give name, devices and network"
+    )
