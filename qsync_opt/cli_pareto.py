@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qsync_opt.cli import EXIT_INFEASIBLE, EXIT_OK, Runner, print_json
-from qsync_opt.cli_text import add_quiet, estimate_notice, gap_text, milliseconds, number, print_table
+from qsync_opt.cli_text import add_quiet, check_outputs, estimate_notice, gap_text, milliseconds, number, print_table
 
 if TYPE_CHECKING:
     from qsync_opt.pareto import Front
@@ -40,15 +40,13 @@ def add_pareto(parser: argparse.ArgumentParser) -> Runner:
 
 def _pareto(options: argparse.Namespace) -> int:
     from qsync_opt.front_svg import front_svg
-    from qsync_opt.jsonio import check_writable, write_text
+    from qsync_opt.jsonio import write_text
     from qsync_opt.measurement_cache import default_cache_folder
     from qsync_opt.pareto import pareto_front
     from qsync_opt.problem_file import load_problem
     from qsync_opt.progress import reporting
 
-    for path in (options.csv, options.svg):
-        if path is not None:
-            check_writable(path)
+    check_outputs([options.csv, options.svg], [options.problem])
     problem = load_problem(options.problem)
     with reporting(False if options.quiet else None, "pareto") as report:
         front = pareto_front(

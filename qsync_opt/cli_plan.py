@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from qsync_opt.cli import EXIT_INFEASIBLE, EXIT_OK, Runner, print_json
-from qsync_opt.cli_text import add_quiet, estimate_notice
+from qsync_opt.cli_text import add_quiet, check_outputs, estimate_notice
 
 if TYPE_CHECKING:
     from qsync_opt.cluster import Cluster, DeviceType
@@ -48,13 +48,10 @@ def add_plan(parser: argparse.ArgumentParser) -> Runner:
 
 def _plan(options: argparse.Namespace) -> int:
     from qsync_opt.cli_solve import print_solution
-    from qsync_opt.jsonio import check_writable
     from qsync_opt.planner import solve
     from qsync_opt.progress import reporting
 
-    for path in (options.output, options.save_problem):
-        if path is not None:
-            check_writable(path)
+    check_outputs([options.output, options.save_problem], [options.model, options.cluster, options.statistics])
     with reporting(False if options.quiet else None, "plan") as report:
         problem = _problem(options, report)
         report(_STEPS - 1, _STEPS, f"solving by {options.method}")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from qsync_opt.cli import EXIT_INFEASIBLE, EXIT_OK, Runner, print_json
-from qsync_opt.cli_text import add_quiet, estimate_notice
+from qsync_opt.cli_text import add_quiet, check_outputs, estimate_notice
 
 _LOGGER = logging.getLogger(__name__)
 _KB = 1000
@@ -43,7 +43,6 @@ def add_report(parser: argparse.ArgumentParser) -> Runner:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from qsync_opt.jsonio import check_writable
     from qsync_opt.measurement_cache import default_cache_folder
     from qsync_opt.plan import load_plan
     from qsync_opt.problem_file import load_problem
@@ -53,7 +52,7 @@ def _report(options: argparse.Namespace) -> int:
     from qsync_opt.report.measured import load_measured
     from qsync_opt.report.page import write_report
 
-    check_writable(options.out)  # before the work, not after it
+    check_outputs([options.out], [options.problem, options.plan, options.measured])
     check_front(options.front)
     problem, plan = load_problem(options.problem), load_plan(options.plan)
     measured = None if options.measured is None else load_measured(options.measured)

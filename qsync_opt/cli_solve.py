@@ -6,7 +6,16 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from qsync_opt.cli import EXIT_INFEASIBLE, EXIT_OK, Runner, print_json
-from qsync_opt.cli_text import add_quiet, estimate_notice, gap_text, mebibytes, milliseconds, number, print_table
+from qsync_opt.cli_text import (
+    add_quiet,
+    check_outputs,
+    estimate_notice,
+    gap_text,
+    mebibytes,
+    milliseconds,
+    number,
+    print_table,
+)
 from qsync_opt.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -41,14 +50,12 @@ def add_solve(parser: argparse.ArgumentParser) -> Runner:
 
 
 def _solve(options: argparse.Namespace) -> int:
-    from qsync_opt.jsonio import check_writable
     from qsync_opt.plan import load_plan
     from qsync_opt.planner import solve
     from qsync_opt.problem_file import load_problem
     from qsync_opt.progress import waiting
 
-    if options.output is not None:
-        check_writable(options.output)  # before the work, not after it
+    check_outputs([options.output], [options.problem])  # a plan to start from may be replaced
     problem = load_problem(options.problem)
     tied = _tied(problem, options.tied)
     if options.sensitivity_budget is not None:

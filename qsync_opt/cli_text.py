@@ -1,11 +1,14 @@
-"""How the command line writes numbers, tables and notes."""
+"""How the command line writes numbers, tables, notes and files."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from qsync_opt.jsonio import Extras
+from qsync_opt.errors import ProblemError
+from qsync_opt.jsonio import Extras, check_writable
 from qsync_opt.quantities import format_gap
 
 _NS_PER_MS = 1e6
@@ -15,6 +18,32 @@ _KIB_PER_MIB = 1024
 def add_quiet(parser: argparse.ArgumentParser) -> None:
     """Add the option that takes the progress bar away."""
     parser.add_argument("--quiet", action="store_true", help="no progress bar (there is none without a terminal)")
+
+
+def check_outputs(outputs: Iterable[str | Path | None], inputs: Iterable[str | Path | None]) -> None:
+    """Refuse files that cannot be written, or would take the place of a file that is read: before the work.
+
+    Raises:
+        ProblemError: One of ``outputs`` (None: not asked for) cannot be written, is one of ``inputs``, or another one.
+    """
+    taken = {_place(path): "is read" for path in inputs if path is not None}
+    for path in outputs:
+        if path is None:
+            continue
+        check_writable(path)
+        place = _place(path)
+        if place in taken:
+            raise ProblemError(
+                f"cannot write {os.fspath(path)!r}: that file {taken[place]} too; give another file name"
+            )
+        taken[place] = "is written"
+
+
+def _place(path: str | Path) -> str:
+    try:
+        return os.path.realpath(path)
+    except (OSError, ValueError):  # who reads the file says what is wrong with its name
+        return os.fspath(path)
 
 
 def milliseconds(value_ns: int) -> str:

@@ -168,6 +168,42 @@ def test_a_gap_of_rounding_is_none_for_people_and_exact_in_json(capfd, instance_
     assert solved["gap"] == max(solved["objective"] - solved["bound"], 0.0) / solved["objective"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "needle"),
+    [
+        (
+            ["solve", "problem.json", "--output", "./problem.json"],
+            "cannot write './problem.json': that file is read too",
+        ),
+        (["solve", "problem.json", "--output", "link.json"], "cannot write 'link.json': that file is read too"),
+        (["report", "problem.json", "plan.json", "--output", "plan.json"], "that file is read too"),
+        (["pareto", "problem.json", "--csv", "problem.json"], "that file is read too"),
+        (["pareto", "problem.json", "--csv", "f", "--svg", "f"], "cannot write 'f': that file is written too"),
+        (["plan", "m.onnx", "c.yaml", "--output", "c.yaml"], "that file is read too; give another file name"),
+        (["plan", "m.onnx", "c.yaml", "--output", "p", "--save-problem", "p"], "that file is written too"),
+        (["solve", "a\0b", "--output", "p"], "embedded null byte"),
+    ],
+)
+def test_no_command_writes_over_what_it_reads(capfd, problem_file, tmp_path, monkeypatch, arguments, needle):
+    monkeypatch.chdir(tmp_path)
+    problem_file.rename("problem.json")
+    (tmp_path / "link.json").symlink_to("problem.json")
+    (tmp_path / "plan.json").write_text("kept")
+    (tmp_path / "c.yaml").write_text("kept")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    status, out, err = _run(capfd, *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert needle in err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_plan_that_a_solve_starts_from_may_be_replaced(capfd, problem_file, tmp_path):
+    plan = tmp_path / "plan.json"
+    assert _run(capfd, "solve", problem_file, "--output", plan)[0] == 0
+    assert _run(capfd, "solve", problem_file, "--start", plan, "--method", "exact", "--output", plan)[0] == 0
+    assert json.loads(plan.read_text())["solution"]["method"] == "exact"
+
+
 def test_the_help_says_what_it_is_and_where_to_begin(capfd):
     status, out, err = _run(capfd, "--help")
     assert (status, err) == (0, "")
