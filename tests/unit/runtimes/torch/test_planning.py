@@ -271,6 +271,24 @@ def test_workers_train_for_a_few_steps_with_the_best_ways_before_one_is_handed_o
     assert all(step["step_ns"] > 0 for step in first["steps"])
 
 
+def test_local_batches_are_sized_by_whole_steps_that_were_tried(tmp_path, run_workers):
+    first, second = run_workers("planning_worker.py", "sized", tmp_path)
+    assert first["digest"] == second["digest"]
+    assert first["shares"] == second["shares"]
+    equal, tried, again, odd = first["shares"]
+    assert equal[0] == {"big": 0.5, "small": 0.5}
+    assert tried[1] == ["plan", "steps"]  # all else was known
+    assert again[1] == ["plan"]
+    assert tried[0] == again[0]
+    assert sum(tried[0].values()) == pytest.approx(1.0)
+    assert 0 < first["kept"][0] < first["kept"][1] == first["kept"][2]
+    sized = [step for step in first["steps"] if "batches" in step]
+    assert sized
+    assert all(sum(step["batches"].values()) in (31, 32, 33) for step in sized)
+    assert odd[1] == []  # a batch that cannot be sized: passes decide
+    assert sum(odd[0].values()) == pytest.approx(1.0)
+
+
 def test_ranks_with_different_models_are_told_which_operators_differ(tmp_path, run_workers):
     for result in run_workers("planning_worker.py", "models", tmp_path):
         assert result["error"] == "ModelError"
