@@ -26,7 +26,7 @@ from qsync_opt.runtimes.torch.job_ways import (
     worth_capturing,
 )
 
-_MOST = 6
+_MOST = 7
 _NEAR = 0.08
 """Ways that take so much longer by their passes are not tried."""
 _SPARE = 0.04
@@ -73,7 +73,7 @@ def finalists(
         simple = {name: [way for way in mine if way.name != PLANNED] for name, mine in fits.items()}
         picked.append([as_fast(fits, slack=slack), as_fast(simple, slack=slack), as_fast(fits, slack=slack + _SPARE)])
     (eager, *others), (captured_one, *more) = picked
-    in_order = [eager, captured_one, *alike[:1], *finer[:2], *others, *alike[1:2], *more, *finer[2:], *alike[2:]]
+    in_order = [eager, captured_one, *alike[:2], *finer[:2], *alike[2:], *finer[2:], *others, *more]
     unlike = {tuple(way.label for way in found.values()): found for found in in_order if found is not None}
     fastest = min((step_ns(found) for found in unlike.values()), default=0)
     near = [found for found in unlike.values() if step_ns(found) <= (1 + slack) * (1 + _NEAR) * fastest][:_MOST]

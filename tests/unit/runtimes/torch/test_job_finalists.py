@@ -170,7 +170,7 @@ def clusters(draw):
 def test_what_whole_steps_say_is_kept(ways, data):
     limits = dict.fromkeys(ways, HUGE)
     tried = finalists(ways, limits)
-    assert len({labels(found) for found in tried}) == len(tried) <= 7
+    assert len({labels(found) for found in tried}) == len(tried) <= 8
     assert all(way.fits(HUGE) for found in tried for way in found.values())
     assert all(len({way.captured for way in found.values()}) == 1 for found in tried)
     chosen = choose(ways, limits)
@@ -179,9 +179,9 @@ def test_what_whole_steps_say_is_kept(ways, data):
         return
     assert chosen in tried
     plain = {name: time for name, time in everywhere(ways, limits).items() if "captured" not in name}
-    if plain and min(plain.values()) <= min(step_ns(found) for found in tried):
-        quickest = min(plain, key=plain.__getitem__)
-        assert any(set(labels(found)) == {quickest} for found in tried)
+    quickest = min(step_ns(found) for found in tried)
+    for name in sorted(plain, key=plain.__getitem__)[:2]:  # as far as passes tell, a user could do no better
+        assert plain[name] > 1.079 * quickest or any(set(labels(found)) == {name} for found in tried)
     timed = [(found, data.draw(st.integers(50, 150)) * 1e6) for found in tried]
     best, took = best_step(chosen, timed, rest_ns=0, slack=0.0)
     assert took <= 1.015 * 1.021 * min(time for _, time in timed)
