@@ -193,7 +193,7 @@ class _Race:
         for turn in range(_ROUNDS):
             if broadcast_json(turn > 0 and time.perf_counter() - began > _LONGEST_S):
                 break
-            near = (1 + _OUT) * min(first.values(), default=0.0)
+            near = (1 + self._job.options.slack) * (1 + _OUT) * min(first.values(), default=0.0)
             times: dict[int, float] = {}
             for index, entry in enumerate(self._ways):
                 captured = any(way.captured for way in entry.values())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
+from qsync_opt.errors import NotReadyError, ProblemError, SolverError, UnsupportedError
 from qsync_opt.estimates import estimate_lines
 from qsync_opt.evaluation import evaluate
 from qsync_opt.measurement_cache import default_cache_folder
@@ -150,6 +150,28 @@ def test_apply_takes_the_plan_as_it_is(options):
         auto_plan(model, x, loss=cross_entropy, options=options())
     undo(model)
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("tampered", ["plan", "captured", "autocast"])
+def test_a_plan_that_arrives_as_another_is_refused(options, monkeypatch, tampered):
+    plan = auto_plan(Net(), torch.randn(32, 64), loss=cross_entropy, options=options(least_gain=0.0))
+    name = plan.device_type
+    real = planning.broadcast_json
+
+    def on_the_way(value, source=0):
+        told = real(value, source)
+        if tampered == "plan":
+            entry = told["plan"]["devices"][name]
+            entry["b/linear"] = "BF16" if entry["b/linear"] == "FP32" else "FP32"
+            told["plan"].pop("x-digest", None)  # one that was meant to be like that
+        else:
+            told[tampered] = {"captured": [name], "autocast": {name: "BF16"}}[tampered]
+        return told
+
+    assert planning.shared_plan(plan.model, name, options(least_gain=0.0)).digest == plan.digest
+    monkeypatch.setattr(planning, "broadcast_json", on_the_way)
+    with pytest.raises(SolverError, match="the plan that arrived is not the one that was sent"):
+        planning.shared_plan(plan.model, name, options(least_gain=0.0))
 
 
 def test_too_little_memory_is_an_error_that_says_so(options):
