@@ -191,9 +191,12 @@ class _Race:
         later: list[dict[int, float]] = []
         began = time.perf_counter()
         for turn in range(_ROUNDS):
-            if broadcast_json(turn > 0 and time.perf_counter() - began > _LONGEST_S):
+            # Rank 0's clock and slack: all ranks must take the same turns.
+            late = turn > 0 and time.perf_counter() - began > _LONGEST_S
+            far = (1 + self._job.options.slack) * (1 + _OUT) * min(first.values(), default=0.0)
+            late, near = broadcast_json([late, far])
+            if late:
                 break
-            near = (1 + self._job.options.slack) * (1 + _OUT) * min(first.values(), default=0.0)
             times: dict[int, float] = {}
             for index, entry in enumerate(self._ways):
                 captured = any(way.captured for way in entry.values())
