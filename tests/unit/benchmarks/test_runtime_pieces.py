@@ -96,6 +96,10 @@ def test_the_plan_is_compared_with_the_best_plain_way():
     assert found["runtime.by-speed"] == "m 1.10 x"
     assert found["runtime.first-step"] == "60 to 60 s"
     assert found["runtime.many"] == "m 2.00 x"
+    assert found["runtime.table.bars"].splitlines()[2:] == [
+        "| m, 2 workers | 0.950 of BF16 autocast | yes | 1.100 of local batches by speed, BF16 autocast | 60 s |",
+        "| m, 4 workers | 2.000 of FP16 autocast | yes | – | 60 s |",
+    ]
     rows = found["runtime.table.throughput"].splitlines()
     assert rows[0] == "|  | m, 2 workers | m, 4 workers |"
     assert [row.split("|")[1].strip() for row in rows[2:]] == [
