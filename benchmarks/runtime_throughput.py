@@ -32,6 +32,8 @@ FAR = 2.5
 ROUNDS, CAPTURED_ROUNDS, NEAR = 4, 3, 0.06
 """How often ways take turns, the same where one must be captured anew in every turn, and how much slower than the
 fastest a plain way may be to be among them."""
+FAR_OFF = 0.15
+"""What is so much slower than the fastest is not timed again."""
 SMALL_BATCH = 4  # of the small models that stand for these on a CPU
 CAPTURED = ", captured"
 
@@ -171,6 +173,9 @@ class Measuring:
     def in_turn(self, what: str, subjects: Iterable[Subject]) -> None:
         """Measure again ways that run, in turn; their records are replaced by what is found then."""
         subjects = [subject for subject in subjects if subject.label in self.records and self.speeds[subject.label]]
+        fastest = max((self.speeds[subject.label] for subject in subjects), default=0.0)
+        keep = broadcast_json([self.speeds[subject.label] > (1 - FAR_OFF) * fastest for subject in subjects])
+        subjects = [subject for subject, stays in zip(subjects, keep, strict=True) if stays]
         if len(subjects) < 2 or what in self.worker.known:
             return
         self.worker.begin(what)
@@ -322,8 +327,9 @@ def throughput(worker: Worker, name: str) -> None:
         counts = shares(gather_json(sized.shares[sized.device_type]), measuring.total)
         sized_ways.append(Subject(f"{BY_SPEED}plan", {"plan": sized}, counts, facts))
         measuring.measure(sized_ways[-1])
-    replayed = captured(best, operators, device)
-    for way in (best,) if small else (best, replayed):
+    replayed = {label: captured(way, operators, device) for label, way in ways.items()}
+    launched_best = best_sized(sized, ways) or best.label
+    for way in [ways[launched_best], *(() if small else (replayed[best_sized(sized, replayed) or best.label],))]:
         found = measuring.sized(way, sized)
         measuring.measure(found)
         sized_ways.append(found)
@@ -332,9 +338,21 @@ def throughput(worker: Worker, name: str) -> None:
         measuring.measure(Subject("TF32", {"tf32": True}))
     measuring.measure(Subject("FP32", {}))
     if not small:
-        measuring.measure(replayed)
-    measuring.measure(measuring.sized(second, sized))
+        measuring.measure(replayed[best.label])
+    measuring.measure(measuring.sized(best if best.label != launched_best else second, sized))
     measuring.run.close()
+
+
+def best_sized(plan: JobPlan | None, ways: Mapping[str, Subject]) -> str | None:
+    """Which of some plain ways was the fastest with sized batches when `auto_plan` tried them; None: it tried none."""
+    steps = () if plan is None or plan.model is None else plan.model.steps
+    named = {way.label.removeprefix("uniform "): label for label, way in ways.items()}
+    tried = {
+        named[way]: step.step_ns
+        for step in steps
+        if step.batches and len(names := {*step.taken.values()}) == 1 and (way := next(iter(names))) in named
+    }
+    return broadcast_json(min(tried, key=tried.__getitem__, default=None))
 
 
 def plain_ways(operators: list[tuple[str, str]], device: torch.device) -> dict[str, Subject]:

@@ -33,8 +33,10 @@ _SPARE = 0.04
 _FAR = 2.5
 _PLAIN = 3
 """How many single ways are tried that a user could have chosen."""
-_SIZED_MOST = 3
-"""How many are tried with sized batches, of launched and of captured passes each."""
+_SIZED_MOST, _SIZED_NEAR = 4, 0.25
+"""How many are tried with sized batches, of launched and of captured passes each; `_NEAR` for those."""
+_SCALING = 1.05
+"""By how much loss scaling is expected to lengthen a step with sized batches, in the order of trials."""
 _SIZED_CAPTURING = 0.005
 """As `worth_capturing` has it, with sized batches: there the fastest is wanted."""
 
@@ -54,8 +56,8 @@ def finalists(
         For launched and for captured passes: the least sensitive choice among the fastest, also among the ways
         without the solver's plan and with some time to spare; the fastest single ways, and each of them on the slowest
         device type while the others spend their time on precision. Last, what needs the least memory. With balanced
-        batches, for launched and for captured passes: the fastest way of every device type, and the fastest single
-        ways.
+        batches, for launched and for captured passes: the fastest way of every device type, also without FP16, and
+        the fastest single ways.
 
     Source:
         Ours.
@@ -86,27 +88,37 @@ def finalists(
 def _sized_finalists(
     ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int], slack: float
 ) -> list[dict[str, Way]]:
-    """Launched passes are not compared with captured ones: a larger batch may no longer wait for its host."""
+    """Launched passes are not compared with captured ones: a larger batch may no longer wait for its host.
+
+    Passes do not tell what scaling costs in a step, which was 10 % of one for ResNet-50: ways without it are tried too.
+    """
     found: dict[tuple[str, ...], dict[str, Way]] = {}
     singles = everywhere(ways, limits_bytes)
+
+    def expected(together: Together) -> float:
+        return (_SCALING if any(way.needs_scaling for way in together.values()) else 1) * together_ns(together, True)
+
     for captured in (False, True):
         fits = fitting(ways, limits_bytes, captured=captured)
-        if not all(fits.values()):
-            continue
-        fastest = {name: min(mine, key=lambda way: way.pass_ns) for name, mine in fits.items()}
+        unscaled = {name: [way for way in mine if not way.needs_scaling] for name, mine in fits.items()}
         labels = [label for label in singles if label.endswith(CAPTURED) is captured]
         alike = [{name: _named(mine, label) for name, mine in fits.items()} for label in labels]
-        alike.sort(key=lambda together: together_ns(together, True))
-        limit = (1 + slack) * (1 + _NEAR) * together_ns(fastest, True)
-        finest = as_fast(fits, slack=slack, balanced=True)
-        # The finest as fast as any is last: with batches of their own all of them are fast enough.
+        fastest = [_fastest(fits), _fastest(unscaled)]
+        candidates = [found for found in (*fastest, *sorted(alike, key=expected)) if found is not None]
+        limit = (1 + slack) * (1 + _SIZED_NEAR) * min(map(expected, candidates), default=0.0)
         unlike = {
             tuple(way.label for way in together.values()): together
-            for together in (fastest, *alike, finest)
-            if together is not None and together_ns(together, True) <= limit
+            for together in candidates
+            if expected(together) <= limit
         }
         found |= dict([*unlike.items()][:_SIZED_MOST])
     return [*found.values()]
+
+
+def _fastest(fits: Mapping[str, Sequence[Way]]) -> dict[str, Way] | None:
+    if not all(fits.values()):
+        return None
+    return {name: min(mine, key=lambda way: (way.pass_ns, way.sensitivity)) for name, mine in fits.items()}
 
 
 def _smallest(ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int]) -> dict[str, Way] | None:

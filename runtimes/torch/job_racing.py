@@ -32,12 +32,12 @@ from qsync_opt.runtimes.torch.stopwatch import cpu_clock
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 
 _LOGGER = logging.getLogger(__name__)
-_ROUNDS = 3
+_ROUNDS, _CAPTURED_BLOCKS = 4, 3
 _BLOCK_NS, _LATER_BLOCK_NS = 0.25e9, 0.5e9
 _LEAST_STEPS, _MOST_STEPS = 2, 10
 _LONGEST_S = 12.0
 """After so long, no further round begins."""
-_OUT = 0.06
+_OUT = 0.03
 """What takes so much longer than the fastest in the first round is not timed again."""
 _FIRST_SCALE = 2.0**10
 """Low enough that hardly any step is skipped for an overflow."""
@@ -198,24 +198,27 @@ class _Race:
             if late:
                 break
             times: dict[int, float] = {}
-            for index, entry in enumerate(self._ways):
-                captured = any(way.captured for way in entry.values())
+            for index in sorted(range(len(self._ways)), key=lambda i: (i + turn) % len(self._ways)):
+                captured = any(way.captured for way in self._ways[index].values())
                 # Capturing takes as long as several steps: once.
                 if turn and (captured or first.get(index, near + 1) > near):
                     continue
-                _LOGGER.info("round %d, candidate %d: %s", turn + 1, index + 1, entry[self._mine].label)
-                if not turn:
-                    self._size_batches(index)
-                with self._going(index):
-                    short[index], failed = self._prepared(first=not turn)
-                    if failed:
-                        _LOGGER.warning("whole steps are not timed: %s", failed)
-                        return [None] * len(self._ways), [[] for _ in self._ways], self._batches
-                    if short[index]:
-                        continue
-                    blocks = _ROUNDS if captured else 1
-                    steps = self._how_many(_LATER_BLOCK_NS if turn else _BLOCK_NS)
-                    times[index] = statistics.median(self._block(steps) for _ in range(blocks))
+                label = self._ways[index][self._mine].label
+                _LOGGER.info("round %d, candidate %d: %s", turn + 1, index + 1, label)
+                for again in (False, True):  # with other batches, if these turn out to be wrong
+                    with self._going(index):
+                        short[index], failed = self._prepared(first=not turn)
+                        if failed:
+                            _LOGGER.warning("whole steps are not timed: %s", failed)
+                            return [None] * len(self._ways), [[] for _ in self._ways], self._batches
+                        if short[index]:
+                            break
+                        if not turn and not again and self._resized(index, captured):
+                            continue
+                        steps = self._how_many(_LATER_BLOCK_NS if turn else _BLOCK_NS)
+                        blocks = [self._block(steps) for _ in range(_CAPTURED_BLOCKS if captured else 1)]
+                        times[index] = statistics.median(blocks)
+                        break
             if turn:
                 later.append(times)
             else:
@@ -231,32 +234,40 @@ class _Race:
             self._example = replace(example, model=self._model)
         return carried_out(self._job.model, self._ways[index][self._mine], self._graph, self._job.options.kernels)
 
-    def _size_batches(self, index: int) -> None:
-        """Size a candidate's batches by how long its workers take by themselves with those that passes suggest."""
+    def _resized(self, index: int, captured: bool) -> bool:
+        """Size a candidate's batches by how long its workers take by themselves; whether they are others now."""
         if self._sizing is None:
-            return
-        spent_ns = 0.0
-        with self._going(index):
-            try:
-                self._begin()
-                with self._alone():
+            return False
+        spent_ns, scaler, self._scaler = 0.0, self._scaler, None
+        try:
+            with self._alone():
+                self._step()
+                self._wait()
+                began = self._clock()
+                for _ in range(_ALONE_STEPS):
                     self._step()
-                    self._wait()
-                    began = self._clock()
-                    for _ in range(_ALONE_STEPS):
-                        self._step()
-                    self._wait()
-                    spent_ns = float(self._clock() - began)
-            except Exception:  # said, and told to all ranks, when the step is tried for good
-                self._job.model.zero_grad()
+                self._wait()
+                spent_ns = (self._clock() - began) / _ALONE_STEPS
+        except Exception as failure:  # all ranks must come to the next line
+            _LOGGER.warning("batches are not sized anew: %s", failure)
+        self._scaler = scaler
         told = gather_json([self._mine, spent_ns])
-        slowest = {name: max(spent for kind, spent in told if kind == name) for name in self._sizing.workers}
         if not all(spent for _, spent in told):
-            return
+            return False
         before = self._batches[index]
-        counts = self._sizing.split({name: before[name] / slowest[name] for name in before})
-        if any(abs(count - before[name]) > _RESIZED * before[name] for name, count in counts.items()):
-            self._batches[index] = counts
+        slowest = {name: max(spent for kind, spent in told if kind == name) for name in before}
+        self._batches[index] = self._sizing.split({name: before[name] / slowest[name] for name in before})
+        # What passes did not tell (the optimizer, what a batch of another size costs) is much the same in other ways.
+        for other, entry in enumerate(self._ways):
+            if other > index and any(way.captured for way in entry.values()) is captured:
+                off = {n: slowest[n] / before[n] / max(1, way.pass_ns) for n, way in self._ways[index].items()}
+                speeds = {n: 1 / (off[n] * max(1, way.pass_ns)) for n, way in entry.items()}
+                self._batches[other] = self._sizing.split(speeds)
+        changes = [abs(count / before[name] - 1) for name, count in self._batches[index].items()]
+        if max(changes) > _RESIZED:
+            return True
+        self._batches[index] = before
+        return False
 
     def _begin(self) -> None:
         """An optimizer, and no scaler yet."""

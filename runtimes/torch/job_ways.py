@@ -21,7 +21,7 @@ CAPTURED = ", captured"
 _WORTH_CAPTURING = 0.02
 _NOISE = 0.02
 """Relative difference of two times of passes that says nothing."""
-_STEP_NOISE, _SIZED_NOISE = 0.015, 0.005
+_STEP_NOISE, _SIZED_NOISE = 0.018, 0.003
 """The same for whole steps, which are timed in turn; with sized batches the fastest is wanted, and precision last."""
 Together = Mapping[str, "Way"]
 """A way for every device type."""
@@ -62,6 +62,11 @@ class Way:
     def is_plain(self) -> bool:
         """Whether it is what the model does by itself."""
         return self.autocast is None and not self.captured and set(self.precisions.values()) <= {FULL}
+
+    @property
+    def needs_scaling(self) -> bool:
+        """Whether gradients pass through FP16, so that losses are scaled and all ranks agree on overflows."""
+        return "FP16" in self.precisions.values()
 
     def fits(self, limit_bytes: int) -> bool:
         """Whether it keeps a memory limit."""

@@ -195,9 +195,9 @@ def test_ways_that_take_turns_are_compared_round_by_round(worker, monkeypatch):
     from runtime_throughput import Measuring, Run, Subject
 
     measuring = Measuring(worker, "gpt-small")
-    for label in ("slow", "fast", "lost"):
+    for label, speed in (("slow", 0.9), ("fast", 1.0), ("lost", 0.0), ("far", 0.8)):
         measuring.records[label] = {"configuration": label, "samples_per_s": 1.0}
-        measuring.speeds[label] = float(label != "lost")
+        measuring.speeds[label] = speed
     paces = {4: 2.0, 2: 1.0}
     rounds = iter([1.0, 1.0, 5.0, 5.0, 1.0, 1.0, 1.0, 1.0])
     calls = []
@@ -208,11 +208,11 @@ def test_ways_that_take_turns_are_compared_round_by_round(worker, monkeypatch):
         return pace * (next(rounds) if steps == 20 else 0.001)
 
     monkeypatch.setattr(Run, "timed", timed)
-    measuring.in_turn("turns", [Subject("slow", {}), Subject("fast", {}, [2]), Subject("lost", {})])
+    measuring.in_turn("turns", [Subject(n, {}, [2] if n == "fast" else None) for n in measuring.records])
     records = [json.loads(line) for line in worker.output.read_text().splitlines()]
     speeds = {record["configuration"]: record["samples_per_s"] for record in records}
     assert speeds["fast"] / speeds["slow"] == pytest.approx(2.0)
-    assert "lost" not in speeds
+    assert speeds.keys() == {"slow", "fast"}
     assert records[0]["in_turn_with"] == ["fast"]
     assert len(records[0]["rounds_ms"]) == 4
     assert calls.count(20) == 8
@@ -222,7 +222,7 @@ def test_ways_that_take_turns_are_compared_round_by_round(worker, monkeypatch):
 def test_local_batches_are_those_that_whole_steps_were_tried_with(worker):
     from types import SimpleNamespace
 
-    from runtime_throughput import Measuring, Subject
+    from runtime_throughput import Measuring, Subject, best_sized
 
     from qsync_opt.runtimes.torch.job_ways import StepTime
 
@@ -236,6 +236,16 @@ def test_local_batches_are_those_that_whole_steps_were_tried_with(worker):
     assert found.label == "local batches by speed, uniform INT8"
     assert found.counts == [4]  # all of it: there is no other worker
     assert measuring.sized(Subject("FP32", {}), plan).counts == [4]
+    steps += [
+        StepTime(taken={"first": "BF16 autocast"}, step_ns=4, batches={"first": 3}),
+        StepTime(taken={"first": "plan"}, step_ns=3, batches={"first": 3}),
+        StepTime(taken={"first": "BF16 autocast", "second": "INT8"}, step_ns=2, batches={"first": 3, "second": 1}),
+    ]
+    ways = {name: Subject(name, {}) for name in ("BF16 autocast", "uniform INT8", "FP32")}
+    assert best_sized(plan, ways) == "BF16 autocast"
+    assert best_sized(plan, {"uniform INT8": ways["uniform INT8"]}) == "uniform INT8"
+    assert best_sized(plan, {"FP32": ways["FP32"]}) is None
+    assert best_sized(None, ways) is None
     measuring.run.close()
 
 

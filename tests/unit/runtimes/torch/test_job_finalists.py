@@ -129,12 +129,14 @@ RESNET = {
         way("FP16 autocast", 25.7, 7.0),
         way("INT8", 69.5, 156.0),
         way("FP16 autocast", 22.4, 7.0, captured=True),
+        way("INT8", 25.4, 156.0, captured=True),
     ),
     "part": (
         way("FP32", 533.0, 0.0),
         way("FP16 autocast", 117.3, 7.0),
         way("INT8", 121.0, 156.0),
         way("FP16 autocast", 116.8, 7.0, captured=True),
+        way("INT8", 119.1, 156.0, captured=True),
     ),
 }
 
@@ -144,6 +146,7 @@ def test_with_sized_batches_plain_ways_are_tried_launched_and_captured():
     launched, captured = ("FP16 autocast",) * 2, ("FP16 autocast, captured",) * 2
     assert {launched, captured} <= set(tried)
     assert ("INT8", "INT8") not in tried  # far slower on the whole card
+    assert ("INT8, captured",) * 2 in tried  # losses are not scaled, which passes do not tell
     chosen = choose(RESNET, LIMITS, balanced=True)
     assert labels(chosen) == captured  # by passes with equal batches
     timed = [(tried[launched], 46.0e6), (tried[captured], 46.5e6)]
