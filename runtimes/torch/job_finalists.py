@@ -130,9 +130,14 @@ def _smallest(ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int]
 
 
 def _finer(found: Together, fits: Mapping[str, Sequence[Way]], slack: float) -> dict[str, Way] | None:
-    """The slowest device type goes its way; the others take what is least sensitive in the time that it needs."""
+    """The slowest device type goes its way; the others take what is least sensitive in the time that it needs.
+
+    Where it needs no loss scaling, they take none that does: all would have to agree on overflows in every step.
+    """
     slowest = max(found, key=lambda name: found[name].pass_ns)
-    return as_fast({name: [found[name]] if name == slowest else mine for name, mine in fits.items()}, slack=slack)
+    scaled = found[slowest].needs_scaling
+    others = {name: [way for way in mine if scaled or not way.needs_scaling] for name, mine in fits.items()}
+    return as_fast({**others, slowest: [found[slowest]]}, slack=slack)
 
 
 def _named(ways: Sequence[Way], label: str) -> Way:

@@ -92,6 +92,29 @@ def test_the_slowest_goes_a_plain_way_and_the_others_spend_its_time():
     assert labels(best_step(choose(ways, LIMITS), timed, rest_ns=0, slack=0.0)[0]) == ("plan", "BF16 autocast")
 
 
+def test_finer_ways_beside_one_without_loss_scaling_need_none_either():
+    mixed = replace(way("plan", 60.0, 0.0005), precisions=dict(zip(NAMES, ("FP16", "FP32"), strict=True)))
+    ways = {
+        "whole": (
+            way("FP32", 89.9, 0.0),
+            way("TF32", 55.0, 0.002),
+            way("FP16 autocast", 41.4, 0.006),
+            way("BF16 autocast", 40.3, 0.146),
+            mixed,
+        ),
+        "part": (
+            way("FP32", 765, 0.0),
+            way("TF32", 190, 0.002),
+            way("FP16 autocast", 82.2, 0.006),
+            way("BF16 autocast", 83.0, 0.146),
+        ),
+    }
+    assert mixed.needs_scaling
+    tried = {labels(found) for found in finalists(ways, LIMITS)}
+    assert ("TF32", "BF16 autocast") in tried
+    assert ("plan", "FP16 autocast") in tried  # there it is needed anyway
+
+
 def test_captured_passes_that_hinder_others_are_not_taken():
     ways = {
         "whole": (way("BF16 autocast", 57.5, 1.0), way("BF16 autocast", 14.8, 1.0, captured=True)),
