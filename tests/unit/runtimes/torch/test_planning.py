@@ -1,4 +1,5 @@
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -145,7 +146,9 @@ def test_apply_takes_the_plan_as_it_is(options):
         for name, precision in plan.devices[plan.device_type].items()
         if name in "a/linear b/linear c/linear"
     }
-    assert applied_plan(model).audit is not None
+    assert applied_plan(model).audit._predicted_bytes == plan.memory_bytes[plan.device_type]
+    sized = replace(plan, shares={plan.device_type: 0.9, "another": 0.1})
+    assert applied_plan(apply(Net(), sized)).audit._predicted_bytes is None  # of another batch
     with pytest.raises(NotReadyError, match="applied to this model already"):
         auto_plan(model, x, loss=cross_entropy, options=options())
     undo(model)
