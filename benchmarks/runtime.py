@@ -45,6 +45,7 @@ PARTS = ("overhead", "soak", "throughput")
 RESTARTS = 5
 """How often workers are started for one model, when one of them ends in an error."""
 MODELS = ("bert-base", "gpt2", "resnet50", "vit-base")
+MORE_MODELS = (*MODELS, "gpt-small")
 
 
 def hardware_of(part: str, arguments: argparse.Namespace) -> str:
@@ -154,7 +155,13 @@ def run_workers(part: str, model: str, arguments: argparse.Namespace) -> list[di
         if part == "overhead":
             return with_peaks(records, arguments, Path(folder), deadline)
         # A soak writes anew what it has seen so far.
-        return records[-1:] if part == "soak" else with_plans(records)
+        return records[-1:] if part == "soak" else with_plans(latest(records))
+
+
+def latest(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what was measured again later, in turn with others."""
+    last = {record.get("configuration", ""): record for record in records}
+    return [record for record in records if last[record.get("configuration", "")] is record]
 
 
 def with_peaks(
@@ -242,7 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of throughput")
+    parser.add_argument("--models", nargs="+", choices=MORE_MODELS, default=list(MODELS), help="of throughput")
     parser.add_argument("--workers", type=int, help="two; where there is one card alone, one")
     parser.add_argument(
         "--sms", type=int, nargs="+", help="multiprocessors of every worker, 0 for the whole card; one worker: 16"

@@ -1,11 +1,15 @@
-"""Throughput on a hybrid cluster: plain ways, the plan, local batches sized by speed, and both together."""
+"""Throughput on a hybrid cluster: plain ways, the plan, local batches sized by speed, and both together.
+
+What is compared most closely is timed in turn, round by round, so that what slows a round slows all of it.
+"""
 
 from __future__ import annotations
 
 import copy
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,14 +18,24 @@ from torch import nn
 
 import qsync_opt
 from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json
+from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
 from qsync_opt.runtimes.torch.example_models import example
 from qsync_opt.runtimes.torch.job_plan import JobPlan
+from qsync_opt.runtimes.torch.job_racing import paired_medians
 from qsync_opt.runtimes.torch.job_ways import Way
 
-BATCHES = {"bert-base": 32, "gpt2": 32, "resnet50": 64, "vit-base": 32}
+BATCHES = {"bert-base": 32, "gpt2": 32, "resnet50": 64, "vit-base": 32, "gpt-small": 96}
 BLOCK_S, BLOCKS = 0.4, 3
 """Seconds of steps that are timed together, and how often; the median counts."""
+FAR = 2.5
+"""What takes so many times the fastest way's step is timed once."""
+ROUNDS, CAPTURED_ROUNDS, NEAR = 4, 3, 0.06
+"""How often ways take turns, the same where one must be captured anew in every turn, and how much slower than the
+fastest a plain way may be to be among them."""
+FAR_OFF = 0.15
+"""What is so much slower than the fastest is not timed again."""
 SMALL_BATCH = 4  # of the small models that stand for these on a CPU
+CAPTURED = ", captured"
 
 
 def rows(kwargs: Mapping[str, Any], count: int, device: torch.device) -> Batch:
@@ -40,9 +54,11 @@ def shares(speeds: list[float], total: int) -> list[int]:
     return found
 
 
-def timed(run: Run) -> float:
-    """Seconds of a step: median of some blocks."""
+def timed(run: Run, *, fastest_s: float = 0.0) -> float:
+    """Seconds of a step: median of some blocks; a single one where a step takes far longer than the fastest so far."""
     first = run.timed(1)
+    if fastest_s and first > FAR * fastest_s:
+        return run.timed(1)
     steps = broadcast_json(max(2 if first < BLOCK_S else 1, min(20, int(BLOCK_S / first))))
     return statistics.median(run.timed(steps) for _ in range(BLOCKS))
 
@@ -50,10 +66,35 @@ def timed(run: Run) -> float:
 def maker(name: str, *, small: bool) -> tuple[Callable[[], nn.Module], Mapping[str, Any]]:
     """What builds the model again and again, with the same weights, and a batch of few samples."""
     torch.manual_seed(0)
+    if name == "gpt-small":  # 13 million parameters: all-reduces by the host do not drown what is computed
+        config = (
+            GptConfig(width=128, layers=2, context=32)
+            if small
+            else GptConfig(width=512, heads=8, layers=4, context=512)
+        )
+        tokens = torch.randint(0, config.vocabulary, (4, config.context))
+        model = Gpt(config)
+        return lambda: copy.deepcopy(model), {"tokens_BS": tokens, "targets_BS": tokens}
     chosen = example(name, small=small)
     if hasattr(chosen.model, "config"):  # keys and values are kept for generation alone
         chosen.model.config.use_cache = False
     return lambda: copy.deepcopy(chosen.model), chosen.kwargs
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One way to train as it is measured: name, samples per worker (None: equal batches), and what `Run.go` takes."""
+
+    label: str
+    how: Mapping[str, Any]
+    counts: list[int] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def captured(self) -> bool:
+        """Whether any worker replays CUDA graphs."""
+        plan = self.how.get("plan")
+        return bool(plan.captured) if isinstance(plan, (Way, JobPlan)) else False
 
 
 class Measuring:
@@ -70,74 +111,126 @@ class Measuring:
         self.speeds: dict[str, float] = {
             label: record.get("samples_per_s") or 0.0 for label, record in worker.known.items()
         }
+        self.records: dict[str, dict[str, Any]] = {}
+        self._run: Run | None = None
 
-        self.alone: dict[str, list[float]] = {}
-        """Speeds of the workers with equal batches, each by itself."""
+    @property
+    def run(self) -> Run:
+        """The one model that is trained with in all ways, one after the other."""
+        if self._run is None:
+            self._run = Run(self.worker, self.make, self.batch, rate=0.0)
+        return self._run
 
     def failed_before(self, what: str) -> bool:
         """Whether workers before these ended in it."""
         return what in self.worker.known and bool(self.worker.known[what].get("failure"))
 
-    def measure(
-        self, label: str, counts: list[int] | None = None, facts: Mapping[str, Any] | None = None, **how: Any
-    ) -> None:
-        """Samples per second; where it does not run, a record that says why."""
-        worker, total = self.worker, self.total
+    def _go(self, subject: Subject) -> None:
+        counts, rank = subject.counts, self.worker.rank
+        local = self.batch if counts is None else rows(self.kwargs, counts[rank], self.worker.device)
+        weight = 1.0 if counts is None else self.worker.world * counts[rank] / self.total
+        self.run.go(local, weight=weight, **subject.how)
+
+    def measure(self, subject: Subject) -> bool:
+        """Samples per second; where it does not run, a record that says why. False then."""
+        worker, total, label = self.worker, self.total, subject.label
         if label in worker.known:
-            return
+            return bool(self.speeds[label])
         worker.begin(label)
-        local = self.batch if counts is None else rows(self.kwargs, counts[worker.rank], worker.device)
-        weight = 1.0 if counts is None else worker.world * counts[worker.rank] / total
         said, seconds, alone = "", 0.0, 0.0
-        run = None
+        run = self.run
         try:
-            run = Run(worker, self.make, local, weight=weight, **how)
+            self._go(subject)
             alone = run.alone_s(3)
         except (RuntimeError, qsync_opt.QSyncError) as failure:  # memory; what a part of a card refuses
             said = f"rank {worker.rank}: {str(failure).splitlines()[0][:120]}"
         failed = [text for text in gather_json(said) if text]
         peaks: list[int] = []
-        if not failed and run is not None:
-            seconds, peaks = timed(run), run.peaks()
+        if failed:
+            run.leave()
+            if worker.device.type == "cuda":
+                torch.cuda.empty_cache()
+        else:
+            run.begin()
+            fastest = max(self.speeds.values(), default=0.0)
+            seconds, peaks = timed(run, fastest_s=total / fastest if fastest else 0.0), run.peaks()
         self.speeds[label] = total / seconds if seconds else 0.0
         alone_s = gather_json(alone)
-        if all(alone_s):
-            self.alone[label] = [1 / found for found in alone_s]
-        worker.write(
-            model=self.label,
-            configuration=label,
-            samples_per_s=self.speeds[label] or None,
-            step_ms=1e3 * seconds or None,
-            local_batches=counts or [self.per_worker] * worker.world,
-            alone_ms=[1e3 * t for t in alone_s],
-            peak_bytes=peaks or None,
-            failure="; ".join(failed) or None,
-            **(facts or {}),
-        )
-        if run is not None:
-            run.close()
+        self.records[label] = {
+            "model": self.label,
+            "configuration": label,
+            "samples_per_s": self.speeds[label] or None,
+            "step_ms": 1e3 * seconds or None,
+            "local_batches": subject.counts or [self.per_worker] * worker.world,
+            "alone_ms": [1e3 * t for t in alone_s],
+            "peak_bytes": peaks or None,
+            "failure": "; ".join(failed) or None,
+            **subject.facts,
+        }
+        worker.write(**self.records[label])
+        return not failed
 
-    def by_speed(
-        self, label: str, speeds: list[float] | None = None, facts: Mapping[str, Any] | None = None, **how: Any
-    ) -> None:
-        """Measure with local batches for which all workers take as long, found in two rounds.
-
-        ``speeds`` are of the workers, as far as they are known with equal batches; then one round follows.
-        """
-        label = f"local batches by speed, {label}"
-        worker = self.worker
-        if label in worker.known:
+    def in_turn(self, what: str, subjects: Iterable[Subject]) -> None:
+        """Measure again ways that run, in turn; their records are replaced by what is found then."""
+        subjects = [subject for subject in subjects if subject.label in self.records and self.speeds[subject.label]]
+        fastest = max((self.speeds[subject.label] for subject in subjects), default=0.0)
+        keep = broadcast_json([self.speeds[subject.label] > (1 - FAR_OFF) * fastest for subject in subjects])
+        subjects = [subject for subject, stays in zip(subjects, keep, strict=True) if stays]
+        if len(subjects) < 2 or what in self.worker.known:
             return
-        worker.begin(label)
-        counts = [self.per_worker] * worker.world
-        if speeds is not None:
-            counts = shares(speeds, self.total)
-        for _ in range(2 if speeds is None else 1):
-            run = Run(worker, self.make, rows(self.kwargs, counts[worker.rank], worker.device), **how)
-            found = [n / t for n, t in zip(counts, gather_json(run.alone_s(5)), strict=True)]
-            run.close()
-            counts = broadcast_json(shares(found, self.total))
-        self.measure(label, counts, facts, **how)
+        self.worker.begin(what)
+        rounds: list[dict[int, float]] = []
+        for turn in range(CAPTURED_ROUNDS if any(subject.captured for subject in subjects) else ROUNDS):
+            times: dict[int, float] = {}
+            # Each is first as often as the others.
+            for index in sorted(range(len(subjects)), key=lambda i: (i + turn) % len(subjects)):
+                self._go(subjects[index])
+                self.run.begin()
+                self.run.timed(1)
+                first = self.run.timed(1)
+                steps = broadcast_json(max(3, min(20, int(BLOCK_S / first))))
+                times[index] = self.run.timed(steps)
+            rounds.append(times)
+        found = paired_medians(rounds)
+        for index, subject in enumerate(subjects):
+            self.speeds[subject.label] = self.total / found[index]
+            self.worker.write(
+                **{
+                    **self.records[subject.label],
+                    "samples_per_s": self.speeds[subject.label],
+                    "step_ms": 1e3 * found[index],
+                    "in_turn_with": [other.label for other in subjects if other is not subject],
+                    "rounds_ms": [1e3 * times[index] for times in rounds if index in times],
+                }
+            )
+
+    def sized(self, subject: Subject, plan: JobPlan | None) -> Subject:
+        """The same with local batches for which all workers take as long, optimizer included.
+
+        Where ``plan`` was made from steps with such batches in this very way, they are those; else they are found in
+        two rounds.
+        """
+        label = f"{BY_SPEED}{subject.label}"
+        if label in self.worker.known:
+            return replace(subject, label=label)
+        self.worker.begin(label)
+        counts = [self.per_worker] * self.worker.world
+        way = subject.label.removeprefix("uniform ")
+        steps = () if plan is None or plan.model is None else plan.model.steps
+        tried = broadcast_json(next((dict(s.batches) for s in steps if s.batches and {*s.taken.values()} == {way}), {}))
+        if tried:
+            counts = shares(gather_json(tried[self.worker.kind]), self.total)
+        for _ in range(0 if tried else 2):
+            spent, said = 0.0, ""
+            try:
+                self._go(replace(subject, counts=counts))
+                spent = self.run.cycle_s(4)
+            except (RuntimeError, qsync_opt.QSyncError) as failure:  # `measure` says it
+                said = str(failure)
+            if any(gather_json(said)):
+                break
+            counts = shares([n / t for n, t in zip(counts, gather_json(spent), strict=True)], self.total)
+        return replace(subject, label=label, counts=broadcast_json(counts))
 
     def plan(self, **changes: Any) -> JobPlan:
         """From `auto_plan`; it measures the first time, and solves from what was measured then."""
@@ -155,12 +248,12 @@ class Measuring:
         began = time.perf_counter()
         plan = self.plan()
         planning_s = time.perf_counter() - began
-        run = Run(worker, self.make, self.batch, plan=plan)
-        run.step()
+        self._go(Subject("plan", {"plan": plan}))
+        self.run.begin()
+        self.run.step()
         worker.wait()
         # Clocks of one host: from the start of the processes to the end of the slowest worker's first step.
         first_step_s = max(gather_json(time.time())) - worker.task.started
-        run.close()
         worker.write(
             model=self.label,
             sensitivities={**{other.name: other.sensitivity for other in plan.alternatives}, "plan": plan.sensitivity},
@@ -178,7 +271,7 @@ class Measuring:
 
 
 PLANNING, PLANNING_BY_PASSES = "planning", "planning without whole steps"
-BOTH = "local batches by speed, plan"
+BY_SPEED = "local batches by speed, "
 
 
 def ways_told(plan: JobPlan) -> list[dict[str, Any]]:
@@ -192,41 +285,92 @@ def ways_told(plan: JobPlan) -> list[dict[str, Any]]:
 
 
 def throughput(worker: Worker, name: str) -> None:
-    """The plan, then plain ways from the fastest, then local batches by speed with the best of them and with a plan."""
+    """What decides comes first: the plan and the plain ways, both with local batches by speed, then all else."""
     measuring = Measuring(worker, name)
-    small = worker.device.type == "cpu"
-    device, make = worker.device, measuring.make
+    small, device = worker.device.type == "cpu", worker.device
     planned = not measuring.failed_before(PLANNING_BY_PASSES)
     operators: list[tuple[str, str]] | None = None
+    equal: Subject | None = None
     if planned and "plan" not in worker.known:
         plan = measuring.first_plan()
-        measuring.measure("plan", plan=plan)
+        equal = Subject("plan", {"plan": plan})
+        measuring.measure(equal)
         operators = broadcast_json(None if plan.model is None else kinds(plan.model.graph))
-    ways: dict[str, dict[str, Any]] = {"BF16 autocast": {"autocast": torch.bfloat16}}
-    if not small:
-        ways["FP16 autocast"] = {"autocast": torch.float16}
-    eight_bits = ("INT8",) if small else ("INT8", "FP8")
     if operators is None:
         worker.begin("capture for uniform precisions")
-        operators = kinds(qsync_opt.capture(make().to(device), (), measuring.batch))
+        operators = kinds(qsync_opt.capture(measuring.make().to(device), (), measuring.batch))
+    ways = plain_ways(operators, device)
+    for way in ways.values():
+        measuring.measure(way)
+    in_order = broadcast_json(sorted(ways, key=lambda label: -measuring.speeds[label]))
+    speeds = broadcast_json(measuring.speeds)
+    best, second = ways[in_order[0]], ways[in_order[1]]
+    if equal is not None:
+        near = [label for label in in_order if speeds[label] > (1 - NEAR) * speeds[best.label]]
+        measuring.in_turn("the plan and plain ways in turn", [equal, *(ways[label] for label in near[:3])])
+        best = ways[broadcast_json(max(near, key=lambda label: measuring.speeds[label]))]
+        second = ways[next(label for label in in_order if label != best.label)]
+    sized_ways: list[Subject] = []
+    sized: JobPlan | None = None
+    if planned and f"{BY_SPEED}plan" not in worker.known:
+        # Nobody waits now, so that another plan is best; of what was measured, whole steps alone are taken again.
+        worker.begin(f"{BY_SPEED}plan")
+        sized = measuring.plan(local_batches="by speed")
+        facts = {
+            "sensitivity": sized.sensitivity,
+            "taken": dict(sized.taken),
+            "reason": sized.reason,
+            "predicted_ms": (sized.expected_ns or sized.iteration_ns) / 1e6,
+            "stages_s": {stage: round(spent, 2) for stage, spent in sized.stages_s.items()},
+            "steps": [] if sized.model is None else [s.to_json() for s in sized.model.steps if s.batches],
+        }
+        counts = shares(gather_json(sized.shares[sized.device_type]), measuring.total)
+        sized_ways.append(Subject(f"{BY_SPEED}plan", {"plan": sized}, counts, facts))
+        measuring.measure(sized_ways[-1])
+    replayed = {label: captured(way, operators, device) for label, way in ways.items()}
+    launched_best = best_sized(sized, ways) or best.label
+    for way in [ways[launched_best], *(() if small else (replayed[best_sized(sized, replayed) or best.label],))]:
+        found = measuring.sized(way, sized)
+        measuring.measure(found)
+        sized_ways.append(found)
+    measuring.in_turn("local batches by speed in turn", sized_ways)
+    if not small:
+        measuring.measure(Subject("TF32", {"tf32": True}))
+    measuring.measure(Subject("FP32", {}))
+    if not small:
+        measuring.measure(replayed[best.label])
+    measuring.measure(measuring.sized(best if best.label != launched_best else second, sized))
+    measuring.run.close()
+
+
+def best_sized(plan: JobPlan | None, ways: Mapping[str, Subject]) -> str | None:
+    """Which of some plain ways was the fastest with sized batches when `auto_plan` tried them; None: it tried none."""
+    steps = () if plan is None or plan.model is None else plan.model.steps
+    named = {way.label.removeprefix("uniform "): label for label, way in ways.items()}
+    tried = {
+        named[way]: step.step_ns
+        for step in steps
+        if step.batches and len(names := {*step.taken.values()}) == 1 and (way := next(iter(names))) in named
+    }
+    return broadcast_json(min(tried, key=tried.__getitem__, default=None))
+
+
+def plain_ways(operators: list[tuple[str, str]], device: torch.device) -> dict[str, Subject]:
+    """The same way on all workers, that a user could choose without a plan; those that are fast, that is not FP32."""
+    ways: dict[str, Mapping[str, Any]] = {"BF16 autocast": {"autocast": torch.bfloat16}}
+    eight_bits = ("INT8",)
+    if device.type == "cuda":
+        ways["FP16 autocast"] = {"autocast": torch.float16}
+        eight_bits = ("INT8", "FP8")
     for precision in eight_bits:
         ways[f"uniform {precision}"] = {"plan": everywhere(operators, precision, device)}
-    for label, how in ways.items():
-        measuring.measure(label, **how)
-    best, second = broadcast_json(sorted(ways, key=lambda label: -measuring.speeds[label])[:2])
-    measuring.by_speed(best, measuring.alone.get(best), **ways[best])
-    if planned and BOTH not in worker.known:
-        # Nobody waits now, so that another plan is best; it is solved from what was measured.
-        worker.begin(BOTH)
-        plan = measuring.plan(local_batches="by speed")
-        facts = {"sensitivity": plan.sensitivity, "taken": dict(plan.taken), "reason": plan.reason}
-        measuring.by_speed("plan", gather_json(plan.shares[plan.device_type]), facts, plan=plan)
-    if not small:
-        measuring.measure("TF32", tf32=True)
-    measuring.measure("FP32")
-    measuring.by_speed(second, measuring.alone.get(second), **ways[second])
-    if not small:
-        name = best.removeprefix("uniform ").removesuffix(" autocast")
-        autocast = name if best.endswith(" autocast") else None
-        way = Way(name=best, precisions=everywhere(operators, name, device), autocast=autocast, captured=True)
-        measuring.measure(way.label, plan=way)
+    return {label: Subject(label, how) for label, how in ways.items()}
+
+
+def captured(subject: Subject, operators: list[tuple[str, str]], device: torch.device) -> Subject:
+    """A plain way with captured passes."""
+    name = subject.label.removeprefix("uniform ").removesuffix(" autocast")
+    autocast = name if subject.label.endswith(" autocast") else None
+    precisions = everywhere(operators, name, device)
+    way = Way(name=subject.label, precisions=precisions, autocast=autocast, captured=True)
+    return Subject(subject.label + CAPTURED, {"plan": way})

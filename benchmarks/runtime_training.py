@@ -158,6 +158,8 @@ class Worker:
         """Name of this worker's device type."""
         if self.device.type == "cuda":
             return f"{self.sms} SMs" if self.partition else "whole"
+        if self.partition and self.world > 2:
+            return f"type {self.sms}"
         return ("first", "second")[self.partition]
 
     def options(self, name: str, **changes: Any) -> qsync_opt.PlanningOptions:
@@ -177,9 +179,43 @@ class Run:
     """A model in DistributedDataParallel with its optimizer, and one way to compute."""
 
     def __init__(
+        self, worker: Worker, make: Callable[[], nn.Module], batch: Batch, *, rate: float = 1e-4, **way: Any
+    ) -> None:
+        """Begin to train, in a way as `go` takes it; with a ``rate`` of 0 nothing moves, and as much is computed."""
+        torch.manual_seed(0)
+        self.worker, self._make = worker, make
+        self.model = make().to(worker.device)
+        self._apply(batch, **way)
+        ids = [worker.device.index] if worker.device.type == "cuda" else None
+        self.parallel = DistributedDataParallel(self.model, device_ids=ids, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), rate)
+        self.scaler: qsync_opt.LossScaler | None = None
+        self.begin()
+
+    def go(self, batch: Batch, **way: Any) -> None:
+        """Compute in another way from now on, on another batch; model, wrapper and optimizer stay.
+
+        `begin` must follow, on all workers.
+
+        Args:
+            batch: The worker's own.
+            way: What is applied (``plan``), or what torch itself does (``autocast``, ``tf32``); ``weight`` of the loss.
+        """
+        self.leave()
+        self._apply(batch, **way)
+
+    def leave(self) -> None:
+        """Take off what is applied, and give back what it held."""
+        self.optimizer.zero_grad()
+        captured = self._captured
+        if applied_plan(self.model) is not None:
+            undo(self.model)
+        if captured:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _apply(
         self,
-        worker: Worker,
-        make: Callable[[], nn.Module],
         batch: Batch,
         *,
         plan: Any = None,
@@ -187,17 +223,26 @@ class Run:
         tf32: bool = False,
         weight: float = 1.0,
     ) -> None:
-        torch.manual_seed(0)
-        self.worker, self.batch, self.autocast, self.tf32, self.weight = worker, batch, autocast, tf32, weight
-        self.model = make().to(worker.device)
+        self.batch, self.autocast, self.tf32, self.weight = batch, autocast, tf32, weight
         if isinstance(plan, Way):
             apply(self.model, plan.precisions, options=ApplyOptions(autocast=plan.autocast, captured=plan.captured))
         elif plan is not None:
             apply(self.model, plan)
-        ids = [worker.device.index] if worker.device.type == "cuda" else None
-        self.parallel = DistributedDataParallel(self.model, device_ids=ids, gradient_as_bucket_view=True)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
-        self.scaler = qsync_opt.LossScaler(self.model, enabled=True) if autocast is torch.float16 else None
+
+    @property
+    def _captured(self) -> bool:
+        applied = applied_plan(self.model)
+        return applied is not None and applied.options.captured
+
+    def begin(self) -> None:
+        """Scale losses if any worker computes in FP16; parameters that are no numbers any more are put back."""
+        with torch.no_grad():
+            norms = torch._foreach_norm(list(self.model.parameters()))
+            if not torch.isfinite(torch.stack(norms)).all():
+                for own, first in zip(self.model.parameters(), self._make().parameters(), strict=True):
+                    own.copy_(first)
+                self.optimizer.state.clear()
+        self.scaler = qsync_opt.LossScaler(self.model, enabled=True) if self.autocast is torch.float16 else None
         if self.scaler is None:
             scaler = qsync_opt.LossScaler(self.model)
             self.scaler = scaler if scaler.is_enabled() else None
@@ -250,6 +295,21 @@ class Run:
                 break
         self.optimizer.zero_grad()
         return statistics.median(times[1:])
+
+    def cycle_s(self, steps: int) -> float:
+        """Seconds of what this worker does by itself in a step: both passes and the optimizer."""
+        with self.parallel.no_sync():
+            for number in range(steps + 1):
+                if number == 1:
+                    self.worker.wait()
+                    began = time.perf_counter()
+                self.optimizer.zero_grad()
+                self.loss(self.parallel).backward()
+                self.optimizer.step()
+        self.worker.wait()
+        spent = (time.perf_counter() - began) / steps
+        self.optimizer.zero_grad()
+        return spent
 
     def peaks(self) -> list[int]:
         """Bytes that one step needs on every worker; none on a CPU, where the resident set is no measure."""

@@ -38,10 +38,11 @@ def runtime_figures(data: Record) -> dict[str, str]:
     many = {model: ways for (model, workers), ways in clusters.items() if workers > 2 and "plan" in ways}
     if pairs:
         found |= _of_pairs(pairs)
-    for model, ways in many.items():
-        ratio, _ = against_plain(ways)
-        found["runtime.many"] = f"{model} {ratio:.2f} x"
-        found["runtime.many-first-step"] = f"{ways['plan']['first_planned_step_s']:.0f} s"
+    if many:
+        ratios = {model: against_plain(ways)[0] for model, ways in many.items()}
+        steps = [ways["plan"]["first_planned_step_s"] for ways in many.values()]
+        found["runtime.many"] = ", ".join(f"{model} {ratio:.2f} x" for model, ratio in ratios.items())
+        found["runtime.many-first-step"] = ", ".join(f"{seconds:.0f} s" for seconds in steps)
     for record in data.get("soak", ()):
         if "NVIDIA" not in record["hardware"]:
             continue
@@ -67,6 +68,7 @@ def runtime_figures(data: Record) -> dict[str, str]:
         )
     found["runtime.table.throughput"] = _throughput_table(clusters)
     found["runtime.table.plans"] = _plans_table(clusters)
+    found["runtime.table.bars"] = _bars_table(clusters)
     return found
 
 
@@ -100,9 +102,16 @@ def less_sensitive(ways: Mapping[str, Record]) -> bool:
 
 def by_speed(ways: Mapping[str, Record]) -> float | None:
     """Throughput of plan and local batches by speed together as a share of the best of all other ways."""
-    both = ways.get(f"{BY_SPEED}plan")
-    others = [record["samples_per_s"] for name, record in ways.items() if name != f"{BY_SPEED}plan"]
-    return None if both is None or not others else both["samples_per_s"] / max(others)
+    best = best_beside(ways)
+    return None if best is None else ways[f"{BY_SPEED}plan"]["samples_per_s"] / ways[best]["samples_per_s"]
+
+
+def best_beside(ways: Mapping[str, Record]) -> str | None:
+    """The fastest way but for plan and local batches by speed together, if that was measured."""
+    others = [name for name in ways if name != f"{BY_SPEED}plan"]
+    if f"{BY_SPEED}plan" not in ways or not others:
+        return None
+    return max(others, key=lambda name: ways[name]["samples_per_s"])
 
 
 def _of_pairs(pairs: Mapping[str, Mapping[str, Record]]) -> dict[str, str]:
@@ -140,6 +149,33 @@ def _throughput_table(clusters: Mapping[tuple[str, int], Mapping[str, Record]]) 
         speeds = [ways[name]["samples_per_s"] if name in ways else None for ways in clusters.values()]
         rows.append([name, *(None if speed is None else f"{speed:.0f}" for speed in speeds)])
     return table(header, rows) if clusters else NOT_MEASURED
+
+
+def _bars_table(clusters: Mapping[tuple[str, int], Mapping[str, Record]]) -> str:
+    """What was asked for beside what was found."""
+    rows = []
+    for (model, workers), ways in clusters.items():
+        if "plan" not in ways or not any(name in ways for name in PLAIN):
+            continue
+        ratio, best = against_plain(ways)
+        beside, both = best_beside(ways), by_speed(ways)
+        rows.append(
+            [
+                f"{model}, {workers} workers",
+                f"{ratio:.3f} of {best}",
+                "yes" if less_sensitive(ways) else "no",
+                None if both is None else f"{both:.3f} of {beside}",
+                f"{ways['plan']['first_planned_step_s']:.0f} s",
+            ]
+        )
+    header = (
+        "",
+        "plan beside the best plain way: at least 0.98",
+        "less sensitivity than every plain way as fast: yes",
+        "plan with local batches by speed beside the best of all others: above 1",
+        "start to first planned step",
+    )
+    return table(header, rows) if rows else NOT_MEASURED
 
 
 def _order(name: str) -> tuple[int, bool, str]:

@@ -347,10 +347,12 @@ def apply(
     if options.captured:
         applied.interception.graphs = FirstPass(applied.interception, bare)
     if isinstance(plan, JobPlan):
+        # The memory of graphs is not allocated in steps, and batches by speed are not the one that was planned with.
+        like_planned = not options.captured and len(set(plan.shares.values())) <= 1
         applied.audit = StepAudit(
             bare,
             predicted_ns=plan.expected_ns or plan.iteration_ns,
-            predicted_bytes=plan.memory_bytes[plan.device_type],
+            predicted_bytes=plan.memory_bytes[plan.device_type] if like_planned else None,
         )
     return model
 

@@ -16,6 +16,7 @@ from qsync_opt.runtimes.torch.job_finalists import (
     finalists,
     full_everywhere,
     predicted_step_ns,
+    same_ways,
     timed_together,
 )
 from qsync_opt.runtimes.torch.job_finalists import words as step_words
@@ -101,14 +102,16 @@ def decide(
         )
     # All-reduces that nothing hides, and the optimizer: the same whatever the passes are computed in.
     rest_ns = evaluation.iteration_ns - max(device.backward_end_ns for device in evaluation.devices.values())
-    timed = [] if balanced else timed_together(_as_timed(made, ways), limits, made.steps)
+    timed = timed_together(_as_timed(made, ways), limits, made.steps, balanced=balanced)
     full = full_everywhere(ways, limits)
 
     def time_of(found: Mapping[str, Way]) -> float:
-        return _time(made, found, rest_ns) if balanced else predicted_step_ns(found, timed, rest_ns)
+        if balanced and not any(same_ways(found, together) for together, _ in timed):
+            return _time(made, found, rest_ns)
+        return predicted_step_ns(found, timed, rest_ns)
 
-    if not balanced:
-        chosen = dict(best_step(chosen, timed, rest_ns=rest_ns, slack=options.slack)[0])
+    if timed or not balanced:
+        chosen = dict(best_step(chosen, timed, rest_ns=rest_ns, slack=options.slack, balanced=balanced)[0])
     stays = None if present is None else _present(ways, limits, present)
     if stays is not None and not _clearly_better(chosen, stays, time_of):
         chosen = stays
@@ -161,8 +164,9 @@ def worth_racing(
 ) -> list[dict[str, Way]]:
     """The ways to go together whose whole steps should be timed; arguments as for `decide`."""
     ways = _ways_now(made, problem, plan, evaluation, options)
-    found = finalists(ways, _limits(made), slack=options.slack)
-    return [] if all(way.is_plain for together in found for way in together.values()) else found
+    balanced = options.local_batches == "by speed"
+    found = finalists(ways, _limits(made), slack=options.slack, balanced=balanced)
+    return [] if all(way.is_plain for entry in found for way in entry.values()) else found
 
 
 def _limits(made: JobModel) -> dict[str, int]:
@@ -207,8 +211,17 @@ def _time(made: JobModel, chosen: Mapping[str, Way], rest_ns: int) -> float:
 
 
 def _shares(made: JobModel, chosen: Mapping[str, Way] | None) -> dict[str, float]:
-    """Share of the global batch of one worker of each type: equal, or as fast as it is."""
-    speeds = {d.name: 1.0 if chosen is None else 1 / max(1, chosen[d.name].pass_ns) for d in made.cluster.devices}
+    """Share of the global batch of one worker of each type: equal, or as fast as it is.
+
+    By whole steps with sized batches, where they were timed, else by passes with equal ones.
+    """
+    speeds: Mapping[str, float]
+    if chosen is None:
+        speeds = dict.fromkeys((device.name for device in made.cluster.devices), 1.0)
+    else:
+        labels = {name: way.label for name, way in chosen.items()}
+        sized = next((step.batches for step in made.steps if step.batches and step.taken == labels), None)
+        speeds = sized or {name: 1 / max(1, way.pass_ns) for name, way in chosen.items()}
     total = sum(device.count * speeds[device.name] for device in made.cluster.devices)
     return {name: speed / total for name, speed in speeds.items()}
 

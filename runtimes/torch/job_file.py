@@ -174,7 +174,8 @@ def with_speed(made: JobModel, factors: Mapping[str, float]) -> JobModel:
             raise ProblemError(f"speed factor of {name!r} is 0: times are multiplied by it, so it must be above 0")
     changed = {name: _slowed(made.profiles[name], factor) for name, factor in factors.items() if factor != 1.0}
     slower = {name: tuple(way.slowed(factors.get(name, 1.0)) for way in ways) for name, ways in made.ways.items()}
-    steps = tuple(_step_slowed(step, made.ways, slower) for step in made.steps)
+    # Batches that were sized for other speeds say nothing.
+    steps = tuple(_step_slowed(step, made.ways, slower) for step in made.steps if not (changed and step.batches))
     return replace(made, profiles={**made.profiles, **changed}, ways=slower, steps=steps)
 
 

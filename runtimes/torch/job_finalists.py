@@ -22,20 +22,27 @@ from qsync_opt.runtimes.torch.job_ways import (
     fitting,
     least_sensitive,
     step_ns,
+    together_ns,
     worth_capturing,
 )
 
-_MOST = 6
+_MOST = 7
 _NEAR = 0.08
 """Ways that take so much longer by their passes are not tried."""
 _SPARE = 0.04
 _FAR = 2.5
 _PLAIN = 3
 """How many single ways are tried that a user could have chosen."""
+_SIZED_MOST, _SIZED_NEAR = 4, 0.25
+"""How many are tried with sized batches, of launched and of captured passes each; `_NEAR` for those."""
+_SCALING = 1.05
+"""By how much loss scaling is expected to lengthen a step with sized batches, in the order of trials."""
+_SIZED_CAPTURING = 0.005
+"""As `worth_capturing` has it, with sized batches: there the fastest is wanted."""
 
 
 def finalists(
-    ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int], *, slack: float = 0.0
+    ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int], *, slack: float = 0.0, balanced: bool = False
 ) -> list[dict[str, Way]]:
     """A few ways to go together, the most promising first.
 
@@ -43,15 +50,20 @@ def finalists(
         ways: Of every device type, with times of passes.
         limits_bytes: Memory limit of every device type.
         slack: As in `choose`.
+        balanced: As in `choose`.
 
     Returns:
         For launched and for captured passes: the least sensitive choice among the fastest, also among the ways
         without the solver's plan and with some time to spare; the fastest single ways, and each of them on the slowest
-        device type while the others spend their time on precision. Last, what needs the least memory.
+        device type while the others spend their time on precision. Last, what needs the least memory. With balanced
+        batches, for launched and for captured passes: the fastest way of every device type, also without FP16, and
+        the fastest single ways.
 
     Source:
         Ours.
     """
+    if balanced:
+        return _sized_finalists(ways, limits_bytes, slack)
     uniform = sorted(everywhere(ways, limits_bytes).items(), key=lambda entry: entry[1])
     plain = [label for label, _ in uniform if not label.endswith(CAPTURED)][:_PLAIN]
     alike: list[dict[str, Way] | None] = [{name: _named(mine, label) for name, mine in ways.items()} for label in plain]
@@ -63,7 +75,7 @@ def finalists(
         simple = {name: [way for way in mine if way.name != PLANNED] for name, mine in fits.items()}
         picked.append([as_fast(fits, slack=slack), as_fast(simple, slack=slack), as_fast(fits, slack=slack + _SPARE)])
     (eager, *others), (captured_one, *more) = picked
-    in_order = [eager, captured_one, *alike[:1], *finer[:2], *others, *alike[1:2], *more, *finer[2:], *alike[2:]]
+    in_order = [eager, captured_one, *alike[:2], *finer[:2], *alike[2:], *finer[2:], *others, *more]
     unlike = {tuple(way.label for way in found.values()): found for found in in_order if found is not None}
     fastest = min((step_ns(found) for found in unlike.values()), default=0)
     near = [found for found in unlike.values() if step_ns(found) <= (1 + slack) * (1 + _NEAR) * fastest][:_MOST]
@@ -71,6 +83,42 @@ def finalists(
     if small is None or small in near or step_ns(small) > _FAR * fastest:
         return near
     return [*near, small]
+
+
+def _sized_finalists(
+    ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int], slack: float
+) -> list[dict[str, Way]]:
+    """Launched passes are not compared with captured ones: a larger batch may no longer wait for its host.
+
+    Passes do not tell what scaling costs in a step, which was 10 % of one for ResNet-50: ways without it are tried too.
+    """
+    found: dict[tuple[str, ...], dict[str, Way]] = {}
+    singles = everywhere(ways, limits_bytes)
+
+    def expected(together: Together) -> float:
+        return (_SCALING if any(way.needs_scaling for way in together.values()) else 1) * together_ns(together, True)
+
+    for captured in (False, True):
+        fits = fitting(ways, limits_bytes, captured=captured)
+        unscaled = {name: [way for way in mine if not way.needs_scaling] for name, mine in fits.items()}
+        labels = [label for label in singles if label.endswith(CAPTURED) is captured]
+        alike = [{name: _named(mine, label) for name, mine in fits.items()} for label in labels]
+        fastest = [_fastest(fits), _fastest(unscaled)]
+        candidates = [found for found in (*fastest, *sorted(alike, key=expected)) if found is not None]
+        limit = (1 + slack) * (1 + _SIZED_NEAR) * min(map(expected, candidates), default=0.0)
+        unlike = {
+            tuple(way.label for way in together.values()): together
+            for together in candidates
+            if expected(together) <= limit
+        }
+        found |= dict([*unlike.items()][:_SIZED_MOST])
+    return [*found.values()]
+
+
+def _fastest(fits: Mapping[str, Sequence[Way]]) -> dict[str, Way] | None:
+    if not all(fits.values()):
+        return None
+    return {name: min(mine, key=lambda way: (way.pass_ns, way.sensitivity)) for name, mine in fits.items()}
 
 
 def _smallest(ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int]) -> dict[str, Way] | None:
@@ -82,9 +130,14 @@ def _smallest(ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int]
 
 
 def _finer(found: Together, fits: Mapping[str, Sequence[Way]], slack: float) -> dict[str, Way] | None:
-    """The slowest device type goes its way; the others take what is least sensitive in the time that it needs."""
+    """The slowest device type goes its way; the others take what is least sensitive in the time that it needs.
+
+    Where it needs no loss scaling, they take none that does: all would have to agree on overflows in every step.
+    """
     slowest = max(found, key=lambda name: found[name].pass_ns)
-    return as_fast({name: [found[name]] if name == slowest else mine for name, mine in fits.items()}, slack=slack)
+    scaled = found[slowest].needs_scaling
+    others = {name: [way for way in mine if scaled or not way.needs_scaling] for name, mine in fits.items()}
+    return as_fast({**others, slowest: [found[slowest]]}, slack=slack)
 
 
 def _named(ways: Sequence[Way], label: str) -> Way:
@@ -92,12 +145,16 @@ def _named(ways: Sequence[Way], label: str) -> Way:
 
 
 def timed_together(
-    ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int], steps: Sequence[StepTime]
+    ways: Mapping[str, Sequence[Way]],
+    limits_bytes: Mapping[str, int],
+    steps: Sequence[StepTime],
+    *,
+    balanced: bool = False,
 ) -> list[tuple[dict[str, Way], float]]:
     """What was timed in whole steps and can be gone now, with the times in nanoseconds."""
     found = []
     for step in steps:
-        if step.taken.keys() != ways.keys():
+        if step.taken.keys() != ways.keys() or bool(step.batches) is not balanced:
             continue
         together = {
             name: way for name, mine in ways.items() for way in mine if way.label == step.taken[name] and way.pass_ns
@@ -108,7 +165,12 @@ def timed_together(
 
 
 def best_step(
-    chosen: Together, timed: Sequence[tuple[Together, float]], *, rest_ns: int, slack: float
+    chosen: Together,
+    timed: Sequence[tuple[Together, float]],
+    *,
+    rest_ns: int,
+    slack: float,
+    balanced: bool = False,
 ) -> tuple[Together, float]:
     """What is chosen by passes, or what whole steps say is better, with the time of its step.
 
@@ -117,25 +179,27 @@ def best_step(
         timed: As from `timed_together`.
         rest_ns: What a step takes beside its passes, where nothing was timed.
         slack: As in `choose`.
+        balanced: As in `choose`; ``timed`` are steps with sized batches, and one of them is taken.
     """
     known = [*timed]
-    if not any(_same(chosen, together) for together, _ in timed):
+    if not balanced and not any(same_ways(chosen, together) for together, _ in timed):
         known.append((chosen, predicted_step_ns(chosen, timed, rest_ns)))
     best = [
-        least_sensitive(mine, slack)
+        least_sensitive(mine, slack, balanced=balanced)
         for kind in (False, True)
         if (mine := [entry for entry in known if _captured(entry[0]) is kind])
     ]
     if len(best) == 1:
         return best[0]
     eager, captured = best
-    return captured if worth_capturing(captured[1], eager[1]) else eager
+    least = {"least": _SIZED_CAPTURING} if balanced else {}
+    return captured if worth_capturing(captured[1], eager[1], **least) else eager
 
 
 def predicted_step_ns(together: Together, timed: Sequence[tuple[Together, float]], rest_ns: int) -> float:
     """Time of a step that was timed, or that was not: its passes, and what steps that were timed took beside theirs."""
     for other, time in timed:
-        if _same(together, other):
+        if same_ways(together, other):
             return time
     like = [entry for entry in timed if _captured(entry[0]) is _captured(together)]
     beside = [time - step_ns(other) for other, time in like]
@@ -166,7 +230,8 @@ def words(timed: Sequence[tuple[Together, float]]) -> str:
     return f"; whole steps: {', '.join(told)}"
 
 
-def _same(one: Together, other: Together) -> bool:
+def same_ways(one: Together, other: Together) -> bool:
+    """Whether every device type goes the same way in both, in the same precisions."""
     return {name: (w.label, w.precisions) for name, w in one.items()} == {
         name: (w.label, w.precisions) for name, w in other.items()
     }

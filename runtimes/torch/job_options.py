@@ -52,8 +52,10 @@ class PlanningOptions:
             timed compiled, and nothing else is compared. Every plan that is recorded or timed is compiled once, which
             takes minutes for large models; what this process has compiled before is compiled again.
         local_batches: ``"equal"`` on all workers, so that the slowest decides; ``"by speed"``: they will be sized so
-            that no worker waits, as the plan's ``shares`` say, and every device type takes its own fastest way. The
-            batch for planning is the same on all ranks in either case. Only ``compare`` looks at it.
+            that no worker waits, as the plan's ``shares`` say, and the fastest ways are taken. The batch for planning
+            is the same on all ranks in either case; where all its tensors share their first dimension, it is cut or
+            repeated to train for a few steps with sized batches in the most promising ways, plain ones among them.
+            Only ``compare`` looks at it.
         progress: As in `profile`.
     """
 

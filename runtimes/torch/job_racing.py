@@ -7,8 +7,8 @@ import gc
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,17 +27,23 @@ from qsync_opt.runtimes.torch.job_steps import own_optimizer, parameters_put_bac
 from qsync_opt.runtimes.torch.job_timing import carried_out
 from qsync_opt.runtimes.torch.job_ways import StepTime, Way
 from qsync_opt.runtimes.torch.loss_scaling import LossScaler
+from qsync_opt.runtimes.torch.sized_batches import batch_size, sized, split
 from qsync_opt.runtimes.torch.stopwatch import cpu_clock
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 
 _LOGGER = logging.getLogger(__name__)
-_ROUNDS = 3
-_BLOCK_NS = 0.25e9
-_MOST_STEPS = 10
-_LONGEST_S = 8.0
+_ROUNDS, _CAPTURED_BLOCKS = 4, 3
+_BLOCK_NS, _LATER_BLOCK_NS = 0.25e9, 0.5e9
+_LEAST_STEPS, _MOST_STEPS = 2, 10
+_LONGEST_S = 12.0
 """After so long, no further round begins."""
+_OUT = 0.03
+"""What takes so much longer than the fastest in the first round is not timed again."""
 _FIRST_SCALE = 2.0**10
 """Low enough that hardly any step is skipped for an overflow."""
+_ALONE_STEPS = 3
+_RESIZED = 0.03
+"""Batches that would change by less are as good as they are."""
 
 
 def measure_steps(job: Job, made: JobModel | None, found: JobPlan, types: DeviceTypes) -> JobModel | None:
@@ -45,7 +51,8 @@ def measure_steps(job: Job, made: JobModel | None, found: JobPlan, types: Device
 
     Each way to go together is trained with for a few steps on all ranks, in ``DistributedDataParallel`` if there are
     several, with an optimizer like the job's and loss scaling where gradients pass through FP16. Parameters, buffers,
-    gradients and random state are put back.
+    gradients and random state are put back. For local batches by speed every way has batches of its own, for which all
+    workers take as long by themselves, optimizer included.
 
     Args:
         job: Whose model, batch and optimizer are used.
@@ -55,7 +62,7 @@ def measure_steps(job: Job, made: JobModel | None, found: JobPlan, types: Device
 
     Returns:
         ``made`` with ``steps``, where it was given. Where memory ran out, the ways of those workers have none left.
-        Where steps cannot be taken at all, the log says why, and passes alone decide.
+        Where steps cannot be taken at all, or batches cannot be sized, the log says why, and passes alone decide.
     """
 
     def draft() -> list[dict[str, Way]]:
@@ -68,85 +75,214 @@ def measure_steps(job: Job, made: JobModel | None, found: JobPlan, types: Device
 
     drafts = together(draft)
     told = broadcast_json([{name: way.to_json() for name, way in entry.items()} for entry in drafts])
-    mine = [Way.from_json(entry[types.mine], "a way") for entry in told]
-    if not mine or any(gather_json(is_sharded(job.model))):
+    ways = [{name: Way.from_json(way, "a way") for name, way in entry.items()} for entry in told]
+    if not ways or any(gather_json(is_sharded(job.model))):
         return made
+    sizing = None
+    if broadcast_json(job.options.local_batches == "by speed"):
+        samples = gather_json(batch_size(job.example))
+        if len(set(samples)) != 1 or samples[0] is None:
+            _LOGGER.warning("steps with sized batches are not timed: the batch has no first dimension of samples")
+            return made
+        sizing = _Sizing({name: len(ranks) for name, ranks in types.ranks.items()}, samples[0])
     graph = None if made is None else made.graph
     with parameters_put_back(job.model), model_unchanged(job.model):
-        times, short = _Race(job, mine, graph).run()
+        times, short, batches = _Race(job, ways, types.mine, graph, sizing).run()
     gc.collect()
     if job.example.device.type == "cuda":
         torch.cuda.empty_cache()
     if made is None or world()[0]:  # rank 0 plans
         return made
     steps = tuple(
-        StepTime(taken={name: way.label for name, way in entry.items()}, step_ns=max(1, round(found_ns)))
-        for entry, found_ns in zip(drafts, times, strict=True)
+        StepTime(
+            taken={name: way.label for name, way in entry.items()}, step_ns=max(1, round(found_ns)), batches=counts
+        )
+        for entry, found_ns, counts in zip(drafts, times, batches, strict=True)
         if found_ns is not None
     )
+    if sizing is not None:  # what has no room for a sized batch may have it for the one that was planned with
+        return replace(made, steps=(*(step for step in made.steps if not step.batches), *steps))
     lacking = {
         (name, entry[name].label)
         for entry, ranks in zip(drafts, short, strict=True)
         for name, members in types.ranks.items()
         if set(members) & set(ranks)
     }
-    ways = {
+    left = {
         name: tuple(replace(way, needed_bytes=None) if (name, way.label) in lacking else way for way in found_ways)
         for name, found_ways in made.ways.items()
     }
-    return replace(made, ways=ways, steps=steps)
+    return replace(made, ways=left, steps=(*(step for step in made.steps if step.batches), *steps))
+
+
+def paired_medians(rounds: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """Median time of some candidates that took turns, without what slowed all of a round.
+
+    Args:
+        rounds: Candidate to time. Those that are in all rounds are compared within each of them.
+    """
+    if not rounds:
+        return {}
+    steady = [index for index in rounds[0] if all(index in entry for entry in rounds)]
+    found = {
+        index: statistics.median(entry[index] for entry in rounds if index in entry)
+        for index in {i for entry in rounds for i in entry}
+    }
+    if len(steady) < 2:
+        return found
+    pace = [statistics.geometric_mean(entry[index] for index in steady) for entry in rounds]
+    usual = statistics.median(pace)
+    for index in steady:
+        found[index] = usual * statistics.median(entry[index] / own for entry, own in zip(rounds, pace, strict=True))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizing:
+    """Workers of every device type, and samples of the batch that the job is planned with."""
+
+    workers: Mapping[str, int]
+    samples: int
+
+    @property
+    def total(self) -> int:
+        """Samples of a step of all workers."""
+        return self.samples * sum(self.workers.values())
+
+    def split(self, speeds: Mapping[str, float]) -> dict[str, int]:
+        """Samples of one worker of every type."""
+        return split(speeds, self.workers, self.total)
+
+    def scale(self, counts: Mapping[str, int]) -> float:
+        """What the time of a step is multiplied with to be that of a step of `total` samples."""
+        return self.total / sum(count * self.workers[name] for name, count in counts.items())
 
 
 class _Race:
     """One rank's part: the steps of its own way in each candidate."""
 
-    def __init__(self, job: Job, ways: Sequence[Way], graph: OpGraph | None) -> None:
-        self._job, self._ways, self._graph = job, ways, graph
+    def __init__(
+        self,
+        job: Job,
+        ways: Sequence[Mapping[str, Way]],
+        mine: str,
+        graph: OpGraph | None,
+        sizing: _Sizing | None = None,
+    ) -> None:
+        self._job, self._ways, self._mine, self._graph, self._sizing = job, ways, mine, graph, sizing
         self._device = job.example.device
         self._rank, self._size = world()
         self._model: nn.Module = job.model
         self._example = job.example
+        self._batches: list[dict[str, int]] = [{} for _ in ways]
+        if sizing is not None:
+            self._batches = [
+                sizing.split({name: 1 / max(1, way.pass_ns) for name, way in entry.items()}) for entry in ways
+            ]
         self._optimizer: torch.optim.Optimizer | None = None
         self._scaler: LossScaler | None = None
         alone = self._device.type != "cuda" and self._size == 1
         self._clock: Callable[[], int] = cpu_clock() if alone else time.perf_counter_ns
 
-    def run(self) -> tuple[list[float | None], list[list[int]]]:
-        """Nanoseconds of a step per candidate, None without; and the ranks whose memory did not suffice for it."""
-        times: list[list[float]] = [[] for _ in self._ways]
+    def run(self) -> tuple[list[float | None], list[list[int]], list[dict[str, int]]]:
+        """Nanoseconds of a step per candidate, None without; the ranks whose memory did not suffice for it; batches."""
         short: list[list[int]] = [[] for _ in self._ways]
-        steps = [0 for _ in self._ways]
+        first: dict[int, float] = {}
+        later: list[dict[int, float]] = []
         began = time.perf_counter()
         for turn in range(_ROUNDS):
-            if broadcast_json(turn > 0 and time.perf_counter() - began > _LONGEST_S):
+            # Rank 0's clock and slack: all ranks must take the same turns.
+            late = turn > 0 and time.perf_counter() - began > _LONGEST_S
+            far = (1 + self._job.options.slack) * (1 + _OUT) * min(first.values(), default=0.0)
+            late, near = broadcast_json([late, far])
+            if late:
                 break
-            for index, way in enumerate(self._ways):
-                captured = any(gather_json(way.captured))
-                if short[index] or (turn and captured):  # capturing takes as long as several steps: once
+            times: dict[int, float] = {}
+            for index in sorted(range(len(self._ways)), key=lambda i: (i + turn) % len(self._ways)):
+                captured = any(way.captured for way in self._ways[index].values())
+                # Capturing takes as long as several steps: once.
+                if turn and (captured or first.get(index, near + 1) > near):
                     continue
-                with carried_out(self._job.model, way, self._graph, self._job.options.kernels):
-                    _LOGGER.info("round %d, candidate %d: %s", turn + 1, index + 1, way.label)
-                    short[index], failed = self._prepared(first=not turn)
-                    if failed:
-                        _LOGGER.warning("whole steps are not timed: %s", failed)
-                        return [None] * len(times), [[] for _ in times]
-                    if short[index]:
-                        continue
-                    if not steps[index]:
-                        steps[index] = self._how_many()
-                    times[index] += [self._block(steps[index]) for _ in range(_ROUNDS if captured else 1)]
-        return [None if s or not t else statistics.median(t) for t, s in zip(times, short, strict=True)], short
+                label = self._ways[index][self._mine].label
+                _LOGGER.info("round %d, candidate %d: %s", turn + 1, index + 1, label)
+                for again in (False, True):  # with other batches, if these turn out to be wrong
+                    with self._going(index):
+                        short[index], failed = self._prepared(first=not turn)
+                        if failed:
+                            _LOGGER.warning("whole steps are not timed: %s", failed)
+                            return [None] * len(self._ways), [[] for _ in self._ways], self._batches
+                        if short[index]:
+                            break
+                        if not turn and not again and self._resized(index, captured):
+                            continue
+                        steps = self._how_many(_LATER_BLOCK_NS if turn else _BLOCK_NS)
+                        blocks = [self._block(steps) for _ in range(_CAPTURED_BLOCKS if captured else 1)]
+                        times[index] = statistics.median(blocks)
+                        break
+            if turn:
+                later.append(times)
+            else:
+                first = times
+        found = {**first, **paired_medians(later)}
+        scale = [1.0 if self._sizing is None else self._sizing.scale(counts) for counts in self._batches]
+        return [found[i] * scale[i] if i in found else None for i in range(len(self._ways))], short, self._batches
+
+    def _going(self, index: int) -> contextlib.AbstractContextManager[None]:
+        """The model goes this candidate's way within the block, with its batch."""
+        if self._sizing is not None:
+            example = sized(self._job.example, self._batches[index][self._mine])
+            self._example = replace(example, model=self._model)
+        return carried_out(self._job.model, self._ways[index][self._mine], self._graph, self._job.options.kernels)
+
+    def _resized(self, index: int, captured: bool) -> bool:
+        """Size a candidate's batches by how long its workers take by themselves; whether they are others now."""
+        if self._sizing is None:
+            return False
+        spent_ns, scaler, self._scaler = 0.0, self._scaler, None
+        try:
+            with self._alone():
+                self._step()
+                self._wait()
+                began = self._clock()
+                for _ in range(_ALONE_STEPS):
+                    self._step()
+                self._wait()
+                spent_ns = (self._clock() - began) / _ALONE_STEPS
+        except Exception as failure:  # all ranks must come to the next line
+            _LOGGER.warning("batches are not sized anew: %s", failure)
+        self._scaler = scaler
+        told = gather_json([self._mine, spent_ns])
+        if not all(spent for _, spent in told):
+            return False
+        before = self._batches[index]
+        slowest = {name: max(spent for kind, spent in told if kind == name) for name in before}
+        self._batches[index] = self._sizing.split({name: before[name] / slowest[name] for name in before})
+        # What passes did not tell (the optimizer, what a batch of another size costs) is much the same in other ways.
+        for other, entry in enumerate(self._ways):
+            if other > index and any(way.captured for way in entry.values()) is captured:
+                off = {n: slowest[n] / before[n] / max(1, way.pass_ns) for n, way in self._ways[index].items()}
+                speeds = {n: 1 / (off[n] * max(1, way.pass_ns)) for n, way in entry.items()}
+                self._batches[other] = self._sizing.split(speeds)
+        changes = [abs(count / before[name] - 1) for name, count in self._batches[index].items()]
+        if max(changes) > _RESIZED:
+            return True
+        self._batches[index] = before
+        return False
+
+    def _begin(self) -> None:
+        """An optimizer, and no scaler yet."""
+        if self._optimizer is None:
+            self._optimizer = own_optimizer(self._job.optimizer, self._job.model)
+            for group in self._optimizer.param_groups:  # as much work, but nothing moves
+                if isinstance(group.get("lr"), float | int | torch.Tensor):
+                    group["lr"] = 0.0 * group["lr"]
+        self._scaler = None
 
     def _prepared(self, *, first: bool) -> tuple[list[int], str]:
         """Ranks without memory for a step, and what another failure said; else all is ready for steps together."""
         fits, said = True, ""
         try:
-            if self._optimizer is None:
-                self._optimizer = own_optimizer(self._job.optimizer, self._job.model)
-                for group in self._optimizer.param_groups:  # as much work, but nothing moves
-                    if isinstance(group.get("lr"), float | int | torch.Tensor):
-                        group["lr"] = 0.0 * group["lr"]
-            self._scaler = None
+            self._begin()
             if first:  # by itself: what does not fit or cannot be done shows here, while nobody waits
                 with self._alone():
                     self._step()
@@ -171,7 +307,7 @@ class _Race:
             self._model = DistributedDataParallel(
                 self._job.model, find_unused_parameters=any(entry["unused"] for entry in told)
             )
-            self._example = replace(self._job.example, model=self._model)
+            self._example = replace(self._example, model=self._model)
         self._scaler = LossScaler(self._job.model, init_scale=_FIRST_SCALE)
         self._step()
         return short, failed
@@ -196,9 +332,9 @@ class _Race:
         self._scaler.step(self._optimizer)
         self._scaler.update()
 
-    def _how_many(self) -> int:
-        wanted = int(_BLOCK_NS / max(1.0, self._block(1)))
-        return int(broadcast_json(max(2, min(_MOST_STEPS, wanted))))
+    def _how_many(self, block_ns: float) -> int:
+        wanted = int(block_ns / max(1.0, self._block(1)))
+        return int(broadcast_json(max(_LEAST_STEPS, min(_MOST_STEPS, wanted))))
 
     def _block(self, steps: int) -> float:
         """Nanoseconds of a step on the slowest worker; all begin together."""

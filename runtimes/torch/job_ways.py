@@ -8,7 +8,7 @@ spend on precision.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +20,9 @@ FULL = "FP32"
 CAPTURED = ", captured"
 _WORTH_CAPTURING = 0.02
 _NOISE = 0.02
-"""Relative difference of two times that says nothing: the same way, trained with twice, differs by as much."""
+"""Relative difference of two times of passes that says nothing."""
+_STEP_NOISE, _SIZED_NOISE = 0.018, 0.003
+"""The same for whole steps, which are timed in turn; with sized batches the fastest is wanted, and precision last."""
 Together = Mapping[str, "Way"]
 """A way for every device type."""
 
@@ -60,6 +62,11 @@ class Way:
     def is_plain(self) -> bool:
         """Whether it is what the model does by itself."""
         return self.autocast is None and not self.captured and set(self.precisions.values()) <= {FULL}
+
+    @property
+    def needs_scaling(self) -> bool:
+        """Whether gradients pass through FP16, so that losses are scaled and all ranks agree on overflows."""
+        return "FP16" in self.precisions.values()
 
     def fits(self, limit_bytes: int) -> bool:
         """Whether it keeps a memory limit."""
@@ -117,18 +124,22 @@ class StepTime:
 
     Attributes:
         taken: Device type to the label of the way that it goes.
-        step_ns: On the slowest worker.
+        step_ns: On the slowest worker; with sized batches for as many samples in all as with equal ones.
+        batches: Device type to the samples of one of its workers, where batches were sized; empty: all as planned with.
     """
 
     taken: Mapping[str, str]
     step_ns: int
+    batches: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "taken", MappingProxyType(dict(self.taken)))
+        for name in ("taken", "batches"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON data."""
-        return {"taken": dict(self.taken), "step_ns": self.step_ns}
+        sized = {"batches": dict(self.batches)} if self.batches else {}
+        return {"taken": dict(self.taken), "step_ns": self.step_ns, **sized}
 
     @classmethod
     def from_json(cls, data: object, where: str) -> StepTime:
@@ -139,8 +150,14 @@ class StepTime:
         """
         fields = Fields(data, where)
         told = Fields(fields.mapping("taken"), f"{where}: taken")
-        found = cls(taken={name: told.text(name) for name in [*told]}, step_ns=fields.integer("step_ns", minimum=1))
+        taken = {name: told.text(name) for name in [*told]}
+        sized = Fields(fields.mapping("batches") if "batches" in fields else {}, f"{where}: batches")
+        batches = {name: sized.integer(name, minimum=1) for name in [*sized]}
+        if batches and batches.keys() != taken.keys():
+            fields.fail("batches and taken are of different device types")
+        found = cls(taken=taken, step_ns=fields.integer("step_ns", minimum=1), batches=batches)
         told.finish()
+        sized.finish()
         fields.finish()
         return found
 
@@ -171,7 +188,7 @@ def choose(
     )
     if eager is None or captured is None:
         return eager or captured
-    return captured if worth_capturing(_together_ns(captured, balanced), _together_ns(eager, balanced)) else eager
+    return captured if worth_capturing(together_ns(captured, balanced), together_ns(eager, balanced)) else eager
 
 
 def fitting(
@@ -184,14 +201,17 @@ def fitting(
     }
 
 
-def worth_capturing(captured_ns: float, eager_ns: float) -> bool:
-    """Whether captured passes are so much faster that what they ask of a model is worth it."""
-    return captured_ns < (1 - _WORTH_CAPTURING) * eager_ns
+def worth_capturing(captured_ns: float, eager_ns: float, *, least: float = _WORTH_CAPTURING) -> bool:
+    """Whether captured passes are faster by such a share that what they ask of a model is worth it."""
+    return captured_ns < (1 - least) * eager_ns
 
 
-def least_sensitive(timed: Sequence[tuple[Together, float]], slack: float) -> tuple[Together, float]:
+def least_sensitive(
+    timed: Sequence[tuple[Together, float]], slack: float, *, balanced: bool = False
+) -> tuple[Together, float]:
     """Of some ways to go together with the times of their steps, the least sensitive among those as fast as any."""
-    limit = (1 + slack) * (1 + _NOISE) * min(time for _, time in timed)
+    noise = _SIZED_NOISE if balanced else _STEP_NOISE
+    limit = (1 + slack) * (1 + noise) * min(time for _, time in timed)
     return min(
         (entry for entry in timed if entry[1] <= limit),
         key=lambda entry: (sum(way.sensitivity for way in entry[0].values()), entry[1]),
@@ -214,7 +234,7 @@ def as_fast(
     return chosen
 
 
-def _together_ns(chosen: Mapping[str, Way], balanced: bool) -> float:
+def together_ns(chosen: Mapping[str, Way], balanced: bool) -> float:
     """A pass of all, of the slowest or with batches for which each takes as long."""
     if not balanced:
         return step_ns(chosen)

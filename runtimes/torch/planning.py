@@ -188,8 +188,20 @@ def _from_file(job: Job, stages: Stages) -> JobPlan | None:
     with stages("plan"):
         found = shared_plan(made, types.mine, job.options)
     if broadcast_json(made is not None and bool(made.ways) and (not job.options.capture or has_captured(made.ways))):
-        return found
-    return _compared(job, made, types, found, stages)
+        # Where the earlier start trained with equal batches, on as many workers, sized ones are tried now.
+        unsized = made is not None and bool(made.steps) and not any(step.batches for step in made.steps)
+        if not broadcast_json(unsized and job.options.local_batches == "by speed" and _takes_steps(job)):
+            return found
+        found = _trained(job, made, found, types, stages)
+    else:
+        found = _compared(job, made, types, found, stages)
+    _keep(job, found, types)
+    return found
+
+
+def _takes_steps(job: Job) -> bool:
+    """Whether whole steps are to be timed, which is done as the model stands and not as a compiled job trains."""
+    return job.options.compare is True and not job.options.compiled
 
 
 def _planned(job: Job, made: JobModel, types: DeviceTypes, stages: Stages) -> JobPlan:
@@ -224,11 +236,11 @@ def _compared(job: Job, made: JobModel | None, types: DeviceTypes, found: JobPla
         made = measure_ways(job, made, found, types)
     with stages("plan"):
         found = shared_plan(made, types.mine, job.options)
-    # With local batches by speed steps are others: the batch for planning is the same on all workers. Whole steps are
-    # timed as the model stands, which is not how a compiled job trains.
-    passes_alone = job.options.compare == "passes" or job.options.local_batches == "by speed" or job.options.compiled
-    if broadcast_json(passes_alone):
-        return found
+    return _trained(job, made, found, types, stages) if broadcast_json(_takes_steps(job)) else found
+
+
+def _trained(job: Job, made: JobModel | None, found: JobPlan, types: DeviceTypes, stages: Stages) -> JobPlan:
+    """The plan again, when whole steps of a few ways were timed."""
     with stages("steps"):
         made = measure_steps(job, made, found, types)
     with stages("plan"):

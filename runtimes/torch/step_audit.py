@@ -22,11 +22,14 @@ _TOLERANCE = 0.15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditResult:
-    """Predicted and measured iteration time in nanoseconds (median), and peak memory in bytes (None on a CPU)."""
+    """Predicted and measured iteration time in nanoseconds (median), and peak memory in bytes.
+
+    Memory is None where it was not measured (on a CPU), or not predicted for steps as they are.
+    """
 
     predicted_ns: int
     measured_ns: int
-    predicted_bytes: int
+    predicted_bytes: int | None
     measured_bytes: int | None
     steps: int
 
@@ -41,7 +44,7 @@ class AuditResult:
             f"iteration predicted {self.predicted_ns / 1e6:.2f} ms, measured {self.measured_ns / 1e6:.2f} ms "
             f"({self.time_error:+.1%}, median of {self.steps} steps)"
         )
-        if self.measured_bytes is None:
+        if self.measured_bytes is None or self.predicted_bytes is None:
             return text
         error = self.predicted_bytes / self.measured_bytes - 1
         return (
@@ -58,14 +61,14 @@ class StepAudit:
     """
 
     def __init__(
-        self, model: nn.Module, *, predicted_ns: int, predicted_bytes: int, steps: int = 20, warm_up: int = 5
+        self, model: nn.Module, *, predicted_ns: int, predicted_bytes: int | None, steps: int = 20, warm_up: int = 5
     ) -> None:
         """Begin to watch.
 
         Args:
             model: Whose passes count; only passes in training mode with gradients do.
             predicted_ns: Of one iteration of the job.
-            predicted_bytes: At the peak on this worker.
+            predicted_bytes: At the peak on this worker; None: memory is not looked at.
             steps: That count.
             warm_up: Before them.
         """
@@ -111,7 +114,7 @@ class StepAudit:
         if self._device.type == "cuda":
             marks[-1].synchronize()
             spans = [a.elapsed_time(b) * 1e6 for a, b in itertools.pairwise(marks)]
-            peak = torch.cuda.max_memory_allocated(self._device)
+            peak = None if self._predicted_bytes is None else torch.cuda.max_memory_allocated(self._device)
         else:
             spans = [float(b - a) for a, b in itertools.pairwise(marks)]
         self.stop()

@@ -96,6 +96,10 @@ def test_the_plan_is_compared_with_the_best_plain_way():
     assert found["runtime.by-speed"] == "m 1.10 x"
     assert found["runtime.first-step"] == "60 to 60 s"
     assert found["runtime.many"] == "m 2.00 x"
+    assert found["runtime.table.bars"].splitlines()[2:] == [
+        "| m, 2 workers | 0.950 of BF16 autocast | yes | 1.100 of local batches by speed, BF16 autocast | 60 s |",
+        "| m, 4 workers | 2.000 of FP16 autocast | yes | – | 60 s |",
+    ]
     rows = found["runtime.table.throughput"].splitlines()
     assert rows[0] == "|  | m, 2 workers | m, 4 workers |"
     assert [row.split("|")[1].strip() for row in rows[2:]] == [
@@ -118,6 +122,131 @@ def test_a_plan_that_is_no_less_sensitive_is_told():
     assert not less_sensitive(ways)
     ways["BF16 autocast"]["samples_per_s"] = 9.0  # slower: no rival
     assert less_sensitive(ways)
+
+
+def test_what_was_measured_again_in_turn_counts():
+    from runtime import latest
+
+    told = {"sensitivities": {}}
+    records = [{"configuration": "a", "n": 1}, told, {"configuration": "b", "n": 2}, {"configuration": "a", "n": 3}]
+    assert latest(records) == [told, {"configuration": "b", "n": 2}, {"configuration": "a", "n": 3}]
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """The only worker of a group."""
+    from runtime_training import Task, Worker
+
+    from qsync_opt.runtimes.torch.ddp import free_port, process_group
+
+    task = Task(
+        part="throughput",
+        model="gpt-small",
+        device="cpu",
+        multiprocessors=(0,),
+        memory="1 GiB",
+        steps=1,
+        port=free_port(),
+        started=0.0,
+        output=str(tmp_path / "records.jsonl"),
+        cache=str(tmp_path),
+        by_service=False,
+    )
+    with process_group(0, 1, task.port):
+        yield Worker(task, 0)
+
+
+def test_one_model_goes_all_ways_and_stays_what_it_is(worker):
+    import torch
+    from runtime_throughput import maker, rows
+    from runtime_training import Run, everywhere, kinds
+
+    from qsync_opt.runtimes.torch.apply import applied_plan
+    from qsync_opt.runtimes.torch.capture import capture
+
+    make, kwargs = maker("gpt-small", small=True)
+    batch = rows(kwargs, 2, worker.device)
+    plan = everywhere(kinds(capture(make(), (), batch)), "BF16", worker.device)
+    run = Run(worker, make, batch, rate=0.0)
+    first = [p.detach().clone() for p in run.model.parameters()]
+    losses = []
+    for way, count in (({"autocast": torch.bfloat16}, 2), ({"plan": plan}, 5), ({}, 1)):
+        run.go(rows(kwargs, count, worker.device), weight=0.5, **way)
+        run.begin()
+        assert run.cycle_s(1) > 0
+        run.step()
+        losses.append(float(run.loss(run.parallel).detach()))
+        assert (applied_plan(run.model) is not None) is ("plan" in way)
+        assert run.autocast == way.get("autocast")
+        assert len(run.batch["tokens_BS"]) == count
+        assert all(torch.equal(a, b) for a, b in zip(first, run.model.parameters(), strict=True))
+    assert losses == pytest.approx([0.5 * 5.545] * 3, rel=0.02)  # 256 bytes, all as likely
+    with torch.no_grad():
+        next(run.model.parameters()).fill_(float("nan"))
+    run.go(batch)
+    run.begin()
+    assert all(torch.equal(a, b) for a, b in zip(first, run.model.parameters(), strict=True))
+    run.close()
+
+
+def test_ways_that_take_turns_are_compared_round_by_round(worker, monkeypatch):
+    import json
+
+    from runtime_throughput import Measuring, Run, Subject
+
+    measuring = Measuring(worker, "gpt-small")
+    for label, speed in (("slow", 0.9), ("fast", 1.0), ("lost", 0.0), ("far", 0.8)):
+        measuring.records[label] = {"configuration": label, "samples_per_s": 1.0}
+        measuring.speeds[label] = speed
+    paces = {4: 2.0, 2: 1.0}
+    rounds = iter([1.0, 1.0, 5.0, 5.0, 1.0, 1.0, 1.0, 1.0])
+    calls = []
+
+    def timed(self, steps):
+        calls.append(steps)
+        pace = paces[len(self.batch["tokens_BS"])]
+        return pace * (next(rounds) if steps == 20 else 0.001)
+
+    monkeypatch.setattr(Run, "timed", timed)
+    measuring.in_turn("turns", [Subject(n, {}, [2] if n == "fast" else None) for n in measuring.records])
+    records = [json.loads(line) for line in worker.output.read_text().splitlines()]
+    speeds = {record["configuration"]: record["samples_per_s"] for record in records}
+    assert speeds["fast"] / speeds["slow"] == pytest.approx(2.0)
+    assert speeds.keys() == {"slow", "fast"}
+    assert records[0]["in_turn_with"] == ["fast"]
+    assert len(records[0]["rounds_ms"]) == 4
+    assert calls.count(20) == 8
+    measuring.run.close()
+
+
+def test_local_batches_are_those_that_whole_steps_were_tried_with(worker):
+    from types import SimpleNamespace
+
+    from runtime_throughput import Measuring, Subject, best_sized
+
+    from qsync_opt.runtimes.torch.job_ways import StepTime
+
+    measuring = Measuring(worker, "gpt-small")
+    steps = [
+        StepTime(taken={"first": "INT8"}, step_ns=5),
+        StepTime(taken={"first": "INT8"}, step_ns=5, batches={"first": 3}),
+    ]
+    plan = SimpleNamespace(model=SimpleNamespace(steps=steps))
+    found = measuring.sized(Subject("uniform INT8", {"plan": {}}), plan)
+    assert found.label == "local batches by speed, uniform INT8"
+    assert found.counts == [4]  # all of it: there is no other worker
+    assert measuring.sized(Subject("FP32", {}), plan).counts == [4]
+    steps += [
+        StepTime(taken={"first": "BF16 autocast"}, step_ns=4, batches={"first": 3}),
+        StepTime(taken={"first": "plan"}, step_ns=3, batches={"first": 3}),
+        StepTime(taken={"first": "BF16 autocast", "second": "INT8"}, step_ns=2, batches={"first": 3, "second": 1}),
+    ]
+    ways = {name: Subject(name, {}) for name in ("BF16 autocast", "uniform INT8", "FP32")}
+    assert best_sized(plan, ways) == "BF16 autocast"
+    assert best_sized(plan, {"uniform INT8": ways["uniform INT8"]}) == "uniform INT8"
+    assert best_sized(plan, {"FP32": ways["FP32"]}) is None
+    assert best_sized(None, ways) is None
+    measuring.run.close()
 
 
 def test_workers_that_fail_are_started_again_behind_what_they_failed_in(tmp_path, monkeypatch):

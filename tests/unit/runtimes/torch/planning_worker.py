@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +26,17 @@ class Net(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
+class Sequence(nn.Module):
+    """Its batch has no first dimension that all tensors share."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(32, 4)
+
+    def forward(self, x, mask):
+        return self.a(x * mask)
+
+
 def loss_of(output):
     return nn.functional.cross_entropy(output.float(), torch.zeros(len(output), dtype=torch.int64))
 
@@ -34,11 +46,13 @@ def options_of(rank, folder, case):
         cache_dir=folder,
         progress=False,
         memory="3 parsecs" if case == "failure" and rank == 1 else "1 GiB",
-        precisions=("BF16",) if case == "raced" else ("FP32",) if rank == 0 else ("INT8", "BF16"),
+        precisions=("BF16",) if case in ("raced", "sized") else ("FP32",) if rank == 0 else ("INT8", "BF16"),
         device_type=("big", "small")[rank],
         least_gain=0.0,
-        slack=9.0 if case == "raced" else 0.0,  # so that nothing is too slow to be trained with
+        # Nothing is too slow to be trained with; what rank 0 says counts.
+        slack=9.0 - rank if case in ("raced", "sized") else 0.0,
         costs="steps" if case == "steps" else "auto",
+        job_file=Path(folder) / "job.json" if case == "sized" else None,
     )
 
 
@@ -47,7 +61,15 @@ def plan_and_train(rank, case, folder):
     model = Net(width=128 + (64 * rank if case == "models" else 0))
     options = options_of(rank, folder, case)
     x = torch.randn(16, 32)
-    kept = []
+    kept, shares = [], []
+    if case == "sized":  # equal batches at first; then what was measured for those is used, and steps are tried
+        for name in ("equal", "by speed", "by speed"):
+            plan = auto_plan(model, x, loss=loss_of, options=replace(options, local_batches=name))
+            shares.append([dict(plan.shares), sorted(plan.stages_s)])
+            kept.append(len([] if plan.model is None else plan.model.steps))
+        options = replace(options, local_batches="by speed", job_file=None)
+        odd = auto_plan(Sequence(), (x, torch.ones(32)), loss=loss_of, options=options)
+        shares.append([dict(odd.shares), [] if odd.model is None else [*odd.model.steps]])
     for _ in range(2 if case == "train" else 1):
         plan = auto_plan(model, x, loss=loss_of, options=options)
         kept.append(len(list(Path(folder).rglob("*.json"))))
@@ -66,6 +88,7 @@ def plan_and_train(rank, case, folder):
         "has_model": plan.model is not None,
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).double().sum().item(),
         "kept": kept,
+        "shares": shares,
         "steps": [] if plan.model is None else [step.to_json() for step in plan.model.steps],
     }
 

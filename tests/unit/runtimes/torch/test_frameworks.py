@@ -32,8 +32,15 @@ def linears(model):
     return {**plan, **dict.fromkeys((f"{path}/scaled_dot_product_attention" for path in paths), "BF16")}
 
 
+def methods_of(*classes):
+    """Functions of classes and of what they inherit; what they add to themselves while they run is theirs."""
+    kinds = {kind for own in classes for kind in own.__mro__}
+    return {(kind, name): value for kind in kinds for name, value in vars(kind).items() if callable(value)}
+
+
 def test_accelerate_resumes_to_the_same_losses(tmp_path):
     module = example("huggingface_accelerate")
+    before = methods_of(module.Accelerator)
     job = module.Job(PLAN)
     losses = job.train(0, 4)
     job.accelerator.save_state(str(tmp_path))
@@ -46,6 +53,7 @@ def test_accelerate_resumes_to_the_same_losses(tmp_path):
     applied_plan(again.model).go_on_at(0, 999)
     again.accelerator.load_state(str(tmp_path))
     assert again.train(4, 8) == losses[4:]
+    assert methods_of(module.Accelerator).items() >= before.items()  # nothing of theirs is patched
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -53,6 +61,8 @@ def test_trainer_resumes_to_the_same_weights(tmp_path):
     pytest.importorskip("transformers")
     module = example("huggingface_trainer")
     data = module.FirstToken(128)
+    classes = (module.Trainer, module.BertForSequenceClassification)
+    before = methods_of(*classes)
     settings = module.arguments(str(tmp_path))
     settings.max_steps, settings.save_steps = 8, 4
 
@@ -68,6 +78,7 @@ def test_trainer_resumes_to_the_same_weights(tmp_path):
         model, _ = train()
         again, _ = train(str(tmp_path / "checkpoint-4"))
     assert "INT8" in applied_plan(model).precisions.values()
+    assert methods_of(*classes).items() >= before.items()  # nothing of theirs is patched
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 

@@ -20,6 +20,7 @@ from qsync_opt.runtimes.torch.job_steps import profile_job_steps
 from qsync_opt.runtimes.torch.job_ways import StepTime, Way, choose, everywhere, step_ns
 from qsync_opt.runtimes.torch.measure import TrainingExample
 from qsync_opt.runtimes.torch.planning import auto_plan, plan_job
+from qsync_opt.runtimes.torch.sized_batches import batch_size, sized, split
 
 HUGE = 1 << 60
 NAMES = ("a/linear", "b/linear")
@@ -91,6 +92,29 @@ def test_the_slowest_goes_a_plain_way_and_the_others_spend_its_time():
     assert labels(best_step(choose(ways, LIMITS), timed, rest_ns=0, slack=0.0)[0]) == ("plan", "BF16 autocast")
 
 
+def test_finer_ways_beside_one_without_loss_scaling_need_none_either():
+    mixed = replace(way("plan", 60.0, 0.0005), precisions=dict(zip(NAMES, ("FP16", "FP32"), strict=True)))
+    ways = {
+        "whole": (
+            way("FP32", 89.9, 0.0),
+            way("TF32", 55.0, 0.002),
+            way("FP16 autocast", 41.4, 0.006),
+            way("BF16 autocast", 40.3, 0.146),
+            mixed,
+        ),
+        "part": (
+            way("FP32", 765, 0.0),
+            way("TF32", 190, 0.002),
+            way("FP16 autocast", 82.2, 0.006),
+            way("BF16 autocast", 83.0, 0.146),
+        ),
+    }
+    assert mixed.needs_scaling
+    tried = {labels(found) for found in finalists(ways, LIMITS)}
+    assert ("TF32", "BF16 autocast") in tried
+    assert ("plan", "FP16 autocast") in tried  # there it is needed anyway
+
+
 def test_captured_passes_that_hinder_others_are_not_taken():
     ways = {
         "whole": (way("BF16 autocast", 57.5, 1.0), way("BF16 autocast", 14.8, 1.0, captured=True)),
@@ -111,6 +135,49 @@ def test_a_step_that_was_not_timed_takes_as_much_beside_its_passes_as_others_of_
     assert predicted_step_ns(captured, [], 7) == 20e6 + 7
 
 
+def test_what_slows_a_whole_round_decides_nothing():
+    rounds = [{0: 100.0, 1: 101.0, 2: 130.0}, {0: 150.0, 1: 151.5}, {0: 90.0, 1: 90.9}]
+    found = job_racing.paired_medians(rounds)
+    assert found[1] / found[0] == pytest.approx(1.01)
+    assert found[0] == pytest.approx(100.0)
+    assert found[2] == 130.0  # in one round alone
+    assert job_racing.paired_medians([{4: 7.0}, {4: 9.0}, {4: 8.0}]) == {4: 8.0}
+    assert job_racing.paired_medians([]) == {}
+
+
+# ResNet-50 as it was measured: launched by the host, a whole card waits for it with few samples.
+RESNET = {
+    "whole": (
+        way("FP32", 76.7, 0.0),
+        way("FP16 autocast", 25.7, 7.0),
+        way("INT8", 69.5, 156.0),
+        way("FP16 autocast", 22.4, 7.0, captured=True),
+        way("INT8", 25.4, 156.0, captured=True),
+    ),
+    "part": (
+        way("FP32", 533.0, 0.0),
+        way("FP16 autocast", 117.3, 7.0),
+        way("INT8", 121.0, 156.0),
+        way("FP16 autocast", 116.8, 7.0, captured=True),
+        way("INT8", 119.1, 156.0, captured=True),
+    ),
+}
+
+
+def test_with_sized_batches_plain_ways_are_tried_launched_and_captured():
+    tried = {labels(found): found for found in finalists(RESNET, LIMITS, balanced=True)}
+    launched, captured = ("FP16 autocast",) * 2, ("FP16 autocast, captured",) * 2
+    assert {launched, captured} <= set(tried)
+    assert ("INT8", "INT8") not in tried  # far slower on the whole card
+    assert ("INT8, captured",) * 2 in tried  # losses are not scaled, which passes do not tell
+    chosen = choose(RESNET, LIMITS, balanced=True)
+    assert labels(chosen) == captured  # by passes with equal batches
+    timed = [(tried[launched], 46.0e6), (tried[captured], 46.5e6)]
+    assert best_step(chosen, timed, rest_ns=0, slack=0.0, balanced=True) == timed[0]
+    timed = [(tried[launched], 46.5e6), (tried[captured], 46.0e6)]
+    assert best_step(chosen, timed, rest_ns=0, slack=0.0, balanced=True) == timed[1]
+
+
 @st.composite
 def clusters(draw):
     times, names = st.integers(1, 100), ["FP32", "BF16 autocast", "INT8", "plan"]
@@ -129,7 +196,7 @@ def clusters(draw):
 def test_what_whole_steps_say_is_kept(ways, data):
     limits = dict.fromkeys(ways, HUGE)
     tried = finalists(ways, limits)
-    assert len({labels(found) for found in tried}) == len(tried) <= 7
+    assert len({labels(found) for found in tried}) == len(tried) <= 8
     assert all(way.fits(HUGE) for found in tried for way in found.values())
     assert all(len({way.captured for way in found.values()}) == 1 for found in tried)
     chosen = choose(ways, limits)
@@ -138,12 +205,15 @@ def test_what_whole_steps_say_is_kept(ways, data):
         return
     assert chosen in tried
     plain = {name: time for name, time in everywhere(ways, limits).items() if "captured" not in name}
-    if plain and min(plain.values()) <= min(step_ns(found) for found in tried):
-        quickest = min(plain, key=plain.__getitem__)
-        assert any(set(labels(found)) == {quickest} for found in tried)
+    quickest = min(step_ns(found) for found in tried)
+    for name in sorted(plain, key=plain.__getitem__)[:2]:  # as far as passes tell, a user could do no better
+        assert plain[name] > 1.079 * quickest or any(set(labels(found)) == {name} for found in tried)
     timed = [(found, data.draw(st.integers(50, 150)) * 1e6) for found in tried]
     best, took = best_step(chosen, timed, rest_ns=0, slack=0.0)
-    assert took <= 1.02 * 1.021 * min(time for _, time in timed)
+    assert took <= 1.015 * 1.021 * min(time for _, time in timed)
+    launched = [time for found, time in timed if not any(way.captured for way in found.values())]
+    if launched and not any(way.captured for way in best.values()):
+        assert took <= 1.0151 * min(launched)  # never 2 % slower than a plain way that was trained with
     for found, time in timed:
         if time <= took and labels(found)[0].endswith("captured") == labels(best)[0].endswith("captured"):
             assert sum(w.sensitivity for w in best.values()) <= sum(w.sensitivity for w in found.values())
@@ -151,8 +221,13 @@ def test_what_whole_steps_say_is_kept(ways, data):
 
 def test_a_time_of_steps_is_plain_data():
     step = StepTime(taken={"a": "BF16 autocast", "b": "plan, captured"}, step_ns=5)
-    assert StepTime.from_json(json.loads(json.dumps(step.to_json())), "a step") == step
-    for change in ({"step_ns": 0}, {"taken": {"a": 1}}, {"taken": []}, {"more": 1}):
+    for one in (step, replace(step, batches={"a": 3, "b": 1})):
+        assert StepTime.from_json(json.loads(json.dumps(one.to_json())), "a step") == one
+    wrong = ({"a": 1}, {"a": 1, "b": 0}, {"a": 1, "c": 2}, {"a": 1, "b": "2"}, [1, 2])
+    for change in (
+        *({"step_ns": 0}, {"taken": {"a": 1}}, {"taken": []}, {"more": 1}),
+        *({"batches": batches} for batches in wrong),
+    ):
         with pytest.raises(ProblemError):
             StepTime.from_json({**step.to_json(), **change}, "a step")
     limits = {"a": HUGE, "b": HUGE}
@@ -194,7 +269,8 @@ def planned(job):
 
 
 def race(job, ways):
-    return job_racing._Race(job, ways, None).run()
+    times, short, _ = job_racing._Race(job, [{"here": way} for way in ways], "here", None).run()
+    return times, short
 
 
 def test_steps_of_every_candidate_are_timed_and_nothing_moves(job):
@@ -276,6 +352,49 @@ def test_with_local_batches_by_speed_a_step_is_that_of_sized_batches(planned):
     equal = plan_job(both, name, PlanningOptions(least_gain=0.0))
     # Passes of 10 and 30 ms: 4 samples in the time of which equal batches do 2.
     assert sized.expected_ns - 15 * 10**6 == equal.expected_ns - 30 * 10**6
+
+
+def test_steps_with_sized_batches_decide_and_say_how_large_they_are(planned, job, tmp_path):
+    name, other = planned.device_type, "a slower one"
+    one = with_steps(planned, {"FP32": 30, "BF16 autocast": 20})
+    made = replace(
+        one,
+        ways={name: one.ways[name], other: tuple(way.slowed(3.0) for way in one.ways[name])},
+        profiles={**one.profiles, other: one.profiles[name]},
+        sensitivities={**one.sensitivities, other: one.sensitivities[name]},
+        cluster=replace(one.cluster, devices=(*one.cluster.devices, replace(one.cluster.devices[0], name=other))),
+        steps=tuple(
+            StepTime(taken=dict.fromkeys((name, other), label), step_ns=time, batches={name: mine, other: theirs})
+            for label, time, mine, theirs in (("FP32", 14_000_000, 6, 2), ("BF16 autocast", 12_000_000, 7, 1))
+        ),
+    )
+    options = PlanningOptions(local_batches="by speed", least_gain=0.0)
+    found = plan_job(made, name, options)
+    assert found.taken == {name: "BF16 autocast", other: "BF16 autocast"}
+    assert found.expected_ns == 12_000_000
+    assert found.shares == {name: 7 / 8, other: 1 / 8}
+    equal = plan_job(made, name, PlanningOptions(least_gain=0.0))
+    assert equal.shares == {name: 0.5, other: 0.5}
+    assert equal.expected_ns != 12_000_000
+    save_job(made, tmp_path / "job.json", {"memory_bytes": {name: 1 << 30, other: 1 << 30}})
+    assert load_job(tmp_path / "job.json")[0].steps == made.steps
+    assert not with_speed(made, {name: 2.0}).steps  # sized for other speeds
+    assert with_speed(made, {name: 1.0}).steps == made.steps
+
+
+def test_batches_are_cut_and_repeated():
+    x, mask = torch.arange(6.0).reshape(3, 2), torch.tensor([True, False, True])
+    example = TrainingExample(model=Net(), args=(x, [mask, "text"]), kwargs={"scale": torch.tensor(2.0)})
+    assert batch_size(example) == 3
+    for count in (1, 3, 5):
+        found = sized(example, count)
+        assert torch.equal(found.args[0], x[torch.arange(count) % 3])
+        assert len(found.args[1][0]) == count
+        assert found.args[1][1] == "text"
+        assert found.kwargs["scale"] == 2.0
+    assert batch_size(TrainingExample(model=Net(), args=(x, torch.zeros(2)))) is None
+    assert split({"a": 3.0, "b": 1.0}, {"a": 1, "b": 2}, 15) == {"a": 9, "b": 3}
+    assert split({"a": 1000.0, "b": 1.0}, {"a": 1, "b": 1}, 4) == {"a": 4, "b": 1}  # nobody has none
 
 
 def test_a_running_job_stays_where_nothing_is_clearly_better(planned, job):

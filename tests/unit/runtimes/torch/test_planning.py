@@ -1,10 +1,11 @@
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
+from qsync_opt.errors import NotReadyError, ProblemError, SolverError, UnsupportedError
 from qsync_opt.estimates import estimate_lines
 from qsync_opt.evaluation import evaluate
 from qsync_opt.measurement_cache import default_cache_folder
@@ -145,11 +146,35 @@ def test_apply_takes_the_plan_as_it_is(options):
         for name, precision in plan.devices[plan.device_type].items()
         if name in "a/linear b/linear c/linear"
     }
-    assert applied_plan(model).audit is not None
+    assert applied_plan(model).audit._predicted_bytes == plan.memory_bytes[plan.device_type]
+    sized = replace(plan, shares={plan.device_type: 0.9, "another": 0.1})
+    assert applied_plan(apply(Net(), sized)).audit._predicted_bytes is None  # of another batch
     with pytest.raises(NotReadyError, match="applied to this model already"):
         auto_plan(model, x, loss=cross_entropy, options=options())
     undo(model)
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("tampered", ["plan", "captured", "autocast"])
+def test_a_plan_that_arrives_as_another_is_refused(options, monkeypatch, tampered):
+    plan = auto_plan(Net(), torch.randn(32, 64), loss=cross_entropy, options=options(least_gain=0.0))
+    name = plan.device_type
+    real = planning.broadcast_json
+
+    def on_the_way(value, source=0):
+        told = real(value, source)
+        if tampered == "plan":
+            entry = told["plan"]["devices"][name]
+            entry["b/linear"] = "BF16" if entry["b/linear"] == "FP32" else "FP32"
+            told["plan"].pop("x-digest", None)  # one that was meant to be like that
+        else:
+            told[tampered] = {"captured": [name], "autocast": {name: "BF16"}}[tampered]
+        return told
+
+    assert planning.shared_plan(plan.model, name, options(least_gain=0.0)).digest == plan.digest
+    monkeypatch.setattr(planning, "broadcast_json", on_the_way)
+    with pytest.raises(SolverError, match="the plan that arrived is not the one that was sent"):
+        planning.shared_plan(plan.model, name, options(least_gain=0.0))
 
 
 def test_too_little_memory_is_an_error_that_says_so(options):
@@ -269,6 +294,24 @@ def test_workers_train_for_a_few_steps_with_the_best_ways_before_one_is_handed_o
     assert ("FP32", "FP32") in taken
     assert any("BF16" in "".join(labels) for labels in taken)
     assert all(step["step_ns"] > 0 for step in first["steps"])
+
+
+def test_local_batches_are_sized_by_whole_steps_that_were_tried(tmp_path, run_workers):
+    first, second = run_workers("planning_worker.py", "sized", tmp_path)
+    assert first["digest"] == second["digest"]
+    assert first["shares"] == second["shares"]
+    equal, tried, again, odd = first["shares"]
+    assert equal[0] == {"big": 0.5, "small": 0.5}
+    assert tried[1] == ["plan", "steps"]  # all else was known
+    assert again[1] == ["plan"]
+    assert tried[0] == again[0]
+    assert sum(tried[0].values()) == pytest.approx(1.0)
+    assert 0 < first["kept"][0] < first["kept"][1] == first["kept"][2]
+    sized = [step for step in first["steps"] if "batches" in step]
+    assert sized
+    assert all(sum(step["batches"].values()) in (31, 32, 33) for step in sized)
+    assert odd[1] == []  # a batch that cannot be sized: passes decide
+    assert sum(odd[0].values()) == pytest.approx(1.0)
 
 
 def test_ranks_with_different_models_are_told_which_operators_differ(tmp_path, run_workers):

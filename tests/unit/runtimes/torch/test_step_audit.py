@@ -1,5 +1,6 @@
 import logging
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,6 +62,8 @@ def test_a_result_in_words():
     assert result.time_error == pytest.approx(0.1)
     assert "predicted 11.00 ms, measured 10.00 ms (+10.0%" in result.describe()
     assert "memory predicted 3 MiB, measured 2 MiB (+50.0%)" in result.describe()
+    for name in ("predicted_bytes", "measured_bytes"):
+        assert "memory" not in replace(result, **{name: None}).describe()
 
 
 def test_counts_are_checked():
