@@ -21,12 +21,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from estimates import ceiling, reliability, standard_error
+from estimates import ceiling, reliability, resampled, standard_error
 from noisy import added_variance, exact_gradient, planned
 from plans import magnified
 from rank_correlation import spearman
 from subjects import Batch, Subject, subject_of, train_briefly
-from trials import Trials
+from trials import Trials, evaluated
 from work import Clock, significant
 
 import qsync_opt
@@ -48,7 +48,9 @@ BACKWARD = {"half": "backward pass in 16 bits", "eight": "backward pass in 8 bit
 CLEAR = 2.0
 """Standard errors from zero at which the harm of one operator counts as seen."""
 MEASURES = ("after_steps", "at_once", "gradient")
-_SHARED = ("hardware", "model", "what", "factor", "steps", "optimizer", "backward", "indicators")
+EVERY = 10
+"""Steps between two evaluations of the held-out loss."""
+_SHARED = ("hardware", "model", "what", "factor", "steps", "evaluated", "optimizer", "backward", "indicators")
 _BATCHES, _HARM_BATCHES = 4, 10**6
 
 
@@ -148,11 +150,13 @@ def section(
     names = measured_operators(bench.graph, device)
     record: dict[str, Any] = {
         "model": name,
+        "shard": shard,
         "what": subject.what,
         "factor": factor,
         "steps": steps,
         "optimizer": OPTIMIZERS[optimizer],
         "backward": BACKWARD[backward],
+        "evaluated": evaluated(steps, EVERY),
         "indicators": tables(bench, device, scale, factor, steps) if shard == 0 else {},
         **{measure: {operator: [] for operator in names} for measure in MEASURES},
     }
@@ -181,7 +185,7 @@ def section(
     )
     for repeat in range(first, first + (2 if scale == "tiny" else 10**4)):
         started = clock.left()
-        for operator, harm in trials.harms(bench.batches(repeat, steps)).items():
+        for operator, harm in trials.harms(bench.batches(repeat, steps), EVERY).items():
             record["after_steps"][operator].append(harm)
         yield record
         if clock.left() < 1.2 * (started - clock.left()):
@@ -189,31 +193,61 @@ def section(
 
 
 def merged(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All shards of one model as one record, with ranks and reliabilities."""
+    """All shards of one model as one record, with ranks and reliabilities.
+
+    The loss after steps is the mean over the evaluations; its reliability is also given for every evaluation by itself.
+
+    Raises:
+        SystemExit: Two shards have the same number, and with it the same repeats.
+    """
+    numbers = [n for shard in shards for n in (shard["shards"] if "shards" in shard else [shard["shard"]])]
+    if len(set(numbers)) < len(numbers):
+        raise SystemExit(f"two parts are of the same shard: {sorted(numbers)}; leave one out")
     head = next(shard for shard in shards if shard["indicators"])
     names = list(head["after_steps"])
-    found: dict[str, Any] = {key: head[key] for key in _SHARED}
+    found: dict[str, Any] = {key: head[key] for key in _SHARED} | {"shards": sorted(numbers)}
+    indicators = {kind: [values[name] for name in names] for kind, values in head["indicators"].items()}
     for measure in MEASURES:
-        repeats = {name: [v for shard in shards for v in shard[measure][name]] for name in names}
-        means = [statistics.fmean(repeats[name]) for name in names]
-        errors = {name: standard_error(repeats[name]) for name in names}
-        clear = [i for i, name in enumerate(names) if abs(means[i]) > CLEAR * errors[name]]
-        certain = reliability([repeats[name] for name in names])
-        found[measure] = {
-            "repeats": len(repeats[names[0]]),
-            "mean": dict(zip(names, means, strict=True)),
-            "standard_error": errors,
-            "reliability": certain,
-            "ceiling": ceiling(certain),
-            "spearman": {
-                kind: spearman([values[name] for name in names], means) for kind, values in head["indicators"].items()
-            },
-            "clear": {
-                "operators": len(clear),
-                "spearman": {
-                    kind: spearman([values[names[i]] for i in clear], [means[i] for i in clear])
-                    for kind, values in head["indicators"].items()
-                },
-            },
-        }
+        rows = [[v for shard in shards for v in shard[measure][name]] for name in names]
+        repeats = [[statistics.fmean(v) if isinstance(v, list) else v for v in row] for row in rows]
+        found[measure] = {**_ranked(names, repeats, indicators), "values": dict(zip(names, rows, strict=True))}
+        if measure == "after_steps":
+            found[measure]["by_step"] = {
+                str(stop): _ranked(names, [[v[i] for v in row] for row in rows], indicators)
+                for i, stop in enumerate(head["evaluated"])
+            }
     return significant(found)  # type: ignore[no-any-return]
+
+
+def as_shard(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A merged record as one shard more, to be merged with new ones; None if it has no repeats of its own."""
+    if any("values" not in record[measure] for measure in MEASURES):
+        return None
+    return {**record, **{measure: record[measure]["values"] for measure in MEASURES}}
+
+
+def _ranked(
+    names: Sequence[str], repeats: Sequence[Sequence[float]], indicators: Mapping[str, Sequence[float]]
+) -> dict[str, Any]:
+    """Means, reliability, and how every indicator ranks them; of the operators whose harm is clear, too."""
+    means = [statistics.fmean(row) for row in repeats]
+    errors = [standard_error(row) for row in repeats]
+    clear = [i for i in range(len(names)) if abs(means[i]) > CLEAR * errors[i]]
+    certain = reliability(repeats)
+    drawn = resampled(repeats, indicators)
+    return {
+        "repeats": len(repeats[0]),
+        "mean": dict(zip(names, means, strict=True)),
+        "standard_error": dict(zip(names, errors, strict=True)),
+        "reliability": certain,
+        "ceiling": ceiling(certain),
+        "spearman": {kind: spearman(values, means) for kind, values in indicators.items()},
+        "spearman_error": {kind: statistics.stdev(ranks) if len(ranks) > 1 else None for kind, ranks in drawn.items()},
+        "clear": {
+            "operators": len(clear),
+            "spearman": {
+                kind: spearman([values[i] for i in clear], [means[i] for i in clear])
+                for kind, values in indicators.items()
+            },
+        },
+    }

@@ -118,6 +118,11 @@ def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [x for entry in optimizer.state.values() for x in entry.values() if isinstance(x, Tensor)]
 
 
+def evaluated(steps: int, every: int) -> list[int]:
+    """After which steps the loss is evaluated."""
+    return sorted({*range(every, steps + 1, every), steps})
+
+
 class Trials:
     """Every operator alone in a precision, once with its error and once with the error reversed, and none at all."""
 
@@ -163,15 +168,29 @@ class Trials:
                 torch.cuda.current_stream().wait_stream(stream)
         return found
 
-    def harms(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Change of the held-out loss after training on the batches with one operator in low precision throughout.
+    def harms(self, batches: Sequence[Batch], every: int) -> dict[str, list[float]]:
+        """Change of the held-out loss while training on the batches with one operator in low precision throughout.
 
         The mean over an error and the reversed one: the even part, as the odd part is none in the mean.
+
+        Args:
+            batches: One for every step.
+            every: Steps between two evaluations; the last step is always followed by one.
+
+        Returns:
+            Operator to the change at every evaluation, `evaluated` says after which steps.
         """
+        found: list[Tensor] = []
+        stops = evaluated(len(batches), every)
         with full_precision():
             self._all(Trial.restore)
-            for batch in batches:
+            for number, batch in enumerate(batches, 1):
                 self._all(lambda trial, batch=batch: trial.step(batch))  # type: ignore[misc]
-            losses = torch.stack([x.double() for x in self._all(Trial.evaluate) if x is not None]).tolist()
-        clean, *both = losses
-        return {name: (both[2 * i] + both[2 * i + 1]) / 2 - clean for i, name in enumerate(self._pairs)}
+                if number in stops:
+                    found.append(torch.stack([x.double() for x in self._all(Trial.evaluate) if x is not None]))
+            clean, *both = torch.stack(found, 1).tolist()
+        pairs = zip(self._pairs, both[::2], both[1::2], strict=True)
+        return {
+            name: [(a + b) / 2 - c for a, b, c in zip(ahead, reversed_, clean, strict=True)]
+            for name, ahead, reversed_ in pairs
+        }
