@@ -236,7 +236,8 @@ def jobs(
     for seed in seeds:
         if policies:
             for policy in policies:
-                yield comparison.job(policy, chosen, seed, steps, captured)
+                at = settings[0] if policy == "full precision" else chosen  # the same in all settings
+                yield comparison.job(policy, at, seed, steps, captured)
             continue
         yield comparison.job("full precision", settings[0], seed, steps, captured)
         yield comparison.job(f"uniform {HIGH}", chosen, seed, steps, captured)
