@@ -188,7 +188,7 @@ def section(
         for operator, harm in trials.harms(bench.batches(repeat, steps), EVERY).items():
             record["after_steps"][operator].append(harm)
         yield record
-        if clock.left() < 1.2 * (started - clock.left()):
+        if clock.left() < 1.05 * (started - clock.left()):
             break
 
 
