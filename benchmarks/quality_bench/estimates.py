@@ -52,17 +52,6 @@ def _halves(order: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
     return order[:middle], order[middle : 2 * middle]
 
 
-def repeats_needed(certain: float, repeats: int, wanted: float) -> int:
-    """How many repeats would have a ceiling of ``wanted``, by Spearman-Brown.
-
-    Args:
-        certain: Reliability of as many repeats as there are, above 0 and below 1.
-        repeats: That there are.
-        wanted: Ceiling, below 1.
-    """
-    return math.ceil(repeats * (wanted**2 / (1 - wanted**2)) / (certain / (1 - certain)))
-
-
 def resampled(
     repeats: Sequence[Sequence[float]], predictions: Mapping[str, Sequence[float]], draws: int = 400
 ) -> dict[str, list[float]]:

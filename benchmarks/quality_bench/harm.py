@@ -16,6 +16,7 @@ Each repeat has batches and random numbers of its own; the reliability says how 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -238,7 +239,7 @@ def _ranked(
     return {
         "repeats": len(repeats[0]),
         "mean": dict(zip(names, means, strict=True)),
-        "standard_error": dict(zip(names, errors, strict=True)),
+        "standard_error": {n: e if math.isfinite(e) else None for n, e in zip(names, errors, strict=True)},
         "reliability": certain,
         "ceiling": ceiling(certain),
         "spearman": {kind: spearman(values, means) for kind, values in indicators.items()},
