@@ -213,6 +213,7 @@ def merged(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         repeats = [[statistics.fmean(v) if isinstance(v, list) else v for v in row] for row in rows]
         found[measure] = {**_ranked(names, repeats, indicators), "values": dict(zip(names, rows, strict=True))}
         if measure == "after_steps":
+            found[measure]["ahead"] = _ahead(resampled(repeats, indicators))
             found[measure]["by_step"] = {
                 str(stop): _ranked(names, [[v[i] for v in row] for row in rows], indicators)
                 for i, stop in enumerate(head["evaluated"])
@@ -225,6 +226,18 @@ def as_shard(record: Mapping[str, Any]) -> dict[str, Any] | None:
     if any("values" not in record[measure] for measure in MEASURES):
         return None
     return {**record, **{measure: record[measure]["values"] for measure in MEASURES}}
+
+
+def _ahead(drawn: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    """Share of the draws of repeats in which an indicator ranks better than another."""
+    return {
+        kind: {
+            other: statistics.fmean(a > b for a, b in zip(ranks, theirs, strict=True))
+            for other, theirs in drawn.items()
+            if other != kind and len(theirs) == len(ranks) > 0
+        }
+        for kind, ranks in drawn.items()
+    }
 
 
 def _ranked(
