@@ -218,8 +218,11 @@ def _check(graph: OpGraph, statistics: ModelStatistics, gamma: float) -> None:
 
 def _kind(kind: IndicatorKind | None, graph: OpGraph, statistics: ModelStatistics) -> IndicatorKind:
     probed = any(operator.gains for operator in statistics.operators)
+    adaptive = any(operator.adaptive_gains for operator in statistics.operators)
     if kind is None:
-        return IndicatorKind.PROBED if probed else IndicatorKind.PROPAGATED
+        if probed:
+            return IndicatorKind.PROBED
+        return IndicatorKind.PROGRESS if adaptive else IndicatorKind.PROPAGATED
     if kind not in list(IndicatorKind):
         raise UnsupportedError(f"kind is {kind!r}: allowed are {', '.join(IndicatorKind)}")
     if kind in (IndicatorKind.PROBED, IndicatorKind.LOSS) and not probed:
@@ -227,7 +230,7 @@ def _kind(kind: IndicatorKind | None, graph: OpGraph, statistics: ModelStatistic
             f"the statistics of graph {graph.name!r} hold no gains: collect them with probes=2 or more, or use "
             "kind='propagated'"
         )
-    if kind == IndicatorKind.PROGRESS and not any(operator.adaptive_gains for operator in statistics.operators):
+    if kind == IndicatorKind.PROGRESS and not adaptive:
         raise ProblemError(
             f"the statistics of graph {graph.name!r} hold no adaptive gains: collect them with adaptive_probes=2 or "
             "more"
@@ -257,8 +260,8 @@ def sensitivities(
         statistics: Collected from it.
         device_formats: The device's precisions with their border formats.
         options: How the runtime rounds.
-        kind: How noise is weighed; None takes ``probed`` if the statistics hold gains and ``propagated`` if not. The
-            table says which.
+        kind: How noise is weighed; None takes ``probed`` if the statistics hold gains, else ``progress`` if they hold
+            adaptive ones, else ``propagated``. The table says which.
         gamma: Weight of forward against backward noise, for ``kind="depth"`` only.
         seed: For ``kind="random"`` only.
         horizon: Weight of the gradient's variance against the loss that is lost at once, for ``kind="loss"`` only; see

@@ -80,10 +80,13 @@ def ranks_table(data: Record) -> str:
     clear = record["after_steps"]["clear"]
     columns.append((f"loss after steps, {clear['operators']} operators with clear harm", clear))
 
-    def show(value: float | None) -> str:
-        return "–" if value is None else f"{value:.2f}"
+    def show(value: float | None, error: float | None = None) -> str:
+        return "–" if value is None else f"{value:.2f}" + ("" if error is None else f" ± {error:.2f}")
 
-    rows = [(kind, *(show(part["spearman"].get(kind)) for _, part in columns)) for kind in record["indicators"]]
+    rows = [
+        (kind, *(show(part["spearman"].get(kind), part.get("spearman_error", {}).get(kind)) for _, part in columns))
+        for kind in record["indicators"]
+    ]
     rows.append(("best possible at this reliability", *(show(part.get("ceiling")) for _, part in columns)))
     return table(("indicator", *(name for name, _ in columns)), rows)
 
@@ -299,12 +302,34 @@ def quality_figures(data: Record) -> dict[str, str]:
         found[f"quality.{measure}.best-baseline"] = f"{max(_baselines(part['spearman'])):.2f}"
         found[f"quality.{measure}.ceiling"] = f"{part['ceiling']:.2f}"
         found[f"quality.{measure}.reliability"] = f"{part['reliability']:.2f}"
+    found |= _noise_of_harm(harm)
     for record in _records(data, "cost"):
         found[f"quality.cost.{record['model']}"] = f"{record['scoring'][0]['steps_per_precision']:.1f}"
     clear = harm["after_steps"]["clear"]["spearman"]
     found["quality.clear.probed"] = f"{clear['probed']:.2f}"
     found["quality.clear.best-baseline"] = f"{max(_baselines(clear)):.2f}"
     return found | _training_figures(data) | _noise_figures(data)
+
+
+def _noise_of_harm(harm: Record) -> dict[str, str]:
+    """What other repeats would give: scatter of ranks, how often one is ahead, and the last evaluation by itself."""
+    part, found = harm["after_steps"], {}
+    for kind, error in part.get("spearman_error", {}).items():
+        found[f"quality.after_steps.{kind}-error"] = f"{error:.2f}"
+    for kind in OURS:
+        shares = part.get("ahead", {}).get(kind, {})
+        found[f"quality.ahead.{kind}"] = _percent(min((v for k, v in shares.items() if k not in OURS), default=None))
+        for other in OURS:
+            if other in shares:
+                found[f"quality.ahead.{kind}.{other}"] = _percent(shares[other])
+    last = list(part.get("by_step", {}).values())[-1:]
+    for one in last:
+        found["quality.last.ceiling"], found["quality.last.reliability"] = (
+            f"{one[key]:.2f}" for key in ("ceiling", "reliability")
+        )
+        for kind, rank in one["spearman"].items():
+            found[f"quality.last.{kind}"] = "–" if rank is None else f"{rank:.2f}"
+    return found
 
 
 def _noise_figures(data: Record) -> dict[str, str]:

@@ -249,6 +249,18 @@ def test_progress_needs_adaptive_gains() -> None:
     assert table.kind.unit == "share of progress"
 
 
+def test_the_kind_is_what_the_statistics_were_collected_for() -> None:
+    gains = {"first": Gain(uniform=5.0, floating=7.0)}
+    net, operator = graph(node("fc/linear", "linear")), measured("fc/linear")
+
+    def kind(**found: dict[str, Gain]) -> str:
+        return sensitivities(net, statistics(replace(operator, **found)), CPU).kind
+
+    assert kind() == "propagated"
+    assert kind(gains=gains) == kind(gains=gains, adaptive_gains=gains) == "probed"
+    assert kind(adaptive_gains=gains) == "progress"
+
+
 def test_errors_that_repeat_are_taken_as_measured() -> None:
     net, operator = graph(node("fc/linear", "linear")), measured("fc/linear")
 
