@@ -49,9 +49,9 @@ BACKWARD = {"half": "backward pass in 16 bits", "eight": "backward pass in 8 bit
 CLEAR = 2.0
 """Standard errors from zero at which the harm of one operator counts as seen."""
 MEASURES = ("after_steps", "at_once", "gradient")
-EVERY = 10
-"""Steps between two evaluations of the held-out loss."""
-_SHARED = ("hardware", "model", "what", "factor", "steps", "evaluated", "optimizer", "backward", "indicators")
+RATES = {"constant": 10, "falling": 30}
+"""How the learning rate goes over the steps of a repeat, to the steps between two evaluations of the held-out loss."""
+_SHARED = ("hardware", "model", "what", "factor", "steps", "evaluated", "optimizer", "rate", "backward", "indicators")
 _BATCHES, _HARM_BATCHES = 4, 10**6
 
 
@@ -130,6 +130,7 @@ def section(
     steps: int,
     optimizer: str = "own",
     backward: str = "half",
+    rate: str = "constant",
     captured: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """One record: what was measured per operator and repeat, with the indicators. A shard has repeats of its own.
@@ -144,6 +145,7 @@ def section(
         steps: Training steps of one repeat.
         optimizer: ``own`` or ``sgd``.
         backward: ``half`` or ``eight``.
+        rate: ``constant`` or ``falling``.
         captured: Whether steps run as CUDA graphs on a card.
     """
     subject = subject_of(name, device, scale=scale)
@@ -156,8 +158,9 @@ def section(
         "factor": factor,
         "steps": steps,
         "optimizer": OPTIMIZERS[optimizer],
+        "rate": rate,
         "backward": BACKWARD[backward],
-        "evaluated": evaluated(steps, EVERY),
+        "evaluated": evaluated(steps, RATES[rate]),
         "indicators": tables(bench, device, scale, factor, steps) if shard == 0 else {},
         **{measure: {operator: [] for operator in names} for measure in MEASURES},
     }
@@ -184,19 +187,26 @@ def section(
         (some, bench.held_out),
         captured,
     )
+    shares = [falling(step, steps) if rate == "falling" else 1.0 for step in range(steps)]
     for repeat in range(first, first + (2 if scale == "tiny" else 10**4)):
         started = clock.left()
-        for operator, harm in trials.harms(bench.batches(repeat, steps), EVERY).items():
+        for operator, harm in trials.harms(bench.batches(repeat, steps), RATES[rate], shares).items():
             record["after_steps"][operator].append(harm)
         yield record
         if clock.left() < 1.05 * (started - clock.left()):
             break
 
 
+def falling(step: int, steps: int) -> float:
+    """Share of the learning rate in a step: in a straight line from all of it to nothing after the last one."""
+    return 1.0 - step / steps
+
+
 def merged(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """All shards of one model as one record, with ranks and reliabilities.
 
-    The loss after steps is the mean over the evaluations; its reliability is also given for every evaluation by itself.
+    The loss after steps is the mean over the evaluations where the rate is constant, so that the loss jumps about from
+    step to step, and the last one where the rate falls to zero; every evaluation is also given by itself.
 
     Raises:
         SystemExit: Two shards have the same number, and with it the same repeats.
@@ -206,11 +216,12 @@ def merged(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         raise SystemExit(f"two parts are of the same shard: {sorted(numbers)}; leave one out")
     head = next(shard for shard in shards if shard["indicators"])
     names = list(head["after_steps"])
-    found: dict[str, Any] = {key: head[key] for key in _SHARED} | {"shards": sorted(numbers)}
+    found: dict[str, Any] = {key: head.get(key, "constant") for key in _SHARED} | {"shards": sorted(numbers)}
+    last_counts = found["rate"] == "falling"
     indicators = {kind: [values[name] for name in names] for kind, values in head["indicators"].items()}
     for measure in MEASURES:
         rows = [[v for shard in shards for v in shard[measure][name]] for name in names]
-        repeats = [[statistics.fmean(v) if isinstance(v, list) else v for v in row] for row in rows]
+        repeats = [[_of_curve(v, last_counts) for v in row] for row in rows]
         found[measure] = {**_ranked(names, repeats, indicators), "values": dict(zip(names, rows, strict=True))}
         if measure == "after_steps":
             found[measure]["ahead"] = _ahead(resampled(repeats, indicators))
@@ -219,6 +230,12 @@ def merged(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 for i, stop in enumerate(head["evaluated"])
             }
     return significant(found)  # type: ignore[no-any-return]
+
+
+def _of_curve(values: float | Sequence[float], last_counts: bool) -> float:
+    if isinstance(values, float):
+        return values
+    return values[-1] if last_counts else statistics.fmean(values)
 
 
 def as_shard(record: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -56,6 +56,7 @@ class Trial:
         self._state = [*self._model.parameters(), *self._model.buffers(), *_tensors(self._optimizer)]
         self._saved = [x.detach().clone() for x in self._state]
         MagnifiedPlan(self._model, plan, graph, options, factor=factor)
+        self._rates = _adjustable_rates(self._optimizer, captured=stream is not None)
         self._inputs = [x.clone() for x in batches[0]]
         self._held_out = batches[1]
         self._found = torch.zeros(())
@@ -90,8 +91,13 @@ class Trial:
         with torch.no_grad():
             torch._foreach_copy_(self._state, self._saved)
 
-    def step(self, batch: Batch) -> None:
-        """One training step."""
+    def step(self, batch: Batch, share: float = 1.0) -> None:
+        """One training step, at a share of the learning rate."""
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * share)
+            else:
+                group["lr"] = rate * share
         for place, x in zip(self._inputs, batch, strict=True):
             place.copy_(x)
         self._graphs[0]()
@@ -112,6 +118,15 @@ def _copied(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.O
             group["capturable"] = True
     found.load_state_dict(state)
     return found
+
+
+def _adjustable_rates(optimizer: torch.optim.Optimizer, captured: bool) -> list[float]:
+    """Learning rate per group; if steps are captured, groups get it as a tensor that can be written to."""
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    if captured:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
+    return rates
 
 
 def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -168,7 +183,9 @@ class Trials:
                 torch.cuda.current_stream().wait_stream(stream)
         return found
 
-    def harms(self, batches: Sequence[Batch], every: int) -> dict[str, list[float]]:
+    def harms(
+        self, batches: Sequence[Batch], every: int, shares: Sequence[float] | None = None
+    ) -> dict[str, list[float]]:
         """Change of the held-out loss while training on the batches with one operator in low precision throughout.
 
         The mean over an error and the reversed one: the even part, as the odd part is none in the mean.
@@ -176,16 +193,18 @@ class Trials:
         Args:
             batches: One for every step.
             every: Steps between two evaluations; the last step is always followed by one.
+            shares: Of the learning rate in every step; None: all of it.
 
         Returns:
             Operator to the change at every evaluation, `evaluated` says after which steps.
         """
         found: list[Tensor] = []
         stops = evaluated(len(batches), every)
+        shares = shares or [1.0] * len(batches)
         with full_precision():
             self._all(Trial.restore)
-            for number, batch in enumerate(batches, 1):
-                self._all(lambda trial, batch=batch: trial.step(batch))  # type: ignore[misc]
+            for number, (batch, share) in enumerate(zip(batches, shares, strict=True), 1):
+                self._all(lambda trial, batch=batch, share=share: trial.step(batch, share))  # type: ignore[misc]
                 if number in stops:
                     found.append(torch.stack([x.double() for x in self._all(Trial.evaluate) if x is not None]))
             clean, *both = torch.stack(found, 1).tolist()

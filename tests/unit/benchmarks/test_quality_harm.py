@@ -30,6 +30,7 @@ def _shard(number, indicators, offset=0.0):
         "steps": 20,
         "evaluated": [10, 20],
         "optimizer": "own",
+        "rate": "constant",
         "backward": "half",
         "indicators": {"good": dict(zip(names, (1.0, 2.0, 3.0), strict=True))} if indicators else {},
         "after_steps": {name: [[0.0, i + offset], [0.0, i - offset]] for i, name in enumerate(names, 1)},
@@ -50,6 +51,43 @@ def test_harm_is_the_mean_over_evaluations_of_all_shards():
     assert after["by_step"]["20"]["mean"] == {"a": 1.0, "b": 2.0, "c": 3.0}
     assert after["by_step"]["10"]["spearman"]["good"] is None
     assert found["at_once"]["repeats"] == 2
+
+
+def test_at_a_rate_that_falls_to_zero_the_last_evaluation_counts():
+    import harm
+
+    shards = [{**_shard(number, True), "rate": "falling"} for number in (0, 1)]
+    assert harm.merged(shards)["after_steps"]["mean"] == {"a": 1.0, "b": 2.0, "c": 3.0}
+    shares = [harm.falling(step, 4) for step in range(4)]
+    assert shares == [1.0, 0.75, 0.5, 0.25]
+
+
+def test_a_share_of_the_rate_is_a_share_of_the_step():
+    import torch
+    from trials import Trial
+
+    from qsync_opt.runtimes.torch.apply import ApplyOptions
+    from qsync_opt.runtimes.torch.capture import capture
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = torch.nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.a(x).square().mean()
+
+    torch.manual_seed(0)
+    model, batch = Net(), (torch.randn(3, 4),)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    graph = capture(model, batch)
+    trial = Trial(model, optimizer, {}, graph, ApplyOptions(), 1.0, (batch, batch), None)
+    (gradient,) = torch.autograd.grad(model(*batch), [model.a.weight])
+    for share in (0.25, 1.0, 0.0):
+        trial.restore()
+        trial.step(batch, share)
+        moved = model.a.weight - next(p for p in trial._state if p.shape == model.a.weight.shape)
+        torch.testing.assert_close(moved.detach(), 0.5 * share * gradient)
 
 
 def test_new_shards_join_what_was_merged_before():
