@@ -1,13 +1,15 @@
 """Does the indicator tell the truth, and do its plans train better? Writes ``benchmarks/results/quality.json``.
 
     python benchmarks/quality.py --part NAME [--part NAME ...] --folder FOLDER [--device cuda] [--scale full]
-    python benchmarks/quality.py --merge FOLDER [--output PATH]
+    python benchmarks/quality.py --merge FOLDER [--join] [--output PATH]
 
 Every part writes a file of its own into FOLDER, again after every record, and ends when its time is used up, so that
-parts can run side by side and nothing is lost; ``--merge`` makes one file of them. Parts: operators[:MODEL],
-whole-model[:MODEL], cost[:MODEL], harm:MODEL:SHARD[:own|sgd[:eight]] (small-gpt, cnn; shards have repeats of their own;
-by the own optimizer or by SGD; backward in 16 bits or in 8), noise:MODEL[:eight] (beside each parameter's gradient),
-train:MODEL[:SHARD] (gpt, cnn; shards have seeds of their own; goes on where its file in FOLDER ends).
+parts can run side by side and nothing is lost; ``--merge`` makes one file of them, and with ``--join`` keeps the
+repeats and runs that the file has of the same subject. Parts: operators[:MODEL], whole-model[:MODEL], cost[:MODEL],
+harm:MODEL:SHARD[:own|sgd[:eight[:falling]]] (small-gpt, cnn; shards have repeats of their own; by the own optimizer or
+by SGD; backward in 16 bits or in 8; at a constant rate or one that falls to zero), noise:MODEL[:eight] (beside each
+parameter's gradient), train:MODEL[:SHARD] (gpt, cnn; shards have seeds of their own; goes on where its file in FOLDER
+ends).
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
             steps=arguments.steps,
             optimizer=(rest[2:] or ["own"])[0],
             backward=(rest[3:] or ["half"])[0],
+            rate=(rest[4:] or ["constant"])[0],
             captured=not arguments.eager,
         )
     elif kind == "noise":
@@ -107,7 +110,7 @@ def train(
     comparison = training.Comparison(name, device, arguments.scale, arguments.folder, steps)
     known = read_json(before, (PART,))["records"][-1]["runs"] if before.is_file() else []
     sign = -1.0 if training.better_when_higher(name) else 1.0
-    chosen = training.SETTINGS[name][-1]
+    chosen = comparison.compared_at(arguments.factor)
     record: dict[str, Any] = {
         "model": name,
         "what": comparison.what,
@@ -123,7 +126,9 @@ def train(
     yield record
     done_before = {training.key(run) for run in known}
     seeds = range(shard * arguments.seeds, (shard + 1) * arguments.seeds)
-    every = training.jobs(comparison, seeds, steps, captured=not arguments.eager)
+    every = training.jobs(
+        comparison, seeds, steps, not arguments.eager, chosen, [p for p in arguments.policies.split(",") if p]
+    )
     jobs = [job for job in every if training.key(job) not in done_before]
     if not jobs:
         return
@@ -134,8 +139,14 @@ def train(
         yield record
 
 
-def merge(folder: Path, output: Path) -> None:
-    """One file from all parts; what no part has measured anew is kept as the output has it."""
+def merge(folder: Path, output: Path, join: bool = False) -> None:
+    """One file from all parts; what no part has measured anew is kept as the output has it.
+
+    Args:
+        folder: Of the parts.
+        output: The file.
+        join: Also keep the repeats and runs of what was measured anew, together with the new ones.
+    """
     sections: dict[str, Any] = {}
     if output.is_file():
         sections = dict(read_json(output, (FORMAT,))["sections"])
@@ -151,19 +162,21 @@ def merge(folder: Path, output: Path) -> None:
             for part in chosen
             for record in part["records"]
         ]
+        before = sections.get(kind, {"records": [], "command": ""})
+        present = before["records"] if join else []
         if kind == "harm":
-            records = _harm_records(records)
+            records = _harm_records(records, present)
         elif kind == "train":
-            records = training.merged(records)
+            subjects = {_subject(record) for record in records}
+            records = training.merged([*(r for r in present if _subject(r) in subjects), *records])
             for record in records:
                 record["summary"] = _train_summary(record, record["runs"])
                 record["unfinished_summary"] = _train_summary(record, record.get("unfinished", []))
-        before = sections.get(kind, {"records": [], "command": ""})
         measured = {_subject(record) for record in records}
         kept = [{"date": before["date"], **r} for r in before["records"] if _subject(r) not in measured]
         head = {key: chosen[0][key] for key in ("date", "versions")}
         hardware = ", ".join(dict.fromkeys(record["hardware"] for record in [*records, *kept]))
-        commands = [part["command"] for part in chosen] + (before["command"].split("; ") if kept else [])
+        commands = [part["command"] for part in chosen] + (before["command"].split("; ") if kept or present else [])
         section = {**head, "hardware": hardware, "command": "; ".join(dict.fromkeys(commands))}
         sections[kind] = {**section, "records": [*records, *kept]}
     write_json(output, {"format": FORMAT, "sections": sections})
@@ -171,18 +184,20 @@ def merge(folder: Path, output: Path) -> None:
 
 def _subject(record: dict[str, Any]) -> tuple[str, ...]:
     """What a record is about: one of the same replaces it."""
-    return tuple(
-        str(record.get(key)) for key in ("hardware", "model", "case", "factor", "optimizer", "backward", "steps")
-    )
+    keys = ("hardware", "model", "case", "factor", "optimizer", "backward", "steps")
+    return (*(str(record.get(key)) for key in keys), str(record.get("rate", "constant")))
 
 
-def _harm_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    def which(record: dict[str, Any]) -> tuple[str, ...]:
-        keys = ("hardware", "what", "optimizer", "backward", "factor", "steps")
-        return tuple(str(record.get(key)) for key in keys)
-
-    groups = [[r for r in records if which(r) == kind] for kind in dict.fromkeys(map(which, records))]
-    return [harm.merged(group) for group in groups if any(r["indicators"] for r in group)]
+def _harm_records(records: list[dict[str, Any]], present: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Shards of one subject as one record, with those that the output has."""
+    before = {_subject(record): harm.as_shard(record) for record in present}
+    found = []
+    for subject in dict.fromkeys(map(_subject, records)):
+        group = [r for r in records if _subject(r) == subject]
+        group += [shard for shard in [before.get(subject)] if shard is not None]
+        if any(r["indicators"] for r in group):
+            found.append(harm.merged(group))
+    return found
 
 
 def _train_summary(record: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -201,12 +216,19 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true", help="training steps launched by the host, not as CUDA graphs")
     parser.add_argument("--seeds", type=int, default=4, help="training runs of every policy, per shard")
     parser.add_argument("--steps", type=int, default=500, help="of a training run or a repeat of harm")
-    parser.add_argument("--factor", type=float, default=8.0, help="by which errors are magnified for harm")
+    parser.add_argument(
+        "--factor",
+        type=float,
+        default=8.0,
+        help="by which errors are magnified: for harm, and where plans are compared",
+    )
+    parser.add_argument("--policies", default="", help="train these alone, separated by commas; default: all")
     parser.add_argument("--merge", type=Path, metavar="FOLDER")
+    parser.add_argument("--join", action="store_true", help="merge: keep repeats and runs of the same subject")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.merge is not None:
-        merge(arguments.merge, arguments.output)
+        merge(arguments.merge, arguments.output, arguments.join)
         return 0
     if not arguments.part or arguments.folder is None:
         parser.error("give --part and --folder, or --merge")

@@ -28,9 +28,13 @@ def add_plan(parser: argparse.ArgumentParser) -> Runner:
         "--costs", default="auto", help="cost model: auto (default: a profile where there is one, else roofline), ..."
     )
     parser.add_argument(
-        "--indicator", default="weights", help="sensitivities from: weights (default), formats, statistics, ..."
+        "--indicator",
+        default="weights",
+        help="sensitivities from: weights (default), formats, ...; of statistics: probed, progress, hessian, ...",
     )
-    parser.add_argument("--statistics", metavar="FILE", help="collected statistics of this model; sets the indicator")
+    parser.add_argument(
+        "--statistics", metavar="FILE", help="collected statistics of this model, from which sensitivities are made"
+    )
     parser.add_argument("--method", default="greedy", help="greedy (default), exact, ...")
     parser.add_argument("--solver", help="as in solve")
     parser.add_argument("--time-limit", type=float, metavar="S", help="seconds for the solve")
@@ -74,13 +78,12 @@ def _problem(options: argparse.Namespace, report: Any) -> Problem:
     from qsync_opt.build import build_problem
     from qsync_opt.cluster import load_cluster
     from qsync_opt.onnx_reader import read_onnx
-    from qsync_opt.registry import Kind, create
     from qsync_opt.units import TIME_S, parse_quantity
 
     limit_ns = None
     if options.latency_limit is not None:
         limit_ns = round(1e9 * parse_quantity(options.latency_limit, TIME_S, "--latency-limit"))
-    indicator = create(Kind.INDICATOR, "statistics" if options.statistics else options.indicator)
+    indicator = _indicator(options)
     cluster = load_cluster(options.cluster)
     report(0, _STEPS, "reading the model")
     graph = read_onnx(options.model)
@@ -101,6 +104,18 @@ def _problem(options: argparse.Namespace, report: Any) -> Problem:
         by_device=tables,
         sensitivity_estimate=indicator.estimate,
     )
+
+
+def _indicator(options: argparse.Namespace) -> Any:
+    """The indicator of that name; with statistics, the way they are weighed, which they decide if none is named."""
+    from qsync_opt.indicators import StatisticsIndicator
+    from qsync_opt.registry import Kind, create
+    from qsync_opt.sensitivity_table import IndicatorKind
+
+    if options.statistics is None:
+        return create(Kind.INDICATOR, options.indicator)
+    named = options.indicator in list(IndicatorKind)
+    return StatisticsIndicator(IndicatorKind(options.indicator) if named else None)
 
 
 def _profiles(graph: OpGraph, cluster: Cluster, options: argparse.Namespace) -> dict[str, DeviceProfile]:

@@ -46,12 +46,17 @@ def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator > 0 else 0.0
 
 
-def _own(operator: OperatorStatistics, found: OperatorVariances) -> float:
-    """Variance of the operator's own weight gradients."""
+def _own(operator: OperatorStatistics, found: OperatorVariances, gains: Mapping[str, Gain] | None = None) -> float:
+    """Variance of the operator's own weight gradients, or by ``gains`` what it counts for, element by element."""
     total = 0.0
     for name, noise in (("first", found.first_gradient), ("second", found.second_gradient)):
-        if noise is not None and getattr(operator, f"{name}_parameter") is not None:
-            total += noise.total
+        if noise is None or getattr(operator, f"{name}_parameter") is None:
+            continue
+        weight = 1.0
+        if gains is not None:
+            gain, elements = gains.get(f"{name}_gradient"), getattr(operator, f"{name}_gradient").elements
+            weight = 0.0 if gain is None else _ratio(gain.uniform, operator.calls * elements)
+        total += weight * noise.total
     return total
 
 
@@ -110,37 +115,31 @@ def _element_noise(
     }
 
 
-def _repeated(
-    statistics: OperatorStatistics, precision: str, formats: PrecisionFormats, options: NoiseOptions, own: float
-) -> float:
-    """By how much the error of the own weight gradient exceeds what independent errors would make of it."""
-    if not statistics.nearest:
-        return 0.0
-    independent = dataclasses.replace(statistics, nearest={})
-    return max(0.0, own - _own(statistics, variances(independent, precision, formats, options)))
-
-
 def _probed(
     statistics: OperatorStatistics,
+    precision: str,
+    formats: PrecisionFormats,
+    options: NoiseOptions,
     found: OperatorVariances,
-    noise: ElementNoise,
     gains: Mapping[str, Gain],
     *,
     flips: float,
-    own: float | None = None,
-    repeated: float = 0.0,
 ) -> OperatorSensitivity:
     """The probed total is exact to first order for errors that are independent; it is split by direction.
 
-    ``flips`` is what rectifiers add. ``own`` is the part of the own
-    weight gradients by formula, if it is in the unit of the gains (else the split knows none), ``repeated`` what
-    errors that are not independent add to it. The 16-bit rounding of 8-bit operands when the backward pass reads them
-    is left out: it is below a thousandth.
+    ``flips`` is what rectifiers add. Own weight gradients are split off by formula. Added is by how much their measured
+    error exceeds what independent errors would make of it. The 16-bit rounding of 8-bit operands when the backward pass
+    reads them is left out: it is below a thousandth.
     """
+    noise = _element_noise(statistics, precision, formats, options)
     gained = {name: _gained(gains.get(name), parts) for name, parts in noise.items()}
     total = flips + sum(gained.values())
     forward = flips + sum(value for name, value in gained.items() if not name.endswith("gradient"))
-    inside = 0.0 if own is None else min(total, own - repeated)
+    own, repeated = _own(statistics, found, gains), 0.0
+    if statistics.nearest:
+        independent = variances(dataclasses.replace(statistics, nearest={}), precision, formats, options)
+        repeated = max(0.0, own - _own(statistics, independent, gains))
+    inside = min(total, own - repeated)
     share = _ratio(forward, total)
     return OperatorSensitivity(
         own=inside + repeated,
@@ -218,8 +217,11 @@ def _check(graph: OpGraph, statistics: ModelStatistics, gamma: float) -> None:
 
 def _kind(kind: IndicatorKind | None, graph: OpGraph, statistics: ModelStatistics) -> IndicatorKind:
     probed = any(operator.gains for operator in statistics.operators)
+    adaptive = any(operator.adaptive_gains for operator in statistics.operators)
     if kind is None:
-        return IndicatorKind.PROBED if probed else IndicatorKind.PROPAGATED
+        if probed:
+            return IndicatorKind.PROBED
+        return IndicatorKind.PROGRESS if adaptive else IndicatorKind.PROPAGATED
     if kind not in list(IndicatorKind):
         raise UnsupportedError(f"kind is {kind!r}: allowed are {', '.join(IndicatorKind)}")
     if kind in (IndicatorKind.PROBED, IndicatorKind.LOSS) and not probed:
@@ -227,7 +229,7 @@ def _kind(kind: IndicatorKind | None, graph: OpGraph, statistics: ModelStatistic
             f"the statistics of graph {graph.name!r} hold no gains: collect them with probes=2 or more, or use "
             "kind='propagated'"
         )
-    if kind == IndicatorKind.PROGRESS and not any(operator.adaptive_gains for operator in statistics.operators):
+    if kind == IndicatorKind.PROGRESS and not adaptive:
         raise ProblemError(
             f"the statistics of graph {graph.name!r} hold no adaptive gains: collect them with adaptive_probes=2 or "
             "more"
@@ -257,8 +259,8 @@ def sensitivities(
         statistics: Collected from it.
         device_formats: The device's precisions with their border formats.
         options: How the runtime rounds.
-        kind: How noise is weighed; None takes ``probed`` if the statistics hold gains and ``propagated`` if not. The
-            table says which.
+        kind: How noise is weighed; None takes ``probed`` if the statistics hold gains, else ``progress`` if they hold
+            adaptive ones, else ``propagated``. The table says which.
         gamma: Weight of forward against backward noise, for ``kind="depth"`` only.
         seed: For ``kind="random"`` only.
         horizon: Weight of the gradient's variance against the loss that is lost at once, for ``kind="loss"`` only; see
@@ -304,15 +306,13 @@ def sensitivities(
             elif kind is IndicatorKind.DEPTH:
                 row[precision] = _by_depth(operator, measured, found, far, gamma)
             elif kind in (IndicatorKind.PROBED, IndicatorKind.LOSS):
-                own, noise = _own(measured, found), _element_noise(measured, precision, formats, options)
-                repeated = _repeated(measured, precision, formats, options, own)
-                value = _probed(measured, found, noise, measured.gains, flips=flipped, own=own, repeated=repeated)
+                value = _probed(measured, precision, formats, options, found, measured.gains, flips=flipped)
                 if kind is IndicatorKind.LOSS:
                     value = _expected_loss(value, fisher_score(measured, found), horizon)
                 row[precision] = value
             elif kind is IndicatorKind.PROGRESS:
-                noise = _element_noise(measured, precision, formats, options)
-                row[precision] = _probed(measured, found, noise, measured.adaptive_gains, flips=flipped)
+                gains = measured.adaptive_gains
+                row[precision] = _probed(measured, precision, formats, options, found, gains, flips=flipped)
             else:
                 noise = _element_noise(measured, precision, formats, options)
                 row[precision] = _baseline(kind, measured, precision, found, noise, seed)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rank_correlation import spearman
 
@@ -20,23 +21,59 @@ def paired(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(differences), standard_error(differences)
 
 
-def reliability(repeats: Sequence[Sequence[float]]) -> float | None:
+def reliability(repeats: Sequence[Sequence[float]], splits: int = 200) -> float | None:
     """How well the means of many repeats would rank-correlate with those of as many fresh ones.
 
-    Split-half: Spearman between the means of even and of odd repeats, carried to full length by Spearman-Brown. The
-    square root of it bounds what even a perfect indicator can reach.
+    Split-half: Spearman between the means of two halves of the repeats, averaged over random halves (one alone depends
+    on where it is cut) and carried to full length by Spearman-Brown. The square root of it bounds what even a perfect
+    indicator can reach.
+
+    Args:
+        repeats: One sequence per operator, all of one length of at least 2.
+        splits: Random halves.
+    """
+    source, count = random.Random(0), len(repeats[0])
+    if count < 2:
+        return None
+    found = []
+    for _ in range(splits):
+        order = source.sample(range(count), count)
+        halves = [[statistics.fmean(values[i] for i in part) for values in repeats] for part in _halves(order)]
+        found.append(spearman(*halves))
+    known = [value for value in found if value is not None]
+    if not known:
+        return None
+    mean = statistics.fmean(known)
+    return 2 * mean / (1 + mean) if mean > 0 else mean
+
+
+def _halves(order: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    middle = len(order) // 2
+    return order[:middle], order[middle : 2 * middle]
+
+
+def resampled(
+    repeats: Sequence[Sequence[float]], predictions: Mapping[str, Sequence[float]], draws: int = 400
+) -> dict[str, list[float]]:
+    """Rank correlation of every prediction with means over repeats that are drawn with replacement (bootstrap).
+
+    Every draw takes the same repeats for all predictions, so that differences between them can be formed.
 
     Args:
         repeats: One sequence per operator, all of one length.
+        predictions: Name to one number per operator.
+        draws: Of the bootstrap.
     """
-    halves = [spearman_half(repeats, start) for start in (0, 1)]
-    found = spearman(*halves)
-    return None if found is None else 2 * found / (1 + found) if found > 0 else found
-
-
-def spearman_half(repeats: Sequence[Sequence[float]], start: int) -> list[float]:
-    """Mean of every second repeat, per operator."""
-    return [statistics.fmean(values[start::2]) for values in repeats]
+    source, count = random.Random(1), len(repeats[0])
+    found: dict[str, list[float]] = {name: [] for name in predictions}
+    for _ in range(draws):
+        chosen = source.choices(range(count), k=count)
+        means = [statistics.fmean(values[i] for i in chosen) for values in repeats]
+        for name, values in predictions.items():
+            rank = spearman(values, means)
+            if rank is not None:
+                found[name].append(rank)
+    return found
 
 
 def ceiling(reliability_found: float | None) -> float | None:

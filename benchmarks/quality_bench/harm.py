@@ -16,17 +16,18 @@ Each repeat has batches and random numbers of its own; the reliability says how 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from estimates import ceiling, reliability, standard_error
+from estimates import ceiling, reliability, resampled, standard_error
 from noisy import added_variance, exact_gradient, planned
 from plans import magnified
 from rank_correlation import spearman
 from subjects import Batch, Subject, subject_of, train_briefly
-from trials import Trials
+from trials import Trials, evaluated
 from work import Clock, significant
 
 import qsync_opt
@@ -48,7 +49,9 @@ BACKWARD = {"half": "backward pass in 16 bits", "eight": "backward pass in 8 bit
 CLEAR = 2.0
 """Standard errors from zero at which the harm of one operator counts as seen."""
 MEASURES = ("after_steps", "at_once", "gradient")
-_SHARED = ("hardware", "model", "what", "factor", "steps", "optimizer", "backward", "indicators")
+RATES = {"constant": 10, "falling": 30}
+"""How the learning rate goes over the steps of a repeat, to the steps between two evaluations of the held-out loss."""
+_SHARED = ("hardware", "model", "what", "factor", "steps", "evaluated", "optimizer", "rate", "backward", "indicators")
 _BATCHES, _HARM_BATCHES = 4, 10**6
 
 
@@ -127,6 +130,7 @@ def section(
     steps: int,
     optimizer: str = "own",
     backward: str = "half",
+    rate: str = "constant",
     captured: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """One record: what was measured per operator and repeat, with the indicators. A shard has repeats of its own.
@@ -141,6 +145,7 @@ def section(
         steps: Training steps of one repeat.
         optimizer: ``own`` or ``sgd``.
         backward: ``half`` or ``eight``.
+        rate: ``constant`` or ``falling``.
         captured: Whether steps run as CUDA graphs on a card.
     """
     subject = subject_of(name, device, scale=scale)
@@ -148,11 +153,14 @@ def section(
     names = measured_operators(bench.graph, device)
     record: dict[str, Any] = {
         "model": name,
+        "shard": shard,
         "what": subject.what,
         "factor": factor,
         "steps": steps,
         "optimizer": OPTIMIZERS[optimizer],
+        "rate": rate,
         "backward": BACKWARD[backward],
+        "evaluated": evaluated(steps, RATES[rate]),
         "indicators": tables(bench, device, scale, factor, steps) if shard == 0 else {},
         **{measure: {operator: [] for operator in names} for measure in MEASURES},
     }
@@ -179,41 +187,98 @@ def section(
         (some, bench.held_out),
         captured,
     )
+    shares = [falling(step, steps) if rate == "falling" else 1.0 for step in range(steps)]
     for repeat in range(first, first + (2 if scale == "tiny" else 10**4)):
         started = clock.left()
-        for operator, harm in trials.harms(bench.batches(repeat, steps)).items():
+        for operator, harm in trials.harms(bench.batches(repeat, steps), RATES[rate], shares).items():
             record["after_steps"][operator].append(harm)
         yield record
-        if clock.left() < 1.2 * (started - clock.left()):
+        if clock.left() < 1.05 * (started - clock.left()):
             break
 
 
+def falling(step: int, steps: int) -> float:
+    """Share of the learning rate in a step: in a straight line from all of it to nothing after the last one."""
+    return 1.0 - step / steps
+
+
 def merged(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All shards of one model as one record, with ranks and reliabilities."""
+    """All shards of one model as one record, with ranks and reliabilities.
+
+    The loss after steps is the mean over the evaluations where the rate is constant, so that the loss jumps about from
+    step to step, and the last one where the rate falls to zero; every evaluation is also given by itself.
+
+    Raises:
+        SystemExit: Two shards have the same number, and with it the same repeats.
+    """
+    numbers = [n for shard in shards for n in (shard["shards"] if "shards" in shard else [shard["shard"]])]
+    if len(set(numbers)) < len(numbers):
+        raise SystemExit(f"two parts are of the same shard: {sorted(numbers)}; leave one out")
     head = next(shard for shard in shards if shard["indicators"])
     names = list(head["after_steps"])
-    found: dict[str, Any] = {key: head[key] for key in _SHARED}
+    found: dict[str, Any] = {key: head.get(key, "constant") for key in _SHARED} | {"shards": sorted(numbers)}
+    last_counts = found["rate"] == "falling"
+    indicators = {kind: [values[name] for name in names] for kind, values in head["indicators"].items()}
     for measure in MEASURES:
-        repeats = {name: [v for shard in shards for v in shard[measure][name]] for name in names}
-        means = [statistics.fmean(repeats[name]) for name in names]
-        errors = {name: standard_error(repeats[name]) for name in names}
-        clear = [i for i, name in enumerate(names) if abs(means[i]) > CLEAR * errors[name]]
-        certain = reliability([repeats[name] for name in names])
-        found[measure] = {
-            "repeats": len(repeats[names[0]]),
-            "mean": dict(zip(names, means, strict=True)),
-            "standard_error": errors,
-            "reliability": certain,
-            "ceiling": ceiling(certain),
-            "spearman": {
-                kind: spearman([values[name] for name in names], means) for kind, values in head["indicators"].items()
-            },
-            "clear": {
-                "operators": len(clear),
-                "spearman": {
-                    kind: spearman([values[names[i]] for i in clear], [means[i] for i in clear])
-                    for kind, values in head["indicators"].items()
-                },
-            },
-        }
+        rows = [[v for shard in shards for v in shard[measure][name]] for name in names]
+        repeats = [[_of_curve(v, last_counts) for v in row] for row in rows]
+        found[measure] = {**_ranked(names, repeats, indicators), "values": dict(zip(names, rows, strict=True))}
+        if measure == "after_steps":
+            found[measure]["ahead"] = _ahead(resampled(repeats, indicators))
+            found[measure]["by_step"] = {
+                str(stop): _ranked(names, [[v[i] for v in row] for row in rows], indicators)
+                for i, stop in enumerate(head["evaluated"])
+            }
     return significant(found)  # type: ignore[no-any-return]
+
+
+def _of_curve(values: float | Sequence[float], last_counts: bool) -> float:
+    if isinstance(values, float):
+        return values
+    return values[-1] if last_counts else statistics.fmean(values)
+
+
+def as_shard(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A merged record as one shard more, to be merged with new ones; None if it has no repeats of its own."""
+    if any("values" not in record[measure] for measure in MEASURES):
+        return None
+    return {**record, **{measure: record[measure]["values"] for measure in MEASURES}}
+
+
+def _ahead(drawn: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    """Share of the draws of repeats in which an indicator ranks better than another."""
+    return {
+        kind: {
+            other: statistics.fmean(a > b for a, b in zip(ranks, theirs, strict=True))
+            for other, theirs in drawn.items()
+            if other != kind and len(theirs) == len(ranks) > 0
+        }
+        for kind, ranks in drawn.items()
+    }
+
+
+def _ranked(
+    names: Sequence[str], repeats: Sequence[Sequence[float]], indicators: Mapping[str, Sequence[float]]
+) -> dict[str, Any]:
+    """Means, reliability, and how every indicator ranks them; of the operators whose harm is clear, too."""
+    means = [statistics.fmean(row) for row in repeats]
+    errors = [standard_error(row) for row in repeats]
+    clear = [i for i in range(len(names)) if abs(means[i]) > CLEAR * errors[i]]
+    certain = reliability(repeats)
+    drawn = resampled(repeats, indicators)
+    return {
+        "repeats": len(repeats[0]),
+        "mean": dict(zip(names, means, strict=True)),
+        "standard_error": {n: e if math.isfinite(e) else None for n, e in zip(names, errors, strict=True)},
+        "reliability": certain,
+        "ceiling": ceiling(certain),
+        "spearman": {kind: spearman(values, means) for kind, values in indicators.items()},
+        "spearman_error": {kind: statistics.stdev(ranks) if len(ranks) > 1 else None for kind, ranks in drawn.items()},
+        "clear": {
+            "operators": len(clear),
+            "spearman": {
+                kind: spearman([values[i] for i in clear], [means[i] for i in clear])
+                for kind, values in indicators.items()
+            },
+        },
+    }

@@ -119,6 +119,11 @@ class Comparison:
             captured=captured,
         )
 
+    def compared_at(self, factor: float) -> Setting:
+        """The last setting with an error of this factor, where plans are compared; the harshest if there is none."""
+        settings = SETTINGS[self.name]
+        return next((s for s in reversed(settings) if s.factor == factor), settings[-1])
+
     def planned(self, setting: Setting) -> dict[str, Any]:
         """What the plans look like."""
         found = {}
@@ -208,22 +213,45 @@ def key(run: Mapping[str, Any] | Job) -> tuple[str, str, int]:
     return str(run["policy"]), str(run["setting"]), int(run["seed"])
 
 
-def jobs(comparison: Comparison, seeds: Sequence[int], steps: int, captured: bool) -> Iterator[Job]:
-    """Per seed: full precision, uniform INT8 in all settings, and in the harshest the plans of equal predicted time."""
+def jobs(
+    comparison: Comparison,
+    seeds: Sequence[int],
+    steps: int,
+    captured: bool,
+    chosen: Setting | None = None,
+    policies: Sequence[str] = (),
+) -> Iterator[Job]:
+    """Per seed: full precision, uniform INT8 in all settings, and in the chosen one the plans of equal predicted time.
+
+    Args:
+        comparison: What is common to all.
+        seeds: Of the runs.
+        steps: Of every run.
+        captured: Whether steps run as CUDA graphs on a card.
+        chosen: Setting in which plans are compared; None: the harshest.
+        policies: These alone, in the chosen setting; none: all of them.
+    """
     settings = SETTINGS[comparison.name]
+    chosen = chosen or settings[-1]
     for seed in seeds:
+        if policies:
+            for policy in policies:
+                at = settings[0] if policy == "full precision" else chosen  # the same in all settings
+                yield comparison.job(policy, at, seed, steps, captured)
+            continue
         yield comparison.job("full precision", settings[0], seed, steps, captured)
-        yield comparison.job(f"uniform {HIGH}", settings[-1], seed, steps, captured)
+        yield comparison.job(f"uniform {HIGH}", chosen, seed, steps, captured)
         for setting in settings:
             yield comparison.job(f"uniform {LOW}", setting, seed, steps, captured)
         for policy in PLANNERS:
-            yield comparison.job(policy, settings[-1], seed, steps, captured)
+            yield comparison.job(policy, chosen, seed, steps, captured)
 
 
 def merged(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Shards of one model and length as one record: all runs, each once, and every plan that differs between shards.
 
     Statistics are collected anew by every shard; where a card sums in another order, a plan may come out otherwise.
+    Plans of another setting than the first shard's stand under ``other_plans``.
     """
     found: list[dict[str, Any]] = []
     groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
@@ -239,5 +267,7 @@ def merged(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             for policy, plan in one["plans"].items()
             if any(r.get("chosen") == one.get("chosen") and r["plans"].get(policy, plan) != plan for r in group[1:])
         )
+        others = {r["chosen"]: r["plans"] for r in group if r.get("chosen") != one.get("chosen")}
+        one["other_plans"] = {**one.get("other_plans", {}), **others}
         found.append(one)
     return found

@@ -56,6 +56,7 @@ class Trial:
         self._state = [*self._model.parameters(), *self._model.buffers(), *_tensors(self._optimizer)]
         self._saved = [x.detach().clone() for x in self._state]
         MagnifiedPlan(self._model, plan, graph, options, factor=factor)
+        self._rates = _adjustable_rates(self._optimizer, captured=stream is not None)
         self._inputs = [x.clone() for x in batches[0]]
         self._held_out = batches[1]
         self._found = torch.zeros(())
@@ -90,8 +91,13 @@ class Trial:
         with torch.no_grad():
             torch._foreach_copy_(self._state, self._saved)
 
-    def step(self, batch: Batch) -> None:
-        """One training step."""
+    def step(self, batch: Batch, share: float = 1.0) -> None:
+        """One training step, at a share of the learning rate."""
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * share)
+            else:
+                group["lr"] = rate * share
         for place, x in zip(self._inputs, batch, strict=True):
             place.copy_(x)
         self._graphs[0]()
@@ -114,8 +120,22 @@ def _copied(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.O
     return found
 
 
+def _adjustable_rates(optimizer: torch.optim.Optimizer, captured: bool) -> list[float]:
+    """Learning rate per group; if steps are captured, groups get it as a tensor that can be written to."""
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    if captured:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
+    return rates
+
+
 def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [x for entry in optimizer.state.values() for x in entry.values() if isinstance(x, Tensor)]
+
+
+def evaluated(steps: int, every: int) -> list[int]:
+    """After which steps the loss is evaluated."""
+    return sorted({*range(every, steps + 1, every), steps})
 
 
 class Trials:
@@ -163,15 +183,33 @@ class Trials:
                 torch.cuda.current_stream().wait_stream(stream)
         return found
 
-    def harms(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Change of the held-out loss after training on the batches with one operator in low precision throughout.
+    def harms(
+        self, batches: Sequence[Batch], every: int, shares: Sequence[float] | None = None
+    ) -> dict[str, list[float]]:
+        """Change of the held-out loss while training on the batches with one operator in low precision throughout.
 
         The mean over an error and the reversed one: the even part, as the odd part is none in the mean.
+
+        Args:
+            batches: One for every step.
+            every: Steps between two evaluations; the last step is always followed by one.
+            shares: Of the learning rate in every step; None: all of it.
+
+        Returns:
+            Operator to the change at every evaluation, `evaluated` says after which steps.
         """
+        found: list[Tensor] = []
+        stops = evaluated(len(batches), every)
+        shares = shares or [1.0] * len(batches)
         with full_precision():
             self._all(Trial.restore)
-            for batch in batches:
-                self._all(lambda trial, batch=batch: trial.step(batch))  # type: ignore[misc]
-            losses = torch.stack([x.double() for x in self._all(Trial.evaluate) if x is not None]).tolist()
-        clean, *both = losses
-        return {name: (both[2 * i] + both[2 * i + 1]) / 2 - clean for i, name in enumerate(self._pairs)}
+            for number, (batch, share) in enumerate(zip(batches, shares, strict=True), 1):
+                self._all(lambda trial, batch=batch, share=share: trial.step(batch, share))  # type: ignore[misc]
+                if number in stops:
+                    found.append(torch.stack([x.double() for x in self._all(Trial.evaluate) if x is not None]))
+            clean, *both = torch.stack(found, 1).tolist()
+        pairs = zip(self._pairs, both[::2], both[1::2], strict=True)
+        return {
+            name: [(a + b) / 2 - c for a, b, c in zip(ahead, reversed_, clean, strict=True)]
+            for name, ahead, reversed_ in pairs
+        }

@@ -108,12 +108,18 @@ def _operators(data: Mapping[str, Any], theme: str) -> str:
 def _ranks(data: Mapping[str, Any], theme: str) -> str:
     record = harm_record(data)
     rows = [
-        (kind, [(record[m]["spearman"][kind], i, 0.0) for i, m in enumerate(MEASURES)])
+        (
+            kind,
+            [
+                (record[m]["spearman"][kind], i, record[m].get("spearman_error", {}).get(kind) or 0.0)
+                for i, m in enumerate(MEASURES)
+            ],
+        )
         for kind in record["indicators"]
         if all(record[m]["spearman"][kind] is not None for m in MEASURES)
     ]
     axis = Axis(low=-0.6, high=1, ticks=(-0.5, 0, 0.5, 0.8, 1), band=(0.8, 1))
-    title = "Rank correlation of indicators with three measures of harm, one operator in INT8"
+    title = "Rank correlation of indicators with three measures of harm, one operator in INT8; one standard error"
     return dots(theme, title, rows, list(MEASURES.values()), axis)
 
 

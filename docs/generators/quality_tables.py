@@ -26,9 +26,20 @@ def operator_records(data: Record) -> list[dict[str, Any]]:
 
 
 def harm_records(data: Record) -> list[Record]:
-    """What was measured on a card: by the model's own optimizer first, backward in 8 bits before 16, then others."""
-    found = [record for record in _records(data, "harm") if _on_card(record)]
-    return sorted(found, key=lambda record: ("SGD" in record["optimizer"], "16" in record["backward"]))
+    """What was measured on a card: by the model's own optimizer first, backward in 8 bits before 16, then others.
+
+    Of several that differ in nothing but the learning rate, the more reliable one is first.
+    """
+
+    def order(record: Record) -> tuple[Any, ...]:
+        certain = record["after_steps"]["reliability"]
+        return "SGD" in record["optimizer"], "16" in record["backward"], -certain
+
+    return sorted((record for record in _records(data, "harm") if _on_card(record)), key=order)
+
+
+def _rate(record: Record) -> str:
+    return str(record.get("rate", "constant"))
 
 
 def harm_record(data: Record) -> Record:
@@ -76,14 +87,19 @@ def ranks_table(data: Record) -> str:
     columns = [(name, record[measure]) for measure, name in MEASURES.items()]
     for other in others:
         by = "" if other["optimizer"] == record["optimizer"] else f" by {other['optimizer']}"
-        columns.append((f"loss after steps{by}, {other['backward']}", other["after_steps"]))
+        rate = "" if _rate(other) == _rate(record) else f", {_rate(other)} rate"
+        backward = "" if other["backward"] == record["backward"] else f", {other['backward']}"
+        columns.append((f"loss after steps{by}{rate}{backward}", other["after_steps"]))
     clear = record["after_steps"]["clear"]
     columns.append((f"loss after steps, {clear['operators']} operators with clear harm", clear))
 
-    def show(value: float | None) -> str:
-        return "–" if value is None else f"{value:.2f}"
+    def show(value: float | None, error: float | None = None) -> str:
+        return "–" if value is None else f"{value:.2f}" + ("" if error is None else f" ± {error:.2f}")
 
-    rows = [(kind, *(show(part["spearman"].get(kind)) for _, part in columns)) for kind in record["indicators"]]
+    rows = [
+        (kind, *(show(part["spearman"].get(kind), part.get("spearman_error", {}).get(kind)) for _, part in columns))
+        for kind in record["indicators"]
+    ]
     rows.append(("best possible at this reliability", *(show(part.get("ceiling")) for _, part in columns)))
     return table(("indicator", *(name for name, _ in columns)), rows)
 
@@ -255,7 +271,8 @@ def _training_figures(data: Record) -> dict[str, str]:
 def quality_figures(data: Record) -> dict[str, str]:
     """Figures and tables by the names under which pages ask for them."""
     harm, sections = harm_record(data), data["sections"]
-    other = next((record for record in harm_records(data)[1:] if "SGD" not in record["optimizer"]), harm)
+    own = [record for record in harm_records(data) if "SGD" not in record["optimizer"]]
+    other = next((record for record in own if "16" in record["backward"]), harm)
     predicted = [
         harm["indicators"]["probed"][name] / harm["factor"] ** 2 / value
         for name, value in harm["gradient"]["mean"].items()
@@ -299,12 +316,42 @@ def quality_figures(data: Record) -> dict[str, str]:
         found[f"quality.{measure}.best-baseline"] = f"{max(_baselines(part['spearman'])):.2f}"
         found[f"quality.{measure}.ceiling"] = f"{part['ceiling']:.2f}"
         found[f"quality.{measure}.reliability"] = f"{part['reliability']:.2f}"
+    found |= _noise_of_harm(harm)
+    for record in own:
+        if "16" not in record["backward"]:
+            part, name = record["after_steps"], f"quality.{_rate(record)}"
+            found[f"{name}.repeats"], found[f"{name}.ceiling"] = str(part["repeats"]), f"{part['ceiling']:.2f}"
+            found[f"{name}.best-baseline"] = f"{max(_baselines(part['spearman'])):.2f}"
+            for kind, rank in part["spearman"].items():
+                error = part.get("spearman_error", {}).get(kind)
+                found[f"{name}.{kind}"] = "–" if rank is None else f"{rank:.2f}" + (f" ± {error:.2f}" if error else "")
     for record in _records(data, "cost"):
         found[f"quality.cost.{record['model']}"] = f"{record['scoring'][0]['steps_per_precision']:.1f}"
     clear = harm["after_steps"]["clear"]["spearman"]
     found["quality.clear.probed"] = f"{clear['probed']:.2f}"
     found["quality.clear.best-baseline"] = f"{max(_baselines(clear)):.2f}"
     return found | _training_figures(data) | _noise_figures(data)
+
+
+def _noise_of_harm(harm: Record) -> dict[str, str]:
+    """What other repeats would give: scatter of ranks, how often one is ahead, and the last evaluation by itself."""
+    part, found = harm["after_steps"], {}
+    for kind, error in part.get("spearman_error", {}).items():
+        found[f"quality.after_steps.{kind}-error"] = f"{error:.2f}"
+    for kind in OURS:
+        shares = part.get("ahead", {}).get(kind, {})
+        found[f"quality.ahead.{kind}"] = _percent(min((v for k, v in shares.items() if k not in OURS), default=None))
+        for other in OURS:
+            if other in shares:
+                found[f"quality.ahead.{kind}.{other}"] = _percent(shares[other])
+    last = list(part.get("by_step", {}).values())[-1:]
+    for one in last:
+        found["quality.last.ceiling"], found["quality.last.reliability"] = (
+            f"{one[key]:.2f}" for key in ("ceiling", "reliability")
+        )
+        for kind, rank in one["spearman"].items():
+            found[f"quality.last.{kind}"] = "–" if rank is None else f"{rank:.2f}"
+    return found
 
 
 def _noise_figures(data: Record) -> dict[str, str]:

@@ -9,6 +9,11 @@ from qsync_opt.expected_loss import horizon_of
 from qsync_opt.statistics import ModelStatistics
 
 
+def divides_by_squares(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether steps are divided by the root of the gradient's recent squares: Adam and those like it."""
+    return all("betas" in group for group in optimizer.param_groups)
+
+
 def noise_horizon(
     optimizer: torch.optim.Optimizer,
     *,
@@ -36,7 +41,7 @@ def noise_horizon(
     """
     group = optimizer.param_groups[0]
     rate = float(group["lr"] if learning_rate is None else learning_rate)
-    if "betas" in group:
+    if divides_by_squares(optimizer):
         return horizon_of(learning_rate=rate, steps=steps)
     if "momentum" not in group:
         raise UnsupportedError(

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.device_profile import DeviceProfile
 from qsync_opt.errors import ModelError, NotReadyError, QSyncError
 from qsync_opt.estimates import MEASURED_OPTION
-from qsync_opt.indicator import sensitivities
-from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json, together, world
+from qsync_opt.runtimes.torch.agreement import gather_json, together, world
 from qsync_opt.runtimes.torch.capture import CapturedModel
 from qsync_opt.runtimes.torch.ddp import measure_all_reduce
 from qsync_opt.runtimes.torch.device_memory import memory_budget
@@ -24,11 +23,8 @@ from qsync_opt.runtimes.torch.identity import identify
 from qsync_opt.runtimes.torch.interception import interception_of
 from qsync_opt.runtimes.torch.job_options import PlanningOptions, cache_folder
 from qsync_opt.runtimes.torch.job_steps import profile_job_steps
-from qsync_opt.runtimes.torch.measure import Loss, TrainingExample, default_loss
+from qsync_opt.runtimes.torch.measure import Loss, TrainingExample
 from qsync_opt.runtimes.torch.profiler import profile
-from qsync_opt.runtimes.torch.statistics import collect_statistics
-from qsync_opt.sensitivity_values import SensitivityValues
-from qsync_opt.statistics import ModelStatistics
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -203,49 +199,6 @@ def measure_network(device: torch.device) -> Network:
         bandwidth_bytes_per_s=found.bandwidth_bytes_per_s * messages / size,
         source=f"measured on {size} workers, relative residual {found.relative_residual:.2f}",
     )
-
-
-def measure_sensitivities(
-    job: Job,
-    captured: CapturedModel,
-    types: DeviceTypes,
-    profiles: Mapping[str, DeviceProfile],
-    batches: Iterable[Any] | None,
-) -> dict[str, SensitivityValues]:
-    """Sensitivities for the formats of every type, from statistics of one rank: that with the most memory."""
-    rank, _ = world()
-    source = max(types.ranks, key=lambda name: (types.memory_bytes[name], -types.ranks[name][0]))
-    collector = types.ranks[source][0]
-
-    def collect() -> Any:
-        if rank != collector:
-            return None
-        found = _statistics(job, captured, batches)
-        return {
-            name: sensitivities(captured.graph, found, measured.formats).values_only().to_json()
-            for name, measured in profiles.items()
-        }
-
-    told = broadcast_json(together(collect), collector)
-    return {name: SensitivityValues.from_json(told[name], f"sensitivities of {name!r}") for name in profiles}
-
-
-def _statistics(job: Job, captured: CapturedModel, batches: Iterable[Any] | None) -> ModelStatistics:
-    def step(model: nn.Module, batch: Any) -> Tensor:
-        example = example_of(model, batch, job.example.loss)
-        output = model(*example.args, **example.kwargs)
-        return (job.example.loss or default_loss)(output)
-
-    own = [job.example.kwargs or job.example.args]
-    seen = own if batches is None else list(batches)
-    try:
-        return collect_statistics(job.model, seen, step=step, graph=captured.graph, probes=job.options.probes)
-    except (ModelError, torch.cuda.OutOfMemoryError) as failure:
-        if not job.options.probes:
-            raise
-        # Without gains the noise is swept through the graph by formula instead: coarser, and the log says so.
-        _LOGGER.warning("sensitivities are propagated by formula and not probed: %s", str(failure).splitlines()[0])
-        return collect_statistics(job.model, seen, step=step, graph=captured.graph, probes=0)
 
 
 def job_cluster(types: DeviceTypes, profiles: Mapping[str, DeviceProfile], network: Network) -> Cluster:

@@ -16,6 +16,8 @@ from qsync_opt.progress import Report
 
 COSTS = ("auto", "steps", "operators")
 """Ways to measure what operators cost."""
+INDICATORS = ("auto", "progress", "probed", "propagated")
+"""What sensitivities may be measured by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,11 @@ class PlanningOptions:
             ``"operators"`` measures operator by operator (`profile`); ``"auto"`` does the first on CUDA and the second
             on a CPU. Where steps cannot be recorded, operators are measured, and the plan says why.
         profile_seconds: With recorded steps, after how long no plan beyond the uniform ones is begun.
-        probes: As in `collect_statistics`.
+        indicator: What sensitivities are measured by, as in `sensitivities`: ``"progress"``, the share of every step's
+            progress that noise costs Adam and those like it; ``"probed"``, the variance that it adds to the gradient;
+            or ``"propagated"``, the same by formula. ``"auto"`` takes the first if the optimizer has ``betas`` (or none
+            is given), and the second for others.
+        probes: Random vectors of `collect_statistics`, of the kind that the indicator needs; 0: ``"propagated"``.
         trial: Run the plan once on every rank before it is handed out.
         compare: Time whole passes of the model in FP32, under autocast, in one precision everywhere and under the
             plan, then whole training steps of the best candidates on all workers together, and hand out what is fastest
@@ -71,6 +77,7 @@ class PlanningOptions:
     kernels: KernelOptions = dataclasses.field(default_factory=KernelOptions)
     costs: str = "auto"
     profile_seconds: float = 60.0
+    indicator: str = "auto"
     probes: int = 1
     trial: bool = True
     compare: bool | str = True
@@ -84,6 +91,13 @@ class PlanningOptions:
         check_number(self.profile_seconds, "profile_seconds")
         if self.costs not in COSTS:
             raise ProblemError(f"costs is {self.costs!r}, but allowed are {', '.join(map(repr, COSTS))}")
+        if self.indicator not in INDICATORS:
+            raise ProblemError(
+                f"indicator is {self.indicator!r}, but allowed are {', '.join(map(repr, INDICATORS))}; with others, "
+                "build the problem from qsync_opt.sensitivities(kind=...)"
+            )
+        if self.indicator in ("progress", "probed") and not self.probes:
+            raise ProblemError(f"indicator is {self.indicator!r} and probes is 0, but it needs probes: 1 or more")
         if self.compare not in (True, False, "passes"):
             raise ProblemError(f"compare is {self.compare!r}, but allowed are True, False and 'passes'")
         check_number(self.least_gain, "least_gain")

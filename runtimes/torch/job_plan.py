@@ -123,7 +123,8 @@ class JobPlan:
     ``taken`` names the way of every device type where such times decided, ``autocast`` has the format of those that
     run under ``torch.autocast``, ``captured`` names those whose passes are replayed as CUDA graphs, and ``shares`` the
     share of the global batch for one worker of each type. ``measured`` says per device type how its costs were
-    measured, and what of them was not. ``problem``, ``solution`` and ``model`` are on rank 0 only, None elsewhere.
+    measured, and what of them was not; ``sensitivity_unit`` what sensitivities are in. ``problem``, ``solution`` and
+    ``model`` are on rank 0 only, None elsewhere.
     """
 
     plan: Plan
@@ -147,6 +148,7 @@ class JobPlan:
     model: JobModel | None = None
     host_shares: Mapping[str, float] = field(default_factory=dict)
     """Per device type with a card, the share of a pass under the plan in which the host still launches."""
+    sensitivity_unit: str = "squared gradient"
     stages_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that `auto_plan` took on this rank, by stage."""
 
@@ -172,7 +174,9 @@ class JobPlan:
             rows.append(
                 f"  all {other.name}: {other.iteration_ns / 1e6:.2f} ms, sensitivity {other.sensitivity:.4g}{fits}"
             )
-        rows.append(f"  plan: {self.iteration_ns / 1e6:.2f} ms, sensitivity {self.sensitivity:.4g}")
+        rows.append(
+            f"  plan: {self.iteration_ns / 1e6:.2f} ms, sensitivity {self.sensitivity:.4g} ({self.sensitivity_unit})"
+        )
         rows += [f"  costs on {name}: {text}" for name, text in self.measured.items()]
         for name, way in self.taken.items():
             rows.append(f"  {name}: {way}")

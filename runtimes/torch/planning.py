@@ -38,12 +38,12 @@ from qsync_opt.runtimes.torch.job_measuring import (
     job_cluster,
     measure_network,
     measure_profiles,
-    measure_sensitivities,
     require_one_model,
 )
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
 from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, JobPlan, alternatives, how_measured
 from qsync_opt.runtimes.torch.job_racing import measure_steps
+from qsync_opt.runtimes.torch.job_sensitivities import job_indicator, measure_sensitivities
 from qsync_opt.runtimes.torch.job_stages import Stages
 from qsync_opt.runtimes.torch.job_timing import has_captured, measure_ways
 from qsync_opt.runtimes.torch.measure import Loss
@@ -74,7 +74,8 @@ def auto_plan(
         batch: One batch as in training: keyword arguments as a mapping, positional ones as a tuple or list, or the
             single argument. All ranks pass the same shapes.
         loss: Function of the model's output that returns the loss; None: the model returns it, or its ``loss``.
-        optimizer: The one that will be used, whose step is timed on a copy. None: AdamW.
+        optimizer: The one that will be used, whose step is timed on a copy, and which decides on the indicator. None:
+            AdamW.
         batches: For the statistics; None: ``batch`` alone. Two or more also tell how noisy the gradient is anyway.
         options: Everything else.
 
@@ -140,6 +141,7 @@ def _facts(job: Job) -> dict[str, Any]:
         "versions": {"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
         "parameters": [[name, list(p.shape), p.requires_grad] for name, p in job.model.named_parameters()],
         "compiled": job.options.compiled,
+        "indicator": str(job_indicator(job)),
         "batch": [[str(x.dtype), list(x.shape)] for x in leaves if isinstance(x, torch.Tensor)],
         "kernels": {
             field.name: getattr(job.options.kernels, field.name)
@@ -311,7 +313,7 @@ def shared_plan(
 
 _SHARED = (
     "iteration_ns", "memory_bytes", "sensitivity", "bound", "worthwhile", "reason", "digest", "expected_ns", "taken",
-    "autocast", "captured", "shares", "measured",
+    "autocast", "captured", "shares", "measured", "sensitivity_unit",
 )  # fmt: skip
 
 
@@ -359,6 +361,7 @@ def plan_job(
         alternatives=others,
         digest=_digest(decision.plan, decision.autocast, decision.captured),
         measured={name: how_measured(profile) for name, profile in made.profiles.items()},
+        sensitivity_unit=next(iter(made.sensitivities.values())).unit,
         problem=problem,
         solution=solution,
         model=made,

@@ -46,6 +46,7 @@ class PlanRefresher:
         method: Any = "greedy",
         loss_step: Step | None = None,
         probes: int = 1,
+        adaptive_probes: int = 0,
     ) -> None:
         """Begin to count steps.
 
@@ -61,6 +62,7 @@ class PlanRefresher:
             method: As in `solve`.
             loss_step: Function of bare model and batch that returns the loss; by default the model computes it.
             probes: As in `collect_statistics`.
+            adaptive_probes: As in `collect_statistics`, for the indicator ``progress``.
 
         Raises:
             NotReadyError: ``device_type`` is given but no plan is applied.
@@ -84,6 +86,7 @@ class PlanRefresher:
         self._method = method
         self._loss_step = loss_step
         self._probes = probes
+        self._adaptive_probes = adaptive_probes
 
     def step(self, batch: Any) -> bool:
         """Count one training step; look at the model again if it is time.
@@ -118,7 +121,12 @@ class PlanRefresher:
     def _decide(self, batch: Any) -> Replanning:
         with self._bare() as model:
             statistics = collect_statistics(
-                model, [batch], step=self._loss_step, graph=self._graph, probes=self._probes
+                model,
+                [batch],
+                step=self._loss_step,
+                graph=self._graph,
+                probes=self._probes,
+                adaptive_probes=self._adaptive_probes,
             )
         decision = replan(self._make_problem(statistics), self.plan, improvement=self._improvement, method=self._method)
         self.decisions.append(decision)

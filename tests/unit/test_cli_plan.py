@@ -1,5 +1,6 @@
 """From an ONNX file and a cluster file to a plan: estimates are labelled wherever they go."""
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -9,9 +10,19 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from qsync_opt import evaluate, load_cluster, load_plan, load_problem, read_onnx
+from qsync_opt import (
+    collect_statistics,
+    evaluate,
+    load_cluster,
+    load_plan,
+    load_problem,
+    read_onnx,
+    save_statistics,
+    sensitivities,
+)
 from qsync_opt.cli import main
 from qsync_opt.cluster import DeviceType
 from qsync_opt.estimates import ESTIMATES_KEY, estimate_lines
@@ -116,6 +127,35 @@ def test_limits_and_slack(capfd, files):
     status, out, _ = run(capfd, *base, "--latency-limit", "1 us")
     assert status == 3
     assert "latency" in json.loads(out)["reason"]
+
+
+def test_statistics_are_weighed_as_the_indicator_names_it(capfd, files):
+    graph = read_onnx(files / "mlp.onnx")
+    make_profile(graph).save(files / "measured.json")
+    measured = CLUSTER.replace("hardware: T4", "profile: measured.json").replace("FP16", "BF16")
+    (files / "cluster.yaml").write_text(measured)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))
+    found = collect_statistics(
+        model, [(torch.randn(16, 8),)], step=lambda m, b: m(*b).square().mean(), probes=1, adaptive_probes=1
+    )
+    operators = (dataclasses.replace(part, name=f"fc{i}") for i, part in enumerate(found.operators))
+    found = dataclasses.replace(found, operators=tuple(operators), model_fingerprint=None)
+    save_statistics(found, files / "statistics.json")
+    formats = make_profile(graph).formats
+    base = ["plan", files / "mlp.onnx", files / "cluster.yaml", "--json", "--statistics", files / "statistics.json"]
+    objectives = {}
+    for kind in ("", "probed", "progress", "fisher"):
+        command = [*base, "--save-problem", files / "problem.json", *(["--indicator", kind] if kind else [])]
+        assert run(capfd, *command)[0] == 0
+        (device,) = [d for d in load_problem(files / "problem.json").devices if d.name == "small"]
+        expected = sensitivities(graph, found, formats, kind=kind or None)
+        objectives[kind] = {name: device.operators[name]["INT8"].sensitivity / device.count for name in expected}
+        assert objectives[kind] == pytest.approx({name: row["INT8"] for name, row in expected.items()})
+    assert objectives[""] == objectives["probed"] != objectives["progress"] != objectives["fisher"]
+    status, _, err = run(capfd, *base, "--indicator", "hessian")
+    assert status != 0
+    assert "curvature_probes" in err
 
 
 def test_estimate_lines_ignore_foreign_notes():

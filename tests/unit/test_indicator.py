@@ -249,19 +249,35 @@ def test_progress_needs_adaptive_gains() -> None:
     assert table.kind.unit == "share of progress"
 
 
-def test_errors_that_repeat_are_taken_as_measured() -> None:
+def test_the_kind_is_what_the_statistics_were_collected_for() -> None:
+    gains = {"first": Gain(uniform=5.0, floating=7.0)}
+    net, operator = graph(node("fc/linear", "linear")), measured("fc/linear")
+
+    def kind(**found: dict[str, Gain]) -> str:
+        return sensitivities(net, statistics(replace(operator, **found)), CPU).kind
+
+    assert kind() == "propagated"
+    assert kind(gains=gains) == kind(gains=gains, adaptive_gains=gains) == "probed"
+    assert kind(adaptive_gains=gains) == "progress"
+
+
+@pytest.mark.parametrize(("kind", "weight"), [("probed", 1.0), ("progress", 12.5)])
+def test_errors_that_repeat_are_taken_as_measured(kind: str, weight: float) -> None:
+    """They count as the parameter's gradient does, which the gain of its elements says."""
     net, operator = graph(node("fc/linear", "linear")), measured("fc/linear")
 
     def part(found: OperatorStatistics) -> OperatorSensitivity:
-        return sensitivities(net, statistics(found), CPU, kind=IndicatorKind.PROBED).details["fc/linear"]["BF16"]
+        return sensitivities(net, statistics(found), CPU, kind=IndicatorKind(kind)).details["fc/linear"]["BF16"]
 
-    gained = replace(operator, gains={"first": Gain(uniform=5.0, floating=700.0)})
+    own = weight * operator.second_gradient.elements
+    gains = {"first": Gain(uniform=5.0, floating=700.0), "second_gradient": Gain(uniform=own, floating=own)}
+    gained = replace(operator, **{"gains" if kind == "probed" else "adaptive_gains": gains})
     plain, repeated = part(gained), part(replace(gained, nearest={"BF16": 3.0}))
     rounded = plain.variances.second_gradient
     assert rounded is not None and repeated.variances.second_gradient is not None
     result = 256 * 4.0**-7 / 28  # the weight gradient is itself rounded
     assert repeated.variances.second_gradient.total == pytest.approx(3.0 + result)
-    assert repeated.value - plain.value == pytest.approx(3.0 + result - rounded.total)
+    assert repeated.value - plain.value == pytest.approx(weight * (3.0 + result - rounded.total))
 
 
 def test_probed_without_gains_is_refused() -> None:

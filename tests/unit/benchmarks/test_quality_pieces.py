@@ -65,6 +65,32 @@ def test_reliability_tells_signal_from_noise(estimates):
     assert estimates.ceiling(-0.2) == 0
 
 
+def test_reliability_is_that_of_fresh_repeats(estimates):
+    """Against what it stands for: the rank correlation of the means of two independent sets of repeats."""
+    from rank_correlation import spearman
+
+    source = random.Random(3)
+    said, done = [], []
+    for _ in range(30):
+        truth = [source.gauss(0, 1) for _ in range(25)]
+        one, two = ([[t + source.gauss(0, 3) for _ in range(10)] for t in truth] for _ in range(2))
+        said.append(estimates.reliability(one, splits=20))
+        done.append(spearman(*([math.fsum(row) for row in rows] for rows in (one, two))))
+    assert math.fsum(said) / 30 == pytest.approx(math.fsum(done) / 30, abs=0.06)
+    assert estimates.reliability([[1.0], [2.0], [3.0]]) is None
+
+
+def test_resampled_ranks_scatter_as_fresh_repeats_do(estimates):
+    source = random.Random(4)
+    truth = [float(i) for i in range(20)]
+    repeats = [[t + source.gauss(0, 20) for _ in range(30)] for t in truth]
+    found = estimates.resampled(repeats, {"right": truth, "reversed": [-t for t in truth]}, draws=100)
+    assert found["right"] == pytest.approx([-rank for rank in found["reversed"]])
+    assert 0.02 < torch.tensor(found["right"]).std() < 0.2
+    still = estimates.resampled([[t] * 3 for t in truth], {"right": truth}, draws=5)
+    assert still["right"] == pytest.approx([1.0] * 5)
+
+
 def test_paired_difference_drops_what_both_share(estimates):
     mean, error = estimates.paired([101.0, 205.0, 303.0], [100.0, 203.0, 300.0])
     assert mean == pytest.approx(2)
@@ -234,7 +260,29 @@ def test_shards_are_merged_by_model_and_length_each_run_once(training):
     (found,) = training.merged([one, two, other])
     assert [run["seed"] for run in found["runs"]] == [0, 1, 2]
     assert found["plans_differ"] == ["fisher"]
+    elsewhere = {**two, "chosen": "finer", "plans": {"loss": {"low": ["d"]}}}
+    (found,) = training.merged([{**one, "chosen": "coarse"}, elsewhere])
+    assert (found["plans"], found["other_plans"]) == (plans, {"finer": {"loss": {"low": ["d"]}}})
     assert len(training.merged([one, {**two, "steps": 6}])) == 2
+
+
+def test_plans_are_compared_where_it_is_asked_for(training):
+    def job(policy, setting, seed, steps, captured):
+        return policy, setting.factor, setting.backward, seed
+
+    comparison = training.Comparison.__new__(training.Comparison)
+    comparison.name, comparison.job = "gpt", job
+    settings = training.SETTINGS["gpt"]
+    assert comparison.compared_at(4.0) == settings[2]
+    assert comparison.compared_at(3.0) == settings[-1]
+    chosen = comparison.compared_at(4.0)
+    some = list(training.jobs(comparison, [5], 1, False, chosen, ["full precision", "progress"]))
+    assert some == [("full precision", 1.0, "eight", 5), ("progress", 4.0, "eight", 5)]
+    every = list(training.jobs(comparison, [5], 1, False))
+    assert ("progress", 8.0, "eight", 5) in every
+    assert [job for job in every if job[0] == "uniform INT8"] == [
+        ("uniform INT8", setting.factor, setting.backward, 5) for setting in settings
+    ]
 
 
 def test_the_mean_square_of_the_schedule_is_that_of_its_steps(training):

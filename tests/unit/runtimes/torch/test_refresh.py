@@ -76,6 +76,20 @@ def test_a_better_plan_is_put_on_after_every_steps(captured, make_problem):
     assert decision.before.objective > 0
 
 
+@pytest.mark.parametrize(("probes", "kind"), [((1, 0), "probed"), ((0, 1), "progress"), ((0, 0), "propagated")])
+def test_statistics_have_what_the_indicator_of_the_problem_needs(captured, make_problem, probes, kind):
+    seen = []
+
+    def make(statistics):
+        seen.append(sensitivities(captured.graph, statistics, device_formats("cpu"), kind=kind))
+        return make_problem(statistics)
+
+    plain, adaptive = probes
+    refresh = refresher(Net(), make, captured, every=1, probes=plain, adaptive_probes=adaptive)
+    refresh.step(batch())
+    assert [table.kind for table in seen] == [kind]
+
+
 def test_the_random_stream_goes_on(captured, make_problem):
     model = Net()
     refresh = refresher(model, make_problem, captured, improvement=0.5)
