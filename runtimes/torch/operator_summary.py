@@ -16,6 +16,10 @@ from qsync_opt.statistics import (
 SCALED_KINDS = noise_kinds(scaled=True)
 CAST_KINDS = noise_kinds(scaled=False)
 OUTPUT_GRADIENT_KINDS = tuple(GRADIENT_KINDS.values())
+INTEGER_KINDS = tuple(kind for kind in SCALED_KINDS if kind.startswith("INT8/"))
+"""Fixed-point rounding of an operand, by granularity."""
+RESULT_KINDS = (*CAST_KINDS, *OUTPUT_GRADIENT_KINDS)
+"""Rounding of the gradient of a result."""
 
 
 def checked(operator: str, values: dict[str, float], batch: int) -> dict[str, float]:
