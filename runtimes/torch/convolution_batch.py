@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from qsync_opt.rounding import GRADIENT_KINDS, Granularity, Rounding
-from qsync_opt.runtimes.torch.convolution_record import TakenConvolution, TakenFirst, TakenGradient, TakenMet
+from qsync_opt.runtimes.torch.convolution_record import (
+    TakenConvolution,
+    TakenFirst,
+    TakenGradient,
+    TakenMet,
+    image_shares,
+)
 from qsync_opt.runtimes.torch.operator_summary import INTEGER_KINDS, RESULT_KINDS, SCALED_KINDS
 from qsync_opt.runtimes.torch.reductions import summed
 from qsync_opt.runtimes.torch.rounding_error import fixed_point_errors, paired_errors
@@ -181,10 +187,10 @@ def _spread(call: TakenConvolution) -> Tensor:
 # -- gradients -------------------------------------------------------------------------------------------------------
 
 
-def _weights(sampled: Sequence[SizedPositions]) -> Tensor:
-    """What each position counts, (M, P)."""
-    sizes, totals = torch.stack([s.sizes for s in sampled]), torch.stack([s.total for s in sampled])
-    return weights_by_size(sizes, totals.unsqueeze(1), sampled[0].number, sampled[0].count)
+def _weights(sizes: Tensor, sampled: Sequence[SizedPositions]) -> Tensor:
+    """What each position counts, from what they were chosen by, (M, P)."""
+    totals = torch.stack([s.total for s in sampled]).unsqueeze(1)
+    return weights_by_size(sizes, totals, sampled[0].number, sampled[0].count)
 
 
 def _met_key(call: TakenConvolution, found: tuple[TakenFirst, TakenMet]) -> Hashable:
@@ -205,7 +211,11 @@ def _mets(call: TakenConvolution, every: Sequence[tuple[TakenFirst, TakenMet]]) 
         Granularity.ROW: units.unsqueeze(2),
     }
     noise = fixed_point_errors(parts, [scales[shape] for shape in _SHAPES])
-    met = sizes * _weights([m.sampled for _, m in every]).unsqueeze(2)
+    wanted = sizes.sum(2)
+    weights = _weights(
+        torch.addcmul(wanted, wanted, image_shares(rows).gather(1, images)), [m.sampled for _, m in every]
+    )
+    met = sizes * weights.unsqueeze(2)
     sums = summed((_by_group(noise, call) * met).flatten(2), 2)
     met = met.sum(2)
     terms = [by_image, by_image * rows.square()], [met, met * units.square()]
@@ -222,22 +232,23 @@ def _by_group(x: Tensor, call: TakenConvolution) -> Tensor:
 
 
 def _gradient_key(call: TakenConvolution, gradient: TakenGradient) -> Hashable:
-    return call.form.first.shape, gradient.part.shape, gradient.sampled.number, gradient.sampled.count
+    windows = None if call.form.pointwise else call.form.first.shape
+    return windows, gradient.part.shape, gradient.sampled.number, gradient.sampled.count
 
 
 def _gradients(calls: Sequence[TakenConvolution], gradients: Sequence[TakenGradient]) -> _Numbers:
     form, scale = calls[0].form, calls[0].loss_scale
-    parts, amax, squares, by_row, places = (
+    parts, amax, rows, shares, places = (
         torch.stack(x)
-        for x in zip(
-            *((g.part, g.amax, g.squares, g.by_row, g.sampled.positions.places) for g in gradients), strict=True
-        )
+        for x in zip(*((g.part, g.amax, g.rows, g.shares, g.sampled.positions.places) for g in gradients), strict=True)
     )
+    by_row = rows[:, :, 3]
     if scale == 1.0:
         errors = paired_errors(parts, RESULT_KINDS, {Granularity.TENSOR: amax.view(-1, 1, 1)})
     else:
         errors = paired_errors(parts * scale, RESULT_KINDS, {Granularity.TENSOR: amax.view(-1, 1, 1) * scale})
-    weights = _weights([g.sampled for g in gradients])
+    chosen_by = (rows[:, :, :3] * shares.view(-1, 1, 3, 1)).flatten(2).sum(2)
+    weights = _weights(chosen_by, [g.sampled for g in gradients])
     if scale != 1.0:
         errors.div_(scale**2)
     columns = torch.cat([form.columns_by_position(c.by_column) for c in calls if c.by_column is not None])
@@ -250,7 +261,7 @@ def _gradients(calls: Sequence[TakenConvolution], gradients: Sequence[TakenGradi
     return [
         (("output_gradient.greatest",), amax.unsqueeze(0)),
         _means("output_gradient", RESULT_KINDS, summed(errors.sum(4) * weights, 3)),
-        (("output_gradient.sample.square",), summed(squares.sum(2) * weights, 1).unsqueeze(0)),
+        (("output_gradient.sample.square",), summed(rows[:, :, 0].sum(2) * weights, 1).unsqueeze(0)),
         (("xg/gradient",), summed((_by_group(noise, calls[0]) * by_row).flatten(1), 1).unsqueeze(0)),
         (("gw/gradient",), by_column.unsqueeze(0)),
     ]

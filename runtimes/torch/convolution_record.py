@@ -50,8 +50,9 @@ class TakenMet:
 
     Attributes:
         part: (P, C).
-        sampled: Which positions; sizes are of all groups together.
-        sizes: Squares of the gradient that each position meets, (P, groups).
+        sampled: Which positions.
+        sizes: Squares of the gradient that each position meets, (P, groups); times the one more than its image's share
+            in ``_image_shares`` they are what positions were chosen by.
         by_image: Their sums over each image, (B,).
     """
 
@@ -69,15 +70,25 @@ class TakenGradient:
         part: (P, channels).
         amax: Largest magnitude of the gradient.
         sampled: Which positions.
-        squares: Of the gradient, by row, (P, groups).
-        by_row: Squares of the first operand, by row, (P, groups).
+        rows: Squares of the gradient by row, their roots, those times squares of the first operand by row, and these
+            squares themselves, (P, 4, groups).
+        shares: Positions were chosen by the first three rows times these, (3,).
     """
 
     part: Tensor
     amax: Tensor
     sampled: SizedPositions
-    squares: Tensor
-    by_row: Tensor
+    rows: Tensor
+    shares: Tensor
+
+
+def image_shares(rows: Tensor) -> Tensor:
+    """Squares of images' largest magnitudes (..., B) over their mean.
+
+    With a scale per image, images err by their own largest magnitude; with one for all, alike.
+    """
+    squares = rows.square()
+    return squares / squares.mean(-1, keepdim=True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,7 +141,7 @@ class TakenConvolution:
     def let_go(self) -> TakenFirst:
         """Keep nothing of an activation's size; only the first operand's shape matters by now."""
         first = self.take_first()
-        self.form = dataclasses.replace(self.form, first=first.rows.new_zeros(()).expand(self.form.first.shape))
+        self.form = dataclasses.replace(self.form, first=first.rows[0].expand(self.form.first.shape))
         return first
 
     def forget(self) -> None:
@@ -163,10 +174,7 @@ class TakenConvolution:
     def _met(self, first: TakenFirst, row_g2: Tensor) -> TakenMet:
         form, x = self.form, self.form.first
         sizes = form.rows_by_position(row_g2)
-        # With a scale per image, images err by their own largest magnitude; with one for all, alike.
-        by_image = first.rows.square()
-        by_image = by_image.div(by_image.mean().clamp_(min=torch.finfo(x.dtype).tiny))
-        wanted = torch.addcmul(sizes, sizes, by_image.view(-1, *(1,) * (x.dim() - 1)))
+        wanted = torch.addcmul(sizes, sizes, image_shares(first.rows).view(-1, *(1,) * (x.dim() - 1)))
         sampled = positions_by_size(wanted, int(self.limit * _WHERE_THE_GRADIENT_IS) // x.shape[1])
         positions = sampled.positions
         return TakenMet(positions.of(x), sampled, positions.of(sizes), sizes.flatten(1).sum(1))
@@ -174,19 +182,20 @@ class TakenConvolution:
     def _gradient(self, first: TakenFirst, g: Tensor, row_g2: Tensor) -> TakenGradient:
         # Floating formats err by the square, INT8 by the root of it where most of a gradient is below a step.
         norm = row_g2.sqrt()
-        every = torch.stack([row_g2, norm, norm * first.by_row]).flatten(1)
-        totals = summed(every, 1)
+        every = torch.stack([row_g2, norm, norm * first.by_row, first.by_row])
+        terms = every[:3].flatten(1)
+        totals = summed(terms, 1)
         self.found.append((("output_gradient.square_sum",), totals[:1]))
         shares = totals.clamp(min=torch.finfo(g.dtype).tiny).reciprocal_().to(g.dtype)
-        sizes = torch.mv(every.T, shares).view(row_g2.shape)
+        sizes = torch.mv(terms.T, shares).view(row_g2.shape)
         sampled = positions_by_size(sizes, 2 * self.limit // g.shape[1])
         positions = sampled.positions
         return TakenGradient(
             part=positions.of(g),
             amax=torch.linalg.vector_norm(g, float("inf")),
             sampled=sampled,
-            squares=positions.of(row_g2),
-            by_row=positions.of(first.by_row),
+            rows=every.flatten(3)[:, positions.images, :, positions.places],
+            shares=shares,
         )
 
 

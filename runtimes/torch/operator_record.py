@@ -105,7 +105,9 @@ class OperatorRecord:
         by_size = self.op_type.startswith("conv") and tensor in ("first_gradient", "output_gradient")
         if by_size and x.numel() > min(self.sample, SAMPLE):
             runs = runs_by_size(x, min(self.sample, SAMPLE))
-            self.moments(tensor, x, runs.total.sqrt())
+            self.elements[tensor] = x.numel()
+            self.put(f"{tensor}.greatest", torch.linalg.vector_norm(x, float("inf")))
+            self.put(f"{tensor}.square_sum", runs.total)
             self.waiting.append((tensor, runs))
             return
         self.moments(tensor, x, root)

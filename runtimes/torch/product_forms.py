@@ -16,6 +16,7 @@ Axis letters: P independent products, N rows, K contraction, M columns; for conv
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -146,6 +147,11 @@ class MatrixForm:
         return (along_first if operand == "first" else along_second)[granularity]
 
 
+@functools.lru_cache(maxsize=64)
+def _ones(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
 @dataclass(frozen=True, slots=True)
 class ConvolutionForm:
     """A convolution, transposed or not, of a batched ``first``; ``geometry`` is what torch.convolution takes last.
@@ -225,7 +231,7 @@ class ConvolutionForm:
         if self.pointwise:
             return a[self._seen()].sum((0, *range(2, a.dim()))).view(shape)
         x = a.sum(0, keepdim=True)
-        result = a.new_ones((1, self._groups, *self.result_places))
+        result = _ones((1, self._groups, *self.result_places), a.dtype, a.device)
         return self._weights_reached(result, x, a.new_empty(shape))
 
     def _weights_reached(self, result: Tensor, first: Tensor, weight: Tensor) -> Tensor:
@@ -245,7 +251,7 @@ class ConvolutionForm:
         return merged[self._seen()] if self.pointwise else self._convolve(merged, self._ones(a))
 
     def _ones(self, like: Tensor) -> Tensor:
-        return torch.ones((self._groups, 1, *self.second.shape[2:]), dtype=like.dtype, device=like.device)
+        return _ones((self._groups, 1, *self.second.shape[2:]), like.dtype, like.device)
 
     def rows_by_position(self, q: Tensor) -> Tensor:
         """Sums over the output positions whose windows hold each input position: (B, groups, ...) of ``first``.
@@ -270,7 +276,7 @@ class ConvolutionForm:
         shape = self.first.shape[1:]
         if self.pointwise and all(step == 1 for step in self.geometry[0]):
             return vector.view(1, shape[0], *(1,) * (len(shape) - 1))
-        result = vector.new_ones((1, self._groups, *self.result_places))
+        result = _ones((1, self._groups, *self.result_places), vector.dtype, vector.device)
         return self._adjoint(result, vector.new_empty((1, *shape)), vector)
 
     def result_by_row(self, c: Tensor) -> Tensor:

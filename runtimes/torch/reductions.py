@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from qsync_opt.runtimes.torch.graph_capture import is_capturing
 from qsync_opt.runtimes.torch.product_forms import MatrixForm, ProductForm
 
 _CHUNK = 1 << 19
@@ -21,8 +22,12 @@ def total(x: Tensor) -> Tensor:
     return x.sum(dtype=_wide(x))
 
 
+def _on_card(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype is torch.float32
+
+
 def _wide(x: Tensor) -> torch.dtype:
-    return x.dtype if x.is_cuda and x.dtype is torch.float32 else torch.float64
+    return x.dtype if _on_card(x) else torch.float64
 
 
 def summed(x: Tensor, dim: int) -> Tensor:
@@ -32,7 +37,7 @@ def summed(x: Tensor, dim: int) -> Tensor:
 
 def norm(x: Tensor) -> Tensor:
     """Root of the sum of squares, which may be squared on the host; large tensors a part at a time."""
-    if x.is_cuda and x.dtype is torch.float32:
+    if _on_card(x):
         found: Tensor = torch.linalg.vector_norm(x)
         return found
     return square_sum(x).sqrt()
@@ -55,6 +60,8 @@ def mean(x: Tensor) -> Tensor:
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Sum of products, in the precision of ``total``."""
+    if _on_card(a) and a.shape == b.shape and not is_capturing():
+        return torch.dot(a.reshape(-1), b.reshape(-1))
     return total(a * b)
 
 
@@ -72,7 +79,7 @@ def reduced(form: ProductForm, g: Tensor, function: Callable[[Tensor], Tensor]) 
 
     Rows are rows of a matrix, (P, N, M), or samples of a convolution, (B, C, ...).
     """
-    chunk = _CHUNK_ON_CARD if g.is_cuda else _CHUNK
+    chunk = _CHUNK_ON_CARD if _on_card(g) else _CHUNK
     if g.numel() <= chunk:
         values = function(g)
         return form.result_by_row(values), form.result_by_column(values)
@@ -91,7 +98,7 @@ def ratio(whole: Tensor, part: Tensor) -> Tensor:
 
 
 def channel_spread(entering: Tensor, output: Tensor) -> Tensor:
-    """Mean over channels of by how much a normalization enlarges their variance."""
+    """By how much a normalization enlarges the variance of each channel; not finite where there is none."""
     dims = [dim for dim in range(entering.dim()) if dim != 1]
     before, after = (x.detach().var(dims, correction=0) for x in (entering, output))
-    return (after / before).nan_to_num_(0.0, 0.0).mean()
+    return after / before

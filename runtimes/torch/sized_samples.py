@@ -16,13 +16,10 @@ from torch import Tensor
 
 _UNITS = 1 << 40
 """Shares are counted in whole numbers, whose running sums do not depend on the order that a card adds in."""
+_TABLE = 1 << 15
+"""Positions of all images up to which a table says which image and where."""
 _EVEN = 0.5
 """Part of the sample that is spread evenly, so that what has no size is looked at too."""
-
-
-def size_total(sizes: Tensor) -> Tensor:
-    """Sum of sizes, for the functions below; not zero."""
-    return sizes.sum().clamp_(min=torch.finfo(sizes.dtype).tiny)
 
 
 def places_by_size(sizes: Tensor, total: Tensor, count: int) -> Tensor:
@@ -30,11 +27,12 @@ def places_by_size(sizes: Tensor, total: Tensor, count: int) -> Tensor:
 
     Args:
         sizes: (N,), not negative.
-        total: Their sum, ``size_total``.
+        total: Their sum.
         count: How many places, with repetition where one is large enough for several.
 
     Returns:
-        Places (n,), ascending; all of them if ``count`` is at least N. Waits for nothing.
+        Places (n,), ascending; all of them if ``count`` is at least N; any, where there is no size or none that is
+        finite. Waits for nothing.
 
     Source:
         Systematic sampling with probability proportional to size, W. G. Madow, Annals of Mathematical Statistics 20
@@ -49,16 +47,16 @@ def places_by_size(sizes: Tensor, total: Tensor, count: int) -> Tensor:
     return torch.searchsorted(ends[:-1], _middles(count, sizes.device), right=True)
 
 
-def weights_by_size(sizes: Tensor, total: Tensor, number: int, count: int) -> Tensor:
+def weights_by_size(sizes: Tensor, total: Tensor, number: int | Tensor, count: int) -> Tensor:
     """With what weight each place counts: ``(weights * f[places]).sum()`` estimates ``f.sum()``.
 
     Args:
         sizes: Those of the places that were found.
         total: As above; broadcasting against ``sizes``.
-        number: How many places there are in all.
+        number: How many places there are in all; as a tensor, it broadcasts and is more than ``count``.
         count: How many were asked for.
     """
-    if count >= number:
+    if not isinstance(number, Tensor) and count >= number:
         return torch.ones_like(sizes)
     share = (sizes / total).nan_to_num_(0.0, 0.0, 0.0)
     return share.mul_((1 - _EVEN) * count).add_(_EVEN * count / number).reciprocal_()
@@ -66,7 +64,7 @@ def weights_by_size(sizes: Tensor, total: Tensor, number: int, count: int) -> Te
 
 def sample_by_size(sizes: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Some places of a vector, the larger its elements the more likely, and with what weight each counts."""
-    total = size_total(sizes)
+    total = sizes.sum()
     places = places_by_size(sizes, total, count)
     return places, weights_by_size(sizes[places], total, sizes.numel(), count)
 
@@ -115,10 +113,10 @@ def _every(total: int, step: int, places: int, device: torch.device) -> Position
 
 
 class SizedPositions(NamedTuple):
-    """Positions by size: of ``number`` those that ``count`` asks for; ``sizes`` there are for ``weights_by_size``."""
+    """Positions by size: of ``number`` those that ``count`` asks for; ``found`` counts through all images."""
 
     positions: Positions
-    sizes: Tensor
+    found: Tensor
     total: Tensor
     number: int
     count: int
@@ -127,10 +125,20 @@ class SizedPositions(NamedTuple):
 def positions_by_size(sizes: Tensor, count: int) -> SizedPositions:
     """``count`` positions of images, the larger ``sizes`` (images, groups, ...) there, the more likely."""
     by_place = (sizes if sizes.shape[1] == 1 else sizes.sum(1)).reshape(-1)
-    total, count, places = size_total(by_place), max(1, count), sizes.shape[2:].numel()
-    found = places_by_size(by_place, total, count)
-    positions = Positions(found // places, found % places)
-    return SizedPositions(positions, by_place[found], total, by_place.numel(), count)
+    total, number, count = by_place.sum(), by_place.numel(), max(1, count)
+    found, places = places_by_size(by_place, total, count), sizes.shape[2:].numel()
+    if number <= _TABLE:
+        positions = Positions(*_images_and_places(number, places, sizes.device)[:, found].unbind())
+    else:
+        positions = Positions(found // places, found % places)
+    return SizedPositions(positions, found, total, number, count)
+
+
+@functools.lru_cache(maxsize=32)
+def _images_and_places(number: int, places: int, device: torch.device) -> Tensor:
+    """Which image, and where in it, (2, number)."""
+    every = torch.arange(number, device=device)
+    return torch.stack([every // places, every % places])
 
 
 class SizedRuns(NamedTuple):
@@ -155,6 +163,6 @@ def runs_by_size(x: Tensor, limit: int) -> SizedRuns:
     runs = x.reshape(-1, length)
     # As norms: one pass without a copy of squares.
     sizes = torch.linalg.vector_norm(runs, dim=1).square_()
-    total, count = size_total(sizes), max(1, limit // length)
+    total, count = sizes.sum(), max(1, limit // length)
     places = places_by_size(sizes, total, count)
     return SizedRuns(runs[places], sizes[places], total, runs.shape[0], count)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -309,14 +311,18 @@ def _on_host(signals: Mapping[str, list[tuple[int, dict[str, Tensor]]]]) -> dict
     places: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for values in every:
         places.setdefault((values.device, values.dtype), []).append(values)
-    host = {place: iter(torch.stack(some).tolist()) for place, some in places.items()}
+    host = {place: iter(torch.cat([x.reshape(-1) for x in some]).tolist()) for place, some in places.items()}
     found: dict[str, tuple[int, list[_Seen]]] = {}
     for name, calls in signals.items():
         rows = []
         for _, seen in calls:
-            numbers = {key: next(host[values.device, values.dtype]) for key, values in seen.items()}
-            squares = numbers["entering"] ** 2, numbers["leaving"] ** 2
-            rows.append((*squares, numbers.get("curvature", 0.0), numbers.get("spread", 1.0)))
+            numbers = {
+                key: list(itertools.islice(host[values.device, values.dtype], values.numel()))
+                for key, values in seen.items()
+            }
+            spread = [value if math.isfinite(value) else 0.0 for value in numbers.get("spread", [1.0])]
+            squares = numbers["entering"][0] ** 2, numbers["leaving"][0] ** 2
+            rows.append((*squares, *numbers.get("curvature", [0.0]), sum(spread) / len(spread)))
         found[name] = calls[0][0], rows
     return found
 
