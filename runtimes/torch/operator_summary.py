@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from qsync_opt.errors import ModelError
 from qsync_opt.rounding import GRADIENT_KINDS, Granularity, Rounding, closed_form_variance, noise_kinds
 from qsync_opt.statistics import (
@@ -28,6 +30,8 @@ def checked(operator: str, values: dict[str, float], batch: int) -> dict[str, fl
     Raises:
         ModelError: One of them is not; the text names operator, tensor and batch.
     """
+    if all(map(math.isfinite, values.values())):
+        return values
     for key, value in sorted(values.items(), key=lambda item: "/" in item[0]):  # tensors before sums over two
         if value == float("inf") and key.startswith("measured."):
             continue  # a format that cannot hold the operands
