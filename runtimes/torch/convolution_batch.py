@@ -8,6 +8,7 @@ Axis letters: M calls of one shape, K kinds of rounding, P positions, C channels
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeVar
 
@@ -86,7 +87,8 @@ def _means(tensor: str, kinds: Sequence[str], values: Tensor) -> tuple[tuple[str
 
 def _norms(x: Tensor) -> Tensor:
     """Of M tensors, (1, M)."""
-    return torch.linalg.vector_norm(x.flatten(1), dim=1).unsqueeze(0)
+    found: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1)
+    return found.unsqueeze(0)
 
 
 # -- operands --------------------------------------------------------------------------------------------------------
@@ -190,11 +192,11 @@ def _spread(call: TakenConvolution) -> Tensor:
 def _weights(sizes: Tensor, sampled: Sequence[SizedPositions]) -> Tensor:
     """What each position counts, from what they were chosen by, (M, P)."""
     totals = torch.stack([s.total for s in sampled]).unsqueeze(1)
-    return weights_by_size(sizes, totals, sampled[0].number, sampled[0].count)
+    return weights_by_size(sizes, totals, sampled[0].number, sampled[0].asked)
 
 
 def _met_key(call: TakenConvolution, found: tuple[TakenFirst, TakenMet]) -> Hashable:
-    return call.form.first.shape, found[1].sampled.count
+    return call.form.first.shape, found[1].sampled.asked
 
 
 def _mets(call: TakenConvolution, every: Sequence[tuple[TakenFirst, TakenMet]]) -> _Numbers:
@@ -233,7 +235,7 @@ def _by_group(x: Tensor, call: TakenConvolution) -> Tensor:
 
 def _gradient_key(call: TakenConvolution, gradient: TakenGradient) -> Hashable:
     windows = None if call.form.pointwise else call.form.first.shape
-    return windows, gradient.part.shape, gradient.sampled.number, gradient.sampled.count
+    return windows, gradient.part.shape, gradient.sampled.number, gradient.sampled.asked
 
 
 def _gradients(calls: Sequence[TakenConvolution], gradients: Sequence[TakenGradient]) -> _Numbers:
@@ -277,14 +279,12 @@ def _ratio(whole: float, part: float) -> float:
 
 def settled(call: TakenConvolution, values: dict[str, float]) -> dict[str, float]:
     """Numbers of a call from what travelled to the host, by name."""
-    first, second = call.form.first.shape, call.form.second
-    tensors = {"first": (first, first[:1].numel(), first[1]), "second": (second.shape, 0, 0)}
     found = {name: value for name, value in values.items() if not name.startswith("~")}
-    for name, (shape, _, _) in tensors.items():
-        whole = values[f"{name}.greatest"] ** 2
-        found[f"{name}.amax.{Granularity.TENSOR}"] = whole
+    for name, sizes in (("first", call.form.first.shape), ("second", call.form.second.shape)):
+        found[f"{name}.amax.{Granularity.TENSOR}"] = values[f"{name}.greatest"] ** 2
         for granularity in (Granularity.CHANNEL, Granularity.ROW):
-            slices = shape.numel() / torch.Size([shape[d] for d in call.form.slice_dims(name, granularity)]).numel()
+            shared = call.form.slice_dims(name, granularity)
+            slices = math.prod(size for dim, size in enumerate(sizes) if dim not in shared)
             found[f"{name}.amax.{granularity}"] = values[f"~{name}.{granularity}"] ** 2 / slices
     _settle_first(call, values, found)
     _settle_second(call, values, found)

@@ -200,4 +200,5 @@ class TakenConvolution:
 
 
 def _largest(form: ConvolutionForm, granularity: Granularity) -> Tensor:
-    return torch.linalg.vector_norm(form.first, float("inf"), form.slice_dims("first", granularity))
+    found: Tensor = torch.linalg.vector_norm(form.first, float("inf"), form.slice_dims("first", granularity))
+    return found

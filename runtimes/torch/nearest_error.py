@@ -50,9 +50,13 @@ def weight_gradient_errors(form: ProductForm, g: Tensor, loss_scale: float) -> d
     Source:
         Ours.
     """
-    errors = _matrix_errors if isinstance(form, MatrixForm) else _convolution_errors
     with fp32_mode("matmul", "tf32"), fp32_mode("conv", "tf32"):  # errors need no more than three digits
-        return dict(zip(NEAREST_FORMATS, errors(form, g, loss_scale), strict=True))
+        if isinstance(form, MatrixForm):
+            errors = _matrix_errors(form, g, loss_scale)
+        else:
+            assert isinstance(form, ConvolutionForm)
+            errors = _convolution_errors(form, g, loss_scale)
+        return dict(zip(NEAREST_FORMATS, errors, strict=True))
 
 
 def _matrix_errors(form: MatrixForm, g: Tensor, loss_scale: float) -> Iterator[Tensor]:

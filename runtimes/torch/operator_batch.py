@@ -49,7 +49,7 @@ def cast_waiting(records: Iterable[OperatorRecord]) -> None:
     alike: dict[Hashable, list[tuple[OperatorRecord, str, Tensor | SizedRuns]]] = {}
     for record in records:
         for tensor, part in record.waiting:
-            x, by_size = (part.runs, part.count) if isinstance(part, SizedRuns) else (part, 0)
+            x, by_size = (part.runs, part.asked) if isinstance(part, SizedRuns) else (part, 0)
             alike.setdefault((x.device, x.shape, by_size), []).append((record, tensor, part))
         record.waiting.clear()
     for every in alike.values():
@@ -77,7 +77,7 @@ def _run_weights(every: Sequence[SizedRuns]) -> Tensor | None:
         return None
     sizes, totals = torch.stack([runs.sizes for runs in every]), torch.stack([runs.total for runs in every])
     number = torch.tensor([float(runs.number) for runs in every], dtype=sizes.dtype).to(sizes.device).unsqueeze(1)
-    return weights_by_size(sizes, totals.unsqueeze(1), number, every[0].count).div_(number)
+    return weights_by_size(sizes, totals.unsqueeze(1), number, every[0].asked).div_(number)
 
 
 def finished(record: OperatorRecord, values: dict[str, float], batch: int) -> OperatorStatistics:

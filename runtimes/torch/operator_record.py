@@ -7,7 +7,7 @@ host together. What is looked at element by element is a sample, but for moments
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -140,20 +140,16 @@ class OperatorRecord:
             self.put(f"{tensor}.amax.{granularity}", mean(amax.square()))
         return amaxes
 
-    def product(self, product: Product, root: Callable[[], Tensor]) -> None:
+    def product(self, product: Product) -> None:
         """Everything about the operands of a bilinear operator that its forward pass can tell.
 
-        Of a convolution whose first operand autograd keeps, that is put off until the gradient arrives.
-
-        Args:
-            product: The operator's form, and by what its result is multiplied.
-            root: Finds the norm of the first operand.
+        Of a convolution whose first operand autograd keeps, that is put off until the gradient arrives; the norm of
+        its first operand is known already.
         """
         form, self.factor = product
         self.products = (form.sizes,)
         if isinstance(form, ConvolutionForm):
             self.elements |= {"first": form.first.numel(), "second": form.second.numel()}
-            self.put("first.norm", root())
             self.convolution = TakenConvolution(
                 form=form, limit=self.sample, found=self.found, loss_scale=self.loss_scale
             )
@@ -232,10 +228,6 @@ class OperatorRecord:
             self.put(f"xw/second/{shape}", output)
             self.by_column[shape] = column
 
-    def output(self, z: Tensor, root: Tensor) -> None:
-        """The result, and its norm."""
-        self.plain("output", z, root)
-
     def output_gradient(self, g: Tensor) -> None:
         """The gradient of the result: completes what waits for it."""
         if not self._runs_backward_in_8_bits:
@@ -251,15 +243,20 @@ class OperatorRecord:
             return
         gradient = form.result(g)
         trained = "second_gradient" in self.needs_gradient
-        if len(self.parameters) > 1 and self.parameters[1] is not None and trained:
-            for name, value in weight_gradient_errors(form, gradient, self.loss_scale).items():
-                self.put(f"nearest.{name}", value)
+        weight = len(self.parameters) > 1 and self.parameters[1] is not None and trained
         if self.convolution is not None:
+            if weight:
+                self._nearest(form, gradient)
             eight = self._runs_backward_in_8_bits
             self.elements["output_gradient"] = gradient.numel()
             self.convolution.meet_gradient(gradient, where_it_is=trained, rounded=eight)
         elif isinstance(form, MatrixForm):
-            self._complete(form, gradient)
+            self._complete(form, gradient, weight=weight)
+
+    def _nearest(self, form: ProductForm, g: Tensor) -> None:
+        """What rounding to nearest does to a weight's gradient."""
+        for name, value in weight_gradient_errors(form, g, self.loss_scale).items():
+            self.put(f"nearest.{name}", value)
 
     def _attention_errors(self, attention: AttentionCall, g: Tensor) -> None:
         operands = [attention.query, attention.key, attention.value, g * self.loss_scale]
@@ -277,26 +274,30 @@ class OperatorRecord:
                 measured[1:] /= self.loss_scale**2
             self.found.append((tuple(f"measured.{name}.{target}" for target in ("output", *GRADIENTS)), measured))
 
-    def _complete(self, form: MatrixForm, g: Tensor) -> None:
-        """Let what waits for the gradient meet it."""
+    def _complete(self, form: MatrixForm, g: Tensor, *, weight: bool) -> None:
+        """Let what waits for the gradient meet it; with a weight, the first operand too."""
         row, column = tuple(self.by_row), tuple(self.by_column)
         vectors = [*self.by_row.values(), *self.by_column.values()]
         sized, sampled = self.row_sizes is not None, self.sampled
         if self.row_sizes is not None:
             vectors.append(self.row_sizes)
         shapes = form.first.shape, form.second.shape
+        operands = [form.first] if weight else []
 
-        def meet(g: Tensor, *vectors: Tensor) -> tuple[_Labels, list[Tensor]]:
-            scratch, nothing = self._scratch(), g.new_zeros(())  # only the operands' shapes matter by now
+        def meet(g: Tensor, *given: Tensor) -> tuple[_Labels, list[Tensor]]:
+            scratch, nothing = self._scratch(), g.new_zeros(())  # otherwise the operands' shapes matter alone
             shape_only = dataclasses.replace(form, first=nothing.expand(shapes[0]), second=nothing.expand(shapes[1]))
+            vectors = given[len(operands) :]
+            if operands:
+                scratch._nearest(dataclasses.replace(shape_only, first=given[0]), g)
             scratch.by_row = dict(zip(row, vectors, strict=False))
             scratch.by_column = dict(zip(column, vectors[len(row) :], strict=False))
             scratch.row_sizes, scratch.sampled = vectors[-1] if sized else None, sampled
             scratch._meet_gradient(shape_only, g)
             return scratch._packed()
 
-        key = ("gradient", self.op_type, form.sizes, *shapes, row, column, sized, sampled.step)
-        self._unpack(*self.replays(key, meet, g, *vectors))
+        key = ("gradient", self.op_type, form.sizes, *shapes, row, column, sized, sampled.step, weight)
+        self._unpack(*self.replays(key, meet, g, *operands, *vectors))
         self.form = self.row_sizes = None
         self.by_row.clear()
         self.by_column.clear()

@@ -81,6 +81,12 @@ def _stack(kinds: tuple[str, ...], dims: int, device: torch.device) -> _Stack:
     return _Stack(tuple(slices), torch.ones((1,) * dims, device=device), *columns)
 
 
+def _broadcast(dims: int, *tensors: Tensor) -> Tensor:
+    """Tensors of so many dimensions or fewer, stacked."""
+    shape = torch.broadcast_shapes((1,) * dims, *(x.shape for x in tensors))  # type: ignore[no-untyped-call]
+    return torch.stack([x.expand(shape) for x in tensors])
+
+
 def paired_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity, Tensor]) -> Tensor:
     """What ``stacked_errors`` has, as one tensor of shape (2, kinds, *shape of x): stochastic, then nearest."""
     stack = _stack(kinds, x.dim(), x.device)
@@ -89,7 +95,7 @@ def paired_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity
     if any(stack.slices):
         # What x is held in before the format's own largest number comes in: 1, or a largest magnitude.
         amax = [stack.one if g is None else amaxes[g] for g in stack.slices]
-        units = torch.stack(torch.broadcast_tensors(stack.one, *amax)[1:]).clamp_(min=_SMALLEST_UNIT)
+        units = _broadcast(x.dim(), *amax).clamp_(min=_SMALLEST_UNIT)
         values = (x / units).mul_(stack.largest)
     binade = torch.bitwise_and(values.view(torch.int32), _EXPONENT_BITS).view(torch.float32)
     step = torch.clamp(binade, stack.least, stack.greatest).mul_(stack.bits)
@@ -133,6 +139,6 @@ def fixed_point_errors(x: Tensor, amaxes: Sequence[Tensor]) -> Tensor:
     Source:
         Ours.
     """
-    step = torch.stack(torch.broadcast_tensors(*amaxes)).clamp_(min=_SMALLEST_UNIT).div_(LARGEST["INT8"])
+    step = _broadcast(x.dim(), *amaxes).clamp_(min=_SMALLEST_UNIT).div_(LARGEST["INT8"])
     fraction = (x / step).frac_().abs_()
     return torch.addcmul(fraction, fraction, fraction, value=-1).mul_(step.square_())

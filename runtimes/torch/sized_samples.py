@@ -113,13 +113,13 @@ def _every(total: int, step: int, places: int, device: torch.device) -> Position
 
 
 class SizedPositions(NamedTuple):
-    """Positions by size: of ``number`` those that ``count`` asks for; ``found`` counts through all images."""
+    """Positions by size: of ``number`` those that were ``asked`` for; ``found`` counts through all images."""
 
     positions: Positions
     found: Tensor
     total: Tensor
     number: int
-    count: int
+    asked: int
 
 
 def positions_by_size(sizes: Tensor, count: int) -> SizedPositions:
@@ -142,7 +142,7 @@ def _images_and_places(number: int, places: int, device: torch.device) -> Tensor
 
 
 class SizedRuns(NamedTuple):
-    """Short runs of a tensor's elements (n, length), of ``number`` those that ``count`` asks for.
+    """Short runs of a tensor's elements (n, length), of ``number`` those that were ``asked`` for.
 
     With weights of ``weights_by_size``, ``(weights * f(runs).sum(1)).sum()`` estimates the sum of ``f`` over all
     elements.
@@ -152,7 +152,7 @@ class SizedRuns(NamedTuple):
     sizes: Tensor
     total: Tensor
     number: int
-    count: int
+    asked: int
 
 
 def runs_by_size(x: Tensor, limit: int) -> SizedRuns:

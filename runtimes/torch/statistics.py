@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
-import math
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -28,8 +25,9 @@ from qsync_opt.runtimes.torch.loss_curvature import loss_curvature
 from qsync_opt.runtimes.torch.operator_batch import finish_batch
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
-from qsync_opt.runtimes.torch.reductions import channel_spread, norm
+from qsync_opt.runtimes.torch.reductions import channel_spread
 from qsync_opt.runtimes.torch.replays import Replays
+from qsync_opt.runtimes.torch.signal_numbers import Norms, SignalTensors, signals_on_host
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.statistics import (
     GRADIENTS,
@@ -88,8 +86,8 @@ class _Collector:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._sample, self._replays, self._loss_scale = sample, replays, loss_scale
         self.records: dict[str, list[OperatorRecord]] = {}
-        self.signals: dict[str, list[tuple[int, dict[str, Tensor]]]] = {}
-        self._norms = _Norms()
+        self.signals: dict[str, list[SignalTensors]] = {}
+        self._norms = Norms()
 
     def __call__(self, call: OperatorCall) -> Any:
         if call.op_type not in ADJUSTABLE:
@@ -113,10 +111,12 @@ class _Collector:
         taps = [_tap(record, name, slot.tensor) for name, slot in zip(gradients, slots, strict=False)]
         args, kwargs = replace_operands(call.args, call.kwargs, slots, taps)
         with torch.no_grad():
-            _measure_operands(record, call, args, kwargs, taps, functools.partial(self._norms.of, slots[0].tensor))
+            if call.op_type.startswith("conv"):
+                record.put("first.norm", self._norms.of(slots[0].tensor))
+            _measure_operands(record, call, args, kwargs, taps)
         output = call.run(*args, **kwargs)
         with torch.no_grad():
-            record.output(_full(output), self._norms.of(output))
+            record.plain("output", _full(output), self._norms.of(output))
         if output.requires_grad:
             output.register_hook(functools.partial(_on_gradient, record, "output_gradient"))
         self.records.setdefault(call.name, []).append(record)
@@ -138,24 +138,6 @@ class _Collector:
                 seen["spread"] = channel_spread(entering, output)
             self.signals.setdefault(call.name, []).append((output.numel(), seen))
         return output
-
-
-class _Norms:
-    """Norms of tensors, each taken once: what leaves one operator enters the next."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-
-    def of(self, x: Tensor) -> Tensor:
-        """The norm of a tensor's present values."""
-        if x.is_inference():
-            return norm(_full(x))
-        known = self._known.get(id(x))
-        if known is not None and known[0]() is x and known[1] == x._version:
-            return known[2]
-        found = norm(_full(x))
-        self._known[id(x)] = weakref.ref(x), x._version, found
-        return found
 
 
 def _is_floating(x: Any) -> bool:
@@ -193,16 +175,11 @@ def _on_gradient(record: OperatorRecord, name: str, gradient: Tensor) -> None:
 
 
 def _measure_operands(
-    record: OperatorRecord,
-    call: OperatorCall,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    operands: list[Tensor],
-    root: Callable[[], Tensor],
+    record: OperatorRecord, call: OperatorCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: list[Tensor]
 ) -> None:
     if record.kind is OperatorKind.PRODUCT:
         product = product_of(call.op_type, call.function, _detached(args), _detached(kwargs))
-        record.product(product, root)
+        record.product(product)
     elif record.kind is OperatorKind.LOOKUP:
         swapped = call.function is torch.embedding
         indices = args[1] if swapped else (args[0] if args else kwargs["input"])
@@ -282,7 +259,7 @@ def _finish_batch(
             )
         )
     signals = {}
-    for name, (elements, seen) in _on_host(collector.signals).items():
+    for name, (elements, seen) in signals_on_host(collector.signals).items():
         entering, leaving, curvature, spread = (sum(values) / len(seen) for values in zip(*seen, strict=True))
         signals[name] = Signal(
             elements=elements,
@@ -299,32 +276,6 @@ def _finish_batch(
         signals=signals,
         model_fingerprint=None if graph is None else graph.fingerprint(),
     )
-
-
-_Seen = tuple[float, float, float, float]
-"""Mean squares entering and leaving are sums yet: entering, leaving, curvature, spread."""
-
-
-def _on_host(signals: Mapping[str, list[tuple[int, dict[str, Tensor]]]]) -> dict[str, tuple[int, list[_Seen]]]:
-    """What was seen of signals, by name; one transfer per device."""
-    every = [values for calls in signals.values() for _, seen in calls for values in seen.values()]
-    places: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for values in every:
-        places.setdefault((values.device, values.dtype), []).append(values)
-    host = {place: iter(torch.cat([x.reshape(-1) for x in some]).tolist()) for place, some in places.items()}
-    found: dict[str, tuple[int, list[_Seen]]] = {}
-    for name, calls in signals.items():
-        rows = []
-        for _, seen in calls:
-            numbers = {
-                key: list(itertools.islice(host[values.device, values.dtype], values.numel()))
-                for key, values in seen.items()
-            }
-            spread = [value if math.isfinite(value) else 0.0 for value in numbers.get("spread", [1.0])]
-            squares = numbers["entering"][0] ** 2, numbers["leaving"][0] ** 2
-            rows.append((*squares, *numbers.get("curvature", [0.0]), sum(spread) / len(spread)))
-        found[name] = calls[0][0], rows
-    return found
 
 
 def _check_seen(statistics: ModelStatistics, graph: OpGraph | None) -> None:
