@@ -292,7 +292,7 @@ def settled(call: TakenConvolution, values: dict[str, float]) -> dict[str, float
         if "~g2" in values:
             key = ".row" if shape is Granularity.ROW else ""
             found[f"xg/{shape}"] *= _ratio(values[f"~g2{key}"], values[f"~some.g2{key}"])
-    if "output_gradient.sample.square" in values:
+    if call.gradient_elements:
         elements = call.gradient_elements
         found[f"output_gradient.amax.{Granularity.TENSOR}"] = values["output_gradient.greatest"] ** 2
         found["output_gradient.sample.square"] /= elements

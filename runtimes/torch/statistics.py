@@ -107,8 +107,7 @@ class _Collector:
             loss_scale=self._loss_scale,
             differentiated=torch.is_grad_enabled(),
         )
-        gradients = GRADIENTS[len(lead) :]
-        taps = [_tap(record, name, slot.tensor) for name, slot in zip(gradients, slots, strict=False)]
+        taps = [_tap(record, name, slot.tensor) for name, slot in zip(GRADIENTS[len(lead) :], slots, strict=False)]
         args, kwargs = replace_operands(call.args, call.kwargs, slots, taps)
         with torch.no_grad():
             if call.op_type.startswith("conv"):
