@@ -31,7 +31,7 @@ from qsync_opt.runtimes.torch.sized_samples import SizedPositions, weights_by_si
 _INTEGER = slice(SCALED_KINDS.index(INTEGER_KINDS[0]), SCALED_KINDS.index(INTEGER_KINDS[-1]) + 1)
 _SHAPES = tuple(Granularity(kind.partition("/")[2]) for kind in INTEGER_KINDS)
 _EIGHT_BITS = RESULT_KINDS.index(GRADIENT_KINDS["INT8"])
-_TOGETHER = 5 << 20
+_TOGETHER = 7 << 20
 """Errors at most that are held together, unless those of one call are more."""
 
 _Found = TypeVar("_Found")
@@ -75,7 +75,7 @@ def _alike(
 def _give(calls: Sequence[tuple[TakenConvolution, _Found]], numbers: _Numbers) -> None:
     """Hand every call its numbers."""
     names = tuple(name for some, _ in numbers for name in some)
-    table = torch.cat([values for _, values in numbers]).T
+    table = torch.cat([values for _, values in numbers]).T.contiguous()
     for (call, _), values in zip(calls, table, strict=True):
         call.found.append((names, values))
 

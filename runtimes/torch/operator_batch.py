@@ -62,7 +62,7 @@ def cast_waiting(records: Iterable[OperatorRecord]) -> None:
             scales = [record.loss_scale if tensor.endswith("gradient") else 1.0 for record, tensor, _ in some]
             squares = _weighted_mean(parts.square(), weights).unsqueeze(0)
             means = _weighted_mean(_cast_errors(parts, scales), weights).flatten(0, 1)
-            for (record, tensor, _), values in zip(some, torch.cat([means, squares]).T, strict=True):
+            for (record, tensor, _), values in zip(some, torch.cat([means, squares]).T.contiguous(), strict=True):
                 names = [f"{tensor}.{kind}.{rounding}" for rounding in Rounding for kind in CAST_KINDS]
                 record.found.append(((*names, f"{tensor}.sample.square"), values))
 
@@ -76,8 +76,9 @@ def _run_weights(every: Sequence[SizedRuns]) -> Tensor | None:
     if not every:
         return None
     sizes, totals = torch.stack([runs.sizes for runs in every]), torch.stack([runs.total for runs in every])
-    number = torch.tensor([float(runs.number) for runs in every], dtype=sizes.dtype).to(sizes.device).unsqueeze(1)
-    return weights_by_size(sizes, totals.unsqueeze(1), number, every[0].asked).div_(number)
+    numbers = torch.tensor([[float(runs.number)] for runs in every], dtype=sizes.dtype)
+    numbers = numbers.to(sizes.device, non_blocking=True)
+    return weights_by_size(sizes, totals.unsqueeze(1), numbers, every[0].asked).div_(numbers)
 
 
 def finished(record: OperatorRecord, values: dict[str, float], batch: int) -> OperatorStatistics:
