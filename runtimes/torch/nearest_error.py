@@ -74,7 +74,8 @@ def _matrix_errors(form: MatrixForm, g: Tensor, loss_scale: float) -> Iterator[T
 def _convolution_errors(form: ConvolutionForm, g: Tensor, loss_scale: float) -> Iterator[Tensor]:
     """Both terms as one convolution: the second stands behind the first, as further samples."""
     count = len(g)
-    x, low = (torch.cat([t, t]) for t in (form.first, g))  # second half: x is as it is, and the gradient's error
+    x, low = (t.new_empty((2 * count, *t.shape[1:])) for t in (form.first, g))
+    x[count:].copy_(form.first)
     for dtype in NEAREST_FORMATS.values():
         torch.sub(form.first.to(dtype), form.first, out=x[:count])
         rounded = _rounded(g, dtype, loss_scale)

@@ -57,12 +57,14 @@ def cast_waiting(records: Iterable[OperatorRecord]) -> None:
         count = max(1, _WAITING // (size * len(CAST_KINDS)))
         for start in range(0, len(every), count):
             some = every[start : start + count]
-            parts = torch.stack([_elements(part) for _, _, part in some]).flatten(1)
-            weights = _run_weights([part for *_, part in some if isinstance(part, SizedRuns)])
+            parts = torch.stack([_elements(part) for _, _, part in some])
+            squares = parts.square()
+            weights = _run_weights([part for *_, part in some if isinstance(part, SizedRuns)], squares)
+            parts, squares = parts.flatten(1), squares.flatten(1)
             scales = [record.loss_scale if tensor.endswith("gradient") else 1.0 for record, tensor, _ in some]
-            squares = _weighted_mean(parts.square(), weights).unsqueeze(0)
+            mean_squares = _weighted_mean(squares, weights).unsqueeze(0)
             means = _weighted_mean(_cast_errors(parts, scales), weights).flatten(0, 1)
-            for (record, tensor, _), values in zip(some, torch.cat([means, squares]).T.contiguous(), strict=True):
+            for (record, tensor, _), values in zip(some, torch.cat([means, mean_squares]).T.contiguous(), strict=True):
                 names = [f"{tensor}.{kind}.{rounding}" for rounding in Rounding for kind in CAST_KINDS]
                 record.found.append(((*names, f"{tensor}.sample.square"), values))
 
@@ -71,14 +73,14 @@ def _elements(part: Tensor | SizedRuns) -> Tensor:
     return part.runs if isinstance(part, SizedRuns) else part
 
 
-def _run_weights(every: Sequence[SizedRuns]) -> Tensor | None:
-    """What each run counts in a mean, (tensors, runs)."""
+def _run_weights(every: Sequence[SizedRuns], squares: Tensor) -> Tensor | None:
+    """What each run counts in a mean, (tensors, runs), from squares (tensors, runs, length)."""
     if not every:
         return None
-    sizes, totals = torch.stack([runs.sizes for runs in every]), torch.stack([runs.total for runs in every])
-    numbers = torch.tensor([[float(runs.number)] for runs in every], dtype=sizes.dtype)
-    numbers = numbers.to(sizes.device, non_blocking=True)
-    return weights_by_size(sizes, totals.unsqueeze(1), numbers, every[0].asked).div_(numbers)
+    totals = torch.stack([runs.total for runs in every]).unsqueeze(1)
+    numbers = torch.tensor([[float(runs.number)] for runs in every], dtype=totals.dtype)
+    numbers = numbers.to(totals.device, non_blocking=True)
+    return weights_by_size(squares.sum(2), totals, numbers, every[0].asked).div_(numbers)
 
 
 def finished(record: OperatorRecord, values: dict[str, float], batch: int) -> OperatorStatistics:

@@ -100,9 +100,9 @@ class OperatorRecord:
     def plain(self, tensor: str, x: Tensor, root: Tensor | None = None) -> None:
         """Moments of a tensor that is no operand, and some elements, whose cast errors are found with all others.
 
-        Of gradients of a convolution's operand and result, which sit on few positions, elements are chosen by size.
+        Of a convolution's results, which sit on few positions in a gradient, elements are chosen by their size.
         """
-        by_size = self.op_type.startswith("conv") and tensor in ("first_gradient", "output_gradient")
+        by_size = self.op_type.startswith("conv") and tensor != "second_gradient"
         if by_size and x.numel() > min(self.sample, SAMPLE):
             runs = runs_by_size(x, min(self.sample, SAMPLE))
             self.elements[tensor] = x.numel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 from qsync_opt.errors import ModelError
@@ -85,19 +86,24 @@ def alignments(
     return found
 
 
-def _mean_error(
-    tensor: str,
-    kind: str,
-    values: dict[str, float],
-    mean_square: float,
-    rounding: Rounding = Rounding.STOCHASTIC,
-) -> float:
+@functools.cache
+def _keys(tensor: str, *, scaled: bool) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Kinds of rounding of a tensor, each with its errors' names by rounding."""
+    kinds = dict.fromkeys((*(SCALED_KINDS if scaled else CAST_KINDS), *OUTPUT_GRADIENT_KINDS))
+    return tuple((kind, tuple(f"{tensor}.{kind}.{rounding}" for rounding in Rounding)) for kind in kinds)
+
+
+def _mean_error(tensor: str, kind: str, values: dict[str, float], mean_square: float) -> float:
+    """Mean squared error of a whole tensor under stochastic rounding."""
+    return _scaled(values.get(f"{tensor}.{kind}.{Rounding.STOCHASTIC}", 0.0), tensor, kind, values, mean_square)
+
+
+def _scaled(error: float, tensor: str, kind: str, values: dict[str, float], mean_square: float) -> float:
     """Mean squared error of a whole tensor from that of a part: scaled by what the error grows with.
 
     Errors of floating formats grow with the square of the element, those of fixed-point with a scale per row with the
     square of the row's largest magnitude.
     """
-    error = values.get(f"{tensor}.{kind}.{rounding}", 0.0)
     whole = part = 1.0
     if not kind.startswith("INT8"):
         whole, part = mean_square, values.get(f"{tensor}.sample.square", mean_square)
@@ -113,13 +119,14 @@ def tensor_statistics(name: str, elements: int, values: dict[str, float]) -> Ten
     mean_square = square_sum / elements
     amaxes = {str(g): values[f"{name}.amax.{g}"] for g in Granularity if f"{name}.amax.{g}" in values}
     factors = {}
-    for kind in dict.fromkeys((*(SCALED_KINDS if amaxes else CAST_KINDS), *OUTPUT_GRADIENT_KINDS)):
-        if f"{name}.{kind}.nearest" not in values:
+    for kind, keys in _keys(name, scaled=bool(amaxes)):
+        if keys[-1] not in values:
             continue
         ratios = {}
-        for rounding in Rounding:
+        for rounding, key in zip(Rounding, keys, strict=True):
             closed = closed_form_variance(kind, rounding, mean_square=mean_square, mean_square_amax=amaxes)
-            ratios[str(rounding)] = _mean_error(name, kind, values, mean_square, rounding) / closed if closed else 0.0
+            error = _scaled(values[key], name, kind, values, mean_square)
+            ratios[str(rounding)] = error / closed if closed else 0.0
         factors[kind] = RoundingFactor(**ratios)
     return TensorStatistics(
         elements=elements,

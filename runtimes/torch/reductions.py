@@ -97,8 +97,6 @@ def ratio(whole: Tensor, part: Tensor) -> Tensor:
     return (whole / part).nan_to_num_(1.0, 1.0)
 
 
-def channel_spread(entering: Tensor, output: Tensor) -> Tensor:
-    """By how much a normalization enlarges the variance of each channel; not finite where there is none."""
-    dims = [dim for dim in range(entering.dim()) if dim != 1]
-    before, after = (x.detach().var(dims, correction=0) for x in (entering, output))
-    return after / before
+def channel_variances(x: Tensor) -> Tensor:
+    """Variance of each channel of (samples, channels, ...)."""
+    return x.detach().var([dim for dim in range(x.dim()) if dim != 1], correction=0)

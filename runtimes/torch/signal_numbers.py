@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from collections.abc import Mapping
 
@@ -13,7 +12,8 @@ from torch import Tensor
 from qsync_opt.runtimes.torch.reductions import norm
 
 SignalTensors = tuple[int, dict[str, Tensor]]
-"""Of one call: elements of its result; norms ``entering`` and ``leaving``, perhaps ``curvature`` and ``spread``."""
+"""Of one call: elements of its result; norms ``entering`` and ``leaving``, perhaps ``curvature``, and of a
+normalization variances of channels ``before`` and ``after``."""
 SignalNumbers = tuple[float, float, float, float]
 """Sums of squares entering and leaving, curvature, and mean over channels by how much variance grows."""
 
@@ -33,7 +33,8 @@ def signals_on_host(signals: Mapping[str, list[SignalTensors]]) -> dict[str, tup
                 key: list(itertools.islice(host[values.device, values.dtype], values.numel()))
                 for key, values in seen.items()
             }
-            spread = [value if math.isfinite(value) else 0.0 for value in numbers.get("spread", [1.0])]
+            pairs = zip(numbers.get("before", [1.0]), numbers.get("after", [1.0]), strict=True)
+            spread = [after / before if before > 0.0 else 0.0 for before, after in pairs]
             squares = numbers["entering"][0] ** 2, numbers["leaving"][0] ** 2
             rows.append((*squares, *numbers.get("curvature", [0.0]), sum(spread) / len(spread)))
         found[name] = calls[0][0], rows

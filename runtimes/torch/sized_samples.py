@@ -144,15 +144,18 @@ def _images_and_places(number: int, places: int, device: torch.device) -> Tensor
 class SizedRuns(NamedTuple):
     """Short runs of a tensor's elements (n, length), of ``number`` those that were ``asked`` for.
 
-    With weights of ``weights_by_size``, ``(weights * f(runs).sum(1)).sum()`` estimates the sum of ``f`` over all
-    elements.
+    They were chosen by their squares, whose sum over all runs is ``total``: ``(weights * f(runs).sum(1)).sum()``
+    estimates the sum of ``f`` over all elements.
     """
 
     runs: Tensor
-    sizes: Tensor
     total: Tensor
     number: int
     asked: int
+
+    def weights(self) -> Tensor:
+        """What each run counts."""
+        return weights_by_size(self.runs.square().sum(1), self.total, self.number, self.asked)
 
 
 def runs_by_size(x: Tensor, limit: int) -> SizedRuns:
@@ -165,4 +168,4 @@ def runs_by_size(x: Tensor, limit: int) -> SizedRuns:
     sizes = torch.linalg.vector_norm(runs, dim=1).square_()
     total, count = sizes.sum(), max(1, limit // length)
     places = places_by_size(sizes, total, count)
-    return SizedRuns(runs[places], sizes[places], total, runs.shape[0], count)
+    return SizedRuns(runs[places], total, runs.shape[0], count)

@@ -25,7 +25,7 @@ from qsync_opt.runtimes.torch.loss_curvature import loss_curvature
 from qsync_opt.runtimes.torch.operator_batch import finish_batch
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
-from qsync_opt.runtimes.torch.reductions import channel_spread
+from qsync_opt.runtimes.torch.reductions import channel_variances
 from qsync_opt.runtimes.torch.replays import Replays
 from qsync_opt.runtimes.torch.signal_numbers import Norms, SignalTensors, signals_on_host
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
@@ -134,7 +134,7 @@ class _Collector:
             if output.numel() == 1 and output.requires_grad and entering.numel() > 1:
                 seen["curvature"] = loss_curvature(call, _full(entering))
             if call.op_type == "batch_norm":
-                seen["spread"] = channel_spread(entering, output)
+                seen |= {"before": channel_variances(entering), "after": channel_variances(output)}
             self.signals.setdefault(call.name, []).append((output.numel(), seen))
         return output
 
@@ -249,14 +249,12 @@ def _finish_batch(
     for name, records in collector.records.items():
         calls = [next(finished) for _ in records]
         merged = calls[0] if len(calls) == 1 else merge_operators(calls, [1] * len(calls), calls=len(calls))
-        operators.append(
-            dataclasses.replace(
-                merged,
-                gains=plain.gains.get(name, {}),
-                adaptive_gains=adaptive.gains.get(name, {}),
-                curvatures=curvatures.get(name, {}),
-            )
-        )
+        probed = {
+            "gains": plain.gains.get(name, {}),
+            "adaptive_gains": adaptive.gains.get(name, {}),
+            "curvatures": curvatures.get(name, {}),
+        }
+        operators.append(dataclasses.replace(merged, **probed) if any(probed.values()) else merged)
     signals = {}
     for name, (elements, seen) in signals_on_host(collector.signals).items():
         entering, leaving, curvature, spread = (sum(values) / len(seen) for values in zip(*seen, strict=True))

@@ -13,7 +13,6 @@ from qsync_opt.runtimes.torch.sized_samples import (
     positions_by_size,
     runs_by_size,
     sample_by_size,
-    weights_by_size,
 )
 from qsync_opt.runtimes.torch.statistics import collect_statistics
 from qsync_opt.variances import NoiseOptions, variances
@@ -79,12 +78,12 @@ def test_positions_are_of_all_images_and_channels():
 def test_runs_stand_for_the_tensor(layout, shape):
     x = (heavy(*shape) * torch.randn(shape).sign()).to(memory_format=layout)
     found = runs_by_size(x, x.numel() // 4)
-    weights = weights_by_size(*found[1:])
+    weights = found.weights()
     assert float(found.total) == pytest.approx(float(x.square().sum()), rel=1e-5)
     assert float((weights * found.runs.square().sum(1)).sum()) == pytest.approx(float(x.square().sum()), rel=0.05)
     whole = runs_by_size(x, x.numel())
     assert float(whole.runs.square().sum()) == pytest.approx(float(x.square().sum()), rel=1e-5)
-    assert (weights_by_size(*whole[1:]) == 1).all()
+    assert (whole.weights() == 1).all()
 
 
 def test_fixed_point_errors_are_those_of_the_stack():
