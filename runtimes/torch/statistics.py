@@ -249,7 +249,7 @@ def _finish_batch(
     for name, records in collector.records.items():
         calls = [next(finished) for _ in records]
         merged = calls[0] if len(calls) == 1 else merge_operators(calls, [1] * len(calls), calls=len(calls))
-        probed = {
+        probed: dict[str, Any] = {
             "gains": plain.gains.get(name, {}),
             "adaptive_gains": adaptive.gains.get(name, {}),
             "curvatures": curvatures.get(name, {}),
