@@ -124,16 +124,24 @@ def closed_form_variance(
     Raises:
         UnsupportedError: ``kind`` is unknown, or needs a granularity that ``mean_square_amax`` lacks.
     """
-    name, _, granularity = kind.partition("/")
-    if kind == GRADIENT_KINDS["FP8"]:
-        return floating_point_variance(WIDE_FP8_MANTISSA_BITS, mean_square, rounding)
-    if kind not in noise_kinds(scaled=True):
-        raise UnsupportedError(f"unknown rounding {kind!r}: allowed are {', '.join(noise_kinds(scaled=True))}")
-    if not number_format(name).is_integer:
-        return floating_point_variance(number_format(name).mantissa_bits, mean_square, rounding)
+    granularity, mantissa, levels, divisor = _closed_form(kind, rounding)
+    if granularity is None:
+        return mantissa * mean_square / divisor
     if granularity not in mean_square_amax:
         raise UnsupportedError(
             f"rounding {kind!r} needs scales per {granularity}, which were not collected for this tensor: "
             "only operands of products have them"
         )
-    return fixed_point_variance(mean_square_amax[granularity] / LARGEST[name] ** 2, rounding)
+    return mean_square_amax[granularity] / levels / divisor
+
+
+@functools.cache
+def _closed_form(kind: str, rounding: Rounding) -> tuple[str | None, float, float, float]:
+    """What a kind's error grows with, None for the mean square, and by what that is multiplied and divided, twice."""
+    name, _, granularity = kind.partition("/")
+    if kind != GRADIENT_KINDS["FP8"] and kind not in noise_kinds(scaled=True):
+        raise UnsupportedError(f"unknown rounding {kind!r}: allowed are {', '.join(noise_kinds(scaled=True))}")
+    if kind != GRADIENT_KINDS["FP8"] and number_format(name).is_integer:
+        return granularity, 1.0, LARGEST[name] ** 2, 1.0 / fixed_point_variance(1.0, rounding)
+    bits = WIDE_FP8_MANTISSA_BITS if name == WIDE_FP8 else number_format(name).mantissa_bits
+    return None, 4.0**-bits, 1.0, 1.0 / floating_point_variance(0, 1.0, rounding)

@@ -1,168 +1,204 @@
-"""What the record of a convolution measures element by element: at some positions of all images, not at all of some.
+"""What one call of a convolution leaves until the end of its batch: samples, small vectors and a few numbers.
 
-Errors of the first operand meet the gradient of the result once it is there, so that the positions can be those where
-the gradient is; see ``sized_samples``. The operand is still what autograd keeps for the weight's gradient.
+Elements are looked at one by one at some positions of all images. Errors of the first operand that meet the gradient of
+the result, and the gradient's own, are taken at positions where the gradient is; see ``sized_samples``. That happens
+when the gradient arrives, while the operand is still what autograd keeps for the weight's gradient; rounding itself is
+left to ``convolution_batch``, when no activation is kept any more, for many calls at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qsync_opt.rounding import GRADIENT_KINDS, Granularity
-from qsync_opt.runtimes.torch.operator_summary import SCALED_KINDS
+from qsync_opt.rounding import Granularity
 from qsync_opt.runtimes.torch.product_forms import ConvolutionForm
-from qsync_opt.runtimes.torch.reductions import dot, mean, ratio, total
-from qsync_opt.runtimes.torch.rounding_error import ElementErrors, fixed_point_errors, stacked_errors
-from qsync_opt.runtimes.torch.sized_samples import Positions, even_positions, positions_by_size
+from qsync_opt.runtimes.torch.reductions import dot, summed
+from qsync_opt.runtimes.torch.sized_samples import Positions, SizedPositions, even_positions, positions_by_size
 
 _WHERE_THE_GRADIENT_IS = 1 / 4
 """Part of a sample's size that is enough for one sum whose terms the positions are chosen by."""
 
 
 @dataclass(frozen=True, slots=True)
-class OperandErrors:
-    """Errors of some elements, and what they come to in the result: numbers by name."""
+class TakenFirst:
+    """Of a first operand (B, C, ...): P evenly spaced positions, and sums over all of it.
+
+    Attributes:
+        part: (P, C).
+        positions: Which positions.
+        rows: Largest magnitudes of images, (B,).
+        channels: Those of channels, (C,).
+        contracted: Squares by contraction.
+        by_row: Squares by row, (B, groups, ...) of the result.
+    """
 
     part: Tensor
-    errors: ElementErrors
-    sums: dict[str, Tensor]
-
-
-def _units(amaxes: Mapping[Granularity, Tensor], positions: Positions) -> dict[Granularity, Tensor]:
-    """Largest magnitudes beside positions, (positions, channels) or broadcasting."""
-    return {
-        Granularity.TENSOR: amaxes[Granularity.TENSOR].view(1, 1),
-        Granularity.CHANNEL: amaxes[Granularity.CHANNEL].view(1, -1),
-        Granularity.ROW: amaxes[Granularity.ROW].flatten()[positions.images].unsqueeze(1),
-    }
-
-
-def operand_errors(
-    form: ConvolutionForm,
-    amaxes: Mapping[Granularity, Tensor],
-    contracted_w2: Tensor,
-    kinds: Mapping[Granularity, str],
-    limit: int,
-) -> OperandErrors:
-    """Errors of evenly spaced positions of the first operand, and what they add to the result.
-
-    Args:
-        form: Of the convolution.
-        amaxes: Largest magnitudes of the operand's slices.
-        contracted_w2: Squares of the weights, reduced by contraction.
-        kinds: Fixed-point rounding by granularity.
-        limit: About how many elements are looked at.
-    """
-    x = form.first
-    positions = even_positions(x, limit // x.shape[1])
-    part, units = positions.of(x), _units(amaxes, positions)
-    errors = stacked_errors(part, SCALED_KINDS, units)
-    spread = form.contraction_by_position(contracted_w2)
-    weights = positions.of(spread)
-    whole = total(spread) * (x.numel() // spread.numel())
-    even = ratio(whole, total(weights))
-    row_sizes = units[Granularity.ROW].square()
-    by_size = ratio(whole * mean(amaxes[Granularity.ROW].square()), total(weights * row_sizes))
-    sums = {
-        f"xw/first/{shape}": dot(errors.stochastic[SCALED_KINDS.index(kind)], weights)
-        * (by_size if shape is Granularity.ROW else even)
-        for shape, kind in kinds.items()
-    }
-    if part.numel() < x.numel():
-        sums["first.sample.row"] = mean(row_sizes)
-    return OperandErrors(part, errors, sums)
-
-
-def errors_met_by_gradient(
-    form: ConvolutionForm,
-    amaxes: Mapping[Granularity, Tensor],
-    row_g2: Tensor,
-    shapes: Sequence[Granularity],
-    limit: int,
-) -> dict[str, Tensor]:
-    """T(noise of the first operand, 1, g**2) for fixed-point rounding, from positions chosen by the gradient there.
-
-    Args:
-        form: Of the convolution.
-        amaxes: Largest magnitudes of the first operand's slices.
-        row_g2: Squares of the gradient, reduced by row.
-        shapes: Granularities of INT8.
-        limit: About how many elements an evenly spaced sample has.
-    """
-    x, groups = form.first, form.sizes.products
-    sizes = form.rows_by_position(row_g2)
-    by_image = amaxes[Granularity.ROW].square()
-    whole, whole_by_image = total(sizes), dot(sizes, by_image)
-    # Of all shapes together: with a scale per image, images err by their own largest magnitude.
-    wanted = sizes * (by_image * ratio(whole, whole_by_image)).add_(1.0)
-    positions = positions_by_size(wanted, int(limit * _WHERE_THE_GRADIENT_IS) // x.shape[1])
-    units = _units(amaxes, positions)
-    errors = fixed_point_errors(positions.of(x), [units[shape] for shape in shapes])
-    met = positions.of(sizes) * positions.weights.unsqueeze(1)  # (positions, groups)
-    sums = (errors.view(*errors.shape[:2], groups, -1).sum(3) * met).sum((1, 2), dtype=torch.float64)
-    row_sizes = units[Granularity.ROW].square()
-    even = ratio(whole, total(met))
-    by_size = ratio(whole_by_image, dot(met, row_sizes))
-    return {f"xg/{shape}": sums[i] * (by_size if shape is Granularity.ROW else even) for i, shape in enumerate(shapes)}
+    positions: Positions
+    rows: Tensor
+    channels: Tensor
+    contracted: Tensor
+    by_row: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class GradientErrors:
-    """Mean errors of a gradient per kind, to nearest or not, and what INT8's come to in both other gradients.
+class TakenMet:
+    """Of a first operand, positions chosen by the gradient that they meet.
 
-    ``mean_square`` is that of the sample, None where every element was looked at.
+    Attributes:
+        part: (P, C).
+        sampled: Which positions.
+        sizes: Squares of the gradient that each position meets, (P, groups); times the one more than its image's share
+            in ``_image_shares`` they are what positions were chosen by.
+        by_image: Their sums over each image, (B,).
     """
 
-    stochastic: Tensor
-    nearest: Tensor
-    mean_square: Tensor | None
-    sums: dict[str, Tensor]
+    part: Tensor
+    sampled: SizedPositions
+    sizes: Tensor
+    by_image: Tensor
 
 
-def gradient_errors(
-    form: ConvolutionForm,
-    g: Tensor,
-    by_row: Tensor,
-    by_column: Tensor,
-    row_g2: Tensor,
-    kinds: tuple[str, ...],
-    *,
-    amax: Tensor,
-    loss_scale: float,
-    limit: int,
-) -> GradientErrors:
-    """Errors of rounding the gradient, from positions chosen by it and by what it is multiplied with.
+@dataclass(frozen=True, slots=True)
+class TakenGradient:
+    """Of the gradient of a result, positions chosen by it and by what it is multiplied with.
 
-    Args:
-        form: Of the convolution.
-        g: Gradient of the result, (samples, channels, ...).
-        by_row: Squares of the first operand, reduced by row.
-        by_column: Squares of the second, reduced by column.
-        row_g2: Squares of the gradient, reduced by row.
-        kinds: Noise kinds, that of INT8 gradients among them.
+    Attributes:
+        part: (P, channels).
         amax: Largest magnitude of the gradient.
-        loss_scale: By which it is multiplied while it is rounded.
-        limit: About how many elements an evenly spaced sample has.
+        sampled: Which positions.
+        rows: Squares of the gradient by row, their roots, those times squares of the first operand by row, and these
+            squares themselves, (P, 4, groups).
+        shares: Positions were chosen by the first three rows times these, (3,).
     """
-    groups = form.sizes.products
-    # Floating formats err by the square, INT8 by the root of it where most of a gradient is below a step.
-    norm = row_g2.sqrt()
-    met = norm * by_row
-    sizes = row_g2 + norm * ratio(total(row_g2), total(norm)) + met * ratio(total(row_g2), total(met))
-    positions = positions_by_size(sizes, 2 * limit // g.shape[1])
-    part = positions.of(g) * loss_scale
-    errors = stacked_errors(part, kinds, {Granularity.TENSOR: amax * loss_scale})
-    weights = positions.weights.unsqueeze(1) / loss_scale**2
-    noise = errors.stochastic[kinds.index(GRADIENT_KINDS["INT8"])] * weights
-    met = dot(noise.view(noise.shape[0], groups, -1).sum(2), positions.of(by_row))
-    means = [(values * weights).sum((1, 2), dtype=torch.float64) / g.numel() for values in errors]
-    return GradientErrors(
-        stochastic=means[0],
-        nearest=means[1],
-        mean_square=dot(part.square(), weights) / g.numel(),
-        sums={"xg/gradient": met, "gw/gradient": dot(noise, positions.of(by_column))},
-    )
+
+    part: Tensor
+    amax: Tensor
+    sampled: SizedPositions
+    rows: Tensor
+    shares: Tensor
+
+
+def image_shares(rows: Tensor) -> Tensor:
+    """Squares of images' largest magnitudes (..., B) over their mean.
+
+    With a scale per image, images err by their own largest magnitude; with one for all, alike.
+    """
+    squares = rows.square()
+    return squares / squares.mean(-1, keepdim=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class TakenConvolution:
+    """One call in the making.
+
+    Attributes:
+        form: Of the convolution; without its first operand once that is taken.
+        limit: About how many elements of the operands are looked at one by one.
+        found: Names and numbers, as the record of the call keeps them.
+        loss_scale: By which the gradient is multiplied while it is rounded.
+        columns: Squares of the gradient summed over the results that each weight reaches, by output channel.
+        contracted_second: Squares of the weight by contraction, once they are known.
+        by_column: Squares of the weight by output channel, likewise.
+        positions: How many of the first operand's positions were taken.
+        gradient_elements: Elements of the result.
+    """
+
+    form: ConvolutionForm
+    limit: int
+    found: list[tuple[tuple[str, ...], Tensor]]
+    loss_scale: float
+    first: TakenFirst | None = None
+    columns: Tensor | None = None
+    met: TakenMet | None = None
+    gradient: TakenGradient | None = None
+    contracted_second: Tensor | None = None
+    by_column: Tensor | None = None
+    positions: int = 0
+    gradient_elements: int = 0
+
+    def take_first(self) -> TakenFirst:
+        """Look at the first operand, once."""
+        if self.first is not None:
+            return self.first
+        form, x = self.form, self.form.first
+        squares = x.square()
+        positions = even_positions(x, self.limit // x.shape[1])
+        self.positions = positions.places.numel()
+        self.first = TakenFirst(
+            part=positions.of(x),
+            positions=positions,
+            rows=_largest(form, Granularity.ROW),
+            channels=_largest(form, Granularity.CHANNEL),
+            contracted=form.first_by_contraction(squares),
+            by_row=form.first_by_row(squares),
+        )
+        return self.first
+
+    def let_go(self) -> TakenFirst:
+        """Keep nothing of an activation's size; only the first operand's shape matters by now."""
+        first = self.take_first()
+        self.form = dataclasses.replace(self.form, first=first.rows[0].expand(self.form.first.shape))
+        return first
+
+    def forget(self) -> None:
+        """Keep nothing that was taken."""
+        self.first = self.met = self.gradient = None
+        self.columns = self.contracted_second = self.by_column = None
+
+    def meet_gradient(self, g: Tensor, *, where_it_is: bool, rounded: bool) -> None:
+        """Look at the gradient of the result, (B, channels, ...).
+
+        Args:
+            g: The gradient.
+            where_it_is: Whether the first operand's errors add to a weight gradient.
+            rounded: Whether the gradient itself may be rounded to 8 bits.
+        """
+        form, first = self.form, self.take_first()
+        squares = g.square()
+        row_g2 = form.result_by_row(squares)
+        self.columns = form.columns_of_weight(squares)
+        del squares
+        self.found.append((("xg/floating",), dot(first.by_row, row_g2).view(1)))
+        if where_it_is:
+            self.met = self._met(first, row_g2)
+        if rounded:
+            self.gradient = self._gradient(first, g, row_g2)
+            self.gradient_elements = g.numel()
+        self.first = dataclasses.replace(first, by_row=first.by_row.new_empty(0))
+        self.let_go()
+
+    def _met(self, first: TakenFirst, row_g2: Tensor) -> TakenMet:
+        form, x = self.form, self.form.first
+        sizes = form.rows_by_position(row_g2)
+        wanted = torch.addcmul(sizes, sizes, image_shares(first.rows).view(-1, *(1,) * (x.dim() - 1)))
+        sampled = positions_by_size(wanted, int(self.limit * _WHERE_THE_GRADIENT_IS) // x.shape[1])
+        positions = sampled.positions
+        return TakenMet(positions.of(x), sampled, positions.of(sizes), sizes.flatten(1).sum(1))
+
+    def _gradient(self, first: TakenFirst, g: Tensor, row_g2: Tensor) -> TakenGradient:
+        # Floating formats err by the square, INT8 by the root of it where most of a gradient is below a step.
+        norm = row_g2.sqrt()
+        every = torch.stack([row_g2, norm, norm * first.by_row, first.by_row])
+        terms = every[:3].flatten(1)
+        totals = summed(terms, 1)
+        self.found.append((("output_gradient.square_sum",), totals[:1]))
+        shares = totals.clamp(min=torch.finfo(g.dtype).tiny).reciprocal_().to(g.dtype)
+        sizes = torch.mv(terms.T, shares).view(row_g2.shape)
+        sampled = positions_by_size(sizes, 2 * self.limit // g.shape[1])
+        positions = sampled.positions
+        return TakenGradient(
+            part=positions.of(g),
+            amax=torch.linalg.vector_norm(g, float("inf")),
+            sampled=sampled,
+            rows=every.flatten(3)[:, positions.images, :, positions.places],
+            shares=shares,
+        )
+
+
+def _largest(form: ConvolutionForm, granularity: Granularity) -> Tensor:
+    found: Tensor = torch.linalg.vector_norm(form.first, float("inf"), form.slice_dims("first", granularity))
+    return found

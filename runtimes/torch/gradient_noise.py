@@ -2,7 +2,8 @@
 
 With G_b the gradient of batch b and n batches, ``(sum |G_b|^2 - |sum G_b|^2 / n) / (n - 1)`` is an unbiased estimate of
 the variance of one batch's gradient, summed over all parameters. ``|G_b|^2`` is taken where autograd hands a gradient
-over to its parameter, and the sum is what ``.grad`` accumulates anyway: no second copy of any gradient is kept.
+over to its parameter, and the sum is what ``.grad`` accumulates anyway: no second copy of any gradient is kept. The
+first batch's is still in ``.grad`` when a second one begins; one batch alone says nothing and is not looked at.
 """
 
 from __future__ import annotations
@@ -50,7 +51,12 @@ class GradientScatter:
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
         """Count the backward pass within the block as one batch."""
-        handles = [parameter.register_hook(self._add) for parameter in self._parameters]  # type: ignore[no-untyped-call]
+        if self._batches == 1:
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    self._add(parameter.grad)
+        watched = self._parameters if self._batches else []
+        handles = [parameter.register_hook(self._add) for parameter in watched]  # type: ignore[no-untyped-call]
         try:
             yield
         finally:

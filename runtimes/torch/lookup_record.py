@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from qsync_opt.rounding import Granularity, Rounding
-from qsync_opt.runtimes.torch.operator_record import INTEGER_KINDS, OperatorRecord
-from qsync_opt.runtimes.torch.operator_summary import SCALED_KINDS
-from qsync_opt.runtimes.torch.reductions import mean, total
+from qsync_opt.runtimes.torch.operator_record import OperatorRecord
+from qsync_opt.runtimes.torch.operator_summary import INTEGER_KINDS, SCALED_KINDS
+from qsync_opt.runtimes.torch.reductions import mean, norm, total
 from qsync_opt.runtimes.torch.rounding_error import stacked_errors
 from qsync_opt.statistics import ProductSizes
 
@@ -31,7 +31,7 @@ def measure_lookup(record: OperatorRecord, table: Tensor, indices: Tensor, paddi
     used = indices.reshape(-1)
     rows = table[used]
     record.put("xw/floating", total(rows.square()))
-    record.moments("second", table)
+    record.put("second.norm", norm(table))
     amaxes = record.amaxes("second", table, _TABLE_DIMS)
     step = max(1, min(table.shape[0] // 8, table.numel() // record.sample))
     row_amax = amaxes[Granularity.ROW]

@@ -6,23 +6,22 @@ import torch
 from torch import Tensor
 
 from qsync_opt.rounding import GRADIENT_KINDS, Granularity
-from qsync_opt.runtimes.torch.convolution_record import GradientErrors
-from qsync_opt.runtimes.torch.product_forms import MatrixForm, ProductForm
-from qsync_opt.runtimes.torch.reductions import dot, mean, ratio, reduced, total
-from qsync_opt.runtimes.torch.rounding_error import stacked_errors
+from qsync_opt.runtimes.torch.product_forms import MatrixForm
+from qsync_opt.runtimes.torch.reductions import dot, mean, ratio, reduced, summed, total
+from qsync_opt.runtimes.torch.rounding_error import paired_errors
 
 Shares = tuple[Tensor | float, Tensor | float]
 
 
 def shares_of_weights(
-    form: ProductForm, contracted_x2: Tensor, row_amax: Tensor, rows: slice
+    form: MatrixForm, contracted_x2: Tensor, row_amax: Tensor, rows: slice
 ) -> tuple[dict[Granularity, Shares], Tensor]:
     """By what sums over sampled rows of the second operand are multiplied, for the output and for a column.
 
     With a scale per row, rows err by their own largest magnitude, which is known of all of them.
 
     Args:
-        form: Of the product, of a convolution too.
+        form: Of the product.
         contracted_x2: Squares of the first operand, reduced by contraction.
         row_amax: Largest magnitude of every row of the second operand.
         rows: Those sampled.
@@ -32,7 +31,7 @@ def shares_of_weights(
     """
     some_x2 = form.sampled_contraction(contracted_x2, rows)
     even = contracted_x2.numel() / some_x2.numel()
-    sizes = row_amax.square().reshape(*contracted_x2.shape[:2], *(1,) * (contracted_x2.dim() - 2))
+    sizes = row_amax.square().reshape(contracted_x2.shape)
     some_sizes = form.sampled_contraction(sizes, rows)
     whole, some = mean(sizes), mean(some_sizes)
     shares: dict[Granularity, Shares] = dict.fromkeys(Granularity, (ratio(total(contracted_x2), total(some_x2)), even))
@@ -71,7 +70,7 @@ def matrix_gradient_errors(
     *,
     amax: Tensor,
     loss_scale: float,
-) -> GradientErrors:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Errors of rounding the gradient; every element is counted, as a few may hold most of it.
 
     Args:
@@ -82,16 +81,19 @@ def matrix_gradient_errors(
         kinds: Noise kinds, that of INT8 gradients among them.
         amax: Largest magnitude of the gradient.
         loss_scale: By which it is multiplied while it is rounded.
+
+    Returns:
+        Mean errors by rounding and kind, (2, kinds), and what INT8's come to in both other gradients, by name.
     """
     amaxes = {Granularity.TENSOR: amax * loss_scale}
     totals: list[Tensor] = []
 
     def integer_errors(part: Tensor) -> Tensor:
-        errors = stacked_errors(part * loss_scale, kinds, amaxes)
-        totals.append(torch.stack([values.flatten(1).sum(1, dtype=torch.float64) for values in errors]))
-        return errors.stochastic[kinds.index(GRADIENT_KINDS["INT8"])] / loss_scale**2
+        errors = paired_errors(part if loss_scale == 1.0 else part * loss_scale, kinds, amaxes)
+        totals.append(summed(errors.flatten(2), 2))
+        found = errors[0, kinds.index(GRADIENT_KINDS["INT8"])]
+        return found if loss_scale == 1.0 else found / loss_scale**2
 
     rows, columns = reduced(form, g, integer_errors)
-    stochastic, nearest = torch.stack(totals).sum(0) / (g.numel() * loss_scale**2)
-    sums = {"xg/gradient": dot(by_row, rows), "gw/gradient": dot(by_column, columns)}
-    return GradientErrors(stochastic=stochastic, nearest=nearest, mean_square=None, sums=sums)
+    means = (totals[0] if len(totals) == 1 else torch.stack(totals).sum(0)) / (g.numel() * loss_scale**2)
+    return means, {"xg/gradient": dot(by_row, rows), "gw/gradient": dot(by_column, columns)}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qsync_opt.kernels.float_modes import fp32_mode
 from qsync_opt.runtimes.torch.product_forms import ConvolutionForm, MatrixForm, ProductForm
-from qsync_opt.runtimes.torch.reductions import square_sum
+from qsync_opt.runtimes.torch.reductions import norm
 
 NEAREST_FORMATS = {"BF16": torch.bfloat16, "FP16": torch.float16}
 """Formats that operands and gradients are cast to, rounding to nearest."""
@@ -27,7 +27,7 @@ _CHUNK = 1 << 22
 
 def _rounded(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     if scale == 1.0:
-        return x.to(dtype).to(x.dtype)
+        return x.to(dtype)
     return (x * scale).to(dtype).to(x.dtype).mul_(1.0 / scale)
 
 
@@ -36,45 +36,51 @@ def _some_columns(g: Tensor) -> Iterator[Tensor]:
     yield from torch.split(g, max(1, _CHUNK * g.shape[2] // max(1, g.numel())), 2)
 
 
-def _convolution_weight(form: ConvolutionForm, x: Tensor, g: Tensor) -> Tensor:
-    found: Tensor = torch.ops.aten.convolution_backward(g, x, form.second, None, *form.geometry, [False, True, False])[
-        1
-    ]
-    return found
-
-
-def weight_gradient_errors(form: ProductForm, g: Tensor, factor: float, loss_scale: float) -> dict[str, Tensor]:
-    """Squared error of the second operand's gradient per format, before that gradient is itself rounded.
+def weight_gradient_errors(form: ProductForm, g: Tensor, loss_scale: float) -> dict[str, Tensor]:
+    """Error of the second operand's gradient per format, before that gradient is itself rounded.
 
     Args:
         form: Of the product, with its operands in FP32.
-        g: Gradient of the result, as the form lays it out.
-        factor: By which the result is multiplied.
+        g: Gradient of the result, as the form lays it out; what the result is multiplied by is left out.
         loss_scale: By which gradients are multiplied while they are rounded.
 
     Returns:
-        Format to a number on the device, 0 where a format cannot hold the operands.
+        Format to the root of the squared error, on the device; not finite where a format cannot hold the operands.
 
     Source:
         Ours.
     """
-    found = {}
     with fp32_mode("matmul", "tf32"), fp32_mode("conv", "tf32"):  # errors need no more than three digits
-        for name, dtype in NEAREST_FORMATS.items():
-            x = _rounded(form.first, dtype, 1.0)
-            error_x = x - form.first
-            if isinstance(form, MatrixForm):
-                sums = []
-                for part in _some_columns(g):
-                    low = _rounded(part, dtype, loss_scale)
-                    error = torch.bmm(error_x.mT, low)
-                    error.baddbmm_(form.first.mT, low.sub_(part))
-                    sums.append(square_sum(error))
-                squares = torch.stack(sums).sum()
-            else:
-                assert isinstance(form, ConvolutionForm)
-                low = _rounded(g, dtype, loss_scale)
-                error = _convolution_weight(form, error_x, low)
-                squares = square_sum(error.add_(_convolution_weight(form, form.first, low.sub_(g))))
-            found[name] = squares.nan_to_num_(0.0, 0.0).mul_(factor**2)
-    return found
+        if isinstance(form, MatrixForm):
+            errors = _matrix_errors(form, g, loss_scale)
+        else:
+            assert isinstance(form, ConvolutionForm)
+            errors = _convolution_errors(form, g, loss_scale)
+        return dict(zip(NEAREST_FORMATS, errors, strict=True))
+
+
+def _matrix_errors(form: MatrixForm, g: Tensor, loss_scale: float) -> Iterator[Tensor]:
+    for dtype in NEAREST_FORMATS.values():
+        error_x = form.first.to(dtype) - form.first
+        norms = []
+        for part in _some_columns(g):
+            low = _rounded(part, dtype, loss_scale).to(part.dtype)
+            error = torch.bmm(error_x.mT, low)
+            error.baddbmm_(form.first.mT, low.sub_(part))
+            norms.append(norm(error))
+        yield norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _convolution_errors(form: ConvolutionForm, g: Tensor, loss_scale: float) -> Iterator[Tensor]:
+    """Both terms as one convolution: the second stands behind the first, as further samples."""
+    count = len(g)
+    x, low = (t.new_empty((2 * count, *t.shape[1:])) for t in (form.first, g))
+    x[count:].copy_(form.first)
+    for dtype in NEAREST_FORMATS.values():
+        torch.sub(form.first.to(dtype), form.first, out=x[:count])
+        rounded = _rounded(g, dtype, loss_scale)
+        low[:count].copy_(rounded)
+        torch.sub(rounded, g, out=low[count:])
+        yield norm(
+            torch.ops.aten.convolution_backward(low, x, form.second, None, *form.geometry, [False, True, False])[1]
+        )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qsync_opt.rounding import Rounding
+from qsync_opt.runtimes.torch.convolution_batch import finish_convolutions, settled
 from qsync_opt.runtimes.torch.nearest_error import NEAREST_FORMATS
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
 from qsync_opt.runtimes.torch.operator_summary import (
@@ -18,51 +20,67 @@ from qsync_opt.runtimes.torch.operator_summary import (
     measured_errors,
     tensor_statistics,
 )
-from qsync_opt.runtimes.torch.rounding_error import stacked_errors
+from qsync_opt.runtimes.torch.rounding_error import paired_errors
+from qsync_opt.runtimes.torch.sized_samples import SizedRuns, weights_by_size
 from qsync_opt.statistics import OperatorKind, OperatorStatistics
 
 _WAITING = 1 << 22
+"""Errors at most that are held together."""
 
 
-def _cast_errors(parts: Tensor, scales: Sequence[float]) -> tuple[Tensor, ...]:
-    """Errors of rows that are multiplied by a scale, a power of two, while they are rounded."""
+def _cast_errors(parts: Tensor, scales: Sequence[float]) -> Tensor:
+    """Errors (2, kinds, rows, elements) of rows that are multiplied by a scale, a power of two, while rounded."""
     if all(scale == 1.0 for scale in scales):
-        return tuple(stacked_errors(parts, CAST_KINDS, {}))
-    scale = torch.tensor(scales, dtype=parts.dtype, device=parts.device).unsqueeze(1)
-    return tuple(values / scale.square() for values in stacked_errors(parts * scale, CAST_KINDS, {}))
+        return paired_errors(parts, CAST_KINDS, {})
+    scale = torch.tensor(scales, dtype=parts.dtype).to(parts.device).unsqueeze(1)
+    return paired_errors(parts * scale, CAST_KINDS, {}).div_(scale.square())
 
 
 def _weighted_mean(values: Tensor, weights: Tensor | None) -> Tensor:
-    """Means over the last dimension, in which every run of elements has a weight, (tensors, runs); in FP64."""
+    """Means over the last dimension, in which every run of elements has a weight, (tensors, runs)."""
     if weights is None:
-        return values.mean(-1, dtype=torch.float64)
+        return values.mean(-1)
     by_run = values.reshape(*values.shape[:-1], weights.shape[1], -1).mean(-1)
-    return (by_run * weights).mean(-1, dtype=torch.float64)
+    return (by_run * weights).sum(-1)
 
 
 def cast_waiting(records: Iterable[OperatorRecord]) -> None:
     """Find the cast errors of all elements that wait, many tensors at once."""
-    alike: dict[tuple[torch.device, int, int], list[tuple[OperatorRecord, str, Tensor, Tensor | None]]] = {}
+    alike: dict[Hashable, list[tuple[OperatorRecord, str, Tensor | SizedRuns]]] = {}
     for record in records:
-        for tensor, part, weights in record.waiting:
-            count = 0 if weights is None else weights.numel()
-            alike.setdefault((part.device, part.numel(), count), []).append((record, tensor, part, weights))
+        for tensor, part in record.waiting:
+            x, by_size = (part.runs, part.asked) if isinstance(part, SizedRuns) else (part, 0)
+            alike.setdefault((x.device, x.shape, by_size), []).append((record, tensor, part))
         record.waiting.clear()
-    for (_, size, _), every in alike.items():
-        count = max(1, _WAITING // size)
+    for every in alike.values():
+        size = _elements(every[0][2]).numel()
+        count = max(1, _WAITING // (size * len(CAST_KINDS)))
         for start in range(0, len(every), count):
             some = every[start : start + count]
-            parts = torch.stack([part for _, _, part, _ in some])
-            runs = [weights for _, _, _, weights in some if weights is not None]
-            counted = torch.stack(runs) if runs else None
-            scales = [record.loss_scale if tensor.endswith("gradient") else 1.0 for record, tensor, _, _ in some]
-            squares = _weighted_mean(parts.square(), counted)
-            means = [_weighted_mean(values, counted) for values in _cast_errors(parts, scales)]
-            for i, (record, tensor, _, _) in enumerate(some):
-                for rounding, values in zip(Rounding, means, strict=True):
-                    record.found.append((tuple(f"{tensor}.{kind}.{rounding}" for kind in CAST_KINDS), values[:, i]))
-                if size < record.elements[tensor]:
-                    record.put(f"{tensor}.sample.square", squares[i])
+            parts = torch.stack([_elements(part) for _, _, part in some])
+            squares = parts.square()
+            weights = _run_weights([part for *_, part in some if isinstance(part, SizedRuns)], squares)
+            parts, squares = parts.flatten(1), squares.flatten(1)
+            scales = [record.loss_scale if tensor.endswith("gradient") else 1.0 for record, tensor, _ in some]
+            mean_squares = _weighted_mean(squares, weights).unsqueeze(0)
+            means = _weighted_mean(_cast_errors(parts, scales), weights).flatten(0, 1)
+            for (record, tensor, _), values in zip(some, torch.cat([means, mean_squares]).T.contiguous(), strict=True):
+                names = [f"{tensor}.{kind}.{rounding}" for rounding in Rounding for kind in CAST_KINDS]
+                record.found.append(((*names, f"{tensor}.sample.square"), values))
+
+
+def _elements(part: Tensor | SizedRuns) -> Tensor:
+    return part.runs if isinstance(part, SizedRuns) else part
+
+
+def _run_weights(every: Sequence[SizedRuns], squares: Tensor) -> Tensor | None:
+    """What each run counts in a mean, (tensors, runs), from squares (tensors, runs, length)."""
+    if not every:
+        return None
+    totals = torch.stack([runs.total for runs in every]).unsqueeze(1)
+    numbers = torch.tensor([[float(runs.number)] for runs in every], dtype=totals.dtype)
+    numbers = numbers.to(totals.device, non_blocking=True)
+    return weights_by_size(squares.sum(2), totals, numbers, every[0].asked).div_(numbers)
 
 
 def finished(record: OperatorRecord, values: dict[str, float], batch: int) -> OperatorStatistics:
@@ -79,6 +97,14 @@ def finished(record: OperatorRecord, values: dict[str, float], batch: int) -> Op
     for name, size in record.needs_gradient.items():
         record.elements.setdefault(name, size)
     record.elements.setdefault("output_gradient", record.elements["output"])
+    if record.convolution is not None:
+        values = settled(record.convolution, values)
+    for key in [key for key in values if key.endswith(".norm")]:
+        values[f"{key.removesuffix('norm')}square_sum"] = values.pop(key) ** 2
+    for key in NEAREST_FORMATS:
+        if f"nearest.{key}" in values:  # 0 where the format cannot hold the operands
+            error = values[f"nearest.{key}"] * record.factor
+            values[f"nearest.{key}"] = error**2 if math.isfinite(error) else 0.0
     values = checked(record.name, values, batch)
     tensors: dict[str, Any] = {name: tensor_statistics(name, size, values) for name, size in record.elements.items()}
     aligned: dict[str, float] = {}
@@ -111,6 +137,7 @@ def finish_batch(records: Sequence[OperatorRecord], batch: int) -> list[Operator
         ModelError: A value is not finite.
     """
     cast_waiting(records)
+    finish_convolutions([record.convolution for record in records if record.convolution is not None])
     together: dict[tuple[torch.device, torch.dtype], list[tuple[int, tuple[str, ...], Tensor]]] = {}
     for i, record in enumerate(records):
         for names, values in record.found:

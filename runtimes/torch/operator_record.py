@@ -16,22 +16,19 @@ from torch import Tensor
 
 from qsync_opt.rounding import Granularity, Rounding
 from qsync_opt.runtimes.torch.attention_error import AttentionCall, attention_errors
-from qsync_opt.runtimes.torch.convolution_record import errors_met_by_gradient, gradient_errors, operand_errors
+from qsync_opt.runtimes.torch.convolution_record import TakenConvolution
 from qsync_opt.runtimes.torch.matrix_record import Shares, matrix_gradient_errors, outside_sample, shares_of_weights
 from qsync_opt.runtimes.torch.nearest_error import weight_gradient_errors
-from qsync_opt.runtimes.torch.operator_summary import CAST_KINDS, OUTPUT_GRADIENT_KINDS, SCALED_KINDS
+from qsync_opt.runtimes.torch.operator_summary import INTEGER_KINDS, RESULT_KINDS, SCALED_KINDS
 from qsync_opt.runtimes.torch.product_calls import Product
 from qsync_opt.runtimes.torch.product_forms import ConvolutionForm, MatrixForm, ProductForm
-from qsync_opt.runtimes.torch.reductions import dot, mean, ratio, reduced, square_sum, strided, total
+from qsync_opt.runtimes.torch.reductions import dot, mean, norm, ratio, reduced, strided, summed, total
 from qsync_opt.runtimes.torch.replays import Replays
 from qsync_opt.runtimes.torch.rounding_error import ElementErrors, stacked_errors
-from qsync_opt.runtimes.torch.sized_samples import blocks_by_size
+from qsync_opt.runtimes.torch.sized_samples import SizedRuns, runs_by_size
 from qsync_opt.statistics import GRADIENTS, OperatorKind, ProductSizes
 
-INTEGER_KINDS = tuple(kind for kind in SCALED_KINDS if kind.startswith("INT8/"))
-"""Fixed-point rounding of an operand, by granularity."""
 _FIXED_POINT = {Granularity(kind.partition("/")[2]): kind for kind in INTEGER_KINDS}
-_RESULT_KINDS = (*CAST_KINDS, *OUTPUT_GRADIENT_KINDS)
 SAMPLE = 1 << 15
 """Elements at most of a tensor that is no operand, whose rounding is looked at one by one."""
 
@@ -66,8 +63,8 @@ class OperatorRecord:
     elements: dict[str, int] = field(default_factory=dict)
     found: list[tuple[tuple[str, ...], Tensor]] = field(default_factory=list)
     """Names and values, on the device until ``finish_batch``."""
-    waiting: list[tuple[str, Tensor, Tensor | None]] = field(default_factory=list)
-    """Some elements of tensors that are no operands, and what each run of them counts, until ``cast_waiting``."""
+    waiting: list[tuple[str, Tensor | SizedRuns]] = field(default_factory=list)
+    """Some elements of tensors that are no operands, until ``cast_waiting``."""
     # Of a product, from its forward to its backward pass: per shape the reductions that wait for the gradient.
     form: ProductForm | None = None
     factor: float = 1.0
@@ -75,8 +72,10 @@ class OperatorRecord:
     """By which gradients are multiplied while they are rounded to 16 bits."""
     by_row: dict[str, Tensor] = field(default_factory=dict)
     by_column: dict[str, Tensor] = field(default_factory=dict)
-    amaxes_first: dict[Granularity, Tensor] = field(default_factory=dict)
-    """Largest magnitudes of the slices of a convolution's first operand."""
+    convolution: TakenConvolution | None = None
+    """What a convolution leaves, instead of the form."""
+    differentiated: bool = False
+    """Whether autograd keeps a first operand whose weight has a gradient."""
     row_sizes: Tensor | None = None
     """Squared largest magnitude of every row of ``first``, shaped like a row's reduction; None without sampling."""
     sampled: slice = field(default_factory=lambda: slice(None))
@@ -92,27 +91,27 @@ class OperatorRecord:
         """Keep one number."""
         self.found.append(((name,), value.reshape(1)))
 
-    def moments(self, tensor: str, x: Tensor, squares: Tensor | None = None) -> None:
-        """Largest magnitude and squared norm; ``squares`` are those of the elements, if known already."""
+    def moments(self, tensor: str, x: Tensor, root: Tensor | None = None) -> None:
+        """Largest magnitude and norm; ``root`` is that norm, if it is known already."""
         self.elements[tensor] = x.numel()
-        least, greatest = torch.aminmax(x)
-        self.put(f"{tensor}.least", least)
-        self.put(f"{tensor}.greatest", greatest)
-        self.put(f"{tensor}.square_sum", square_sum(x) if squares is None else total(squares))
+        self.put(f"{tensor}.greatest", torch.linalg.vector_norm(x, float("inf")))
+        self.put(f"{tensor}.norm", norm(x) if root is None else root)
 
-    def plain(self, tensor: str, x: Tensor) -> None:
+    def plain(self, tensor: str, x: Tensor, root: Tensor | None = None) -> None:
         """Moments of a tensor that is no operand, and some elements, whose cast errors are found with all others.
 
         Of a convolution's results, which sit on few positions in a gradient, elements are chosen by their size.
         """
         by_size = self.op_type.startswith("conv") and tensor != "second_gradient"
         if by_size and x.numel() > min(self.sample, SAMPLE):
-            runs, weights, squares = blocks_by_size(x, min(self.sample, SAMPLE))
-            self.moments(tensor, x, squares)
-            self.waiting.append((tensor, runs.reshape(-1), weights))
+            runs = runs_by_size(x, min(self.sample, SAMPLE))
+            self.elements[tensor] = x.numel()
+            self.put(f"{tensor}.greatest", torch.linalg.vector_norm(x, float("inf")))
+            self.put(f"{tensor}.square_sum", runs.total)
+            self.waiting.append((tensor, runs))
             return
-        self.moments(tensor, x)
-        self.waiting.append((tensor, strided(x, min(self.sample, SAMPLE)).clone(), None))
+        self.moments(tensor, x, root)
+        self.waiting.append((tensor, strided(x, min(self.sample, SAMPLE)).clone()))
 
     def keep(self, tensor: str, kinds: tuple[str, ...], errors: ElementErrors, part: Tensor) -> None:
         """Mean errors of a part of a tensor, and what they are scaled by to stand for the whole.
@@ -122,7 +121,7 @@ class OperatorRecord:
         """
         for rounding, values in zip(Rounding, errors, strict=True):
             names = tuple(f"{tensor}.{kind}.{rounding}" for kind in kinds)
-            self.found.append((names, values.flatten(1).mean(1, dtype=torch.float64)))
+            self.found.append((names, values.flatten(1).mean(1)))
         if part.numel() < self.elements[tensor]:
             self.put(f"{tensor}.sample.square", mean(part.square()))
 
@@ -135,17 +134,30 @@ class OperatorRecord:
         }
         rows = amaxes[Granularity.ROW]
         amaxes[Granularity.TENSOR] = rows.amax(tuple(range(rows.dim())), keepdim=True)
+        self.elements[tensor] = x.numel()
+        self.put(f"{tensor}.greatest", amaxes[Granularity.TENSOR])
         for granularity, amax in amaxes.items():
             self.put(f"{tensor}.amax.{granularity}", mean(amax.square()))
         return amaxes
 
     def product(self, product: Product) -> None:
-        """Everything about the operands of a bilinear operator that its forward pass can tell."""
+        """Everything about the operands of a bilinear operator that its forward pass can tell.
+
+        Of a convolution whose first operand autograd keeps, that is put off until the gradient arrives; the norm of
+        its first operand is known already.
+        """
         form, self.factor = product
-        self.form, self.products = form, (form.sizes,)
-        if not isinstance(form, MatrixForm):
-            self._measure_operands(form)
+        self.products = (form.sizes,)
+        if isinstance(form, ConvolutionForm):
+            self.elements |= {"first": form.first.numel(), "second": form.second.numel()}
+            self.convolution = TakenConvolution(
+                form=form, limit=self.sample, found=self.found, loss_scale=self.loss_scale
+            )
+            if not (self.differentiated and "second_gradient" in self.needs_gradient):
+                self.convolution.let_go()
             return
+        assert isinstance(form, MatrixForm)
+        self.form = form
 
         def measure(first: Tensor, second: Tensor) -> tuple[_Labels, list[Tensor]]:
             scratch = self._scratch()
@@ -156,30 +168,19 @@ class OperatorRecord:
             *self.replays(("operands", self.op_type, form.sizes, self.sample), measure, form.first, form.second)
         )
 
-    def _measure_operands(self, form: ProductForm) -> None:
+    def _measure_operands(self, form: MatrixForm) -> None:
         squares = form.first.square()
         contracted_x2 = form.first_by_contraction(squares)
         self.by_row["floating"] = form.first_by_row(squares)
-        self.moments("first", form.first, squares)
+        self.put("first.square_sum", total(self.by_row["floating"]))
         squares = form.second.square()
         contracted_w2 = form.second_by_contraction(squares)
         self.by_column["floating"] = form.second_by_column(squares)
-        self.moments("second", form.second, squares)
+        self.put("second.square_sum", total(self.by_column["floating"]))
         del squares
         self.put("xw/floating", dot(contracted_x2, contracted_w2))
-        if isinstance(form, ConvolutionForm):
-            self._first_of_images(form, contracted_w2)
-        elif isinstance(form, MatrixForm):
-            self._first(form, contracted_w2)
+        self._first(form, contracted_w2)
         self._second(form, contracted_x2)
-
-    def _first_of_images(self, form: ConvolutionForm, contracted_w2: Tensor) -> None:
-        """Errors of the first operand, from some of its positions."""
-        self.amaxes_first = self.amaxes("first", form.first, _slices(form, "first"))
-        found = operand_errors(form, self.amaxes_first, contracted_w2, _FIXED_POINT, self.sample)
-        self.keep("first", SCALED_KINDS, found.errors, found.part)
-        for name, value in found.sums.items():
-            self.put(name, value)
 
     def _first(self, form: MatrixForm, contracted_w2: Tensor) -> None:
         """Errors of the first operand, from some of its rows."""
@@ -203,7 +204,7 @@ class OperatorRecord:
             self.put(f"xw/first/{shape}", dot(form.first_by_contraction(noise), contracted_w2) / fraction * share)
             self.by_row[shape] = form.first_by_row(noise)
 
-    def _second(self, form: ProductForm, contracted_x2: Tensor) -> None:
+    def _second(self, form: MatrixForm, contracted_x2: Tensor) -> None:
         """Errors of the second operand, from some of its rows if it is a large weight."""
         part, rows = form.sample_second(self.sample)
         amaxes = self.amaxes("second", form.second, _slices(form, "second"))
@@ -227,13 +228,9 @@ class OperatorRecord:
             self.put(f"xw/second/{shape}", output)
             self.by_column[shape] = column
 
-    def output(self, z: Tensor) -> None:
-        """The result."""
-        self.plain("output", z)
-
     def output_gradient(self, g: Tensor) -> None:
         """The gradient of the result: completes what waits for it."""
-        if self.form is None or not self._runs_backward_in_8_bits:
+        if not self._runs_backward_in_8_bits:
             self.plain("output_gradient", g)
         if self.attention is not None:
             self._attention_errors(self.attention, g)
@@ -241,13 +238,25 @@ class OperatorRecord:
         if self.kind is OperatorKind.LOOKUP:
             rows = g.square().reshape(-1, g.shape[-1]).sum(1)
             self.put("xg/floating", total(rows if self.counted is None else rows[self.counted]))
-        if self.form is not None:
-            gradient = self.form.result(g)
-            if len(self.parameters) > 1 and self.parameters[1] is not None and "second_gradient" in self.needs_gradient:
-                errors = weight_gradient_errors(self.form, gradient, self.factor, self.loss_scale)
-                for name, value in errors.items():
-                    self.put(f"nearest.{name}", value.double())
-            self._complete(self.form, gradient)
+        form: ProductForm | None = self.form if self.convolution is None else self.convolution.form
+        if form is None:
+            return
+        gradient = form.result(g)
+        trained = "second_gradient" in self.needs_gradient
+        weight = len(self.parameters) > 1 and self.parameters[1] is not None and trained
+        if self.convolution is not None:
+            if weight:
+                self._nearest(form, gradient)
+            eight = self._runs_backward_in_8_bits
+            self.elements["output_gradient"] = gradient.numel()
+            self.convolution.meet_gradient(gradient, where_it_is=trained, rounded=eight)
+        elif isinstance(form, MatrixForm):
+            self._complete(form, gradient, weight=weight)
+
+    def _nearest(self, form: ProductForm, g: Tensor) -> None:
+        """What rounding to nearest does to a weight's gradient."""
+        for name, value in weight_gradient_errors(form, g, self.loss_scale).items():
+            self.put(f"nearest.{name}", value)
 
     def _attention_errors(self, attention: AttentionCall, g: Tensor) -> None:
         operands = [attention.query, attention.key, attention.value, g * self.loss_scale]
@@ -265,31 +274,30 @@ class OperatorRecord:
                 measured[1:] /= self.loss_scale**2
             self.found.append((tuple(f"measured.{name}.{target}" for target in ("output", *GRADIENTS)), measured))
 
-    def _complete(self, form: ProductForm, g: Tensor) -> None:
-        """Let what waits for the gradient meet it."""
-        if isinstance(form, MatrixForm):
-            row, column = tuple(self.by_row), tuple(self.by_column)
-            vectors = [*self.by_row.values(), *self.by_column.values()]
-            sized, sampled = self.row_sizes is not None, self.sampled
-            if self.row_sizes is not None:
-                vectors.append(self.row_sizes)
-            shapes = form.first.shape, form.second.shape
+    def _complete(self, form: MatrixForm, g: Tensor, *, weight: bool) -> None:
+        """Let what waits for the gradient meet it; with a weight, the first operand too."""
+        row, column = tuple(self.by_row), tuple(self.by_column)
+        vectors = [*self.by_row.values(), *self.by_column.values()]
+        sized, sampled = self.row_sizes is not None, self.sampled
+        if self.row_sizes is not None:
+            vectors.append(self.row_sizes)
+        shapes = form.first.shape, form.second.shape
+        operands = [form.first] if weight else []
 
-            def meet(g: Tensor, *vectors: Tensor) -> tuple[_Labels, list[Tensor]]:
-                scratch, nothing = self._scratch(), g.new_zeros(())  # only the operands' shapes matter by now
-                scratch.form = dataclasses.replace(
-                    form, first=nothing.expand(shapes[0]), second=nothing.expand(shapes[1])
-                )
-                scratch.by_row = dict(zip(row, vectors, strict=False))
-                scratch.by_column = dict(zip(column, vectors[len(row) :], strict=False))
-                scratch.row_sizes, scratch.sampled = vectors[-1] if sized else None, sampled
-                scratch._meet_gradient(scratch.form, g)
-                return scratch._packed()
+        def meet(g: Tensor, *given: Tensor) -> tuple[_Labels, list[Tensor]]:
+            scratch, nothing = self._scratch(), g.new_zeros(())  # otherwise the operands' shapes matter alone
+            shape_only = dataclasses.replace(form, first=nothing.expand(shapes[0]), second=nothing.expand(shapes[1]))
+            vectors = given[len(operands) :]
+            if operands:
+                scratch._nearest(dataclasses.replace(shape_only, first=given[0]), g)
+            scratch.by_row = dict(zip(row, vectors, strict=False))
+            scratch.by_column = dict(zip(column, vectors[len(row) :], strict=False))
+            scratch.row_sizes, scratch.sampled = vectors[-1] if sized else None, sampled
+            scratch._meet_gradient(shape_only, g)
+            return scratch._packed()
 
-            key = ("gradient", self.op_type, form.sizes, *shapes, row, column, sized, sampled.step)
-            self._unpack(*self.replays(key, meet, g, *vectors))
-        else:
-            self._meet_gradient(form, g)
+        key = ("gradient", self.op_type, form.sizes, *shapes, row, column, sized, sampled.step, weight)
+        self._unpack(*self.replays(key, meet, g, *operands, *vectors))
         self.form = self.row_sizes = None
         self.by_row.clear()
         self.by_column.clear()
@@ -340,23 +348,15 @@ class OperatorRecord:
         """Whether there are 8-bit kernels for its backward pass: of matrix products and convolutions."""
         return self.kind is OperatorKind.PRODUCT and "transpose" not in self.op_type
 
-    def _meet_gradient(self, form: ProductForm, g: Tensor) -> None:
-        if self._runs_backward_in_8_bits:
-            self.moments("output_gradient", g)
+    def _meet_gradient(self, form: MatrixForm, g: Tensor) -> None:
         row_g2, column_g2 = reduced(form, g, torch.square)
         self.put("xg/floating", dot(self.by_row["floating"], row_g2))
         columns = torch.stack(tuple(self.by_column.values())) * column_g2
         names = tuple(f"gw/{shape}" for shape in self.by_column)
-        self.found.append((names, columns.flatten(1).sum(1, dtype=torch.float64)))
-        if isinstance(form, MatrixForm):
-            self._meet_sample(form, row_g2)
-        elif isinstance(form, ConvolutionForm) and "second_gradient" in self.needs_gradient:
-            found = errors_met_by_gradient(form, self.amaxes_first, row_g2, tuple(_FIXED_POINT), self.sample)
-            for name, value in found.items():
-                self.put(name, value)
-        if self._runs_backward_in_8_bits:
-            self._gradient_errors(form, g, row_g2)
-        self.by_row, self.by_column, self.amaxes_first, self.row_sizes = {}, {}, {}, None
+        self.found.append((names, summed(columns.flatten(1), 1)))
+        self._meet_sample(form, row_g2)
+        self._gradient_errors(form, g, row_g2)
+        self.by_row, self.by_column, self.row_sizes = {}, {}, None
 
     def _meet_sample(self, form: MatrixForm, row_g2: Tensor) -> None:
         """Errors of sampled rows of the first operand times the gradient there."""
@@ -366,24 +366,25 @@ class OperatorRecord:
             share = by_size if shape is Granularity.ROW else even
             self.put(f"xg/{shape}", dot(self.by_row[shape], some_g2) * share)
 
-    def _gradient_errors(self, form: ProductForm, g: Tensor, row_g2: Tensor) -> None:
+    def _gradient_errors(self, form: MatrixForm, g: Tensor, row_g2: Tensor) -> None:
         """What rounding the gradient does; in 8 bits it is quantized with one scale."""
         amax = torch.linalg.vector_norm(g, float("inf"))
+        self.elements["output_gradient"] = g.numel()
+        self.put("output_gradient.greatest", amax)
+        self.put("output_gradient.square_sum", total(row_g2))
         self.put(f"output_gradient.amax.{Granularity.TENSOR}", amax.square())
-        squares = self.by_row["floating"], self.by_column["floating"]
-        scale = self.loss_scale
-        if isinstance(form, ConvolutionForm):
-            found = gradient_errors(
-                form, g, *squares, row_g2, _RESULT_KINDS, amax=amax, loss_scale=scale, limit=self.sample
-            )
-        else:
-            assert isinstance(form, MatrixForm)
-            found = matrix_gradient_errors(form, g, *squares, _RESULT_KINDS, amax=amax, loss_scale=scale)
-        for rounding, values in zip(Rounding, (found.stochastic, found.nearest), strict=True):
-            self.found.append((tuple(f"output_gradient.{kind}.{rounding}" for kind in _RESULT_KINDS), values))
-        if found.mean_square is not None:
-            self.put("output_gradient.sample.square", found.mean_square)
-        for name, value in found.sums.items():
+        means, sums = matrix_gradient_errors(
+            form,
+            g,
+            self.by_row["floating"],
+            self.by_column["floating"],
+            RESULT_KINDS,
+            amax=amax,
+            loss_scale=self.loss_scale,
+        )
+        names = tuple(f"output_gradient.{kind}.{rounding}" for rounding in Rounding for kind in RESULT_KINDS)
+        self.found.append((names, means.flatten()))
+        for name, value in sums.items():
             self.put(name, value)
 
     @property

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 from qsync_opt.errors import ModelError
 from qsync_opt.rounding import GRADIENT_KINDS, Granularity, Rounding, closed_form_variance, noise_kinds
 from qsync_opt.statistics import (
@@ -16,6 +19,10 @@ from qsync_opt.statistics import (
 SCALED_KINDS = noise_kinds(scaled=True)
 CAST_KINDS = noise_kinds(scaled=False)
 OUTPUT_GRADIENT_KINDS = tuple(GRADIENT_KINDS.values())
+INTEGER_KINDS = tuple(kind for kind in SCALED_KINDS if kind.startswith("INT8/"))
+"""Fixed-point rounding of an operand, by granularity."""
+RESULT_KINDS = (*CAST_KINDS, *OUTPUT_GRADIENT_KINDS)
+"""Rounding of the gradient of a result."""
 
 
 def checked(operator: str, values: dict[str, float], batch: int) -> dict[str, float]:
@@ -24,6 +31,8 @@ def checked(operator: str, values: dict[str, float], batch: int) -> dict[str, fl
     Raises:
         ModelError: One of them is not; the text names operator, tensor and batch.
     """
+    if all(map(math.isfinite, values.values())):
+        return values
     for key, value in sorted(values.items(), key=lambda item: "/" in item[0]):  # tensors before sums over two
         if value == float("inf") and key.startswith("measured."):
             continue  # a format that cannot hold the operands
@@ -77,19 +86,24 @@ def alignments(
     return found
 
 
-def _mean_error(
-    tensor: str,
-    kind: str,
-    values: dict[str, float],
-    mean_square: float,
-    rounding: Rounding = Rounding.STOCHASTIC,
-) -> float:
+@functools.cache
+def _keys(tensor: str, *, scaled: bool) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Kinds of rounding of a tensor, each with its errors' names by rounding."""
+    kinds = dict.fromkeys((*(SCALED_KINDS if scaled else CAST_KINDS), *OUTPUT_GRADIENT_KINDS))
+    return tuple((kind, tuple(f"{tensor}.{kind}.{rounding}" for rounding in Rounding)) for kind in kinds)
+
+
+def _mean_error(tensor: str, kind: str, values: dict[str, float], mean_square: float) -> float:
+    """Mean squared error of a whole tensor under stochastic rounding."""
+    return _scaled(values.get(f"{tensor}.{kind}.{Rounding.STOCHASTIC}", 0.0), tensor, kind, values, mean_square)
+
+
+def _scaled(error: float, tensor: str, kind: str, values: dict[str, float], mean_square: float) -> float:
     """Mean squared error of a whole tensor from that of a part: scaled by what the error grows with.
 
     Errors of floating formats grow with the square of the element, those of fixed-point with a scale per row with the
     square of the row's largest magnitude.
     """
-    error = values.get(f"{tensor}.{kind}.{rounding}", 0.0)
     whole = part = 1.0
     if not kind.startswith("INT8"):
         whole, part = mean_square, values.get(f"{tensor}.sample.square", mean_square)
@@ -105,13 +119,14 @@ def tensor_statistics(name: str, elements: int, values: dict[str, float]) -> Ten
     mean_square = square_sum / elements
     amaxes = {str(g): values[f"{name}.amax.{g}"] for g in Granularity if f"{name}.amax.{g}" in values}
     factors = {}
-    for kind in dict.fromkeys((*(SCALED_KINDS if amaxes else CAST_KINDS), *OUTPUT_GRADIENT_KINDS)):
-        if f"{name}.{kind}.nearest" not in values:
+    for kind, keys in _keys(name, scaled=bool(amaxes)):
+        if keys[-1] not in values:
             continue
         ratios = {}
-        for rounding in Rounding:
+        for rounding, key in zip(Rounding, keys, strict=True):
             closed = closed_form_variance(kind, rounding, mean_square=mean_square, mean_square_amax=amaxes)
-            ratios[str(rounding)] = _mean_error(name, kind, values, mean_square, rounding) / closed if closed else 0.0
+            error = _scaled(values[key], name, kind, values, mean_square)
+            ratios[str(rounding)] = error / closed if closed else 0.0
         factors[kind] = RoundingFactor(**ratios)
     return TensorStatistics(
         elements=elements,

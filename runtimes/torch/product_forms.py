@@ -16,6 +16,7 @@ Axis letters: P independent products, N rows, K contraction, M columns; for conv
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -146,6 +147,11 @@ class MatrixForm:
         return (along_first if operand == "first" else along_second)[granularity]
 
 
+@functools.lru_cache(maxsize=64)
+def _ones(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
 @dataclass(frozen=True, slots=True)
 class ConvolutionForm:
     """A convolution, transposed or not, of a batched ``first``; ``geometry`` is what torch.convolution takes last.
@@ -174,7 +180,7 @@ class ConvolutionForm:
         return torch.convolution(x, weight, None, *self.geometry)
 
     @property
-    def _pointwise(self) -> bool:
+    def pointwise(self) -> bool:
         """Whether every result sees one position: then windows are slices, and nothing has to be convolved."""
         return self.second.shape[2:].numel() == 1 and not self._transposed and not any(self.geometry[1])
 
@@ -193,41 +199,59 @@ class ConvolutionForm:
         """Sums over the channels of each group: (B, C, ...) to (B, groups, ...)."""
         return _split(x, 1, self._groups).sum(2)
 
-    def _by_input_channel(self, b: Tensor) -> Tensor:
-        """Sums over the output channels of each group, one weight per input channel of a group and kernel position."""
-        if self._transposed:
-            return b.sum(1, keepdim=True)
-        return _split(b, 0, self._groups).sum(1)
+    def _groups_of(self, b: Tensor, place: int) -> Tensor:
+        """A dimension, counted from the back, as two: which group, and where in it."""
+        place += b.dim()
+        return _split(b, place, self._groups)
 
-    def _by_output_channel(self, b: Tensor) -> Tensor:
-        """Sums over the input channels of each group."""
+    def by_input_channel(self, b: Tensor) -> Tensor:
+        """Sums over the output channels of each group, one weight per input channel of a group and kernel position.
+
+        Dimensions may stand before those of the weight.
+        """
+        dims = self.second.dim()
         if self._transposed:
-            return _split(b, 0, self._groups).sum(1)
-        return b.sum(1, keepdim=True)
+            return b.sum(1 - dims, keepdim=True)
+        return self._groups_of(b, -dims).sum(-dims)
+
+    def by_output_channel(self, b: Tensor) -> Tensor:
+        """Sums over the input channels of each group; dimensions may stand before those of the weight."""
+        dims = self.second.dim()
+        if self._transposed:
+            return self._groups_of(b, -dims).sum(-dims)
+        return b.sum(1 - dims, keepdim=True)
+
+    def _contraction_shape(self) -> tuple[int, ...]:
+        shape = self.second.shape
+        return (shape[0], 1, *shape[2:]) if self._transposed else (self._groups, *shape[1:])
 
     def first_by_contraction(self, a: Tensor) -> Tensor:
         """For each input channel and kernel position, the sum of the elements that this weight multiplies."""
-        weight = self._by_input_channel(self.second)  # only its shape matters
-        if self._pointwise:
-            return a[self._seen()].sum((0, *range(2, a.dim()))).view(weight.shape)
+        shape = self._contraction_shape()
+        if self.pointwise:
+            return a[self._seen()].sum((0, *range(2, a.dim()))).view(shape)
         x = a.sum(0, keepdim=True)
-        result = torch.ones_like(self._convolve(x, weight))
-        gradient: Tensor = torch.ops.aten.convolution_backward(
-            result, x, weight, None, *self.geometry, [False, True, False]
+        result = _ones((1, self._groups, *self.result_places), a.dtype, a.device)
+        return self._weights_reached(result, x, a.new_empty(shape))
+
+    def _weights_reached(self, result: Tensor, first: Tensor, weight: Tensor) -> Tensor:
+        """What each element of a weight (only its shape matters) is multiplied by, summed over its results."""
+        found: Tensor = torch.ops.aten.convolution_backward(
+            result, first, weight, None, *self.geometry, [False, True, False]
         )[1]
-        return gradient
+        return found
 
     def second_by_contraction(self, b: Tensor) -> Tensor:
         """Sums over output channels, per input channel and kernel position."""
-        return self._by_input_channel(b)
+        return self.by_input_channel(b)
 
     def first_by_row(self, a: Tensor) -> Tensor:
         """Sums over the window of each output position, per sample and group."""
         merged = self._merge_groups(a)
-        return merged[self._seen()] if self._pointwise else self._convolve(merged, self._ones(a))
+        return merged[self._seen()] if self.pointwise else self._convolve(merged, self._ones(a))
 
     def _ones(self, like: Tensor) -> Tensor:
-        return torch.ones((self._groups, 1, *self.second.shape[2:]), dtype=like.dtype, device=like.device)
+        return _ones((self._groups, 1, *self.second.shape[2:]), like.dtype, like.device)
 
     def rows_by_position(self, q: Tensor) -> Tensor:
         """Sums over the output positions whose windows hold each input position: (B, groups, ...) of ``first``.
@@ -235,7 +259,7 @@ class ConvolutionForm:
         The adjoint of ``first_by_row``: T(a, 1, c) = <sums of a over channels, this of ``result_by_row(c)``>.
         """
         shape = (q.shape[0], self._groups, *self.first.shape[2:])
-        if not self._pointwise:
+        if not self.pointwise:
             return self._adjoint(q, q.new_empty(shape), self._ones(q))
         if q.shape == shape:
             return q
@@ -250,9 +274,9 @@ class ConvolutionForm:
         stands for all where they are alike.
         """
         shape = self.first.shape[1:]
-        if self._pointwise and all(step == 1 for step in self.geometry[0]):
+        if self.pointwise and all(step == 1 for step in self.geometry[0]):
             return vector.view(1, shape[0], *(1,) * (len(shape) - 1))
-        result = vector.new_ones((1, self._groups, *self.result_places))
+        result = _ones((1, self._groups, *self.result_places), vector.dtype, vector.device)
         return self._adjoint(result, vector.new_empty((1, *shape)), vector)
 
     def result_by_row(self, c: Tensor) -> Tensor:
@@ -261,10 +285,24 @@ class ConvolutionForm:
 
     def second_by_column(self, b: Tensor) -> Tensor:
         """Sums over those weights that reach each output position from inside the input."""
-        found = self._by_output_channel(b)
-        if self._pointwise:  # the same at every position
-            return found.reshape(1, -1, *(1,) * (b.dim() - 2))
+        return self.columns_by_position(self.by_output_channel(b))
+
+    def columns_by_position(self, found: Tensor) -> Tensor:
+        """The same from the weights' sums ``by_output_channel``."""
+        if self.pointwise:  # the same at every position
+            return found.reshape(1, -1, *(1,) * (found.dim() - 2))
         return self._convolve(self.inside, found)
+
+    def columns_of_weight(self, c: Tensor) -> Tensor:
+        """Sums over the results that a weight reaches: T(1, b, c) = <``by_output_channel(b)``, this of c>.
+
+        The adjoint of ``columns_by_position``, of sums over samples.
+        """
+        shape = self.second.shape
+        found = (self._groups, shape[1], *shape[2:]) if self._transposed else (shape[0], 1, *shape[2:])
+        if self.pointwise:
+            return c.sum((0, *range(2, c.dim()))).view(found)
+        return self._weights_reached(c.sum(0, keepdim=True), self.inside, c.new_empty(found))
 
     def result_by_column(self, c: Tensor) -> Tensor:
         """Sums over samples."""

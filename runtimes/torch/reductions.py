@@ -8,17 +8,39 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from qsync_opt.runtimes.torch.graph_capture import is_capturing
 from qsync_opt.runtimes.torch.product_forms import MatrixForm, ProductForm
 
 _CHUNK = 1 << 19
 """Elements of a large tensor that are looked at together where all of them are."""
+_CHUNK_ON_CARD = 1 << 21
+"""The same where a kernel takes the host longer to launch than the card to run."""
 
 
 def total(x: Tensor) -> Tensor:
     """Sum in FP64; on a card in FP32, pairwise, as PyTorch would first make a copy of twice the size."""
-    if x.is_cuda and x.dtype is torch.float32:
-        return x.sum().double()
-    return x.sum(dtype=torch.float64)
+    return x.sum(dtype=_wide(x))
+
+
+def _on_card(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype is torch.float32
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return x.dtype if _on_card(x) else torch.float64
+
+
+def summed(x: Tensor, dim: int) -> Tensor:
+    """Sums over one dimension, in the precision of ``total``."""
+    return x.sum(dim, dtype=_wide(x))
+
+
+def norm(x: Tensor) -> Tensor:
+    """Root of the sum of squares, which may be squared on the host; large tensors a part at a time."""
+    if _on_card(x):
+        found: Tensor = torch.linalg.vector_norm(x)
+        return found
+    return square_sum(x).sqrt()
 
 
 def square_sum(x: Tensor) -> Tensor:
@@ -32,14 +54,14 @@ def square_sum(x: Tensor) -> Tensor:
 
 
 def mean(x: Tensor) -> Tensor:
-    """Mean in FP64, like ``total``."""
-    if x.is_cuda and x.dtype is torch.float32:
-        return x.mean().double()
-    return x.mean(dtype=torch.float64)
+    """Mean, in the precision of ``total``."""
+    return x.mean(dtype=_wide(x))
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of products in FP64."""
+    """Sum of products, in the precision of ``total``."""
+    if _on_card(a) and a.shape == b.shape and not is_capturing():
+        return torch.dot(a.reshape(-1), b.reshape(-1))
     return total(a * b)
 
 
@@ -57,12 +79,13 @@ def reduced(form: ProductForm, g: Tensor, function: Callable[[Tensor], Tensor]) 
 
     Rows are rows of a matrix, (P, N, M), or samples of a convolution, (B, C, ...).
     """
-    if g.numel() <= _CHUNK:
+    chunk = _CHUNK_ON_CARD if _on_card(g) else _CHUNK
+    if g.numel() <= chunk:
         values = function(g)
         return form.result_by_row(values), form.result_by_column(values)
     dim = 1 if isinstance(form, MatrixForm) else 0
     rows, columns = [], []
-    for part in torch.split(g, max(1, _CHUNK * g.shape[dim] // g.numel()), dim):
+    for part in torch.split(g, max(1, chunk * g.shape[dim] // g.numel()), dim):
         values = function(part)
         rows.append(form.result_by_row(values))
         columns.append(form.result_by_column(values))
@@ -74,8 +97,6 @@ def ratio(whole: Tensor, part: Tensor) -> Tensor:
     return (whole / part).nan_to_num_(1.0, 1.0)
 
 
-def channel_spread(entering: Tensor, output: Tensor) -> Tensor:
-    """Mean over channels of by how much a normalization enlarges their variance."""
-    dims = [dim for dim in range(entering.dim()) if dim != 1]
-    before, after = (x.detach().var(dims, correction=0) for x in (entering, output))
-    return torch.where(before > 0, after / before, 0.0).mean().double()
+def channel_variances(x: Tensor) -> Tensor:
+    """Variance of each channel of (samples, channels, ...)."""
+    return x.detach().var([dim for dim in range(x.dim()) if dim != 1], correction=0)

@@ -37,49 +37,76 @@ class ElementErrors(NamedTuple):
     nearest: Tensor
 
 
-class _Grid(NamedTuple):
-    """A format's grid: mantissa bits, and the least and greatest exponent whose step is still another."""
-
-    mantissa_bits: int
-    least: int
-    greatest: int
-
-
-def _grid(format_name: str) -> _Grid:
-    if format_name == WIDE_FP8:
-        return _Grid(WIDE_FP8_MANTISSA_BITS, WIDE_FP8_SMALLEST_EXPONENT, _LARGEST_EXPONENT)
-    if number_format(format_name).is_integer:
-        return _Grid(0, 0, 0)
-    return _Grid(number_format(format_name).mantissa_bits, smallest_exponent(format_name), _LARGEST_EXPONENT)
+_EXPONENT_BITS = 0x7F800000
+"""Of an FP32 number; what they leave of it is the largest power of two that is not above its magnitude."""
 
 
 class _Stack(NamedTuple):
     """A stack of kinds, as tensors that broadcast against a stack of tensors.
 
-    ``slices`` says by which granularity each kind is scaled (0: by none, else one more than its place in
-    ``Granularity``), ``largest`` onto which number the largest magnitude goes; the others are as in ``_Grid``.
+    ``slices`` says by which granularity each kind is scaled (None: by none), ``largest`` onto which number the largest
+    magnitude goes, ``bits`` two to the minus mantissa bits, ``least`` and ``greatest`` the powers of two between which
+    the step follows the number.
     """
 
-    slices: Tensor
+    slices: tuple[Granularity | None, ...]
+    one: Tensor
     largest: Tensor
-    mantissa_bits: Tensor
+    bits: Tensor
     least: Tensor
     greatest: Tensor
 
 
+def _grid(format_name: str) -> tuple[float, float, float]:
+    if format_name != WIDE_FP8 and number_format(format_name).is_integer:
+        return 1.0, 1.0, 1.0
+    wide = format_name == WIDE_FP8
+    bits = WIDE_FP8_MANTISSA_BITS if wide else number_format(format_name).mantissa_bits
+    least = WIDE_FP8_SMALLEST_EXPONENT if wide else smallest_exponent(format_name)
+    # Steps that are subnormal themselves would be squared to zero anyway.
+    return 2.0**-bits, 2.0 ** max(least, bits - 126), 2.0**_LARGEST_EXPONENT
+
+
 @functools.lru_cache(maxsize=64)
 def _stack(kinds: tuple[str, ...], dims: int, device: torch.device) -> _Stack:
-    slices, largest, grids = [], [], []
+    slices: list[Granularity | None] = []
+    largest, grids = [], []
     for kind in kinds:
         name, _, granularity = kind.partition("/")
-        slices.append(list(Granularity).index(Granularity(granularity)) + 1 if granularity else 0)
-        scaled_to = WIDE_FP8_LARGEST if name == WIDE_FP8 else LARGEST[name] if granularity else 1.0
-        largest.append(scaled_to)
+        slices.append(Granularity(granularity) if granularity else None)
+        largest.append(WIDE_FP8_LARGEST if name == WIDE_FP8 else LARGEST[name] if granularity else 1.0)
         grids.append(_grid(name))
-    shape = (-1, *(1,) * dims)
-    columns = [torch.tensor(column, dtype=torch.int32).view(shape).to(device) for column in zip(*grids, strict=True)]
-    floats = torch.tensor(largest, dtype=torch.float32).view(shape).to(device)
-    return _Stack(torch.tensor(slices, device=device), floats, *columns)
+    columns = torch.tensor([largest, *zip(*grids, strict=True)], dtype=torch.float32)
+    columns = columns.view(4, -1, *(1,) * dims).to(device)
+    return _Stack(tuple(slices), torch.ones((1,) * dims, device=device), *columns)
+
+
+def _broadcast(dims: int, *tensors: Tensor) -> Tensor:
+    """Tensors of so many dimensions or fewer, stacked."""
+    shape = torch.broadcast_shapes((1,) * dims, *(x.shape for x in tensors))  # type: ignore[no-untyped-call]
+    return torch.stack([x.expand(shape) for x in tensors])
+
+
+def paired_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity, Tensor]) -> Tensor:
+    """What ``stacked_errors`` has, as one tensor of shape (2, kinds, *shape of x): stochastic, then nearest."""
+    stack = _stack(kinds, x.dim(), x.device)
+    units: Tensor | None = None
+    values = x
+    if any(stack.slices):
+        # What x is held in before the format's own largest number comes in: 1, or a largest magnitude.
+        amax = [stack.one if g is None else amaxes[g] for g in stack.slices]
+        units = _broadcast(x.dim(), *amax).clamp_(min=_SMALLEST_UNIT)
+        values = (x / units).mul_(stack.largest)
+    binade = torch.bitwise_and(values.view(torch.int32), _EXPONENT_BITS).view(torch.float32)
+    step = torch.clamp(binade, stack.least, stack.greatest).mul_(stack.bits)
+    del binade
+    below = torch.remainder(values, step)  # from the grid point below, up to the step
+    del values
+    above = step.sub_(below)
+    found = below.new_empty((2, *below.shape))
+    torch.mul(below, above, out=found[0])
+    torch.minimum(below, above, out=found[1]).square_()
+    return found if units is None else found.mul_(units.div_(stack.largest).square_())
 
 
 def stacked_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity, Tensor]) -> ElementErrors:
@@ -96,29 +123,7 @@ def stacked_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularit
     Source:
         Ours.
     """
-    stack = _stack(kinds, x.dim(), x.device)
-    factors: Tensor | None = None
-    if amaxes:
-        # Units in which x is held before the format's own largest number comes in: 1, or a largest magnitude.
-        units = x.new_ones((1 + len(Granularity), *x.shape))
-        for place, granularity in enumerate(Granularity, 1):
-            if granularity in amaxes:
-                units[place].copy_(amaxes[granularity])
-        units.clamp_(min=_SMALLEST_UNIT)
-        values = (x / units).index_select(0, stack.slices).mul_(stack.largest)
-        factors = units.index_select(0, stack.slices).div_(stack.largest)
-    else:
-        values = x.expand(len(kinds), *x.shape).contiguous()
-    exponent = torch.frexp(values).exponent.sub_(1)  # |x| in [2**exponent, 2**(exponent + 1))
-    step = torch.pow(2.0, exponent.clamp_(stack.least, stack.greatest).sub_(stack.mantissa_bits))
-    values.div_(step)
-    if factors is not None:
-        step.mul_(factors)
-    step.square_()
-    fraction = values.sub_(values.floor())
-    rest = 1 - fraction
-    nearest = torch.minimum(fraction, rest).square_().mul_(step)
-    return ElementErrors(stochastic=fraction.mul_(rest).mul_(step), nearest=nearest)
+    return ElementErrors(*paired_errors(x, kinds, amaxes))
 
 
 def fixed_point_errors(x: Tensor, amaxes: Sequence[Tensor]) -> Tensor:
@@ -129,11 +134,11 @@ def fixed_point_errors(x: Tensor, amaxes: Sequence[Tensor]) -> Tensor:
         amaxes: Largest magnitude per slice, broadcasting against ``x``, one tensor for each way.
 
     Returns:
-        Shape (ways, *shape of x): what ``stacked_errors`` has for INT8, in a third of the kernels.
+        Shape (ways, *shape of x): what ``stacked_errors`` has for INT8, in half of the kernels.
 
     Source:
         Ours.
     """
-    step = torch.stack([amax.expand(x.shape) for amax in amaxes]).clamp_(min=_SMALLEST_UNIT).div_(LARGEST["INT8"])
+    step = _broadcast(x.dim(), *amaxes).clamp_(min=_SMALLEST_UNIT).div_(LARGEST["INT8"])
     fraction = (x / step).frac_().abs_()
     return torch.addcmul(fraction, fraction, fraction, value=-1).mul_(step.square_())

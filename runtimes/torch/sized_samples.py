@@ -9,26 +9,30 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 _UNITS = 1 << 40
 """Shares are counted in whole numbers, whose running sums do not depend on the order that a card adds in."""
+_TABLE = 1 << 15
+"""Positions of all images up to which a table says which image and where."""
 _EVEN = 0.5
 """Part of the sample that is spread evenly, so that what has no size is looked at too."""
 
 
-def sample_by_size(sizes: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Some places of a vector, the larger its elements the more likely, and with what weight each counts.
+def places_by_size(sizes: Tensor, total: Tensor, count: int) -> Tensor:
+    """Some places of a vector, the larger its elements the more likely.
 
     Args:
         sizes: (N,), not negative.
+        total: Their sum.
         count: How many places, with repetition where one is large enough for several.
 
     Returns:
-        Places (n,), ascending, and weights (n,), so that ``(weights * f[places]).sum()`` estimates ``f.sum()``, exactly
-        if ``count`` is at least N. Waits for nothing.
+        Places (n,), ascending; all of them if ``count`` is at least N; any, where there is no size or none that is
+        finite. Waits for nothing.
 
     Source:
         Systematic sampling with probability proportional to size, W. G. Madow, Annals of Mathematical Statistics 20
@@ -36,12 +40,38 @@ def sample_by_size(sizes: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     number = sizes.numel()
     if count >= number:
-        return torch.arange(number, device=sizes.device), torch.ones_like(sizes)
-    # Nothing has a share if there is nothing, or if it is not finite, which is found and named elsewhere.
-    share = ((1 - _EVEN) * _UNITS / sizes.sum(dtype=torch.float64) * sizes).nan_to_num_(0.0, 0.0, 0.0)
-    units = share.add_(_EVEN * _UNITS / number).to(torch.int64)
-    places = torch.searchsorted(units.cumsum(0), _middles(count, sizes.device), right=True).clamp_(max=number - 1)
-    return places, (_UNITS / count) / units[places]
+        return torch.arange(number, device=sizes.device)
+    even = _constant(_EVEN * _UNITS / number, sizes.dtype, sizes.device)
+    ends = torch.addcdiv(even, sizes, total, value=(1 - _EVEN) * _UNITS).cumsum(0, dtype=torch.int64)
+    # Without the last end no place is beyond the vector, whatever sizes are: what is not finite is named elsewhere.
+    return torch.searchsorted(ends[:-1], _middles(count, sizes.device), right=True)
+
+
+def weights_by_size(sizes: Tensor, total: Tensor, number: int | Tensor, count: int) -> Tensor:
+    """With what weight each place counts: ``(weights * f[places]).sum()`` estimates ``f.sum()``.
+
+    Args:
+        sizes: Those of the places that were found.
+        total: As above; broadcasting against ``sizes``.
+        number: How many places there are in all; as a tensor, it broadcasts and is more than ``count``.
+        count: How many were asked for.
+    """
+    if not isinstance(number, Tensor) and count >= number:
+        return torch.ones_like(sizes)
+    share = (sizes / total).nan_to_num_(0.0, 0.0, 0.0)
+    return share.mul_((1 - _EVEN) * count).add_(_EVEN * count / number).reciprocal_()
+
+
+def sample_by_size(sizes: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Some places of a vector, the larger its elements the more likely, and with what weight each counts."""
+    total = sizes.sum()
+    places = places_by_size(sizes, total, count)
+    return places, weights_by_size(sizes[places], total, sizes.numel(), count)
+
+
+@functools.lru_cache(maxsize=256)
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -52,11 +82,10 @@ def _middles(count: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Some positions of images: which image, where in it, and with what weight."""
+    """Some positions of images: which image, and where in it."""
 
     images: Tensor
     places: Tensor
-    weights: Tensor
 
     def of(self, x: Tensor) -> Tensor:
         """What stands there: (images, channels, ...) to (positions, channels); one image or place stands for all."""
@@ -74,31 +103,69 @@ def even_positions(x: Tensor, count: int) -> Positions:
     step = max(1, total // max(1, count))
     while math.gcd(step, total) > 1 and step > 1:  # no distance that rows or images repeat at
         step += 1
-    found = torch.arange(0, total, step, device=x.device)
-    weights = torch.full(found.shape, total / found.numel(), dtype=x.dtype, device=x.device)
-    return Positions(found // places, found % places, weights)
+    return _every(total, step, places, x.device)
 
 
-def positions_by_size(sizes: Tensor, count: int) -> Positions:
+@functools.lru_cache(maxsize=64)
+def _every(total: int, step: int, places: int, device: torch.device) -> Positions:
+    found = torch.arange(0, total, step, device=device)
+    return Positions(found // places, found % places)
+
+
+class SizedPositions(NamedTuple):
+    """Positions by size: of ``number`` those that were ``asked`` for; ``found`` counts through all images."""
+
+    positions: Positions
+    found: Tensor
+    total: Tensor
+    number: int
+    asked: int
+
+
+def positions_by_size(sizes: Tensor, count: int) -> SizedPositions:
     """``count`` positions of images, the larger ``sizes`` (images, groups, ...) there, the more likely."""
-    by_place = sizes.sum(1).flatten(1)
-    found, weights = sample_by_size(by_place.reshape(-1), max(1, count))
-    return Positions(found // by_place.shape[1], found % by_place.shape[1], weights)
+    by_place = (sizes if sizes.shape[1] == 1 else sizes.sum(1)).reshape(-1)
+    total, number, count = by_place.sum(), by_place.numel(), max(1, count)
+    found, places = places_by_size(by_place, total, count), sizes.shape[2:].numel()
+    if number <= _TABLE:
+        positions = Positions(*_images_and_places(number, places, sizes.device)[:, found].unbind())
+    else:
+        positions = Positions(found // places, found % places)
+    return SizedPositions(positions, found, total, number, count)
 
 
-def blocks_by_size(x: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
-    """About ``limit`` elements of a tensor in short runs, the larger their squares, the more likely.
+@functools.lru_cache(maxsize=32)
+def _images_and_places(number: int, places: int, device: torch.device) -> Tensor:
+    """Which image, and where in it, (2, number)."""
+    every = torch.arange(number, device=device)
+    return torch.stack([every // places, every % places])
 
-    Returns:
-        Runs (n, length); weights (n,) with which ``(weights * f(runs).mean(1)).mean()`` estimates the mean of ``f``;
-        and the sums of squares of all runs of the tensor.
+
+class SizedRuns(NamedTuple):
+    """Short runs of a tensor's elements (n, length), of ``number`` those that were ``asked`` for.
+
+    They were chosen by their squares, whose sum over all runs is ``total``: ``(weights * f(runs).sum(1)).sum()``
+    estimates the sum of ``f`` over all elements.
     """
+
+    runs: Tensor
+    total: Tensor
+    number: int
+    asked: int
+
+    def weights(self) -> Tensor:
+        """What each run counts."""
+        return weights_by_size(self.runs.square().sum(1), self.total, self.number, self.asked)
+
+
+def runs_by_size(x: Tensor, limit: int) -> SizedRuns:
+    """About ``limit`` elements of a tensor in short runs, the larger their squares, the more likely."""
     if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
         x = x.permute(0, 2, 3, 1)
     length = math.gcd(x.numel(), 32)
     runs = x.reshape(-1, length)
     # As norms: one pass without a copy of squares.
-    sizes = torch.linalg.vector_norm(runs, dim=1).square()
-    places, weights = sample_by_size(sizes, max(1, limit // length))
-    share = places.numel() / runs.shape[0]
-    return runs[places], weights * share, sizes
+    sizes = torch.linalg.vector_norm(runs, dim=1).square_()
+    total, count = sizes.sum(), max(1, limit // length)
+    places = places_by_size(sizes, total, count)
+    return SizedRuns(runs[places], total, runs.shape[0], count)

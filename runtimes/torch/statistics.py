@@ -25,8 +25,9 @@ from qsync_opt.runtimes.torch.loss_curvature import loss_curvature
 from qsync_opt.runtimes.torch.operator_batch import finish_batch
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
-from qsync_opt.runtimes.torch.reductions import channel_spread, square_sum
+from qsync_opt.runtimes.torch.reductions import channel_variances
 from qsync_opt.runtimes.torch.replays import Replays
+from qsync_opt.runtimes.torch.signal_numbers import Norms, SignalTensors, signals_on_host
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.statistics import (
     GRADIENTS,
@@ -85,7 +86,8 @@ class _Collector:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._sample, self._replays, self._loss_scale = sample, replays, loss_scale
         self.records: dict[str, list[OperatorRecord]] = {}
-        self.signals: dict[str, list[tuple[int, Tensor]]] = {}
+        self.signals: dict[str, list[SignalTensors]] = {}
+        self._norms = Norms()
 
     def __call__(self, call: OperatorCall) -> Any:
         if call.op_type not in ADJUSTABLE:
@@ -103,15 +105,17 @@ class _Collector:
             parameters=(*lead, *(self._parameter(slot.tensor) for slot in slots)),
             replays=self._replays,
             loss_scale=self._loss_scale,
+            differentiated=torch.is_grad_enabled(),
         )
-        gradients = GRADIENTS[len(lead) :]
-        taps = [_tap(record, name, slot.tensor) for name, slot in zip(gradients, slots, strict=False)]
+        taps = [_tap(record, name, slot.tensor) for name, slot in zip(GRADIENTS[len(lead) :], slots, strict=False)]
         args, kwargs = replace_operands(call.args, call.kwargs, slots, taps)
         with torch.no_grad():
+            if call.op_type.startswith("conv"):
+                record.put("first.norm", self._norms.of(slots[0].tensor))
             _measure_operands(record, call, args, kwargs, taps)
         output = call.run(*args, **kwargs)
         with torch.no_grad():
-            record.output(_full(output))
+            record.plain("output", _full(output), self._norms.of(output))
         if output.requires_grad:
             output.register_hook(functools.partial(_on_gradient, record, "output_gradient"))
         self.records.setdefault(call.name, []).append(record)
@@ -126,11 +130,12 @@ class _Collector:
         output = call.run()
         entering = next((x for x in (*call.args, *call.kwargs.values()) if _is_floating(x)), None)
         if entering is not None and _is_floating(output) and output.numel() > 0:
-            seen = [square_sum(_full(x)) for x in (entering, output)]
-            is_loss = output.numel() == 1 and output.requires_grad and entering.numel() > 1
-            seen.append(loss_curvature(call, _full(entering)) if is_loss else torch.zeros_like(seen[0]))
-            seen.append(channel_spread(entering, output) if call.op_type == "batch_norm" else torch.ones_like(seen[0]))
-            self.signals.setdefault(call.name, []).append((output.numel(), torch.stack(seen)))
+            seen = {"entering": self._norms.of(entering), "leaving": self._norms.of(output)}
+            if output.numel() == 1 and output.requires_grad and entering.numel() > 1:
+                seen["curvature"] = loss_curvature(call, _full(entering))
+            if call.op_type == "batch_norm":
+                seen |= {"before": channel_variances(entering), "after": channel_variances(output)}
+            self.signals.setdefault(call.name, []).append((output.numel(), seen))
         return output
 
 
@@ -244,19 +249,17 @@ def _finish_batch(
     for name, records in collector.records.items():
         calls = [next(finished) for _ in records]
         merged = calls[0] if len(calls) == 1 else merge_operators(calls, [1] * len(calls), calls=len(calls))
-        operators.append(
-            dataclasses.replace(
-                merged,
-                gains=plain.gains.get(name, {}),
-                adaptive_gains=adaptive.gains.get(name, {}),
-                curvatures=curvatures.get(name, {}),
-            )
-        )
+        probed: dict[str, Any] = {
+            "gains": plain.gains.get(name, {}),
+            "adaptive_gains": adaptive.gains.get(name, {}),
+            "curvatures": curvatures.get(name, {}),
+        }
+        operators.append(dataclasses.replace(merged, **probed) if any(probed.values()) else merged)
     signals = {}
-    for name, seen in collector.signals.items():
-        entering, leaving, curvature, spread = torch.stack([values for _, values in seen]).mean(0).tolist()
+    for name, (elements, seen) in signals_on_host(collector.signals).items():
+        entering, leaving, curvature, spread = (sum(values) / len(seen) for values in zip(*seen, strict=True))
         signals[name] = Signal(
-            elements=seen[0][0],
+            elements=elements,
             input_square_sum=entering,
             output_square_sum=leaving,
             curvature=curvature,

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextlib.contextmanager
@@ -16,11 +16,10 @@ def model_unchanged(model: nn.Module) -> Iterator[None]:
     A buffer gets back its tensor as well as its values: a forward pass may write to it or assign another one.
     """
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
+    buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    held = [buffer.detach() for *_, buffer in buffers if buffer is not None]
+    values = [torch.empty_like(buffer) for buffer in held]
+    _copy(values, held)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     with torch.random.fork_rng(devices=sorted(devices, key=lambda d: d.index or 0)):
         try:
@@ -31,7 +30,12 @@ def model_unchanged(model: nn.Module) -> Iterator[None]:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             with torch.no_grad():
-                for module, name, buffer, values in buffers:
+                for module, name, buffer in buffers:
                     module._buffers[name] = buffer
-                    if buffer is not None and values is not None:
-                        buffer.copy_(values)
+                _copy(held, values)
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Many small tensors in few kernels."""
+    if targets:
+        torch._foreach_copy_(targets, sources)

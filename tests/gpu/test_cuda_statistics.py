@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qsync_opt.precision import formats_for
 from qsync_opt.runtimes.torch import replays
 from qsync_opt.runtimes.torch.statistics import collect_statistics
 from qsync_opt.statistics_file import statistics_to_json
+from qsync_opt.variances import NoiseOptions, variances
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -44,6 +46,23 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy((x @ self.table.weight.T).flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+class Convolutions(nn.Module):
+    """Windows and single positions, with and without steps and groups; several of one shape, and one transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.last = nn.Conv2d(3, 16, 3, padding=1, stride=2), nn.Conv2d(16, 16, 1, stride=2)
+        self.one = nn.ModuleList(nn.Conv2d(16, 16, 1, bias=False) for _ in range(3))
+        self.three = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1, groups=groups) for groups in (1, 1, 4))
+        self.up, self.norm = nn.ConvTranspose2d(16, 8, 2, stride=2), nn.BatchNorm2d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x)).relu()
+        for one, three in zip(self.one, self.three, strict=True):
+            x = x + three(one(x).relu())
+        return self.up(self.last(x).relu()).square().mean()
 
 
 def _numbers(value: object, path: str = "") -> dict[str, float]:
@@ -86,3 +105,22 @@ def test_statistics_on_a_card_are_those_of_a_cpu():
         assert ours.output.square_sum == pytest.approx(theirs.output.square_sum, rel=1e-4)
         assert ours.output_gradient.square_sum == pytest.approx(theirs.output_gradient.square_sum, rel=1e-3)
         assert dict(ours.alignment) == pytest.approx(dict(theirs.alignment), rel=0.02)
+
+
+@pytest.mark.parametrize("sample", [1 << 17, 1 << 12])
+def test_convolutions_on_a_card_are_those_of_a_cpu(sample):
+    torch.manual_seed(0)
+    model, x = Convolutions(), torch.randn(16, 3, 24, 24) * torch.rand(16, 1, 1, 1)
+    on_cpu = collect_statistics(model, [(x,)], sample_elements=sample)
+    on_card = collect_statistics(model.to(CUDA), [(x.to(CUDA),)], sample_elements=sample)
+    formats = formats_for(("FP32", "INT8", "FP8", "BF16"), "BF16")
+    for ours, theirs in zip(on_card.operators, on_cpu.operators, strict=True):
+        assert dict(ours.nearest) == pytest.approx(dict(theirs.nearest), rel=0.05)
+        for precision in ("INT8", "FP8", "BF16"):
+            backward = "half" if precision == "BF16" or "transpose" in ours.op_type else "eight"
+            options = NoiseOptions(activation_granularity="row", backward=backward)
+            found, expected = (variances(s, precision, formats[precision], options) for s in (ours, theirs))
+            for name in ("output", "first_gradient", "second_gradient"):
+                if getattr(expected, name) is not None:
+                    ratio = getattr(found, name).total / getattr(expected, name).total
+                    assert ratio == pytest.approx(1, abs=0.03), (ours.name, precision, name)

@@ -9,9 +9,9 @@ from qsync_opt.rounding import Granularity
 from qsync_opt.runtimes.torch.rounding_error import fixed_point_errors, stacked_errors
 from qsync_opt.runtimes.torch.sized_samples import (
     Positions,
-    blocks_by_size,
     even_positions,
     positions_by_size,
+    runs_by_size,
     sample_by_size,
 )
 from qsync_opt.runtimes.torch.statistics import collect_statistics
@@ -63,12 +63,12 @@ def test_positions_are_of_all_images_and_channels():
     x = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5)
     found = even_positions(x, 7)
     assert torch.equal(found.of(x), x.permute(0, 2, 3, 1).reshape(-1, 3)[found.images * 20 + found.places])
-    assert float(found.weights.sum()) == pytest.approx(40)
+    assert len(found.places) == 6  # every seventh of 40
     sizes = torch.zeros(2, 1, 4, 5)
     sizes[1, 0, 2, 3] = 1.0
     aimed = positions_by_size(sizes, 10)
-    assert ((aimed.images == 1) & (aimed.places == 13)).sum() >= 5
-    one = Positions(torch.tensor([1, 0]), torch.tensor([13, 2]), torch.ones(2))
+    assert ((aimed.positions.images == 1) & (aimed.positions.places == 13)).sum() >= 5
+    one = Positions(torch.tensor([1, 0]), torch.tensor([13, 2]))
     assert torch.equal(one.of(x[:1]), torch.stack([x[0, :, 2, 3], x[0, :, 0, 2]]))
     assert torch.equal(one.of(x[:1, :, :1, :1]), x[0, :, 0, 0].expand(2, 3))
 
@@ -77,12 +77,13 @@ def test_positions_are_of_all_images_and_channels():
 @pytest.mark.parametrize("shape", [(4, 32, 8, 8), (3, 5, 7, 9)])
 def test_runs_stand_for_the_tensor(layout, shape):
     x = (heavy(*shape) * torch.randn(shape).sign()).to(memory_format=layout)
-    runs, weights, squares = blocks_by_size(x, x.numel() // 4)
-    assert float(squares.sum()) == pytest.approx(float(x.square().sum()), rel=1e-5)
-    assert float((weights * runs.square().mean(1)).mean()) == pytest.approx(float(x.square().mean()), rel=0.05)
-    whole, ones, _ = blocks_by_size(x, x.numel())
-    assert float(whole.square().sum()) == pytest.approx(float(x.square().sum()), rel=1e-5)
-    assert (ones == 1).all()
+    found = runs_by_size(x, x.numel() // 4)
+    weights = found.weights()
+    assert float(found.total) == pytest.approx(float(x.square().sum()), rel=1e-5)
+    assert float((weights * found.runs.square().sum(1)).sum()) == pytest.approx(float(x.square().sum()), rel=0.05)
+    whole = runs_by_size(x, x.numel())
+    assert float(whole.runs.square().sum()) == pytest.approx(float(x.square().sum()), rel=1e-5)
+    assert (whole.weights() == 1).all()
 
 
 def test_fixed_point_errors_are_those_of_the_stack():
