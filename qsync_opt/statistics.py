@@ -334,6 +334,7 @@ class Signal:
     from input to output if noise is spread evenly over channels whose variances differ. ``flips`` (of rectifiers that
     were probed, else empty): variance of the gradient by elements that noise pushes over zero, at the noise-to-signal
     ratios of ``FLIP_RATIOS`` at its input; ``adaptive_flips`` likewise, in the unit of the adaptive gains.
+    ``noise_ratio`` (of the same, else 0): the ratio there when all products round their operands to INT8.
     """
 
     elements: int
@@ -343,10 +344,11 @@ class Signal:
     noise_weight: float = 1.0
     flips: tuple[float, ...] = ()
     adaptive_flips: tuple[float, ...] = ()
+    noise_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         _whole(self.elements, "elements", 1)
-        for name in ("input_square_sum", "output_square_sum", "curvature", "noise_weight"):
+        for name in ("input_square_sum", "output_square_sum", "curvature", "noise_weight", "noise_ratio"):
             _finite(getattr(self, name), name)
         for name in ("flips", "adaptive_flips"):
             if len(values := getattr(self, name)) not in (0, len(FLIP_RATIOS)):

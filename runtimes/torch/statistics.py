@@ -263,6 +263,7 @@ def _finish_batch(
             noise_weight=spread * entering / leaving if leaving and spread != 1.0 else 1.0,
             flips=plain.flips.get(name, ()),
             adaptive_flips=adaptive.flips.get(name, ()),
+            noise_ratio=plain.noise.get(name) or adaptive.noise.get(name, 0.0),
         )
     return ModelStatistics(
         batches=1,
@@ -363,7 +364,7 @@ def collect_statistics(
             silent |= {
                 name: None for name, records in collector.records.items() if all(r.lacks_gradient for r in records)
             }
-            plain = adaptive = Probed({}, {})
+            plain = adaptive = Probed({}, {}, {})
             if probes:
                 plain = probe_gains(
                     model, functools.partial(run, model, batch), graph=graph, probes=probes, seed=number
