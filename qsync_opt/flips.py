@@ -9,6 +9,13 @@ of a_li r_i)``, which is less than the sum over its operators.
 The shares come from a sweep over the graph, which knows nothing of how channels differ. What arrives from all operators
 together was measured where the rectifier was probed (``Signal.noise_ratio``), with INT8 operands: the shares of
 each rectifier are scaled so that they come to that.
+
+Noise of zero mean also *shifts* the gradient: rectified noise is positive in the mean, everywhere, so that flips go one
+way more often than the other, and deviations that have a mean add up before they are squared. The squared shift was
+measured with all products in INT8 (``ModelStatistics.shift``, without that of independent flips, which ``F_l`` holds).
+To lowest order the shift itself goes with the noise's energy: a plan moves the gradient by the share w of that, hence
+adds ``w^2`` of its square, where w is the mean over rectifiers, weighted by ``F_l``, of the energy that arrives under
+the plan over that under uniform INT8. An operator alone adds next to nothing in this way.
 """
 
 from __future__ import annotations
@@ -71,6 +78,7 @@ class Flips:
             transfers = Propagation(graph, statistics).transfers(self._names)
             self._arriving = np.stack([transfers[operator.inputs[0]] for operator in known])
             self._scale([statistics.signals[operator.name].noise_ratio for operator in known])
+        self._uniform = [statistics.signals[operator.name].noise_ratio for operator in known]
 
     def _scale(self, measured: Sequence[float]) -> None:
         """Make what arrives from all products in INT8 what was measured, where it was (and is not 0)."""
@@ -93,6 +101,20 @@ class Flips:
         """
         ratios = self._ratios(output_variances)
         return sum(flipped_variance(known, ratio) for known, ratio in zip(self._measured, ratios, strict=True))
+
+    def shift(self, output_variances: Mapping[str, float]) -> float:
+        """Squared norm by which the gradient's mean moves when these operators are noisy together.
+
+        Args:
+            output_variances: As for ``variance``.
+        """
+        found = list(zip(self._measured, self._uniform, self._ratios(output_variances), strict=True))
+        added = [flipped_variance(known, uniform) for known, uniform, _ in found]
+        if self._statistics.shift <= 0 or sum(added) <= 0:
+            return 0.0
+        shares = [ratio / uniform if uniform > 0 else 0.0 for _, uniform, ratio in found]
+        share = sum(f * s for f, s in zip(added, shares, strict=True)) / sum(added)
+        return self._statistics.shift * share**2
 
     def _ratios(self, output_variances: Mapping[str, float]) -> list[float]:
         """Noise-to-signal ratio that arrives at each rectifier."""

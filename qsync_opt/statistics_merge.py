@@ -254,4 +254,5 @@ def merge_statistics(parts: Sequence[ModelStatistics]) -> ModelStatistics:
         },
         model_fingerprint=head.model_fingerprint,
         gradient_noise=_merge_noise(parts),
+        shift=_mean([part.shift for part in parts], weights),
     )

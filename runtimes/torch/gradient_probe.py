@@ -10,7 +10,7 @@ The derivative of a rectifier jumps where its input crosses zero, which no deriv
 what small noise mostly does in a network of them. The mask by which a rectifier multiplies its gradient is therefore a
 tensor of its own: the square of its J^T u, element by element, times the chance that normal noise of some size pushes
 that element over zero, is the variance that the flips of this rectifier add (`Probed.flips`). Noise is spread over
-the elements as it was seen to arrive there (`arriving_noise`). Ties of max-pooling are not treated so: in a ResNet-50
+the elements as it was seen to arrive there (`noisy_passes`). Ties of max-pooling are not treated so: in a ResNet-50
 they change nothing that could be measured.
 """
 
@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from qsync_opt.errors import ModelError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.rounding import Granularity
-from qsync_opt.runtimes.torch.arriving_noise import RECTIFIERS, Arriving, arriving_noise
+from qsync_opt.runtimes.torch.arriving_noise import RECTIFIERS, Arriving, Seen, noisy_passes
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.random_signs import RandomSigns
@@ -46,12 +46,14 @@ FORWARD_TENSORS = (*OPERANDS, "output")
 class Probed(NamedTuple):
     """Gains per operator and tensor; per rectifier, what its flips add at the ratios of ``FLIP_RATIOS``.
 
-    ``noise`` is the noise-to-signal ratio at the input of each rectifier when all products round operands to INT8.
+    ``noise`` is the noise-to-signal ratio at the input of each rectifier when all products round operands to INT8, and
+    ``shift`` the squared norm by which the mean gradient moves then, beyond what independent flips move it.
     """
 
     gains: dict[str, dict[str, Gain]]
     flips: dict[str, tuple[float, ...]]
     noise: Mapping[str, float]
+    shift: float = 0.0
 
 
 class _MaskedRectifier(torch.autograd.Function):
@@ -85,6 +87,8 @@ class Tapper:
         self._wanted = wanted
         self._gradients = gradients
         self._spread = {name: list(found.spread) for name, found in (arriving or {}).items()}
+        self.ratios = {name: found.ratio for name, found in (arriving or {}).items()}
+        """Noise-to-signal ratio at rectifiers when all products round."""
         self.open = True
         self.rectified: dict[int, Tensor] = {}
         """Distance of every element from zero, over the size of noise as strong as the signal, by its mask's id."""
@@ -150,6 +154,11 @@ def _distance(z: Tensor, spread: Tensor | None) -> Tensor:
         return z.abs().div_(strength.sqrt().clamp(min=tiny))
     size = (spread * (strength / spread.mean().clamp(min=tiny))).sqrt()
     return z.abs().div_(size).nan_to_num_(math.inf, math.inf)
+
+
+def _chance(distance: Tensor, ratio: float) -> Tensor:
+    """That normal noise pushes an element over zero."""
+    return torch.special.ndtr(distance / -math.sqrt(ratio)) if ratio > 0 else torch.zeros_like(distance)
 
 
 @contextlib.contextmanager
@@ -247,8 +256,9 @@ def _squares(
                 squares = derivative.square()
                 if tensor == _MASK:
                     distance = tapper.rectified[id(tap)]
-                    chances = [torch.special.ndtr(distance / -math.sqrt(ratio)) for ratio in FLIP_RATIOS]
+                    chances = [_chance(distance, ratio) for ratio in FLIP_RATIOS]
                     sums = [total(squares * chance) for chance in chances]
+                    sums.append(total(squares * _chance(distance, tapper.ratios.get(name, 0.0)).square_()))
                 else:
                     sums = [_weighted(squares, shape) for shape in _noise_shapes(tensor, tap.detach())]
                 found = torch.stack(sums) / probes
@@ -300,12 +310,14 @@ def probe_gains(
     gains: dict[str, dict[str, Gain]] = {}
     flips: dict[str, tuple[float, ...]] = {}
     rectified = graph is None or any(operator.op_type in RECTIFIERS for operator in graph)
-    arriving = arriving_noise(model, loss_of, wanted) if rectified else {}
-    tapper = Tapper(wanted, arriving=arriving)
+    seen = noisy_passes(model, loss_of, wanted) if rectified else Seen({}, 0.0)
+    tapper, shift = Tapper(wanted, arriving=seen.arriving), seen.shift
     for (name, tensor), values in _squares(loss_of, model, tapper, probes, seed, adaptive).items():
         if tensor == _MASK:
-            flips[name] = tuple(values.tolist())
+            *flipped, squared_means = values.tolist()
+            flips[name] = tuple(flipped)
+            shift -= squared_means  # flips that are independent move the mean too: by -P or P at an element
         else:
             uniform, floating = values.tolist()
             gains.setdefault(name, {})[tensor] = Gain(uniform=uniform, floating=floating)
-    return Probed(gains, flips, {name: found.ratio for name, found in arriving.items()})
+    return Probed(gains, flips, tapper.ratios, max(0.0, shift))

@@ -270,6 +270,7 @@ def _finish_batch(
         operators=tuple(operators),
         signals=signals,
         model_fingerprint=None if graph is None else graph.fingerprint(),
+        shift=plain.shift,
     )
 
 
