@@ -291,17 +291,13 @@ class OperatorStatistics:
                     f"allowed are {', '.join(CAST_FORMATS)}"
                 )
         for key, value in self.nearest.items():
-            what = f"operator {self.name!r}: error of the weight gradient in"
+            what, allowed = f"operator {self.name!r}: error of the weight gradient in", ", ".join(CAST_FORMATS)
             if key not in CAST_FORMATS:
-                raise ProblemError(f"{what} unknown format {key!r}: allowed are {', '.join(CAST_FORMATS)}")
+                raise ProblemError(f"{what} unknown format {key!r}: allowed are {allowed}")
             _finite(value, f"{what} {key}")
         check_loss_scale(self.loss_scale, f"operator {self.name!r}: loss_scale")
         found: Mapping[str, object]
-        for what, found in (
-            ("gain", self.gains),
-            ("gain", self.adaptive_gains),
-            ("curvature", self.curvatures),
-        ):
+        for what, found in (("gain", self.gains), ("gain", self.adaptive_gains), ("curvature", self.curvatures)):
             for key in found:
                 if key not in TENSORS:
                     raise ProblemError(
@@ -360,9 +356,9 @@ class ModelStatistics:
     """Statistics of a whole model over ``batches`` batches.
 
     ``model_fingerprint`` is the graph's, or None if none was given. ``signals`` holds what was seen around other
-    operators; it shows how strong residual streams are. ``gradient_noise`` is None if fewer than two batches were seen
-    by one rank. ``shift`` (of probed models with rectifiers, else 0): squared norm by which the mean gradient moves when
-    all products round operands to INT8, beyond what independent flips of rectifiers move it.
+    operators; it shows how strong residual streams are. ``gradient_noise`` is None if fewer than two batches were seen.
+    ``shift`` (of probed models with rectifiers, else 0): squared norm by which the mean gradient moves when products
+    round operands to INT8, beyond what independent flips of rectifiers move it.
     """
 
     batches: int
