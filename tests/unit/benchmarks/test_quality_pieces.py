@@ -5,6 +5,7 @@ import math
 import random
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -285,7 +286,7 @@ def test_frozen_rectifiers_pass_what_they_passed_before():
 
 
 def test_shift_and_frozen_part_of_what_a_plan_adds():
-    from noisy import added_parts, exact_gradient
+    from noisy import added_parts, added_variance, exact_gradient
 
     from qsync_opt.runtimes.torch.apply import ApplyOptions
     from qsync_opt.runtimes.torch.capture import capture
@@ -296,14 +297,18 @@ def test_shift_and_frozen_part_of_what_a_plan_adds():
             self.a, self.b, self.function = torch.nn.Linear(16, 64), torch.nn.Linear(64, 1), function
 
         def forward(self, x):
-            return self.b(self.function(self.a(x))).square().mean()
+            return self.b(self.function(self.a(x))).mean()
 
     torch.manual_seed(0)
-    model, batch = Net(torch.relu), (torch.randn(256, 16),)
+    model, batch = Net(torch.relu), (torch.rand(256, 16),)
+    for parameter in model.parameters():
+        parameter.detach().abs_()  # everything is positive: nothing flips, all is linear
     graph, exact = capture(model, batch), exact_gradient(model, batch)
     plan = {"a/linear": "INT8", "b/linear": "FP32"}
     found = added_parts(model, batch, exact, plan, graph, ApplyOptions(), 24)
-    assert abs(found["shift"]) < 0.3 * found["frozen"]  # unbiased noise, few flips: hardly any shift
+    whole = fmean(added_variance(model, batch, exact, plan, graph, ApplyOptions(), 24))
+    assert found["frozen"] == pytest.approx(whole, rel=0.2)
+    assert abs(found["shift"]) < 0.3 * whole
     smooth = Net(torch.tanh)
     exact = exact_gradient(smooth, batch)
     assert added_parts(smooth, batch, exact, {}, capture(smooth, batch), ApplyOptions(), 2) == {}
