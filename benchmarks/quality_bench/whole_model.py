@@ -22,7 +22,7 @@ from qsync_opt.kernels import ops
 from qsync_opt.runtimes.torch.apply import ApplyOptions
 from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.capture import capture
-from qsync_opt.runtimes.torch.statistics import collect_statistics
+from qsync_opt.runtimes.torch.statistics import collect_statistics, full_precision
 from qsync_opt.sensitivity_table import SensitivityTable
 from qsync_opt.statistics import ModelStatistics
 from qsync_opt.whole_plan import plan_variance
@@ -34,7 +34,7 @@ SUM = "probed, sum"
 """The plain sum of sensitivities, which counts flips of rectifiers operator by operator."""
 OTHERS = "probed, other batches"
 WIDENED = "uniform BF16, additions between operators in FP32"
-TRAINED = {"gpt": 300, "bert": 60, "resnet50": 60}
+TRAINED = {"gpt": 300, "bert": 60, "resnet50": 60, "resnet50-adamw": 1000}
 """Steps before anything is measured."""
 
 
@@ -88,7 +88,7 @@ def parts(graph: OpGraph, found: ModelStatistics, table: SensitivityTable, plan:
 def section(
     device: torch.device, scale: str, clock: Clock, subjects: Sequence[str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """One record per model; by default of all three."""
+    """One record per model; by default of all."""
     subjects = subjects or tuple(TRAINED)
     for position, name in enumerate(subjects):
         share = Clock(clock.left() / (len(subjects) - position))
@@ -108,6 +108,8 @@ def section(
         }
         _log(name, "probed")
         exact, options = exact_gradient(model, batch), ApplyOptions()
+        with full_precision(), torch.no_grad():
+            loss = float(model(*batch))
         plans = {f"mixed {i}": plan for i, plan in enumerate(mixed_plans(graph, device, 2 if scale == "tiny" else 8))}
         plans |= {f"uniform {p}": _uniform(graph, p, device) for p in PRECISIONS[:3] if p in formats}
         plans[WIDENED] = plans["uniform BF16"]
@@ -150,6 +152,8 @@ def section(
             {
                 "model": subject.name,
                 "what": subject.what,
+                "trained_steps": 3 if scale == "tiny" else TRAINED[name],
+                "loss": loss,
                 "gradient_noise": None if noise is None else noise.variance,
                 "plans": rows,
                 "ranks": {

@@ -69,21 +69,24 @@ class _Watch:
         self.spread: dict[str, list[Tensor]] = {}
         self.noise: dict[str, list[Tensor]] = {}
         self._met: dict[str, int] = {}
-        self._products = 0
+        self._seeds: dict[str, int] = {}
+        self.recomputing: Callable[[], bool] = lambda: False
 
     def begin(self, draw: int) -> None:
         """A new pass; -1 is the one without noise."""
-        self.draw, self._met, self._products = draw, {}, 0
+        self.draw, self._met = draw, {}
 
     def __call__(self, call: OperatorCall) -> Any:
         if call.op_type in RECTIFIERS:
+            if self.recomputing():  # by activation checkpointing: the same numbers again
+                return call.run()
             self._compare(call.name, call.args[0] if call.args else call.kwargs["input"])
             return call.run()
         if self.draw < 0 or call.op_type not in BILINEAR or not (self._wanted is None or call.name in self._wanted):
             return call.run()
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
-        options = KernelOptions(seed=self._products, offset=self.draw)
-        self._products += 1
+        seed = self._seeds.setdefault(call.name, len(self._seeds))  # by name: a recomputation rounds alike
+        options = KernelOptions(seed=seed, offset=self.draw)
         rounded = []
         for stream, slot in enumerate(slots):
             dims = _weight_slices(call.op_type, slot.tensor) if stream == 1 else None
@@ -171,6 +174,7 @@ def noisy_passes(model: nn.Module, loss_of: Callable[[], Tensor], wanted: frozen
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     parameters = [p for p in model.parameters() if p.requires_grad]
     interception = Interception(model, watch, kinds=RECTIFIERS)
+    watch.recomputing = lambda: interception.recomputing
     try:
         for draw in range(-1, PASSES):
             watch.begin(draw)

@@ -140,7 +140,8 @@ class Tapper:
         self.rectified[id(mask)] = distance
         self.taps.append((call.name, _MASK, mask))
         result: Tensor = _MaskedRectifier.apply(z, mask)  # type: ignore[no-untyped-call]
-        return z.copy_(result) if call.op_type == "relu_" else result
+        written = call.op_type == "relu_" or call.kwargs.get("inplace") or True in call.args[1:2]
+        return z.copy_(result) if written else result
 
 
 def _distance(z: Tensor, spread: Tensor | None) -> Tensor:
@@ -150,7 +151,7 @@ def _distance(z: Tensor, spread: Tensor | None) -> Tensor:
     """
     tiny = torch.finfo(z.dtype).tiny
     strength = z.square().mean()
-    if spread is None or spread.shape[1:2] not in (z.shape[1:2], (1,)):
+    if spread is None or any(few not in (1, many) for few, many in zip(spread.shape, z.shape, strict=True)):
         return z.abs().div_(strength.sqrt().clamp(min=tiny))
     size = (spread * (strength / spread.mean().clamp(min=tiny))).sqrt()
     return z.abs().div_(size).nan_to_num_(math.inf, math.inf)
