@@ -114,7 +114,8 @@ def test_noise_flips_and_shift_are_those_of_many_draws(example):
     for (spread,), squared in zip((a.spread for a in seen.arriving.values()), arrived, strict=True):
         few, many = spread.mean((0, 2, 3)), squared.mean((0, 2, 3))
         assert (few / many).log().abs().max() < 0.5
-        assert many.max() > 3 * many.min()  # evenly spread noise would be another
+    channels = arrived[0].mean((0, 2, 3))
+    assert channels[:16].min() > 3 * channels[16:].max()  # evenly spread noise would be another
     predicted = sum(flipped_variance(found.flips[name], found.noise[name]) for name in found.flips)
     assert predicted / flipped == pytest.approx(1, abs=0.25)
     shift = (float(sums.square().sum()) - squares) / (DRAWS * (DRAWS - 1))
@@ -165,7 +166,7 @@ def test_rectifiers_that_write_into_their_input_flip_too(rectifier):
         found.append(probe_gains(model, lambda model=model: model(x), probes=2))
     written, plain = found
     assert len(written.flips) == 2
-    assert list(written.flips.values()) == pytest.approx(list(plain.flips.values()))
+    assert sum(written.flips.values(), ()) == pytest.approx(sum(plain.flips.values(), ()))
     assert list(written.noise.values()) == pytest.approx(list(plain.noise.values()))
     for name, gains in plain.gains.items():
         for tensor, gain in gains.items():
