@@ -6,10 +6,10 @@ on its own channels. With one size of noise for a whole tensor, flips of ResNet-
 run once as it is and a few times with both operands of every product rounded to INT8, stochastically, and what differs
 at the input of each rectifier is kept: its mean square per image and channel, and altogether.
 
-Rectifiers also make noise that is zero in the mean into a *shift*: ``relu(z + noise)`` is larger than ``relu(z)`` in
-the mean, so that elements flip one way more often than the other, all over the network. The gradients of the noisy
-passes tell by how much its mean moves: of two independent draws, the product of the two deviations is the squared norm
-of the shift in expectation.
+The gradients of the noisy passes tell by how much the *mean* gradient moves: of two independent draws, the product of
+the two deviations is the squared norm of that shift in expectation. Noise of zero mean shifts it because the mean
+gradient is that of the loss which the noise smooths; what noise makes an element of ``z`` larger also opens its
+rectifier.
 """
 
 from __future__ import annotations
