@@ -12,9 +12,9 @@ each rectifier are scaled so that they come to that.
 
 Noise of zero mean also *shifts* the gradient: its mean is the gradient of the smoothed loss, which exceeds the loss by
 half of noise times curvature, and in a network of rectifiers curvature sits where they bend (noise d that opens one has
-``E[d dm] = sigma phi(z / sigma) > 0`` with its mask m). Deviations with a mean add up before they are squared. The squared
-shift was measured with all products in INT8 (``ModelStatistics.shift``, without that of independent flips, which
-``F_l`` holds). To lowest order the shift itself goes with the noise's energy: a plan moves the gradient by the share w
+``E[d dm] = sigma phi(z / sigma) > 0`` with its mask m). Deviations with a mean add up before they are squared. The
+squared shift was measured with all products in INT8 (``ModelStatistics.shift``, without that of independent flips: that
+is in ``F_l``). To lowest order the shift itself goes with the noise's energy: a plan moves the gradient by the share w
 of that, hence adds ``w^2`` of its square, where w is the mean over rectifiers, weighted by ``F_l``, of the energy that
 arrives under the plan over that under uniform INT8, as if shifts by different operators had one direction. An operator
 alone adds next to nothing in this way.
