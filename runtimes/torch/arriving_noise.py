@@ -80,7 +80,7 @@ class _Watch:
         if call.op_type in RECTIFIERS:
             if self.recomputing():  # by activation checkpointing: the same numbers again
                 return call.run()
-            self._compare(call.name, call.args[0] if call.args else call.kwargs["input"])
+            self._compare(call.traced_name, call.args[0] if call.args else call.kwargs["input"])
             return call.run()
         if self.draw < 0 or call.op_type not in BILINEAR or not (self._wanted is None or call.name in self._wanted):
             return call.run()

@@ -133,15 +133,14 @@ class Tapper:
         z: Tensor = call.args[0] if call.args else call.kwargs["input"]
         if not self._gradients or not z.requires_grad:
             return call.run()  # type: ignore[no-any-return]
-        spreads = self._spread.get(call.name)
+        spreads = self._spread.get(call.traced_name)
         with torch.no_grad():
             mask, distance = (z > 0).to(z.dtype), _distance(z, spreads.pop(0) if spreads else None)
         mask.requires_grad_()
         self.rectified[id(mask)] = distance
-        self.taps.append((call.name, _MASK, mask))
+        self.taps.append((call.traced_name, _MASK, mask))
         result: Tensor = _MaskedRectifier.apply(z, mask)  # type: ignore[no-untyped-call]
-        written = call.op_type == "relu_" or call.kwargs.get("inplace") or True in call.args[1:2]
-        return z.copy_(result) if written else result
+        return z.copy_(result) if call.writes else result
 
 
 def _distance(z: Tensor, spread: Tensor | None) -> Tensor:

@@ -130,7 +130,7 @@ class _Collector:
             is_loss = output.numel() == 1 and output.requires_grad and entering.numel() > 1
             seen.append(loss_curvature(call, _full(entering)) if is_loss else torch.zeros_like(seen[0]))
             seen.append(channel_spread(entering, output) if call.op_type == "batch_norm" else torch.ones_like(seen[0]))
-            self.signals.setdefault(call.name, []).append((output.numel(), torch.stack(seen)))
+            self.signals.setdefault(call.traced_name, []).append((output.numel(), torch.stack(seen)))
         return output
 
 

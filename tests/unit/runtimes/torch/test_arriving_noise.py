@@ -8,9 +8,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.flips import flipped_variance
+from qsync_opt.indicator import sensitivities
 from qsync_opt.runtimes.torch.arriving_noise import noisy_passes
+from qsync_opt.runtimes.torch.capabilities import device_formats
+from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.gradient_probe import probe_gains
 from qsync_opt.runtimes.torch.interception import intercepted
+from qsync_opt.runtimes.torch.statistics import collect_statistics
 
 DRAWS = 60
 
@@ -214,3 +218,25 @@ def test_checkpointed_parts_round_alike_when_they_run_again():
     assert {name: a.ratio for name, a in again.arriving.items()} == {
         name: a.ratio for name, a in plain.arriving.items()
     }
+
+
+@pytest.mark.parametrize("rectifier", [functools.partial(nn.functional.relu, inplace=True), torch.relu_])
+def test_rectifiers_that_write_into_their_input_bear_the_name_of_the_graph(rectifier):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(6, 64), nn.Linear(64, 64), nn.Linear(64, 1)
+
+        def forward(self, x):
+            return self.c(rectifier(self.b(rectifier(self.a(x))))).square().mean()
+
+    torch.manual_seed(0)
+    model, x = Twice(), torch.randn(32, 6)
+    graph = capture(model, (x,))
+    found = collect_statistics(model, [(x,)], graph=graph, probes=2)
+    rectifiers = [operator.name for operator in graph if operator.op_type == "relu_"]
+    assert len(rectifiers) == 2
+    assert all(found.signals[name].flips for name in rectifiers)
+    table = sensitivities(graph, found, device_formats("cpu"))
+    assert table.details["a/linear"]["INT8"].flips > 0
+    assert found.signals[rectifiers[0]].elements == graph[rectifiers[0]].output_elements
