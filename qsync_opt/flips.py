@@ -5,6 +5,19 @@ input that was measured at some ratios (``Signal.flips``); about the root of r w
 of operator i arrives at rectifier l as the share ``a_li`` of its ratio ``r_i``, and there noise of all operators adds
 up *before* elements flip. An operator alone adds ``sum over l of F_l(a_li r_i)``, a plan ``sum over l of F_l(sum over i
 of a_li r_i)``, which is less than the sum over its operators.
+
+The shares come from a sweep over the graph, which knows nothing of how channels differ. What arrives from all operators
+together was measured where the rectifier was probed (``Signal.noise_ratio``), with INT8 operands: the shares of
+each rectifier are scaled so that they come to that.
+
+Noise of zero mean also *shifts* the gradient: its mean is the gradient of the smoothed loss, which exceeds the loss by
+half of noise times curvature, and in a network of rectifiers curvature sits where they bend (noise d that opens one has
+``E[d dm] = sigma phi(z / sigma) > 0`` with its mask m). Deviations with a mean add up before they are squared. The
+squared shift was measured with all products in INT8 (``ModelStatistics.shift``, without that of independent flips: that
+is in ``F_l``). To lowest order the shift itself goes with the noise's energy: a plan moves the gradient by the share w
+of that, hence adds ``w^2`` of its square, where w is the mean over rectifiers, weighted by ``F_l``, of the energy that
+arrives under the plan over that under uniform INT8, as if shifts by different operators had one direction. An operator
+alone adds next to nothing in this way.
 """
 
 from __future__ import annotations
@@ -16,7 +29,11 @@ import numpy as np
 
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.noise_propagation import FloatArray, Propagation
-from qsync_opt.statistics import FLIP_RATIOS, ModelStatistics
+from qsync_opt.precision import PrecisionFormats
+from qsync_opt.statistics import FLIP_RATIOS, ModelStatistics, OperatorKind
+from qsync_opt.variances import variances
+
+_WIDE = PrecisionFormats(output="FP32", gradient_input="FP32", gradient_output="FP32")
 
 
 def flipped_variance(measured: Sequence[float], ratio: float) -> float:
@@ -62,6 +79,21 @@ class Flips:
         if known:
             transfers = Propagation(graph, statistics).transfers(self._names)
             self._arriving = np.stack([transfers[operator.inputs[0]] for operator in known])
+            self._scale([statistics.signals[operator.name].noise_ratio for operator in known])
+        self._uniform = [statistics.signals[operator.name].noise_ratio for operator in known]
+
+    def _scale(self, measured: Sequence[float]) -> None:
+        """Make what arrives from all products in INT8 what was measured, where it was (and is not 0)."""
+        if not any(measured):
+            return
+        own = {}
+        for name in self._names:
+            found = self._statistics.find(name)
+            if found is not None and found.kind is OperatorKind.PRODUCT:
+                own[name] = variances(found, "INT8", _WIDE).output.total
+        for row, (ratio, expected) in enumerate(zip(measured, self._ratios(own), strict=True)):
+            if ratio > 0 and expected > 0:
+                self._arriving[row] *= ratio / expected
 
     def variance(self, output_variances: Mapping[str, float]) -> float:
         """What all rectifiers add when these operators are noisy together.
@@ -69,10 +101,29 @@ class Flips:
         Args:
             output_variances: Operator to the variance that rounding gives its output, summed over its elements.
         """
+        ratios = self._ratios(output_variances)
+        return sum(flipped_variance(known, ratio) for known, ratio in zip(self._measured, ratios, strict=True))
+
+    def shift(self, output_variances: Mapping[str, float]) -> float:
+        """Squared norm by which the gradient's mean moves when these operators are noisy together.
+
+        Args:
+            output_variances: As for ``variance``.
+        """
+        found = list(zip(self._measured, self._uniform, self._ratios(output_variances), strict=True))
+        added = [flipped_variance(known, uniform) for known, uniform, _ in found]
+        if self._statistics.shift <= 0 or sum(added) <= 0:
+            return 0.0
+        shares = [ratio / uniform if uniform > 0 else 0.0 for _, uniform, ratio in found]
+        share = sum(f * s for f, s in zip(added, shares, strict=True)) / sum(added)
+        return self._statistics.shift * share**2
+
+    def _ratios(self, output_variances: Mapping[str, float]) -> list[float]:
+        """Noise-to-signal ratio that arrives at each rectifier."""
         own = np.zeros(len(self._names))
         for i, name in enumerate(self._names):
             measured = self._statistics.find(name)
             if measured is not None and output_variances.get(name, 0.0) > 0 and measured.output.square_sum > 0:
                 own[i] = output_variances[name] / (measured.calls * measured.output.square_sum)
-        ratios = (self._arriving @ own).tolist()
-        return sum(flipped_variance(known, ratio) for known, ratio in zip(self._measured, ratios, strict=True))
+        found: list[float] = (self._arriving @ own).tolist()
+        return found

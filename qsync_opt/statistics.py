@@ -291,19 +291,13 @@ class OperatorStatistics:
                     f"allowed are {', '.join(CAST_FORMATS)}"
                 )
         for key, value in self.nearest.items():
+            what, allowed = f"operator {self.name!r}: error of the weight gradient in", ", ".join(CAST_FORMATS)
             if key not in CAST_FORMATS:
-                raise ProblemError(
-                    f"operator {self.name!r}: error of the weight gradient in unknown format {key!r}: "
-                    f"allowed are {', '.join(CAST_FORMATS)}"
-                )
-            _finite(value, f"operator {self.name!r}: error of the weight gradient in {key}")
+                raise ProblemError(f"{what} unknown format {key!r}: allowed are {allowed}")
+            _finite(value, f"{what} {key}")
         check_loss_scale(self.loss_scale, f"operator {self.name!r}: loss_scale")
         found: Mapping[str, object]
-        for what, found in (
-            ("gain", self.gains),
-            ("gain", self.adaptive_gains),
-            ("curvature", self.curvatures),
-        ):
+        for what, found in (("gain", self.gains), ("gain", self.adaptive_gains), ("curvature", self.curvatures)):
             for key in found:
                 if key not in TENSORS:
                     raise ProblemError(
@@ -333,7 +327,8 @@ class Signal:
     noise-to-signal ratio. ``noise_weight`` (of batch normalizations, else 1): by what the noise-to-signal ratio grows
     from input to output if noise is spread evenly over channels whose variances differ. ``flips`` (of rectifiers that
     were probed, else empty): variance of the gradient by elements that noise pushes over zero, at the noise-to-signal
-    ratios of ``FLIP_RATIOS`` at its input; ``adaptive_flips`` likewise, in the unit of the adaptive gains.
+    ratios of ``FLIP_RATIOS`` at its input; ``adaptive_flips`` in the unit of the adaptive gains. ``noise_ratio`` (else
+    0): the ratio there when all products round their operands to INT8.
     """
 
     elements: int
@@ -343,10 +338,11 @@ class Signal:
     noise_weight: float = 1.0
     flips: tuple[float, ...] = ()
     adaptive_flips: tuple[float, ...] = ()
+    noise_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         _whole(self.elements, "elements", 1)
-        for name in ("input_square_sum", "output_square_sum", "curvature", "noise_weight"):
+        for name in ("input_square_sum", "output_square_sum", "curvature", "noise_weight", "noise_ratio"):
             _finite(getattr(self, name), name)
         for name in ("flips", "adaptive_flips"):
             if len(values := getattr(self, name)) not in (0, len(FLIP_RATIOS)):
@@ -359,9 +355,10 @@ class Signal:
 class ModelStatistics:
     """Statistics of a whole model over ``batches`` batches.
 
-    ``model_fingerprint`` is the graph's, or None if none was given. ``signals`` holds what was
-    seen around other operators (normalizations, softmax, sums, losses); it shows how strong residual streams are.
-    ``gradient_noise`` is None if fewer than two batches were seen by one rank.
+    ``model_fingerprint`` is the graph's, or None if none was given. ``signals`` holds what was seen around other
+    operators; it shows how strong residual streams are. ``gradient_noise`` is None if fewer than two batches were seen.
+    ``shift`` (of probed models with rectifiers, else 0): squared norm by which the mean gradient moves when products
+    round operands to INT8, beyond what independent flips of rectifiers move it.
     """
 
     batches: int
@@ -369,10 +366,12 @@ class ModelStatistics:
     signals: Mapping[str, Signal] = field(default_factory=dict)
     model_fingerprint: str | None = None
     gradient_noise: GradientNoise | None = None
+    shift: float = 0.0
     _index: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _whole(self.batches, "batches", 1)
+        _finite(self.shift, "shift")
         index = {operator.name: position for position, operator in enumerate(self.operators)}
         if len(index) != len(self.operators):
             names = [operator.name for operator in self.operators]

@@ -33,7 +33,7 @@ _PATH_ENDS: dict[str, tuple[str, str]] = {
     "gradient>first_gradient": ("output_gradient", "second"),
 }
 
-_SIGNAL = ("input_square_sum", "output_square_sum", "curvature", "noise_weight")
+_SIGNAL = ("input_square_sum", "output_square_sum", "curvature", "noise_weight", "noise_ratio")
 _PROBED = ("gains", "adaptive_gains", "curvatures")
 _NO_GAIN = Gain(uniform=0.0, floating=0.0)
 _FLAT = Curvature(uniform=0.0, floating=0.0)
@@ -254,4 +254,5 @@ def merge_statistics(parts: Sequence[ModelStatistics]) -> ModelStatistics:
         },
         model_fingerprint=head.model_fingerprint,
         gradient_noise=_merge_noise(parts),
+        shift=_mean([part.shift for part in parts], weights),
     )

@@ -17,7 +17,8 @@ def plan_variance(
     """Increase of the gradient's variance under a plan, with flips of rectifiers counted together.
 
     Sensitivities add up as far as errors are independent and their effects of first order. Flips of rectifiers grow
-    with the root of all noise that arrives, so that their sum over operators overstates a plan (``qsync_opt.flips``).
+    with the root of all noise that arrives, so that their sum over operators overstates a plan, and the shift of the
+    mean gradient with its square, so that no operator alone shows it (``qsync_opt.flips``).
 
     Args:
         graph: The model.
@@ -43,4 +44,5 @@ def plan_variance(
         part = table.details[name][precision]
         total += part.value - part.flips
         noisy[name] = part.variances.output.total
-    return total + Flips(graph, statistics).variance(noisy)
+    flips = Flips(graph, statistics)
+    return total + flips.variance(noisy) + flips.shift(noisy)

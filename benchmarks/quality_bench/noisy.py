@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from frozen import Masks
 from torch import Tensor, nn
 
 from qsync_opt.graph import OpGraph, Role
@@ -95,6 +96,36 @@ def added_variance(
     """Squared distance of the gradient under a plan from the exact one, per draw of the rounding."""
     with full_precision(), planned(model, plan, graph, options, factor=factor, widened=widened):
         return [squared_distance(gradient(model, batch), exact) for _ in range(draws)]
+
+
+def added_parts(
+    model: nn.Module,
+    batch: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    plan: Mapping[str, str],
+    graph: OpGraph,
+    options: ApplyOptions,
+    draws: int,
+) -> dict[str, float]:
+    """Of what a plan adds: the squared shift of the mean gradient, and the mean of all with rectifiers frozen.
+
+    The shift is the mean over pairs of draws of the product of their deviations. Empty without rectifiers.
+    """
+    masks = Masks()
+    with full_precision():
+        masks.record(lambda: gradient(model, batch))
+    if not masks:
+        return {}
+    frozen, sums, squares = 0.0, [torch.zeros_like(g) for g in exact], 0.0
+    with full_precision(), planned(model, plan, graph, options):
+        for _ in range(draws):
+            frozen += squared_distance(masks.run(lambda: gradient(model, batch)), exact) / draws
+            noisy = gradient(model, batch)
+            squares += squared_distance(noisy, exact)
+            for known, g, true in zip(sums, noisy, exact, strict=True):
+                known += g - true
+    whole = squared_distance(sums, [torch.zeros_like(g) for g in sums])
+    return {"shift": (whole - squares) / (draws * (draws - 1)), "frozen": frozen}
 
 
 def exact_gradient(model: nn.Module, batch: Sequence[Tensor]) -> list[Tensor]:

@@ -5,6 +5,7 @@ Axis letters: B batch, S sequence, C channels, H height, W width.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import zlib
 from collections.abc import Callable
@@ -321,7 +322,9 @@ def train_briefly(subject: Subject, model: nn.Module, steps: int, first: int = 0
 
 
 def subject_of(name: str, device: torch.device, *, scale: str) -> Subject:
-    """The subjects by name: ``bert``, ``resnet50``, ``gpt``, ``small-gpt``, ``cnn``.
+    """The subjects by name: ``bert``, ``resnet50``, ``resnet50-adamw``, ``gpt``, ``small-gpt``, ``cnn``.
+
+    ResNet-50 by its own optimizer stays at chance for hundreds of steps; by AdamW it learns.
 
     ``scale`` is ``full`` for a card, ``small`` for a CPU in minutes, ``tiny`` for a test.
     """
@@ -333,12 +336,14 @@ def subject_of(name: str, device: torch.device, *, scale: str) -> Subject:
         if scale == "tiny":
             return cnn(device, (1, 1), 8, batch=4, size=32, large=True, rate=0.05)
         return cnn(device, (3, 4, 6, 3), 64, batch=32 if scale == "full" else 8, size=64, large=True, rate=0.05)
+    if name == "resnet50-adamw":
+        return dataclasses.replace(subject_of("resnet50", device, scale=scale), name=name, optimizer=adamw(1e-3))
     if name == "cnn":
         return cnn(device, **_CNNS[scale])
     if name in _GPTS:
         config, batch, rate = _GPTS[name][scale]
         return gpt(device, config, batch, name=name, rate=rate)
-    raise SystemExit(f"no subject {name!r}: allowed are bert, resnet50, cnn, {', '.join(_GPTS)}")
+    raise SystemExit(f"no subject {name!r}: allowed are bert, resnet50, resnet50-adamw, cnn, {', '.join(_GPTS)}")
 
 
 _TINY = (GptConfig(width=32, layers=2, context=32), 4, 6e-4)

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from estimates import standard_error
-from noisy import added_variance, exact_gradient
+from noisy import added_parts, added_variance, exact_gradient
 from rank_correlation import spearman
 from subjects import subject_of, train_briefly
 from work import Clock, significant
 
+from qsync_opt.flips import Flips
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.indicator import sensitivities
 from qsync_opt.kernels import ops
 from qsync_opt.runtimes.torch.apply import ApplyOptions
 from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.capture import capture
-from qsync_opt.runtimes.torch.statistics import collect_statistics
+from qsync_opt.runtimes.torch.statistics import collect_statistics, full_precision
 from qsync_opt.sensitivity_table import SensitivityTable
 from qsync_opt.statistics import ModelStatistics
 from qsync_opt.whole_plan import plan_variance
@@ -32,7 +34,7 @@ SUM = "probed, sum"
 """The plain sum of sensitivities, which counts flips of rectifiers operator by operator."""
 OTHERS = "probed, other batches"
 WIDENED = "uniform BF16, additions between operators in FP32"
-TRAINED = {"gpt": 300, "bert": 60, "resnet50": 60}
+TRAINED = {"gpt": 300, "bert": 60, "resnet50": 60, "resnet50-adamw": 1000}
 """Steps before anything is measured."""
 
 
@@ -73,16 +75,27 @@ def predicted(
     }
 
 
+def parts(graph: OpGraph, found: ModelStatistics, table: SensitivityTable, plan: Mapping[str, str]) -> dict[str, float]:
+    """Of what a plan is predicted to add: what is smooth in the noise, flips of rectifiers, shift of the mean."""
+    noisy = {name: table.details[name][precision].variances.output.total for name, precision in plan.items()}
+    flips = Flips(graph, found)
+    smooth = sum(
+        table.details[name][precision].value - table.details[name][precision].flips for name, precision in plan.items()
+    )
+    return {"smooth": smooth, "flips": flips.variance(noisy), "shift": flips.shift(noisy)}
+
+
 def section(
     device: torch.device, scale: str, clock: Clock, subjects: Sequence[str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """One record per model; by default of all three."""
+    """One record per model; by default of all."""
     subjects = subjects or tuple(TRAINED)
     for position, name in enumerate(subjects):
         share = Clock(clock.left() / (len(subjects) - position))
         subject = subject_of(name, device, scale=scale)
         model = subject.model(0, device)
         train_briefly(subject, model, 3 if scale == "tiny" else TRAINED[name])
+        _log(name, "trained")
         batch = subject.batch(10**6)
         graph = capture(model, batch, name=name)
         found = collect_statistics(model, [batch], graph=graph, probes=2 if scale == "tiny" else 16)
@@ -93,7 +106,10 @@ def section(
             "propagated": sensitivities(graph, found, formats, kind="propagated"),  # type: ignore[arg-type]
             OTHERS: sensitivities(graph, others, formats),
         }
+        _log(name, "probed")
         exact, options = exact_gradient(model, batch), ApplyOptions()
+        with full_precision(), torch.no_grad():
+            loss = float(model(*batch))
         plans = {f"mixed {i}": plan for i, plan in enumerate(mixed_plans(graph, device, 2 if scale == "tiny" else 8))}
         plans |= {f"uniform {p}": _uniform(graph, p, device) for p in PRECISIONS[:3] if p in formats}
         plans[WIDENED] = plans["uniform BF16"]
@@ -113,6 +129,7 @@ def section(
                     },
                 }
             )
+        _log(name, "plans measured")
         singles: dict[str, dict[str, Any]] = {}
         for operator in graph.by_role(Role.ADJUSTABLE):
             for precision in PRECISIONS[:1]:
@@ -124,11 +141,19 @@ def section(
                 singles.setdefault(precision, {})[operator.name] = entry
         for row in rows:
             row["measured_alone_over_together"] = _alone(plans[str(row["plan"])], singles, float(row["measured"]))
+        _log(name, "operators measured")
+        for row in rows:
+            if row["draws"] > 1 and not share.over():
+                plan = plans[str(row["plan"])]
+                seen = added_parts(model, batch, exact, plan, graph, options, 2 if scale == "tiny" else 12)
+                row["parts"] = {"measured": seen, "predicted": parts(graph, found, tables["probed"], plan)}
         noise = others.gradient_noise
         yield significant(
             {
                 "model": subject.name,
                 "what": subject.what,
+                "trained_steps": 3 if scale == "tiny" else TRAINED[name],
+                "loss": loss,
                 "gradient_noise": None if noise is None else noise.variance,
                 "plans": rows,
                 "ranks": {
@@ -141,6 +166,10 @@ def section(
                 "singles": singles,
             }
         )
+
+
+def _log(name: str, stage: str) -> None:
+    print(f"whole-model:{name}: {stage} after {time.process_time():.0f} s of the processor", flush=True)
 
 
 def _uniform(graph: OpGraph, precision: str, device: torch.device) -> dict[str, str]:

@@ -300,15 +300,15 @@ def quality_figures(data: Record) -> dict[str, str]:
         str(other["after_steps"]["repeats"]),
         f"{other['factor']:g}",
     )
-    for model in ("bert", "gpt", "resnet50"):
+    for model in dict.fromkeys(record["model"] for record in plan_records(data)):
         ratios = _ratios(data, model, "mixed")
         found[f"quality.{model}.mixed"], found[f"quality.{model}.inside"] = _span(ratios), _inside(ratios)
         plain, widened = _ratios(data, model, "uniform BF16")
         sums = [row["ratios"].get("probed, sum", row["ratios"]["probed"]) for row in _plans_of(data, model, "mixed")]
         found[f"quality.{model}.sums"], found[f"quality.{model}.sums-inside"] = _span(sums), _inside(sums)
         found[f"quality.{model}.bf16"], found[f"quality.{model}.bf16-wide"] = f"{plain:.2f}", f"{widened:.2f}"
-    rectified = next(record for record in plan_records(data) if record["model"] == "resnet50")
-    found["quality.resnet50.rank"] = f"{rectified['ranks']['INT8']['probed']:.2f}"
+    for record in plan_records(data):
+        found |= _rectified_figures(record)
     for measure in MEASURES:
         part = harm[measure]
         for kind, rank in part["spearman"].items():
@@ -330,7 +330,45 @@ def quality_figures(data: Record) -> dict[str, str]:
     clear = harm["after_steps"]["clear"]["spearman"]
     found["quality.clear.probed"] = f"{clear['probed']:.2f}"
     found["quality.clear.best-baseline"] = f"{max(_baselines(clear)):.2f}"
-    return found | _training_figures(data) | _noise_figures(data)
+    return found | _operator_figures(data) | _training_figures(data) | _noise_figures(data)
+
+
+def _operator_figures(data: Record) -> dict[str, str]:
+    """Shares of operators within the bounds: per case and result, and from least to most where training rounds so."""
+    found: dict[str, str] = {}
+    spans: dict[str, list[float]] = {}
+    for record in operator_records(data):
+        case, few = record["case"], record["operators"] < 10
+        for part, share in record["within"].items():
+            key = f"quality.within.{record['model']}"
+            slug = case.lower().replace(",", "").replace("/", "-").replace(" ", "-")
+            found[f"{key}.{slug}.{part.replace('_', '-')}"] = _percent(share)
+            if not few and case != "FP16" and "nearest" not in case and "random" not in case:
+                spans.setdefault(f"{key}.training", []).append(share)
+    return found | {key: f"{100 * min(values):.0f} to {100 * max(values):.0f} %" for key, values in spans.items()}
+
+
+def _rectified_figures(record: Record) -> dict[str, str]:
+    """Rank of its operators; where a model has rectifiers, the loss and the parts of uniform INT8's increase."""
+    model, ranks = record["model"], record["ranks"].get("INT8", {})
+    found = {} if ranks.get("probed") is None else {f"quality.{model}.rank": f"{ranks['probed']:.2f}"}
+    uniform = next(row for row in record["plans"] if row["plan"] == "uniform INT8")
+    parts = uniform.get("parts")
+    if not parts or not parts["measured"]:
+        return found
+    measured, predicted, whole = parts["measured"], parts["predicted"], uniform["measured"]
+    found[f"quality.{model}.loss"] = f"{record['loss']:.2f}"
+    found[f"quality.{model}.uniform"] = f"{uniform['ratios']['probed']:.2f}"
+    found[f"quality.{model}.uniform-error"] = _percent(uniform["standard_error"] / whole)
+    for name, value in (
+        ("smooth", predicted["smooth"]),
+        ("flips", predicted["flips"]),
+        ("shift", predicted["shift"]),
+        ("frozen", measured["frozen"]),
+        ("moved", measured["shift"]),
+    ):
+        found[f"quality.{model}.{name}"] = f"{value / whole:.2f}"
+    return found
 
 
 def _noise_of_harm(harm: Record) -> dict[str, str]:

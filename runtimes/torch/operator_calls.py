@@ -24,6 +24,21 @@ class OperatorCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    @property
+    def writes(self) -> bool:
+        """Whether an element-wise operator writes into its input: ``relu_``, or ``relu`` told to with ``inplace``."""
+        return (
+            self.op_type.endswith("_") or self.kwargs.get("inplace") is True or any(x is True for x in self.args[1:2])
+        )
+
+    @property
+    def traced_name(self) -> str:
+        """Name in a captured graph, where what writes into its input is an operator of its own (``relu_``)."""
+        if not self.writes or self.op_type.endswith("_"):
+            return self.name
+        path, slash, last = self.name.rpartition("/")
+        return f"{path}{slash}{self.op_type}_{last.removeprefix(self.op_type)}"
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Execute the torch function; without arguments, with those of the call."""
         if args or kwargs:

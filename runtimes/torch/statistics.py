@@ -135,7 +135,7 @@ class _Collector:
                 seen["curvature"] = loss_curvature(call, _full(entering))
             if call.op_type == "batch_norm":
                 seen |= {"before": channel_variances(entering), "after": channel_variances(output)}
-            self.signals.setdefault(call.name, []).append((output.numel(), seen))
+            self.signals.setdefault(call.traced_name, []).append((output.numel(), seen))
         return output
 
 
@@ -266,12 +266,14 @@ def _finish_batch(
             noise_weight=spread * entering / leaving if leaving and spread != 1.0 else 1.0,
             flips=plain.flips.get(name, ()),
             adaptive_flips=adaptive.flips.get(name, ()),
+            noise_ratio=plain.noise.get(name) or adaptive.noise.get(name, 0.0),
         )
     return ModelStatistics(
         batches=1,
         operators=tuple(operators),
         signals=signals,
         model_fingerprint=None if graph is None else graph.fingerprint(),
+        shift=plain.shift,
     )
 
 
@@ -366,7 +368,7 @@ def collect_statistics(
             silent |= {
                 name: None for name, records in collector.records.items() if all(r.lacks_gradient for r in records)
             }
-            plain = adaptive = Probed({}, {})
+            plain = adaptive = Probed({}, {}, {})
             if probes:
                 plain = probe_gains(
                     model, functools.partial(run, model, batch), graph=graph, probes=probes, seed=number

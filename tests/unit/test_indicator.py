@@ -239,6 +239,31 @@ def test_noise_of_operators_adds_up_before_rectifiers_flip() -> None:
         plan_variance(net, found, sensitivities(net, found, CPU, kind=IndicatorKind.FISHER), {})
 
 
+def test_what_arrives_at_a_rectifier_is_what_was_measured_there() -> None:
+    flips = tuple(100.0 * ratio**0.5 for ratio in FLIP_RATIOS)
+    net = graph(node("a/linear", "linear"), node("b/linear", "linear", "a/linear"), node("relu", "relu", "b/linear"))
+    gains = {"output": Gain(uniform=0.0, floating=0.0)}
+    operators = [replace(measured(name), gains=gains) for name in ("a/linear", "b/linear")]
+
+    def found(ratio: float, shift: float) -> ModelStatistics:
+        signal = Signal(elements=128, input_square_sum=128.0, output_square_sum=64.0, flips=flips, noise_ratio=ratio)
+        return replace(statistics(*operators), signals={"relu": signal}, shift=shift)
+
+    wide = PrecisionFormats(output="FP32", gradient_input="FP32", gradient_output="FP32")
+    plan = {"a/linear": "INT8", "b/linear": "INT8"}
+    for ratio in (1e-4, 4e-4):
+        table = sensitivities(net, found(ratio, 0.0), {"INT8": wide, "FP32": wide})
+        assert plan_variance(net, found(ratio, 0.0), table, plan) == pytest.approx(100.0 * ratio**0.5)
+        parts = [table.details[name]["INT8"].flips for name in plan]
+        # The sweep shares it out: the weight of a is 16 times that of b, and the noises are alike.
+        assert parts[0] / parts[1] == pytest.approx(16.0**0.5)
+        # The mean moves by the share of the energy, and adds the square of that.
+        assert plan_variance(net, found(ratio, 7.0), table, plan) == pytest.approx(100.0 * ratio**0.5 + 7.0)
+        alone = plan_variance(net, found(ratio, 7.0), table, {"b/linear": "INT8", "a/linear": "FP32"})
+        assert alone == pytest.approx(parts[1] + 7.0 / 17**2)
+        assert table["b/linear"]["INT8"] == pytest.approx(parts[1])
+
+
 def test_progress_needs_adaptive_gains() -> None:
     gains = {"first": Gain(uniform=5.0, floating=7.0)}
     net, operator = graph(node("fc/linear", "linear")), measured("fc/linear")

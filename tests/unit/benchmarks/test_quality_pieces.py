@@ -5,6 +5,7 @@ import math
 import random
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -316,3 +317,46 @@ def test_merging_replaces_what_was_measured_anew_and_keeps_the_rest(tmp_path, tr
     section = read_json(output, (quality.FORMAT,))["sections"]["cost"]
     assert {record["model"]: record["seconds"] for record in section["records"]} == {"a": 1, "b": 2}
     assert section["command"] == "cost of b; cost of a"
+
+
+def test_frozen_rectifiers_pass_what_they_passed_before():
+    from frozen import Masks
+
+    masks, z, other = Masks(), torch.tensor([1.0, -1.0, 2.0]), torch.tensor([-1.0, 3.0, 4.0])
+    masks.record(lambda: torch.relu(z))
+    assert masks
+    x = other.requires_grad_()
+    result = masks.run(lambda: torch.relu(x))
+    assert result.tolist() == [0.0, 3.0, 4.0]
+    assert torch.autograd.grad(result.sum(), x)[0].tolist() == [1.0, 0.0, 1.0]
+    masks.record(lambda: torch.tanh(z))
+    assert not masks
+
+
+def test_shift_and_frozen_part_of_what_a_plan_adds():
+    from noisy import added_parts, added_variance, exact_gradient
+
+    from qsync_opt.runtimes.torch.apply import ApplyOptions
+    from qsync_opt.runtimes.torch.capture import capture
+
+    class Net(torch.nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.a, self.b, self.function = torch.nn.Linear(16, 64), torch.nn.Linear(64, 1), function
+
+        def forward(self, x):
+            return self.b(self.function(self.a(x))).mean()
+
+    torch.manual_seed(0)
+    model, batch = Net(torch.relu), (torch.rand(256, 16),)
+    for parameter in model.parameters():
+        parameter.detach().abs_()  # everything is positive: nothing flips, all is linear
+    graph, exact = capture(model, batch), exact_gradient(model, batch)
+    plan = {"a/linear": "INT8", "b/linear": "FP32"}
+    found = added_parts(model, batch, exact, plan, graph, ApplyOptions(), 24)
+    whole = fmean(added_variance(model, batch, exact, plan, graph, ApplyOptions(), 24))
+    assert found["frozen"] == pytest.approx(whole, rel=0.2)
+    assert abs(found["shift"]) < 0.3 * whole
+    smooth = Net(torch.tanh)
+    exact = exact_gradient(smooth, batch)
+    assert added_parts(smooth, batch, exact, {}, capture(smooth, batch), ApplyOptions(), 2) == {}
