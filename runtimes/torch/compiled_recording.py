@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from qsync_opt.compiled_trace import CompiledEvents, HostCall, Scheduled, charge_compiled
-from qsync_opt.errors import UnsupportedError
+from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.graph import OpGraph
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
@@ -26,6 +26,8 @@ from qsync_opt.step_sample import StepSample
 from qsync_opt.step_trace import LAUNCHES, PREFIX, Range, StepSpans
 
 _GRAPH = "## Call CompiledFxGraph"
+_ATTEMPTS = 3
+"""Traces of a plan at most."""
 
 
 @contextlib.contextmanager
@@ -117,7 +119,11 @@ def _traced(
     *,
     memory: bool,
 ) -> StepSpans:
-    """The last of some traced steps."""
+    """The last of some traced steps; a trace that lacks kernels is made again, for the profiler loses some at times."""
+    for _ in range(_ATTEMPTS - 1):
+        events = read_compiled_events(trace_steps(stepper, steps, memory=memory))
+        with contextlib.suppress(ProblemError):
+            return charge_compiled(events, *schedules, order)[-1]
     events = read_compiled_events(trace_steps(stepper, steps, memory=memory))
     return charge_compiled(events, *schedules, order)[-1]
 

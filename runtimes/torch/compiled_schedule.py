@@ -71,7 +71,9 @@ def read_schedules(
 ) -> tuple[list[list[Scheduled]], list[list[Scheduled]]]:
     """What the graphs of the forward and of the backward pass do, in the order in which they run.
 
-    ``DistributedDataParallel`` has the graph split at its buckets; the parts run backward in reverse order.
+    ``DistributedDataParallel`` has the graph split at its buckets; the parts run backward in reverse order. Some
+    versions of torch compile both passes of a part together, others the backward pass when it first runs: then the
+    graphs of all forward passes come before, and those of the backward pass in the order in which they run.
 
     Raises:
         UnsupportedError: There is none, or not one of each kind for every part; or this version of torch is another
@@ -90,7 +92,8 @@ def read_schedules(
             f"{len(forward)} graphs of the forward and {len(backward)} of the backward pass were compiled in a "
             "training step, but as many of each are needed, one at least; was the model in training mode?"
         )
-    return forward, backward[::-1]
+    kinds = [is_backward for is_backward, _ in schedulers]
+    return forward, backward if kinds == sorted(kinds) else backward[::-1]
 
 
 def _entries(nodes: Sequence[Any]) -> list[Scheduled]:
