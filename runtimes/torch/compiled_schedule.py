@@ -139,10 +139,13 @@ def _scheduled(node: Any) -> Scheduled:
         name = _label(main) if main is not None else ""
         last = [origin for origin in origins if not any(user in origins for user in origin.users)]
         name = name or next((label for label in map(_label, last) if label), "")
-        writes = tuple((name, size) for size in _sizes(main)) if name and main is not None else ()
+        writes: tuple[tuple[str, int], ...] = ()
+        if name and main is not None:
+            one = isinstance(main.meta.get("val"), torch.Tensor)
+            writes = _writes([main], [main]) if one else tuple((name, size) for size in _sizes(main))
         return Scheduled(False, _names(call), ((name, 1.0),) if name else (), writes)
     nodes = [origin for origin in origins if not _is_view(origin)]
-    return Scheduled(True, (), _shares(nodes), _writes(nodes))
+    return Scheduled(True, (), _shares(nodes), _writes([_made_for(part) for part in parts], nodes))
 
 
 def _names(call: Any) -> tuple[str, ...]:
@@ -204,11 +207,19 @@ def _readers(node: Any) -> Iterator[Any]:
             yield user
 
 
-def _writes(nodes: Sequence[Any]) -> tuple[tuple[str, int], ...]:
+def _made_for(part: Any) -> Any:
+    """The node of the graph whose result a part of a kernel is; what it computes on the way has other nodes."""
+    origin = getattr(part.node, "get_origin_node", None)
+    return None if origin is None else origin()
+
+
+def _writes(results: Sequence[Any], nodes: Sequence[Any]) -> tuple[tuple[str, int], ...]:
     """What a kernel writes for others: the one that wants it if it is one alone, else who makes it; and bytes."""
     inside = set(nodes)
     found = []
-    for node in nodes:
+    for node in results:
+        if node is None:
+            continue
         wanting = {
             _label(user) or _label(node) for user in _readers(node) if user not in inside and user.op != "output"
         }
