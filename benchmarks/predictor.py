@@ -12,7 +12,7 @@ changes by, which no prediction can know.
     python benchmarks/predictor.py --merge PART [--merge PART ...]
 
 Every case is written to ``OUTPUT.part.json`` as soon as it is measured; ``--merge`` makes one record of several such
-parts, complete or not.
+parts, complete or not, or of finished records.
 """
 
 from __future__ import annotations
@@ -70,6 +70,14 @@ def alone(profiles: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def grouped(cases: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Cases by model and cluster."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for case in cases:
+        found.setdefault(f"{case['model']} {case['cluster']}", []).append(case)
+    return found
+
+
 def summarize(cases: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures that the benchmark is for; all are of eager steps but those named after another way."""
     everything = [case for case in cases if case["predicted_ms"] is not None]
@@ -79,9 +87,7 @@ def summarize(cases: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> di
     new = [case for case in predicted if not case["plan_recorded_alone"]]
     device_bound = [case for case in predicted if case["bound_by"] == "device"]
     far = [case for case in predicted if case["device_ms"] >= FAR * case["host_ms"]]
-    by_cluster: dict[str, list[dict[str, Any]]] = {}
-    for case in predicted:
-        by_cluster.setdefault(f"{case['model']} {case['cluster']}", []).append(case)
+    by_cluster = grouped(predicted)
     correlations = {
         name: spearman([c["predicted_ms"] for c in group], [c["measured_ms"] for c in group])
         for name, group in by_cluster.items()
@@ -92,6 +98,9 @@ def summarize(cases: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> di
         "time_by_cluster": {name: errors(group, "predicted_ms", "measured_ms") for name, group in by_cluster.items()},
         "time_captured": errors(captured, "predicted_ms", "measured_ms"),
         "time_compiled": errors(compiled, "predicted_ms", "measured_ms"),
+        "time_compiled_by_cluster": {
+            name: errors(group, "predicted_ms", "measured_ms") for name, group in grouped(compiled).items()
+        },
         "time_compiled_plans_never_run": errors(
             [c for c in compiled if not c["plan_recorded_alone"]], "predicted_ms", "measured_ms"
         ),
@@ -173,11 +182,17 @@ def main() -> None:
 
 
 def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """One part of several: lists behind one another, collectives of the first."""
+    """One part of several: lists behind one another, hardware and collectives of the first with the most workers."""
+    counts = {len(case["workers"]) for part in parts for case in part["cases"]}
+    first = max(parts, key=lambda part: max((len(case["workers"]) for case in part["cases"]), default=0))
+    told: dict[str, Any] = {"workers": " and ".join(map(str, sorted(counts))), "device": first.get("device", "cuda")}
+    if any("again" in part or "fitted again" in part.get("command", "") for part in parts):
+        told["again"] = True
+    told["date"] = max(part["date"] for part in parts)
     lists = ("profiles", "baselines", "cases", "skipped")
     slowdowns = {name: shares for part in parts for name, shares in part.get("slowdowns", {}).items()}
     found = {name: [entry for part in parts for entry in part[name]] for name in lists}
-    return parts[0] | found | {"slowdowns": slowdowns}
+    return first | found | {"slowdowns": slowdowns} | told
 
 
 def write_record(part: dict[str, Any], arguments: argparse.Namespace) -> None:

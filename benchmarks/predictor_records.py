@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from qsync_opt.compiled_memory import Block
 from qsync_opt.costs import CostFit
 from qsync_opt.device_profile import DeviceIdentity
 from qsync_opt.jsonio import Fields
@@ -68,7 +69,7 @@ def _spans(data: dict[str, Any]) -> StepSpans:
 
 def _sample_json(sample: StepSample) -> dict[str, Any]:
     plain = ("name", "iteration_ns", "resident_bytes", "peak_bytes", "latencies_ns", "host_unit_ns", "resting_ns")
-    plain += ("host_rounds_ns", "graphs")
+    plain += ("host_rounds_ns", "graphs", "blocks")
     return {name: getattr(sample, name) for name in plain} | {
         "precisions": dict(sample.precisions),
         "outputs": dict(sample.outputs),
@@ -83,4 +84,5 @@ def _sample(data: dict[str, Any]) -> StepSample:
     kept = {name: KeptTensors(**(entry | {"inputs": tuple(entry["inputs"])})) for name, entry in data["kept"].items()}
     changed = {"kept": kept, "spans": _spans(data["spans"]), "memory": _spans(data["memory"])}
     tuples = {name: tuple(data.get(name, ())) for name in ("latencies_ns", "host_rounds_ns")}
-    return StepSample(**(data | changed | tuples))
+    blocks = tuple(Block(*entry) for entry in data.get("blocks", ()))
+    return StepSample(**(data | changed | tuples | {"blocks": blocks}))

@@ -18,10 +18,11 @@ Source: ours.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from qsync_opt.compiled_memory import Block, Placed, backward_moment, blocks, forward_moment, written_for
 from qsync_opt.errors import ProblemError
 from qsync_opt.step_trace import (
     BACKWARD,
@@ -43,6 +44,8 @@ from qsync_opt.step_trace import (
 )
 
 _LATER = (OPTIMIZER, ZERO_GRAD)
+_AHEAD = 3
+"""What is allocated is looked for in what so many calls write, for a compiler allocates some of it before it calls."""
 
 
 class Scheduled(NamedTuple):
@@ -52,11 +55,13 @@ class Scheduled(NamedTuple):
         fused: Whether it is a kernel of the compiler's own; else a call of a library, or nothing.
         calls: Names under which a library's call may be seen, without namespace.
         shares: Operators in it, and the share of each; they add up to 1. Empty if no operator is known.
+        writes: What it writes for others: the operator that wants it, and its bytes.
     """
 
     fused: bool
     calls: tuple[str, ...]
     shares: tuple[tuple[str, float], ...]
+    writes: tuple[tuple[str, int], ...] = ()
 
 
 class HostCall(NamedTuple):
@@ -66,6 +71,13 @@ class HostCall(NamedTuple):
     end: int
     name: str
     fused: bool
+
+
+class ChargedStep(NamedTuple):
+    """A step charged to operators, and the blocks of memory that its passes had in use."""
+
+    spans: StepSpans
+    blocks: tuple[Block, ...]
 
 
 class CompiledEvents(NamedTuple):
@@ -115,7 +127,7 @@ def charge_compiled(
     forward: Sequence[Sequence[Scheduled]],
     backward: Sequence[Sequence[Scheduled]],
     order: Sequence[str],
-) -> list[StepSpans]:
+) -> list[ChargedStep]:
     """Charge the events of compiled steps to operators, step by step.
 
     Args:
@@ -160,8 +172,42 @@ def charge_compiled(
         spans.spans.setdefault((OPTIMIZER, BEGIN), Span()).changes = [later_bytes]
         waited = any(begin <= time < found[BACKWARD].end for time in trace.events.waits)
         most = max(spans.peak_bytes, later_bytes)
-        steps.append(replace(spans, spans=_divided(spans.spans, entries), waits=waited, peak_bytes=most))
+        whole = replace(spans, spans=_divided(spans.spans, entries), waits=waited, peak_bytes=most)
+        placed = _placed([c for c in trace.events.changes if begin <= c.time < until], windows, entries, order)
+        steps.append(ChargedStep(whole, blocks(placed, len(order))))
     return steps
+
+
+def _placed(
+    changes: Sequence[Change], windows: Sequence[Window], entries: Mapping[str, Scheduled], order: Sequence[str]
+) -> list[Placed]:
+    """Changes of memory, with whom they are charged to and when they come about."""
+    positions = {name: i for i, name in enumerate(order)}
+    count = len(order)
+    found: list[Placed] = []
+    waiting = iter(changes)
+    change = next(waiting, None)
+    forward, backward = -1, count
+    writes = {label: list(entry.writes) for label, entry in entries.items()}
+    labels = list(entries)
+    follows = {label: labels[i : i + _AHEAD] for i, label in enumerate(labels)}
+    for window in windows:
+        phase, label = window.key
+        entry = entries.get(label)
+        main = entry.shares[0][0] if entry is not None else ""
+        if entry is not None and not entry.fused and main in positions:
+            if phase == FORWARD:
+                forward = max(forward, positions[main])
+            else:
+                backward = min(backward, positions[main])
+        moment = forward_moment(forward) if phase == FORWARD else backward_moment(backward, count)
+        while change is not None and change.time < window.end:
+            whose = ""
+            if change.num_bytes > 0:
+                whose = written_for(change.num_bytes, [writes[k] for k in follows.get(label, ())], main)
+            found.append(Placed(change.num_bytes, change.address, whose, moment))
+            change = next(waiting, None)
+    return found
 
 
 def _peaks(changes: Sequence[Change], begin: int, until: int, end: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Self
 
+from qsync_opt.compiled_memory import Course
 from qsync_opt.costs import CostFit
 from qsync_opt.device_profile import DeviceIdentity
 from qsync_opt.errors import ProblemError
@@ -68,7 +69,8 @@ class CaseCost:
     the backward pass as it is. The ``net`` pair is what the passes leave behind, results that die meanwhile not
     subtracted; the ``peak`` pair the most that exists beyond what did before. ``kernel_ns`` is the running time of its
     forward and backward kernels alone. ``scaled_from`` names the precision that a cost was scaled from
-    (`qsync_opt.step_scaling`), "" where it was observed.
+    (`qsync_opt.step_scaling`), "" where it was observed. ``course`` says how the memory of an operator of a compiled
+    step comes and goes.
     """
 
     output: str
@@ -84,12 +86,16 @@ class CaseCost:
     backward_peak_bytes: int = 0
     kernel_ns: int = 0
     scaled_from: str = ""
+    course: Course = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         if not self.scaled_from:
             del data["scaled_from"]
+        del data["course"]
+        if self.course:
+            data["course"] = [list(entry) for entry in self.course]
         return data | {
             "forward": work_json(self.forward),
             "backward": work_json(self.backward),
@@ -120,6 +126,7 @@ class CaseCost:
             backward_peak_bytes=reader.integer("backward_peak_bytes"),
             kernel_ns=reader.integer("kernel_ns"),
             scaled_from=reader.text("scaled_from") if "scaled_from" in reader else "",
+            course=_rows(reader.take("course"), 3, f"{where}: course") if "course" in reader else (),
         )
         reader.finish()
         return cost
@@ -189,6 +196,8 @@ class StepCosts:
             operators in them (`qsync_opt.compiled_trace`). Gradients are ready when their graph ends: if there is one
             only, after the whole backward pass. The net sizes of a case are then what it has in use when the passes
             need most, and ``phase_peaks`` what the phases have; that of the optimizer is all that its phase needs.
+        outside: Memory of compiled steps that belongs to no operator: moments (`qsync_opt.compiled_memory`) and the
+            bytes that come or, below zero, go then.
     """
 
     device: DeviceIdentity
@@ -207,6 +216,7 @@ class StepCosts:
     resting_share: float = 1.0
     waits: bool = False
     graphs: int = 0
+    outside: tuple[tuple[int, int], ...] = ()
 
     def check_graph(self, graph: OpGraph) -> None:
         """Refuse another model.
@@ -239,6 +249,7 @@ class StepCosts:
             "resting_share": self.resting_share,
             "waits": self.waits,
             "graphs": self.graphs,
+            "outside": [list(entry) for entry in self.outside],
             "checks": [{f.name: getattr(check, f.name) for f in fields(check)} for check in self.checks],
         }
 
@@ -275,6 +286,7 @@ class StepCosts:
             resting_share=reader.number("resting_share") if "resting_share" in reader else 1.0,
             waits=reader.flag("waits"),
             graphs=reader.integer("graphs") if "graphs" in reader else 0,
+            outside=_rows(reader.take("outside"), 2, f"{where}: outside") if "outside" in reader else (),
             checks=tuple(
                 StepCheck(**_check(Fields(item, f"{where}: checks[{i}]")))
                 for i, item in enumerate(reader.sequence("checks"))
@@ -312,6 +324,16 @@ def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise ProblemError(f"{what} is {value!r}, but it must be a text")
     return value
+
+
+def _rows(data: Any, length: int, where: str) -> Any:
+    """Rows of so many integers each."""
+    right = isinstance(data, list) and all(
+        isinstance(row, list) and len(row) == length and all(type(x) is int for x in row) for row in data
+    )
+    if not right:
+        raise ProblemError(f"{where} is {str(data)[:80]}, but a list of rows of {length} integers is needed")
+    return tuple(tuple(row) for row in data)
 
 
 def _texts(reader: Fields, key: str) -> dict[str, str]:

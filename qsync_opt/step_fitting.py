@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from qsync_opt.compiled_memory import Block, course_of, mean_course, moments
 from qsync_opt.costs import CostFit
 from qsync_opt.device_profile import DeviceIdentity
 from qsync_opt.errors import ProblemError
@@ -40,6 +42,7 @@ class _Sums:
     nets: list[tuple[int, int]] = field(default_factory=list)
     peaks: list[tuple[int, int]] = field(default_factory=list)
     kernels: int = 0
+    courses: list[dict[tuple[int, int], int]] = field(default_factory=list)
 
 
 def fit_step_costs(
@@ -82,6 +85,7 @@ def fit_step_costs(
     gaps = _device_gaps(samples)
     phases: dict[str, list[Work]] = {label: [] for label in PHASE_LABELS}
     phase_peaks: dict[str, int] = dict.fromkeys(PHASE_LABELS, 0)
+    outside: list[list[Block]] = []
     for sample in samples:
         formats = sample_formats(sample, flow, half_format)
         kept = [
@@ -90,6 +94,10 @@ def fit_step_costs(
         ]
         sizes = [sample.kept.get(operator.name, KeptTensors()).result_bytes for operator in graph]
         releases = lifetimes.releases(kept)
+        owned: dict[str, list[Block]] = {}
+        for block in sample.blocks:
+            owned.setdefault(block.operator, []).append(block)
+        outside.append(owned.get("", []))
         scale, gap, pace = scales[sample.name], gaps[sample.name], (paces or {}).get(sample.name, 1.0)
         for i, operator in enumerate(graph):
             case = flow.case(i, sample.precisions.get(operator.name, "FP32"), formats)
@@ -104,6 +112,8 @@ def fit_step_costs(
             freed = [sum(sizes[r] for r in found.get(i, ())) for found in (releases.forward, releases.backward)]
             entry.nets.append((sum(changes[0]) + freed[0], sum(changes[1]) + freed[1]))
             entry.peaks.append((_peak(changes[0]), _peak(changes[1])))
+            if sample.blocks:
+                entry.courses.append(course_of(owned.get(operator.name, ()), i, len(graph)))
         for label in PHASE_LABELS:
             phase, _, end = label.partition("|")
             key = (phase, "|end" if end else BEGIN)
@@ -127,7 +137,18 @@ def fit_step_costs(
         resting_share=_resting_share(samples),
         waits=all(sample.spans.waits for sample in samples),
         graphs=max(sample.graphs for sample in samples),
+        outside=_outside(outside, moments(len(graph))),
     )
+
+
+def _outside(blocks: Sequence[Sequence[Block]], last: int) -> tuple[tuple[int, int], ...]:
+    """Mean changes of what belongs to no operator, by moment."""
+    found: dict[int, int] = {}
+    for block in itertools.chain(*blocks):
+        for moment, num_bytes in ((block.begin, block.num_bytes), (block.end, -block.num_bytes)):
+            if moment < last:
+                found[moment] = found.get(moment, 0) + num_bytes
+    return tuple((moment, round(total / len(blocks))) for moment, total in sorted(found.items()) if total)
 
 
 def _resting_share(samples: Sequence[StepSample]) -> float:
@@ -286,6 +307,7 @@ def _mean_cost(entry: _Sums) -> CaseCost:
         forward_peak_bytes=forward_peak,
         backward_peak_bytes=backward_peak,
         kernel_ns=round(entry.kernels / entry.count),
+        course=mean_course(entry.courses),
     )
 
 

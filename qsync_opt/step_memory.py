@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from qsync_opt.compiled_memory import backward_moment, forward_moment, moment_of, moments
 from qsync_opt.graph import OpGraph
 from qsync_opt.lifetimes import Kept, Lifetimes
 from qsync_opt.step_costs import CaseCost, StepCosts
@@ -43,11 +45,16 @@ def step_memory(graph: OpGraph, costs: StepCosts, lifetimes: Lifetimes, cases: S
 def compiled_step_memory(graph: OpGraph, costs: StepCosts, cases: Sequence[CaseCost]) -> StepMemory:
     """What all operators of a compiled step have in use when the passes need most, or what the optimizer needs.
 
+    Where the costs tell from when until when memory is in use, most is needed at the moment at which the sum is
+    largest; else what each had when its plan needed most is summed up, which is off where those moments differ.
+
     Args:
         graph: As in `step_memory`.
         costs: As in `step_memory`.
         cases: As in `step_memory`.
     """
+    if costs.outside or any(case.course for case in cases):
+        return _peak_of_courses(graph, costs, cases)
     peaks = costs.phase_peaks
     outside = sum(peaks[label] for label in ("forward", "forward|end", "backward", "backward|end"))
     used = [case.forward_net_bytes + case.backward_net_bytes for case in cases]
@@ -55,6 +62,27 @@ def compiled_step_memory(graph: OpGraph, costs: StepCosts, cases: Sequence[CaseC
     largest = graph.operators[used.index(max(used))].name if used else ""
     where = ("backward", largest) if passes >= later else ("optimizer", "")
     return StepMemory(peak_bytes=costs.resident_bytes + max(passes, later), phase=where[0], operator=where[1])
+
+
+def _peak_of_courses(graph: OpGraph, costs: StepCosts, cases: Sequence[CaseCost]) -> StepMemory:
+    """The moment at which most is in use, of those that blocks of memory come and go at."""
+    count = len(graph)
+    changes = [0] * moments(count)
+    for moment, num_bytes in costs.outside:
+        changes[moment] += num_bytes
+    for position, case in enumerate(cases):
+        for entry in case.course:
+            changes[moment_of(entry, position, count)] += entry[2]
+    used = list(itertools.accumulate(changes))
+    most, later = max(used), costs.phase_peaks["optimizer"]
+    if later > most:
+        return StepMemory(peak_bytes=costs.resident_bytes + later, phase="optimizer", operator="")
+    moment = used.index(most)
+    position = moment - forward_moment(0) if moment <= count else backward_moment(0, count) - moment
+    operator = graph.operators[position].name if 0 <= position < count else ""
+    return StepMemory(
+        peak_bytes=costs.resident_bytes + most, phase="forward" if moment <= count else "backward", operator=operator
+    )
 
 
 def _moments(

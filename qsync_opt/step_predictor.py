@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from qsync_opt.compiled_memory import scaled_course
 from qsync_opt.errors import ProblemError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.lifetimes import Lifetimes
@@ -157,7 +159,8 @@ class StepPredictor:
         share = width(output) / width(cost.output)
         if share == 1.0:
             return made
-        sizes = {name: round(getattr(made, name) * share) for name in (*SIZES, "kernel_ns")}
+        sizes: dict[str, Any] = {name: round(getattr(made, name) * share) for name in (*SIZES, "kernel_ns")}
+        sizes["course"] = scaled_course(made.course, share)
         return replace(made, forward=_wider(made.forward, share), backward=_wider(made.backward, share), **sizes)
 
     def _rekept(
@@ -181,6 +184,7 @@ class StepPredictor:
             forward_net_bytes=cost.forward_net_bytes + copied,
             forward_peak_bytes=max(0, cost.forward_peak_bytes + copied),
             backward_net_bytes=cost.backward_net_bytes - copied,
+            course=(*cost.course, (0, 0, copied), (1, 1, -copied)) if cost.course and copied else cost.course,
         )
 
     def _recast(self, work: Work, elements: int, old: str, new: str, target: str) -> Work:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from qsync_opt.compiled_memory import Block
 from qsync_opt.step_trace import StepSpans
 
 
@@ -47,6 +48,7 @@ class StepSample:
         host_rounds_ns: Time on the host of a whole step, in each of the rounds that ``host_ns`` is the median of.
         graphs: Compiled graphs per pass, 0 if the model was not compiled. Where it was, ``kept`` is empty, and changes
             of memory are those up to the moment at which the passes need most.
+        blocks: Memory of a compiled step, from when until when.
         host_unit_ns: Time on the host of a small fixed piece of work, around the untraced steps; 0 if it was not taken.
     """
 
@@ -65,3 +67,4 @@ class StepSample:
     resting_ns: float = 0.0
     host_rounds_ns: tuple[float, ...] = ()
     graphs: int = 0
+    blocks: tuple[Block, ...] = ()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from qsync_opt.compiled_memory import scaled_course
 from qsync_opt.graph import Operator, OpGraph, Role
 from qsync_opt.precision import number_format
 from qsync_opt.step_costs import SIZES, Case, CaseCost, StepCosts
@@ -115,6 +116,9 @@ def _scaled(
     for name in ("kernel_ns",) if alike else (*SIZES, "kernel_ns"):  # equal widths take equal memory
         before, after = (sum(abs(getattr(pair[k], name)) for pair in pairs) for k in (0, 1))
         changes[name] = round(getattr(cost, name) * after / before) if before else getattr(cost, name)
+    if cost.course and not alike:
+        before, after = (sum(abs(entry[2]) for pair in pairs for entry in pair[k].course) for k in (0, 1))
+        changes["course"] = scaled_course(cost.course, after / before if before else 1.0)
     changed = replace(
         cost,
         output=delivered(operator, precision, inputs, half_format),

@@ -76,10 +76,11 @@ class Kernel(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Memory of the device allocated (positive) or given back, in bytes."""
+    """Memory of the device allocated (positive) or given back, in bytes; the block's address, 0 if it is not known."""
 
     time: int
     num_bytes: int
+    address: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

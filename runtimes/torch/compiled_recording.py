@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
-from qsync_opt.compiled_trace import CompiledEvents, HostCall, Scheduled, charge_compiled
-from qsync_opt.errors import UnsupportedError
+from qsync_opt.compiled_trace import ChargedStep, CompiledEvents, HostCall, Scheduled, charge_compiled
+from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.graph import OpGraph
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
@@ -23,9 +23,11 @@ from qsync_opt.runtimes.torch.step_labels import FUSED, observed_operators, read
 from qsync_opt.runtimes.torch.step_recording import FORMAT_OF, RecordingOptions, Stepper, trace_steps
 from qsync_opt.runtimes.torch.wrappers import bare_model
 from qsync_opt.step_sample import StepSample
-from qsync_opt.step_trace import LAUNCHES, PREFIX, Range, StepSpans
+from qsync_opt.step_trace import LAUNCHES, PREFIX, Range
 
 _GRAPH = "## Call CompiledFxGraph"
+_ATTEMPTS = 3
+"""Traces of a plan at most."""
 
 
 @contextlib.contextmanager
@@ -82,7 +84,7 @@ def record_compiled_plan(
             after_ns = stepper.host_unit_ns()
             resident, peak = stepper.peak_bytes()
             order = tuple(operator.name for operator in graph)
-            spans = _traced(stepper, options.traced, schedules, order, memory=False)
+            spans = _traced(stepper, options.traced, schedules, order, memory=False).spans
             memory = _traced(stepper, 1, schedules, order, memory=True)
     except TorchDynamoException as failure:
         reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
@@ -97,7 +99,7 @@ def record_compiled_plan(
         precisions=dict(plan),
         outputs=outputs,
         spans=spans,
-        memory=memory,
+        memory=memory.spans,
         kept={},
         host_ns=host_ns,
         iteration_ns=iteration_ns,
@@ -106,6 +108,7 @@ def record_compiled_plan(
         latencies_ns=tuple(wholes),
         host_unit_ns=(before_ns + after_ns) / 2,
         graphs=len(schedules[0]),
+        blocks=memory.blocks,
     )
 
 
@@ -116,13 +119,17 @@ def _traced(
     order: Sequence[str],
     *,
     memory: bool,
-) -> StepSpans:
-    """The last of some traced steps."""
-    events = read_compiled_events(trace_steps(stepper, steps, memory=memory))
+) -> ChargedStep:
+    """The last of some traced steps; a trace that lacks kernels is made again, for the profiler loses some at times."""
+    for _ in range(_ATTEMPTS - 1):
+        events = read_compiled_events(trace_steps(stepper, steps, memory=memory), memory=memory)
+        with contextlib.suppress(ProblemError):
+            return charge_compiled(events, *schedules, order)[-1]
+    events = read_compiled_events(trace_steps(stepper, steps, memory=memory), memory=memory)
     return charge_compiled(events, *schedules, order)[-1]
 
 
-def read_compiled_events(profiler: torch.profiler.profile) -> CompiledEvents:
+def read_compiled_events(profiler: torch.profiler.profile, *, memory: bool = False) -> CompiledEvents:
     """The events of a finished profiler around compiled steps."""
     finished: Any = profiler.profiler
     cpu = torch._C._autograd.DeviceType.CPU
@@ -138,7 +145,7 @@ def read_compiled_events(profiler: torch.profiler.profile) -> CompiledEvents:
         elif (call := call_of(start, end, name)) is not None:
             calls.append(call)
     graphs.sort()
-    return CompiledEvents(read_events(profiler), graphs, outermost(calls, graphs))
+    return CompiledEvents(read_events(profiler, memory=memory), graphs, outermost(calls, graphs))
 
 
 def call_of(start: int, end: int, name: str) -> HostCall | None:

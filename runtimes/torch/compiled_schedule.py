@@ -71,7 +71,9 @@ def read_schedules(
 ) -> tuple[list[list[Scheduled]], list[list[Scheduled]]]:
     """What the graphs of the forward and of the backward pass do, in the order in which they run.
 
-    ``DistributedDataParallel`` has the graph split at its buckets; the parts run backward in reverse order.
+    ``DistributedDataParallel`` has the graph split at its buckets; the parts run backward in reverse order. Some
+    versions of torch compile both passes of a part together, others the backward pass when it first runs: then the
+    graphs of all forward passes come before, and those of the backward pass in the order in which they run.
 
     Raises:
         UnsupportedError: There is none, or not one of each kind for every part; or this version of torch is another
@@ -90,13 +92,18 @@ def read_schedules(
             f"{len(forward)} graphs of the forward and {len(backward)} of the backward pass were compiled in a "
             "training step, but as many of each are needed, one at least; was the model in training mode?"
         )
-    return forward, backward[::-1]
+    kinds = [is_backward for is_backward, _ in schedulers]
+    return forward, backward if kinds == sorted(kinds) else backward[::-1]
 
 
 def _entries(nodes: Sequence[Any]) -> list[Scheduled]:
     found: list[Scheduled] = []
     kernels = 0
     for node in nodes:
+        if (
+            type(node).__name__ == "NopKernelSchedulerNode"
+        ):  # nothing runs, and kernels around it become one all the same
+            continue
         entry = _scheduled(node)
         if entry.fused and kernels and node.get_device().type == "cpu":
             # One function of C++ has all that comes between two calls of libraries.
@@ -114,7 +121,8 @@ def _together(many: Scheduled, count: int, one: Scheduled) -> Scheduled:
     for name, share in one.shares:
         shares[name] = shares.get(name, 0.0) + share / (count + 1)
     total = sum(shares.values())
-    return Scheduled(True, (), tuple((name, share / total) for name, share in shares.items()))
+    divided = tuple((name, share / total) for name, share in shares.items())
+    return Scheduled(True, (), divided, (*many.writes, *one.writes))
 
 
 def _scheduled(node: Any) -> Scheduled:
@@ -131,10 +139,13 @@ def _scheduled(node: Any) -> Scheduled:
         name = _label(main) if main is not None else ""
         last = [origin for origin in origins if not any(user in origins for user in origin.users)]
         name = name or next((label for label in map(_label, last) if label), "")
-        return Scheduled(False, _names(call), ((name, 1.0),) if name else ())
-    if "NopKernelSchedulerNode" in kinds:
-        return Scheduled(False, (), ())
-    return Scheduled(True, (), _shares([origin for origin in origins if not _is_view(origin)]))
+        writes: tuple[tuple[str, int], ...] = ()
+        if name and main is not None:
+            one = isinstance(main.meta.get("val"), torch.Tensor)
+            writes = _writes([main], [main]) if one else tuple((name, size) for size in _sizes(main))
+        return Scheduled(False, _names(call), ((name, 1.0),) if name else (), writes)
+    nodes = [origin for origin in origins if not _is_view(origin)]
+    return Scheduled(True, (), _shares(nodes), _writes([_made_for(part) for part in parts], nodes))
 
 
 def _names(call: Any) -> tuple[str, ...]:
@@ -164,10 +175,15 @@ def _is_view(node: Any) -> bool:
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
-def _num_bytes(node: Any) -> int:
+def _sizes(node: Any) -> list[int]:
+    """Bytes of the tensors that a node makes."""
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else [value]
-    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+    return [v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor)]
+
+
+def _num_bytes(node: Any) -> int:
+    return sum(_sizes(node))
 
 
 def _kind(node: Any) -> str:
@@ -189,6 +205,27 @@ def _readers(node: Any) -> Iterator[Any]:
             yield from _readers(user)
         else:
             yield user
+
+
+def _made_for(part: Any) -> Any:
+    """The node of the graph whose result a part of a kernel is; what it computes on the way has other nodes."""
+    origin = getattr(part.node, "get_origin_node", None)
+    return None if origin is None else origin()
+
+
+def _writes(results: Sequence[Any], nodes: Sequence[Any]) -> tuple[tuple[str, int], ...]:
+    """What a kernel writes for others: the one that wants it if it is one alone, else who makes it; and bytes."""
+    inside = set(nodes)
+    found = []
+    for node in results:
+        if node is None:
+            continue
+        wanting = {
+            _label(user) or _label(node) for user in _readers(node) if user not in inside and user.op != "output"
+        }
+        if wanting or any(user.op == "output" for user in _readers(node)):
+            found.append((wanting.pop() if len(wanting) == 1 else _label(node), _num_bytes(node)))
+    return tuple(found)
 
 
 def _shares(nodes: Sequence[Any]) -> tuple[tuple[str, float], ...]:

@@ -68,17 +68,19 @@ def test_the_summary_counts_what_it_says():
     from predictor import merged, summarize
 
     cases = [case("uniform BF16", 11.0, 10.0, 0.2), case("a", 19.0, 20.0, 0.0), case("b", 30.0, 30.0, 0.1)]
-    parts = [{"cases": cases[:1], "profiles": [], "baselines": [], "skipped": ["x"]}]
-    parts += [{"cases": cases[1:], "profiles": [], "baselines": [], "skipped": []}]
+    parts = [{"cases": cases[:1], "profiles": [], "baselines": [], "skipped": ["x"], "date": "2026-01-01"}]
+    parts += [{"cases": cases[1:], "profiles": [], "baselines": [], "skipped": [], "date": "2026-01-02"}]
     parts[1]["cases"].append(case("c", 12.0, 10.0, 0.0) | {"way": "compiled"})
     part = merged(parts)
     assert part["skipped"] == ["x"]
+    assert (part["workers"], part["date"]) == ("1", "2026-01-02")
     summary = summarize(part["cases"], part["profiles"])
     assert summary["time"]["mean_absolute"] == pytest.approx((0.1 + 0.05 + 0) / 3)
     assert summary["time"]["worst"] == pytest.approx(0.1)
     assert summary["time_plans_never_run"]["cases"] == 2
     assert summary["time"]["cases"] == 3  # compiled steps are a table of their own
     assert summary["time_compiled"]["worst"] == pytest.approx(0.2)
+    assert summary["time_compiled_by_cluster"] == {"any whole": summary["time_compiled"]}
     assert summary["time_bound_by_host"]["cases"] == 2
     assert summary["time_naive"]["mean_absolute"] == pytest.approx(0.5)
     assert summary["time_torch_roofline"] == {"cases": 0}

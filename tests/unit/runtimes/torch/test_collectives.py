@@ -45,5 +45,12 @@ def test_the_slowdown_is_the_time_that_all_reduces_add_to_what_is_computed_besid
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(collectives, "_timed", timed)
-    assert measure_slowdown(COST, num_bytes=1 << 12, repeats=3, device=torch.device("cpu")) == pytest.approx(share)
-    assert len(waited) == len(pending) == 4 * 8  # one block to warm up, three that count
+    steps = []
+    for work in (None, lambda: steps.append(len(pending))):
+        pending.clear()
+        waited.clear()
+        found = measure_slowdown(COST, num_bytes=1 << 12, repeats=3, device=torch.device("cpu"), work=work)
+        assert found == pytest.approx(share)
+        # One block to warm up, three that count. Computation takes an eighth of 1 ms, an all-reduce 600 ns.
+        assert len(waited) == len(pending) == 4 * 8 * int(125_000 / (8 * 600))
+    assert len(steps) == 3 + 8 + 7 * 8

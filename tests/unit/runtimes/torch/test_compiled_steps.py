@@ -1,5 +1,6 @@
 """Steps of compiled models: what is in their graphs, what they cost, and jobs that train compiled."""
 
+import contextlib
 import functools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from qsync_opt.compiled_trace import HostCall
 from qsync_opt.device_profile import DeviceIdentity
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.kernels import float_modes
-from qsync_opt.runtimes.torch import compiled_schedule, job_steps, job_timing
+from qsync_opt.runtimes.torch import compiled_recording, compiled_schedule, job_steps, job_timing
 from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.compiled_recording import call_of, compiled_inside, outermost, record_compiled_plan
@@ -127,6 +128,67 @@ def test_bytes_say_which_share_of_a_kernel_an_operator_has(block):
 def test_a_model_without_graphs_is_refused():
     with pytest.raises(UnsupportedError, match="0 graphs of the forward and 0 of the backward pass"):
         read_schedules([])
+
+
+@pytest.mark.parametrize("order", ["f0 b0 f1 b1 f2 b2", "f0 f1 f2 b2 b1 b0"], ids=["together", "later"])
+def test_parts_of_a_graph_are_in_the_order_in_which_they_run(monkeypatch, order):
+    """Backward passes are compiled with the forward pass of their part, or when they first run."""
+    monkeypatch.setattr(compiled_schedule, "_entries", lambda nodes: nodes)
+    collected = [(name.startswith("b"), SimpleNamespace(nodes=[name])) for name in order.split()]
+    assert read_schedules(collected) == ([["f0"], ["f1"], ["f2"]], [["b2"], ["b1"], ["b0"]])
+
+
+@pytest.mark.parametrize(("failures", "traces"), [(0, 1), (2, 3), (3, 3)])
+def test_a_trace_that_lacks_kernels_is_made_again(monkeypatch, failures, traces):
+    made = []
+
+    def charge(*_):
+        if len(made) <= failures:
+            raise ProblemError("kernels are missing")
+        return ["first", "last"]
+
+    monkeypatch.setattr(compiled_recording, "trace_steps", lambda *_, **__: made.append(1))
+    monkeypatch.setattr(compiled_recording, "read_compiled_events", lambda *_, **__: None)
+    monkeypatch.setattr(compiled_recording, "charge_compiled", charge)
+    with pytest.raises(ProblemError) if failures == traces else contextlib.nullcontext():
+        assert compiled_recording._traced(None, 1, ((), ()), (), memory=False) == "last"
+    assert len(made) == traces
+
+
+def test_what_runs_nothing_is_no_part_of_a_schedule():
+    nothing = type("NopKernelSchedulerNode", (), {})()
+    assert compiled_schedule._entries([nothing, nothing]) == []
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(512, 1024), nn.Linear(1024, 512)
+
+    def forward(self, x):
+        return self.b(F.gelu(self.a(x))).square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+def test_a_graph_that_is_split_at_buckets_is_recorded_part_by_part(tmp_path):
+    model, x = Wide(), torch.randn(4, 512)
+    graph = capture(Wide(), (x,))
+    address = f"file://{tmp_path / 'group'}"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+        stepper = Stepper(TrainingExample(model=wrapped, args=(x,)), torch.optim.SGD(wrapped.parameters(), lr=1e-3))
+        plan = {"a/linear": "FP32", "b/linear": "BF16"}
+        options = RecordingOptions(warm_up=1, repeats=1, traced=1)
+        sample = record_compiled_plan(stepper, graph, "split", plan, options)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert sample.graphs == 2
+    for phase in (FORWARD, BACKWARD):
+        for name in plan:
+            assert sample.spans.spans[phase, name].host_ns > 0
+    assert {"a/linear", "b/linear"} <= {block.operator for block in sample.blocks}
 
 
 def test_a_schedule_of_another_kind_is_refused():
