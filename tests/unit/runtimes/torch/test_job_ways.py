@@ -364,7 +364,9 @@ def test_on_a_card_memory_is_measured_and_half_precision_scaled(tmp_path):
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     assert all(found.pass_ns > 0 and found.needed_bytes > parameters for found in ways.values())
     quick = tuple(replace(way, pass_ns=1 if way.name == "FP16 autocast" else 10**9) for way in ways.values())
-    found = plan_job(replace(plan.model, ways={plan.device_type: quick}), plan.device_type, options)
+    # Without the whole steps that were timed, which are another matter than these passes.
+    told = replace(plan.model, ways={plan.device_type: quick}, steps=())
+    found = plan_job(told, plan.device_type, options)
     assert found.taken == {plan.device_type: "FP16 autocast"}
     apply(model, found)
     scaler = LossScaler(model)
