@@ -14,7 +14,7 @@ from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, Network
 from qsync_opt.cluster_step import bucket_borders, bucket_segments, network_tails, slowed_segments, worker_step
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.precision import PrecisionFormats
-from qsync_opt.runtimes.torch.collectives import CollectiveCost
+from qsync_opt.runtimes.torch.collectives import CollectiveCost, at_most_all
 from qsync_opt.step_bridge import profile_from_steps
 from qsync_opt.step_costs import StepCosts
 from qsync_opt.step_predictor import PlannedStep, StepPredictor
@@ -75,7 +75,7 @@ class Predictor:
         self.allreduce_ns = [0 if collective is None else collective.ns(bucket.num_bytes) for bucket in buckets]
         self.predictors = [
             StepPredictor(graph, c, borders, slowed_segments(self.allreduce_ns, self.segments, len(borders) + 1, share))
-            for c, share in zip(costs, slowdowns or [0.0] * len(costs), strict=True)
+            for c, share in zip(costs, map(at_most_all, slowdowns or [0.0] * len(costs)), strict=True)
         ]
         self.collective = collective
         self.cluster = combination.cluster if len(costs) > 1 else combination.planned

@@ -230,11 +230,10 @@ def run_combination(
     try_precisions(worker, combination, graph, count)
     clean(worker.device)
     with partition(worker.device, count):
-        profiled = profile(worker, combination, graph, count)
-        share = (
-            0.0 if collective is None else slowdown(worker, combination, graph, collective, worker.refused.get(key, {}))
-        )
+        # On the stream that trains: on a part of a card an all-reduce may find multiprocessors of its own.
+        share = 0.0 if collective is None else measure_slowdown(collective, device=worker.device)
         slowdowns = [float(told) for told in gathered(share, worker.device)]
+        profiled = profile(worker, combination, graph, count)
         found["profiles"] += [p for p in gathered(profiled, worker.device) if p]
         failed = gathered(worker.refused.get(key, {}), worker.device)[-1]
         both = [StepCosts.from_json(data, "worker") for data in gathered(worker.costs[key].to_json(), worker.device)]
@@ -313,24 +312,6 @@ def run_combination(
         clean(worker.device)
     if worker.rank == 0:
         output.write_text(json.dumps(found))
-
-
-def slowdown(
-    worker: Worker, combination: Combination, graph: OpGraph, collective: CollectiveCost, failed: Collection[str]
-) -> float:
-    """By what share of an all-reduce's time steps of the model take longer beside it, on the stream that trains.
-
-    On a part of a card an all-reduce may find multiprocessors of its own.
-    """
-    clean(worker.device)
-    stepper = stepper_of(worker, combination, worker.solo)
-    available = precisions_of(combination, graph, worker.device, failed)
-    apply(stepper.example.model, {name: finest_at(p, "BF16") for name, p in available.items()}, graph=graph)
-    try:
-        with without_collection():
-            return measure_slowdown(collective, num_bytes=64 << 20, repeats=3, device=worker.device, work=stepper.step)
-    finally:
-        undo(stepper.example.model)
 
 
 def compare_with_torch(

@@ -90,7 +90,7 @@ def _steps(data: Record) -> dict[str, str]:
         for name, errors in summary["time_by_cluster"].items()
     }
     slowdowns = list(zip(*data["slowdowns"].values(), strict=True))
-    host_spread = statistics.median(case["spread"] for case in data["cases"] if case["bound_by"] == "host")
+    host_spread = max(case["spread"] for case in data["cases"] if case["bound_by"] == "host")
     return {
         **clusters,
         "steps.slowdown-whole": shares(slowdowns[0]),
@@ -123,27 +123,42 @@ def _steps(data: Record) -> dict[str, str]:
 
 def _compiled(data: Record) -> dict[str, str]:
     summary = data["summary"]
-    recorded = summary["compiled"]
 
-    def both_of(errors: Mapping[str, float]) -> str:
-        return f"{100 * errors['mean_absolute']:.1f} % on average and {100 * errors['worst']:.1f} % at worst"
+    def both_of(found: Sequence[float]) -> str:
+        sizes = [abs(error) for error in found]
+        return f"{100 * statistics.fmean(sizes):.1f} % on average and {100 * max(sizes):.1f} % at worst"
 
-    def both(name: str) -> str:
-        return both_of(summary[name])
+    def between(found: Sequence[float]) -> str:
+        return f"{percent(min(found))} to {percent(max(found))}"
 
-    memory = summary["memory_compiled"]
-    least, most = (recorded["memory_of_recorded_plans_alone"][end] for end in ("lowest", "highest"))
-    return {
+    figures = {}
+    for what, count in (("one", 1), ("two", 2)):
+        cases = [case for case in data["cases"] if len(case["workers"]) == count]
+        figures |= {
+            f"compiled.{what}": both_of([case["time_error"] for case in cases]),
+            f"compiled.{what}-cases": str(len(cases)),
+            f"compiled.memory-{what}": between([w["memory_error"] for case in cases for w in case["workers"]]),
+        }
+    # Profiles of a run of two workers come as pairs, the whole card first.
+    whole = [profile for profile in data["profiles"] if profile["what"].endswith("on whole")]
+    parts = [profile for profile in data["profiles"] if profile not in whole]
+    for what, profiles in (("one", parts[:-1]), ("two", [*whole, parts[-1]])):
+        errors = [plan["memory_error"] for profile in profiles for plan in profile["plans"]]
+        figures[f"compiled.memory-recorded-{what}"] = between(errors)
+    for what, profiles in (("", parts), ("-whole", whole)):
+        errors = [plan["time_error"] for profile in profiles for plan in profile["plans"]]
+        figures[f"compiled.recorded{what}"] = both_of(errors)
+    slowdowns = [max(shares[1:], default=0.0) for shares in data["slowdowns"].values()]
+    new = [case["time_error"] for case in data["cases"] if not case["plan_recorded_alone"]]
+    return figures | {
         "compiled.hardware": environment(data)["hardware"],
         "compiled.date": environment(data)["date"],
-        "compiled.cases": str(summary["time_compiled"]["cases"]),
-        "compiled.all": both("time_compiled"),
-        "compiled.new-cases": str(summary["time_compiled_plans_never_run"]["cases"]),
-        "compiled.new": both("time_compiled_plans_never_run"),
+        "compiled.cases": str(len(data["cases"])),
+        "compiled.all": both_of([case["time_error"] for case in data["cases"]]),
+        "compiled.new-cases": str(len(new)),
+        "compiled.new": both_of(new),
         "compiled.rank": f"{summary['spearman_compiled']:.3f}",
-        "compiled.memory": f"{percent(memory['lowest'])} to {percent(memory['highest'])}",
-        "compiled.recorded": both_of(recorded["time_of_recorded_plans_alone"]),
-        "compiled.memory-recorded": f"{percent(least)} to {percent(most)}",
+        "compiled.slowdown-part": f"{max(slowdowns):.2f}",
         "compiled.seconds": f"{summary['compiled']['profile_seconds_most']:.0f} s",
     }
 

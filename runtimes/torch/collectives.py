@@ -100,12 +100,13 @@ def measure_slowdown(
     repeats: int = 5,
     device: torch.device | str = "cpu",
     group: Any = None,
-    work: Callable[[], object] | None = None,
 ) -> float:
     """By what share of an all-reduce's time does computation beside it take longer on this worker?
 
     0 where both run as if alone, 1 where computation stands still meanwhile. Every worker of the group must call it, on
-    the stream that it trains on; each computes for equally long.
+    the stream that it trains on. They compute matrix products and an element-wise function one after the other, while
+    those whose turn it is not wait in the all-reduces: whoever sets the pace of training is never waited for by an
+    all-reduce, and one that waits takes multiprocessors for longer than it lasts.
 
     Args:
         cost: Of an all-reduce alone, from `measure_collectives` on this group.
@@ -113,9 +114,6 @@ def measure_slowdown(
         repeats: Blocks with and without all-reduces, in turn; the median of their differences counts.
         device: Where the tensors are.
         group: Process group; None: the default one.
-        work: What is computed, without any exchange between workers: a training step of the model itself says most,
-            where the device paces it. None: a matrix product and an element-wise function. On a small part of a card
-            those few blocks of a product wait for the one that an all-reduce disturbs, which larger products do not.
 
     Raises:
         NotReadyError: There is no process group, or it has one worker.
@@ -123,51 +121,53 @@ def measure_slowdown(
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         raise NotReadyError("no process group of at least two workers: measure inside process_group(...)")
     device = torch.device(device)
+    width = 1024 if device.type == "cuda" else 128
     payload = torch.zeros(max(1, num_bytes // 4), device=device)
-    once = work or _product(device)
+    here = torch.zeros(1, device=device)
+    a, b = (torch.randn(width, width, device=device) for _ in range(2))
 
-    def compute(times: int) -> None:
+    def work(times: int) -> None:
         for _ in range(times):
-            once()
+            torch.tanh(a @ b)
 
     alone = cost.ns(num_bytes)
-    compute(3)
-    own = _timed(lambda: compute(8), device) / 8
-    longest = torch.tensor([max(own, 2.0 * alone)], dtype=torch.float64, device=device)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
-    times = max(1, math.ceil(float(longest) / own))
-    count = max(1, int(float(longest) / (_LONGER * alone)))  # seen in steps that take much longer than an all-reduce
+    work(3)
+    own = _timed(lambda: work(8), device) / 8
+    times = max(1, math.ceil(2.0 * alone / own))
 
-    def block(beside: bool) -> float:
+    def block(beside: bool, mine: bool) -> float:
         pending: list[Any] = []
 
         def run() -> None:
             for _ in range(_BESIDE):
                 if beside:
-                    pending.extend(dist.all_reduce(payload, group=group, async_op=True) for _ in range(count))
-                compute(times)
+                    pending.append(dist.all_reduce(payload, group=group, async_op=True))
+                if mine:
+                    work(times)
 
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)  # all workers are here
+        dist.all_reduce(here, group=group)  # all workers are here
         taken = _timed(run, device)
         for handle in pending:
             handle.wait()
         return taken
 
-    block(True)
-    longer = [block(True) - block(False) for _ in range(repeats)]
-    return max(0.0, statistics.median(longer) / (_BESIDE * count * alone))
+    share = 0.0
+    for turn in range(dist.get_world_size(group)):
+        mine = turn == dist.get_rank(group)
+        block(True, mine)
+        longer = statistics.median([block(True, mine) - block(False, mine) for _ in range(repeats)])
+        if mine:
+            share = longer / (_BESIDE * alone)
+    return at_most_all(share)
+
+
+def at_most_all(share: float) -> float:
+    """A share from 0 to 1: computation stands still for as long as an all-reduce lasts at most."""
+    return min(max(0.0, share), 1.0)
 
 
 _BESIDE = 8
-"""Times in a block that all-reduces run beside computation."""
-_LONGER = 8.0
-"""What is computed takes about this many times what the all-reduces beside it take, if it takes longer at all."""
-
-
-def _product(device: torch.device) -> Callable[[], object]:
-    width = 1024 if device.type == "cuda" else 128
-    a, b = (torch.randn(width, width, device=device) for _ in range(2))
-    return lambda: torch.tanh(a @ b)
+"""All-reduces in a block."""
 
 
 def _timed(run: Callable[[], None], device: torch.device) -> float:

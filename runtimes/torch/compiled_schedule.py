@@ -28,6 +28,10 @@ _GATHERS = ("embedding", "index", "_unsafe_index", "gather", "index_select")
 """Operations that read of their first operand only as much as they deliver."""
 
 
+_FINISHING = ("add", "convert_element_type", "_to_copy")
+"""What is done to a product within its operator."""
+
+
 @contextlib.contextmanager
 def annotated_operators(model: nn.Module, graph: OpGraph) -> Iterator[None]:
     """Annotate the operators of a model while it is compiled; a graph compiled before is not used inside."""
@@ -221,11 +225,21 @@ def _writes(results: Sequence[Any], nodes: Sequence[Any]) -> tuple[tuple[str, in
         if node is None:
             continue
         wanting = {
-            _label(user) or _label(node) for user in _readers(node) if user not in inside and user.op != "output"
+            _label(user) or _label(node) for user in _wanting(node) if user not in inside and user.op != "output"
         }
         if wanting or any(user.op == "output" for user in _readers(node)):
             found.append((wanting.pop() if len(wanting) == 1 else _label(node), _num_bytes(node)))
     return tuple(found)
+
+
+def _wanting(node: Any) -> Iterator[Any]:
+    """Who reads a result, past what its own operator still does to it: adds a bias, casts."""
+    own = _label(node)
+    for user in _readers(node):
+        if user.op == "call_function" and own and _label(user) == own and _kind(user) in _FINISHING:
+            yield from _wanting(user)
+        else:
+            yield user
 
 
 def _shares(nodes: Sequence[Any]) -> tuple[tuple[str, float], ...]:

@@ -155,6 +155,29 @@ def test_a_trace_that_lacks_kernels_is_made_again(monkeypatch, failures, traces)
     assert len(made) == traces
 
 
+def _node(graph, target, inputs, operator, shape=(4, 8)):
+    node = graph.call_function(target, tuple(inputs))
+    node.meta = {"custom": {compiled_schedule._KEY: operator}, "val": torch.empty(shape)}
+    return node
+
+
+def test_what_one_other_operator_reads_is_written_for_it():
+    aten, graph = torch.ops.aten, torch.fx.Graph()
+    x = graph.placeholder("x")
+    product = _node(graph, aten.mm.default, (x, x), "a")
+    biased = _node(graph, aten.add.Tensor, (product, 1), "a")
+    gelu = _node(graph, aten.gelu.default, (biased,), "gelu")
+    first = _node(graph, aten.mm.default, (gelu, x), "b")
+    second = _node(graph, aten.mm.default, (gelu, x), "c")
+    alone = _node(graph, aten.sum.default, (first,), "b", ())
+    graph.output((alone, second))
+    # Past the bias, which is its own operator's; a product is not passed, since what it makes is something else.
+    assert compiled_schedule._writes([product], [product]) == (("gelu", 4 * 8 * 4),)
+    assert compiled_schedule._writes([gelu], [biased, gelu]) == (("gelu", 4 * 8 * 4),)  # two read it
+    assert compiled_schedule._writes([second, None], [second]) == (("c", 4 * 8 * 4),)  # nobody in this graph
+    assert compiled_schedule._writes([biased], [biased, gelu]) == ()
+
+
 def test_what_runs_nothing_is_no_part_of_a_schedule():
     nothing = type("NopKernelSchedulerNode", (), {})()
     assert compiled_schedule._entries([nothing, nothing]) == []
