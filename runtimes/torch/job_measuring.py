@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -244,8 +245,14 @@ def _statistics(job: Job, captured: CapturedModel, batches: Iterable[Any] | None
         if not job.options.probes:
             raise
         # Without gains the noise is swept through the graph by formula instead: coarser, and the log says so.
-        _LOGGER.warning("sensitivities are propagated by formula and not probed: %s", str(failure).splitlines()[0])
-        return collect_statistics(job.model, seen, step=step, graph=captured.graph, probes=0)
+        _LOGGER.warning(
+            "sensitivities are propagated by formula and not probed: %s", str(failure).splitlines()[0][:400]
+        )
+    # Outside of the handler: the exception's frames would keep all that the probes had computed.
+    gc.collect()
+    if job.example.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return collect_statistics(job.model, seen, step=step, graph=captured.graph, probes=0)
 
 
 def job_cluster(types: DeviceTypes, profiles: Mapping[str, DeviceProfile], network: Network) -> Cluster:
