@@ -24,7 +24,7 @@ from qsync_opt.runtimes.torch.job_plan import JobPlan
 from qsync_opt.runtimes.torch.job_racing import paired_medians
 from qsync_opt.runtimes.torch.job_ways import Way
 
-BATCHES = {"bert-base": 32, "gpt2": 32, "resnet50": 64, "vit-base": 32, "gpt-small": 96}
+BATCHES = {"bert-base": 32, "gpt2": 32, "resnet50": 64, "vit-base": 32, "gpt-small": 64}
 BLOCK_S, BLOCKS = 0.4, 3
 """Seconds of steps that are timed together, and how often; the median counts."""
 FAR = 2.5

@@ -11,11 +11,11 @@ NOT_MEASURED = "not measured"
 PLAIN = ("FP32", "TF32", "BF16 autocast", "FP16 autocast", "uniform INT8", "uniform FP8")
 """What a user can choose without a plan, the same on all workers."""
 AS_FAST = 0.98
-BY_SPEED = "local batches by speed, "
+BY_SPEED, CAPTURED = "local batches by speed, ", ", captured"
 _NAMES = (
     "fp32", "bf16", "bf16-operators", "cpu-fp32", "cpu-bf16", "cpu-bf16-operators", "throughput", "sensitivity",
     "less-sensitive", "by-speed", "first-step", "soak", "soak-memory", "soak-prediction", "soak-drifts",
-    "soak-moved", "predicted", "hardware", "many", "many-first-step",
+    "soak-moved", "predicted", "hardware", "many", "many-first-step", "scaling", "many-plain", "many-by-speed",
 )  # fmt: skip
 
 
@@ -43,6 +43,14 @@ def runtime_figures(data: Record) -> dict[str, str]:
         steps = [ways["plan"]["first_planned_step_s"] for ways in many.values()]
         found["runtime.many"] = ", ".join(f"{model} {ratio:.2f} x" for model, ratio in ratios.items())
         found["runtime.many-first-step"] = ", ".join(f"{seconds:.0f} s" for seconds in steps)
+    for (_, workers), ways in clusters.items():
+        if workers < 8:
+            continue
+        for name, prefix in (("many-plain", ""), ("many-by-speed", BY_SPEED)):
+            among = [way for way in ways if way.startswith(BY_SPEED) == bool(prefix) and not way.endswith("plan")]
+            if among:
+                best = max(among, key=lambda way: ways[way]["samples_per_s"])
+                found[f"runtime.{name}"] = f"{best.removeprefix(prefix)} {ways[best]['samples_per_s']:,.0f} samples/s"
     for record in data.get("soak", ()):
         if "NVIDIA" not in record["hardware"]:
             continue
@@ -106,9 +114,12 @@ def by_speed(ways: Mapping[str, Record]) -> float | None:
     return None if best is None else ways[f"{BY_SPEED}plan"]["samples_per_s"] / ways[best]["samples_per_s"]
 
 
-def best_beside(ways: Mapping[str, Record]) -> str | None:
-    """The fastest way but for plan and local batches by speed together, if that was measured."""
-    others = [name for name in ways if name != f"{BY_SPEED}plan"]
+def best_beside(ways: Mapping[str, Record], *, launched: bool = False) -> str | None:
+    """The fastest way but for plan and local batches by speed together, if that was measured.
+
+    ``launched`` leaves out those whose passes are captured.
+    """
+    others = [name for name in ways if name != f"{BY_SPEED}plan" and not (launched and name.endswith(CAPTURED))]
     if f"{BY_SPEED}plan" not in ways or not others:
         return None
     return max(others, key=lambda name: ways[name]["samples_per_s"])
@@ -135,7 +146,8 @@ def _of_pairs(pairs: Mapping[str, Mapping[str, Record]]) -> dict[str, str]:
         "throughput": ", ".join(f"{model} {ratio:.2f} x" for model, ratio in ratios.items()),
         "by-speed": ", ".join(f"{model} {ratio:.2f} x" for model, ratio in together.items() if ratio is not None),
         "first-step": f"{min(steps):.0f} to {max(steps):.0f} s",
-        "sensitivity": f"{min(shares):.2f} to {max(shares):.2f}" if shares else NOT_MEASURED,
+        "sensitivity": f"{min(shares):.2g} to {max(shares):.2g}" if shares else NOT_MEASURED,
+        "scaling": "; ".join(filter(None, (_scaling(model, pairs[model]) for model in models))),
         "less-sensitive": f"{sum(less_sensitive(ways) for ways in pairs.values())} of {len(pairs)}",
     }
     return {f"runtime.{name}": text or NOT_MEASURED for name, text in said.items()}
@@ -151,6 +163,16 @@ def _throughput_table(clusters: Mapping[tuple[str, int], Mapping[str, Record]]) 
     return table(header, rows) if clusters else NOT_MEASURED
 
 
+def _scaling(model: str, ways: Mapping[str, Record]) -> str:
+    """What a step takes beside the slowest worker's passes, with losses that are scaled and with others."""
+    told = [
+        f"{name} {ways[name]['step_ms'] - max(ways[name]['alone_ms']):.1f} ms"
+        for name in ("FP16 autocast", "BF16 autocast")
+        if name in ways and ways[name].get("alone_ms")
+    ]
+    return f"{model} {', '.join(told)}" if len(told) > 1 else ""
+
+
 def _bars_table(clusters: Mapping[tuple[str, int], Mapping[str, Record]]) -> str:
     """What was asked for beside what was found."""
     rows = []
@@ -158,13 +180,15 @@ def _bars_table(clusters: Mapping[tuple[str, int], Mapping[str, Record]]) -> str
         if "plan" not in ways or not any(name in ways for name in PLAIN):
             continue
         ratio, best = against_plain(ways)
-        beside, both = best_beside(ways), by_speed(ways)
+        beside, both, launched = best_beside(ways), by_speed(ways), best_beside(ways, launched=True)
+        plan = ways.get(f"{BY_SPEED}plan", {}).get("samples_per_s")
         rows.append(
             [
                 f"{model}, {workers} workers",
                 f"{ratio:.3f} of {best}",
                 "yes" if less_sensitive(ways) else "no",
                 None if both is None else f"{both:.3f} of {beside}",
+                None if launched is None else f"{plan / ways[launched]['samples_per_s']:.2f} of {launched}",
                 f"{ways['plan']['first_planned_step_s']:.0f} s",
             ]
         )
@@ -173,6 +197,7 @@ def _bars_table(clusters: Mapping[tuple[str, int], Mapping[str, Record]]) -> str
         "plan beside the best plain way: at least 0.98",
         "less sensitivity than every plain way as fast: yes",
         "plan with local batches by speed beside the best of all others: above 1",
+        "the same, beside the best whose passes the host launches",
         "start to first planned step",
     )
     return table(header, rows) if rows else NOT_MEASURED

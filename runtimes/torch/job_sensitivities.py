@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -106,5 +107,11 @@ def _statistics(
         if kind is IndicatorKind.PROPAGATED:
             raise
         # Without gains the noise is swept through the graph by formula instead: coarser, and the log says so.
-        _LOGGER.warning("sensitivities are propagated by formula and not probed: %s", str(failure).splitlines()[0])
-        return collect(), IndicatorKind.PROPAGATED
+        _LOGGER.warning(
+            "sensitivities are propagated by formula and not probed: %s", str(failure).splitlines()[0][:400]
+        )
+    # Outside of the handler: the exception's frames would keep all that the probes had computed.
+    gc.collect()
+    if job.example.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return collect(), IndicatorKind.PROPAGATED

@@ -74,12 +74,16 @@ def test_the_plan_is_compared_with_the_best_plain_way():
 
     plan = {"first_planned_step_s": 60.0, "taken": {"whole": "FP32"}}
     throughput = [
-        record("BF16 autocast", 200.0, 4.0),
+        record("BF16 autocast", 200.0, 4.0, step_ms=15.0, alone_ms=[3.0, 10.0]),
         record("BF16 autocast, captured", 210.0, 4.0),
         record("uniform INT8", None),
         record("FP32", 50.0, 0.0),
+        record("FP16 autocast", 190.0, 5.0, step_ms=20.0, alone_ms=[3.0, 12.0]),
         record("plan", 190.0, 1.0, **plan),
+        record("FP32", 9.0, 0.0, workers=8),
+        record("local batches by speed, FP32", 12.0, workers=8),
         record("local batches by speed, BF16 autocast", 400.0),
+        record("local batches by speed, BF16 autocast, captured", 450.0),
         record("local batches by speed, plan", 440.0, 4.0, taken={"whole": "BF16 autocast"}),
         record("plan", 100.0, 1.0, workers=4, **plan),
         record("FP16 autocast", 50.0, 1.0, workers=4),
@@ -93,15 +97,19 @@ def test_the_plan_is_compared_with_the_best_plain_way():
     assert found["runtime.throughput"] == "m 0.95 x"
     assert found["runtime.sensitivity"] == "0.25 to 0.25"
     assert found["runtime.less-sensitive"] == "1 of 1"
-    assert found["runtime.by-speed"] == "m 1.10 x"
+    assert found["runtime.by-speed"] == "m 0.98 x"
+    assert found["runtime.scaling"] == "m FP16 autocast 8.0 ms, BF16 autocast 5.0 ms"
+    assert found["runtime.many-plain"] == "FP32 9 samples/s"
+    assert found["runtime.many-by-speed"] == "FP32 12 samples/s"
     assert found["runtime.first-step"] == "60 to 60 s"
     assert found["runtime.many"] == "m 2.00 x"
     assert found["runtime.table.bars"].splitlines()[2:] == [
-        "| m, 2 workers | 0.950 of BF16 autocast | yes | 1.100 of local batches by speed, BF16 autocast | 60 s |",
-        "| m, 4 workers | 2.000 of FP16 autocast | yes | – | 60 s |",
+        "| m, 2 workers | 0.950 of BF16 autocast | yes | 0.978 of local batches by speed, BF16 autocast, captured | "
+        "1.10 of local batches by speed, BF16 autocast | 60 s |",
+        "| m, 4 workers | 2.000 of FP16 autocast | yes | – | – | 60 s |",
     ]
     rows = found["runtime.table.throughput"].splitlines()
-    assert rows[0] == "|  | m, 2 workers | m, 4 workers |"
+    assert rows[0] == "|  | m, 2 workers | m, 8 workers | m, 4 workers |"
     assert [row.split("|")[1].strip() for row in rows[2:]] == [
         "FP32",
         "BF16 autocast",
@@ -109,6 +117,8 @@ def test_the_plan_is_compared_with_the_best_plain_way():
         "BF16 autocast, captured",
         "plan",
         "local batches by speed, BF16 autocast",
+        "local batches by speed, BF16 autocast, captured",
+        "local batches by speed, FP32",
         "local batches by speed, plan",
     ]
 

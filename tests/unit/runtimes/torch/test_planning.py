@@ -1,4 +1,5 @@
 import logging
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -236,6 +237,22 @@ def test_a_model_without_second_derivatives_is_planned_all_the_same(options, cap
     with caplog.at_level(logging.WARNING):
         auto_plan(Net(), torch.randn(4, 64), loss=loss, options=options(trial=False))
     assert "propagated by formula" in caplog.text
+
+
+def test_what_probes_computed_is_gone_when_the_formula_takes_over(options, monkeypatch):
+    real, kept, alive = job_measuring.collect_statistics, [], []
+
+    def without_room(*args, probes, **settings):
+        if probes:
+            computed = torch.zeros(1000)
+            kept.append(weakref.ref(computed))
+            raise torch.cuda.OutOfMemoryError(f"no room beside {computed.numel()} elements")
+        alive.append(kept[0]() is not None)
+        return real(*args, probes=probes, **settings)
+
+    monkeypatch.setattr(job_measuring, "collect_statistics", without_room)
+    auto_plan(Net(), torch.randn(4, 64), loss=cross_entropy, options=options(trial=False))
+    assert alive == [False]
 
 
 @pytest.mark.parametrize(
