@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from results_pages import Record, table
@@ -229,6 +230,18 @@ def _recovered(policies: Mapping[str, Record], policy: str) -> str:
     return f"{100 * part['recovered']:.0f}" + ("" if error is None else f" ± {100 * error / gap:.0f}") + " %"
 
 
+def _ahead(runs: Sequence[Record], setting: str, policy: str, rival: str) -> str:
+    """By how much less a policy loses than another, seed by seed: mean and standard error."""
+    ours, theirs = (
+        {run["seed"]: run["score"] for run in runs if (run["policy"], run["setting"]) == (which, setting)}
+        for which in (policy, rival)
+    )
+    gains = [theirs[seed] - ours[seed] for seed in sorted(ours.keys() & theirs.keys())]
+    if len(gains) < 2:
+        return "–"
+    return f"{statistics.fmean(gains):.3f} ± {statistics.stdev(gains) / len(gains) ** 0.5:.3f}"
+
+
 def _training_figures(data: Record) -> dict[str, str]:
     """Gap between uniform INT8 and full precision, and what each plan recovers, per model."""
     found = {}
@@ -259,6 +272,9 @@ def _training_figures(data: Record) -> dict[str, str]:
                 f"{gap['worse_than_full']:.3f} ± {gap['worse_than_full_error']:.3f}"
             )
             found[f"quality.{model}.x{factor}.seeds"] = str(gap["seeds"])
+            for rival in ("probed", "hessian", "fisher", "random"):
+                name = f"quality.{model}.x{factor}.progress-{rival}"
+                found[name] = _ahead(record["runs"], setting, "progress", rival)
             for policy in every:
                 if policy not in ("full precision", "uniform INT8"):
                     found[f"quality.{model}.x{factor}.{policy.replace(' ', '-')}"] = _recovered(every, policy)
@@ -328,7 +344,8 @@ def quality_figures(data: Record) -> dict[str, str]:
     for record in _records(data, "cost"):
         found[f"quality.cost.{record['model']}"] = f"{record['scoring'][0]['steps_per_precision']:.1f}"
     clear = harm["after_steps"]["clear"]["spearman"]
-    found["quality.clear.probed"] = f"{clear['probed']:.2f}"
+    for kind in OURS:
+        found[f"quality.clear.{kind}"] = "–" if clear.get(kind) is None else f"{clear[kind]:.2f}"
     found["quality.clear.best-baseline"] = f"{max(_baselines(clear)):.2f}"
     return found | _operator_figures(data) | _training_figures(data) | _noise_figures(data)
 
