@@ -42,7 +42,7 @@ _Numbers = list[tuple[tuple[str, ...], Tensor]]
 def finish_convolutions(calls: Sequence[TakenConvolution]) -> None:
     """Find all numbers that depend on rounding; every call has met its gradient, or will meet none."""
     firsts = [(call, call.let_go()) for call in calls]
-    for some in _alike(firsts, _second_key, lambda call, _: call.form.second.numel() * len(SCALED_KINDS) // 4):
+    for some in _alike(firsts, _second_key, lambda call, _: _sampled(call) * len(SCALED_KINDS)):
         _give(some, _seconds([call for call, _ in some], [first for _, first in some]))
     for few in _alike(firsts, _first_key, lambda _, first: first.part.numel() * len(SCALED_KINDS)):
         _give(few, _firsts([call for call, _ in few], [first for _, first in few]))
@@ -92,6 +92,11 @@ def _norms(x: Tensor) -> Tensor:
 
 
 # -- operands --------------------------------------------------------------------------------------------------------
+
+
+def _sampled(call: TakenConvolution) -> int:
+    """Elements of a weight that are looked at one by one."""
+    return call.form.sample_second(call.limit)[0].numel()
 
 
 def _second_key(call: TakenConvolution, first: TakenFirst) -> Hashable:
