@@ -24,14 +24,14 @@ from qsync_opt.runtimes.torch.convolution_record import (
     image_shares,
 )
 from qsync_opt.runtimes.torch.operator_summary import INTEGER_KINDS, RESULT_KINDS, SCALED_KINDS
-from qsync_opt.runtimes.torch.reductions import summed
+from qsync_opt.runtimes.torch.reductions import stacked, summed
 from qsync_opt.runtimes.torch.rounding_error import fixed_point_errors, paired_errors
 from qsync_opt.runtimes.torch.sized_samples import SizedPositions, weights_by_size
 
 _INTEGER = slice(SCALED_KINDS.index(INTEGER_KINDS[0]), SCALED_KINDS.index(INTEGER_KINDS[-1]) + 1)
 _SHAPES = tuple(Granularity(kind.partition("/")[2]) for kind in INTEGER_KINDS)
 _EIGHT_BITS = RESULT_KINDS.index(GRADIENT_KINDS["INT8"])
-_TOGETHER = 7 << 20
+_TOGETHER = 6 << 20
 """Errors at most that are held together, unless those of one call are more."""
 
 _Found = TypeVar("_Found")
@@ -42,7 +42,7 @@ _Numbers = list[tuple[tuple[str, ...], Tensor]]
 def finish_convolutions(calls: Sequence[TakenConvolution]) -> None:
     """Find all numbers that depend on rounding; every call has met its gradient, or will meet none."""
     firsts = [(call, call.let_go()) for call in calls]
-    for some in _alike(firsts, _second_key, lambda call, _: call.form.second.numel() * len(SCALED_KINDS) // 4):
+    for some in _alike(firsts, _second_key, lambda call, _: _sampled(call) * len(SCALED_KINDS)):
         _give(some, _seconds([call for call, _ in some], [first for _, first in some]))
     for few in _alike(firsts, _first_key, lambda _, first: first.part.numel() * len(SCALED_KINDS)):
         _give(few, _firsts([call for call, _ in few], [first for _, first in few]))
@@ -94,13 +94,18 @@ def _norms(x: Tensor) -> Tensor:
 # -- operands --------------------------------------------------------------------------------------------------------
 
 
+def _sampled(call: TakenConvolution) -> int:
+    """Elements of a weight that are looked at one by one."""
+    return call.form.sample_second(call.limit)[0].numel()
+
+
 def _second_key(call: TakenConvolution, first: TakenFirst) -> Hashable:
     return call.form.second.shape, first.contracted.shape, call.columns is None, call.limit
 
 
 def _seconds(calls: Sequence[TakenConvolution], firsts: Sequence[TakenFirst]) -> _Numbers:
     form = calls[0].form
-    weights = torch.stack([call.form.second for call in calls])
+    weights = stacked([call.form.second for call in calls])
     squares = weights.square()
     contracted_w2, columns_w2 = form.by_input_channel(squares), form.by_output_channel(squares)
     del squares
@@ -124,7 +129,7 @@ def _seconds(calls: Sequence[TakenConvolution], firsts: Sequence[TakenFirst]) ->
     errors = paired_errors(part, SCALED_KINDS, amaxes)
     numbers.append(_means("second", SCALED_KINDS, errors.flatten(3).mean(3)))
     noise = errors[0, _INTEGER]
-    x2 = torch.stack([first.contracted for first in firsts])
+    x2 = stacked([first.contracted for first in firsts])
     some_x2 = x2[:, :, rows]
     numbers.append((("xw/floating",), summed((x2 * contracted_w2).flatten(1), 1).unsqueeze(0)))
     met = summed((form.by_input_channel(noise) * some_x2).flatten(2), 2)
@@ -133,7 +138,7 @@ def _seconds(calls: Sequence[TakenConvolution], firsts: Sequence[TakenFirst]) ->
     if g2:
         columns = torch.cat([columns_w2.unsqueeze(0), form.by_output_channel(noise)])
         names = ("gw/floating", *(f"gw/{shape}" for shape in _SHAPES))
-        numbers.append((names, summed((columns * torch.stack(g2)).flatten(2), 2)))
+        numbers.append((names, summed((columns * stacked(g2)).flatten(2), 2)))
     if part.numel() < weights.numel():
         x2, sizes = x2.flatten(3).sum(3).flatten(1), row_amax.square().flatten(1)
         terms = torch.stack([x2, sizes, x2 * sizes])

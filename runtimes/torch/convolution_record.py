@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qsync_opt.rounding import Granularity
 from qsync_opt.runtimes.torch.product_forms import ConvolutionForm
-from qsync_opt.runtimes.torch.reductions import dot, summed
+from qsync_opt.runtimes.torch.reductions import dot, stacked, summed
 from qsync_opt.runtimes.torch.sized_samples import Positions, SizedPositions, even_positions, positions_by_size
 
 _WHERE_THE_GRADIENT_IS = 1 / 4
@@ -182,7 +182,7 @@ class TakenConvolution:
     def _gradient(self, first: TakenFirst, g: Tensor, row_g2: Tensor) -> TakenGradient:
         # Floating formats err by the square, INT8 by the root of it where most of a gradient is below a step.
         norm = row_g2.sqrt()
-        every = torch.stack([row_g2, norm, norm * first.by_row, first.by_row])
+        every = stacked([row_g2, norm, norm * first.by_row, first.by_row])
         terms = every[:3].flatten(1)
         totals = summed(terms, 1)
         self.found.append((("output_gradient.square_sum",), totals[:1]))

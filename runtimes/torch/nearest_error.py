@@ -72,15 +72,13 @@ def _matrix_errors(form: MatrixForm, g: Tensor, loss_scale: float) -> Iterator[T
 
 
 def _convolution_errors(form: ConvolutionForm, g: Tensor, loss_scale: float) -> Iterator[Tensor]:
-    """Both terms as one convolution: the second stands behind the first, as further samples."""
-    count = len(g)
-    x, low = (t.new_empty((2 * count, *t.shape[1:])) for t in (form.first, g))
-    x[count:].copy_(form.first)
+    def weight(x: Tensor, g: Tensor) -> Tensor:
+        found: Tensor = torch.ops.aten.convolution_backward(
+            g, x, form.second, None, *form.geometry, [False, True, False]
+        )[1]
+        return found
+
     for dtype in NEAREST_FORMATS.values():
-        torch.sub(form.first.to(dtype), form.first, out=x[:count])
-        rounded = _rounded(g, dtype, loss_scale)
-        low[:count].copy_(rounded)
-        torch.sub(rounded, g, out=low[count:])
-        yield norm(
-            torch.ops.aten.convolution_backward(low, x, form.second, None, *form.geometry, [False, True, False])[1]
-        )
+        low = _rounded(g, dtype, loss_scale).to(g.dtype)
+        error = weight(form.first.to(dtype) - form.first, low)
+        yield norm(error.add_(weight(form.first, low.sub_(g))))

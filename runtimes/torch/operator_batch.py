@@ -25,7 +25,9 @@ from qsync_opt.runtimes.torch.sized_samples import SizedRuns, weights_by_size
 from qsync_opt.statistics import OperatorKind, OperatorStatistics
 
 _WAITING = 1 << 22
-"""Errors at most that are held together."""
+"""Errors at most that are held together at the end of a batch."""
+WHILE_ACTIVATIONS_ARE_KEPT = 1 << 20
+"""The same between forward and backward pass."""
 
 
 def _cast_errors(parts: Tensor, scales: Sequence[float]) -> Tensor:
@@ -44,8 +46,8 @@ def _weighted_mean(values: Tensor, weights: Tensor | None) -> Tensor:
     return (by_run * weights).sum(-1)
 
 
-def cast_waiting(records: Iterable[OperatorRecord]) -> None:
-    """Find the cast errors of all elements that wait, many tensors at once."""
+def cast_waiting(records: Iterable[OperatorRecord], together: int = _WAITING) -> None:
+    """Find the cast errors of all elements that wait, many tensors at once, so many errors together."""
     alike: dict[Hashable, list[tuple[OperatorRecord, str, Tensor | SizedRuns]]] = {}
     for record in records:
         for tensor, part in record.waiting:
@@ -54,7 +56,7 @@ def cast_waiting(records: Iterable[OperatorRecord]) -> None:
         record.waiting.clear()
     for every in alike.values():
         size = _elements(every[0][2]).numel()
-        count = max(1, _WAITING // (size * len(CAST_KINDS)))
+        count = max(1, together // (size * len(CAST_KINDS)))
         for start in range(0, len(every), count):
             some = every[start : start + count]
             parts = torch.stack([_elements(part) for _, _, part in some])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,6 +33,11 @@ def _wide(x: Tensor) -> torch.dtype:
 def summed(x: Tensor, dim: int) -> Tensor:
     """Sums over one dimension, in the precision of ``total``."""
     return x.sum(dim, dtype=_wide(x))
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one shape, stacked as vectors: with more dimensions a card takes one kernel for each of them."""
+    return torch.stack([x.reshape(-1) for x in tensors]).view(len(tensors), *tensors[0].shape)
 
 
 def norm(x: Tensor) -> Tensor:

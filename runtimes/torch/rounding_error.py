@@ -37,6 +37,8 @@ class ElementErrors(NamedTuple):
     nearest: Tensor
 
 
+_STACKED_AT_ONCE = 4
+"""Dimensions from which a card stacks tensors one by one."""
 _EXPONENT_BITS = 0x7F800000
 """Of an FP32 number; what they leave of it is the largest power of two that is not above its magnitude."""
 
@@ -81,6 +83,12 @@ def _stack(kinds: tuple[str, ...], dims: int, device: torch.device) -> _Stack:
     return _Stack(tuple(slices), torch.ones((1,) * dims, device=device), *columns)
 
 
+@functools.lru_cache(maxsize=64)
+def _places(slices: tuple[Granularity | None, ...], amaxes: tuple[Granularity, ...], device: torch.device) -> Tensor:
+    """Where each kind's unit stands behind 1 and the largest magnitudes in their order."""
+    return torch.tensor([0 if g is None else 1 + amaxes.index(g) for g in slices]).to(device)
+
+
 def _broadcast(dims: int, *tensors: Tensor) -> Tensor:
     """Tensors of so many dimensions or fewer, stacked."""
     shape = torch.broadcast_shapes((1,) * dims, *(x.shape for x in tensors))  # type: ignore[no-untyped-call]
@@ -95,7 +103,11 @@ def paired_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity
     if any(stack.slices):
         # What x is held in before the format's own largest number comes in: 1, or a largest magnitude.
         amax = [stack.one if g is None else amaxes[g] for g in stack.slices]
-        units = _broadcast(x.dim(), *amax).clamp_(min=_SMALLEST_UNIT)
+        if x.dim() < _STACKED_AT_ONCE:
+            units = _broadcast(x.dim(), *amax)
+        else:
+            units = _broadcast(x.dim(), stack.one, *amaxes.values())[_places(stack.slices, tuple(amaxes), x.device)]
+        units.clamp_(min=_SMALLEST_UNIT)
         values = (x / units).mul_(stack.largest)
     binade = torch.bitwise_and(values.view(torch.int32), _EXPONENT_BITS).view(torch.float32)
     step = torch.clamp(binade, stack.least, stack.greatest).mul_(stack.bits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -22,7 +23,7 @@ from qsync_opt.runtimes.torch.gradient_probe import Probed, probe_gains
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.lookup_record import measure_lookup
 from qsync_opt.runtimes.torch.loss_curvature import loss_curvature
-from qsync_opt.runtimes.torch.operator_batch import finish_batch
+from qsync_opt.runtimes.torch.operator_batch import WHILE_ACTIVATIONS_ARE_KEPT, cast_waiting, finish_batch
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
 from qsync_opt.runtimes.torch.reductions import channel_variances
@@ -362,6 +363,7 @@ def collect_statistics(
                 raise ModelError(f"the step returned {kind}: it must return the loss, a tensor with one element")
             if not loss.requires_grad:
                 raise ModelError("the loss does not depend on any trainable parameter: nothing can be measured")
+            cast_waiting(itertools.chain.from_iterable(collector.records.values()), WHILE_ACTIVATIONS_ARE_KEPT)
             with scatter.batch():
                 loss.backward()  # type: ignore[no-untyped-call]
             del loss
