@@ -130,6 +130,12 @@ def section(
                 }
             )
         _log(name, "plans measured")
+        for row in rows:
+            if row["draws"] > 1 and not share.over():
+                plan = plans[str(row["plan"])]
+                seen = added_parts(model, batch, exact, plan, graph, options, 2 if scale == "tiny" else 12)
+                row["parts"] = {"measured": seen, "predicted": parts(graph, found, tables["probed"], plan)}
+        _log(name, "parts measured")
         singles: dict[str, dict[str, Any]] = {}
         for operator in graph.by_role(Role.ADJUSTABLE):
             for precision in PRECISIONS[:1]:
@@ -142,11 +148,6 @@ def section(
         for row in rows:
             row["measured_alone_over_together"] = _alone(plans[str(row["plan"])], singles, float(row["measured"]))
         _log(name, "operators measured")
-        for row in rows:
-            if row["draws"] > 1 and not share.over():
-                plan = plans[str(row["plan"])]
-                seen = added_parts(model, batch, exact, plan, graph, options, 2 if scale == "tiny" else 12)
-                row["parts"] = {"measured": seen, "predicted": parts(graph, found, tables["probed"], plan)}
         noise = others.gradient_noise
         yield significant(
             {
