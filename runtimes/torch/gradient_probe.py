@@ -195,8 +195,9 @@ def _noise_shapes(tensor: str, values: Tensor) -> tuple[Tensor | None, Tensor]:
     """
     uniform = None
     if tensor in _QUANTIZED:
-        amax = torch.linalg.vector_norm(values, float("inf"))
-        uniform = stacked_errors(values, ("INT8/tensor",), {Granularity.TENSOR: amax}).stochastic[0]
+        held = values.to(torch.float32)  # of a model in FP64, too
+        amax = torch.linalg.vector_norm(held, float("inf"))
+        uniform = stacked_errors(held, ("INT8/tensor",), {Granularity.TENSOR: amax}).stochastic[0]
     return uniform, values.square()
 
 
