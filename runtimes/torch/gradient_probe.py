@@ -11,7 +11,7 @@ what small noise mostly does in a network of them. The mask by which a rectifier
 tensor of its own: the square of its J^T u, element by element, times the chance that normal noise of some size pushes
 that element over zero, is the variance that the flips of this rectifier add (`Probed.flips`). Noise is spread over
 the elements as it was seen to arrive there (`noisy_passes`). Ties of max-pooling are not treated so: in a ResNet-50
-they change nothing that could be measured.
+they are less than 5 % of what INT8 adds.
 """
 
 from __future__ import annotations
