@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kernel_figures import host_figures, kernel_figures
-from quality_tables import quality_figures
+from quality_figures import quality_figures
 from results_pages import ROOT, Record, environment, load_results, percent, span, table
 from runtime_figures import NOT_MEASURED, runtime_figures
 

@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from picture import text
-from quality_tables import MEASURES, PARTS, harm_record, operator_records, plan_records, train_records
+from quality_records import MEASURES, PARTS, harm_record, operator_records, plan_records, train_records
 
 THEMES: Mapping[str, Mapping[str, str]] = {
     "light": {"ground": "#ffffff", "ink": "#1f2328", "grid": "#d8dce2", "band": "#e3efe5"},

@@ -1,65 +1,22 @@
-"""Tables and figures of the page on the indicator's truth, from ``benchmarks/results/quality.json``."""
+"""Tables of the page on the indicator's truth, from ``benchmarks/results/quality.json``."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from quality_records import (
+    MEASURES,
+    PARTS,
+    harm_records,
+    operator_records,
+    percent,
+    plan_records,
+    rate_of,
+    records,
+    recovered,
+)
 from results_pages import Record, table
-
-PARTS = ("output", "weight_gradient", "input_gradient")
-OURS = ("probed", "propagated", "loss", "progress")
-MEASURES = {"after_steps": "loss after steps", "at_once": "loss at once", "gradient": "gradient variance"}
-
-
-def _records(data: Record, section: str) -> list[Record]:
-    return list(data["sections"].get(section, {}).get("records", ()))
-
-
-def _on_card(record: Record) -> bool:
-    return "NVIDIA" in str(record["hardware"])
-
-
-def operator_records(data: Record) -> list[dict[str, Any]]:
-    """Records of single operators that were run on a card."""
-    return [{**record, "label": record["model"]} for record in _records(data, "operators") if _on_card(record)]
-
-
-def harm_records(data: Record) -> list[Record]:
-    """What was measured on a card: by the model's own optimizer first, backward in 8 bits before 16, then others.
-
-    Of several that differ in nothing but the learning rate, the more reliable one is first.
-    """
-
-    def order(record: Record) -> tuple[Any, ...]:
-        certain = record["after_steps"]["reliability"]
-        return "SGD" in record["optimizer"], "16" in record["backward"], -certain
-
-    return sorted((record for record in _records(data, "harm") if _on_card(record)), key=order)
-
-
-def _rate(record: Record) -> str:
-    return str(record.get("rate", "constant"))
-
-
-def harm_record(data: Record) -> Record:
-    """What was measured on a card by the model's own optimizer, in the lowest precision."""
-    return harm_records(data)[0]
-
-
-def plan_records(data: Record) -> list[Record]:
-    """Records of whole plans."""
-    return _records(data, "whole-model")
-
-
-def train_records(data: Record) -> list[Record]:
-    """Records of training that has come to its end."""
-    return [record for record in _records(data, "train") if record["summary"]]
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.0f} %"
 
 
 def operators_table(data: Record) -> str:
@@ -71,7 +28,7 @@ def operators_table(data: Record) -> str:
             record["case"],
             record["operators"],
             *(
-                f"{_percent(record['within'].get(part))}, {record['median'][part]:.2f}"
+                f"{percent(record['within'].get(part))}, {record['median'][part]:.2f}"
                 if part in record["within"]
                 else "–"
                 for part in PARTS
@@ -88,7 +45,7 @@ def ranks_table(data: Record) -> str:
     columns = [(name, record[measure]) for measure, name in MEASURES.items()]
     for other in others:
         by = "" if other["optimizer"] == record["optimizer"] else f" by {other['optimizer']}"
-        rate = "" if _rate(other) == _rate(record) else f", {_rate(other)} rate"
+        rate = "" if rate_of(other) == rate_of(record) else f", {rate_of(other)} rate"
         backward = "" if other["backward"] == record["backward"] else f", {other['backward']}"
         columns.append((f"loss after steps{by}{rate}{backward}", other["after_steps"]))
     clear = record["after_steps"]["clear"]
@@ -116,7 +73,7 @@ def plans_table(data: Record) -> str:
         (
             record["model"],
             row["plan"],
-            _percent(None if row["standard_error"] is None else row["standard_error"] / row["measured"]),
+            percent(None if row["standard_error"] is None else row["standard_error"] / row["measured"]),
             f"{row['ratios']['probed']:.2f}",
             f"{row['ratios'].get('probed, sum', row['ratios']['probed']):.2f}",
             *(f"{row['ratios'][kind]:.2f}" for kind in ("propagated", "probed, other batches")),
@@ -151,12 +108,12 @@ def training_table(data: Record) -> str:
             if policy == "full precision"
             else f"{found['worse_than_full']:.4f} ± {found['worse_than_full_error'] or 0:.4f}",
             *(
-                (_recovered(every, policy), _percent(found["recovered_in_training_loss"]))
+                (recovered(every, policy), percent(found["recovered_in_training_loss"]))
                 if policy not in ("full precision", "uniform INT8")
                 else ("–", "–")
             ),
         )
-        for record in _records(data, "train")
+        for record in records(data, "train")
         for policy, found, setting, every in _trained(record)
     ]
     return table(header, rows)
@@ -192,232 +149,12 @@ def cost_table(data: Record) -> str:
             f"{score['seconds']:.2f} s",
             f"{score['steps']:.1f}",
             f"{score['steps_per_precision']:.1f} ({record['scored_precisions']})",
-            _percent(score["extra_memory"]),
+            percent(score["extra_memory"]),
         )
-        for record in _records(data, "cost")
+        for record in records(data, "cost")
         for score in record["scoring"]
     ]
     return table(header, rows)
-
-
-def _span(values: list[float]) -> str:
-    return f"{min(values):.2f} to {max(values):.2f}"
-
-
-def _plans_of(data: Record, model: str, *beginnings: str) -> list[Record]:
-    """The plans of a model whose names begin so."""
-    record = next(record for record in plan_records(data) if record["model"] == model)
-    return [row for row in record["plans"] if row["plan"].startswith(beginnings)]
-
-
-def _ratios(data: Record, model: str, *beginnings: str) -> list[float]:
-    """Predicted over measured of the plans of a model whose names begin so."""
-    return [row["ratios"]["probed"] for row in _plans_of(data, model, *beginnings)]
-
-
-def _inside(ratios: list[float]) -> str:
-    return f"{sum(0.75 <= ratio <= 1.25 for ratio in ratios)} of {len(ratios)}"
-
-
-def _baselines(ranks: Mapping[str, float | None]) -> list[float]:
-    return [value for kind, value in ranks.items() if value is not None and kind not in OURS]
-
-
-def _recovered(policies: Mapping[str, Record], policy: str) -> str:
-    """Share of the gap that a plan closes, with its standard error."""
-    part, gap = policies[policy], policies["uniform INT8"]["worse_than_full"]
-    error = part["worse_than_full_error"]
-    return f"{100 * part['recovered']:.0f}" + ("" if error is None else f" ± {100 * error / gap:.0f}") + " %"
-
-
-def _ahead(runs: Sequence[Record], setting: str, policy: str, rival: str) -> str:
-    """By how much less a policy loses than another, seed by seed: mean and standard error."""
-    ours, theirs = (
-        {run["seed"]: run["score"] for run in runs if (run["policy"], run["setting"]) == (which, setting)}
-        for which in (policy, rival)
-    )
-    gains = [theirs[seed] - ours[seed] for seed in sorted(ours.keys() & theirs.keys())]
-    if len(gains) < 2:
-        return "–"
-    return f"{statistics.fmean(gains):.3f} ± {statistics.stdev(gains) / len(gains) ** 0.5:.3f}"
-
-
-def _training_figures(data: Record) -> dict[str, str]:
-    """Gap between uniform INT8 and full precision, and what each plan recovers, per model."""
-    found = {}
-    for record in sorted(_records(data, "train"), key=lambda record: bool(record["summary"])):  # finished ones last
-        summary, steps = record["summary"], record["steps"]
-        if not summary and any(other["model"] == record["model"] for other in train_records(data)):
-            continue
-        if not summary:
-            summary, steps = record["unfinished_summary"], max(run["steps"] for run in record["unfinished"])
-        model, harsh = record["model"], summary[record["chosen"]]
-        low = harsh["uniform INT8"]
-        found[f"quality.{model}.seeds"] = str(low["seeds"])
-        found[f"quality.{model}.steps"] = str(steps)
-        found[f"quality.{model}.asked-steps"] = str(record["steps"])
-        found[f"quality.{model}.gap"] = f"{low['worse_than_full']:.3f} ± {low['worse_than_full_error'] or 0:.3f}"
-        for name, setting in (("as-is", next(iter(summary))), ("forward", "INT8 forward, per tensor, error x 4")):
-            if setting in summary:
-                other = summary[setting]["uniform INT8"]
-                found[f"quality.{model}.gap-{name}"] = (
-                    f"{other['worse_than_full']:.3f} ± {other['worse_than_full_error'] or 0:.3f}"
-                )
-        for setting, every in summary.items():
-            factor = setting.rpartition("error x ")[2] if "error x" in setting else "1"
-            if "forward and backward" not in setting:
-                continue
-            gap = every["uniform INT8"]
-            found[f"quality.{model}.x{factor}.gap"] = (
-                f"{gap['worse_than_full']:.3f} ± {gap['worse_than_full_error']:.3f}"
-            )
-            found[f"quality.{model}.x{factor}.seeds"] = str(gap["seeds"])
-            for rival in ("probed", "hessian", "fisher", "random"):
-                name = f"quality.{model}.x{factor}.progress-{rival}"
-                found[name] = _ahead(record["runs"], setting, "progress", rival)
-            for policy in every:
-                if policy not in ("full precision", "uniform INT8"):
-                    found[f"quality.{model}.x{factor}.{policy.replace(' ', '-')}"] = _recovered(every, policy)
-        for policy in record["plans"]:
-            found[f"quality.{model}.{policy}"] = _recovered(harsh, policy)
-            found[f"quality.{model}.{policy}.loss"] = _percent(harsh[policy]["recovered_in_training_loss"])
-    return found
-
-
-def quality_figures(data: Record) -> dict[str, str]:
-    """Figures and tables by the names under which pages ask for them."""
-    harm, sections = harm_record(data), data["sections"]
-    own = [record for record in harm_records(data) if "SGD" not in record["optimizer"]]
-    other = next((record for record in own if "16" in record["backward"]), harm)
-    predicted = [
-        harm["indicators"]["probed"][name] / harm["factor"] ** 2 / value
-        for name, value in harm["gradient"]["mean"].items()
-    ]
-    found = {
-        "quality.hardware": sections["operators"]["records"][0]["hardware"],
-        "quality.date": sections["operators"]["date"],
-        "quality.single": _span(predicted),
-        "quality.repeats": str(harm["after_steps"]["repeats"]),
-        "quality.factor": f"{harm['factor']:g}",
-        "quality.steps": str(harm["steps"]),
-        "quality.clear": str(harm["after_steps"]["clear"]["operators"]),
-        "quality.operators": str(len(harm["gradient"]["mean"])),
-        "quality.model": harm["what"],
-        "quality.table.operators": operators_table(data),
-        "quality.table.ranks": ranks_table(data),
-        "quality.table.plans": plans_table(data),
-        "quality.table.training": training_table(data),
-        "quality.table.cost": cost_table(data),
-    }
-    for kind, rank in other["after_steps"]["spearman"].items():
-        found[f"quality.half.{kind}"] = "–" if rank is None else f"{rank:.2f}"
-    found["quality.half.ceiling"] = f"{other['after_steps']['ceiling']:.2f}"
-    found["quality.half.repeats"], found["quality.half.factor"] = (
-        str(other["after_steps"]["repeats"]),
-        f"{other['factor']:g}",
-    )
-    for model in dict.fromkeys(record["model"] for record in plan_records(data)):
-        ratios = _ratios(data, model, "mixed")
-        found[f"quality.{model}.mixed"], found[f"quality.{model}.inside"] = _span(ratios), _inside(ratios)
-        plain, widened = _ratios(data, model, "uniform BF16")
-        sums = [row["ratios"].get("probed, sum", row["ratios"]["probed"]) for row in _plans_of(data, model, "mixed")]
-        found[f"quality.{model}.sums"], found[f"quality.{model}.sums-inside"] = _span(sums), _inside(sums)
-        found[f"quality.{model}.bf16"], found[f"quality.{model}.bf16-wide"] = f"{plain:.2f}", f"{widened:.2f}"
-    for record in plan_records(data):
-        found |= _rectified_figures(record)
-    for measure in MEASURES:
-        part = harm[measure]
-        for kind, rank in part["spearman"].items():
-            found[f"quality.{measure}.{kind}"] = "–" if rank is None else f"{rank:.2f}"
-        found[f"quality.{measure}.best-baseline"] = f"{max(_baselines(part['spearman'])):.2f}"
-        found[f"quality.{measure}.ceiling"] = f"{part['ceiling']:.2f}"
-        found[f"quality.{measure}.reliability"] = f"{part['reliability']:.2f}"
-    found |= _noise_of_harm(harm)
-    for record in own:
-        if "16" not in record["backward"]:
-            part, name = record["after_steps"], f"quality.{_rate(record)}"
-            found[f"{name}.repeats"], found[f"{name}.ceiling"] = str(part["repeats"]), f"{part['ceiling']:.2f}"
-            found[f"{name}.best-baseline"] = f"{max(_baselines(part['spearman'])):.2f}"
-            for kind, rank in part["spearman"].items():
-                error = part.get("spearman_error", {}).get(kind)
-                found[f"{name}.{kind}"] = "–" if rank is None else f"{rank:.2f}" + (f" ± {error:.2f}" if error else "")
-    for record in _records(data, "cost"):
-        found[f"quality.cost.{record['model']}"] = f"{record['scoring'][0]['steps_per_precision']:.1f}"
-    clear = harm["after_steps"]["clear"]["spearman"]
-    for kind in OURS:
-        found[f"quality.clear.{kind}"] = "–" if clear.get(kind) is None else f"{clear[kind]:.2f}"
-    found["quality.clear.best-baseline"] = f"{max(_baselines(clear)):.2f}"
-    return found | _operator_figures(data) | _training_figures(data) | _noise_figures(data)
-
-
-def _operator_figures(data: Record) -> dict[str, str]:
-    """Shares of operators within the bounds: per case and result, and from least to most where training rounds so."""
-    found: dict[str, str] = {}
-    spans: dict[str, list[float]] = {}
-    for record in operator_records(data):
-        case, few = record["case"], record["operators"] < 10
-        for part, share in record["within"].items():
-            key = f"quality.within.{record['model']}"
-            slug = case.lower().replace(",", "").replace("/", "-").replace(" ", "-")
-            found[f"{key}.{slug}.{part.replace('_', '-')}"] = _percent(share)
-            if not few and case != "FP16" and "nearest" not in case and "random" not in case:
-                spans.setdefault(f"{key}.training", []).append(share)
-    return found | {key: f"{100 * min(values):.0f} to {100 * max(values):.0f} %" for key, values in spans.items()}
-
-
-def _rectified_figures(record: Record) -> dict[str, str]:
-    """Rank of its operators; where a model has rectifiers, the loss and the parts of uniform INT8's increase."""
-    model, ranks = record["model"], record["ranks"].get("INT8", {})
-    found = {} if ranks.get("probed") is None else {f"quality.{model}.rank": f"{ranks['probed']:.2f}"}
-    uniform = next(row for row in record["plans"] if row["plan"] == "uniform INT8")
-    parts = uniform.get("parts")
-    if not parts or not parts["measured"]:
-        return found
-    measured, predicted, whole = parts["measured"], parts["predicted"], uniform["measured"]
-    found[f"quality.{model}.loss"] = f"{record['loss']:.2f}"
-    found[f"quality.{model}.uniform"] = f"{uniform['ratios']['probed']:.2f}"
-    found[f"quality.{model}.uniform-error"] = _percent(uniform["standard_error"] / whole)
-    for name, value in (
-        ("smooth", predicted["smooth"]),
-        ("flips", predicted["flips"]),
-        ("shift", predicted["shift"]),
-        ("frozen", measured["frozen"]),
-        ("moved", measured["shift"]),
-    ):
-        found[f"quality.{model}.{name}"] = f"{value / whole:.2f}"
-    return found
-
-
-def _noise_of_harm(harm: Record) -> dict[str, str]:
-    """What other repeats would give: scatter of ranks, how often one is ahead, and the last evaluation by itself."""
-    part, found = harm["after_steps"], {}
-    for kind, error in part.get("spearman_error", {}).items():
-        found[f"quality.after_steps.{kind}-error"] = f"{error:.2f}"
-    for kind in OURS:
-        shares = part.get("ahead", {}).get(kind, {})
-        found[f"quality.ahead.{kind}"] = _percent(min((v for k, v in shares.items() if k not in OURS), default=None))
-        for other in OURS:
-            if other in shares:
-                found[f"quality.ahead.{kind}.{other}"] = _percent(shares[other])
-    last = list(part.get("by_step", {}).values())[-1:]
-    for one in last:
-        found["quality.last.ceiling"], found["quality.last.reliability"] = (
-            f"{one[key]:.2f}" for key in ("ceiling", "reliability")
-        )
-        for kind, rank in one["spearman"].items():
-            found[f"quality.last.{kind}"] = "–" if rank is None else f"{rank:.2f}"
-    return found
-
-
-def _noise_figures(data: Record) -> dict[str, str]:
-    """Noise beside the gradient: of the whole, and of the median element of attention's projections."""
-    found = {}
-    for record in _records(data, "noise"):
-        key = f"quality.noise.{record['backward']}"
-        medians = [part["median"] for name, part in record["parameters"].items() if name.endswith("qkv.weight")]
-        found[f"{key}.whole"] = f"{100 * record['whole']:.1f} %"
-        found[f"{key}.qkv"] = _span(medians)
-    return found
 
 
 def overview(data: Mapping[str, Any]) -> str:
