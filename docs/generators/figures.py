@@ -267,7 +267,10 @@ def readme_table() -> str:
         parts = [results[name]["sections"][section] for section in sections] or [results[name]]
         days = sorted({environment(part)["date"][: len("2026-11-22")] for part in parts})
         date = " and ".join(days) if days[0][:1].isdigit() else "–"
-        return what, with_figures(result, known), f"{found['hardware']}, {date}", f"`{name}`"
+        hardware = found["hardware"]
+        if "; " in hardware:  # of several machines their names; the file has the rest
+            hardware = "; ".join(dict.fromkeys(text.split(",")[0] for text in hardware.split("; ")))
+        return what, with_figures(result, known), f"{hardware}, {date}", f"`{name}`"
 
     rows = [
         row(
