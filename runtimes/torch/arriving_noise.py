@@ -156,7 +156,9 @@ def _norm(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([square_sum(x) for x in tensors]).sum()
 
 
-def noisy_passes(model: nn.Module, loss_of: Callable[[], Tensor], wanted: frozenset[str] | None = None) -> Seen:
+def noisy_passes(
+    model: nn.Module, loss_of: Callable[[], Tensor], wanted: frozenset[str] | None = None, *, shift: bool = True
+) -> Seen:
     """What rounding the operands of all products to INT8 does at the rectifiers of a step, and to the mean gradient.
 
     Takes one training step and ``PASSES`` with rounding; what rectifiers read is kept meanwhile. Every pass draws the
@@ -166,11 +168,12 @@ def noisy_passes(model: nn.Module, loss_of: Callable[[], Tensor], wanted: frozen
         model: The model.
         loss_of: Runs the model on the batch and returns the loss.
         wanted: Limits the operators that round; None is all.
+        shift: Without it the passes are forward passes, a third of the work.
 
     Source:
         Ours.
     """
-    watch, shift = _Watch(wanted), None
+    watch, shifted = _Watch(wanted), None
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     parameters = [p for p in model.parameters() if p.requires_grad]
     interception = Interception(model, watch, kinds=RECTIFIERS)
@@ -178,17 +181,19 @@ def noisy_passes(model: nn.Module, loss_of: Callable[[], Tensor], wanted: frozen
     try:
         for draw in range(-1, PASSES):
             watch.begin(draw)
-            with torch.random.fork_rng(devices=devices):
+            with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(shift):
                 loss = loss_of()
             if not watch.exact:
                 return Seen({}, 0.0)
+            if not shift:
+                continue
             found = torch.autograd.grad(loss, parameters, allow_unused=True)
             gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
-            if shift is None:
-                shift = _Shift(gradients)
+            if shifted is None:
+                shifted = _Shift(gradients)
             else:
-                shift.add(gradients)
-        return Seen(watch.found(), 0.0 if shift is None else shift.estimate())
+                shifted.add(gradients)
+        return Seen(watch.found(), 0.0 if shifted is None else shifted.estimate())
     finally:
         interception.remove()
         watch.exact.clear()  # whatever still refers to the handler keeps no activation

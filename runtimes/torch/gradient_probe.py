@@ -311,7 +311,7 @@ def probe_gains(
     gains: dict[str, dict[str, Gain]] = {}
     flips: dict[str, tuple[float, ...]] = {}
     rectified = graph is None or any(operator.op_type in RECTIFIERS for operator in graph)
-    seen = noisy_passes(model, loss_of, wanted) if rectified else Seen({}, 0.0)
+    seen = noisy_passes(model, loss_of, wanted, shift=not adaptive) if rectified else Seen({}, 0.0)
     tapper, shift = Tapper(wanted, arriving=seen.arriving), seen.shift
     for (name, tensor), values in _squares(loss_of, model, tapper, probes, seed, adaptive).items():
         if tensor == _MASK:

@@ -316,7 +316,7 @@ def collect_statistics(
         graph: Captured from the model; its adjustable operators, and only they, are then measured.
         probes: Random vectors per batch for the gains that ``kind="probed"`` of the indicator wants; 0 for none. Each
             batch then also takes one or two passes that are differentiated twice, with several times the memory of a
-            training step. 2 to 8 are enough.
+            training step, and seven steps, six of them with rounding, if there are rectifiers. 2 to 8 are enough.
         adaptive_probes: Random vectors per batch for the gains that ``kind="progress"`` wants, at the same cost.
         curvature_probes: Random vectors per batch for the traces that ``kind="hessian"`` of the indicator wants; 0 for
             none. 8 to 64 are needed, each about as dear as a training step.

@@ -186,6 +186,15 @@ def test_random_numbers_of_the_model_are_its_own():
     assert 0 < seen.arriving["4/relu"].ratio < 0.01  # another draw of dropout would be as large as the signal
 
 
+def test_forward_passes_alone_see_the_same_noise(example):
+    model, batch = example
+    whole, forward = (noisy_passes(model, lambda: model(*batch), shift=shift) for shift in (True, False))
+    assert (whole.shift != 0, forward.shift) == (True, 0.0)
+    assert forward.arriving.keys() == whole.arriving.keys()
+    for name, arriving in whole.arriving.items():
+        assert forward.arriving[name].ratio == pytest.approx(arriving.ratio)
+
+
 def test_models_without_rectifiers_are_run_once():
     model, passes = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 1)), []
 
