@@ -17,29 +17,28 @@ from qsync_opt.errors import ModelError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels.float_modes import fp32_mode
 from qsync_opt.runtimes.torch.attention_error import attention_call
+from qsync_opt.runtimes.torch.batch_statistics import statistics_of_batch
 from qsync_opt.runtimes.torch.curvature_probe import probe_curvatures
 from qsync_opt.runtimes.torch.gradient_noise import GradientScatter
 from qsync_opt.runtimes.torch.gradient_probe import Probed, probe_gains
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.lookup_record import measure_lookup
 from qsync_opt.runtimes.torch.loss_curvature import loss_curvature
-from qsync_opt.runtimes.torch.operator_batch import WHILE_ACTIVATIONS_ARE_KEPT, cast_waiting, finish_batch
+from qsync_opt.runtimes.torch.operator_batch import WHILE_ACTIVATIONS_ARE_KEPT, cast_waiting
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
 from qsync_opt.runtimes.torch.reductions import channel_variances
 from qsync_opt.runtimes.torch.replays import Replays
-from qsync_opt.runtimes.torch.signal_numbers import Norms, SignalTensors, signals_on_host
+from qsync_opt.runtimes.torch.signal_numbers import Norms, SignalTensors
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.statistics import (
     GRADIENTS,
     Curvature,
     ModelStatistics,
     OperatorKind,
-    OperatorStatistics,
-    Signal,
     check_loss_scale,
 )
-from qsync_opt.statistics_merge import merge_operators, merge_statistics
+from qsync_opt.statistics_merge import merge_statistics
 
 Step = Callable[[nn.Module, Any], Tensor]
 # Element-wise operators and means whose norms tell how noise is diluted; named as the capture names them.
@@ -237,47 +236,6 @@ def check_model(model: nn.Module) -> None:
         raise ModelError(f"the model is wrapped in {type(model).__name__}: pass the model inside it, model.module")
 
 
-def _finish_batch(
-    collector: _Collector,
-    batch: int,
-    graph: OpGraph | None,
-    plain: Probed,
-    adaptive: Probed,
-    curvatures: Mapping[str, Mapping[str, Curvature]],
-) -> ModelStatistics:
-    operators: list[OperatorStatistics] = []
-    finished = iter(finish_batch([record for records in collector.records.values() for record in records], batch))
-    for name, records in collector.records.items():
-        calls = [next(finished) for _ in records]
-        merged = calls[0] if len(calls) == 1 else merge_operators(calls, [1] * len(calls), calls=len(calls))
-        probed: dict[str, Any] = {
-            "gains": plain.gains.get(name, {}),
-            "adaptive_gains": adaptive.gains.get(name, {}),
-            "curvatures": curvatures.get(name, {}),
-        }
-        operators.append(dataclasses.replace(merged, **probed) if any(probed.values()) else merged)
-    signals = {}
-    for name, (elements, seen) in signals_on_host(collector.signals).items():
-        entering, leaving, curvature, spread = (sum(values) / len(seen) for values in zip(*seen, strict=True))
-        signals[name] = Signal(
-            elements=elements,
-            input_square_sum=entering,
-            output_square_sum=leaving,
-            curvature=curvature,
-            noise_weight=spread * entering / leaving if leaving and spread != 1.0 else 1.0,
-            flips=plain.flips.get(name, ()),
-            adaptive_flips=adaptive.flips.get(name, ()),
-            noise_ratio=plain.noise.get(name) or adaptive.noise.get(name, 0.0),
-        )
-    return ModelStatistics(
-        batches=1,
-        operators=tuple(operators),
-        signals=signals,
-        model_fingerprint=None if graph is None else graph.fingerprint(),
-        shift=plain.shift,
-    )
-
-
 def _check_seen(statistics: ModelStatistics, graph: OpGraph | None) -> None:
     if not statistics.operators:
         raise ModelError("no adjustable operator ran: does the step call the model that was passed?")
@@ -383,7 +341,9 @@ def collect_statistics(
                 curvatures = probe_curvatures(
                     model, functools.partial(run, model, batch), graph=graph, probes=curvature_probes, seed=number
                 )
-            found = _finish_batch(collector, number, graph, plain, adaptive, curvatures)
+            found = statistics_of_batch(
+                collector.records, collector.signals, number, graph, plain, adaptive, curvatures
+            )
             total = found if total is None else merge_statistics([total, found])
             if progress is not None:
                 progress(number + 1)

@@ -1,0 +1,58 @@
+"""What one batch of training steps told, put together: numbers of operators and signals, and what probes found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from qsync_opt.graph import OpGraph
+from qsync_opt.runtimes.torch.gradient_probe import Probed
+from qsync_opt.runtimes.torch.operator_batch import finish_batch
+from qsync_opt.runtimes.torch.operator_record import OperatorRecord
+from qsync_opt.runtimes.torch.signal_numbers import SignalTensors, signals_on_host
+from qsync_opt.statistics import Curvature, ModelStatistics, OperatorStatistics, Signal
+from qsync_opt.statistics_merge import merge_operators
+
+
+def statistics_of_batch(
+    recorded: Mapping[str, list[OperatorRecord]],
+    watched: Mapping[str, list[SignalTensors]],
+    batch: int,
+    graph: OpGraph | None,
+    plain: Probed,
+    adaptive: Probed,
+    curvatures: Mapping[str, Mapping[str, Curvature]],
+) -> ModelStatistics:
+    """Statistics of one batch: what operators and signals were seen to do, and what probes found beside it."""
+    operators: list[OperatorStatistics] = []
+    finished = iter(finish_batch([record for records in recorded.values() for record in records], batch))
+    for name, records in recorded.items():
+        calls = [next(finished) for _ in records]
+        merged = calls[0] if len(calls) == 1 else merge_operators(calls, [1] * len(calls), calls=len(calls))
+        probed: dict[str, Any] = {
+            "gains": plain.gains.get(name, {}),
+            "adaptive_gains": adaptive.gains.get(name, {}),
+            "curvatures": curvatures.get(name, {}),
+        }
+        operators.append(dataclasses.replace(merged, **probed) if any(probed.values()) else merged)
+    signals = {}
+    for name, (elements, seen) in signals_on_host(watched).items():
+        entering, leaving, curvature, spread = (sum(values) / len(seen) for values in zip(*seen, strict=True))
+        signals[name] = Signal(
+            elements=elements,
+            input_square_sum=entering,
+            output_square_sum=leaving,
+            curvature=curvature,
+            noise_weight=spread * entering / leaving if leaving and spread != 1.0 else 1.0,
+            flips=plain.flips.get(name, ()),
+            adaptive_flips=adaptive.flips.get(name, ()),
+            noise_ratio=plain.noise.get(name) or adaptive.noise.get(name, 0.0),
+        )
+    return ModelStatistics(
+        batches=1,
+        operators=tuple(operators),
+        signals=signals,
+        model_fingerprint=None if graph is None else graph.fingerprint(),
+        shift=plain.shift,
+    )
