@@ -10,7 +10,7 @@ from qsync_opt.errors import NotReadyError, ProblemError, SolverError, Unsupport
 from qsync_opt.estimates import estimate_lines
 from qsync_opt.evaluation import evaluate
 from qsync_opt.measurement_cache import default_cache_folder
-from qsync_opt.runtimes.torch import job_measuring, job_steps, planning, step_profile
+from qsync_opt.runtimes.torch import job_measuring, job_sensitivities, job_steps, planning, step_profile
 from qsync_opt.runtimes.torch.apply import applied_plan, apply, undo
 from qsync_opt.runtimes.torch.job_options import PlanningOptions, cache_folder
 from qsync_opt.runtimes.torch.job_plan import Alternative, verdict
@@ -240,17 +240,17 @@ def test_a_model_without_second_derivatives_is_planned_all_the_same(options, cap
 
 
 def test_what_probes_computed_is_gone_when_the_formula_takes_over(options, monkeypatch):
-    real, kept, alive = job_measuring.collect_statistics, [], []
+    real, kept, alive = job_sensitivities.collect_statistics, [], []
 
-    def without_room(*args, probes, **settings):
-        if probes:
+    def without_room(*args, adaptive_probes=0, **settings):
+        if adaptive_probes:
             computed = torch.zeros(1000)
             kept.append(weakref.ref(computed))
             raise torch.cuda.OutOfMemoryError(f"no room beside {computed.numel()} elements")
         alive.append(kept[0]() is not None)
-        return real(*args, probes=probes, **settings)
+        return real(*args, **settings)
 
-    monkeypatch.setattr(job_measuring, "collect_statistics", without_room)
+    monkeypatch.setattr(job_sensitivities, "collect_statistics", without_room)
     auto_plan(Net(), torch.randn(4, 64), loss=cross_entropy, options=options(trial=False))
     assert alive == [False]
 
