@@ -13,17 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-
-class _FrozenRectifier(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, mask: Tensor) -> Tensor:
-        ctx.save_for_backward(mask)
-        return z.relu()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (mask,) = ctx.saved_tensors
-        return grad * mask, None
+from qsync_opt.runtimes.torch.gradient_probe import MaskedRectifier
 
 
 class Masks(TorchFunctionMode):
@@ -63,4 +53,4 @@ class Masks(TorchFunctionMode):
             return func(z)
         mask = self._masks[self._place]
         self._place += 1
-        return _FrozenRectifier.apply(z, mask)  # type: ignore[no-untyped-call]
+        return MaskedRectifier.apply(z, mask)  # type: ignore[no-untyped-call]

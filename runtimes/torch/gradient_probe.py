@@ -56,16 +56,18 @@ class Probed(NamedTuple):
     shift: float = 0.0
 
 
-class _MaskedRectifier(torch.autograd.Function):
+class MaskedRectifier(torch.autograd.Function):
     """A rectifier whose gradient is multiplied by a mask that can itself be differentiated by."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, mask: Tensor) -> Tensor:
+        """Rectify."""
         ctx.save_for_backward(mask)
         return z.relu()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """By the mask alone."""
         (mask,) = ctx.saved_tensors
         return grad * mask, None
 
@@ -139,7 +141,7 @@ class Tapper:
         mask.requires_grad_()
         self.rectified[id(mask)] = distance
         self.taps.append((call.traced_name, _MASK, mask))
-        result: Tensor = _MaskedRectifier.apply(z, mask)  # type: ignore[no-untyped-call]
+        result: Tensor = MaskedRectifier.apply(z, mask)  # type: ignore[no-untyped-call]
         return z.copy_(result) if call.writes else result
 
 
