@@ -42,3 +42,8 @@ class NotInstalledError(QSyncError):
 
 class SolverError(QSyncError):
     """A solver failed or returned a plan that the independent evaluation contradicts."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, of a library's too; its kind where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

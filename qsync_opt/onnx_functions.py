@@ -7,14 +7,9 @@ from collections.abc import Iterable, Mapping
 import onnx
 from onnx import inliner
 
-from qsync_opt.errors import ModelError
+from qsync_opt.errors import ModelError, first_line
 
 _LARGEST_EXPANSION = 1_000_000
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what a library says."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def inline_functions(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:

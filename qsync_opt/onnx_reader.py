@@ -22,9 +22,9 @@ from google.protobuf.message import DecodeError
 from onnx import shape_inference
 from onnx.reference import ReferenceEvaluator
 
-from qsync_opt.errors import ModelError
+from qsync_opt.errors import ModelError, first_line
 from qsync_opt.graph import DTYPE_BYTES, OpGraph, TensorSpec
-from qsync_opt.onnx_functions import first_line, inline_functions
+from qsync_opt.onnx_functions import inline_functions
 from qsync_opt.onnx_graph import GRAPH_KEY, build_graph, match_graph
 from qsync_opt.onnx_model import AttributeValue, OnnxModel, OnnxNode
 from qsync_opt.roles import RoleTable

@@ -14,9 +14,9 @@ import onnx
 from google.protobuf.message import EncodeError
 from onnx import TensorProto, numpy_helper, shape_inference
 
-from qsync_opt.errors import ModelError
+from qsync_opt.errors import ModelError, first_line
 from qsync_opt.graph import OpGraph
-from qsync_opt.onnx_functions import first_line, inline_functions
+from qsync_opt.onnx_functions import inline_functions
 from qsync_opt.onnx_reader import load_proto, read_onnx
 from qsync_opt.roles import RoleTable
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qsync_opt.errors import ModelError, NotReadyError
+from qsync_opt.errors import ModelError, NotReadyError, first_line
 
 T = TypeVar("T")
 
@@ -34,10 +34,9 @@ def others_needed() -> Iterator[None]:
     try:
         yield
     except RuntimeError as failure:
-        said = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
         raise NotReadyError(
-            f"the other ranks do not answer ({said[:200]}): one of them ended or hangs, and its log says why; "
-            "start the job again, it goes on from its last checkpoint"
+            f"the other ranks do not answer ({first_line(failure)[:200]}): one of them ended or hangs, and its log "
+            "says why; start the job again, it goes on from its last checkpoint"
         ) from failure
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from qsync_opt.compiled_trace import ChargedStep, CompiledEvents, HostCall, Scheduled, charge_compiled
-from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.errors import ProblemError, UnsupportedError, first_line
 from qsync_opt.graph import OpGraph
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
@@ -87,9 +87,8 @@ def record_compiled_plan(
             spans = _traced(stepper, options.traced, schedules, order, memory=False).spans
             memory = _traced(stepper, 1, schedules, order, memory=True)
     except TorchDynamoException as failure:
-        reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
         raise UnsupportedError(
-            f"the model cannot be compiled as one graph: {reason}; "
+            f"the model cannot be compiled as one graph: {first_line(failure)}; "
             "torch.compile(model, fullgraph=True) says where it breaks, and steps of the model as it is can be recorded"
         ) from failure
     finally:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qsync_opt.errors import ModelError
+from qsync_opt.errors import ModelError, first_line
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.runtimes.torch.gradient_probe import FORWARD_TENSORS, Tapper, refuse_dead_ends, tapped
 from qsync_opt.runtimes.torch.random_signs import RandomSigns
@@ -87,9 +87,9 @@ def probe_curvatures(
             before = found.setdefault(name, {}).get(tensor, (0.0, 0.0))
             found[name][tensor] = (before[0] + uniform, before[1] + floating)
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
         raise ModelError(
-            f"the model cannot be differentiated twice, which probing needs ({reason}): collect with curvature_probes=0"
+            f"the model cannot be differentiated twice, which probing needs ({first_line(error)}): "
+            "collect with curvature_probes=0"
         ) from error
     finally:
         tapper.taps.clear()

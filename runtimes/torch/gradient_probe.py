@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qsync_opt.errors import ModelError
+from qsync_opt.errors import ModelError, first_line
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.rounding import Granularity
 from qsync_opt.runtimes.torch.arriving_noise import RECTIFIERS, Arriving, Seen, noisy_passes
@@ -267,9 +267,9 @@ def _squares(
                 found = torch.stack(sums) / probes
                 totals[name, tensor] = totals.get((name, tensor), 0) + found
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
         raise ModelError(
-            f"the model cannot be differentiated twice, which probing needs ({reason}): collect with probes=0"
+            f"the model cannot be differentiated twice, which probing needs ({first_line(error)}): "
+            "collect with probes=0"
         ) from error
     finally:
         # Hooks keep the tapper alive from inside the autograd graph; without its taps it does not keep the graph.

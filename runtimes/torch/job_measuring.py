@@ -13,7 +13,7 @@ from torch import nn
 
 from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.device_profile import DeviceProfile
-from qsync_opt.errors import ModelError, NotReadyError, QSyncError
+from qsync_opt.errors import ModelError, NotReadyError, QSyncError, first_line
 from qsync_opt.estimates import MEASURED_OPTION
 from qsync_opt.runtimes.torch.agreement import gather_json, together, world
 from qsync_opt.runtimes.torch.capture import CapturedModel
@@ -179,7 +179,7 @@ def _by_steps(job: Job, captured: CapturedModel, optimizer: torch.optim.Optimize
             compiled=job.options.compiled,
         )
     except (QSyncError, RuntimeError) as failure:
-        reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
+        reason = first_line(failure)
     _LOGGER.warning("operators are measured one by one, because no training steps were recorded: %s", reason)
     found = _by_operator(job, captured, optimizer)
     text = f"operator by operator, because no training steps could be recorded: {reason}"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.errors import UnsupportedError
+from qsync_opt.errors import UnsupportedError, first_line
 from qsync_opt.graph import OpGraph
 from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json, together, world
 from qsync_opt.runtimes.torch.apply_checks import is_sharded
@@ -290,7 +290,7 @@ class _Race:
                 torch.cuda.synchronize(self._device)
         except (torch.cuda.OutOfMemoryError, UnsupportedError) as failure:
             fits = False
-            _LOGGER.warning("no step of this way: %s", str(failure).splitlines()[0])
+            _LOGGER.warning("no step of this way: %s", first_line(failure))
         except Exception as failure:  # told to all ranks below
             said = (
                 f"rank {self._rank}: {type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qsync_opt.device_profile import DeviceProfile
-from qsync_opt.errors import ModelError
+from qsync_opt.errors import ModelError, first_line
 from qsync_opt.indicator import sensitivities
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.rounding import Granularity, Rounding
@@ -107,9 +107,7 @@ def _statistics(
         if kind is IndicatorKind.PROPAGATED:
             raise
         # Without gains the noise is swept through the graph by formula instead: coarser, and the log says so.
-        _LOGGER.warning(
-            "sensitivities are propagated by formula and not probed: %s", str(failure).splitlines()[0][:400]
-        )
+        _LOGGER.warning("sensitivities are propagated by formula and not probed: %s", first_line(failure)[:400])
     # Outside of the handler: the exception's frames would keep all that the probes had computed.
     gc.collect()
     if job.example.device.type == "cuda":

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.device_profile import DeviceProfile
+from qsync_opt.errors import first_line
 from qsync_opt.estimates import ESTIMATE_OPTION, FP32_SHARE_OPTION, MEASURED_OPTION
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels import backend, ops
@@ -106,7 +107,7 @@ def profile_job_steps(
             if "FP32" not in running or len(wanted_formats(device, running)) == len(formats):
                 raise
             lost = ", ".join(precision for precision in formats if precision not in running)
-            _LOGGER.warning("%s does not run on this device and is left out: %s", lost, str(failure).splitlines()[0])
+            _LOGGER.warning("%s does not run on this device and is left out: %s", lost, first_line(failure))
             return profile_job_steps(
                 example,
                 graph,
@@ -149,7 +150,7 @@ def precisions_that_run(
             except torch.cuda.OutOfMemoryError:
                 running.append(precision)
             except RuntimeError as failure:
-                _LOGGER.warning("%s does not run: %s", precision, str(failure).splitlines()[0])
+                _LOGGER.warning("%s does not run: %s", precision, first_line(failure))
             else:
                 running.append(precision)
             finally:

@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 from qsync_opt.baselines import uniform_plan
-from qsync_opt.errors import UnsupportedError
+from qsync_opt.errors import UnsupportedError, first_line
 from qsync_opt.evaluation import BYTES_PER_KIB, evaluate_device
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels.options import KernelOptions
@@ -238,7 +238,7 @@ def _compiled_way(
     except torch.cuda.OutOfMemoryError:
         failed = "memory ran out"
     except (TorchDynamoException, UnsupportedError) as failure:
-        failed = str(failure).strip().splitlines()[0]
+        failed = first_line(failure)
     else:
         times = [block / passes for block, passes in blocks]
         return replace(way, pass_ns=round(statistics.median(times)), needed_bytes=needed)
@@ -268,7 +268,7 @@ def _captured_times(
                 blocks.append(_timed_block(example))
             needed = resident_bytes(example.model) + torch.cuda.max_memory_reserved(device) - before
     except (torch.cuda.OutOfMemoryError, UnsupportedError) as failure:
-        _LOGGER.warning("%s is not timed captured: %s", way.name, str(failure).splitlines()[0])
+        _LOGGER.warning("%s is not timed captured: %s", way.name, first_line(failure))
         example.model.zero_grad()
         return [], None
     finally:

@@ -13,7 +13,7 @@ from torch import nn
 
 from qsync_opt.costs import CostFit, MeasuredCost, fit_cost
 from qsync_opt.device_profile import DeviceIdentity, DeviceProfile, OptimizerCost
-from qsync_opt.errors import ModelError
+from qsync_opt.errors import ModelError, first_line
 from qsync_opt.graph import Operator, OpGraph, Role, TensorSpec
 from qsync_opt.jsonio import Fields
 from qsync_opt.kernels import ops
@@ -82,10 +82,9 @@ class ProfileRun:
             try:
                 return bench.measure(self.stopwatch, self.repeats).to_json()
             except (RuntimeError, NotImplementedError) as failure:
-                reason = str(failure).strip().splitlines()[0]
                 raise ModelError(
                     f"operator {task.operator.name!r} cannot run by itself in {task.precision} on {self.device}: "
-                    f"{reason}; give it the role fixed (RoleTable) to keep it in FP32"
+                    f"{first_line(failure)}; give it the role fixed (RoleTable) to keep it in FP32"
                 ) from failure
         assert task.spec is not None
         if task.pair is not None:
