@@ -14,7 +14,7 @@ Source: ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 ROUNDED_BYTES = 512
@@ -128,6 +128,14 @@ def written_for(num_bytes: int, calls: Sequence[list[tuple[str, int]]], otherwis
     return otherwise
 
 
+def changes_of(some: Iterable[Block], count: int) -> Iterator[tuple[int, int]]:
+    """When blocks come and go, and by how many bytes memory grows then; what stays to the end never goes."""
+    for block in some:
+        for moment, num_bytes in ((block.begin, block.num_bytes), (block.end, -block.num_bytes)):
+            if moment < moments(count):
+                yield moment, num_bytes
+
+
 Course = tuple[tuple[int, int, int], ...]
 """How an operator's memory changes: pass (0 forward, 1 backward), moments after its own one there, bytes."""
 
@@ -135,13 +143,10 @@ Course = tuple[tuple[int, int, int], ...]
 def course_of(own: Iterable[Block], position: int, count: int) -> dict[tuple[int, int], int]:
     """Changes by pass and distance from the operator's own moment, so that operators alike can be taken together."""
     found: dict[tuple[int, int], int] = {}
-    for block in own:
-        for moment, num_bytes in ((block.begin, block.num_bytes), (block.end, -block.num_bytes)):
-            if moment >= moments(count):
-                continue
-            later = moment > count
-            key = (int(later), moment - (backward_moment(position, count) if later else forward_moment(position)))
-            found[key] = found.get(key, 0) + num_bytes
+    for moment, num_bytes in changes_of(own, count):
+        later = moment > count
+        key = (int(later), moment - (backward_moment(position, count) if later else forward_moment(position)))
+        found[key] = found.get(key, 0) + num_bytes
     return found
 
 

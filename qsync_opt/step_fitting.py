@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from qsync_opt.compiled_memory import Block, course_of, mean_course, moments
+from qsync_opt.compiled_memory import Block, changes_of, course_of, mean_course
 from qsync_opt.costs import CostFit
 from qsync_opt.device_profile import DeviceIdentity
 from qsync_opt.errors import ProblemError
@@ -137,17 +137,15 @@ def fit_step_costs(
         resting_share=_resting_share(samples),
         waits=all(sample.spans.waits for sample in samples),
         graphs=max(sample.graphs for sample in samples),
-        outside=_outside(outside, moments(len(graph))),
+        outside=_outside(outside, len(graph)),
     )
 
 
-def _outside(blocks: Sequence[Sequence[Block]], last: int) -> tuple[tuple[int, int], ...]:
+def _outside(blocks: Sequence[Sequence[Block]], count: int) -> tuple[tuple[int, int], ...]:
     """Mean changes of what belongs to no operator, by moment."""
     found: dict[int, int] = {}
-    for block in itertools.chain(*blocks):
-        for moment, num_bytes in ((block.begin, block.num_bytes), (block.end, -block.num_bytes)):
-            if moment < last:
-                found[moment] = found.get(moment, 0) + num_bytes
+    for moment, num_bytes in changes_of(itertools.chain(*blocks), count):
+        found[moment] = found.get(moment, 0) + num_bytes
     return tuple((moment, round(total / len(blocks))) for moment, total in sorted(found.items()) if total)
 
 

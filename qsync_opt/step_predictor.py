@@ -20,9 +20,6 @@ from qsync_opt.step_flow import StepFlow, arrival, width
 from qsync_opt.step_memory import StepMemory, compiled_step_memory, step_memory
 from qsync_opt.two_queues import NEVER, Work, compose
 
-BLOCK_BYTES = 512
-"""Sizes that torch's caching allocator rounds up to."""
-
 _Entry = tuple[CaseCost, str, int, int, int]
 """Cost of a case, format delivered, time on the host, on the device forward and backward."""
 
