@@ -75,23 +75,23 @@ class Flips:
         }
         known = [operator for operator in graph if any(found.get(operator.name, ())) and operator.inputs]
         self._measured = [found[operator.name] for operator in known]
+        self._uniform = [statistics.signals[operator.name].noise_ratio for operator in known]
         self._arriving: FloatArray = np.zeros((0, len(self._names)))
         if known:
             transfers = Propagation(graph, statistics).transfers(self._names)
             self._arriving = np.stack([transfers[operator.inputs[0]] for operator in known])
-            self._scale([statistics.signals[operator.name].noise_ratio for operator in known])
-        self._uniform = [statistics.signals[operator.name].noise_ratio for operator in known]
+            self._scale()
 
-    def _scale(self, measured: Sequence[float]) -> None:
+    def _scale(self) -> None:
         """Make what arrives from all products in INT8 what was measured, where it was (and is not 0)."""
-        if not any(measured):
+        if not any(self._uniform):
             return
         own = {}
         for name in self._names:
             found = self._statistics.find(name)
             if found is not None and found.kind is OperatorKind.PRODUCT:
                 own[name] = variances(found, "INT8", _WIDE).output.total
-        for row, (ratio, expected) in enumerate(zip(measured, self._ratios(own), strict=True)):
+        for row, (ratio, expected) in enumerate(zip(self._uniform, self._ratios(own), strict=True)):
             if ratio > 0 and expected > 0:
                 self._arriving[row] *= ratio / expected
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.flips import Flips
 from qsync_opt.graph import OpGraph
 from qsync_opt.sensitivity_table import IndicatorKind, SensitivityTable
 from qsync_opt.statistics import ModelStatistics
+
+
+class VarianceParts(NamedTuple):
+    """Of what a plan adds to the gradient's variance: what is smooth in the noise, flips, and the mean's shift."""
+
+    smooth: float
+    flips: float
+    shift: float
 
 
 def plan_variance(
@@ -35,14 +44,21 @@ def plan_variance(
     Source:
         Ours.
     """
+    return sum(plan_variance_parts(graph, statistics, table, plan))
+
+
+def plan_variance_parts(
+    graph: OpGraph, statistics: ModelStatistics, table: SensitivityTable, plan: Mapping[str, str]
+) -> VarianceParts:
+    """What `plan_variance` is the sum of; arguments and errors as there."""
     if table.kind is not IndicatorKind.PROBED:
         raise UnsupportedError(f"the sensitivities are of kind {str(table.kind)!r}: probed ones are needed")
-    total, noisy = 0.0, {}
+    smooth, noisy = 0.0, {}
     for name, precision in plan.items():
         if name not in table or precision not in table[name]:
             raise UnsupportedError(f"the sensitivities know no {precision} of operator {name!r}: plan what they have")
         part = table.details[name][precision]
-        total += part.value - part.flips
+        smooth += part.value - part.flips
         noisy[name] = part.variances.output.total
     flips = Flips(graph, statistics)
-    return total + flips.variance(noisy) + flips.shift(noisy)
+    return VarianceParts(smooth, flips.variance(noisy), flips.shift(noisy))

@@ -15,7 +15,6 @@ from rank_correlation import spearman
 from subjects import subject_of, train_briefly
 from work import Clock, significant
 
-from qsync_opt.flips import Flips
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.indicator import sensitivities
 from qsync_opt.kernels import ops
@@ -25,7 +24,7 @@ from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.statistics import collect_statistics, full_precision
 from qsync_opt.sensitivity_table import SensitivityTable
 from qsync_opt.statistics import ModelStatistics
-from qsync_opt.whole_plan import plan_variance
+from qsync_opt.whole_plan import plan_variance, plan_variance_parts
 
 PRECISIONS = ("INT8", "FP8", "BF16", "FP32")
 
@@ -73,16 +72,6 @@ def predicted(
         "propagated": total(tables["propagated"], plan),
         OTHERS: plan_variance(graph, others, tables[OTHERS], plan),
     }
-
-
-def parts(graph: OpGraph, found: ModelStatistics, table: SensitivityTable, plan: Mapping[str, str]) -> dict[str, float]:
-    """Of what a plan is predicted to add: what is smooth in the noise, flips of rectifiers, shift of the mean."""
-    noisy = {name: table.details[name][precision].variances.output.total for name, precision in plan.items()}
-    flips = Flips(graph, found)
-    smooth = sum(
-        table.details[name][precision].value - table.details[name][precision].flips for name, precision in plan.items()
-    )
-    return {"smooth": smooth, "flips": flips.variance(noisy), "shift": flips.shift(noisy)}
 
 
 def section(
@@ -134,7 +123,8 @@ def section(
             if row["draws"] > 1 and not share.over():
                 plan = plans[str(row["plan"])]
                 seen = added_parts(model, batch, exact, plan, graph, options, 2 if scale == "tiny" else 12)
-                row["parts"] = {"measured": seen, "predicted": parts(graph, found, tables["probed"], plan)}
+                told = plan_variance_parts(graph, found, tables["probed"], plan)
+                row["parts"] = {"measured": seen, "predicted": told._asdict()}
         _log(name, "parts measured")
         singles: dict[str, dict[str, Any]] = {}
         for operator in graph.by_role(Role.ADJUSTABLE):
