@@ -62,13 +62,6 @@ def weights_by_size(sizes: Tensor, total: Tensor, number: int | Tensor, count: i
     return share.mul_((1 - _EVEN) * count).add_(_EVEN * count / number).reciprocal_()
 
 
-def sample_by_size(sizes: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Some places of a vector, the larger its elements the more likely, and with what weight each counts."""
-    total = sizes.sum()
-    places = places_by_size(sizes, total, count)
-    return places, weights_by_size(sizes[places], total, sizes.numel(), count)
-
-
 @functools.lru_cache(maxsize=256)
 def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=dtype, device=device)
@@ -152,10 +145,6 @@ class SizedRuns(NamedTuple):
     total: Tensor
     number: int
     asked: int
-
-    def weights(self) -> Tensor:
-        """What each run counts."""
-        return weights_by_size(self.runs.square().sum(1), self.total, self.number, self.asked)
 
 
 def runs_by_size(x: Tensor, limit: int) -> SizedRuns:

@@ -1,21 +1,8 @@
 """Harm in the quality benchmark: its shards, what is made of them, and how new ones join old ones."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[3] / "benchmarks" / "quality_bench"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules():
-    """The benchmark's modules import each other by their bare names."""
-    folders = [str(FOLDER), str(FOLDER.parent)]
-    sys.path[:0] = folders
-    yield
-    for folder in folders:
-        sys.path.remove(folder)
+pytestmark = pytest.mark.usefixtures("quality_modules")
 
 
 def _shard(number, indicators, offset=0.0):

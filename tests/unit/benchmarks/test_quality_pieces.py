@@ -3,24 +3,12 @@
 import dataclasses
 import math
 import random
-import sys
-from pathlib import Path
 from statistics import fmean
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).resolve().parents[3] / "benchmarks" / "quality_bench"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules():
-    """The benchmark's modules import each other by their bare names."""
-    folders = [str(FOLDER), str(FOLDER.parent)]
-    sys.path[:0] = folders
-    yield
-    for folder in folders:
-        sys.path.remove(folder)
+pytestmark = pytest.mark.usefixtures("quality_modules")
 
 
 @pytest.fixture
@@ -294,13 +282,9 @@ def test_the_mean_square_of_the_schedule_is_that_of_its_steps(training):
 
 
 def test_merging_replaces_what_was_measured_anew_and_keeps_the_rest(tmp_path, training):
-    from qsync_opt.jsonio import read_json, write_json
+    import quality
 
-    sys.path.insert(0, str(FOLDER.parent))
-    try:
-        import quality
-    finally:
-        sys.path.remove(str(FOLDER.parent))
+    from qsync_opt.jsonio import read_json, write_json
 
     def part(folder, model, seconds):
         record = {"model": model, "seconds": seconds}
