@@ -192,9 +192,9 @@ def _from_file(job: Job, stages: Stages) -> JobPlan | None:
     if broadcast_json(made is not None and bool(made.ways) and (not job.options.capture or has_captured(made.ways))):
         # Where the earlier start trained with equal batches, on as many workers, sized ones are tried now.
         unsized = made is not None and bool(made.steps) and not any(step.batches for step in made.steps)
-        if not broadcast_json(unsized and job.options.local_batches == "by speed" and _takes_steps(job)):
+        if not broadcast_json(unsized and job.options.sizes_batches and _takes_steps(job)):
             return found
-        found = _trained(job, made, found, types, stages)
+        found = _trained(job, *_timed(job, made, found, types, stages), types, stages)
     else:
         found = _compared(job, made, types, found, stages)
     _keep(job, found, types)
@@ -234,11 +234,18 @@ def _compared(job: Job, made: JobModel | None, types: DeviceTypes, found: JobPla
     several = made is not None and any(set(device.precisions) - {"FP32"} for device in made.cluster.devices)
     if not broadcast_json(bool(job.options.compare) and several):
         return found
+    made, found = _timed(job, made, found, types, stages)
+    return _trained(job, made, found, types, stages) if broadcast_json(_takes_steps(job)) else found
+
+
+def _timed(
+    job: Job, made: JobModel | None, found: JobPlan, types: DeviceTypes, stages: Stages
+) -> tuple[JobModel | None, JobPlan]:
+    """The job and the plan again, when passes of the ways were timed that had not been."""
     with stages("passes"):
         made = measure_ways(job, made, found, types)
     with stages("plan"):
-        found = shared_plan(made, types.mine, job.options)
-    return _trained(job, made, found, types, stages) if broadcast_json(_takes_steps(job)) else found
+        return made, shared_plan(made, types.mine, job.options)
 
 
 def _trained(job: Job, made: JobModel | None, found: JobPlan, types: DeviceTypes, stages: Stages) -> JobPlan:
