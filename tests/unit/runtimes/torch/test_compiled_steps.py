@@ -262,7 +262,7 @@ def test_compiled_steps_are_recorded_kernel_by_kernel(block):
     predictor = StepPredictor(block.graph, costs)
     step = predictor.plan(PLAN)
     assert predictor.steady_ns(step) > 0
-    assert predictor.memory(step.costs).peak_bytes == costs.resident_bytes + sample.memory.peak_bytes
+    assert predictor.memory(step).peak_bytes == costs.resident_bytes + sample.memory.peak_bytes
 
 
 @pytest.fixture
