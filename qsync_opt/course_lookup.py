@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from qsync_opt.compiled_memory import Course, mean_course
 from qsync_opt.step_costs import Case, CaseCost, RecordedCourses
 
-_REACH = 6
+_REACH = 3
 """Operators to each side that are looked at."""
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from qsync_opt.compiled_memory import Block, Course, changes_of, course_of, mean_course
+from qsync_opt.compiled_memory import Block, Course, changes_of, course_of, mean_course, owner_of
 from qsync_opt.costs import CostFit
 from qsync_opt.device_profile import DeviceIdentity
 from qsync_opt.errors import ProblemError
@@ -86,6 +86,7 @@ def fit_step_costs(
     phases: dict[str, list[Work]] = {label: [] for label in PHASE_LABELS}
     phase_peaks: dict[str, int] = dict.fromkeys(PHASE_LABELS, 0)
     outside: list[list[Block]] = []
+    order = [operator.name for operator in graph]
     courses: list[RecordedCourses] = []
     for sample in samples:
         formats = sample_formats(sample, flow, half_format)
@@ -97,7 +98,7 @@ def fit_step_costs(
         releases = lifetimes.releases(kept)
         owned: dict[str, list[Block]] = {}
         for block in sample.blocks:
-            owned.setdefault(block.operator, []).append(block)
+            owned.setdefault(owner_of(block, order), []).append(block)
         outside.append(owned.get("", []))
         cases: list[Case] = []
         own_courses: list[Course] = []
