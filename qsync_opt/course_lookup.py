@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from qsync_opt.compiled_memory import Course, mean_course
 from qsync_opt.step_costs import Case, CaseCost, RecordedCourses
 
-_REACH = 3
-"""Operators to each side that are looked at."""
+_NEAR, _FAR = 3, 12
+"""Operators to each side that are looked at; those farther away only where the near ones say nothing."""
 
 
 class CourseLookup:
@@ -48,7 +48,7 @@ class CourseLookup:
             if places is None:
                 found.append(cost.course)
                 continue
-            key = (position, tuple(cases[max(0, position - _REACH) : position + _REACH + 1]))
+            key = (position, tuple(cases[max(0, position - _FAR) : position + _FAR + 1]))
             course = self._known.get(key)
             if course is None:
                 course = self._known[key] = _most_alike(places, cases, position)
@@ -58,19 +58,19 @@ class CourseLookup:
 
 def _most_alike(places: Sequence[tuple[RecordedCourses, int]], cases: Sequence[Case], position: int) -> Course:
     """The mean course of the places around which most is as it is around ``position`` of ``cases``."""
-    ranks = [(_unlike(plan.cases, place, cases, position), place != position) for plan, place in places]
+    ranks = [(*_unlike(plan.cases, place, cases, position), place != position) for plan, place in places]
     best = min(ranks)
     alike = [plan.courses[place] for (plan, place), rank in zip(places, ranks, strict=True) if rank == best]
     return mean_course([{entry[:2]: entry[2] for entry in course} for course in alike])
 
 
-def _unlike(some: Sequence[Case], i: int, others: Sequence[Case], k: int) -> int:
-    """How unlike two surroundings are; an end of the model is like another end only."""
-    total = 0
-    for distance in range(1, _REACH + 1):
+def _unlike(some: Sequence[Case], i: int, others: Sequence[Case], k: int) -> tuple[int, int]:
+    """How many cases differ near two places, and far from them; an end of the model is like another end only."""
+    counts = [0, 0]
+    for distance in range(1, _FAR + 1):
         for step in (-distance, distance):
             a = some[i + step] if 0 <= i + step < len(some) else None
             b = others[k + step] if 0 <= k + step < len(others) else None
             if a is not b and a != b:
-                total += 1
-    return total
+                counts[distance > _NEAR] += 1
+    return counts[0], counts[1]
