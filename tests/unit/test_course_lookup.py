@@ -1,9 +1,16 @@
 """Courses of memory are taken from the recorded plan around whose operator most is the same."""
 
+import json
 import random
+from dataclasses import replace
+
+import pytest
 
 from qsync_opt.course_lookup import CourseLookup
-from qsync_opt.step_costs import Case, CaseCost, RecordedCourses
+from qsync_opt.errors import ProblemError
+from qsync_opt.step_costs import Case, CaseCost, RecordedCourses, StepCosts
+from qsync_opt.synthetic import residual_graph
+from qsync_opt.synthetic_steps import random_step_costs
 
 
 def _cases(precisions):
@@ -52,3 +59,14 @@ def test_places_equally_alike_count_alike():
 def test_a_case_that_was_never_recorded_has_the_course_of_its_cost():
     recorded = [RecordedCourses(_cases("ab"), _courses(10, 1))]
     assert _found(recorded, "ad")[1] == ((0, 0, -1),)
+
+
+def test_recorded_courses_come_back_from_their_file():
+    graph = residual_graph()
+    cases = _cases("ab")
+    costs = replace(random_step_costs(graph, ["FP32"]), courses=(RecordedCourses(cases, _courses(10, 1)),))
+    data = json.loads(json.dumps(costs.to_json()))
+    assert StepCosts.from_json(data, "costs") == costs
+    for wrong in ("x", [["op|a|FP32"]], [[1, []]], [["op|a|FP32", [[0, 0]]]]):
+        with pytest.raises(ProblemError, match=r"costs: courses\[0\]"):
+            StepCosts.from_json(data | {"courses": [wrong]}, "costs")
