@@ -182,7 +182,10 @@ def main() -> None:
 
 
 def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """One part of several: lists behind one another, hardware and collectives of the first with the most workers."""
+    """One part of several: lists behind one another, hardware and collectives of the first with the most workers.
+
+    Profiles keep how many workers their run had. Slowdowns measured again on the same cluster are numbered.
+    """
     counts = {len(case["workers"]) for part in parts for case in part["cases"]}
     first = max(parts, key=lambda part: max((len(case["workers"]) for case in part["cases"]), default=0))
     told: dict[str, Any] = {"workers": " and ".join(map(str, sorted(counts))), "device": first.get("device", "cuda")}
@@ -190,7 +193,14 @@ def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
         told["again"] = True
     told["date"] = max(part["date"] for part in parts)
     lists = ("profiles", "baselines", "cases", "skipped")
-    slowdowns = {name: shares for part in parts for name, shares in part.get("slowdowns", {}).items()}
+    slowdowns: dict[str, Any] = {}
+    for part in parts:
+        for name, shares in part.get("slowdowns", {}).items():
+            times = sum(known.partition(", run ")[0] == name for known in slowdowns)
+            slowdowns[f"{name}, run {times + 1}" if times else name] = shares
+        own = {len(case["workers"]) for case in part["cases"]}
+        if len(own) == 1:
+            part["profiles"] = [{"workers": min(own)} | profile for profile in part["profiles"]]
     found = {name: [entry for part in parts for entry in part[name]] for name in lists}
     return first | found | {"slowdowns": slowdowns} | told
 

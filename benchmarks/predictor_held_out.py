@@ -42,7 +42,7 @@ def held_out(records: StepRecords, graph: OpGraph) -> list[dict[str, Any]]:
         costs = replace(records, samples=others).fit(graph)
         predictor = StepPredictor(graph, costs)
         step = predictor.plan(left_out.precisions)
-        predicted, peak = predictor.steady_ns(step), predictor.memory(step.costs).peak_bytes
+        predicted, peak = predictor.steady_ns(step), predictor.memory(step).peak_bytes
         cases.append(
             {
                 "model": graph.name,

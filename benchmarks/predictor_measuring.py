@@ -23,6 +23,19 @@ from qsync_opt.step_costs import StepCosts
 
 BLOCK_NS = 0.9e9
 """About how long a block of steps takes; every case is measured in two, far apart."""
+_STAGES = (
+    "_compile.compile_inner",
+    "aot_trace_joint_graph",
+    "min_cut_rematerialization_partition",
+    "_recursive_joint_graph_passes",
+    "_recursive_post_grad_passes",
+    "GraphLowering.run",
+    "Scheduler.__init__",
+    "Scheduler.codegen",
+    "async_compile.wait",
+    "compile_fx_inner",
+    "backward._backward_impl",
+)
 
 
 @dataclass(slots=True)
@@ -68,6 +81,17 @@ def stepper_of(worker: Worker, combination: Combination, group: Any) -> Stepper:
         stepper.step()
     worker.pinned = pin_threads(worker.cores, worker.device)
     return stepper
+
+
+def compiling_seconds(stepper: Stepper) -> str:
+    """What the first step of a compiled model takes, and stages of it that torch counts; some are inside others."""
+    start = time.perf_counter()
+    stepper.step()
+    stepper.synchronize()
+    whole = time.perf_counter() - start
+    stages = {name: sum(times) for name, times in torch._dynamo.utils.compilation_time_metrics.items()}
+    told = [f"{name.rpartition('.')[2]} {stages[name]:.1f}" for name in _STAGES if name in stages]
+    return f"compiled in {whole:.1f} s: {', '.join(told)}"
 
 
 def measure(worker: Worker, stepper: Stepper, block_ns: float = BLOCK_NS) -> dict[str, Any]:

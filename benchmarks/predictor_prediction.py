@@ -140,7 +140,7 @@ class Predictor:
             own = predictor.captured_ns(planned, tails) if captured else predictor.steady_ns(planned, tails)
             steady = max(steady, own)
             # Memory that graphs keep to themselves is not predicted.
-            memory = None if captured else predictor.memory(planned.costs).peak_bytes
+            memory = None if captured else predictor.memory(planned).peak_bytes
             workers.append(
                 {
                     "predicted_peak_bytes": memory,

@@ -17,12 +17,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from predictor_cases import CAPTURED, FIXED, Combination, plans
-from predictor_measuring import BLOCK_NS, Worker, agreed, capture_passes, clean, gathered, measure, stepper_of
+from predictor_measuring import (
+    BLOCK_NS,
+    Worker,
+    agreed,
+    capture_passes,
+    clean,
+    compiling_seconds,
+    gathered,
+    measure,
+    stepper_of,
+)
 from predictor_partition import partition, refused
 from predictor_peers import torch_estimates
 from predictor_pinning import cores_of, pin_threads, without_collection
 from predictor_prediction import MS, Predictor, said
-from predictor_records import records_json
+from predictor_records import kept_traces, records_json
 from torch._inductor.async_compile import AsyncCompile
 
 import qsync_opt
@@ -84,10 +94,13 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
     hardware = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else "cpu"
     name = None if count is None else f"{hardware}, {count}-SM partition"
 
-    def quiet() -> None:
+    def quiet(_done: int, _total: int, label: str) -> None:
         worker.pinned = pin_threads(worker.cores, worker.device)
+        if combination.compiled:  # what takes how long: every plan is compiled
+            worker.say("recording", label)
 
-    with without_collection():
+    kept = None if worker.keep is None else worker.keep / f"traces-{key.replace(' ', '-')}-r{worker.rank}.pickle.gz"
+    with without_collection(), kept_traces(kept):
         records = record_steps(
             stepper.example,
             graph,
@@ -97,7 +110,7 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
             options=RecordingOptions(
                 warm_up=2, repeats=max(3, min(10, round(0.5e9 / stepper.steady_ns(2)))), traced=1, rounds=3
             ),
-            progress=lambda *_: quiet(),  # before every plan
+            progress=quiet,  # before every plan
             name=name,
             compiled=combination.compiled,
         )
@@ -266,7 +279,7 @@ def run_combination(
         captured = [label for label in cases if label.endswith(CAPTURED)]
         rounds = [(0, label) for label in eager] + [(1, label) for label in eager[::-1]]
         if combination.compiled:  # compiling again for the second block would take longer than all steps do
-            first_of_all = ("random", "solver's", "uniform BF16", "uniform INT8", "uniform FP32")
+            first_of_all = ("random 0", "random of 16 bits and TF32 1", "solver's", "halves", "random", "uniform BF16")
             eager.sort(key=lambda label: next((i for i, k in enumerate(first_of_all) if label.startswith(k)), 9))
             rounds = [(2, label) for label in eager]
         rounds += [(0, label) for label in captured] + [(1, label) for label in captured[::-1]]
@@ -283,6 +296,8 @@ def run_combination(
             try:
                 with compiling:
                     refusal = capture_passes(worker, stepper) if label.endswith(CAPTURED) else ""
+                    if combination.compiled:
+                        worker.say(label, compiling_seconds(stepper))
                     durations = [BLOCK_NS / 2] * 2 if combination.compiled else [BLOCK_NS]
                     blocks = [] if refusal else [measure(worker, stepper, block_ns) for block_ns in durations]
             finally:

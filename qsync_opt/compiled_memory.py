@@ -136,6 +136,22 @@ def changes_of(some: Iterable[Block], count: int) -> Iterator[tuple[int, int]]:
                 yield moment, num_bytes
 
 
+def owner_of(block: Block, order: Sequence[str]) -> str:
+    """To which operator a block belongs; one that no operator is known for to the one that runs when it comes.
+
+    Its size may depend on formats there (a loss, and what is computed from it). What is given back stays with nobody.
+
+    Args:
+        block: The block.
+        order: Operators of the model in the order of the forward pass.
+    """
+    if block.operator or block.num_bytes < 0 or not order:
+        return block.operator
+    count = len(order)
+    position = block.begin - 1 if block.begin <= count else 2 * count + 1 - block.begin
+    return order[min(max(position, 0), count - 1)]
+
+
 Course = tuple[tuple[int, int, int], ...]
 """How an operator's memory changes: pass (0 forward, 1 backward), moments after its own one there, bytes."""
 

@@ -54,6 +54,13 @@ class Case(NamedTuple):
         return cls(signature, precision, tuple(inputs.split(",")) if inputs else ())
 
 
+class RecordedCourses(NamedTuple):
+    """Memory of the operators of a compiled step under one recorded plan: per operator, in order, case and course."""
+
+    cases: tuple[Case, ...]
+    courses: tuple[Course, ...]
+
+
 SIZES = ("result_bytes", "forward_net_bytes", "backward_net_bytes", "forward_peak_bytes", "backward_peak_bytes")
 """Fields of a `CaseCost` that are memory."""
 LEAST_NET_BYTES = -(1 << 62)
@@ -198,6 +205,7 @@ class StepCosts:
             need most, and ``phase_peaks`` what the phases have; that of the optimizer is all that its phase needs.
         outside: Memory of compiled steps that belongs to no operator: moments (`qsync_opt.compiled_memory`) and the
             bytes that come or, below zero, go then.
+        courses: Memory of compiled steps under every recorded plan; the course of a case is the mean of it over them.
     """
 
     device: DeviceIdentity
@@ -217,6 +225,7 @@ class StepCosts:
     waits: bool = False
     graphs: int = 0
     outside: tuple[tuple[int, int], ...] = ()
+    courses: tuple[RecordedCourses, ...] = ()
 
     def check_graph(self, graph: OpGraph) -> None:
         """Refuse another model.
@@ -250,6 +259,10 @@ class StepCosts:
             "waits": self.waits,
             "graphs": self.graphs,
             "outside": [list(entry) for entry in self.outside],
+            "courses": [
+                [[case.key(), [list(entry) for entry in course]] for case, course in zip(*plan, strict=True)]
+                for plan in self.courses
+            ],
             "checks": [{f.name: getattr(check, f.name) for f in fields(check)} for check in self.checks],
         }
 
@@ -287,6 +300,10 @@ class StepCosts:
             waits=reader.flag("waits"),
             graphs=reader.integer("graphs") if "graphs" in reader else 0,
             outside=_rows(reader.take("outside"), 2, f"{where}: outside") if "outside" in reader else (),
+            courses=tuple(
+                _recorded_courses(plan, f"{where}: courses[{i}]")
+                for i, plan in enumerate(reader.sequence("courses") if "courses" in reader else ())
+            ),
             checks=tuple(
                 StepCheck(**_check(Fields(item, f"{where}: checks[{i}]")))
                 for i, item in enumerate(reader.sequence("checks"))
@@ -334,6 +351,16 @@ def _rows(data: Any, length: int, where: str) -> Any:
     if not right:
         raise ProblemError(f"{where} is {str(data)[:80]}, but a list of rows of {length} integers is needed")
     return tuple(tuple(row) for row in data)
+
+
+def _recorded_courses(data: Any, where: str) -> RecordedCourses:
+    right = isinstance(data, list) and all(
+        isinstance(row, list) and len(row) == 2 and isinstance(row[0], str) for row in data
+    )
+    if not right:
+        raise ProblemError(f"{where} is {str(data)[:80]}, but a list of [case, course] is needed")
+    cases = tuple(Case.parse(key, where) for key, _ in data)
+    return RecordedCourses(cases, tuple(_rows(course, 3, where) for _, course in data))
 
 
 def _texts(reader: Fields, key: str) -> dict[str, str]:

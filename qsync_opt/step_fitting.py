@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from qsync_opt.compiled_memory import Block, changes_of, course_of, mean_course
+from qsync_opt.compiled_memory import Block, Course, changes_of, course_of, mean_course, owner_of
 from qsync_opt.costs import CostFit
 from qsync_opt.device_profile import DeviceIdentity
 from qsync_opt.errors import ProblemError
 from qsync_opt.graph import OpGraph
 from qsync_opt.lifetimes import Kept, Lifetimes
-from qsync_opt.step_costs import Case, CaseCost, StepCheck, StepCosts
+from qsync_opt.step_costs import Case, CaseCost, RecordedCourses, StepCheck, StepCosts
 from qsync_opt.step_flow import StepFlow, delivered
 from qsync_opt.step_sample import KeptTensors, StepSample
 from qsync_opt.step_trace import BACKWARD, BEGIN, FORWARD, PHASES, Span, StepSpans
@@ -86,6 +86,8 @@ def fit_step_costs(
     phases: dict[str, list[Work]] = {label: [] for label in PHASE_LABELS}
     phase_peaks: dict[str, int] = dict.fromkeys(PHASE_LABELS, 0)
     outside: list[list[Block]] = []
+    order = [operator.name for operator in graph]
+    courses: list[RecordedCourses] = []
     for sample in samples:
         formats = sample_formats(sample, flow, half_format)
         kept = [
@@ -96,11 +98,14 @@ def fit_step_costs(
         releases = lifetimes.releases(kept)
         owned: dict[str, list[Block]] = {}
         for block in sample.blocks:
-            owned.setdefault(block.operator, []).append(block)
+            owned.setdefault(owner_of(block, order), []).append(block)
         outside.append(owned.get("", []))
+        cases: list[Case] = []
+        own_courses: list[Course] = []
         scale, gap, pace = scales[sample.name], gaps[sample.name], (paces or {}).get(sample.name, 1.0)
         for i, operator in enumerate(graph):
             case = flow.case(i, sample.precisions.get(operator.name, "FP32"), formats)
+            cases.append(case)
             entry = sums.setdefault(case, _Sums(output=formats[i], saves=kept[i]))
             forward, backward = (sample.spans.spans.get((p, operator.name), _EMPTY) for p in (FORWARD, BACKWARD))
             entry.count += 1
@@ -113,7 +118,11 @@ def fit_step_costs(
             entry.nets.append((sum(changes[0]) + freed[0], sum(changes[1]) + freed[1]))
             entry.peaks.append((_peak(changes[0]), _peak(changes[1])))
             if sample.blocks:
-                entry.courses.append(course_of(owned.get(operator.name, ()), i, len(graph)))
+                course = course_of(owned.get(operator.name, ()), i, len(graph))
+                entry.courses.append(course)
+                own_courses.append(mean_course([course]))
+        if sample.blocks:
+            courses.append(RecordedCourses(tuple(cases), tuple(own_courses)))
         for label in PHASE_LABELS:
             phase, _, end = label.partition("|")
             key = (phase, "|end" if end else BEGIN)
@@ -138,6 +147,7 @@ def fit_step_costs(
         waits=all(sample.spans.waits for sample in samples),
         graphs=max(sample.graphs for sample in samples),
         outside=_outside(outside, len(graph)),
+        courses=tuple(courses),
     )
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from qsync_opt.compiled_memory import backward_moment, forward_moment, moment_of, moments
+from qsync_opt.compiled_memory import Course, backward_moment, forward_moment, moment_of, moments
 from qsync_opt.graph import OpGraph
 from qsync_opt.lifetimes import Kept, Lifetimes
 from qsync_opt.step_costs import CaseCost, StepCosts
@@ -42,7 +42,9 @@ def step_memory(graph: OpGraph, costs: StepCosts, lifetimes: Lifetimes, cases: S
     return StepMemory(peak_bytes=peak, phase=where[0], operator=where[1])
 
 
-def compiled_step_memory(graph: OpGraph, costs: StepCosts, cases: Sequence[CaseCost]) -> StepMemory:
+def compiled_step_memory(
+    graph: OpGraph, costs: StepCosts, cases: Sequence[CaseCost], courses: Sequence[Course]
+) -> StepMemory:
     """What all operators of a compiled step have in use when the passes need most, or what the optimizer needs.
 
     Where the costs tell from when until when memory is in use, most is needed at the moment at which the sum is
@@ -52,9 +54,10 @@ def compiled_step_memory(graph: OpGraph, costs: StepCosts, cases: Sequence[CaseC
         graph: As in `step_memory`.
         costs: As in `step_memory`.
         cases: As in `step_memory`.
+        courses: Per operator, in order, how its memory comes and goes; all empty if that was not recorded.
     """
-    if costs.outside or any(case.course for case in cases):
-        return _peak_of_courses(graph, costs, cases)
+    if costs.outside or any(courses):
+        return _peak_of_courses(graph, costs, courses)
     peaks = costs.phase_peaks
     outside = sum(peaks[label] for label in ("forward", "forward|end", "backward", "backward|end"))
     used = [case.forward_net_bytes + case.backward_net_bytes for case in cases]
@@ -64,14 +67,14 @@ def compiled_step_memory(graph: OpGraph, costs: StepCosts, cases: Sequence[CaseC
     return StepMemory(peak_bytes=costs.resident_bytes + max(passes, later), phase=where[0], operator=where[1])
 
 
-def _peak_of_courses(graph: OpGraph, costs: StepCosts, cases: Sequence[CaseCost]) -> StepMemory:
+def _peak_of_courses(graph: OpGraph, costs: StepCosts, courses: Sequence[Course]) -> StepMemory:
     """The moment at which most is in use, of those that blocks of memory come and go at."""
     count = len(graph)
     changes = [0] * moments(count)
     for moment, num_bytes in costs.outside:
         changes[moment] += num_bytes
-    for position, case in enumerate(cases):
-        for entry in case.course:
+    for position, course in enumerate(courses):
+        for entry in course:
             changes[moment_of(entry, position, count)] += entry[2]
     used = list(itertools.accumulate(changes))
     most, later = max(used), costs.phase_peaks["optimizer"]

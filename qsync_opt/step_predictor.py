@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qsync_opt.compiled_memory import scaled_course
+from qsync_opt.course_lookup import CourseLookup
 from qsync_opt.errors import ProblemError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.lifetimes import Lifetimes
@@ -62,6 +63,7 @@ class StepPredictor:
         self.costs = costs = on_one_queue(costs) if costs.device.kind == "cpu" else costs
         self._flow = StepFlow(graph, costs.half_format)
         self._lifetimes = Lifetimes(graph, costs.roots, costs.held)
+        self._courses = CourseLookup(costs.courses)
         self._cases: dict[Case, CaseCost] = dict(costs.cases)
         self._seen: dict[tuple[str, str], list[Case]] = {}
         for case in costs.cases:
@@ -344,15 +346,15 @@ class StepPredictor:
             pieces, after = [], border
         return found
 
-    def memory(self, costs: Sequence[CaseCost]) -> StepMemory:
-        """Peak memory of a step.
-
-        Args:
-            costs: Per operator, as in a `PlannedStep`.
-        """
-        if self.costs.graphs:
-            return compiled_step_memory(self.graph, self.costs, costs)
-        return step_memory(self.graph, self.costs, self._lifetimes, costs)
+    def memory(self, step: PlannedStep) -> StepMemory:
+        """Peak memory of a step under a plan that was worked out."""
+        if not self.costs.graphs:
+            return step_memory(self.graph, self.costs, self._lifetimes, step.costs)
+        cases = [
+            self._flow.case(position, step.plan.get(operator.name, ""), step.formats)
+            for position, operator in enumerate(self.graph)
+        ]
+        return compiled_step_memory(self.graph, self.costs, step.costs, self._courses.courses(cases, step.costs))
 
     def signature(self, position: int) -> str:
         """Signature of an operator in its cases."""

@@ -121,6 +121,9 @@ def _steps(data: Record) -> dict[str, str]:
     }
 
 
+_MODELS = {"gpt": "GPT", "bert": "BERT", "vit": "ViT"}
+
+
 def _compiled(data: Record) -> dict[str, str]:
     summary = data["summary"]
 
@@ -139,16 +142,23 @@ def _compiled(data: Record) -> dict[str, str]:
             f"compiled.{what}-cases": str(len(cases)),
             f"compiled.memory-{what}": between([w["memory_error"] for case in cases for w in case["workers"]]),
         }
-    # Profiles of a run of two workers come as pairs, the whole card first.
     whole = [profile for profile in data["profiles"] if profile["what"].endswith("on whole")]
     parts = [profile for profile in data["profiles"] if profile not in whole]
-    for what, profiles in (("one", parts[:-1]), ("two", [*whole, parts[-1]])):
+    for what, count in (("one", 1), ("two", 2)):
+        profiles = [profile for profile in data["profiles"] if profile["workers"] == count]
         errors = [plan["memory_error"] for profile in profiles for plan in profile["plans"]]
         figures[f"compiled.memory-recorded-{what}"] = between(errors)
     for what, profiles in (("", parts), ("-whole", whole)):
         errors = [plan["time_error"] for profile in profiles for plan in profile["plans"]]
         figures[f"compiled.recorded{what}"] = both_of(errors)
-    slowdowns = [max(shares[1:], default=0.0) for shares in data["slowdowns"].values()]
+    rows = []
+    for model, cluster in dict.fromkeys((case["model"], case["cluster"]) for case in data["cases"]):
+        cases = [case for case in data["cases"] if (case["model"], case["cluster"]) == (model, cluster)]
+        peaks = between([w["memory_error"] for case in cases for w in case["workers"]])
+        name, _, batch = model.partition("-short-b")
+        times = both_of([case["time_error"] for case in cases])
+        rows.append(f"| {_MODELS[name]}, batch {batch}; {cluster} | {len(cases)} | {times} | {peaks} |")
+    slowdowns = [shares[-1] for shares in data["slowdowns"].values() if len(shares) > 1]
     new = [case["time_error"] for case in data["cases"] if not case["plan_recorded_alone"]]
     return figures | {
         "compiled.hardware": environment(data)["hardware"],
@@ -158,7 +168,8 @@ def _compiled(data: Record) -> dict[str, str]:
         "compiled.new-cases": str(len(new)),
         "compiled.new": both_of(new),
         "compiled.rank": f"{summary['spearman_compiled']:.3f}",
-        "compiled.slowdown-part": f"{max(slowdowns):.2f}",
+        "compiled.rows": "\n".join(rows),
+        "compiled.slowdown-part": " and ".join(f"{share:.2f}" for share in slowdowns),
         "compiled.seconds": f"{summary['compiled']['profile_seconds_most']:.0f} s",
     }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator as operators
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -103,12 +103,11 @@ def read_schedules(
 def _entries(nodes: Sequence[Any]) -> list[Scheduled]:
     found: list[Scheduled] = []
     kernels = 0
-    for node in nodes:
-        if (
-            type(node).__name__ == "NopKernelSchedulerNode"
-        ):  # nothing runs, and kernels around it become one all the same
-            continue
-        entry = _scheduled(node)
+    # What runs nothing is no part of it: kernels around it become one all the same.
+    running = [node for node in nodes if type(node).__name__ != "NopKernelSchedulerNode"]
+    calls = frozenset(_origin_node(part) for node in running for part in node.get_nodes() if _is_call(part))
+    for node in running:
+        entry = _scheduled(node, calls)
         if entry.fused and kernels and node.get_device().type == "cpu":
             # One function of C++ has all that comes between two calls of libraries.
             found[-1] = _together(found[-1], kernels, entry)
@@ -129,8 +128,16 @@ def _together(many: Scheduled, count: int, one: Scheduled) -> Scheduled:
     return Scheduled(True, (), divided, (*many.writes, *one.writes))
 
 
-def _scheduled(node: Any) -> Scheduled:
-    """An entry of a compiler's schedule."""
+def _is_call(part: Any) -> bool:
+    """Whether a part of a schedule is a call of a library."""
+    return type(part).__name__ == "ExternKernelSchedulerNode"
+
+
+def _scheduled(node: Any, calls: Collection[Any] = ()) -> Scheduled:
+    """An entry of a compiler's schedule; ``calls`` has the nodes of the graph that calls of libraries compute.
+
+    What a kernel writes for such a call alone is said to have the call's node among its origins.
+    """
     parts = node.get_nodes()
     kinds = {type(part).__name__ for part in parts}
     origins: dict[Any, None] = {}
@@ -148,8 +155,24 @@ def _scheduled(node: Any) -> Scheduled:
             one = isinstance(main.meta.get("val"), torch.Tensor)
             writes = _writes([main], [main]) if one else tuple((name, size) for size in _sizes(main))
         return Scheduled(False, _names(call), ((name, 1.0),) if name else (), writes)
-    nodes = [origin for origin in origins if not _is_view(origin)]
-    return Scheduled(True, (), _shares(nodes), _writes([_made_for(part) for part in parts], nodes))
+    nodes = [origin for origin in origins if not _is_view(origin) and origin not in calls]
+    own = {part.get_name() for part in parts}
+    written = tuple(entry for part in parts for entry in _written(part, own, nodes))
+    return Scheduled(True, (), _shares(nodes), written)
+
+
+def _written(part: Any, own: Collection[str], nodes: Sequence[Any]) -> Sequence[tuple[str, int]]:
+    """What a part of a fused kernel writes for others than the parts of it, by their names in ``own``."""
+    node = _origin_node(part)
+    if node is not None:
+        return _writes([node], nodes)
+    # A copy that a library's call wants, or what is computed on the way.
+    users = [user.node for result in part.get_outputs() for user in result.users]
+    wanting = {_label(_origin_node(user)) for user in users if _is_call(user) and user.get_name() not in own}
+    if len(wanting) != 1 or "" in wanting:
+        return ()
+    value = part.node
+    return ((wanting.pop(), math.prod(map(int, value.get_size())) * value.get_dtype().itemsize),)
 
 
 def _names(call: Any) -> tuple[str, ...]:
@@ -167,7 +190,7 @@ def _names(call: Any) -> tuple[str, ...]:
 
 def _label(node: Any) -> str:
     """Operator that a node of a graph belongs to, "" if to none."""
-    return str((node.meta.get("custom") or {}).get(_KEY, ""))
+    return "" if node is None else str((node.meta.get("custom") or {}).get(_KEY, ""))
 
 
 def _is_view(node: Any) -> bool:
@@ -211,8 +234,8 @@ def _readers(node: Any) -> Iterator[Any]:
             yield user
 
 
-def _made_for(part: Any) -> Any:
-    """The node of the graph whose result a part of a kernel is; what it computes on the way has other nodes."""
+def _origin_node(part: Any) -> Any:
+    """The node of the graph whose result a part of a schedule is, None for what is computed on the way."""
     origin = getattr(part.node, "get_origin_node", None)
     return None if origin is None else origin()
 
@@ -222,8 +245,6 @@ def _writes(results: Sequence[Any], nodes: Sequence[Any]) -> tuple[tuple[str, in
     inside = set(nodes)
     found = []
     for node in results:
-        if node is None:
-            continue
         wanting = {
             _label(user) or _label(node) for user in _wanting(node) if user not in inside and user.op != "output"
         }

@@ -15,7 +15,7 @@ import torch
 from qsync_opt.costs import CostFit
 from qsync_opt.covering_plans import MIXED, covering_plans
 from qsync_opt.device_profile import DeviceIdentity
-from qsync_opt.errors import NotReadyError, UnsupportedError
+from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError, first_line
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels import backend, ops
 from qsync_opt.kernels.options import KernelOptions
@@ -106,6 +106,8 @@ def profile_steps(
     Raises:
         UnsupportedError: The device has no such precision; or the model is compiled already, which leaves no operators
             that anything could be charged to; or it cannot be compiled as one graph per pass.
+        ProblemError: No compiled step could be charged to operators. A plan of which that is so is left out with a
+            warning; what only it had is scaled and marked as below.
         NotReadyError: No plan fits into the device's memory. A uniform plan that does not is recorded in parts, a few
             operators at a time and the others as coarse as they get; what even so does not fit is scaled from another
             precision and marked (`CaseCost.scaled_from`). A warning names both.
@@ -206,6 +208,7 @@ class _Recorder:
         compiled: bool,
     ) -> None:
         self._stepper, self._graph, self._options, self._kernels = stepper, graph, options, kernels
+        self._compiled = compiled
         self._record = record_compiled_plan if compiled else record_plan
         flow = StepFlow(graph, kernels.half_format)
         self._signature = {operator.name: flow.signature(i) for i, operator in enumerate(graph)}
@@ -214,10 +217,17 @@ class _Recorder:
         self._lost: dict[str, Mapping[str, str]] = {}
 
     def record(self, label: str, plan: Mapping[str, str]) -> bool:
-        """Record a plan; False if memory does not suffice."""
+        """Record a plan; False if memory does not suffice, or if a compiled step cannot be charged to operators."""
         sample = None
-        with contextlib.suppress(torch.cuda.OutOfMemoryError):
-            sample = self._record(self._stepper, self._graph, label, plan, self._options, self._kernels)
+        try:
+            with contextlib.suppress(torch.cuda.OutOfMemoryError):
+                sample = self._record(self._stepper, self._graph, label, plan, self._options, self._kernels)
+        except ProblemError as error:
+            if not self._compiled:
+                raise
+            warnings.warn(f"plan {label!r} is left out: {first_line(error)}", stacklevel=2)
+            self._stepper.optimizer.zero_grad()
+            return False
         if sample is None:  # outside of the handler: the exception's frames would keep the step's tensors
             self._stepper.optimizer.zero_grad()
             if torch.cuda.is_available():
@@ -362,7 +372,7 @@ def fit_samples(
         predictor, predicted = StepPredictor(graph, costs), {}
         for sample in samples:
             step = predictor.plan(sample.precisions)
-            predicted[sample.name] = (predictor.steady_ns(step), predictor.memory(step.costs).peak_bytes)
+            predicted[sample.name] = (predictor.steady_ns(step), predictor.memory(step).peak_bytes)
         return costs, predicted
 
     costs, predicted = fit(None)

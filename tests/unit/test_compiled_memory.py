@@ -14,6 +14,7 @@ from qsync_opt.compiled_memory import (
     mean_course,
     moment_of,
     moments,
+    owner_of,
     written_for,
 )
 
@@ -82,3 +83,15 @@ def test_a_block_belongs_to_the_operator_that_its_kernel_writes_it_for():
     assert written_for(4096, calls, "other") == "writer"
     assert [written_for(1024, calls, "other") for _ in range(3)] == ["reader", "next", "other"]
     assert calls == [[], []]
+
+
+def test_a_block_of_nobody_belongs_to_the_operator_that_runs_when_it_comes():
+    order = [f"o{i}" for i in range(COUNT)]
+    for position, name in enumerate(order):
+        for begin in (forward_moment(position), backward_moment(position, COUNT)):
+            assert owner_of(Block("", begin, moments(COUNT), 8), order) == name
+    assert owner_of(Block("", 0, 3, 8), order) == "o0"
+    assert owner_of(Block("", COUNT + 1, moments(COUNT), 8), order) == f"o{COUNT - 1}"
+    assert owner_of(Block("o2", 0, 3, 8), order) == "o2"
+    assert owner_of(Block("", 3, moments(COUNT), -8), order) == ""
+    assert owner_of(Block("", 3, 4, 8), []) == ""

@@ -121,7 +121,7 @@ def test_memory_is_what_counting_every_moment_gives(seed):
     graph = random_graph(source)
     predictor = StepPredictor(graph, random_step_costs(graph, PRECISIONS, seed=seed))
     step = predictor.plan(random_choices(source, graph))
-    assert predictor.memory(step.costs).peak_bytes == brute_force_peak(predictor, step)
+    assert predictor.memory(step).peak_bytes == brute_force_peak(predictor, step)
 
 
 def test_views_live_in_the_result_that_they_show():

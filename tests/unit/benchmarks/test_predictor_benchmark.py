@@ -64,6 +64,23 @@ def case(name, predicted, measured, spread):
     }
 
 
+def test_merged_profiles_and_slowdowns_say_which_run_they_are_of():
+    from predictor import merged
+
+    both = {"plan": "a", "workers": [{}, {}]}
+    alone = {"plan": "b", "workers": [{}]}
+    shared = {"baselines": [], "skipped": [], "date": "2026-01-01"}
+    parts = [
+        {"cases": [both], "profiles": [{"what": "x"}], "slowdowns": {"m whole + 16 SMs": [0.1, 0.2]}} | shared,
+        {"cases": [alone], "profiles": [{"what": "y"}]} | shared,
+        {"cases": [both], "profiles": [{"what": "z"}], "slowdowns": {"m whole + 16 SMs": [0.3, 0.4]}} | shared,
+    ]
+    part = merged([merged(parts[:2]), parts[2]])
+    assert [profile["workers"] for profile in part["profiles"]] == [2, 1, 2]
+    assert part["slowdowns"] == {"m whole + 16 SMs": [0.1, 0.2], "m whole + 16 SMs, run 2": [0.3, 0.4]}
+    assert part["workers"] == "1 and 2"
+
+
 def test_the_summary_counts_what_it_says():
     from predictor import merged, summarize
 

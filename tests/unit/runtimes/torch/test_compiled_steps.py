@@ -174,8 +174,38 @@ def test_what_one_other_operator_reads_is_written_for_it():
     # Past the bias, which is its own operator's; a product is not passed, since what it makes is something else.
     assert compiled_schedule._writes([product], [product]) == (("gelu", 4 * 8 * 4),)
     assert compiled_schedule._writes([gelu], [biased, gelu]) == (("gelu", 4 * 8 * 4),)  # two read it
-    assert compiled_schedule._writes([second, None], [second]) == (("c", 4 * 8 * 4),)  # nobody in this graph
+    assert compiled_schedule._writes([second], [second]) == (("c", 4 * 8 * 4),)  # nobody in this graph
     assert compiled_schedule._writes([biased], [biased, gelu]) == ()
+
+
+def _part(name, kind, origin, origins, users=()):
+    value = SimpleNamespace(
+        get_origin_node=lambda: origin,
+        get_origins=lambda: origins,
+        get_size=lambda: (4, 8),
+        get_dtype=lambda: torch.float32,
+    )
+    result = SimpleNamespace(users=[SimpleNamespace(node=user) for user in users])
+    methods = {"get_name": lambda _: name, "get_outputs": lambda _: [result], "get_nodes": lambda self: [self]}
+    return type(kind, (), methods | {"node": value})()
+
+
+def test_copies_for_a_librarys_call_are_written_for_it():
+    """A call that takes no buffer of the kernel as it is (8 bits, TF32) gets a copy, and is named among its origins."""
+    aten, graph = torch.ops.aten, torch.fx.Graph()
+    x = graph.placeholder("x")
+    gelu = _node(graph, aten.gelu.default, (x,), "gelu")
+    product = _node(graph, aten.mm.default, (gelu, x), "b")
+    graph.output((gelu, product))
+    call = _part("op2", "ExternKernelSchedulerNode", product, [product, gelu])
+    copy = _part("op0", "SchedulerNode", None, [product, gelu], [call])
+    saved = _part("op1", "SchedulerNode", gelu, [gelu])
+    kernel = SimpleNamespace(get_nodes=lambda: [copy, saved])
+    entry = compiled_schedule._scheduled(kernel, {product})
+    assert entry.writes == (("b", 4 * 8 * 4), ("b", 4 * 8 * 4))
+    assert dict(entry.shares)["b"] == pytest.approx(0.5)  # it reads x for itself, and writes for b
+    inside = _part("op3", "SchedulerNode", None, [gelu], [saved])
+    assert compiled_schedule._written(inside, {"op1", "op3"}, [gelu]) == ()
 
 
 def test_what_runs_nothing_is_no_part_of_a_schedule():
@@ -262,7 +292,7 @@ def test_compiled_steps_are_recorded_kernel_by_kernel(block):
     predictor = StepPredictor(block.graph, costs)
     step = predictor.plan(PLAN)
     assert predictor.steady_ns(step) > 0
-    assert predictor.memory(step.costs).peak_bytes == costs.resident_bytes + sample.memory.peak_bytes
+    assert predictor.memory(step).peak_bytes == costs.resident_bytes + sample.memory.peak_bytes
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qsync_opt.cli import main
-from qsync_opt.errors import NotReadyError, UnsupportedError
+from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
 from qsync_opt.graph import Role
 from qsync_opt.graph_file import save_graph
 from qsync_opt.plan import Plan
@@ -142,6 +142,19 @@ def test_a_compiled_model_is_refused(compiled):
         profile_steps(example, graph, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def test_a_compiled_plan_that_cannot_be_charged_is_left_out(setting, monkeypatch):
+    def record(stepper, graph, label, plan, options, kernels):
+        if label == "mixed 0":
+            raise ProblemError("6 kernels were to run")
+        return record_plan(stepper, graph, label, plan, options, kernels)
+
+    monkeypatch.setattr(step_profile, "record_compiled_plan", record)
+    wanted = {"precisions": ["BF16"], "mixed": 1, "options": FEW, "progress": False, "compiled": True}
+    with pytest.warns(UserWarning, match="plan 'mixed 0' is left out: 6 kernels were to run"):
+        records = record_steps(setting.example, setting.graph, setting.optimizer, **wanted)
+    assert [sample.name for sample in records.samples] == ["uniform BF16", "uniform FP32"]
+
+
 def test_nothing_fits(setting, monkeypatch):
     arguments = (setting.example, setting.graph, setting.optimizer)
     monkeypatch.setattr(step_profile, "record_plan", short_of_memory(0))
@@ -162,7 +175,7 @@ def test_peak_memory_of_recorded_and_of_new_plans(setting):
     plans += [{name: source.choice(["BF16", "FP32"]) for name in setting.names} for _ in range(2)]
     for number, plan in enumerate(plans):
         sample = record_plan(setting.stepper, setting.graph, "again", plan, FEW)
-        predicted = predictor.memory(predictor.plan(plan).costs).peak_bytes - setting.costs.resident_bytes
+        predicted = predictor.memory(predictor.plan(plan)).peak_bytes - setting.costs.resident_bytes
         # A few bytes (the gradient of the loss) exist outside of every operator.
         tolerance = 1e-4 if number < 2 else 0.02
         assert predicted == pytest.approx(sample.memory.peak_bytes, rel=tolerance), number

@@ -1,0 +1,76 @@
+"""Memory of a compiled operator, taken from the recorded step in which most of what is around it was the same.
+
+Whom a compiler's tensor is charged to depends on what is beside it: of two tensors of equal size that a kernel writes,
+one is kept and the other not, and which kernel writes a tensor at all differs from plan to plan. So two plans may
+disagree on what an operator has in use although they have the same case of it. What an operator and its neighbours
+have in use together is right in each of them, however, and so the neighbours are taken from the same plan where that
+is possible.
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qsync_opt.compiled_memory import Course, mean_course
+from qsync_opt.step_costs import Case, CaseCost, RecordedCourses
+
+_NEAR, _FAR = 3, 12
+"""Operators to each side that are looked at; those farther away only where the near ones say nothing."""
+
+
+class CourseLookup:
+    """Courses of operators by their case and those around it.
+
+    Args:
+        recorded: What every operator had in use under each recorded plan.
+    """
+
+    def __init__(self, recorded: Sequence[RecordedCourses]) -> None:
+        self._recorded = recorded
+        self._places: dict[Case, list[tuple[RecordedCourses, int]]] = {}
+        for plan in recorded:
+            for position, case in enumerate(plan.cases):
+                self._places.setdefault(case, []).append((plan, position))
+        self._known: dict[tuple[int, tuple[Case, ...]], Course] = {}
+
+    def courses(self, cases: Sequence[Case], costs: Sequence[CaseCost]) -> list[Course]:
+        """Courses of all operators of a plan.
+
+        Args:
+            cases: Per operator, in order.
+            costs: Of these cases; the course of one that was never recorded is taken from here.
+        """
+        found = []
+        for position, (case, cost) in enumerate(zip(cases, costs, strict=True)):
+            places = self._places.get(case)
+            if places is None:
+                found.append(cost.course)
+                continue
+            key = (position, tuple(cases[max(0, position - _FAR) : position + _FAR + 1]))
+            course = self._known.get(key)
+            if course is None:
+                course = self._known[key] = _most_alike(places, cases, position)
+            found.append(course)
+        return found
+
+
+def _most_alike(places: Sequence[tuple[RecordedCourses, int]], cases: Sequence[Case], position: int) -> Course:
+    """The mean course of the places around which most is as it is around ``position`` of ``cases``."""
+    ranks = [(*_unlike(plan.cases, place, cases, position), place != position) for plan, place in places]
+    best = min(ranks)
+    alike = [plan.courses[place] for (plan, place), rank in zip(places, ranks, strict=True) if rank == best]
+    return mean_course([{entry[:2]: entry[2] for entry in course} for course in alike])
+
+
+def _unlike(some: Sequence[Case], i: int, others: Sequence[Case], k: int) -> tuple[int, int]:
+    """How many cases differ near two places, and far from them; an end of the model is like another end only."""
+    counts = [0, 0]
+    for distance in range(1, _FAR + 1):
+        for step in (-distance, distance):
+            a = some[i + step] if 0 <= i + step < len(some) else None
+            b = others[k + step] if 0 <= k + step < len(others) else None
+            if a is not b and a != b:
+                counts[distance > _NEAR] += 1
+    return counts[0], counts[1]

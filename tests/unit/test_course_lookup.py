@@ -1,0 +1,72 @@
+"""Courses of memory are taken from the recorded plan around whose operator most is the same."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+
+from qsync_opt.course_lookup import CourseLookup
+from qsync_opt.errors import ProblemError
+from qsync_opt.step_costs import Case, CaseCost, RecordedCourses, StepCosts
+from qsync_opt.synthetic import residual_graph
+from qsync_opt.synthetic_steps import random_step_costs
+
+
+def _cases(precisions):
+    return tuple(Case("op", precision, ("FP32",)) for precision in precisions)
+
+
+def _courses(*sizes):
+    return tuple(((0, 0, size), (1, 0, -size)) for size in sizes)
+
+
+def _costs(cases):
+    return [CaseCost(output="FP32", samples=1, course=((0, 0, -1),)) for _ in cases]
+
+
+def _found(recorded, precisions):
+    cases = _cases(precisions)
+    return CourseLookup(recorded).courses(cases, _costs(cases))
+
+
+def test_a_recorded_plan_has_its_own_courses():
+    generator = random.Random(0)
+    recorded = []
+    for _ in range(4):
+        precisions = [generator.choice("ab") for _ in range(20)]
+        recorded.append(RecordedCourses(_cases(precisions), _courses(*generator.sample(range(1, 1000), 20))))
+    for plan in recorded:
+        assert CourseLookup(recorded).courses(plan.cases, _costs(plan.cases)) == list(plan.courses)
+
+
+def test_neighbours_alike_go_before_the_same_place():
+    recorded = [RecordedCourses(_cases("aab"), _courses(1, 2, 3)), RecordedCourses(_cases("bac"), _courses(4, 5, 6))]
+    assert _found(recorded, "bac")[1] == _courses(5)[0]
+    assert _found(recorded, "aab")[1] == _courses(2)[0]
+
+
+def test_the_same_place_goes_before_another_with_the_same_neighbours():
+    long = RecordedCourses(_cases("a" * 40), _courses(*range(1, 41)))
+    assert _found([long], "a" * 40)[20] == _courses(21)[0]
+
+
+def test_places_equally_alike_count_alike():
+    recorded = [RecordedCourses(_cases("ab"), _courses(10, 1)), RecordedCourses(_cases("ac"), _courses(30, 1))]
+    assert _found(recorded, "aa")[0] == _courses(20)[0]
+
+
+def test_a_case_that_was_never_recorded_has_the_course_of_its_cost():
+    recorded = [RecordedCourses(_cases("ab"), _courses(10, 1))]
+    assert _found(recorded, "ad")[1] == ((0, 0, -1),)
+
+
+def test_recorded_courses_come_back_from_their_file():
+    graph = residual_graph()
+    cases = _cases("ab")
+    costs = replace(random_step_costs(graph, ["FP32"]), courses=(RecordedCourses(cases, _courses(10, 1)),))
+    data = json.loads(json.dumps(costs.to_json()))
+    assert StepCosts.from_json(data, "costs") == costs
+    for wrong in ("x", [["op|a|FP32"]], [[1, []]], [["op|a|FP32", [[0, 0]]]]):
+        with pytest.raises(ProblemError, match=r"costs: courses\[0\]"):
+            StepCosts.from_json(data | {"courses": [wrong]}, "costs")
