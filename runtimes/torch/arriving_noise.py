@@ -1,10 +1,11 @@
-"""Where does noise arrive at rectifiers, how much of it, and where does it move the gradient? Seen in noisy passes.
+"""Where does noise arrive at rectifiers and max-pools, how much, and where does it move the gradient? By noisy passes.
 
 How often an element flips depends on the noise *there*: a batch normalization enlarges the channels of small variance,
 and their noise with them; an image with large activations is noisier than others; what a residual branch brings lands
 on its own channels. With one size of noise for a whole tensor, flips of ResNet-50 are a third too few. So the step is
 run once as it is and a few times with both operands of every product rounded to INT8, stochastically, and what differs
-at the input of each rectifier is kept: its mean square per image and channel, and altogether.
+at the input of each rectifier is kept: its mean square per image and channel, and altogether. Of a max-pool it is kept
+by how much noise changes the gap between the two largest elements of a window.
 
 The gradients of the noisy passes tell by how much the *mean* gradient moves: of two independent draws, the product of
 the two deviations is the squared norm of that shift in expectation. Noise of zero mean shifts it because the mean
@@ -24,23 +25,27 @@ from qsync_opt.kernels.arguments import CONVOLUTIONS
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize import dequantize, quantize_int8
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
+from qsync_opt.runtimes.torch.max_pooling import MAX_POOLS, Contest, LastRectified, contest, pool_call
 from qsync_opt.runtimes.torch.product_calls import BILINEAR, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.reductions import square_sum
 
 RECTIFIERS = ("relu", "relu_")
 """Operators whose derivative jumps at zero."""
+KINKED = (*RECTIFIERS, *MAX_POOLS)
+"""Operators whose derivative jumps."""
 PASSES = 6
 """Passes with noise. With two, the root of a mean square of few elements comes out a tenth too small, and the shift is
 known to a fifth of the variance; with six to a twentieth."""
 
 
 class Arriving(NamedTuple):
-    """Noise at the input of a rectifier.
+    """Noise at the input of a rectifier or max-pool.
 
     Attributes:
         ratio: Its energy over that of the signal, all calls together.
         spread: Mean square, per call, broadcasting against the input: per sample and channel where there are
-            positions, else per element, over the batch.
+            positions, else per element, over the batch. Of a max-pool that of the gaps between contestants, per sample
+            and channel, (leading, 1).
     """
 
     ratio: float
@@ -51,7 +56,7 @@ class Seen(NamedTuple):
     """What noisy passes showed.
 
     Attributes:
-        arriving: Noise at each rectifier; empty if the step has none.
+        arriving: Noise at each rectifier and max-pool; empty if the step has none.
         shift: Squared norm by which the mean of the gradient moves; an estimate, so that it may be negative.
     """
 
@@ -66,6 +71,8 @@ class _Watch:
         self._wanted = wanted
         self.draw = -1
         self.exact: dict[str, list[Tensor]] = {}
+        self._contests: dict[str, list[Contest]] = {}
+        self._rectified = LastRectified()
         self.spread: dict[str, list[Tensor]] = {}
         self.noise: dict[str, list[Tensor]] = {}
         self._met: dict[str, int] = {}
@@ -77,11 +84,10 @@ class _Watch:
         self.draw, self._met = draw, {}
 
     def __call__(self, call: OperatorCall) -> Any:
-        if call.op_type in RECTIFIERS:
+        if call.op_type in KINKED:
             if self.recomputing():  # by activation checkpointing: the same numbers again
                 return call.run()
-            self._compare(call.traced_name, call.args[0] if call.args else call.kwargs["input"])
-            return call.run()
+            return self._pool(call) if call.op_type in MAX_POOLS else self._rectify(call)
         if self.draw < 0 or call.op_type not in BILINEAR or not (self._wanted is None or call.name in self._wanted):
             return call.run()
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
@@ -96,8 +102,28 @@ class _Watch:
         args, kwargs = replace_operands(call.args, call.kwargs, slots, rounded)
         return call.run(*args, **kwargs)
 
+    def _rectify(self, call: OperatorCall) -> Any:
+        z: Tensor = call.args[0] if call.args else call.kwargs["input"]
+        read = z.detach().clone() if call.writes else z
+        self._compare(call.traced_name, read, _per_channel)
+        result = call.run()
+        self._rectified.keep(result, read)
+        return result
+
+    def _pool(self, call: OperatorCall) -> Any:
+        given = pool_call(call.op_type, call.args, call.kwargs)
+        if given is not None:
+            x, window = given
+            ranked, name = self._rectified.ranks(x), call.traced_name
+            if self.draw < 0:
+                self._contests.setdefault(name, []).append(contest(ranked, window))
+            number, known = self._met.get(name, 0), self._contests.get(name, [])
+            if number < len(known):
+                self._compare(name, x, lambda _: _of_gaps(known[number], ranked))
+        return call.run()
+
     @torch.no_grad()
-    def _compare(self, name: str, z: Tensor) -> None:
+    def _compare(self, name: str, z: Tensor, spread_of: Callable[[Tensor], Tensor]) -> None:
         number = self._met.get(name, 0)
         self._met[name] = number + 1
         if self.draw < 0:
@@ -107,13 +133,19 @@ class _Watch:
         if number >= len(known) or known[number].shape != z.shape:
             return  # the step took another way
         squares = (z - known[number]).square_()
-        spread = squares.mean(tuple(range(2, z.dim())) if z.dim() > 3 else 0, keepdim=True)
+        spread = spread_of(squares)
         spreads, noises = self.spread.setdefault(name, []), self.noise.setdefault(name, [])
         if number == len(spreads):
             spreads.append(torch.zeros_like(spread))
             noises.append(torch.zeros((), dtype=torch.float64, device=z.device))
         spreads[number] += spread
         noises[number] += squares.mean(dtype=torch.float64) * z.numel()
+
+    def forget(self) -> None:
+        """Keep no activation."""
+        self.exact.clear()
+        self._contests.clear()
+        self._rectified.forget()
 
     def found(self) -> dict[str, Arriving]:
         """What arrived, over all passes with noise."""
@@ -123,6 +155,17 @@ class _Watch:
             ratio = torch.stack(self.noise[name]).sum() / PASSES / signal
             found[name] = Arriving(float(ratio.nan_to_num_(0.0, 0.0)), tuple(s / PASSES for s in spreads))
         return found
+
+
+def _per_channel(squares: Tensor) -> Tensor:
+    return squares.mean(tuple(range(2, squares.dim())) if squares.dim() > 3 else 0, keepdim=True)
+
+
+def _of_gaps(known: Contest, ranked: Tensor) -> Tensor:
+    """Mean square, over the windows where something is at stake, of what changed."""
+    counted = known.gap.isfinite() & (known.gap > 0)
+    squares = torch.where(counted, (known.gap_in(ranked) - known.gap).square_(), 0.0)
+    return squares.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
 
 
 def _weight_slices(op_type: str, tensor: Tensor) -> tuple[int, ...] | None:
@@ -159,7 +202,7 @@ def _norm(tensors: Iterable[Tensor]) -> Tensor:
 def noisy_passes(
     model: nn.Module, loss_of: Callable[[], Tensor], wanted: frozenset[str] | None = None, *, shift: bool = True
 ) -> Seen:
-    """What rounding the operands of all products to INT8 does at the rectifiers of a step, and to the mean gradient.
+    """What rounding operands of all products to INT8 does at a step's rectifiers and pools, and to the mean gradient.
 
     Takes one training step and ``PASSES`` with rounding; what rectifiers read is kept meanwhile. Every pass draws the
     same random numbers for the model's own use, and leaves the generators as they were.
@@ -176,7 +219,7 @@ def noisy_passes(
     watch, shifted = _Watch(wanted), None
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     parameters = [p for p in model.parameters() if p.requires_grad]
-    interception = Interception(model, watch, kinds=RECTIFIERS)
+    interception = Interception(model, watch, kinds=KINKED)
     watch.recomputing = lambda: interception.recomputing
     try:
         for draw in range(-1, PASSES):
@@ -196,4 +239,4 @@ def noisy_passes(
         return Seen(watch.found(), 0.0 if shifted is None else shifted.estimate())
     finally:
         interception.remove()
-        watch.exact.clear()  # whatever still refers to the handler keeps no activation
+        watch.forget()  # whatever still refers to the handler keeps no activation

@@ -24,6 +24,7 @@ from qsync_opt.runtimes.torch.gradient_probe import Probed, probe_gains
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.lookup_record import measure_lookup
 from qsync_opt.runtimes.torch.loss_curvature import loss_curvature
+from qsync_opt.runtimes.torch.max_pooling import MAX_POOLS
 from qsync_opt.runtimes.torch.operator_batch import WHILE_ACTIVATIONS_ARE_KEPT, cast_waiting
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
@@ -46,7 +47,7 @@ _SIGNAL_KINDS = (
     *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "masked_fill", "cat"),
     *("relu", "relu_", "gelu", "silu", "silu_", "tanh", "sigmoid"),
     "batch_norm",
-    *("mean", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
+    *("mean", "avg_pool2d", "adaptive_avg_pool2d", *MAX_POOLS),
 )
 _KINDS = {"embedding": OperatorKind.LOOKUP, "scaled_dot_product_attention": OperatorKind.ATTENTION}
 
@@ -274,7 +275,8 @@ def collect_statistics(
         graph: Captured from the model; its adjustable operators, and only they, are then measured.
         probes: Random vectors per batch for the gains that ``kind="probed"`` of the indicator wants; 0 for none. Each
             batch then also takes one or two passes that are differentiated twice, with several times the memory of a
-            training step, and seven steps, six of them with rounding, if there are rectifiers. 2 to 8 are enough.
+            training step, and seven steps, six of them with rounding, if there are rectifiers or max-pools. 2 to 8 are
+            enough.
         adaptive_probes: Random vectors per batch for the gains that ``kind="progress"`` wants, at the same cost.
         curvature_probes: Random vectors per batch for the traces that ``kind="hessian"`` of the indicator wants; 0 for
             none. 8 to 64 are needed, each about as dear as a training step.
