@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -127,7 +127,7 @@ class GainTapper:
         wanted: frozenset[str] | None,
         arriving: Mapping[str, Arriving],
         *,
-        keep: bool = False,
+        keep: Callable[[Key, int], bool] | None = None,
         copied: frozenset[str] = frozenset(),
     ) -> None:
         """Nothing was seen yet.
@@ -135,7 +135,7 @@ class GainTapper:
         Args:
             wanted: Limits the operators; None is all adjustable ones.
             arriving: How noise is spread over what rectifiers read; evenly, where it does not say.
-            keep: Whether some elements of derivatives are kept.
+            keep: From a tensor and its number of elements to whether some of its derivative's are kept.
             copied: Operators whose result is copied for later.
         """
         self._wanted, self._keep, self._copied = wanted, keep, copied
@@ -245,7 +245,7 @@ class GainTapper:
                 names += ["fixed", "fixed_weight"]
                 found += [dot(d.square(), fixed), total(fixed)]
             self._put(key, names, found)
-        if self._keep:
+        if self._keep is not None and self._keep(key, values.numel()):
             d, v = strided(derivative, SAMPLE).clone(), strided(values, SAMPLE).clone()
             fixed_there = None if amax is None else _fixed_point(v, amax)
             self._kept.setdefault(key, []).append(Kept(d, v, fixed_there))
@@ -339,5 +339,3 @@ def _distance(z: Tensor, spread: Tensor | None) -> Tensor:
         return z.abs().div_(strength.sqrt().clamp(min=tiny)).half()
     size = (spread * (strength / spread.mean().clamp(min=tiny))).sqrt()
     return z.abs().div_(size).nan_to_num_(math.inf, math.inf).half()
-
-

@@ -14,7 +14,8 @@ the elements as it was seen to arrive there (`noisy_passes`). Ties of max-poolin
 they are less than 5 % of what INT8 adds.
 
 A step that is differentiated twice keeps about three times what a training step keeps. Where a batch can be divided,
-only some of its samples are therefore probed; see ``probe_slices``.
+only some of its samples are therefore probed; see
+``probe_parts``.
 """
 
 from __future__ import annotations
@@ -89,6 +90,10 @@ def leaves_before(gradients: Sequence[Tensor | None]) -> list[Tensor]:
     return leaves
 
 
+class ProbeMemoryError(ModelError):
+    """Memory was missing for a step that is differentiated twice."""
+
+
 @contextlib.contextmanager
 def twice_differentiable(option: str) -> Iterator[None]:
     """Say what is missing when a step cannot be differentiated twice: memory, or a second derivative.
@@ -101,7 +106,7 @@ def twice_differentiable(option: str) -> Iterator[None]:
     except RuntimeError as error:
         said = first_line(error)
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in said:
-            raise ModelError(
+            raise ProbeMemoryError(
                 f"there is not enough memory to differentiate the model twice, which probing needs ({said}): collect "
                 f"with smaller batches, or with {option}=0"
             ) from error
@@ -188,7 +193,7 @@ class Probe:
         seed: Of these.
         adaptive: See ``probe_gains``.
         roots: Root mean squares of gradients by the parameter's number; by default those of the loss.
-        keep: Whether some elements of the derivatives are kept.
+        keep: From a tensor and its number of elements to whether some elements of its derivative are kept.
     """
 
     wanted: frozenset[str] | None
@@ -196,7 +201,7 @@ class Probe:
     seed: int = 0
     adaptive: bool = False
     roots: Mapping[int, Tensor] | None = None
-    keep: bool = False
+    keep: Callable[[Key, int], bool] | None = None
 
     def of(self, model: nn.Module, loss_of: LossOf, seen: Seen) -> Sliced:
         """Squared derivatives of one loss, and noise as it was seen to arrive at its rectifiers.
@@ -284,11 +289,12 @@ def probe_gains(
     seed: int = 0,
     adaptive: bool = False,
     roots: Mapping[int, Tensor] | None = None,
+    seen: Seen | None = None,
 ) -> Probed:
     """Gains of every tensor of every adjustable operator for one batch, and what flips of rectifiers add.
 
     Needs the memory of a forward and backward pass that is differentiated again, about three times that of a training
-    step; see ``probe_slices`` for less. Dropout draws anew in each pass.
+    step; see ``probe_parts`` for less. Dropout draws anew in each pass.
 
     Args:
         model: The model.
@@ -299,6 +305,7 @@ def probe_gains(
         adaptive: Count the variance of every parameter's gradient by the share of Adam's progress that it costs.
         roots: Root mean squares of the gradients by the parameter's number, among those that are trained; by default
             those of the loss.
+        seen: Noise at rectifiers; by default it is looked at now.
 
     Returns:
         Operator to tensor to gain; rectifier to flips.
@@ -310,20 +317,26 @@ def probe_gains(
         Ours; the estimator of a squared norm from random signs is Hutchinson's.
     """
     wanted = wanted_of(graph)
-    seen = noisy_passes(model, loss_of, wanted, shift=not adaptive) if rectifies(graph) else Seen({}, 0.0)
+    if seen is None:
+        seen = noisy_passes(model, loss_of, wanted, shift=not adaptive) if rectifies(graph) else Seen({}, 0.0)
     probe = Probe(wanted=wanted, probes=probes, seed=seed, adaptive=adaptive, roots=roots)
     found = probe.of(model, loss_of, seen)
-    gains: dict[str, dict[str, Gain]] = {}
-    for (name, tensor, _), sums in found.sums.items():
-        gain, known = gain_of(sums), gains.setdefault(name, {}).get(tensor)
+    return put_together({key: gain_of(sums) for key, sums in found.sums.items()}, found.flips, seen)
+
+
+def put_together(gains: Mapping[Key, Gain], flips: Mapping[str, Sequence[float]], seen: Seen) -> Probed:
+    """Calls of one operator added up; flips have the mean that they move in the last place."""
+    together: dict[str, dict[str, Gain]] = {}
+    for (name, tensor, _), gain in gains.items():
+        known = together.setdefault(name, {}).get(tensor)
         if known is not None:
             gain = Gain(uniform=known.uniform + gain.uniform, floating=known.floating + gain.floating)
-        gains[name][tensor] = gain
+        together[name][tensor] = gain
     # Flips that are independent move the mean too: by -P or P at an element.
-    shift = seen.shift - sum(row[-1] for row in found.flips.values())
+    shift = seen.shift - sum(row[-1] for row in flips.values())
     return Probed(
-        gains,
-        {name: tuple(row[:-1]) for name, row in found.flips.items()},
+        together,
+        {name: tuple(row[:-1]) for name, row in flips.items()},
         {name: arriving.ratio for name, arriving in seen.arriving.items()},
         max(0.0, shift),
     )
