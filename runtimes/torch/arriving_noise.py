@@ -150,7 +150,7 @@ def _weight_slices(op_type: str, tensor: Tensor) -> tuple[int, ...] | None:
 
 
 class _Shift:
-    """Squared norm of the mean deviation of a gradient, from independent draws and some elements of every parameter's."""
+    """Squared norm of the mean deviation of a gradient, from independent draws and some elements of each parameter."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
@@ -161,7 +161,7 @@ class _Shift:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within the block gradients are looked at where autograd hands them over, and nothing of their size is kept."""
+        """Within the block gradients are looked at where autograd hands them over; nothing of their size is kept."""
 
         def hooked(index: int) -> Callable[[Tensor], Tensor]:
             def hook(g: Tensor) -> Tensor:

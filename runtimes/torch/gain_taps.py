@@ -274,15 +274,18 @@ class GainTapper:
         return known
 
     def found(self, probes: int) -> tuple[dict[Key, Sums], dict[str, list[float]]]:
-        """Means over probes: by operator and tensor, and by rectifier; one transfer to the host."""
+        """Means over probes: by operator and tensor, and by rectifier; one transfer to the host per type."""
         sums: dict[Key, Sums] = {}
         flips: dict[str, list[float]] = {}
         if not self._numbers:
             return sums, flips
-        host = iter(torch.cat([values.double() for *_, values in self._numbers]).tolist())
-        for key, labels, _ in self._numbers:
+        together: dict[torch.dtype, list[Tensor]] = {}
+        for *_, values in self._numbers:
+            together.setdefault(values.dtype, []).append(values)
+        host = {dtype: iter(torch.cat(some).tolist()) for dtype, some in together.items()}
+        for key, labels, values in self._numbers:
             for label in labels:
-                value = next(host) / (1.0 if label.startswith("~") else probes)
+                value = next(host[values.dtype]) / (1.0 if label.startswith("~") else probes)
                 if key[1] == MASK:
                     row = flips.setdefault(key[0], [0.0] * len(labels))
                     row[int(label)] += value

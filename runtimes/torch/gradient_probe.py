@@ -105,7 +105,7 @@ def twice_differentiable(option: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         said = first_line(error)
-        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in said:
+        if isinstance(error, torch.cuda.OutOfMemoryError) or "allocate memory" in said:
             raise ProbeMemoryError(
                 f"there is not enough memory to differentiate the model twice, which probing needs ({said}): collect "
                 f"with smaller batches, or with {option}=0"
@@ -165,8 +165,8 @@ class _Projected:
     def _weight(self, index: int, gradient: Tensor) -> Tensor:
         """By what a parameter's gradient is multiplied so that its variance is the progress of Adam that it costs.
 
-        The square of it is ``1 / (2 rms_p sum of (elements rms))`` over the parameters, see ``qsync_opt.expected_loss``;
-        0 where all of a gradient is 0. The sum is left to the end.
+        The square of it is ``1 / (2 rms_p sum of (elements rms))`` over the parameters, see
+        ``qsync_opt.expected_loss``; 0 where all of a gradient is 0. The sum is left to the end.
         """
         given = None if self.roots is None else self.roots.get(index)
         with torch.no_grad():
@@ -261,13 +261,14 @@ def _per_progress(sums: Mapping[Key, Sums], flips: Mapping[str, list[float]], pr
 def gain_of(found: Sums) -> Gain:
     """Mean over an operator's tensor with two weights; weights that are all zero count as none."""
     return Gain(
-        uniform=_weighted(found.plain, found.fixed, found.fixed_weight, found.elements),
-        floating=_weighted(found.plain, found.floating, found.values, found.elements),
+        uniform=weighted(found.plain, found.fixed, found.fixed_weight, found.elements),
+        floating=weighted(found.plain, found.floating, found.values, found.elements),
     )
 
 
-def _weighted(plain: float, weighted: float, weights: float, elements: int) -> float:
-    return weighted * elements / weights if weights > 0 else plain
+def weighted(plain: float, sums: float, weights: float, elements: int) -> float:
+    """A sum of so many elements by weights of mean 1."""
+    return sums * elements / weights if weights > 0 else plain
 
 
 def wanted_of(graph: OpGraph | None) -> frozenset[str] | None:

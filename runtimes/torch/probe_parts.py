@@ -24,7 +24,7 @@ from torch import nn
 
 from qsync_opt.graph import OpGraph
 from qsync_opt.runtimes.torch.arriving_noise import Arriving, Seen
-from qsync_opt.runtimes.torch.gain_taps import Key, Kept, Sums
+from qsync_opt.runtimes.torch.gain_taps import Kept, Key
 from qsync_opt.runtimes.torch.gradient_probe import (
     LossOf,
     Probe,
@@ -33,6 +33,7 @@ from qsync_opt.runtimes.torch.gradient_probe import (
     gain_of,
     put_together,
     wanted_of,
+    weighted,
 )
 from qsync_opt.runtimes.torch.reductions import dot
 from qsync_opt.statistics import Gain, OperatorStatistics
@@ -161,9 +162,9 @@ def _common(a: Sliced, b: Sliced) -> dict[Key, Gain]:
         rows = [next(host) for _ in sums.kept]
         scale = sums.elements / sums.kept[0].derivative.numel() / len(rows)
         plain, fixed, floating = (scale * sum(column) for column in zip(*rows, strict=True))
-        crossed = Sums(plain, fixed, sums.fixed_weight / len(rows), floating, sums.values, sums.elements)
-        gain = gain_of(crossed)
-        found[key] = Gain(uniform=max(0.0, gain.uniform), floating=max(0.0, gain.floating))
+        uniform = weighted(plain, fixed, sums.fixed_weight, sums.elements)
+        floating = weighted(plain, floating, sums.values, sums.elements)
+        found[key] = Gain(uniform=max(0.0, uniform), floating=max(0.0, floating))
     return found
 
 

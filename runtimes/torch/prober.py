@@ -1,4 +1,4 @@
-"""Everything that is found of a batch by differentiating its step twice; of some of its samples, where that is enough."""
+"""Everything that is found of a batch by differentiating its step twice; of some samples, where they are enough."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from qsync_opt.runtimes.torch.arriving_noise import PASSES, Seen, noisy_passes
 from qsync_opt.runtimes.torch.batch_slices import parts_of
 from qsync_opt.runtimes.torch.curvature_probe import probe_curvatures
 from qsync_opt.runtimes.torch.gradient_probe import LossOf, Probed, ProbeMemoryError, probe_gains, rectifies, wanted_of
-from qsync_opt.runtimes.torch.probe_parts import NotDivisibleError, PartLoss, probe_parts
 from qsync_opt.runtimes.torch.probe_parts import PASSES as PASSES_OF_A_PART
+from qsync_opt.runtimes.torch.probe_parts import NotDivisibleError, PartLoss, probe_parts
 from qsync_opt.statistics import Curvature, ModelStatistics
 
 _LOGGER = logging.getLogger(__name__)
