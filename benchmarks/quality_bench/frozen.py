@@ -14,11 +14,26 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qsync_opt.runtimes.torch.gradient_probe import MaskedRectifier
 from qsync_opt.runtimes.torch.max_pooling import Contest, LastRectified, Window, contest, pool_call
 from qsync_opt.runtimes.torch.torch_functions import functions_named
 
 _POOLS = functions_named("max_pool2d")
+
+
+class FrozenRectifier(torch.autograd.Function):
+    """A rectifier whose gradient is multiplied by a mask of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, mask: Tensor) -> Tensor:
+        """Rectify."""
+        ctx.save_for_backward(mask)
+        return z.relu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """By the mask alone."""
+        (mask,) = ctx.saved_tensors
+        return grad * mask, None
 
 
 class Masks(TorchFunctionMode):
@@ -57,7 +72,7 @@ class Masks(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         z: Tensor = args[0]
         mask = self._known(lambda: z > 0)
-        result: Tensor = MaskedRectifier.apply(z, mask)  # type: ignore[no-untyped-call]
+        result: Tensor = FrozenRectifier.apply(z, mask)  # type: ignore[no-untyped-call]
         self._last.keep(result, z)
         return result
 
