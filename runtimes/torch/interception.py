@@ -379,8 +379,16 @@ def _check_free(path: str, module: nn.Module) -> None:
             f"the operators of module {path or 'the root'!r} are intercepted already (a plan is applied, or "
             "statistics are being collected): undo that first"
         )
+    check_not_scripted(path, module)
+
+
+def check_not_scripted(path: str, module: nn.Module) -> None:
+    """Refuse a module that ``torch.jit`` made."""
     if isinstance(module, torch.jit.ScriptModule):
-        raise UnsupportedError(f"module {path or 'the root'!r} is scripted: plans need plain Python modules")
+        raise UnsupportedError(
+            f"module {path or 'the root'!r} is scripted: plans need plain Python modules; build the model without "
+            "torch.jit"
+        )
 
 
 def interception_of(model: nn.Module) -> Interception | None:
