@@ -174,6 +174,7 @@ class AppliedPlan:
                 half, seed = backend.half_format(device), _seed(name, base.seed, rank)
                 result[name] = dataclasses.replace(base, half_format=half, seed=seed)
                 traced[name] = dataclasses.replace(result[name], offset=0, step=self.counter)
+        self._seeds = {name: str(kernels.seed) for name, kernels in traced.items()}
         return result, traced
 
     def __call__(self, call: OperatorCall) -> Any:
@@ -196,6 +197,9 @@ class AppliedPlan:
         if kernels is not None:
             if not self.interception.training:
                 kernels = kernels.nearest()
+            elif torch.compiler.is_compiling():  # the whole model, or one module of an eager pass
+                # A seed read as an integer could become a symbol, and has more bits than symbols may.
+                kernels = self._traced_kernels[call.name].at(seed=int(self._seeds[call.name]), offset=0)
             elif self.interception.traced:
                 kernels = self._traced_kernels[call.name]
             else:
