@@ -85,6 +85,7 @@ class Interception:
         prepares_evaluation: Whether that holds in evaluation mode too.
         graphs: Captured passes of the root module, tried before a pass runs.
         prepared_pass: Whether the present pass is such a one.
+        finish: Applied to what the root module returns, if the handler set it.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Interception:
         self.prepares_evaluation = True
         self.prepared_pass = False
         self.graphs: Replays | None = None
+        self.finish: Callable[[Any], Any] | None = None
         self._prepared: dict[tuple[str, str], list[tuple[str, Run]]] = {}
         self._on_cuda = any(parameter.is_cuda for parameter in model.parameters())
         self.seen: list[str] = []
@@ -159,7 +161,8 @@ class Interception:
         """Run the outermost module of a pass."""
         if self.at_rest is not None:
             with self.at_rest(forward.module):
-                return self._resting(forward, args, kwargs)
+                result = self._resting(forward, args, kwargs)
+            return self._finished(forward, result)
         if torch.compiler.is_compiling():
             return self._traced(forward, args, kwargs)
         if self.may_rest is not None and self.may_rest():
@@ -184,7 +187,7 @@ class Interception:
         result = self._run(forward, args, kwargs)
         if self._on_pass_end is not None and not self.recomputing:
             self._on_pass_end(forward.path)
-        return result
+        return self._finished(forward, result)
 
     def _resting(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.resting = True
@@ -209,7 +212,10 @@ class Interception:
         result = self._run(forward, args, kwargs)
         if self._on_pass_end is not None:
             self._on_pass_end(forward.path)
-        return result
+        return self._finished(forward, result)
+
+    def _finished(self, forward: Forward, result: Any) -> Any:
+        return result if self.finish is None or forward.path else self.finish(result)
 
     def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.path = forward.path

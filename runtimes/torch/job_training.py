@@ -11,7 +11,8 @@ from torch import Tensor
 
 from qsync_opt.errors import ModelError
 from qsync_opt.runtimes.torch.job_measuring import Job
-from qsync_opt.runtimes.torch.measure import default_loss, own_loss
+from qsync_opt.runtimes.torch.measure import default_loss
+from qsync_opt.runtimes.torch.outputs import own_loss
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 
 _LOGGER = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from qsync_opt.errors import ModelError
 from qsync_opt.jsonio import check_integer
 from qsync_opt.runtimes.estimate import steady_medians
 from qsync_opt.runtimes.torch.allocations import allocation_of
+from qsync_opt.runtimes.torch.outputs import own_loss
 from qsync_opt.runtimes.torch.several_optimizers import state_bytes
 from qsync_opt.runtimes.torch.stopwatch import cpu_clock
 from qsync_opt.runtimes.torch.wrappers import bare_model
@@ -71,20 +72,6 @@ def default_loss(output: Any) -> Tensor:
             "the model's output has no floating-point tensor that gradients flow into; give a loss function"
         )
     return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
-
-
-def own_loss(output: Any) -> Tensor | None:
-    """The loss that a model returns: its output, or what is called ``loss`` in it, or the first of a tuple.
-
-    Returns:
-        One number of no dimension, None if there is none that gradients flow into.
-    """
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    first = output[0] if isinstance(output, tuple | list) and output else output
-    for value in (named, first):
-        if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad and value.is_floating_point():
-            return value.reshape(())
-    return None
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -12,7 +12,8 @@ from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.runtimes.torch.extra_bench import like
 from qsync_opt.runtimes.torch.job_measuring import Job, example_of
 from qsync_opt.runtimes.torch.job_training import check_training
-from qsync_opt.runtimes.torch.measure import default_loss, own_loss
+from qsync_opt.runtimes.torch.measure import default_loss
+from qsync_opt.runtimes.torch.outputs import own_loss
 from qsync_opt.runtimes.torch.several_optimizers import check_steps, kind_of, single, state_bytes
 
 
