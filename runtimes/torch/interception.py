@@ -127,6 +127,7 @@ class Interception:
         self.pass_index = 0
         self.training = True
         self.recomputing = False
+        self._passing = False
         self.traced = False
         self.resting = False
         self.may_rest: Callable[[], bool] | None = None
@@ -170,6 +171,8 @@ class Interception:
         self.traced = self._on_cuda and is_capturing()
         self.recomputing = torch._C._current_graph_task_id() != -1
         self.training = forward.module.training
+        # Nothing of an evaluation is computed again. (A training pass without gradients may be: a checkpointed one.)
+        self._passing = not (self.training or torch.is_grad_enabled())
         self.prepared_pass = (
             self.prepare is not None and not self.traced and (self.training or self.prepares_evaluation)
         )
@@ -229,7 +232,7 @@ class Interception:
     def enter(self, path: str, args: tuple[Any, ...]) -> None:
         """Note that a module begins to run inside the pass."""
         self.path = path
-        if not (self.recomputing or torch.compiler.is_compiling()):
+        if not (self.recomputing or self._passing or torch.compiler.is_compiling()):
             self._memory.remember(path, self.pass_index, self._counts, args[0] if args else None)
 
     def _recall(self, path: str, args: tuple[Any, ...]) -> None:
@@ -281,7 +284,7 @@ class Interception:
                 return forward.inner(x)
             finally:
                 self.path = outer
-        if not self.recomputing:
+        if not (self.recomputing or self._passing):
             self._memory.remember(forward.path, self.pass_index, self._counts, x)
         with _past_modes():
             if leaf.arguments is None:

@@ -18,10 +18,10 @@ _NO_COUNTS: Counts = {}
 class CallMemory:
     """The calls of every module in the last passes, each with where its input lay in memory.
 
-    A checkpointed module gets the same input again, whose memory was kept for that: the last call with it is the one
-    that is repeated, also where other passes ran in between (another view of a contrastive loss, an evaluation). Where
-    no input tells, because memory was moved or a function was checkpointed whose modules get new tensors, calls are
-    repeated in reverse order.
+    A checkpointed module gets the same input again, whose memory was kept for that: of the calls that were not repeated
+    yet, the last one with it is the one, also where other passes ran in between (another view of a contrastive loss, an
+    evaluation). Where no input tells, because memory was moved or a function was checkpointed whose modules get new
+    tensors, the pass of the last repetition goes on, and calls are repeated in reverse order.
     """
 
     def __init__(self, *, shared_modules: bool) -> None:
@@ -31,6 +31,7 @@ class CallMemory:
             shared_modules: Whether a module has several paths, so that a first call may find counts of another one's.
         """
         self._shared_modules = shared_modules
+        self._last = -1  # pass of the last repetition
         self._calls: dict[str, list[list[Any]]] = {}  # pass, counts, place, whether it was recomputed; oldest first
 
     def remember(self, path: str, pass_index: int, counts: Counts, x: Any) -> None:
@@ -55,11 +56,16 @@ class CallMemory:
         calls = self._calls.get(path)
         if not calls:
             return None
+        waiting = [call for call in calls if not call[3]]
+        if not waiting:  # a second backward pass through the same graph
+            waiting = [call for call in calls if call[0] == calls[-1][0]]
+            for call in waiting:
+                call[3] = False
         place = _place(x)
-        likely = [call for call in calls if call[2] == place] or calls
-        call = next((call for call in reversed(likely) if not call[3]), likely[-1])
-        call[3] = True
-        return call[0], call[1].copy()
+        likely = [call for call in waiting if call[2] == place] or [c for c in waiting if c[0] == self._last] or waiting
+        likely[-1][3] = True
+        self._last, counts = likely[-1][:2]
+        return self._last, counts.copy()
 
 
 def _place(x: Any) -> int:

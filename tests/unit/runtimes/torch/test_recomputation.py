@@ -11,10 +11,10 @@ from qsync_opt.runtimes.torch.apply import apply
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.a, self.b, self.drop = nn.Linear(16, 16), nn.Linear(16, 16), nn.Dropout(0.1)
 
     def forward(self, x):
-        return x + self.b(torch.tanh(self.a(x)))
+        return x + self.b(self.drop(torch.tanh(self.a(x))))
 
 
 class Net(nn.Module):
@@ -23,10 +23,14 @@ class Net(nn.Module):
     def __init__(self, how):
         super().__init__()
         self.first, self.second, self.how = Block(), Block(), how
+        self.drop = nn.Dropout(0.1)
 
     def run(self, block, x):
+        x = self.drop(x)
         if self.how is None:
             return block(x)
+        if self.how == "function":
+            return checkpoint(lambda x: x + block.b(self.drop(torch.tanh(block.a(x)))), x, use_reentrant=False)
         return checkpoint(block, x, use_reentrant=self.how == "reentrant")
 
     def forward(self, x):
@@ -37,6 +41,16 @@ PLAN = dict.fromkeys(["first.a/linear", "first.b/linear", "first.a/linear_1", "s
     "first.b/linear_1": "BF16",
     "second.b/linear": "BF16",
 }
+
+
+def one_pass(model):
+    model(torch.randn(4, 16, requires_grad=True)).square().mean().backward()
+
+
+def the_same_graph_twice(model):
+    loss = model(torch.randn(4, 16, requires_grad=True)).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
 
 
 def two_views(model):
@@ -59,19 +73,32 @@ def losses_in_order(model):
 def an_evaluation_between(model):
     loss = model(torch.randn(4, 16, requires_grad=True)).square().mean()
     with torch.no_grad():
-        model(torch.randn(4, 16))
+        model.eval()(torch.randn(4, 16))
+    model.train()
     loss.backward()
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's, about the evaluation
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
-@pytest.mark.parametrize("passes", [two_views, one_input_twice, losses_in_order, an_evaluation_between])
+@pytest.mark.parametrize(
+    "passes", [one_pass, the_same_graph_twice, two_views, one_input_twice, losses_in_order, an_evaluation_between]
+)
 def test_what_is_recomputed_rounds_as_it_did_the_first_time(passes, how):
+    compare(passes, how)
+
+
+@pytest.mark.parametrize("passes", [one_pass, an_evaluation_between])
+def test_functions_that_call_modules(passes):
+    compare(passes, "function")
+
+
+def compare(passes, how):
+    """Gradients of many passes with and without recomputation: old ones are forgotten, memory is used again."""
     gradients = []
     for checkpointed in (None, how):
         torch.manual_seed(0)
         model = apply(Net(checkpointed), PLAN)
-        for _ in range(10):  # many passes: old ones are forgotten, and memory is used again
+        for _ in range(10):
             passes(model)
         gradients.append([p.grad for p in model.parameters()])
     # Sums of several passes' gradients are added up in another order.
