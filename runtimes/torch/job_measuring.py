@@ -20,7 +20,7 @@ from qsync_opt.runtimes.torch.capture import CapturedModel
 from qsync_opt.runtimes.torch.ddp import measure_all_reduce
 from qsync_opt.runtimes.torch.device_memory import memory_budget
 from qsync_opt.runtimes.torch.identity import identify
-from qsync_opt.runtimes.torch.interception import interception_of
+from qsync_opt.runtimes.torch.interception import check_not_scripted, interception_of
 from qsync_opt.runtimes.torch.job_options import PlanningOptions, cache_folder
 from qsync_opt.runtimes.torch.job_steps import profile_job_steps
 from qsync_opt.runtimes.torch.measure import Loss, TrainingExample
@@ -39,13 +39,16 @@ class Job:
     optimizer: torch.optim.Optimizer | None = None
 
     def check(self) -> None:
-        """Refuse a model that a plan is applied to.
+        """Refuse a model that a plan is applied to, or that is not made of plain Python modules.
 
         Raises:
-            NotReadyError: It is.
+            NotReadyError: A plan is applied.
+            UnsupportedError: A module is scripted.
         """
         if interception_of(self.model) is not None:
             raise NotReadyError("a plan is applied to this model already: undo(model) before planning anew")
+        for path, module in self.model.named_modules():
+            check_not_scripted(path, module)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

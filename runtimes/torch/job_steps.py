@@ -27,11 +27,11 @@ from qsync_opt.measurement_cache import MeasurementCache
 from qsync_opt.precision import PrecisionFormats
 from qsync_opt.progress import Report
 from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
-from qsync_opt.runtimes.torch.extra_bench import rebuilt, state_bytes
 from qsync_opt.runtimes.torch.identity import identify
 from qsync_opt.runtimes.torch.measure import TrainingExample
 from qsync_opt.runtimes.torch.profile_run import option_values
 from qsync_opt.runtimes.torch.profiler import wanted_formats
+from qsync_opt.runtimes.torch.several_optimizers import kind_of, rebuilt, state_bytes
 from qsync_opt.runtimes.torch.step_profile import record_steps
 from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
@@ -184,7 +184,7 @@ def _settings(optimizer: torch.optim.Optimizer | None) -> str:
         [[list(p.shape) for p in group["params"]], {k: repr(v) for k, v in group.items() if k != "params"}]
         for group in optimizer.param_groups
     ]
-    return f"{type(optimizer).__name__} {hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:24]}"
+    return f"{kind_of(optimizer)} {hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:24]}"
 
 
 @contextlib.contextmanager

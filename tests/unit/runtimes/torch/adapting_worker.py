@@ -89,13 +89,28 @@ def follow(rank, folder):
         said = ""
     except QSyncError as error:
         said = f"{type(error).__name__}: {error}"
+    limit[0], factor[0] = ROOMY, float("nan") if rank else 1.0
     return {
+        "unusable": refused(lambda: [adapter.step() for _ in range(2)]),
+        "options": refused(
+            lambda: auto_plan(
+                Net(), torch.randn(512, 64), options=PlanningOptions(job_file=f"{folder}/job.json" if rank else None)
+            )
+        ),
         "moves": moves,
         "weights": weights,
         "needed": plan.memory_bytes["small"],
         "slower": slower,
         "said": said,
     }
+
+
+def refused(work):
+    try:
+        work()
+    except QSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def restart(rank, folder, device_type, width=128):

@@ -85,6 +85,16 @@ def train(rank, world_size, port):
             failing.step(entering)
         except (ProblemError, NotReadyError) as error:
             seen["said"] = str(error)
+        odd = PlanRefresher(
+            parallel, refresh.plan, "T4" if planned else None, make_problem=lambda statistics: {}["T4"], every=1
+        )
+        try:
+            odd.step(entering)
+        except (
+            KeyError,
+            NotReadyError,
+        ) as error:  # what a user's own function raises must not leave the others waiting
+            seen["odd"] = str(error)
         try:
             require_agreement("the number", rank, "set it alike")
         except ModelError as error:
