@@ -13,7 +13,21 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qsync_opt.runtimes.torch.gradient_probe import MaskedRectifier
+
+class FrozenRectifier(torch.autograd.Function):
+    """A rectifier whose gradient is multiplied by a mask of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, mask: Tensor) -> Tensor:
+        """Rectify."""
+        ctx.save_for_backward(mask)
+        return z.relu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """By the mask alone."""
+        (mask,) = ctx.saved_tensors
+        return grad * mask, None
 
 
 class Masks(TorchFunctionMode):
@@ -53,4 +67,4 @@ class Masks(TorchFunctionMode):
             return func(z)
         mask = self._masks[self._place]
         self._place += 1
-        return MaskedRectifier.apply(z, mask)  # type: ignore[no-untyped-call]
+        return FrozenRectifier.apply(z, mask)  # type: ignore[no-untyped-call]
