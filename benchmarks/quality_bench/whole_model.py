@@ -87,8 +87,10 @@ def section(
         _log(name, "trained")
         batch = subject.batch(10**6)
         graph = capture(model, batch, name=name)
-        found = collect_statistics(model, [batch], graph=graph, probes=2 if scale == "tiny" else 16)
-        others = collect_statistics(model, [subject.batch(10**6 + i) for i in (1, 2)], graph=graph, probes=2)
+        found = collect_statistics(model, [batch], graph=graph, probes=2 if scale == "tiny" else 16, whole_batches=True)
+        others = collect_statistics(
+            model, [subject.batch(10**6 + i) for i in (1, 2)], graph=graph, probes=2, whole_batches=True
+        )
         formats = device_formats(device)
         tables = {
             "probed": sensitivities(graph, found, formats),
