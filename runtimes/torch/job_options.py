@@ -110,6 +110,11 @@ class PlanningOptions:
         if self.local_batches not in ("equal", "by speed"):
             raise ProblemError(f"local_batches is {self.local_batches!r}: allowed are 'equal' and 'by speed'")
 
+    @property
+    def sized_batches(self) -> bool:
+        """Whether local batches will be sized by speed."""
+        return self.local_batches == "by speed"
+
 
 def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
     """Where measurements are kept: ``given``, else ``QSYNC_CACHE``, else beside the other caches of this package."""

@@ -79,7 +79,7 @@ def measure_steps(job: Job, made: JobModel | None, found: JobPlan, types: Device
     if not ways or any(gather_json(is_sharded(job.model))):
         return made
     sizing = None
-    if broadcast_json(job.options.local_batches == "by speed"):
+    if broadcast_json(job.options.sized_batches):
         samples = gather_json(batch_size(job.example))
         if len(set(samples)) != 1 or samples[0] is None:
             _LOGGER.warning("steps with sized batches are not timed: the batch has no first dimension of samples")

@@ -221,7 +221,7 @@ def _from_file(job: Job, stages: Stages) -> JobPlan | None:
     if broadcast_json(made is not None and bool(made.ways) and (not job.options.capture or has_captured(made.ways))):
         # Where the earlier start trained with equal batches, on as many workers, sized ones are tried now.
         unsized = made is not None and bool(made.steps) and not any(step.batches for step in made.steps)
-        if not broadcast_json(unsized and job.options.local_batches == "by speed" and _takes_steps(job)):
+        if not broadcast_json(unsized and job.options.sized_batches and _takes_steps(job)):
             return found
         with gradients_put_back(together(lambda: check_training(job))):
             found = _trained(job, made, found, types, stages)
