@@ -215,7 +215,8 @@ class Checkpoints:
         together(lambda: require_same_operators(saved, present, state["versions"]))
         tight = broadcast_json(self._tight(state["memory_bytes"]) if rank == 0 else None)
         resumed = decide(found, saved, present, tight, "present" if model_only else plan)
-        together(lambda: self._read(path, state, model_only))
+        wanted = together(lambda: self._wanted(path, state, model_only))
+        together(lambda: self._read(path, state["values"], wanted, model_only))
         if not model_only:
             together(lambda: carry_out(self._model, rank, saved, resumed))
         if rank == 0:
@@ -282,8 +283,9 @@ class Checkpoints:
         limits = {device.name: device.memory_limit_bytes for device in self._plan.model.cluster.devices}
         return [name for name, needed in needed_bytes.items() if name in limits and needed > limits[name]]
 
-    def _read(self, path: Path, state: dict[str, Any], model_only: bool) -> None:
-        rank, size = world()
+    def _wanted(self, path: Path, state: dict[str, Any], model_only: bool) -> dict[str, Tensor]:
+        """Tensors to load into; refuses a checkpoint of something else, before any rank waits for another one."""
+        rank, _ = world()
         where = f"the checkpoint {str(path)!r}"
         model = bare_model(self._model)
         values = state["values"]
@@ -304,6 +306,12 @@ class Checkpoints:
             wanted.update({name: torch.empty(s, dtype=d) for name, (s, d) in sizes.items() if name.startswith(mine)})
             others.append(values["others"])
         wanted.update(blank_tensors(others, sizes))
+        return wanted
+
+    def _read(self, path: Path, values: dict[str, Any], wanted: dict[str, Tensor], model_only: bool) -> None:
+        rank, size = world()
+        where = f"the checkpoint {str(path)!r}"
+        model = bare_model(self._model)
         with _translated(f"{where} was not loaded"):
             load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=size == 1)
         if extra := join_state(values["model"], wanted, where):

@@ -152,6 +152,7 @@ def test_all_ranks_move_together(run_workers):
     assert first["weights"] == second["weights"]
     assert second["said"].startswith("rank 0 failed: ProblemError: limits changed")
     assert first["said"] == "limits changed"
+    assert first["kept"] == second["kept"] == [None, second["precisions"]]
     assert first["odd"] == "'T4'"
     assert second["odd"] == "rank 0 failed: KeyError: 'T4'"
     assert second["differs"] == first["differs"]
