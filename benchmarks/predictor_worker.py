@@ -51,6 +51,8 @@ from qsync_opt.step_costs import StepCosts
 
 SPREAD = 0.02
 """Blocks of a case that differ by more are measured again."""
+_FOR_RECORDING = 0.5
+"""Share of the time left after which no mixed plan is begun to be recorded where plans are compiled."""
 SIZES = tuple(1 << k for k in range(14, 29, 2))
 
 
@@ -113,6 +115,8 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
             progress=quiet,  # before every plan
             name=name,
             compiled=combination.compiled,
+            # Compiling takes longer than all else: mixed plans must leave time for cases.
+            budget_s=_FOR_RECORDING * max(0.0, worker.deadline - start) if combination.compiled else None,
         )
     worker.costs[key] = records.fit(graph)
     seconds = time.perf_counter() - start
