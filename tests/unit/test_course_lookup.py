@@ -51,6 +51,17 @@ def test_the_same_place_goes_before_another_with_the_same_neighbours():
     assert _found([long], "a" * 40)[20] == _courses(21)[0]
 
 
+def test_of_places_equally_alike_those_of_the_plan_that_is_more_alike_count():
+    first, second = ["a"] * 40, ["a"] * 40
+    first[30], second[35] = "b", "b"
+    recorded = [
+        RecordedCourses(_cases(first), _courses(*range(40))),
+        RecordedCourses(_cases(second), _courses(*range(40, 80))),
+    ]
+    assert _found(recorded, first)[5] == _courses(5)[0]
+    assert _found(recorded, second)[5] == _courses(45)[0]
+
+
 def test_places_equally_alike_count_alike():
     recorded = [RecordedCourses(_cases("ab"), _courses(10, 1)), RecordedCourses(_cases("ac"), _courses(30, 1))]
     assert _found(recorded, "aa")[0] == _courses(20)[0]
