@@ -38,6 +38,10 @@ class CourseLookup:
                 self._places.setdefault(case, []).append((plan, position))
         self._known: dict[tuple[int, tuple[Case, ...]], list[_Place]] = {}
 
+    def recorded(self, cases: Sequence[Case]) -> bool:
+        """Whether a plan with these cases was recorded."""
+        return any(plan.cases == tuple(cases) for plan in self._recorded)
+
     def courses(self, cases: Sequence[Case], costs: Sequence[CaseCost]) -> list[Course]:
         """Courses of all operators of a plan.
 

@@ -347,14 +347,22 @@ class StepPredictor:
         return found
 
     def memory(self, step: PlannedStep) -> StepMemory:
-        """Peak memory of a step under a plan that was worked out."""
+        """Peak memory of a step under a plan that was worked out.
+
+        Of a compiled step that was not recorded it is the larger of two estimates, with the memory of operators in the
+        recorded plans that are most alike around them, and in the mean of all: too little is worse than too much.
+        """
         if not self.costs.graphs:
             return step_memory(self.graph, self.costs, self._lifetimes, step.costs)
         cases = [
             self._flow.case(position, step.plan.get(operator.name, ""), step.formats)
             for position, operator in enumerate(self.graph)
         ]
-        return compiled_step_memory(self.graph, self.costs, step.costs, self._courses.courses(cases, step.costs))
+        nearest = compiled_step_memory(self.graph, self.costs, step.costs, self._courses.courses(cases, step.costs))
+        if self._courses.recorded(cases):
+            return nearest
+        mean = compiled_step_memory(self.graph, self.costs, step.costs, [cost.course for cost in step.costs])
+        return max(nearest, mean, key=lambda memory: memory.peak_bytes)
 
     def signature(self, position: int) -> str:
         """Signature of an operator in its cases."""
