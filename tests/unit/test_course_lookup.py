@@ -112,3 +112,22 @@ def test_a_recorded_plan_has_its_own_peak_and_others_the_larger_estimate():
     (own, other), count = _peaks(10, 100)
     assert own == 100 * count
     assert 10 * count < other < own
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_copy_takes_memory_only_where_the_operator_did_not_have_the_tensor_itself(held):
+    graph = residual_graph()
+    costs = random_step_costs(graph, ["FP32", "BF16"])
+    flow = StepFlow(graph, costs.half_format)
+    position, operator = next(
+        (i, o) for i, o in enumerate(graph) if o.role is Role.ADJUSTABLE and len(flow.inputs[i]) == 1
+    )
+    source = graph.operators[flow.inputs[position][0]]
+    size = 4 * source.output_elements
+    met, new = (Case(flow.signature(position), "FP32", (form,)) for form in ("FP32", "BF16"))
+    course = ((0, 0, size if held else size - 1), (1, 0, 1))
+    cases = {case: replace(cost, course=course) for case, cost in costs.cases.items()}
+    missing = {case for case in cases if case.signature == met.signature and case.precision == "FP32" and case != met}
+    predictor = StepPredictor(graph, replace(costs, cases={c: v for c, v in cases.items() if c not in missing}))
+    found = predictor.cost(position, new).course
+    assert found == (course if held else (*course, (0, 0, size), (1, 1, -size)))
