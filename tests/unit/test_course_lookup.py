@@ -119,9 +119,7 @@ def test_a_copy_takes_memory_only_where_the_operator_did_not_have_the_tensor_its
     graph = residual_graph()
     costs = random_step_costs(graph, ["FP32", "BF16"])
     flow = StepFlow(graph, costs.half_format)
-    position, operator = next(
-        (i, o) for i, o in enumerate(graph) if o.role is Role.ADJUSTABLE and len(flow.inputs[i]) == 1
-    )
+    position = next(i for i, o in enumerate(graph) if o.role is Role.ADJUSTABLE and len(flow.inputs[i]) == 1)
     source = graph.operators[flow.inputs[position][0]]
     size = 4 * source.output_elements
     met, new = (Case(flow.signature(position), "FP32", (form,)) for form in ("FP32", "BF16"))
