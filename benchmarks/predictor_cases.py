@@ -109,6 +109,13 @@ COMBINATIONS = (
 CAPTURED = ", captured"
 """What the label of a plan ends with whose passes run as CUDA graphs."""
 
+_FIRST = ("random 0", "solver's", "random of 16 bits and TF32 1", "halves", "random", "uniform BF16")
+
+
+def in_turn(label: str) -> int:
+    """When a compiled case has its turn: plans that were not recorded first."""
+    return next((i for i, start in enumerate(_FIRST) if label.startswith(start)), len(_FIRST))
+
 
 def plans(combination: Combination, graph: OpGraph, available: dict[str, Sequence[str]]) -> dict[str, dict[str, str]]:
     """Plans of rank 1 by label: uniform, drawn at random, one precision per half of the model, 16 bits and TF32."""

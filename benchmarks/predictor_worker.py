@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from predictor_cases import CAPTURED, FIXED, Combination, plans
+from predictor_cases import CAPTURED, FIXED, Combination, in_turn, plans
 from predictor_measuring import (
     BLOCK_NS,
     Worker,
@@ -283,8 +283,7 @@ def run_combination(
         captured = [label for label in cases if label.endswith(CAPTURED)]
         rounds = [(0, label) for label in eager] + [(1, label) for label in eager[::-1]]
         if combination.compiled:  # compiling again for the second block would take longer than all steps do
-            first_of_all = ("random 0", "solver's", "random of 16 bits and TF32 1", "halves", "random", "uniform BF16")
-            eager.sort(key=lambda label: next((i for i, k in enumerate(first_of_all) if label.startswith(k)), 9))
+            eager.sort(key=in_turn)
             rounds = [(2, label) for label in eager]
         rounds += [(0, label) for label in captured] + [(1, label) for label in captured[::-1]]
         while rounds:
