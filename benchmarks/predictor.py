@@ -139,6 +139,9 @@ def main() -> None:
     parser.add_argument("--graphs", type=Path, help="folder of captured graphs; what is missing is captured")
     parser.add_argument("--only", action="append", help="names of combinations, as cluster:model")
     parser.add_argument("--size", choices=(SMALL, MEDIUM, LARGE), help="another batch than the combination's own")
+    parser.add_argument(
+        "--precisions", nargs="+", help="that plans may use beside FP32; the fewer, the sooner recorded"
+    )
     parser.add_argument("--deadline-s", type=float, default=900.0)
     parser.add_argument(
         "--peers-s", type=float, default=25.0, help="how long torch's estimators may go on after the deadline"
@@ -158,6 +161,8 @@ def main() -> None:
     ]
     if arguments.size is not None:
         chosen = [replace(c, subject=replace(c.subject, size=arguments.size)) for c in chosen]
+    if arguments.precisions:
+        chosen = [replace(c, precisions=tuple(arguments.precisions)) for c in chosen]
     if arguments.keep is not None:
         arguments.keep.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from predictor_cases import CAPTURED, FIXED, Combination, plans
+from predictor_cases import CAPTURED, FIXED, Combination, in_turn, plans
 from predictor_measuring import (
     BLOCK_NS,
     Worker,
@@ -51,6 +51,8 @@ from qsync_opt.step_costs import StepCosts
 
 SPREAD = 0.02
 """Blocks of a case that differ by more are measured again."""
+_FOR_RECORDING = 0.5
+"""Share of the time left after which no mixed plan is begun to be recorded where plans are compiled."""
 SIZES = tuple(1 << k for k in range(14, 29, 2))
 
 
@@ -113,6 +115,8 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
             progress=quiet,  # before every plan
             name=name,
             compiled=combination.compiled,
+            # Compiling takes longer than all else: mixed plans must leave time for cases.
+            budget_s=_FOR_RECORDING * max(0.0, worker.deadline - start) if combination.compiled else None,
         )
     worker.costs[key] = records.fit(graph)
     seconds = time.perf_counter() - start
@@ -279,8 +283,7 @@ def run_combination(
         captured = [label for label in cases if label.endswith(CAPTURED)]
         rounds = [(0, label) for label in eager] + [(1, label) for label in eager[::-1]]
         if combination.compiled:  # compiling again for the second block would take longer than all steps do
-            first_of_all = ("random 0", "random of 16 bits and TF32 1", "solver's", "halves", "random", "uniform BF16")
-            eager.sort(key=lambda label: next((i for i, k in enumerate(first_of_all) if label.startswith(k)), 9))
+            eager.sort(key=in_turn)
             rounds = [(2, label) for label in eager]
         rounds += [(0, label) for label in captured] + [(1, label) for label in captured[::-1]]
         while rounds:

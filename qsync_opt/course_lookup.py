@@ -20,6 +20,9 @@ _NEAR, _FAR = 3, 12
 """Operators to each side that are looked at; those farther away only where the near ones say nothing."""
 
 
+_Place = tuple[RecordedCourses, int]
+
+
 class CourseLookup:
     """Courses of operators by their case and those around it.
 
@@ -29,11 +32,15 @@ class CourseLookup:
 
     def __init__(self, recorded: Sequence[RecordedCourses]) -> None:
         self._recorded = recorded
-        self._places: dict[Case, list[tuple[RecordedCourses, int]]] = {}
+        self._places: dict[Case, list[_Place]] = {}
         for plan in recorded:
             for position, case in enumerate(plan.cases):
                 self._places.setdefault(case, []).append((plan, position))
-        self._known: dict[tuple[int, tuple[Case, ...]], Course] = {}
+        self._known: dict[tuple[int, tuple[Case, ...]], list[_Place]] = {}
+
+    def recorded(self, cases: Sequence[Case]) -> bool:
+        """Whether a plan with these cases was recorded."""
+        return any(plan.cases == tuple(cases) for plan in self._recorded)
 
     def courses(self, cases: Sequence[Case], costs: Sequence[CaseCost]) -> list[Course]:
         """Courses of all operators of a plan.
@@ -43,25 +50,32 @@ class CourseLookup:
             costs: Of these cases; the course of one that was never recorded is taken from here.
         """
         found = []
+        differing: dict[int, int] = {}
         for position, (case, cost) in enumerate(zip(cases, costs, strict=True)):
             places = self._places.get(case)
             if places is None:
                 found.append(cost.course)
                 continue
             key = (position, tuple(cases[max(0, position - _FAR) : position + _FAR + 1]))
-            course = self._known.get(key)
-            if course is None:
-                course = self._known[key] = _most_alike(places, cases, position)
-            found.append(course)
+            alike = self._known.get(key)
+            if alike is None:
+                alike = self._known[key] = _most_alike(places, cases, position)
+            if len(alike) > 1:  # then the plan decides that is most alike as a whole
+                for plan, _ in alike:
+                    if id(plan) not in differing:
+                        differing[id(plan)] = sum(a != b for a, b in zip(plan.cases, cases, strict=False))
+                least = min(differing[id(plan)] for plan, _ in alike)
+                alike = [(plan, place) for plan, place in alike if differing[id(plan)] == least]
+            courses = [plan.courses[place] for plan, place in alike]
+            found.append(mean_course([{entry[:2]: entry[2] for entry in course} for course in courses]))
         return found
 
 
-def _most_alike(places: Sequence[tuple[RecordedCourses, int]], cases: Sequence[Case], position: int) -> Course:
-    """The mean course of the places around which most is as it is around ``position`` of ``cases``."""
+def _most_alike(places: Sequence[_Place], cases: Sequence[Case], position: int) -> list[_Place]:
+    """The places around which most is as it is around ``position`` of ``cases``."""
     ranks = [(*_unlike(plan.cases, place, cases, position), place != position) for plan, place in places]
     best = min(ranks)
-    alike = [plan.courses[place] for (plan, place), rank in zip(places, ranks, strict=True) if rank == best]
-    return mean_course([{entry[:2]: entry[2] for entry in course} for course in alike])
+    return [place for place, rank in zip(places, ranks, strict=True) if rank == best]
 
 
 def _unlike(some: Sequence[Case], i: int, others: Sequence[Case], k: int) -> tuple[int, int]:

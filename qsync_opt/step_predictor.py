@@ -168,22 +168,29 @@ class StepPredictor:
         """Memory of a case made of another: an input that is kept is kept as a copy where it has to be cast."""
         if self.graph.operators[position].role is not Role.ADJUSTABLE or not target:
             return cost
-        saves, copied = set(cost.saves_inputs), 0
+        saves, copied, own = set(cost.saves_inputs), 0, 0
+        # Of a compiled step, what only this operator reads is its own in any format, so that a copy takes no more.
+        held = sum(entry[2] for entry in cost.course if not entry[0])
         for i, (source, old, new) in enumerate(zip(self._flow.inputs[position], before, after, strict=True)):
             num_bytes = self._elements[source] * number_format(target).num_bytes
             if old == target != new:
                 saves.discard(i)
                 copied += num_bytes
+                if held >= num_bytes:
+                    held -= num_bytes
+                else:
+                    own += num_bytes
             elif new == target != old:
                 saves.add(i)
                 copied -= num_bytes
+                own -= num_bytes if len(self._flow.users[source]) > 1 else 0
         return replace(
             cost,
             saves_inputs=tuple(sorted(saves)),
             forward_net_bytes=cost.forward_net_bytes + copied,
             forward_peak_bytes=max(0, cost.forward_peak_bytes + copied),
             backward_net_bytes=cost.backward_net_bytes - copied,
-            course=(*cost.course, (0, 0, copied), (1, 1, -copied)) if cost.course and copied else cost.course,
+            course=(*cost.course, (0, 0, own), (1, 1, -own)) if cost.course and own else cost.course,
         )
 
     def _recast(self, work: Work, elements: int, old: str, new: str, target: str) -> Work:
@@ -347,14 +354,22 @@ class StepPredictor:
         return found
 
     def memory(self, step: PlannedStep) -> StepMemory:
-        """Peak memory of a step under a plan that was worked out."""
+        """Peak memory of a step under a plan that was worked out.
+
+        Of a compiled step that was not recorded it is the larger of two estimates, with the memory of operators in the
+        recorded plans that are most alike around them, and in the mean of all: too little is worse than too much.
+        """
         if not self.costs.graphs:
             return step_memory(self.graph, self.costs, self._lifetimes, step.costs)
         cases = [
             self._flow.case(position, step.plan.get(operator.name, ""), step.formats)
             for position, operator in enumerate(self.graph)
         ]
-        return compiled_step_memory(self.graph, self.costs, step.costs, self._courses.courses(cases, step.costs))
+        nearest = compiled_step_memory(self.graph, self.costs, step.costs, self._courses.courses(cases, step.costs))
+        if self._courses.recorded(cases):
+            return nearest
+        mean = compiled_step_memory(self.graph, self.costs, step.costs, [cost.course for cost in step.costs])
+        return max(nearest, mean, key=lambda memory: memory.peak_bytes)
 
     def signature(self, position: int) -> str:
         """Signature of an operator in its cases."""

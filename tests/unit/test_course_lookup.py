@@ -8,7 +8,10 @@ import pytest
 
 from qsync_opt.course_lookup import CourseLookup
 from qsync_opt.errors import ProblemError
+from qsync_opt.graph import Role
 from qsync_opt.step_costs import Case, CaseCost, RecordedCourses, StepCosts
+from qsync_opt.step_flow import StepFlow
+from qsync_opt.step_predictor import StepPredictor
 from qsync_opt.synthetic import residual_graph
 from qsync_opt.synthetic_steps import random_step_costs
 
@@ -37,7 +40,10 @@ def test_a_recorded_plan_has_its_own_courses():
         precisions = [generator.choice("ab") for _ in range(20)]
         recorded.append(RecordedCourses(_cases(precisions), _courses(*generator.sample(range(1, 1000), 20))))
     for plan in recorded:
-        assert CourseLookup(recorded).courses(plan.cases, _costs(plan.cases)) == list(plan.courses)
+        lookup = CourseLookup(recorded)
+        assert lookup.courses(plan.cases, _costs(plan.cases)) == list(plan.courses)
+        assert lookup.recorded(list(plan.cases))
+        assert not lookup.recorded(plan.cases[:-1])
 
 
 def test_neighbours_alike_go_before_the_same_place():
@@ -49,6 +55,17 @@ def test_neighbours_alike_go_before_the_same_place():
 def test_the_same_place_goes_before_another_with_the_same_neighbours():
     long = RecordedCourses(_cases("a" * 40), _courses(*range(1, 41)))
     assert _found([long], "a" * 40)[20] == _courses(21)[0]
+
+
+def test_of_places_equally_alike_those_of_the_plan_that_is_more_alike_count():
+    first, second = ["a"] * 40, ["a"] * 40
+    first[30], second[35] = "b", "b"
+    recorded = [
+        RecordedCourses(_cases(first), _courses(*range(40))),
+        RecordedCourses(_cases(second), _courses(*range(40, 80))),
+    ]
+    assert _found(recorded, first)[5] == _courses(5)[0]
+    assert _found(recorded, second)[5] == _courses(45)[0]
 
 
 def test_places_equally_alike_count_alike():
@@ -70,3 +87,45 @@ def test_recorded_courses_come_back_from_their_file():
     for wrong in ("x", [["op|a|FP32"]], [[1, []]], [["op|a|FP32", [[0, 0]]]]):
         with pytest.raises(ProblemError, match=r"costs: courses\[0\]"):
             StepCosts.from_json(data | {"courses": [wrong]}, "costs")
+
+
+def _peaks(mean, recorded):
+    """Bytes beyond those between steps of a recorded plan, and of one that differs in one operator."""
+    graph = residual_graph()
+    costs = random_step_costs(graph, ["FP32", "BF16"])
+    cases = {case: replace(cost, course=((0, 0, mean),)) for case, cost in costs.cases.items()}
+    costs = replace(costs, cases=cases, graphs=1, phase_peaks=dict.fromkeys(costs.phase_peaks, 0))
+    names = [operator.name for operator in graph.by_role(Role.ADJUSTABLE)]
+    plan = dict.fromkeys(names, "FP32")
+    step = StepPredictor(graph, costs).plan(plan)
+    flow = StepFlow(graph, costs.half_format)
+    own = tuple(flow.case(i, plan.get(o.name, ""), step.formats) for i, o in enumerate(graph))
+    known = replace(costs, courses=(RecordedCourses(own, (((0, 0, recorded),),) * len(own)),))
+    predictor = StepPredictor(graph, known)
+    steps = [predictor.plan(plan), predictor.plan(plan | {names[-1]: "BF16"})]
+    return [predictor.memory(step).peak_bytes - costs.resident_bytes for step in steps], len(graph)
+
+
+def test_a_recorded_plan_has_its_own_peak_and_others_the_larger_estimate():
+    (own, other), count = _peaks(100, 10)
+    assert (own, other) == (10 * count, 100 * count)
+    (own, other), count = _peaks(10, 100)
+    assert own == 100 * count
+    assert 10 * count < other < own
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_copy_takes_memory_only_where_the_operator_did_not_have_the_tensor_itself(held):
+    graph = residual_graph()
+    costs = random_step_costs(graph, ["FP32", "BF16"])
+    flow = StepFlow(graph, costs.half_format)
+    position = next(i for i, o in enumerate(graph) if o.role is Role.ADJUSTABLE and len(flow.inputs[i]) == 1)
+    source = graph.operators[flow.inputs[position][0]]
+    size = 4 * source.output_elements
+    met, new = (Case(flow.signature(position), "FP32", (form,)) for form in ("FP32", "BF16"))
+    course = ((0, 0, size if held else size - 1), (1, 0, 1))
+    cases = {case: replace(cost, course=course) for case, cost in costs.cases.items()}
+    missing = {case for case in cases if case.signature == met.signature and case.precision == "FP32" and case != met}
+    predictor = StepPredictor(graph, replace(costs, cases={c: v for c, v in cases.items() if c not in missing}))
+    found = predictor.cost(position, new).course
+    assert found == (course if held else (*course, (0, 0, size), (1, 1, -size)))
