@@ -10,12 +10,14 @@ from quality_records import (
     OURS,
     harm_record,
     harm_records,
+    on_card,
     operator_records,
     percent,
     plan_records,
     rate_of,
     records,
     recovered,
+    shared_errors,
     train_records,
 )
 from quality_tables import cost_table, operators_table, plans_table, ranks_table, training_table
@@ -147,7 +149,7 @@ def quality_figures(data: Record) -> dict[str, str]:
         found[f"quality.{measure}.best-baseline"] = f"{max(_baselines(part['spearman'])):.2f}"
         found[f"quality.{measure}.ceiling"] = f"{part['ceiling']:.2f}"
         found[f"quality.{measure}.reliability"] = f"{part['reliability']:.2f}"
-    found |= _noise_of_harm(harm)
+    found |= _noise_of_harm(harm) | _shared_figures(data)
     for record in own:
         if "16" not in record["backward"]:
             part, name = record["after_steps"], f"quality.{rate_of(record)}"
@@ -221,6 +223,25 @@ def _noise_of_harm(harm: Record) -> dict[str, str]:
         )
         for kind, rank in one["spearman"].items():
             found[f"quality.last.{kind}"] = "–" if rank is None else f"{rank:.2f}"
+    return found
+
+
+def _shared_figures(data: Record) -> dict[str, str]:
+    """Of runs that share errors, on a card and on a CPU."""
+    found: dict[str, str] = {}
+    for record in records(data, "harm"):
+        if not shared_errors(record):
+            continue
+        part, name = record["after_steps"], f"quality.shared.{'card' if on_card(record) else 'cpu'}"
+        found |= {f"{name}.{key}": f"{part[key]:.2f}" for key in ("reliability", "ceiling")}
+        found |= {f"{name}.repeats": str(part["repeats"]), f"{name}.steps": str(record["steps"])}
+        found |= {f"{name}.model": record["what"], f"{name}.operators": str(len(part["mean"]))}
+        found[f"{name}.best-baseline"] = f"{max(_baselines(part['spearman'])):.2f}"
+        for kind, rank in part["spearman"].items():
+            error = part["spearman_error"].get(kind)
+            found[f"{name}.{kind}"] = "–" if rank is None else f"{rank:.2f}" + (f" ± {error:.2f}" if error else "")
+            shares = part["ahead"].get(kind, {})
+            found[f"{name}.ahead.{kind}"] = percent(min((v for k, v in shares.items() if k not in OURS), default=None))
     return found
 
 
