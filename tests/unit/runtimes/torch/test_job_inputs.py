@@ -5,13 +5,16 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import qsync_opt
 from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.plan import Plan
 from qsync_opt.runtimes.torch.apply import applied_plan
+from qsync_opt.runtimes.torch.ddp import free_port, process_group
 from qsync_opt.runtimes.torch.extra_bench import like
 from qsync_opt.runtimes.torch.job_measuring import Job, example_of
 from qsync_opt.runtimes.torch.job_steps import parameters_put_back
@@ -133,6 +136,13 @@ def test_what_cannot_be_trained(model, loss, said):
 def test_a_scripted_model_is_refused():
     with pytest.raises(UnsupportedError, match="scripted"):
         job(torch.jit.script(nn.Linear(8, 1))).check()
+
+
+def test_a_sharded_model_is_refused():
+    with process_group(0, 1, free_port(), timeout_s=60):
+        model = fully_shard(nn.Linear(8, 1), mesh=dist.init_device_mesh("cpu", (1,)))
+        with pytest.raises(UnsupportedError, match="with the whole model, then fully_shard, then apply"):
+            job(model).check()
 
 
 def test_a_loss_with_parameters_keeps_its_gradients(tmp_path):
