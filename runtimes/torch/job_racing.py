@@ -86,7 +86,7 @@ def measure_steps(job: Job, made: JobModel | None, found: JobPlan, types: Device
             return made
         sizing = _Sizing({name: len(ranks) for name, ranks in types.ranks.items()}, samples[0])
     graph = None if made is None else made.graph
-    with parameters_put_back(job.model), model_unchanged(job.model):
+    with parameters_put_back(job.model, job.optimizer), model_unchanged(job.model):
         times, short, batches = _Race(job, ways, types.mine, graph, sizing).run()
     gc.collect()
     if job.example.device.type == "cuda":

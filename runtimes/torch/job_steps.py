@@ -211,9 +211,9 @@ def _recorded(
     compiled: bool,
 ) -> tuple[StepCosts, int]:
     """Costs, and the bytes of the optimizer's state."""
-    with parameters_put_back(example.model), model_unchanged(example.model):
+    own = own_optimizer(optimizer, example.model)
+    with parameters_put_back(example.model, own), model_unchanged(example.model):
         wrapped = example.model if group is None else DistributedDataParallel(example.model, process_group=group)
-        own = own_optimizer(optimizer, example.model)
         stepped = dataclasses.replace(example, model=wrapped)
         # What was scaled is in the profile, which the plan quotes.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
@@ -255,9 +255,15 @@ def own_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> 
 
 
 @contextlib.contextmanager
-def parameters_put_back(model: nn.Module) -> Iterator[None]:
-    """Give parameters back the values they had, bit for bit; meanwhile those are in the host's memory."""
-    parameters = list(model.parameters())
+def parameters_put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+    """Give parameters back the values they had, bit for bit; meanwhile those are in the host's memory.
+
+    Args:
+        model: Whose parameters.
+        optimizer: That will step them, and perhaps others (of a loss, say).
+    """
+    stepped = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
+    parameters = list({id(p): p for p in (*model.parameters(), *stepped)}.values())
     values = [p.detach().to("cpu", copy=True) for p in parameters]
     try:
         yield

@@ -185,8 +185,9 @@ def time_ways(
         compiled: Compile the model under every way, one after the other.
 
     Returns:
-        In the same order. ``needed_bytes`` is None where memory ran out, passes could not be captured or compiled, or
-        were too slow to try; on a CPU, which keeps no account of it, it stays what it was.
+        In the same order. ``needed_bytes`` is None where memory ran out, an operation of the model refused the
+        precisions, passes could not be captured or compiled, or were too slow to try; on a CPU, which keeps no account
+        of it, it stays what it was.
     """
     times: list[list[float]] = [[] for _ in ways]
     spent = [0.0 for _ in ways]
@@ -208,6 +209,13 @@ def time_ways(
                         needs[index] = None
                         model.zero_grad()
                         torch.cuda.empty_cache()
+                        continue
+                    except RuntimeError as failure:
+                        if way.is_plain:
+                            raise
+                        _LOGGER.warning("%s does not run and is left out: %s", way.name, first_line(failure))
+                        needs[index] = None
+                        model.zero_grad()
                         continue
                 times[index].append(block / passes)
                 spent[index] += 1e9 * (time.perf_counter() - began)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qsync_opt.errors import ModelError
 from qsync_opt.runtimes.torch.job_measuring import Job
@@ -52,6 +52,17 @@ def check_training(job: Job) -> list[Tensor]:
             )
         own = {id(parameter) for parameter in job.model.parameters()}
         return [leaf for leaf in _leaves(loss) if id(leaf) not in own]
+
+
+@contextlib.contextmanager
+def measuring(model: nn.Module) -> Iterator[nn.Module]:
+    """Compute gradients, in whatever mode the script is, and leave its random state as it was.
+
+    What is drawn to measure differs between ranks, and between starts; what the script draws next must not.
+    """
+    cards = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    with torch.random.fork_rng(devices=list(cards)), torch.inference_mode(False), torch.enable_grad():
+        yield model
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ from qsync_opt.runtimes.torch.job_racing import measure_steps
 from qsync_opt.runtimes.torch.job_sensitivities import job_indicator, measure_sensitivities
 from qsync_opt.runtimes.torch.job_stages import Stages
 from qsync_opt.runtimes.torch.job_timing import has_captured, measure_ways
-from qsync_opt.runtimes.torch.job_training import check_training, gradients_put_back
+from qsync_opt.runtimes.torch.job_training import check_training, gradients_put_back, measuring
 from qsync_opt.runtimes.torch.measure import Loss
 from qsync_opt.runtimes.torch.several_optimizers import single
 from qsync_opt.runtimes.torch.trial import Trial, try_plan
@@ -101,8 +101,8 @@ def auto_plan(
     Source:
         The steps are QSync's (IPDPS 2024); ranks there are planned offline from files.
     """
-    with torch.inference_mode(False), torch.enable_grad():
-        return _auto_plan(bare_model(model), batch, loss, optimizer, batches, options or PlanningOptions())
+    with measuring(bare_model(model)) as bare:
+        return _auto_plan(bare, batch, loss, optimizer, batches, options or PlanningOptions())
 
 
 def _auto_plan(
