@@ -54,7 +54,7 @@ class Sums:
         fixed: These times the weight of fixed-point noise; ``fixed_weight`` are the weights alone.
         floating: These times squared values; ``values`` are the squared values alone.
         elements: How many.
-        kept: Some of them, of every probe.
+        kept: Some of them, of every probe; products of these count ``scale`` times.
     """
 
     plain: float = 0.0
@@ -64,6 +64,7 @@ class Sums:
     values: float = 0.0
     elements: int = 0
     kept: list[Kept] = field(default_factory=list)
+    scale: float = 1.0
 
 
 @dataclass(slots=True)
@@ -120,6 +121,7 @@ class GainTapper:
     Attributes:
         first: Whether the first differentiation is not over yet.
         last: Whether nothing is differentiated again after the present pass.
+        rectified: Elements of the last call of each rectifier.
         written: Operators whose result was written into before it was looked at; they are to be given as ``copied``.
     """
 
@@ -150,6 +152,7 @@ class GainTapper:
         self._kept: dict[Key, list[Kept]] = {}
         self.first, self.last = True, False
         self.written: set[str] = set()
+        self.rectified: dict[str, int] = {}
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -258,6 +261,7 @@ class GainTapper:
     def flipped(self, where: _Rectifier, squares: Tensor) -> None:
         """Squares of the derivatives by the mask of a rectifier."""
         key = (where.name, MASK, 0)
+        self.rectified[where.name] = squares.numel()
         roots = self._ratio_roots(where.name, squares)
         for distance, part in _parts(where.distance, squares, _CHANCES):
             chance = torch.special.ndtr(distance.reshape(1, -1).to(part.dtype) / roots)

@@ -190,11 +190,11 @@ class _Projected:
 
 
 class Sliced(NamedTuple):
-    """What one probed loss shows: sums by operator, tensor and call, and by rectifier, with the mean of the noise."""
+    """What one probed loss shows: sums by operator, tensor and call, and by rectifier; and what rectifiers read."""
 
     sums: dict[Key, Sums]
     flips: dict[str, list[float]]
-    seen: Seen
+    rectified: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,7 @@ class Probe:
                     sums, flips = tapper.found(self.probes)
                     if self.adaptive:
                         _per_progress(sums, flips, float(torch.stack(progress).sum()) / self.probes)
-                    return Sliced(sums, flips, seen)
+                    return Sliced(sums, flips, dict(tapper.rectified))
                 copied |= tapper.written
             finally:
                 tapper.forget()
@@ -269,6 +269,7 @@ class Probe:
 def _per_progress(sums: Mapping[Key, Sums], flips: Mapping[str, list[float]], progress: float) -> None:
     for known in sums.values():
         known.plain, known.fixed, known.floating = (x / progress for x in (known.plain, known.fixed, known.floating))
+        known.scale /= progress
     for row in flips.values():
         row[:] = [value / progress for value in row]
 
