@@ -13,7 +13,7 @@ that element over zero, is the variance that the flips of this rectifier add (`P
 the elements as it was seen to arrive there (`noisy_passes`). Ties of max-pooling are not treated so: in a ResNet-50
 they are less than 5 % of what INT8 adds.
 
-A step that is differentiated twice keeps about three times what a training step keeps. Where a batch can be divided,
+A step that is differentiated twice keeps three to seven times what a training step keeps. Where a batch can be divided,
 only some of its samples are therefore probed; see
 ``probe_parts``.
 """
@@ -310,7 +310,7 @@ def probe_gains(
 ) -> Probed:
     """Gains of every tensor of every adjustable operator for one batch, and what flips of rectifiers add.
 
-    Needs the memory of a forward and backward pass that is differentiated again, about three times that of a training
+    Needs the memory of a forward and backward pass that is differentiated again, several times that of a training
     step; see ``probe_parts`` for less. Dropout draws anew in each pass.
 
     Args:
