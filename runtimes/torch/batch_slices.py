@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 PARTS = 4
-"""Into so many parts a batch is divided: a step that is differentiated twice keeps about three times as much."""
+"""Into so many parts a batch is divided: a step that is differentiated twice keeps several times as much."""
 _NORMALIZED = 8
 """Samples at least of a part where normalizations take means over samples: over few, they would be others."""
 

@@ -55,7 +55,7 @@ class Sums:
         fixed: These times the weight of fixed-point noise; ``fixed_weight`` are the weights alone.
         floating: These times squared values; ``values`` are the squared values alone.
         elements: How many.
-        kept: Some of them, of every probe.
+        kept: Some of them, of every probe; products of these count ``scale`` times.
     """
 
     plain: float = 0.0
@@ -65,6 +65,7 @@ class Sums:
     values: float = 0.0
     elements: int = 0
     kept: list[Kept] = field(default_factory=list)
+    scale: float = 1.0
 
 
 @dataclass(slots=True)
@@ -121,6 +122,7 @@ class GainTapper:
     Attributes:
         first: Whether the first differentiation is not over yet.
         last: Whether nothing is differentiated again after the present pass.
+        rectified: Elements of the last call of each rectifier.
         written: Operators whose result was written into before it was looked at; they are to be given as ``copied``.
     """
 
@@ -152,6 +154,7 @@ class GainTapper:
         self._kept: dict[Key, list[Kept]] = {}
         self.first, self.last = True, False
         self.written: set[str] = set()
+        self.rectified: dict[str, int] = {}
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -293,6 +296,7 @@ class GainTapper:
     def flipped(self, name: str, distances: Tensor, squares: Tensor) -> None:
         """Squares of the derivatives by the mask of a rectifier, or by the shares of a max-pool."""
         key = (name, MASK, 0)
+        self.rectified[name] = squares.numel()
         roots = self._ratio_roots(name, squares)
         for distance, part in _parts(distances, squares, _CHANCES):
             chance = torch.special.ndtr(distance.reshape(1, -1).to(part.dtype) / roots)

@@ -13,7 +13,7 @@ that element over zero, is the variance that the flips of this rectifier add (`P
 the elements as it was seen to arrive there (`noisy_passes`). Max-pooling is treated likewise: the share of a window's
 gradient that goes to the second largest element is a tensor of its own, which noise changes from 0 to 1.
 
-A step that is differentiated twice keeps about three times what a training step keeps. Where a batch can be divided,
+A step that is differentiated twice keeps three to seven times what a training step keeps. Where a batch can be divided,
 only some of its samples are therefore probed; see
 ``probe_parts``.
 """
@@ -192,11 +192,11 @@ class _Projected:
 
 
 class Sliced(NamedTuple):
-    """What one probed loss shows: sums by operator, tensor and call, and by rectifier, with the mean of the noise."""
+    """What one probed loss shows: sums by operator, tensor and call, and by rectifier; and what rectifiers read."""
 
     sums: dict[Key, Sums]
     flips: dict[str, list[float]]
-    seen: Seen
+    rectified: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +235,7 @@ class Probe:
                     sums, flips = tapper.found(self.probes)
                     if self.adaptive:
                         _per_progress(sums, flips, float(torch.stack(progress).sum()) / self.probes)
-                    return Sliced(sums, flips, seen)
+                    return Sliced(sums, flips, dict(tapper.rectified))
                 copied |= tapper.written
             finally:
                 tapper.forget()
@@ -271,6 +271,7 @@ class Probe:
 def _per_progress(sums: Mapping[Key, Sums], flips: Mapping[str, list[float]], progress: float) -> None:
     for known in sums.values():
         known.plain, known.fixed, known.floating = (x / progress for x in (known.plain, known.fixed, known.floating))
+        known.scale /= progress
     for row in flips.values():
         row[:] = [value / progress for value in row]
 
@@ -311,7 +312,7 @@ def probe_gains(
 ) -> Probed:
     """Gains of every tensor of every adjustable operator for one batch, and what flips of rectifiers add.
 
-    Needs the memory of a forward and backward pass that is differentiated again, about three times that of a training
+    Needs the memory of a forward and backward pass that is differentiated again, several times that of a training
     step; see ``probe_parts`` for less. Dropout draws anew in each pass.
 
     Args:

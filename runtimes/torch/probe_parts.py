@@ -37,7 +37,7 @@ from qsync_opt.runtimes.torch.gradient_probe import (
     weighted,
 )
 from qsync_opt.runtimes.torch.reductions import dot
-from qsync_opt.statistics import Gain, OperatorStatistics
+from qsync_opt.statistics import Gain, ModelStatistics
 
 PASSES = 3
 """Noisy forward passes of each part."""
@@ -57,7 +57,7 @@ class PartLoss(NamedTuple):
 def probe_parts(
     model: nn.Module,
     parts: Sequence[PartLoss],
-    whole: Mapping[str, OperatorStatistics],
+    whole: ModelStatistics,
     *,
     graph: OpGraph | None,
     seen: Sequence[Seen],
@@ -71,7 +71,7 @@ def probe_parts(
     Args:
         model: The model.
         parts: Two of them.
-        whole: What is known of the operators in the whole batch.
+        whole: What is known of the whole batch.
         graph: As for ``probe_gains``, like all that follow.
         seen: Noise at rectifiers, of each part.
         probes: Of each part.
@@ -112,22 +112,24 @@ def probe_parts(
         else:
             raise NotDivisibleError(f"{key[1]} of {key[0]!r} has {elements} of {all_of_it} elements in a part")
     factor = 1.0 if averaged else share**-2
-    flips = {
-        name: [factor * share * (x + y) / 2 for x, y in zip(row, b.flips[name], strict=True)]
-        for name, row in a.flips.items()
-    }
+    flips = {}
+    for name, row in a.flips.items():
+        signal = whole.signals.get(name)
+        # Of what samples share, one part is taken for all: too many rather than too few.
+        part = 1.0 if signal is not None and signal.elements == a.rectified[name] else share
+        flips[name] = [factor * part * (x + y) / 2 for x, y in zip(row, b.flips[name], strict=True)]
     other = seen[1].arriving
     arriving = {name: Arriving((x.ratio + other[name].ratio) / 2, ()) for name, x in seen[0].arriving.items()}
     return put_together(gains, flips, Seen(arriving, 0.0))
 
 
-def _elements(whole: Mapping[str, OperatorStatistics], key: Key) -> int:
-    operator = whole.get(key[0])
+def _elements(whole: ModelStatistics, key: Key) -> int:
+    operator = whole.find(key[0])
     tensor = None if operator is None else getattr(operator, key[1])
     return 0 if tensor is None else int(tensor.elements)
 
 
-def _averages(a: Sliced, b: Sliced, share: float, whole: Mapping[str, OperatorStatistics]) -> bool:
+def _averages(a: Sliced, b: Sliced, share: float, whole: ModelStatistics) -> bool:
     """Whether the loss is a mean over samples rather than a sum.
 
     A gradient's squares summed over samples are then larger in a part, by the inverse of its share; in a sum, smaller.
@@ -165,7 +167,7 @@ def _common(a: Sliced, b: Sliced) -> dict[Key, Gain]:
     for key in keys:
         sums = a.sums[key]
         rows = [next(host) for _ in sums.kept]
-        scale = sums.elements / sums.kept[0].derivative.numel() / len(rows)
+        scale = sums.scale * sums.elements / sums.kept[0].derivative.numel() / len(rows)
         plain, fixed, floating = (scale * sum(column) for column in zip(*rows, strict=True))
         uniform = weighted(plain, fixed, sums.fixed_weight, sums.elements)
         floating = weighted(plain, floating, sums.values, sums.elements)

@@ -49,7 +49,7 @@ class Prober:
         """
         self._model, self._graph, self._seed = model, graph, seed
         self._whole = functools.partial(run, model, batch)
-        self._operators = {operator.name: operator for operator in found.operators}
+        self._found = found
         parts = (parts_of(model, batch) if divide else None) or ()
         self._parts = [PartLoss(functools.partial(run, model, part.batch), part.share) for part in parts]
         self._seen: dict[LossOf, Seen] = {}
@@ -77,7 +77,7 @@ class Prober:
         if self._parts:
             try:
                 seen = [self._noise(loss_of, PASSES_OF_A_PART, shift=False) for loss_of, _ in self._parts]
-                return probe_parts(self._model, self._parts, self._operators, seen=seen, **given)
+                return probe_parts(self._model, self._parts, self._found, seen=seen, **given)
             except ProbeMemoryError:
                 raise  # all samples would need even more
             except (NotDivisibleError, QSyncError, RuntimeError, ValueError, TypeError, LookupError) as refused:
