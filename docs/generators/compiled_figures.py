@@ -10,8 +10,8 @@ from results_pages import Record, environment, percent
 _MODELS = {"gpt": "GPT", "bert": "BERT", "vit": "ViT"}
 
 
-def compiled_figures(data: Record) -> dict[str, str]:
-    """Of the record of compiled steps."""
+def compiled_figures(data: Record, held_out: Record) -> dict[str, str]:
+    """Of the record of compiled steps, and of recorded plans predicted from the others of their recording."""
     summary = data["summary"]
 
     def both_of(found: Sequence[float]) -> str:
@@ -57,5 +57,18 @@ def compiled_figures(data: Record) -> dict[str, str]:
         "compiled.rank": f"{summary['spearman_compiled']:.3f}",
         "compiled.rows": "\n".join(rows),
         "compiled.slowdown-part": " and ".join(f"{share:.2f}" for share in slowdowns),
+        **_held_out(held_out["cases"]),
         "compiled.seconds": f"{summary['compiled']['profile_seconds_most']:.0f} s",
     }
+
+
+def _held_out(cases: Sequence[Record]) -> dict[str, str]:
+    """Of plans all of whose costs other plans had."""
+    figures = {}
+    for name in ("gpt", "vit"):
+        known = [case for case in cases if case["model"].startswith(name) and not case["scaled_costs"]]
+        for what in ("time", "memory"):
+            errors = [case[f"{what}_error"] for case in known]
+            figures[f"compiled.held-out-{name}-{what}"] = f"{percent(min(errors))} and {percent(max(errors))}"
+    sixteen = [case["time_error"] for case in cases if case["plan"] == "uniform FP16"]
+    return figures | {"compiled.held-out-fp16": f"{percent(min(sixteen))} and {percent(max(sixteen))}"}

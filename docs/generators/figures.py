@@ -26,7 +26,7 @@ def figures() -> dict[str, str]:
     return {
         **_predicted(results["predicted-cuda.json"]),
         **_steps(results["predictor.json"]),
-        **compiled_figures(results["predictor-compiled.json"]),
+        **compiled_figures(results["predictor-compiled.json"], results["predictor-held-out-compiled.json"]),
         **_held_out(results["predictor-held-out.json"]),
         "replay.full": f"{results['replay-speed.json']['full_ms']:.1f} ms",
         "replay.change": f"{results['replay-speed.json']['after_one_change_ms']:.3f} ms",
