@@ -4,7 +4,9 @@ Each recorded plan is left out in turn, costs are fitted to the others, and its 
 only the plan left out had is scaled, as for a plan that did not fit into memory. Writes
 ``benchmarks/results/predictor-held-out.json``.
 
-    python benchmarks/predictor_held_out.py [--graphs DIR] [--output PATH]
+    python benchmarks/predictor_held_out.py [--compiled] [--graphs DIR] [--output PATH]
+
+With ``--compiled`` for the recordings of compiled steps: ``predictor-held-out-compiled.json``.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from predictor_models import BATCHES, Subject
 from predictor_records import records_from_json
 from rank_correlation import spearman
 
+from qsync_opt.errors import ProblemError
 from qsync_opt.graph import OpGraph
 from qsync_opt.jsonio import write_json
 from qsync_opt.runtimes.torch.step_profile import StepRecords
@@ -41,7 +44,11 @@ def held_out(records: StepRecords, graph: OpGraph) -> list[dict[str, Any]]:
         others = tuple(sample for sample in records.samples if sample is not left_out)
         costs = replace(records, samples=others).fit(graph)
         predictor = StepPredictor(graph, costs)
-        step = predictor.plan(left_out.precisions)
+        try:
+            step = predictor.plan(left_out.precisions)
+        except ProblemError as error:  # what only this plan had, and nothing that it could be scaled from
+            print(f"{graph.name} {left_out.name}: {error}")
+            continue
         predicted, peak = predictor.steady_ns(step), predictor.memory(step).peak_bytes
         cases.append(
             {
@@ -67,13 +74,17 @@ def held_out(records: StepRecords, graph: OpGraph) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graphs", type=Path, help="folder of captured graphs; what is missing is captured")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "predictor-held-out.json")
+    parser.add_argument("--compiled", action="store_true", help="recordings of compiled steps")
+    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    suffix = "-compiled" * arguments.compiled
+    output = arguments.output or HERE / "results" / f"predictor-held-out{suffix}.json"
+    folder = HERE / "records" / ("compiled" if arguments.compiled else "")
     cases: list[dict[str, Any]] = []
     hardware: set[str] = set()
     dates: set[str] = set()
     versions: dict[str, str] = {}
-    for path in sorted((HERE / "records").glob("*.json.gz")):
+    for path in sorted(folder.glob("*.json.gz")):
         stored = json.loads(gzip.decompress(path.read_bytes()))
         subject = next(
             Subject(model=model, size=size)
@@ -89,11 +100,11 @@ def main() -> None:
     measured = [case for case in cases if not case["scaled_costs"]]
     scaled = [case for case in cases if case["scaled_costs"]]
     write_json(
-        arguments.output,
+        output,
         {
             "format": "qsync-bench-predictor-held-out/1",
             "date": ", ".join(sorted(dates)),
-            "command": "python benchmarks/predictor_held_out.py",
+            "command": f"python benchmarks/predictor_held_out.py{' --compiled' * arguments.compiled}",
             "hardware": ", ".join(sorted(hardware)),
             "versions": versions,
             "summary": {
@@ -110,7 +121,7 @@ def main() -> None:
             "cases": cases,
         },
     )
-    print(f"wrote {arguments.output}")
+    print(f"wrote {output}")
 
 
 if __name__ == "__main__":

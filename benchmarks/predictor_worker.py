@@ -51,7 +51,7 @@ from qsync_opt.step_costs import StepCosts
 
 SPREAD = 0.02
 """Blocks of a case that differ by more are measured again."""
-_FOR_RECORDING = 0.5
+_FOR_RECORDING = 0.6
 """Share of the time left after which no mixed plan is begun to be recorded where plans are compiled."""
 SIZES = tuple(1 << k for k in range(14, 29, 2))
 

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from compiled_figures import compiled_figures
 from kernel_figures import host_figures, kernel_figures
 from quality_figures import quality_figures
 from results_pages import ROOT, Record, environment, load_results, percent, span, table
@@ -25,7 +26,7 @@ def figures() -> dict[str, str]:
     return {
         **_predicted(results["predicted-cuda.json"]),
         **_steps(results["predictor.json"]),
-        **_compiled(results["predictor-compiled.json"]),
+        **compiled_figures(results["predictor-compiled.json"], results["predictor-held-out-compiled.json"]),
         **_held_out(results["predictor-held-out.json"]),
         "replay.full": f"{results['replay-speed.json']['full_ms']:.1f} ms",
         "replay.change": f"{results['replay-speed.json']['after_one_change_ms']:.3f} ms",
@@ -118,59 +119,6 @@ def _steps(data: Record) -> dict[str, str]:
         "steps.memory": f"{percent(memory['lowest'])} to {percent(memory['highest'])}",
         "steps.memory-plans": str(memory["cases"]),
         "steps.seconds": f"{summary['profile_seconds_most']:.0f} s",
-    }
-
-
-_MODELS = {"gpt": "GPT", "bert": "BERT", "vit": "ViT"}
-
-
-def _compiled(data: Record) -> dict[str, str]:
-    summary = data["summary"]
-
-    def both_of(found: Sequence[float]) -> str:
-        sizes = [abs(error) for error in found]
-        return f"{100 * statistics.fmean(sizes):.1f} % on average and {100 * max(sizes):.1f} % at worst"
-
-    def between(found: Sequence[float]) -> str:
-        return f"{percent(min(found))} to {percent(max(found))}"
-
-    figures = {}
-    for what, count in (("one", 1), ("two", 2)):
-        cases = [case for case in data["cases"] if len(case["workers"]) == count]
-        figures |= {
-            f"compiled.{what}": both_of([case["time_error"] for case in cases]),
-            f"compiled.{what}-cases": str(len(cases)),
-            f"compiled.memory-{what}": between([w["memory_error"] for case in cases for w in case["workers"]]),
-        }
-    whole = [profile for profile in data["profiles"] if profile["what"].endswith("on whole")]
-    parts = [profile for profile in data["profiles"] if profile not in whole]
-    for what, count in (("one", 1), ("two", 2)):
-        profiles = [profile for profile in data["profiles"] if profile["workers"] == count]
-        errors = [plan["memory_error"] for profile in profiles for plan in profile["plans"]]
-        figures[f"compiled.memory-recorded-{what}"] = between(errors)
-    for what, profiles in (("", parts), ("-whole", whole)):
-        errors = [plan["time_error"] for profile in profiles for plan in profile["plans"]]
-        figures[f"compiled.recorded{what}"] = both_of(errors)
-    rows = []
-    for model, cluster in dict.fromkeys((case["model"], case["cluster"]) for case in data["cases"]):
-        cases = [case for case in data["cases"] if (case["model"], case["cluster"]) == (model, cluster)]
-        peaks = between([w["memory_error"] for case in cases for w in case["workers"]])
-        name, _, batch = model.partition("-short-b")
-        times = both_of([case["time_error"] for case in cases])
-        rows.append(f"| {_MODELS[name]}, batch {batch}; {cluster} | {len(cases)} | {times} | {peaks} |")
-    slowdowns = [shares[-1] for shares in data["slowdowns"].values() if len(shares) > 1]
-    new = [case["time_error"] for case in data["cases"] if not case["plan_recorded_alone"]]
-    return figures | {
-        "compiled.hardware": environment(data)["hardware"],
-        "compiled.date": environment(data)["date"],
-        "compiled.cases": str(len(data["cases"])),
-        "compiled.all": both_of([case["time_error"] for case in data["cases"]]),
-        "compiled.new-cases": str(len(new)),
-        "compiled.new": both_of(new),
-        "compiled.rank": f"{summary['spearman_compiled']:.3f}",
-        "compiled.rows": "\n".join(rows),
-        "compiled.slowdown-part": " and ".join(f"{share:.2f}" for share in slowdowns),
-        "compiled.seconds": f"{summary['compiled']['profile_seconds_most']:.0f} s",
     }
 
 
