@@ -108,6 +108,7 @@ def tables(bench: Bench, device: torch.device, scale: str, factor: float, steps:
         probes=2 if few else 8,
         adaptive_probes=2 if few else 8,
         curvature_probes=2 if few else 16,
+        whole_batches=True,
     )
     larger = magnified(found, factor)
     rounding = NoiseOptions(weight_granularity="tensor", backward=bench.backward)  # type: ignore[arg-type]

@@ -63,13 +63,10 @@ class Seen(NamedTuple):
     Attributes:
         arriving: Noise at each rectifier and max-pool; empty if the step has none.
         shift: Squared norm by which the mean of the gradient moves; an estimate, so that it may be negative.
-        deviation: By how much it moved, in some elements, scaled so that its square stands for all; None if it was not
-            looked at.
     """
 
     arriving: Mapping[str, Arriving]
     shift: float
-    deviation: Tensor | None = None
 
 
 class _Watch:
@@ -242,10 +239,6 @@ class _Shift:
             return 0.0
         return float((square_sum(self._sum) - torch.stack(self._squares).sum()) / (draws * (draws - 1)))
 
-    def mean(self) -> Tensor | None:
-        """Of the deviations."""
-        return None if self._sum is None or not self._squares else self._sum / len(self._squares)
-
 
 class _Through(torch.autograd.Function):
     """Values in place of others, whose gradient is that of those."""
@@ -299,7 +292,7 @@ def noisy_passes(
             with shifted.watching():
                 torch.autograd.grad(loss, parameters, allow_unused=True)
             shifted.add()
-        return Seen(watch.found(), shifted.estimate(), shifted.mean())
+        return Seen(watch.found(), shifted.estimate())
     finally:
         interception.remove()
         watch.forget()  # whatever still refers to the handler keeps no activation

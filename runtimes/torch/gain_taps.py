@@ -6,6 +6,7 @@ Values that noise is shaped by are those that autograd keeps anyway.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -345,9 +346,14 @@ class GainTapper:
         self._spread.clear()
 
 
+@functools.lru_cache(maxsize=16)
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
+
+
 def nothing_like(x: Tensor) -> Tensor:
     """Zeros that take no memory."""
-    return x.new_zeros(()).expand_as(x)
+    return _zero(x.dtype, x.device).expand_as(x)
 
 
 def _parts(a: Tensor, b: Tensor, limit: int = _CHUNK) -> Iterable[tuple[Tensor, Tensor]]:

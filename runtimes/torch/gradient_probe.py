@@ -21,6 +21,7 @@ only some of its samples are therefore probed; see
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -40,6 +41,8 @@ from qsync_opt.runtimes.torch.reductions import dot, norm
 from qsync_opt.statistics import Gain
 
 LossOf = Callable[[], Tensor]
+_SMALL = 1 << 16
+"""Elements at most of a parameter whose random signs are kept."""
 
 
 class Probed(NamedTuple):
@@ -116,24 +119,43 @@ def twice_differentiable(option: str) -> Iterator[None]:
 
 
 class _Projection(torch.autograd.Function):
-    """Sum of a gradient times random signs, which are drawn again where they are needed again."""
+    """Sum of a gradient times random signs, which are asked for again where they are needed again."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, signs: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.signs, ctx.like = signs, nothing_like(gradient)
-        return dot(gradient, signs(gradient)).to(gradient.dtype)
+    def forward(ctx: Any, gradient: Tensor, signs: Callable[[], Tensor]) -> Tensor:
+        ctx.signs = signs
+        return dot(gradient, signs()).to(gradient.dtype)
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.signs(ctx.like).mul_(factor), None
+        return ctx.signs() * factor, None
+
+
+class _Signs:
+    """Random signs for all parameters: of small ones drawn together and kept, of others drawn when they are needed."""
+
+    def __init__(self, parameters: Sequence[Tensor], key: tuple[int, ...]) -> None:
+        self._parameters, self._key = parameters, key
+        self._kept: dict[int, Tensor] = {}
+        small = [i for i, p in enumerate(parameters) if p.numel() <= _SMALL]
+        for place in dict.fromkeys((parameters[i].dtype, parameters[i].device) for i in small):
+            some = [i for i in small if (parameters[i].dtype, parameters[i].device) == place]
+            sizes = [parameters[i].numel() for i in some]
+            drawn = signs_like(parameters[some[0]], (*key, -1), sum(sizes))
+            for i, part in zip(some, torch.split(drawn, sizes), strict=True):
+                self._kept[i] = part.view(parameters[i].shape)
+
+    def of(self, index: int) -> Tensor:
+        """Of a parameter; not to be written into."""
+        known = self._kept.get(index)
+        return signs_like(self._parameters[index], (*self._key, index)) if known is None else known
 
 
 @dataclass
 class _Projected:
     """What hooks of the parameters leave of the gradient: its sum with random signs, one for each probe."""
 
-    seed: int
-    probes: int
+    signs: Sequence[_Signs]
     roots: Mapping[int, Tensor] | None
     adaptive: bool
     first: bool = True
@@ -146,23 +168,15 @@ class _Projected:
         def hook(gradient: Tensor | None) -> Tensor | None:
             if gradient is None:  # differentiated again, where nothing depends on the parameter any more
                 return None
-            self._project(index, gradient)
+            if self.first and gradient.requires_grad:
+                self.sums.append([self._project(index, gradient, signs) for signs in self.signs])
             return nothing_like(gradient)  # nothing of a gradient's size is kept
 
         return hook
 
-    def _project(self, index: int, gradient: Tensor) -> None:
-        if self.first and gradient.requires_grad:
-            weight = self._weight(index, gradient) if self.adaptive else None
-            row = []
-            for probe in range(self.probes):
-
-                def signs(x: Tensor, key: tuple[int, ...] = (self.seed, probe, index)) -> Tensor:
-                    found = signs_like(x, key)
-                    return found if weight is None else found.mul_(weight)
-
-                row.append(_Projection.apply(gradient, signs))  # type: ignore[no-untyped-call]
-            self.sums.append(row)
+    def _project(self, index: int, gradient: Tensor, signs: _Signs) -> Tensor:
+        found: Tensor = _Projection.apply(gradient, functools.partial(signs.of, index))  # type: ignore[no-untyped-call]
+        return found * self._weight(index, gradient) if self.adaptive else found
 
     def _weight(self, index: int, gradient: Tensor) -> Tensor:
         """By what a parameter's gradient is multiplied so that its variance is the progress of Adam that it costs.
@@ -220,7 +234,7 @@ class Probe:
                 if tapper.written <= copied:
                     sums, flips = tapper.found(self.probes)
                     if self.adaptive:
-                        _per_progress(sums, flips, float(torch.stack(progress).sum()))
+                        _per_progress(sums, flips, float(torch.stack(progress).sum()) / self.probes)
                     return Sliced(sums, flips, seen)
                 copied |= tapper.written
             finally:
@@ -229,7 +243,8 @@ class Probe:
     def _differentiate(self, model: nn.Module, loss_of: LossOf, tapper: GainTapper) -> list[Tensor]:
         """Let the tapper see derivatives; returns what each parameter adds to Adam's progress."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        projected = _Projected(self.seed, self.probes, self.roots, self.adaptive)
+        signs = [_Signs(parameters, (self.seed, probe)) for probe in range(self.probes)]
+        projected = _Projected(signs, self.roots, self.adaptive)
         handles = [p.register_hook(projected.hook(i)) for i, p in enumerate(parameters)]  # type: ignore[no-untyped-call]
         try:
             with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):

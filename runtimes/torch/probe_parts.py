@@ -6,6 +6,7 @@ sum of squares over a whole batch is then m/B and B/m of that over a part, on av
 samples share (a weight, say) has the mean over samples of what each of them contributes. With a and c the mean square
 of that of a part and the product of two parts', the square of a batch's is ``m/B a + (1 - m/B) c`` on average: c is
 what all samples have in common, and a also what two parts have not. Of a loss that is a sum over samples, likewise.
+By how much rounding moves the mean gradient is not estimated so: deviations of a part are too large beside it.
 
 Which of the two losses it is, is seen at the gradients of results, whose squared sums are known of the whole batch.
 Approximate are models whose normalizations take means over samples: a part has its own. Whatever else couples samples
@@ -39,7 +40,7 @@ from qsync_opt.runtimes.torch.reductions import dot
 from qsync_opt.statistics import Gain, OperatorStatistics
 
 PASSES = 3
-"""Noisy passes of each part."""
+"""Noisy forward passes of each part."""
 
 
 class NotDivisibleError(Exception):
@@ -88,7 +89,7 @@ def probe_parts(
     wanted = wanted_of(graph)
 
     def shared(key: Key, elements: int) -> bool:
-        return elements == _elements(whole, key)
+        return not key[1].endswith("gradient") and elements == _elements(whole, key)
 
     probe = Probe(wanted=wanted, probes=probes, seed=seed, adaptive=adaptive, roots=roots, keep=shared)
     a, b = (probe.of(model, part.loss_of, noise) for part, noise in zip(parts, seen, strict=True))
@@ -102,7 +103,9 @@ def probe_parts(
         backward = key[1].endswith("gradient")
         factor = 1.0 if averaged or backward else share**-2
         elements, all_of_it = a.sums[key].elements, _elements(whole, key)
-        if elements == all_of_it:
+        if elements == all_of_it and backward:
+            gains[key] = gain  # of what samples share: by how much it changes with the parameters, whatever the part
+        elif elements == all_of_it:
             gains[key] = _scaled(_sum(_scaled(gain, share), _scaled(common[key], 1 - share)), factor)
         elif elements == round(all_of_it * share):
             gains[key] = _scaled(gain, (1 / share if backward else share) * factor)
@@ -113,7 +116,9 @@ def probe_parts(
         name: [factor * share * (x + y) / 2 for x, y in zip(row, b.flips[name], strict=True)]
         for name, row in a.flips.items()
     }
-    return put_together(gains, flips, _seen(a.seen, b.seen, share, factor))
+    other = seen[1].arriving
+    arriving = {name: Arriving((x.ratio + other[name].ratio) / 2, ()) for name, x in seen[0].arriving.items()}
+    return put_together(gains, flips, Seen(arriving, 0.0))
 
 
 def _elements(whole: Mapping[str, OperatorStatistics], key: Key) -> int:
@@ -174,12 +179,3 @@ def _products(a: Kept, b: Kept) -> torch.Tensor:
     if a.fixed is not None:
         sums[1] = dot(both, a.fixed)
     return torch.stack([x.double() for x in sums])
-
-
-def _seen(a: Seen, b: Seen, share: float, factor: float) -> Seen:
-    """Noise of the whole batch."""
-    arriving = {name: Arriving((x.ratio + b.arriving[name].ratio) / 2, ()) for name, x in a.arriving.items()}
-    shift = (a.shift + b.shift) / 2
-    if a.deviation is not None and b.deviation is not None:
-        shift = share * shift + (1 - share) * float(dot(a.deviation, b.deviation))
-    return Seen(arriving, factor * shift)

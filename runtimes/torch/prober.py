@@ -33,6 +33,8 @@ class Prober:
         found: ModelStatistics,
         graph: OpGraph | None,
         seed: int,
+        *,
+        divide: bool = True,
     ) -> None:
         """Prepare.
 
@@ -43,13 +45,13 @@ class Prober:
             found: What operators do in it.
             graph: Limits the operators.
             seed: Of random vectors.
+            divide: Whether some samples may stand for all.
         """
         self._model, self._graph, self._seed = model, graph, seed
         self._whole = functools.partial(run, model, batch)
         self._operators = {operator.name: operator for operator in found.operators}
-        self._parts = [
-            PartLoss(functools.partial(run, model, part.batch), part.share) for part in parts_of(model, batch) or ()
-        ]
+        parts = (parts_of(model, batch) if divide else None) or ()
+        self._parts = [PartLoss(functools.partial(run, model, part.batch), part.share) for part in parts]
         self._seen: dict[LossOf, Seen] = {}
 
     def gains(self, probes: int, *, adaptive: Mapping[int, Tensor] | None = None) -> Probed:
@@ -74,7 +76,7 @@ class Prober:
         }
         if self._parts:
             try:
-                seen = [self._noise(loss_of, PASSES_OF_A_PART, shift=shift) for loss_of, _ in self._parts]
+                seen = [self._noise(loss_of, PASSES_OF_A_PART, shift=False) for loss_of, _ in self._parts]
                 return probe_parts(self._model, self._parts, self._operators, seen=seen, **given)
             except ProbeMemoryError:
                 raise  # all samples would need even more

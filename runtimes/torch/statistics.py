@@ -258,6 +258,7 @@ def collect_statistics(
     curvature_probes: int = 0,
     sample_elements: int = 1 << 17,
     adaptive_probes: int = 0,
+    whole_batches: bool = False,
     loss_scale: float = 1.0,
     progress: Callable[[int], None] | None = None,
 ) -> ModelStatistics:
@@ -272,10 +273,12 @@ def collect_statistics(
         step: Function of model and batch that returns the loss; by default the model computes it itself.
         graph: Captured from the model; its adjustable operators, and only they, are then measured.
         probes: Random vectors per batch for the gains that ``kind="probed"`` of the indicator wants; 0 for none. Each
-            batch then also takes one or two passes that are differentiated twice, with several times the memory of a
-            training step, and seven steps, six of them with rounding, if there are rectifiers or max-pools. 2 to 8 are
-            enough.
+            batch is then also differentiated twice, some of its samples at a time: two quarters of it, each about four
+            steps, and four forward passes more if there are rectifiers or max-pools. 2 to 8 are enough.
         adaptive_probes: Random vectors per batch for the gains that ``kind="progress"`` wants, at the same cost.
+        whole_batches: Probe all samples of each batch together: exacter, with about three times the memory of a
+            training step, and with ``shift``, which ``plan_variance`` wants of models with rectifiers. Batches that
+            cannot be divided are probed so anyway.
         curvature_probes: Random vectors per batch for the traces that ``kind="hessian"`` of the indicator wants; 0 for
             none. 8 to 64 are needed, each about as dear as a training step.
         sample_elements: About how many elements of an activation are looked at one by one for their rounding error;
@@ -334,7 +337,7 @@ def collect_statistics(
             if probes or adaptive_probes or curvature_probes:
                 if isinstance(batches, Sized) and len(batches) == 1:
                     scatter.forget()  # one batch alone does not scatter
-                prober = Prober(model, run, batch, found, graph, number)
+                prober = Prober(model, run, batch, found, graph, number, divide=not whole_batches)
                 found = with_probes(
                     found,
                     prober.gains(probes),
