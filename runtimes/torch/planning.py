@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 import qsync_opt
 from qsync_opt.errors import ProblemError, SolverError
@@ -29,7 +28,8 @@ from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
 from qsync_opt.runtimes.torch.compiled_recording import compiled_inside
 from qsync_opt.runtimes.torch.host_bound import with_host_shares
 from qsync_opt.runtimes.torch.job_choice import decide
-from qsync_opt.runtimes.torch.job_file import load_job, save_job, with_workers
+from qsync_opt.runtimes.torch.job_facts import job_facts, keep_job, steering
+from qsync_opt.runtimes.torch.job_file import load_job, with_workers
 from qsync_opt.runtimes.torch.job_measuring import (
     DeviceTypes,
     Job,
@@ -43,7 +43,7 @@ from qsync_opt.runtimes.torch.job_measuring import (
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
 from qsync_opt.runtimes.torch.job_plan import Alternative, JobModel, JobPlan, alternatives, how_measured
 from qsync_opt.runtimes.torch.job_racing import measure_steps
-from qsync_opt.runtimes.torch.job_sensitivities import job_indicator, measure_sensitivities
+from qsync_opt.runtimes.torch.job_sensitivities import measure_sensitivities
 from qsync_opt.runtimes.torch.job_stages import Stages
 from qsync_opt.runtimes.torch.job_timing import has_captured, measure_ways
 from qsync_opt.runtimes.torch.job_training import check_training, gradients_put_back, measuring
@@ -121,7 +121,7 @@ def _auto_plan(
         {"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
         "install the same versions everywhere",
     )
-    for name, value in _steering(options).items():
+    for name, value in steering(options).items():
         require_agreement(f"the option {name} of auto_plan", value, "give the same PlanningOptions on all ranks")
     found = _from_file(job, stages)
     if found is not None:
@@ -153,40 +153,8 @@ def _measured(job: Job, captured: CapturedModel, batches: Iterable[Any] | None, 
     if not job.options.compiled:  # there the host launches far less
         with stages("host"):
             plan = with_host_shares(job, plan, made.graph, types)
-    _keep(job, plan, types)
+    keep_job(job, plan, types)
     return replace(plan, stages_s=stages.seconds)
-
-
-def _steering(options: PlanningOptions) -> dict[str, Any]:
-    """Options by which ranks wait for each other: all must go the same way."""
-    names = ("compare", "compiled", "capture", "local_batches", "trial")
-    return {**{name: getattr(options, name) for name in names}, "job_file": options.job_file is not None}
-
-
-def _facts(job: Job) -> dict[str, Any]:
-    """What two starts must have in common for one to use the other's measurements."""
-    leaves = tree_leaves((job.example.args, dict(job.example.kwargs)))
-    return {
-        "versions": {"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
-        "parameters": [[name, list(p.shape), p.requires_grad] for name, p in job.model.named_parameters()],
-        "compiled": job.options.compiled,
-        "indicator": str(job_indicator(job)),
-        "batch": [[str(x.dtype), list(x.shape)] for x in leaves if isinstance(x, torch.Tensor)],
-        "kernels": {
-            field.name: getattr(job.options.kernels, field.name)
-            for field in dataclasses.fields(job.options.kernels)
-            if field.name not in ("seed", "offset", "step")
-        },
-    }
-
-
-def _keep(job: Job, plan: JobPlan, types: DeviceTypes) -> None:
-    """Write the job file, with what the trials left of the memory and what it was before them."""
-    path, made = job.options.job_file, plan.model
-    if path is None:
-        return
-    facts = {**_facts(job), "memory_bytes": dict(types.memory_bytes)}
-    together(lambda: None if made is None else save_job(made, path, facts))
 
 
 def _from_file(job: Job, stages: Stages) -> JobPlan | None:
@@ -196,13 +164,13 @@ def _from_file(job: Job, stages: Stages) -> JobPlan | None:
     if not broadcast_json(path is not None and Path(path).exists()) or path is None:
         return None
     types = find_device_types(job.example.device, job.options)
-    require_agreement("the model or the batch", _facts(job), "build the same on all ranks")
+    require_agreement("the model or the batch", job_facts(job), "build the same on all ranks")
 
     def read() -> tuple[JobModel | None, str]:
         if rank:
             return None, ""
         made, facts = load_job(path)
-        different = [name for name, fact in _facts(job).items() if facts.get(name) != fact]
+        different = [name for name, fact in job_facts(job).items() if facts.get(name) != fact]
         different += [f"device type {name!r}" for name in types.ranks if name not in made.profiles]
         if different:
             return None, f"{os.fspath(path)!r} is of a job with other {', '.join(different)}: measuring anew"
@@ -228,7 +196,7 @@ def _from_file(job: Job, stages: Stages) -> JobPlan | None:
     elif broadcast_json(bool(job.options.compare)):
         with gradients_put_back(together(lambda: check_training(job))):
             found = _compared(job, made, types, found, stages)
-    _keep(job, found, types)
+    keep_job(job, found, types)
     return found
 
 
