@@ -1,4 +1,4 @@
-"""What a later start must have in common with this one, and what ranks must agree on before they wait for each other."""
+"""What a later start must have in common with this one, and what ranks must agree on before they wait."""
 
 from __future__ import annotations
 
