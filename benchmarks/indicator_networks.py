@@ -232,7 +232,7 @@ def network_rows(draws: int) -> Iterator[dict[str, Any]]:
         model, batch, loss = trained(name, steps)
         graph = capture(model, batch)
         started = time.perf_counter()
-        statistics = collect_statistics(model, [batch], graph=graph, probes=4)
+        statistics = collect_statistics(model, [batch], graph=graph, probes=4, whole_batches=True)
         collect_s = time.perf_counter() - started
         exact = gradient(model, batch, {}, 0)
         keys = [

@@ -6,10 +6,10 @@
 Every part writes a file of its own into FOLDER, again after every record, and ends when its time is used up, so that
 parts can run side by side and nothing is lost; ``--merge`` makes one file of them, and with ``--join`` keeps the
 repeats and runs that the file has of the same subject. Parts: operators[:MODEL], whole-model[:MODEL], cost[:MODEL],
-harm:MODEL:SHARD[:own|sgd[:eight[:falling]]] (small-gpt, cnn; shards have repeats of their own; by the own optimizer or
-by SGD; backward in 16 bits or in 8; at a constant rate or one that falls to zero), noise:MODEL[:eight] (beside each
-parameter's gradient), train:MODEL[:SHARD] (gpt, cnn; shards have seeds of their own; goes on where its file in FOLDER
-ends).
+harm:MODEL:SHARD[:own|sgd[:eight[:falling[:shared]]]] (small-gpt, cnn; shards have repeats of their own; by the own
+optimizer or by SGD; backward in 16 bits or in 8; at a constant rate or one that falls to zero; errors of each run, or
+those of one run in all), noise:MODEL[:eight] (beside each parameter's gradient), train:MODEL[:SHARD] (gpt, cnn; shards
+have seeds of their own; goes on where its file in FOLDER ends).
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def run_part(part: str, device: torch.device, arguments: argparse.Namespace) -> 
             optimizer=(rest[2:] or ["own"])[0],
             backward=(rest[3:] or ["half"])[0],
             rate=(rest[4:] or ["constant"])[0],
+            errors=(rest[5:] or ["own"])[0],
             captured=not arguments.eager,
         )
     elif kind == "noise":
@@ -185,7 +186,11 @@ def merge(folder: Path, output: Path, join: bool = False) -> None:
 def _subject(record: dict[str, Any]) -> tuple[str, ...]:
     """What a record is about: one of the same replaces it."""
     keys = ("hardware", "model", "case", "factor", "optimizer", "backward", "steps")
-    return (*(str(record.get(key)) for key in keys), str(record.get("rate", "constant")))
+    return (
+        *(str(record.get(key)) for key in keys),
+        str(record.get("rate", "constant")),
+        str(record.get("errors", harm.ERRORS["own"])),
+    )
 
 
 def _harm_records(records: list[dict[str, Any]], present: list[dict[str, Any]]) -> list[dict[str, Any]]:

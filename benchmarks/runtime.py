@@ -209,6 +209,8 @@ def _run_once(part: str, model: str, arguments: argparse.Namespace, output: Path
     }
     threads = "1" if arguments.device == "cpu" else str(max(1, len(os.sched_getaffinity(0)) // arguments.workers))
     environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": threads}
+    if arguments.logs is not None:
+        arguments.logs.mkdir(parents=True, exist_ok=True)
     where = output if arguments.logs is None else arguments.logs / f"{part}-{model}"
     logs = [where.with_name(f"{where.stem}-worker-{rank}.log") for rank in range(arguments.workers)]
     workers = []

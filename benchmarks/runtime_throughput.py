@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from runtime_training import Batch, Run, Worker, everywhere, kinds
+from runtime_training import Batch, Run, Worker, everywhere, fused_adamw, kinds
 from torch import nn
 
 import qsync_opt
@@ -118,7 +118,7 @@ class Measuring:
     def run(self) -> Run:
         """The one model that is trained with in all ways, one after the other."""
         if self._run is None:
-            self._run = Run(self.worker, self.make, self.batch, rate=0.0)
+            self._run = Run(self.worker, self.make, self.batch, optimizer=fused_adamw)
         return self._run
 
     def failed_before(self, what: str) -> bool:
@@ -239,7 +239,8 @@ class Measuring:
         options = self.worker.options(
             self.name, capture=self.worker.device.type == "cuda", compare="passes" if failed else True, **changes
         )
-        return qsync_opt.auto_plan(self.make().to(self.worker.device), self.batch, options=options)
+        model = self.make().to(self.worker.device)
+        return qsync_opt.auto_plan(model, self.batch, optimizer=fused_adamw(model), options=options)
 
     def first_plan(self) -> JobPlan:
         """The plan, with a record of sensitivities and of how long it took until a step ran under it."""

@@ -175,20 +175,39 @@ class Worker:
         return qsync_opt.PlanningOptions(**{**settings, **changes})
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """As torch makes it."""
+    return torch.optim.AdamW(model.parameters(), 1e-4)
+
+
+def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """One kernel for all parameters, that looks by itself whether a scaled loss overflowed: the host need not wait.
+
+    Nothing moves, and as much is computed.
+    """
+    return torch.optim.AdamW(model.parameters(), 0.0, fused=True)
+
+
 class Run:
     """A model in DistributedDataParallel with its optimizer, and one way to compute."""
 
     def __init__(
-        self, worker: Worker, make: Callable[[], nn.Module], batch: Batch, *, rate: float = 1e-4, **way: Any
+        self,
+        worker: Worker,
+        make: Callable[[], nn.Module],
+        batch: Batch,
+        *,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+        **way: Any,
     ) -> None:
-        """Begin to train, in a way as `go` takes it; with a ``rate`` of 0 nothing moves, and as much is computed."""
+        """Begin to train, in a way as `go` takes it."""
         torch.manual_seed(0)
         self.worker, self._make = worker, make
         self.model = make().to(worker.device)
         self._apply(batch, **way)
         ids = [worker.device.index] if worker.device.type == "cuda" else None
         self.parallel = DistributedDataParallel(self.model, device_ids=ids, gradient_as_bucket_view=True)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), rate)
+        self.optimizer = optimizer(self.model)
         self.scaler: qsync_opt.LossScaler | None = None
         self.begin()
 

@@ -35,7 +35,7 @@ class Job:
         self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
             self.bare, optimizer, loader, scheduler
         )
-        self.accelerator.register_for_checkpointing(qsync_opt.PlanState(self.bare))
+        self.accelerator.register_for_checkpointing(qsync_opt.PlanState(self.bare, all_ranks=True))
 
     def train(self, begin: int, end: int) -> list[float]:
         losses = []

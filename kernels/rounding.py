@@ -44,11 +44,12 @@ def int8_codes(codes: Tensor, values: Tensor, inverse: Tensor | None, key: int |
     if count == 0:
         return
     per_slice = inverse is not None and inverse.numel() > 1
-    step = count if per_slice or values.device.type != "cpu" else CHUNK
+    # A graph that is compiled for any size cannot say how many pieces there are.
+    whole = per_slice or values.device.type != "cpu" or torch.compiler.is_compiling()
     factor = inverse if per_slice or inverse is None else inverse.reshape(1)
     flat = values if per_slice else values.view(-1)
-    for start in range(0, count, step):
-        piece = flat if per_slice else flat[start : start + step]
+    for start in (0,) if whole else range(0, count, CHUNK):
+        piece = flat if whole else flat[start : start + CHUNK]
         # Without a factor the values are a temporary of the caller, free to be overwritten.
         scaled = (piece if factor is None else piece.to(torch.float32) * factor).view(-1)
         if key is not None:

@@ -1,4 +1,4 @@
-"""What do rectifiers add that noise pushes over zero? Probed per rectifier, added up per operator or for a whole plan.
+"""What do rectifiers add that noise pushes over zero? Probed one by one, added up per operator or for a whole plan.
 
 A rectifier that flips adds the variance ``F_l(r)`` to the gradient, a function of the noise-to-signal ratio r at its
 input that was measured at some ratios (``Signal.flips``); about the root of r where many elements are near zero. Noise
@@ -58,7 +58,7 @@ def flipped_variance(measured: Sequence[float], ratio: float) -> float:
 
 
 class Flips:
-    """Rectifiers of a model that were probed."""
+    """Rectifiers and max-pools of a model that were probed."""
 
     def __init__(self, graph: OpGraph, statistics: ModelStatistics, *, adaptive: bool = False) -> None:
         """Find how noise arrives at them.

@@ -28,7 +28,7 @@ from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
 from qsync_opt.expected_loss import check_horizon
 from qsync_opt.flips import Flips
 from qsync_opt.graph import Operator, OpGraph, Role
-from qsync_opt.noise_propagation import Distances, Propagation, distances, operand_edges
+from qsync_opt.noise_propagation import Distances, Propagation, distances, operand_edges, ratio
 from qsync_opt.precision import PrecisionFormats
 from qsync_opt.sensitivity_table import IndicatorKind, OperatorSensitivity, SensitivityTable
 from qsync_opt.statistics import GRADIENTS, Gain, ModelStatistics, OperatorKind, OperatorStatistics
@@ -42,10 +42,6 @@ from qsync_opt.variances import (
 )
 
 
-def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator > 0 else 0.0
-
-
 def _own(operator: OperatorStatistics, found: OperatorVariances, gains: Mapping[str, Gain] | None = None) -> float:
     """Variance of the operator's own weight gradients, or by ``gains`` what it counts for, element by element."""
     total = 0.0
@@ -55,7 +51,7 @@ def _own(operator: OperatorStatistics, found: OperatorVariances, gains: Mapping[
         weight = 1.0
         if gains is not None:
             gain, elements = gains.get(f"{name}_gradient"), getattr(operator, f"{name}_gradient").elements
-            weight = 0.0 if gain is None else _ratio(gain.uniform, operator.calls * elements)
+            weight = 0.0 if gain is None else ratio(gain.uniform, operator.calls * elements)
         total += weight * noise.total
     return total
 
@@ -70,10 +66,10 @@ def _propagated(
             continue
         norm = statistics.calls * gradient.square_sum
         effect = propagation.input_gradient_effect(operator.name, position)
-        backward += effect.variance(independent=_ratio(noise.independent, norm), shared=_ratio(noise.shared, norm))
+        backward += effect.variance(independent=ratio(noise.independent, norm), shared=ratio(noise.shared, norm))
     norm = statistics.calls * statistics.output.square_sum
     forward = propagation.output_effect(operator.name).variance(
-        independent=_ratio(found.output.independent, norm), shared=_ratio(found.output.shared, norm)
+        independent=ratio(found.output.independent, norm), shared=ratio(found.output.shared, norm)
     )
     return OperatorSensitivity(own=_own(statistics, found), backward=backward, forward=forward, variances=found)
 
@@ -140,7 +136,7 @@ def _probed(
         independent = variances(dataclasses.replace(statistics, nearest={}), precision, formats, options)
         repeated = max(0.0, own - _own(statistics, independent, gains))
     inside = min(total, own - repeated)
-    share = _ratio(forward, total)
+    share = ratio(forward, total)
     return OperatorSensitivity(
         own=inside + repeated,
         backward=(total - inside) * (1.0 - share),

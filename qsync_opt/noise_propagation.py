@@ -127,7 +127,8 @@ def _incoherent_output(statistics: OperatorStatistics) -> float:
     return statistics.calls * product * statistics.alignment.get("first>output/floating", 1.0)
 
 
-def _ratio(numerator: float, denominator: float) -> float:
+def ratio(numerator: float, denominator: float) -> float:
+    """One number by another, 0 where there is nothing to divide by."""
     return numerator / denominator if denominator > 0 else 0.0
 
 
@@ -186,12 +187,12 @@ class Propagation:
         if measured is not None and position in operands:
             if measured.third is not None:
                 return 1.0 if operands[position] == "third" else 0.0
-            return _ratio(_incoherent_output(measured), measured.calls * measured.output.square_sum)
+            return ratio(_incoherent_output(measured), measured.calls * measured.output.square_sum)
         if reader.op_type in _SUMS:
             total = max(self._energy[reader.name], sum(self._energy[u] for u in reader.inputs))
-            return _ratio(self._energy[source], total)
+            return ratio(self._energy[source], total)
         if reader.op_type in _SOFTMAX:
-            return _ratio(self._energy[source], self._graph[source].output_elements)
+            return ratio(self._energy[source], self._graph[source].output_elements)
         signal = self._signal(reader)
         return 1.0 if signal is None else signal.noise_weight
 
@@ -232,7 +233,7 @@ class Propagation:
         elements = float(operator.output_elements)
         if not operator.inputs or operator.op_type in _NORMALIZATIONS:
             return elements
-        mean_squares = [_ratio(self._energy[u], self._graph[u].output_elements) for u in operator.inputs]
+        mean_squares = [ratio(self._energy[u], self._graph[u].output_elements) for u in operator.inputs]
         if operator.op_type in _GATES:
             return elements * math.prod(mean_squares)
         if operator.op_type in _SUMS:
@@ -269,10 +270,10 @@ class Propagation:
         if not self._graph.consumers(operator.name):
             return 1.0  # the loss: only shares matter
         if operator.op_type in _NORMALIZATIONS:
-            return energy * _ratio(self._graph[source].output_elements, self._energy[source])
+            return energy * ratio(self._graph[source].output_elements, self._energy[source])
         if operator.op_type in _GATES:
             others = [u for u in operator.inputs if u != source]
-            return energy * math.prod(_ratio(self._energy[u], self._graph[u].output_elements) for u in others)
+            return energy * math.prod(ratio(self._energy[u], self._graph[u].output_elements) for u in others)
         return energy
 
     def _share(self, reader: str, position: int) -> float:
@@ -280,7 +281,7 @@ class Propagation:
         source = self._graph[reader].inputs[position]
         if self._measured(reader) is None and not self._graph.consumers(reader):
             return 1.0  # the loss
-        return min(1.0, _ratio(self._edge_energy[reader, position], self._gradient_energy[source]))
+        return min(1.0, ratio(self._edge_energy[reader, position], self._gradient_energy[source]))
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -307,7 +308,7 @@ class Propagation:
                 if gradient is None:
                     continue
                 norm = measured.calls * gradient.square_sum
-                weight *= _ratio(incoherent_gradient(measured, operands[position]), norm)
+                weight *= ratio(incoherent_gradient(measured, operands[position]), norm)
             effect += self._gradient_effect[source].weighted(weight)
         return effect
 
@@ -324,7 +325,7 @@ class Propagation:
             if measured is not None and position in operands:
                 effect = self._effect_in_product(reader, measured, operands, position, after)
             elif reader.op_type in _SUMS:
-                effect = after.weighted(_ratio(self._energy[source], total))
+                effect = after.weighted(ratio(self._energy[source], total))
             else:
                 effect = self._effect_in_function(reader, position, after)
             self._output_effect[source] += effect
@@ -335,7 +336,7 @@ class Propagation:
         if measured.third is not None:
             # Noise on queries and keys reaches the output through the softmax, in proportion to the scores' size.
             return after if operands[position] == "third" else Effect()
-        weight = _ratio(_incoherent_output(measured), measured.calls * measured.output.square_sum)
+        weight = ratio(_incoherent_output(measured), measured.calls * measured.output.square_sum)
         effect = after.weighted(weight)
         other = "second" if operands[position] == "first" else "first"
         gradient = getattr(measured, f"{other}_gradient")
@@ -346,12 +347,12 @@ class Propagation:
             return effect + Effect(independent=independent, shared=norm)
         for index, name in operands.items():
             if name == other:
-                effect += self.input_gradient_effect(reader.name, index).weighted(_ratio(independent, norm))
+                effect += self.input_gradient_effect(reader.name, index).weighted(ratio(independent, norm))
         return effect
 
     def _effect_in_function(self, reader: Operator, position: int, after: Effect) -> Effect:
         source = reader.inputs[position]
-        mean_square = _ratio(self._energy[source], self._graph[source].output_elements)
+        mean_square = ratio(self._energy[source], self._graph[source].output_elements)
         if reader.op_type in _SOFTMAX:
             return after.weighted(mean_square)
         before = self.input_gradient_effect(reader.name, position)

@@ -54,8 +54,7 @@ class OperatorSensitivity:
 
     ``value`` is the sensitivity; ``own``, ``backward`` and ``forward`` are its parts and add up to it.
     ``flips`` is what of it comes from rectifiers that noise pushes over zero, which grows with the root of the noise.
-    ``forward_factor`` and ``backward_factor`` are the parts per unit of the operator's variance: what the position in
-    the model makes of its noise. ``variances`` are those of its results.
+    ``variances`` are those of its results.
     """
 
     own: float
@@ -68,19 +67,6 @@ class OperatorSensitivity:
     def value(self) -> float:
         """Own, backward and forward part together."""
         return self.own + self.backward + self.forward
-
-    @property
-    def forward_factor(self) -> float:
-        """Gradient variance per unit of output variance."""
-        total = self.variances.output.total
-        return self.forward / total if total else 0.0
-
-    @property
-    def backward_factor(self) -> float:
-        """Gradient variance elsewhere per unit of variance of the gradients that the operator delivers."""
-        noises = (self.variances.first_gradient, self.variances.second_gradient, self.variances.third_gradient)
-        total = sum(noise.total for noise in noises if noise is not None)
-        return self.backward / total if total else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -172,7 +172,7 @@ class Gain:
     Noise of variance v per element adds ``gain * v`` to the variance of the gradient, summed over all parameters.
     ``uniform`` holds for fixed-point noise, which is of equal variance on every element but for those near or below one
     step, ``floating`` for noise in proportion to the element's square (floating point), with v the mean. Flips of
-    rectifiers come on top (``Signal.flips``).
+    rectifiers and max-pools come on top (``Signal.flips``).
     """
 
     uniform: float
@@ -325,10 +325,11 @@ class Signal:
     ``elements`` of its result; squared norms of its first floating input and of its result. ``curvature`` (of losses,
     else 0): relative energy by which noise on its input changes the gradient that it hands back, per unit of
     noise-to-signal ratio. ``noise_weight`` (of batch normalizations, else 1): by what the noise-to-signal ratio grows
-    from input to output if noise is spread evenly over channels whose variances differ. ``flips`` (of rectifiers that
-    were probed, else empty): variance of the gradient by elements that noise pushes over zero, at the noise-to-signal
-    ratios of ``FLIP_RATIOS`` at its input; ``adaptive_flips`` in the unit of the adaptive gains. ``noise_ratio`` (else
-    0): the ratio there when all products round their operands to INT8.
+    from input to output if noise is spread evenly over channels whose variances differ. ``flips`` (of rectifiers and
+    max-pools that were probed, else empty): variance of the gradient by elements that noise pushes over zero, or that
+    it makes the largest of their window, at the noise-to-signal ratios of ``FLIP_RATIOS`` at its input;
+    ``adaptive_flips`` in the unit of the adaptive gains. ``noise_ratio`` (else 0): the ratio there when all products
+    round their operands to INT8.
     """
 
     elements: int

@@ -31,7 +31,7 @@ def plan_variance(
 
     Args:
         graph: The model.
-        statistics: Collected from it with probes.
+        statistics: Collected from it with probes; with rectifiers, of ``whole_batches``, as others know no shift.
         table: Sensitivities made of them, of kind ``probed``.
         plan: Operator to precision; an operator that is not named runs in FP32.
 

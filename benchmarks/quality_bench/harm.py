@@ -6,6 +6,8 @@ Harm is measured in three ways:
   the same batches as a run that is in full precision throughout; the difference of the losses on held-out batches.
   Rounding adds a part to the loss that is odd in the error and zero in the mean; it is taken out by running every
   operator twice, with the same random numbers, once with the error as it is and once with it reversed, and averaging.
+  Either the errors are each run's own, which cease to be each other's reverse as the runs part, or (``shared``) those
+  that the kernel makes in the run in full precision, added in both.
   The error is magnified by a factor, the same for all operators, so that its effect stands clear of that of another
   order of summation, which training magnifies as well.
 - ``at_once``: the change of the training loss when the operator runs in INT8, weights as they are; the same way.
@@ -51,7 +53,13 @@ CLEAR = 2.0
 MEASURES = ("after_steps", "at_once", "gradient")
 RATES = {"constant": 10, "falling": 30}
 """How the learning rate goes over the steps of a repeat, to the steps between two evaluations of the held-out loss."""
-_SHARED = ("hardware", "model", "what", "factor", "steps", "evaluated", "optimizer", "rate", "backward", "indicators")
+ERRORS = {
+    "own": "its kernel's at its own operands",
+    "shared": "its kernel's at the operands of the run in full precision",
+}
+"""Which errors a run with an operator in INT8 makes, and those of the run with reversed errors are the reverse of."""
+_SHARED = ("hardware", "model", "what", "factor", "steps", "evaluated", "optimizer", "backward", "indicators")
+_DEFAULTS = {"rate": "constant", "errors": ERRORS["own"]}
 _BATCHES, _HARM_BATCHES = 4, 10**6
 
 
@@ -108,6 +116,7 @@ def tables(bench: Bench, device: torch.device, scale: str, factor: float, steps:
         probes=2 if few else 8,
         adaptive_probes=2 if few else 8,
         curvature_probes=2 if few else 16,
+        whole_batches=True,
     )
     larger = magnified(found, factor)
     rounding = NoiseOptions(weight_granularity="tensor", backward=bench.backward)  # type: ignore[arg-type]
@@ -131,6 +140,7 @@ def section(
     optimizer: str = "own",
     backward: str = "half",
     rate: str = "constant",
+    errors: str = "own",
     captured: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """One record: what was measured per operator and repeat, with the indicators. A shard has repeats of its own.
@@ -146,6 +156,7 @@ def section(
         optimizer: ``own`` or ``sgd``.
         backward: ``half`` or ``eight``.
         rate: ``constant`` or ``falling``.
+        errors: ``own`` or ``shared``.
         captured: Whether steps run as CUDA graphs on a card.
     """
     subject = subject_of(name, device, scale=scale)
@@ -159,6 +170,7 @@ def section(
         "steps": steps,
         "optimizer": OPTIMIZERS[optimizer],
         "rate": rate,
+        "errors": ERRORS[errors],
         "backward": BACKWARD[backward],
         "evaluated": evaluated(steps, RATES[rate]),
         "indicators": tables(bench, device, scale, factor, steps) if shard == 0 else {},
@@ -186,6 +198,7 @@ def section(
         factor,
         (some, bench.held_out),
         captured,
+        errors == "shared",
     )
     shares = [falling(step, steps) if rate == "falling" else 1.0 for step in range(steps)]
     for repeat in range(first, first + (2 if scale == "tiny" else 10**4)):
@@ -216,7 +229,8 @@ def merged(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         raise SystemExit(f"two parts are of the same shard: {sorted(numbers)}; leave one out")
     head = next(shard for shard in shards if shard["indicators"])
     names = list(head["after_steps"])
-    found: dict[str, Any] = {key: head.get(key, "constant") for key in _SHARED} | {"shards": sorted(numbers)}
+    found: dict[str, Any] = {key: head[key] for key in _SHARED}
+    found |= {key: head.get(key, default) for key, default in _DEFAULTS.items()} | {"shards": sorted(numbers)}
     last_counts = found["rate"] == "falling"
     indicators = {kind: [values[name] for name in names] for kind, values in head["indicators"].items()}
     for measure in MEASURES:

@@ -70,6 +70,7 @@ class Comparison:
             probes=2 if scale == "tiny" else 4,
             adaptive_probes=2 if scale == "tiny" else 4,
             curvature_probes=2 if scale == "tiny" else 16,
+            whole_batches=True,
         )
         self.horizon = qsync_opt.noise_horizon(
             optimizer,

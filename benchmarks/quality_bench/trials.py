@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from noisy import MagnifiedPlan
+from shared_errors import ErringPlan, Errors, NotingPlan
 from subjects import Batch
 from torch import Tensor, nn
 
@@ -28,10 +29,7 @@ class Trial:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        plan: Mapping[str, str],
-        graph: OpGraph,
-        options: ApplyOptions,
-        factor: float,
+        put: Callable[[nn.Module], object],
         batches: tuple[Batch, Batch],
         stream: torch.cuda.Stream | None,
     ) -> None:
@@ -40,10 +38,7 @@ class Trial:
         Args:
             model: Not under a plan.
             optimizer: Of the model.
-            plan: Operator to precision; the others run in FP32.
-            graph: Of the model.
-            options: Rounding, and the place in the random stream.
-            factor: By which the error of the operators is multiplied.
+            put: Puts a plan on a model.
             batches: One as they are trained on, and the one the loss is evaluated on.
             stream: Where a captured graph runs; None: everything is launched by the host.
         """
@@ -55,7 +50,7 @@ class Trial:
             shared.data = own.data
         self._state = [*self._model.parameters(), *self._model.buffers(), *_tensors(self._optimizer)]
         self._saved = [x.detach().clone() for x in self._state]
-        MagnifiedPlan(self._model, plan, graph, options, factor=factor)
+        put(self._model)
         self._rates = _adjustable_rates(self._optimizer, captured=stream is not None)
         self._inputs = [x.clone() for x in batches[0]]
         self._held_out = batches[1]
@@ -152,21 +147,52 @@ class Trials:
         factor: float,
         batches: tuple[Batch, Batch],
         captured: bool,
+        shared: bool = False,
     ) -> None:
+        """Take the state that model and optimizer are in.
+
+        Args:
+            model: Not under a plan.
+            optimizer: Of the model.
+            graph: Of the model.
+            names: Of the operators.
+            precision: Of theirs.
+            options: Rounding, and the place in the random stream.
+            factor: By which errors are multiplied.
+            batches: One as they are trained on, and the one the loss is evaluated on.
+            captured: Whether steps run as CUDA graphs on a card.
+            shared: Every run adds the errors that its kernel makes in the run that is in full precision, instead of
+                those it makes in its own.
+        """
         device = next(model.parameters()).device
-        streams = [torch.cuda.Stream() for _ in range(_STREAMS)] if device.type == "cuda" else [None]
-        self._streams = itertools.cycle(streams)
-        self._captured = captured and device.type == "cuda"
+        self._streams = [torch.cuda.Stream() for _ in range(_STREAMS)] if device.type == "cuda" else [None]
+        places = itertools.cycle(self._streams)
 
-        def trial(plan: Mapping[str, str], sign: float) -> tuple[Trial, torch.cuda.Stream | None]:
-            stream = next(self._streams)
+        def trial(put: Callable[[nn.Module], object]) -> tuple[Trial, torch.cuda.Stream | None]:
+            stream = next(places)
             with full_precision():
-                return Trial(
-                    model, optimizer, plan, graph, options, sign * factor, batches, stream if self._captured else None
-                ), stream
+                return Trial(model, optimizer, put, batches, stream if captured else None), stream
 
-        self._clean = trial({}, 1.0)
-        self._pairs = {name: [trial({name: precision}, sign) for sign in (1.0, -1.0)] for name in names}
+        errors: dict[str, Errors] = {name: {} for name in names}
+
+        def noting(copied: nn.Module) -> object:
+            return NotingPlan(copied, errors, precision, graph, options)
+
+        def erring(name: str, sign: float) -> Callable[[nn.Module], object]:
+            if shared:
+                return lambda copied: ErringPlan(copied, name, errors[name], graph, options, sign * factor)
+            return lambda copied: MagnifiedPlan(copied, {name: precision}, graph, options, factor=sign * factor)
+
+        if shared:
+            # Runs before all others, launched by the host, which has time: the others take the card much longer.
+            with full_precision():
+                clean = Trial(model, optimizer, noting, batches, None)
+                clean.step(batches[0])
+                clean.restore()
+            self._clean = clean, None
+        else:
+            self._clean = trial(lambda copied: MagnifiedPlan(copied, {}, graph, options))
+        self._pairs = {name: [trial(erring(name, sign)) for sign in (1.0, -1.0)] for name in names}
         self._every = [self._clean, *(one for pair in self._pairs.values() for one in pair)]
 
     def _all(self, function: Callable[[Trial], Tensor | None]) -> list[Tensor | None]:
@@ -178,7 +204,7 @@ class Trials:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 found.append(function(trial))
-        for _, stream in self._every[:_STREAMS]:
+        for stream in self._streams:
             if stream is not None:
                 torch.cuda.current_stream().wait_stream(stream)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import statistics
 import time
@@ -32,6 +33,9 @@ PRECISIONS = ("INT8", "FP8", "BF16", "FP32")
 SUM = "probed, sum"
 """The plain sum of sensitivities, which counts flips of rectifiers operator by operator."""
 OTHERS = "probed, other batches"
+DIVIDED = "probed, two quarters of the batch"
+"""Statistics as they are collected unless whole batches are asked for."""
+POOLLESS = "probed, max-pools left out"
 WIDENED = "uniform BF16, additions between operators in FP32"
 TRAINED = {"gpt": 300, "bert": 60, "resnet50": 60, "resnet50-adamw": 1000}
 """Steps before anything is measured."""
@@ -58,15 +62,27 @@ def total(table: Mapping[str, Mapping[str, float]], plan: Mapping[str, str]) -> 
     return sum(table[name][precision] for name, precision in plan.items())
 
 
+def without_pools(found: ModelStatistics) -> ModelStatistics:
+    """As if max-pools never took another element."""
+    signals = {
+        name: dataclasses.replace(signal, flips=()) if "max_pool" in name else signal
+        for name, signal in found.signals.items()
+    }
+    return dataclasses.replace(found, signals=signals)
+
+
 def predicted(
     graph: OpGraph,
     found: ModelStatistics,
     others: ModelStatistics,
+    divided: ModelStatistics,
     tables: Mapping[str, SensitivityTable],
     plan: Mapping[str, str],
 ) -> dict[str, float]:
     """Predicted increase of a plan in several ways."""
     return {
+        POOLLESS: plan_variance(graph, without_pools(found), tables[POOLLESS], plan),
+        DIVIDED: plan_variance(graph, divided, tables[DIVIDED], plan),
         "probed": plan_variance(graph, found, tables["probed"], plan),
         SUM: total(tables["probed"], plan),
         "propagated": total(tables["propagated"], plan),
@@ -87,11 +103,16 @@ def section(
         _log(name, "trained")
         batch = subject.batch(10**6)
         graph = capture(model, batch, name=name)
-        found = collect_statistics(model, [batch], graph=graph, probes=2 if scale == "tiny" else 16)
-        others = collect_statistics(model, [subject.batch(10**6 + i) for i in (1, 2)], graph=graph, probes=2)
+        found = collect_statistics(model, [batch], graph=graph, probes=2 if scale == "tiny" else 16, whole_batches=True)
+        others = collect_statistics(
+            model, [subject.batch(10**6 + i) for i in (1, 2)], graph=graph, probes=2, whole_batches=True
+        )
+        divided = collect_statistics(model, [batch], graph=graph, probes=2 if scale == "tiny" else 16)
         formats = device_formats(device)
         tables = {
             "probed": sensitivities(graph, found, formats),
+            POOLLESS: sensitivities(graph, without_pools(found), formats),
+            DIVIDED: sensitivities(graph, divided, formats),
             "propagated": sensitivities(graph, found, formats, kind="propagated"),  # type: ignore[arg-type]
             OTHERS: sensitivities(graph, others, formats),
         }
@@ -114,7 +135,8 @@ def section(
                     "standard_error": standard_error(measured) if draws > 1 else None,
                     "draws": draws,
                     "ratios": {
-                        kind: value / mean for kind, value in predicted(graph, found, others, tables, plan).items()
+                        kind: value / mean
+                        for kind, value in predicted(graph, found, others, divided, tables, plan).items()
                     },
                 }
             )

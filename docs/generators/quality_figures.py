@@ -10,12 +10,14 @@ from quality_records import (
     OURS,
     harm_record,
     harm_records,
+    on_card,
     operator_records,
     percent,
     plan_records,
     rate_of,
     records,
     recovered,
+    shared_errors,
     train_records,
 )
 from quality_tables import cost_table, operators_table, plans_table, ranks_table, training_table
@@ -147,15 +149,22 @@ def quality_figures(data: Record) -> dict[str, str]:
         found[f"quality.{measure}.best-baseline"] = f"{max(_baselines(part['spearman'])):.2f}"
         found[f"quality.{measure}.ceiling"] = f"{part['ceiling']:.2f}"
         found[f"quality.{measure}.reliability"] = f"{part['reliability']:.2f}"
-    found |= _noise_of_harm(harm)
+    found |= _noise_of_harm(harm) | _shared_figures(data)
     for record in own:
         if "16" not in record["backward"]:
             part, name = record["after_steps"], f"quality.{rate_of(record)}"
             found[f"{name}.repeats"], found[f"{name}.ceiling"] = str(part["repeats"]), f"{part['ceiling']:.2f}"
             found[f"{name}.best-baseline"] = f"{max(_baselines(part['spearman'])):.2f}"
+            found[f"{name}.reliability"] = f"{part['reliability']:.2f}"
+            found[f"{name}.clear"] = str(part["clear"]["operators"])
+            found[f"{name}.clear.best-baseline"] = f"{max(_baselines(part['clear']['spearman'])):.2f}"
+            last = part["by_step"][str(record["evaluated"][-1])]
+            found[f"{name}.last.reliability"] = f"{last['reliability']:.2f}"
             for kind, rank in part["spearman"].items():
                 error = part.get("spearman_error", {}).get(kind)
                 found[f"{name}.{kind}"] = "–" if rank is None else f"{rank:.2f}" + (f" ± {error:.2f}" if error else "")
+                for which, ranks in (("clear", part["clear"]["spearman"]), ("last", last["spearman"])):
+                    found[f"{name}.{which}.{kind}"] = "–" if ranks.get(kind) is None else f"{ranks[kind]:.2f}"
     for record in records(data, "cost"):
         found[f"quality.cost.{record['model']}"] = f"{record['scoring'][0]['steps_per_precision']:.1f}"
     clear = harm["after_steps"]["clear"]["spearman"]
@@ -214,13 +223,25 @@ def _noise_of_harm(harm: Record) -> dict[str, str]:
         for other in OURS:
             if other in shares:
                 found[f"quality.ahead.{kind}.{other}"] = percent(shares[other])
-    last = list(part.get("by_step", {}).values())[-1:]
-    for one in last:
-        found["quality.last.ceiling"], found["quality.last.reliability"] = (
-            f"{one[key]:.2f}" for key in ("ceiling", "reliability")
-        )
-        for kind, rank in one["spearman"].items():
-            found[f"quality.last.{kind}"] = "–" if rank is None else f"{rank:.2f}"
+    return found
+
+
+def _shared_figures(data: Record) -> dict[str, str]:
+    """Of runs that share errors, on a card and on a CPU."""
+    found: dict[str, str] = {}
+    for record in records(data, "harm"):
+        if not shared_errors(record):
+            continue
+        part, name = record["after_steps"], f"quality.shared.{'card' if on_card(record) else 'cpu'}"
+        found |= {f"{name}.{key}": f"{part[key]:.2f}" for key in ("reliability", "ceiling")}
+        found |= {f"{name}.repeats": str(part["repeats"]), f"{name}.steps": str(record["steps"])}
+        found |= {f"{name}.model": record["what"], f"{name}.operators": str(len(part["mean"]))}
+        found[f"{name}.best-baseline"] = f"{max(_baselines(part['spearman'])):.2f}"
+        for kind, rank in part["spearman"].items():
+            error = part["spearman_error"].get(kind)
+            found[f"{name}.{kind}"] = "–" if rank is None else f"{rank:.2f}" + (f" ± {error:.2f}" if error else "")
+            shares = part["ahead"].get(kind, {})
+            found[f"{name}.ahead.{kind}"] = percent(min((v for k, v in shares.items() if k not in OURS), default=None))
     return found
 
 

@@ -45,6 +45,11 @@ def rate_of(record: Record) -> str:
     return str(record.get("rate", "constant"))
 
 
+def shared_errors(record: Record) -> bool:
+    """Whether runs with an error and with the reversed one add errors that one run noted, instead of their own."""
+    return "full precision" in record.get("errors", "")
+
+
 def harm_record(data: Record) -> Record:
     """What was measured on a card by the model's own optimizer, in the lowest precision."""
     return harm_records(data)[0]

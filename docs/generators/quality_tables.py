@@ -15,6 +15,7 @@ from quality_records import (
     rate_of,
     records,
     recovered,
+    shared_errors,
 )
 from results_pages import Record, table
 
@@ -47,7 +48,8 @@ def ranks_table(data: Record) -> str:
         by = "" if other["optimizer"] == record["optimizer"] else f" by {other['optimizer']}"
         rate = "" if rate_of(other) == rate_of(record) else f", {rate_of(other)} rate"
         backward = "" if other["backward"] == record["backward"] else f", {other['backward']}"
-        columns.append((f"loss after steps{by}{rate}{backward}", other["after_steps"]))
+        errors = "" if shared_errors(other) == shared_errors(record) else ", errors of each run"
+        columns.append((f"loss after steps{by}{rate}{errors}{backward}", other["after_steps"]))
     clear = record["after_steps"]["clear"]
     columns.append((f"loss after steps, {clear['operators']} operators with clear harm", clear))
 

@@ -125,6 +125,11 @@ def best_beside(ways: Mapping[str, Record], *, launched: bool = False) -> str | 
     return max(others, key=lambda name: ways[name]["samples_per_s"])
 
 
+def same_way(record: Record, name: str) -> bool:
+    """Whether a plan is this plain way on every device type."""
+    return {*record.get("taken", {}).values()} == {name.removeprefix(BY_SPEED).removeprefix("uniform ")}
+
+
 def _of_pairs(pairs: Mapping[str, Mapping[str, Record]]) -> dict[str, str]:
     models = sorted(pairs)
     ratios = {model: against_plain(pairs[model])[0] for model in models}
@@ -181,14 +186,18 @@ def _bars_table(clusters: Mapping[tuple[str, int], Mapping[str, Record]]) -> str
             continue
         ratio, best = against_plain(ways)
         beside, both, launched = best_beside(ways), by_speed(ways), best_beside(ways, launched=True)
-        plan = ways.get(f"{BY_SPEED}plan", {}).get("samples_per_s")
+        sized = ways.get(f"{BY_SPEED}plan", {})
+        itself = next((f", it is {name}" for name in PLAIN if same_way(ways["plan"], name)), "")
+        tied = ", which it is" if beside is not None and same_way(sized, beside) else ""
         rows.append(
             [
                 f"{model}, {workers} workers",
                 f"{ratio:.3f} of {best}",
-                "yes" if less_sensitive(ways) else "no",
-                None if both is None else f"{both:.3f} of {beside}",
-                None if launched is None else f"{plan / ways[launched]['samples_per_s']:.2f} of {launched}",
+                "yes" if less_sensitive(ways) else f"no{itself}",
+                None if both is None else f"{both:.3f} of {beside}{tied}",
+                None
+                if launched is None
+                else f"{sized['samples_per_s'] / ways[launched]['samples_per_s']:.2f} of {launched}",
                 f"{ways['plan']['first_planned_step_s']:.0f} s",
             ]
         )

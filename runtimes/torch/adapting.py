@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from qsync_opt.errors import ProblemError
 from qsync_opt.jsonio import check_integer, check_number
-from qsync_opt.runtimes.torch.agreement import gather_json, message_device, others_needed, world
+from qsync_opt.runtimes.torch.agreement import (
+    fail_together,
+    gather_json,
+    message_device,
+    others_needed,
+    together,
+    world,
+)
 from qsync_opt.runtimes.torch.apply import AppliedPlan, ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.device_memory import memory_budget
 from qsync_opt.runtimes.torch.job_file import with_speed
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
-from qsync_opt.runtimes.torch.job_plan import JobPlan
+from qsync_opt.runtimes.torch.job_plan import JobModel, JobPlan
 from qsync_opt.runtimes.torch.planning import shared_plan
 from qsync_opt.runtimes.torch.wrappers import bare_model
 
@@ -58,7 +66,7 @@ class PlanAdapter:
                 plan needs is a change always.
 
         Raises:
-            ProblemError: ``every`` or ``tolerance`` is unusable.
+            ProblemError: ``every``, ``tolerance``, or what ``memory`` or ``speed`` returned is unusable.
         """
         check_integer(every, "every", minimum=1)
         check_number(tolerance, "tolerance")
@@ -87,9 +95,14 @@ class PlanAdapter:
         self.steps += 1
         if self.steps % self._every:
             return None
-        now = self._now()
-        if not self._anywhere(self._changed(now)):
+        now, error = self._facts, None
+        try:
+            now = self._now()
+        except Exception as failure:  # told to all ranks below, so that none waits for this one
+            error = failure
+        if not self._anywhere(error is not None or self._changed(now)):
             return None
+        fail_together(error)
         began = time.perf_counter()
         found = self._solved(now)
         moved = self._move(found)
@@ -103,7 +116,13 @@ class PlanAdapter:
 
     def _now(self) -> dict[str, Any]:
         memory = memory_budget(self._device, self._options.memory) if self._memory is None else self._memory()
-        return {"memory": int(memory), "speed": 1.0 if self._speed is None else float(self._speed())}
+        speed = 1.0 if self._speed is None else self._speed()
+        facts = {"memory": float(memory), "speed": float(speed)}
+        for name, value in facts.items():
+            check_number(value, f"{name} of this rank's device")
+        if not facts["speed"]:
+            raise ProblemError("speed of this rank's device is 0: it says how many times longer work takes, 2.0 say")
+        return {**facts, "memory": int(memory)}
 
     def _changed(self, now: dict[str, Any]) -> bool:
         if now["memory"] < self.plan.memory_bytes.get(self.plan.device_type, 0) and now != self._facts:
@@ -122,21 +141,11 @@ class PlanAdapter:
         """A plan for the smallest memory and the slowest worker of each type."""
         told = gather_json({**now, "type": self.plan.device_type, "before": self._facts["memory"]})
         made = self.plan.model
-        if made is not None:
-            limits: dict[str, int] = {}
-            factors: dict[str, float] = {}
-            for fact in told:
-                name = fact["type"]
-                # Trials may have shown that less of the memory can be planned with than is there.
-                usable = min(1.0, made.cluster.device(name).memory_limit_bytes / fact["before"])
-                limit = int(usable * fact["memory"])
-                limits[name] = min(limit, limits.get(name, limit))
-                factors[name] = max(fact["speed"], factors.get(name, 0.0))
-            changed = with_speed(made.with_memory(limits), factors)
-            found = shared_plan(changed, self.plan.device_type, self._options, self.plan)
-            # Speeds are told relative to the first measurement, which is therefore what must be kept.
-            return replace(found, model=made.with_memory(limits))
-        return shared_plan(None, self.plan.device_type, self._options)
+        kept = together(lambda: None if made is None else _with_limits(made, told))
+        changed = together(lambda: None if kept is None else with_speed(kept, _slowest(told)))
+        found = shared_plan(changed, self.plan.device_type, self._options, self.plan)
+        # Speeds are told relative to the first measurement, which is therefore what must be kept.
+        return found if kept is None else replace(found, model=kept)
 
     def _move(self, found: JobPlan) -> bool:
         """Put the plan on the model if it is another one than is applied now; True if any rank changed anything."""
@@ -153,6 +162,26 @@ class PlanAdapter:
         if fresh is not None:
             self._apply_options = fresh.options
         return self._anywhere(before != _carried_out(fresh))
+
+
+def _with_limits(made: JobModel, told: Sequence[Mapping[str, Any]]) -> JobModel:
+    """The job with the smallest memory that any worker of each type has now."""
+    limits: dict[str, int] = {}
+    for fact in told:
+        name = fact["type"]
+        # Trials may have shown that less of the memory can be planned with than is there.
+        usable = min(1.0, made.cluster.device(name).memory_limit_bytes / max(1, fact["before"]))
+        limit = int(usable * fact["memory"])
+        limits[name] = min(limit, limits.get(name, limit))
+    return made.with_memory(limits)
+
+
+def _slowest(told: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How many times longer the slowest worker of each type takes now."""
+    factors: dict[str, float] = {}
+    for fact in told:
+        factors[fact["type"]] = max(fact["speed"], factors.get(fact["type"], 0.0))
+    return factors
 
 
 def _wanted(found: JobPlan, applied: AppliedPlan | None) -> tuple[dict[str, str], str | None, bool] | None:

@@ -23,6 +23,11 @@ _PHASE = "qsync-opt phase"
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Address of the memory that a tensor lies in, which views share."""
+    return tensor.untyped_storage().data_ptr()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
     """Bytes beyond those in use at the start: the most at any time, and what is left at the end."""

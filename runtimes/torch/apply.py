@@ -7,7 +7,7 @@ all-reduce, in FP32 on every rank.
 What runs how: a planned operator runs at its precision. An adjustable operator that the plan does not name runs in FP32
 and is named once in a warning. A fixed operator (normalisation, softmax, losses and such) gets its 16-bit inputs cast
 up to FP32. Everything else follows its inputs by torch's type promotion. In-place operations keep the type of the
-tensor they write to, as in plain torch.
+tensor they write to, as in plain torch. What the model returns is cast up to FP32, unless it returns its own loss.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from qsync_opt.runtimes.torch.graphs import FirstPass
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
 from qsync_opt.runtimes.torch.job_plan import JobPlan
 from qsync_opt.runtimes.torch.operator_calls import Run
+from qsync_opt.runtimes.torch.outputs import full_precision
 from qsync_opt.runtimes.torch.prepared_operators import eight_bits, fixed, floating, refuse_autocast
 from qsync_opt.runtimes.torch.step_audit import StepAudit
 from qsync_opt.runtimes.torch.wrappers import bare_model
@@ -127,6 +128,8 @@ class AppliedPlan:
         )
         if options.autocast is not None:
             self.interception.at_rest = self._under_autocast
+        if options.outputs == "FP32":
+            self.interception.finish = full_precision
         self.interception.prepares_evaluation = options.evaluate_in == "plan"
 
     @property
@@ -174,6 +177,7 @@ class AppliedPlan:
                 half, seed = backend.half_format(device), _seed(name, base.seed, rank)
                 result[name] = dataclasses.replace(base, half_format=half, seed=seed)
                 traced[name] = dataclasses.replace(result[name], offset=0, step=self.counter)
+        self._seeds = {name: str(kernels.seed) for name, kernels in traced.items()}
         return result, traced
 
     def __call__(self, call: OperatorCall) -> Any:
@@ -196,6 +200,9 @@ class AppliedPlan:
         if kernels is not None:
             if not self.interception.training:
                 kernels = kernels.nearest()
+            elif torch.compiler.is_compiling():  # the whole model, or one module of an eager pass
+                # A seed read as an integer could become a symbol, and has more bits than symbols may.
+                kernels = self._traced_kernels[call.name].at(seed=int(self._seeds[call.name]), offset=0)
             elif self.interception.traced:
                 kernels = self._traced_kernels[call.name]
             else:
@@ -316,9 +323,9 @@ def apply(
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> model = apply(model, {"0/linear": "BF16", "2/linear": "INT8"})
-        >>> model(torch.zeros(3, 4)).dtype
-        torch.bfloat16
-        >>> undo(model)(torch.zeros(3, 4)).dtype
+        >>> model[0](torch.zeros(3, 4)).dtype, model(torch.zeros(3, 4)).dtype
+        (torch.bfloat16, torch.float32)
+        >>> undo(model)[0](torch.zeros(3, 4)).dtype
         torch.float32
     """
     if not isinstance(model, nn.Module):

@@ -41,9 +41,12 @@ class ApplyOptions:
             None: operator by operator. A `JobPlan` says it by itself.
         captured: Capture the first training pass in CUDA graphs and replay it from then on, as `graphed` does. A
             `JobPlan` says it by itself.
+        outputs: ``"FP32"``: what the model returns in 16 bits is cast up, so that losses and metrics outside of the
+            model compute as they did before; unless the model returns its own loss. ``"plan"``: it comes as the
+            last operators made it.
 
     Raises:
-        UnsupportedError: ``evaluate_in`` or ``autocast`` is something else.
+        UnsupportedError: ``evaluate_in``, ``autocast`` or ``outputs`` is something else.
     """
 
     kernels: KernelOptions = field(default_factory=KernelOptions)
@@ -51,10 +54,13 @@ class ApplyOptions:
     rank: int | None = None
     autocast: str | None = None
     captured: bool = False
+    outputs: str = "FP32"
 
     def __post_init__(self) -> None:
         if self.evaluate_in not in ("plan", "FP32"):
             raise UnsupportedError(f"option evaluate_in={self.evaluate_in!r}: allowed are plan, FP32")
+        if self.outputs not in ("plan", "FP32"):
+            raise UnsupportedError(f"option outputs={self.outputs!r}: allowed are plan, FP32")
         if self.autocast not in (None, *AUTOCAST_TYPES):
             raise UnsupportedError(
                 f"option autocast={self.autocast!r}: allowed are {', '.join(AUTOCAST_TYPES)} and None"

@@ -1,10 +1,11 @@
-"""Where does noise arrive at rectifiers, how much of it, and where does it move the gradient? Seen in noisy passes.
+"""Where does noise arrive at rectifiers and max-pools, how much, and where does it move the gradient? By noisy passes.
 
 How often an element flips depends on the noise *there*: a batch normalization enlarges the channels of small variance,
 and their noise with them; an image with large activations is noisier than others; what a residual branch brings lands
 on its own channels. With one size of noise for a whole tensor, flips of ResNet-50 are a third too few. So the step is
 run once as it is and a few times with both operands of every product rounded to INT8, stochastically, and what differs
-at the input of each rectifier is kept: its mean square per image and channel, and altogether.
+at the input of each rectifier is kept: its mean square per image and channel, and altogether. Of a max-pool it is kept
+by how much noise changes the gap between the two largest elements of a window.
 
 The gradients of the noisy passes tell by how much the *mean* gradient moves: of two independent draws, the product of
 the two deviations is the squared norm of that shift in expectation. Noise of zero mean shifts it because the mean
@@ -14,7 +15,9 @@ rectifier.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,23 +27,30 @@ from qsync_opt.kernels.arguments import CONVOLUTIONS
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize import dequantize, quantize_int8
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
+from qsync_opt.runtimes.torch.max_pooling import MAX_POOLS, Contest, LastRectified, contest, pool_call
 from qsync_opt.runtimes.torch.product_calls import BILINEAR, operand_slots, replace_operands
-from qsync_opt.runtimes.torch.reductions import square_sum
+from qsync_opt.runtimes.torch.reductions import square_sum, strided
 
 RECTIFIERS = ("relu", "relu_")
 """Operators whose derivative jumps at zero."""
+KINKED = (*RECTIFIERS, *MAX_POOLS)
+"""Operators whose derivative jumps."""
 PASSES = 6
 """Passes with noise. With two, the root of a mean square of few elements comes out a tenth too small, and the shift is
 known to a fifth of the variance; with six to a twentieth."""
 
+_ELEMENTS = 1 << 14
+"""Elements at most of each parameter's gradient that tell by how much the mean gradient moves."""
+
 
 class Arriving(NamedTuple):
-    """Noise at the input of a rectifier.
+    """Noise at the input of a rectifier or max-pool.
 
     Attributes:
         ratio: Its energy over that of the signal, all calls together.
         spread: Mean square, per call, broadcasting against the input: per sample and channel where there are
-            positions, else per element, over the batch.
+            positions, else per element, over the batch. Of a max-pool that of the gaps between contestants, per sample
+            and channel, (leading, 1).
     """
 
     ratio: float
@@ -51,7 +61,7 @@ class Seen(NamedTuple):
     """What noisy passes showed.
 
     Attributes:
-        arriving: Noise at each rectifier; empty if the step has none.
+        arriving: Noise at each rectifier and max-pool; empty if the step has none.
         shift: Squared norm by which the mean of the gradient moves; an estimate, so that it may be negative.
     """
 
@@ -62,10 +72,12 @@ class Seen(NamedTuple):
 class _Watch:
     """Handler of an interception: rounds operands in all passes but the first, and compares what rectifiers read."""
 
-    def __init__(self, wanted: frozenset[str] | None) -> None:
-        self._wanted = wanted
+    def __init__(self, wanted: frozenset[str] | None, passes: int) -> None:
+        self._wanted, self._passes = wanted, passes
         self.draw = -1
         self.exact: dict[str, list[Tensor]] = {}
+        self._contests: dict[str, list[Contest]] = {}
+        self._rectified = LastRectified()
         self.spread: dict[str, list[Tensor]] = {}
         self.noise: dict[str, list[Tensor]] = {}
         self._met: dict[str, int] = {}
@@ -77,11 +89,10 @@ class _Watch:
         self.draw, self._met = draw, {}
 
     def __call__(self, call: OperatorCall) -> Any:
-        if call.op_type in RECTIFIERS:
+        if call.op_type in KINKED:
             if self.recomputing():  # by activation checkpointing: the same numbers again
                 return call.run()
-            self._compare(call.traced_name, call.args[0] if call.args else call.kwargs["input"])
-            return call.run()
+            return self._pool(call) if call.op_type in MAX_POOLS else self._rectify(call)
         if self.draw < 0 or call.op_type not in BILINEAR or not (self._wanted is None or call.name in self._wanted):
             return call.run()
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
@@ -91,13 +102,33 @@ class _Watch:
         for stream, slot in enumerate(slots):
             dims = _weight_slices(call.op_type, slot.tensor) if stream == 1 else None
             plain = slot.tensor.detach()
-            error = dequantize(quantize_int8(plain, dims, options, stream), plain.dtype).sub_(plain)
-            rounded.append(slot.tensor + error)
+            values = dequantize(quantize_int8(plain, dims, options, stream), plain.dtype)
+            rounded.append(_Through.apply(slot.tensor, values))  # type: ignore[no-untyped-call]
         args, kwargs = replace_operands(call.args, call.kwargs, slots, rounded)
         return call.run(*args, **kwargs)
 
+    def _rectify(self, call: OperatorCall) -> Any:
+        z: Tensor = call.args[0] if call.args else call.kwargs["input"]
+        read = z.detach().clone() if call.writes else z
+        self._compare(call.traced_name, read, _per_channel)
+        result = call.run()
+        self._rectified.keep(result, read)
+        return result
+
+    def _pool(self, call: OperatorCall) -> Any:
+        given = pool_call(call.op_type, call.args, call.kwargs)
+        if given is not None:
+            x, window = given
+            ranked, name = self._rectified.ranks(x), call.traced_name
+            if self.draw < 0:
+                self._contests.setdefault(name, []).append(contest(ranked, window))
+            number, known = self._met.get(name, 0), self._contests.get(name, [])
+            if number < len(known):
+                self._compare(name, x, lambda _: _of_gaps(known[number], ranked))
+        return call.run()
+
     @torch.no_grad()
-    def _compare(self, name: str, z: Tensor) -> None:
+    def _compare(self, name: str, z: Tensor, spread_of: Callable[[Tensor], Tensor]) -> None:
         number = self._met.get(name, 0)
         self._met[name] = number + 1
         if self.draw < 0:
@@ -107,7 +138,7 @@ class _Watch:
         if number >= len(known) or known[number].shape != z.shape:
             return  # the step took another way
         squares = (z - known[number]).square_()
-        spread = squares.mean(tuple(range(2, z.dim())) if z.dim() > 3 else 0, keepdim=True)
+        spread = spread_of(squares)
         spreads, noises = self.spread.setdefault(name, []), self.noise.setdefault(name, [])
         if number == len(spreads):
             spreads.append(torch.zeros_like(spread))
@@ -115,14 +146,40 @@ class _Watch:
         spreads[number] += spread
         noises[number] += squares.mean(dtype=torch.float64) * z.numel()
 
+    def forget(self) -> None:
+        """Keep no activation."""
+        self.exact.clear()
+        self._contests.clear()
+        self._rectified.forget()
+
     def found(self) -> dict[str, Arriving]:
-        """What arrived, over all passes with noise."""
-        found = {}
-        for name, spreads in self.spread.items():
-            signal = torch.stack([square_sum(z) for z in self.exact[name]]).sum()
-            ratio = torch.stack(self.noise[name]).sum() / PASSES / signal
-            found[name] = Arriving(float(ratio.nan_to_num_(0.0, 0.0)), tuple(s / PASSES for s in spreads))
-        return found
+        """What arrived, over all passes with noise; one transfer to the host."""
+        names = list(self.spread)
+        if not names:
+            return {}
+        ratios = torch.stack(
+            [
+                torch.stack(self.noise[name]).sum()
+                / self._passes
+                / torch.stack([square_sum(z) for z in self.exact[name]]).sum()
+                for name in names
+            ]
+        )
+        return {
+            name: Arriving(ratio, tuple(s / self._passes for s in self.spread[name]))
+            for name, ratio in zip(names, ratios.nan_to_num_(0.0, 0.0).tolist(), strict=True)
+        }
+
+
+def _per_channel(squares: Tensor) -> Tensor:
+    return squares.mean(tuple(range(2, squares.dim())) if squares.dim() > 3 else 0, keepdim=True)
+
+
+def _of_gaps(known: Contest, ranked: Tensor) -> Tensor:
+    """Mean square, over the windows where something is at stake, of what changed."""
+    counted = known.gap.isfinite() & (known.gap > 0)
+    squares = torch.where(counted, (known.gap_in(ranked) - known.gap).square_(), 0.0)
+    return squares.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
 
 
 def _weight_slices(op_type: str, tensor: Tensor) -> tuple[int, ...] | None:
@@ -133,35 +190,79 @@ def _weight_slices(op_type: str, tensor: Tensor) -> tuple[int, ...] | None:
 
 
 class _Shift:
-    """Squared norm of the mean deviation of a gradient, from independent draws."""
+    """Squared norm of the mean deviation of a gradient, from independent draws and some elements of each parameter."""
 
-    def __init__(self, exact: Sequence[Tensor]) -> None:
-        self._exact = exact
-        self._sums = [torch.zeros_like(g) for g in exact]
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._parts: dict[int, Tensor] = {}
+        self._exact: Tensor | None = None
+        self._sum: Tensor | None = None
         self._squares: list[Tensor] = []
 
-    def add(self, noisy: Sequence[Tensor]) -> None:
-        """Another draw."""
-        for known, g, exact in zip(self._sums, noisy, self._exact, strict=True):
-            known += g - exact
-        self._squares.append(_norm(g - exact for g, exact in zip(noisy, self._exact, strict=True)))
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within the block gradients are looked at where autograd hands them over; nothing of their size is kept."""
+
+        def hooked(index: int) -> Callable[[Tensor], Tensor]:
+            def hook(g: Tensor) -> Tensor:
+                some = strided(g, _ELEMENTS)
+                self._parts[index] = some * math.sqrt(g.numel() / some.numel())
+                return g.new_zeros(()).expand_as(g)
+
+            return hook
+
+        handles = [p.register_hook(hooked(i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def add(self) -> None:
+        """The pass is over: another draw, but for the first, which is the one without noise."""
+        if not self._parts:
+            return
+        found = torch.cat([self._parts[i] for i in sorted(self._parts)])
+        self._parts.clear()
+        if self._exact is None:
+            self._exact, self._sum = found, torch.zeros_like(found)
+            return
+        assert self._sum is not None
+        deviation = found.sub_(self._exact)
+        self._sum += deviation
+        self._squares.append(square_sum(deviation))
 
     def estimate(self) -> float:
         """Mean over pairs of draws of the product of their deviations."""
-        pairs = len(self._squares) * (len(self._squares) - 1)
-        return float((_norm(self._sums) - torch.stack(self._squares).sum()) / pairs)
+        draws = len(self._squares)
+        if self._sum is None or draws < 2:
+            return 0.0
+        return float((square_sum(self._sum) - torch.stack(self._squares).sum()) / (draws * (draws - 1)))
 
 
-def _norm(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.stack([square_sum(x) for x in tensors]).sum()
+class _Through(torch.autograd.Function):
+    """Values in place of others, whose gradient is that of those."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, None
 
 
 def noisy_passes(
-    model: nn.Module, loss_of: Callable[[], Tensor], wanted: frozenset[str] | None = None, *, shift: bool = True
+    model: nn.Module,
+    loss_of: Callable[[], Tensor],
+    wanted: frozenset[str] | None = None,
+    *,
+    shift: bool = True,
+    passes: int = PASSES,
 ) -> Seen:
-    """What rounding the operands of all products to INT8 does at the rectifiers of a step, and to the mean gradient.
+    """What rounding operands of all products to INT8 does at a step's rectifiers and pools, and to the mean gradient.
 
-    Takes one training step and ``PASSES`` with rounding; what rectifiers read is kept meanwhile. Every pass draws the
+    Takes one training step and some with rounding; what rectifiers read is kept meanwhile. Every pass draws the
     same random numbers for the model's own use, and leaves the generators as they were.
 
     Args:
@@ -169,17 +270,18 @@ def noisy_passes(
         loss_of: Runs the model on the batch and returns the loss.
         wanted: Limits the operators that round; None is all.
         shift: Without it the passes are forward passes, a third of the work.
+        passes: How many with rounding.
 
     Source:
         Ours.
     """
-    watch, shifted = _Watch(wanted), None
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     parameters = [p for p in model.parameters() if p.requires_grad]
-    interception = Interception(model, watch, kinds=RECTIFIERS)
+    watch, shifted = _Watch(wanted, passes), _Shift(parameters)
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    interception = Interception(model, watch, kinds=KINKED)
     watch.recomputing = lambda: interception.recomputing
     try:
-        for draw in range(-1, PASSES):
+        for draw in range(-1, passes):
             watch.begin(draw)
             with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(shift):
                 loss = loss_of()
@@ -187,13 +289,10 @@ def noisy_passes(
                 return Seen({}, 0.0)
             if not shift:
                 continue
-            found = torch.autograd.grad(loss, parameters, allow_unused=True)
-            gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
-            if shifted is None:
-                shifted = _Shift(gradients)
-            else:
-                shifted.add(gradients)
-        return Seen(watch.found(), 0.0 if shifted is None else shifted.estimate())
+            with shifted.watching():
+                torch.autograd.grad(loss, parameters, allow_unused=True)
+            shifted.add()
+        return Seen(watch.found(), shifted.estimate())
     finally:
         interception.remove()
-        watch.exact.clear()  # whatever still refers to the handler keeps no activation
+        watch.forget()  # whatever still refers to the handler keeps no activation

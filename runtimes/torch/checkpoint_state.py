@@ -18,10 +18,19 @@ _SHOWN = 3
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], Any]:
-    """Tensors of the model's ``state_dict`` by ``model.<name>``, and the rest of it (extra state) as JSON."""
+    """Tensors of the model's ``state_dict`` by ``model.<name>``, and the rest of it (extra state) as JSON.
+
+    Raises:
+        ModelError: A lazy module has no parameters yet.
+    """
     tensors: dict[str, Tensor] = {}
     rest = {}
     for name, value in model.state_dict().items():
+        if nn.parameter.is_lazy(value):
+            raise ModelError(
+                f"the parameter {plain_name(name)!r} has no shape yet: run one batch through the model, whose lazy "
+                "modules make their parameters then, before checkpoints are saved or loaded"
+            )
         if isinstance(value, Tensor):
             tensors[f"{MODEL}.{plain_name(name)}"] = value
         else:
@@ -35,7 +44,10 @@ def buffer_names(model: nn.Module) -> set[str]:
 
 
 def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], Any]:
-    """States of optimizers, keyed by the names of the parameters instead of their numbers."""
+    """States of optimizers, keyed by the names of the parameters instead of their numbers.
+
+    Parameters of theirs that are not the model's (of a loss, say) are kept with them.
+    """
     tensors: dict[str, Tensor] = {}
     told = []
     for number, optimizer in enumerate(optimizers):
@@ -52,6 +64,7 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
                 },
                 "param_groups": split_state(groups, f"{place}.groups", tensors),
                 "rest": split_state(rest, f"{place}.rest", tensors),
+                "outside": split_state(_outside(model, optimizer), f"{place}.outside", tensors),
             }
         )
     return tensors, told
@@ -102,10 +115,23 @@ def load_optimizers(
                 "param_groups": [{**group, "params": [numbers[n] for n in group["params"]]} for group in groups],
             }
         )
+        kept = join_state(entry.get("outside", {}), tensors, where)
+        with torch.no_grad():
+            for name, parameter in _outside(model, optimizer).items():
+                if name in kept:
+                    parameter.copy_(kept[name])
 
 
 def _is_groups(groups: Any) -> bool:
     return isinstance(groups, list) and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
+
+
+def _outside(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Parameters of an optimizer that the model does not have, by the name that `_names` gives them."""
+    own = {id(parameter) for parameter in model.parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = _names(model, optimizer)
+    return {names[i]: parameter for i, parameter in enumerate(parameters) if id(parameter) not in own}
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:

@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 import qsync_opt
-from qsync_opt.errors import ModelError, NotInstalledError, ProblemError
+from qsync_opt.errors import ModelError, NotInstalledError, ProblemError, first_line
 from qsync_opt.jsonio import Fields, check_integer, read_json, write_json
 from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json, others_needed, together, world
 from qsync_opt.runtimes.torch.checkpoint_files import (
@@ -214,7 +215,8 @@ class Checkpoints:
         together(lambda: require_same_operators(saved, present, state["versions"]))
         tight = broadcast_json(self._tight(state["memory_bytes"]) if rank == 0 else None)
         resumed = decide(found, saved, present, tight, "present" if model_only else plan)
-        together(lambda: self._read(path, state, model_only))
+        wanted = together(lambda: self._wanted(path, state, model_only))
+        together(lambda: self._read(path, state["values"], wanted, model_only))
         if not model_only:
             together(lambda: carry_out(self._model, rank, saved, resumed))
         if rank == 0:
@@ -281,8 +283,9 @@ class Checkpoints:
         limits = {device.name: device.memory_limit_bytes for device in self._plan.model.cluster.devices}
         return [name for name, needed in needed_bytes.items() if name in limits and needed > limits[name]]
 
-    def _read(self, path: Path, state: dict[str, Any], model_only: bool) -> None:
-        rank, size = world()
+    def _wanted(self, path: Path, state: dict[str, Any], model_only: bool) -> dict[str, Tensor]:
+        """Tensors to load into; refuses a checkpoint of something else, before any rank waits for another one."""
+        rank, _ = world()
         where = f"the checkpoint {str(path)!r}"
         model = bare_model(self._model)
         values = state["values"]
@@ -303,6 +306,12 @@ class Checkpoints:
             wanted.update({name: torch.empty(s, dtype=d) for name, (s, d) in sizes.items() if name.startswith(mine)})
             others.append(values["others"])
         wanted.update(blank_tensors(others, sizes))
+        return wanted
+
+    def _read(self, path: Path, values: dict[str, Any], wanted: dict[str, Tensor], model_only: bool) -> None:
+        rank, size = world()
+        where = f"the checkpoint {str(path)!r}"
+        model = bare_model(self._model)
         with _translated(f"{where} was not loaded"):
             load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=size == 1)
         if extra := join_state(values["model"], wanted, where):
@@ -316,15 +325,17 @@ class Checkpoints:
 
 
 def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tied weights as copies: safetensors holds no tensor under two names, and the plain model asks for both."""
+    """Tensors as safetensors holds them: all dense, and tied weights as copies, because the plain model has both."""
     seen: set[tuple[torch.device, int]] = set()
     result = {}
     for name, tensor in tensors.items():
-        if type(tensor) is Tensor or isinstance(tensor, nn.Parameter):
-            place = (tensor.device, tensor.untyped_storage().data_ptr())
-            if place in seen and tensor.numel():
-                tensor = tensor.clone()
-            seen.add(place)
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        place = (local.device, local.untyped_storage().data_ptr())
+        if not local.is_contiguous():  # in the format channels_last, say
+            tensor = tensor.contiguous()
+        elif place in seen and local.numel():
+            tensor = tensor.clone()
+        seen.add(place)
         result[name] = tensor
     return result
 
@@ -337,8 +348,10 @@ def _state_of(path: Path) -> dict[str, Any]:
     fields.integer("step")
     fields.take("plan")
     digest = fields.text("digest")
-    for name in ("versions", "memory_bytes"):
-        fields.mapping(name)
+    fields.mapping("versions")
+    memory = Fields(fields.mapping("memory_bytes"), f"{path / STATE}: memory_bytes")
+    for name in memory:
+        memory.integer(name)
     ranks = [
         RankState.from_fields(Fields(entry, f"{path}: rank {i}")) for i, entry in enumerate(fields.sequence("ranks"))
     ]
@@ -377,4 +390,4 @@ def _reason(cause: BaseException) -> str:
     if isinstance(cause, OSError):
         advice = "free space or give another folder; the older checkpoints are as they were"
         return f"{cause.strerror or cause}; {advice}"
-    return f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else 'no text'}"
+    return f"{type(cause).__name__}: {first_line(cause)}"

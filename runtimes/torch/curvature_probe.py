@@ -11,16 +11,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qsync_opt.errors import ModelError, first_line
+from qsync_opt.errors import ModelError
 from qsync_opt.graph import OpGraph, Role
-from qsync_opt.runtimes.torch.gradient_probe import FORWARD_TENSORS, Tapper, refuse_dead_ends, tapped
+from qsync_opt.runtimes.torch.gradient_probe import leaves_before, tapped, twice_differentiable
+from qsync_opt.runtimes.torch.interception import OperatorCall
+from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.random_signs import RandomSigns
-from qsync_opt.statistics import Curvature
+from qsync_opt.statistics import OPERANDS, Curvature
+
+
+class _Tapper:
+    """Handler of an interception: keeps a node of the autograd graph for every operand and result.
+
+    ``wanted`` limits the operators (None: all adjustable ones).
+    """
+
+    def __init__(self, wanted: frozenset[str] | None) -> None:
+        self._wanted = wanted
+        self.taps: list[tuple[str, str, Tensor]] = []
+
+    def __call__(self, call: OperatorCall) -> Any:
+        """Run an operator on taps of its operands, and hand on a tap of its result."""
+        if call.op_type not in ADJUSTABLE or (self._wanted is not None and call.name not in self._wanted):
+            return call.run()
+        slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
+        operands = []
+        for operand, slot in zip(OPERANDS[int(call.op_type == "embedding") :], slots, strict=False):
+            x = slot.tensor
+            tap = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+            self.taps.append((call.name, operand, tap))
+            operands.append(tap)
+        args, kwargs = replace_operands(call.args, call.kwargs, slots, operands)
+        output = call.run(*args, **kwargs)
+        output = output.view_as(output)
+        self.taps.append((call.name, "output", output))
+        return output.clone()  # what follows may write into it
 
 
 def _traces(loss: Tensor, taps: list[tuple[str, str, Tensor]], probes: int, seed: int) -> list[Tensor | None]:
@@ -28,7 +59,7 @@ def _traces(loss: Tensor, taps: list[tuple[str, str, Tensor]], probes: int, seed
     tensors = [tap for *_, tap in taps]
     start = torch.ones_like(loss, requires_grad=True)
     gradients = torch.autograd.grad(loss, tensors, start, create_graph=True, allow_unused=True)
-    refuse_dead_ends(gradients)
+    leaves_before(gradients)
     curved = [i for i, gradient in enumerate(gradients) if gradient is not None and gradient.requires_grad]
     random = RandomSigns(seed)
     totals: list[Tensor | None] = [None] * len(taps)
@@ -68,29 +99,25 @@ def probe_curvatures(
         Operator to tensor (``first``, ``second``, ``third``, ``output``) to curvature, summed over repeated calls.
 
     Raises:
-        ModelError: Some operation of the model has no second derivative.
+        ModelError: Some operation of the model has no second derivative, or memory was missing.
 
     Source:
         Hutchinson's estimator, as HAWQ-V2 (Dong et al., NeurIPS 2020) uses it for weights; over activations ours.
     """
     wanted = None if graph is None else frozenset(operator.name for operator in graph.by_role(Role.ADJUSTABLE))
-    tapper = Tapper(wanted, gradients=False)
+    tapper = _Tapper(wanted)
     found: dict[str, dict[str, tuple[float, float]]] = {}
     try:
-        with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):
-            loss = loss_of()
-        taps = [tap for tap in tapper.taps if tap[1] in FORWARD_TENSORS]
-        for (name, tensor, _), total in zip(taps, _traces(loss, taps, probes, seed), strict=True):
+        with twice_differentiable("curvature_probes"):
+            with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):
+                loss = loss_of()
+            traces = _traces(loss, tapper.taps, probes, seed)
+        for (name, tensor, _), total in zip(tapper.taps, traces, strict=True):
             if total is None:
                 continue
             uniform, floating = total.tolist()
             before = found.setdefault(name, {}).get(tensor, (0.0, 0.0))
             found[name][tensor] = (before[0] + uniform, before[1] + floating)
-    except RuntimeError as error:
-        raise ModelError(
-            f"the model cannot be differentiated twice, which probing needs ({first_line(error)}): "
-            "collect with curvature_probes=0"
-        ) from error
     finally:
         tapper.taps.clear()
     values = [number for tensors in found.values() for pair in tensors.values() for number in pair]

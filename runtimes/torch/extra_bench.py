@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.estimate import steady_medians
 from qsync_opt.runtimes.torch.allocations import allocation_of
 from qsync_opt.runtimes.torch.operator_bench import DTYPES, ROUND_BYTES
+from qsync_opt.runtimes.torch.several_optimizers import check_steps, kind_of, rebuilt, state_bytes
 from qsync_opt.runtimes.torch.stopwatch import Stopwatch
 
 _ROTATED = 4
@@ -73,15 +73,6 @@ def like(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.
     return rebuilt(optimizer, groups)
 
 
-def rebuilt(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return an optimizer of the same kind and settings without state over other groups of parameters."""
-    # Some optimizers note settings that their constructor does not take; those stand in the groups.
-    accepted = inspect.signature(type(optimizer)).parameters
-    settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-    copy: torch.optim.Optimizer = type(optimizer)(groups, **settings)
-    return copy
-
-
 def measure_optimizer(
     optimizer: torch.optim.Optimizer, device: torch.device, stopwatch: Stopwatch, repeats: int
 ) -> OptimizerCost:
@@ -92,7 +83,11 @@ def measure_optimizer(
         device: Where.
         stopwatch: For the device.
         repeats: Steps per round.
+
+    Raises:
+        UnsupportedError: It cannot be copied, or its step needs an argument.
     """
+    check_steps(optimizer)
     copy = like(optimizer, device)
     parameters = [p for group in copy.param_groups for p in group["params"]]
 
@@ -111,18 +106,12 @@ def measure_optimizer(
     _give_gradients(parameters)
     _, allocation = allocation_of(copy.step, device)
     return OptimizerCost(
-        name=type(optimizer).__name__,
+        name=kind_of(optimizer),
         step_ns=round(step_ns),
         zero_grad_ns=round(zero_grad_ns),
         state_bytes=state_bytes(copy),
         workspace_bytes=allocation.peak_bytes,
     )
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors that an optimizer keeps."""
-    entries: Iterable[Any] = optimizer.state.values()
-    return sum(v.numel() * v.element_size() for entry in entries for v in entry.values() if isinstance(v, Tensor))
 
 
 def _give_gradients(parameters: Sequence[nn.Parameter]) -> None:

@@ -9,7 +9,7 @@ first batch's is still in ``.grad`` when a second one begins; one batch alone sa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import torch
@@ -31,6 +31,7 @@ class GradientScatter:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._squares: dict[torch.device, Tensor] = {}
         self._batches = 0
+        self._last: dict[int, Tensor] = {}
 
     def __enter__(self) -> GradientScatter:
         for parameter in self._parameters:
@@ -44,9 +45,11 @@ class GradientScatter:
             parameter.grad = None
 
     def _add(self, gradient: Tensor) -> None:
-        found = _square_sum(gradient)
-        known = self._squares.get(gradient.device)
-        self._squares[gradient.device] = found if known is None else known + found
+        self._count(_square_sum(gradient))
+
+    def _count(self, found: Tensor) -> None:
+        known = self._squares.get(found.device)
+        self._squares[found.device] = found if known is None else known + found
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -56,13 +59,34 @@ class GradientScatter:
                 if parameter.grad is not None:
                     self._add(parameter.grad)
         watched = self._parameters if self._batches else []
-        handles = [parameter.register_hook(self._add) for parameter in watched]  # type: ignore[no-untyped-call]
+        self._last.clear()
+
+        def hooked(index: int) -> Callable[[Tensor], None]:
+            def hook(gradient: Tensor) -> None:
+                self._last[index] = found = _square_sum(gradient)
+                self._count(found)
+
+            return hook
+
+        handles = [p.register_hook(hooked(i)) for i, p in enumerate(watched)]  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
         self._batches += 1
+
+    def roots(self) -> dict[int, Tensor]:
+        """Root mean squares of the last batch's gradients, by the number of the trained parameter."""
+        squares = self._last
+        if self._batches == 1:
+            squares = {i: _square_sum(p.grad) for i, p in enumerate(self._parameters) if p.grad is not None}
+        return {i: (square.double() / self._parameters[i].numel()).sqrt() for i, square in squares.items()}
+
+    def forget(self) -> None:
+        """Keep no gradient: nothing follows that it could be compared with."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def noise(self) -> GradientNoise | None:
         """What was found; None after fewer than two batches."""

@@ -10,15 +10,20 @@ The derivative of a rectifier jumps where its input crosses zero, which no deriv
 what small noise mostly does in a network of them. The mask by which a rectifier multiplies its gradient is therefore a
 tensor of its own: the square of its J^T u, element by element, times the chance that normal noise of some size pushes
 that element over zero, is the variance that the flips of this rectifier add (`Probed.flips`). Noise is spread over
-the elements as it was seen to arrive there (`noisy_passes`). Ties of max-pooling are not treated so: in a ResNet-50
-they are less than 5 % of what INT8 adds.
+the elements as it was seen to arrive there (`noisy_passes`). Max-pooling is treated likewise: the share of a window's
+gradient that goes to the second largest element is a tensor of its own, which noise changes from 0 to 1.
+
+A step that is differentiated twice keeps three to seven times what a training step keeps. Where a batch can be divided,
+only some of its samples are therefore probed; see
+``probe_parts``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -27,20 +32,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_opt.errors import ModelError, first_line
 from qsync_opt.graph import OpGraph, Role
-from qsync_opt.rounding import Granularity
-from qsync_opt.runtimes.torch.arriving_noise import RECTIFIERS, Arriving, Seen, noisy_passes
-from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
-from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, replace_operands
-from qsync_opt.runtimes.torch.random_signs import RandomSigns
-from qsync_opt.runtimes.torch.reductions import total
-from qsync_opt.runtimes.torch.rounding_error import stacked_errors
-from qsync_opt.statistics import FLIP_RATIOS, GRADIENTS, OPERANDS, Gain
+from qsync_opt.runtimes.torch.arriving_noise import KINKED, Seen, noisy_passes
+from qsync_opt.runtimes.torch.gain_taps import GainTapper, Key, Sums, nothing_like
+from qsync_opt.runtimes.torch.interception import Interception
+from qsync_opt.runtimes.torch.operator_calls import Handler
+from qsync_opt.runtimes.torch.random_signs import signs_like
+from qsync_opt.runtimes.torch.reductions import dot, norm
+from qsync_opt.statistics import Gain
 
-_MASK = "mask"
-# Noise in the forward pass flips rectifiers; noise in gradients does not.
-_QUANTIZED = ("first", "second", "output_gradient")
-FORWARD_TENSORS = (*OPERANDS, "output")
-"""The tensors of an operator's forward pass."""
+LossOf = Callable[[], Tensor]
+_SMALL = 1 << 16
+"""Elements at most of a parameter whose random signs are kept."""
 
 
 class Probed(NamedTuple):
@@ -56,128 +58,26 @@ class Probed(NamedTuple):
     shift: float = 0.0
 
 
-class MaskedRectifier(torch.autograd.Function):
-    """A rectifier whose gradient is multiplied by a mask that can itself be differentiated by."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, mask: Tensor) -> Tensor:
-        """Rectify."""
-        ctx.save_for_backward(mask)
-        return z.relu()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """By the mask alone."""
-        (mask,) = ctx.saved_tensors
-        return grad * mask, None
-
-
-class Tapper:
-    """Handler of an interception: keeps a node of the autograd graph for every tensor that can be noisy.
-
-    ``wanted`` limits the operators (None: all adjustable ones); ``gradients`` also taps what the backward pass
-    computes, and the masks of rectifiers; ``arriving`` says how noise is spread over these (evenly, if it does not).
-    """
-
-    def __init__(
-        self,
-        wanted: frozenset[str] | None,
-        *,
-        gradients: bool = True,
-        arriving: Mapping[str, Arriving] | None = None,
-    ) -> None:
-        self._wanted = wanted
-        self._gradients = gradients
-        self._spread = {name: list(found.spread) for name, found in (arriving or {}).items()}
-        self.ratios = {name: found.ratio for name, found in (arriving or {}).items()}
-        """Noise-to-signal ratio at rectifiers when all products round."""
-        self.open = True
-        self.rectified: dict[int, Tensor] = {}
-        """Distance of every element from zero, over the size of noise as strong as the signal, by its mask's id."""
-        self.taps: list[tuple[str, str, Tensor]] = []
-
-    def __call__(self, call: OperatorCall) -> Any:
-        """Run an operator on taps of its operands, and hand on a tap of its result."""
-        if call.op_type in RECTIFIERS:
-            return self._rectify(call)
-        if call.op_type not in ADJUSTABLE or (self._wanted is not None and call.name not in self._wanted):
-            return call.run()
-        slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
-        lead = int(call.op_type == "embedding")
-        operands = []
-        for operand, gradient, slot in zip(OPERANDS[lead:], GRADIENTS[lead:], slots, strict=False):
-            needed = slot.tensor.requires_grad
-            tap = slot.tensor.view_as(slot.tensor) if needed else slot.tensor.detach().requires_grad_()
-            if needed and self._gradients:
-                self._tap_gradient(call.name, gradient, tap)
-            self.taps.append((call.name, operand, tap))
-            operands.append(tap)
-        args, kwargs = replace_operands(call.args, call.kwargs, slots, operands)
-        output = call.run(*args, **kwargs)
-        output = output.view_as(output)
-        if self._gradients:
-            self._tap_gradient(call.name, "output_gradient", output)
-        self.taps.append((call.name, "output", output))
-        return output.clone()  # what follows may write into it
-
-    def _tap_gradient(self, name: str, tensor: str, node: Tensor) -> None:
-        def hook(gradient: Tensor) -> Tensor | None:
-            if not self.open:  # the second differentiation passes here again
-                return None
-            known = gradient.requires_grad
-            tap = gradient.view_as(gradient) if known else gradient.detach().requires_grad_()
-            self.taps.append((name, tensor, tap))
-            return tap
-
-        node.register_hook(hook)  # type: ignore[no-untyped-call]
-
-    def _rectify(self, call: OperatorCall) -> Tensor:
-        z: Tensor = call.args[0] if call.args else call.kwargs["input"]
-        if not self._gradients or not z.requires_grad:
-            return call.run()  # type: ignore[no-any-return]
-        spreads = self._spread.get(call.traced_name)
-        with torch.no_grad():
-            mask, distance = (z > 0).to(z.dtype), _distance(z, spreads.pop(0) if spreads else None)
-        mask.requires_grad_()
-        self.rectified[id(mask)] = distance
-        self.taps.append((call.traced_name, _MASK, mask))
-        result: Tensor = MaskedRectifier.apply(z, mask)  # type: ignore[no-untyped-call]
-        return z.copy_(result) if call.writes else result
-
-
-def _distance(z: Tensor, spread: Tensor | None) -> Tensor:
-    """Distance of every element from zero over the size of the noise there, for noise as strong as the signal.
-
-    Where no noise arrives, nothing flips however close it is.
-    """
-    tiny = torch.finfo(z.dtype).tiny
-    strength = z.square().mean()
-    if spread is None or any(few not in (1, many) for few, many in zip(spread.shape, z.shape, strict=True)):
-        return z.abs().div_(strength.sqrt().clamp(min=tiny))
-    size = (spread * (strength / spread.mean().clamp(min=tiny))).sqrt()
-    return z.abs().div_(size).nan_to_num_(math.inf, math.inf)
-
-
-def _chance(distance: Tensor, ratio: float) -> Tensor:
-    """That normal noise pushes an element over zero."""
-    return torch.special.ndtr(distance / -math.sqrt(ratio)) if ratio > 0 else torch.zeros_like(distance)
-
-
 @contextlib.contextmanager
-def tapped(model: nn.Module, handler: Tapper) -> Iterator[None]:
-    """Within the block, the handler sees every operator and rectifier of the model."""
-    interception = Interception(model, handler, kinds=RECTIFIERS)
+def tapped(model: nn.Module, handler: Handler) -> Iterator[None]:
+    """Within the block, the handler sees every operator, rectifier and max-pool of the model."""
+    interception = Interception(model, handler, kinds=KINKED)
     try:
         yield
     finally:
         interception.remove()
 
 
-def refuse_dead_ends(gradients: Sequence[Tensor | None]) -> None:
-    """Raise if a gradient came through a function marked as differentiable once.
+def leaves_before(gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """The leaves of the autograd graph that gradients depend on.
 
-    Autograd itself would raise only if the derivative had to pass there; taps before it would silently get none.
+    Autograd would raise only if the derivative had to pass where a function can be differentiated once; taps before it
+    would silently get none.
+
+    Raises:
+        RuntimeError: A gradient came through a function marked as differentiable once.
     """
+    leaves = []
     nodes = [gradient.grad_fn for gradient in gradients if gradient is not None]
     seen: set[Any] = set()
     while nodes:
@@ -187,110 +87,233 @@ def refuse_dead_ends(gradients: Sequence[Tensor | None]) -> None:
         seen.add(node)
         if node.name() == "torch::autograd::Error":
             raise RuntimeError("a function is marked with once_differentiable")
+        if (variable := getattr(node, "variable", None)) is not None:
+            leaves.append(variable)
         nodes.extend(following for following, _ in node.next_functions)
+    return leaves
 
 
-def _noise_shapes(tensor: str, values: Tensor) -> tuple[Tensor | None, Tensor]:
-    """How fixed-point and floating noise spread over the elements of a tensor; None is evenly.
+class ProbeMemoryError(ModelError):
+    """Memory was missing for a step that is differentiated twice."""
 
-    With one scale per tensor, zeros and numbers on the grid do not err, and numbers below a step err in proportion.
+
+@contextlib.contextmanager
+def twice_differentiable(option: str) -> Iterator[None]:
+    """Say what is missing when a step cannot be differentiated twice: memory, or a second derivative.
+
+    Raises:
+        ModelError: Some operation has no second derivative, or memory was missing.
     """
-    uniform = None
-    if tensor in _QUANTIZED:
-        held = values.to(torch.float32)  # of a model in FP64, too
-        amax = torch.linalg.vector_norm(held, float("inf"))
-        uniform = stacked_errors(held, ("INT8/tensor",), {Granularity.TENSOR: amax}).stochastic[0]
-    return uniform, values.square()
-
-
-def _weighted(squares: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum of squares times weights of mean 1; weights that are all zero count as none."""
-    plain = total(squares)
-    if weights is None:
-        return plain
-    mean = total(weights) / weights.numel()
-    weighted = total(squares * weights) / mean.clamp(min=torch.finfo(torch.float64).tiny)
-    return torch.where(mean > 0, weighted, plain)
-
-
-def _adaptive_weights(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """By what each parameter's gradient is multiplied so that its variance is the share of Adam's progress it costs.
-
-    The square of it is ``1 / (2 rms_p sum of (elements rms))`` over the parameters, see ``qsync_opt.expected_loss``;
-    0 where all of a gradient is 0.
-    """
-    roots = [torch.linalg.vector_norm(g.detach()).double() / math.sqrt(g.numel()) for g in gradients]
-    progress = torch.stack([root * g.numel() for root, g in zip(roots, gradients, strict=True)]).sum()
-    weights = [torch.where(root > 0, (2 * root * progress).rsqrt(), 0.0) for root in roots]
-    return [weight.to(g.dtype) for weight, g in zip(weights, gradients, strict=True)]
-
-
-def _squares(
-    loss_of: Callable[[], Tensor], model: nn.Module, tapper: Tapper, probes: int, seed: int, adaptive: bool = False
-) -> dict[tuple[str, str], Tensor]:
-    """Per operator and tensor: mean over probes of the squared derivatives, summed over elements with two weights.
-
-    Weights are those of `_noise_shapes`, over their mean.
-    """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    random = RandomSigns(seed)
-    totals: dict[tuple[str, str], Tensor] = {}
     try:
-        with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):
-            loss = loss_of()
-            # What can be differentiated only once is marked as such only if what arrives at it requires a gradient.
-            start = torch.ones_like(loss, requires_grad=True)
-            gradients = torch.autograd.grad(loss, parameters, start, create_graph=True, allow_unused=True)
-        tapper.open = False
-        refuse_dead_ends(gradients)
-        used = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
-        weights = _adaptive_weights(used) if adaptive else []
-        for probe in range(probes):
-            signs = [random.like(g.detach()) for g in used]
-            for u, weight in zip(signs, weights, strict=False):
-                u.mul_(weight)
-            projection = torch.stack([(g * u).sum() for g, u in zip(used, signs, strict=True)]).sum()
-            derivatives = torch.autograd.grad(
-                projection, [tap for *_, tap in tapper.taps], allow_unused=True, retain_graph=probe + 1 < probes
-            )
-            for (name, tensor, tap), derivative in zip(tapper.taps, derivatives, strict=True):
-                if derivative is None:  # typed as if it never were
-                    continue  # type: ignore[unreachable]
-                squares = derivative.square()
-                if tensor == _MASK:
-                    distance = tapper.rectified[id(tap)]
-                    chances = [_chance(distance, ratio) for ratio in FLIP_RATIOS]
-                    sums = [total(squares * chance) for chance in chances]
-                    sums.append(total(squares * _chance(distance, tapper.ratios.get(name, 0.0)).square_()))
-                else:
-                    sums = [_weighted(squares, shape) for shape in _noise_shapes(tensor, tap.detach())]
-                found = torch.stack(sums) / probes
-                totals[name, tensor] = totals.get((name, tensor), 0) + found
+        yield
     except RuntimeError as error:
+        said = first_line(error)
+        if isinstance(error, torch.cuda.OutOfMemoryError) or "allocate memory" in said:
+            raise ProbeMemoryError(
+                f"there is not enough memory to differentiate the model twice, which probing needs ({said}): collect "
+                f"with smaller batches, or with {option}=0"
+            ) from error
         raise ModelError(
-            f"the model cannot be differentiated twice, which probing needs ({first_line(error)}): "
-            "collect with probes=0"
+            f"the model cannot be differentiated twice, which probing needs ({said}): collect with {option}=0"
         ) from error
-    finally:
-        # Hooks keep the tapper alive from inside the autograd graph; without its taps it does not keep the graph.
-        tapper.taps.clear()
-        tapper.rectified.clear()
-    return totals
+
+
+class _Projection(torch.autograd.Function):
+    """Sum of a gradient times random signs, which are asked for again where they are needed again."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, signs: Callable[[], Tensor]) -> Tensor:
+        ctx.signs = signs
+        return dot(gradient, signs()).to(gradient.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.signs() * factor, None
+
+
+class _Signs:
+    """Random signs for all parameters: of small ones drawn together and kept, of others drawn when they are needed."""
+
+    def __init__(self, parameters: Sequence[Tensor], key: tuple[int, ...]) -> None:
+        self._parameters, self._key = parameters, key
+        self._kept: dict[int, Tensor] = {}
+        small = [i for i, p in enumerate(parameters) if p.numel() <= _SMALL]
+        for place in dict.fromkeys((parameters[i].dtype, parameters[i].device) for i in small):
+            some = [i for i in small if (parameters[i].dtype, parameters[i].device) == place]
+            sizes = [parameters[i].numel() for i in some]
+            drawn = signs_like(parameters[some[0]], (*key, -1), sum(sizes))
+            for i, part in zip(some, torch.split(drawn, sizes), strict=True):
+                self._kept[i] = part.view(parameters[i].shape)
+
+    def of(self, index: int) -> Tensor:
+        """Of a parameter; not to be written into."""
+        known = self._kept.get(index)
+        return signs_like(self._parameters[index], (*self._key, index)) if known is None else known
+
+
+@dataclass
+class _Projected:
+    """What hooks of the parameters leave of the gradient: its sum with random signs, one for each probe."""
+
+    signs: Sequence[_Signs]
+    roots: Mapping[int, Tensor] | None
+    adaptive: bool
+    first: bool = True
+    sums: list[list[Tensor]] = field(default_factory=list)
+    progress: list[Tensor] = field(default_factory=list)
+
+    def hook(self, index: int) -> Callable[[Tensor | None], Tensor | None]:
+        """Of one parameter."""
+
+        def hook(gradient: Tensor | None) -> Tensor | None:
+            if gradient is None:  # differentiated again, where nothing depends on the parameter any more
+                return None
+            if self.first and gradient.requires_grad:
+                self.sums.append([self._project(index, gradient, signs) for signs in self.signs])
+            return nothing_like(gradient)  # nothing of a gradient's size is kept
+
+        return hook
+
+    def _project(self, index: int, gradient: Tensor, signs: _Signs) -> Tensor:
+        found: Tensor = _Projection.apply(gradient, functools.partial(signs.of, index))  # type: ignore[no-untyped-call]
+        return found * self._weight(index, gradient) if self.adaptive else found
+
+    def _weight(self, index: int, gradient: Tensor) -> Tensor:
+        """By what a parameter's gradient is multiplied so that its variance is the progress of Adam that it costs.
+
+        The square of it is ``1 / (2 rms_p sum of (elements rms))`` over the parameters, see
+        ``qsync_opt.expected_loss``; 0 where all of a gradient is 0. The sum is left to the end.
+        """
+        given = None if self.roots is None else self.roots.get(index)
+        with torch.no_grad():
+            root = norm(gradient.detach()).double() / gradient.numel() ** 0.5 if given is None else given
+            self.progress.append(root * gradient.numel())
+            return torch.where(root > 0, (2 * root).rsqrt(), 0.0).to(gradient.dtype)
+
+
+class Sliced(NamedTuple):
+    """What one probed loss shows: sums by operator, tensor and call, and by rectifier; and what rectifiers read."""
+
+    sums: dict[Key, Sums]
+    flips: dict[str, list[float]]
+    rectified: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """How losses are probed.
+
+    Attributes:
+        wanted: Limits the operators; None is all adjustable ones.
+        probes: Random vectors.
+        seed: Of these.
+        adaptive: See ``probe_gains``.
+        roots: Root mean squares of gradients by the parameter's number; by default those of the loss.
+        keep: From a tensor and its number of elements to whether some elements of its derivative are kept.
+    """
+
+    wanted: frozenset[str] | None
+    probes: int
+    seed: int = 0
+    adaptive: bool = False
+    roots: Mapping[int, Tensor] | None = None
+    keep: Callable[[Key, int], bool] | None = None
+
+    def of(self, model: nn.Module, loss_of: LossOf, seen: Seen) -> Sliced:
+        """Squared derivatives of one loss, and noise as it was seen to arrive at its rectifiers.
+
+        Raises:
+            ModelError: Some operation of the model has no second derivative, or memory was missing.
+        """
+        copied: frozenset[str] = frozenset()
+        while True:
+            tapper = GainTapper(self.wanted, seen.arriving, keep=self.keep, copied=copied)
+            try:
+                with twice_differentiable("probes"):
+                    progress = self._differentiate(model, loss_of, tapper)
+                if tapper.written <= copied:
+                    sums, flips = tapper.found(self.probes)
+                    if self.adaptive:
+                        _per_progress(sums, flips, float(torch.stack(progress).sum()) / self.probes)
+                    return Sliced(sums, flips, dict(tapper.rectified))
+                copied |= tapper.written
+            finally:
+                tapper.forget()
+
+    def _differentiate(self, model: nn.Module, loss_of: LossOf, tapper: GainTapper) -> list[Tensor]:
+        """Let the tapper see derivatives; returns what each parameter adds to Adam's progress."""
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        signs = [_Signs(parameters, (self.seed, probe)) for probe in range(self.probes)]
+        projected = _Projected(signs, self.roots, self.adaptive)
+        handles = [p.register_hook(projected.hook(i)) for i, p in enumerate(parameters)]  # type: ignore[no-untyped-call]
+        try:
+            with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):
+                loss = loss_of()
+                # What can be differentiated only once is marked as such only if what arrives at it requires a gradient.
+                start = torch.ones_like(loss, requires_grad=True)
+                torch.autograd.grad(loss, parameters, start, create_graph=True, allow_unused=True)
+            del loss
+            tapper.first = projected.first = False
+            projections = [torch.stack(row).sum() for row in zip(*projected.sums, strict=True)]
+            projected.sums.clear()
+            if not projections:
+                raise RuntimeError("its gradient does not depend on anything")
+            leaves = leaves_before(projections)
+            while projections:
+                tapper.last = len(projections) == 1
+                torch.autograd.grad(projections.pop(), leaves, allow_unused=True, retain_graph=not tapper.last)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return projected.progress
+
+
+def _per_progress(sums: Mapping[Key, Sums], flips: Mapping[str, list[float]], progress: float) -> None:
+    for known in sums.values():
+        known.plain, known.fixed, known.floating = (x / progress for x in (known.plain, known.fixed, known.floating))
+        known.scale /= progress
+    for row in flips.values():
+        row[:] = [value / progress for value in row]
+
+
+def gain_of(found: Sums) -> Gain:
+    """Mean over an operator's tensor with two weights; weights that are all zero count as none."""
+    return Gain(
+        uniform=weighted(found.plain, found.fixed, found.fixed_weight, found.elements),
+        floating=weighted(found.plain, found.floating, found.values, found.elements),
+    )
+
+
+def weighted(plain: float, sums: float, weights: float, elements: int) -> float:
+    """A sum of so many elements by weights of mean 1."""
+    return sums * elements / weights if weights > 0 else plain
+
+
+def wanted_of(graph: OpGraph | None) -> frozenset[str] | None:
+    """The operators that gains are wanted of; None is all."""
+    return None if graph is None else frozenset(operator.name for operator in graph.by_role(Role.ADJUSTABLE))
+
+
+def rectifies(graph: OpGraph | None) -> bool:
+    """Whether there may be rectifiers or max-pools."""
+    return graph is None or any(operator.op_type in KINKED for operator in graph)
 
 
 def probe_gains(
     model: nn.Module,
-    loss_of: Callable[[], Tensor],
+    loss_of: LossOf,
     *,
     graph: OpGraph | None = None,
     probes: int,
     seed: int = 0,
     adaptive: bool = False,
+    roots: Mapping[int, Tensor] | None = None,
+    seen: Seen | None = None,
 ) -> Probed:
     """Gains of every tensor of every adjustable operator for one batch, and what flips of rectifiers add.
 
-    Needs the memory of a forward and backward pass that is differentiated again, several times that of a training step.
-    Dropout draws anew in each pass.
+    Needs the memory of a forward and backward pass that is differentiated again, several times that of a training
+    step; see ``probe_parts`` for less. Dropout draws anew in each pass.
 
     Args:
         model: The model.
@@ -299,28 +322,40 @@ def probe_gains(
         probes: Random vectors; the relative error of a gain shrinks with their number and with the tensor's size.
         seed: Of the random vectors.
         adaptive: Count the variance of every parameter's gradient by the share of Adam's progress that it costs.
+        roots: Root mean squares of the gradients by the parameter's number, among those that are trained; by default
+            those of the loss.
+        seen: Noise at rectifiers; by default it is looked at now.
 
     Returns:
         Operator to tensor to gain; rectifier to flips.
 
     Raises:
-        ModelError: Some operation of the model has no second derivative.
+        ModelError: Some operation of the model has no second derivative, or memory was missing.
 
     Source:
         Ours; the estimator of a squared norm from random signs is Hutchinson's.
     """
-    wanted = None if graph is None else frozenset(operator.name for operator in graph.by_role(Role.ADJUSTABLE))
-    gains: dict[str, dict[str, Gain]] = {}
-    flips: dict[str, tuple[float, ...]] = {}
-    rectified = graph is None or any(operator.op_type in RECTIFIERS for operator in graph)
-    seen = noisy_passes(model, loss_of, wanted, shift=not adaptive) if rectified else Seen({}, 0.0)
-    tapper, shift = Tapper(wanted, arriving=seen.arriving), seen.shift
-    for (name, tensor), values in _squares(loss_of, model, tapper, probes, seed, adaptive).items():
-        if tensor == _MASK:
-            *flipped, squared_means = values.tolist()
-            flips[name] = tuple(flipped)
-            shift -= squared_means  # flips that are independent move the mean too: by -P or P at an element
-        else:
-            uniform, floating = values.tolist()
-            gains.setdefault(name, {})[tensor] = Gain(uniform=uniform, floating=floating)
-    return Probed(gains, flips, tapper.ratios, max(0.0, shift))
+    wanted = wanted_of(graph)
+    if seen is None:
+        seen = noisy_passes(model, loss_of, wanted, shift=not adaptive) if rectifies(graph) else Seen({}, 0.0)
+    probe = Probe(wanted=wanted, probes=probes, seed=seed, adaptive=adaptive, roots=roots)
+    found = probe.of(model, loss_of, seen)
+    return put_together({key: gain_of(sums) for key, sums in found.sums.items()}, found.flips, seen)
+
+
+def put_together(gains: Mapping[Key, Gain], flips: Mapping[str, Sequence[float]], seen: Seen) -> Probed:
+    """Calls of one operator added up; flips have the mean that they move in the last place."""
+    together: dict[str, dict[str, Gain]] = {}
+    for (name, tensor, _), gain in gains.items():
+        known = together.setdefault(name, {}).get(tensor)
+        if known is not None:
+            gain = Gain(uniform=known.uniform + gain.uniform, floating=known.floating + gain.floating)
+        together[name][tensor] = gain
+    # Flips that are independent move the mean too: by -P or P at an element.
+    shift = seen.shift - sum(row[-1] for row in flips.values())
+    return Probed(
+        together,
+        {name: tuple(row[:-1]) for name, row in flips.items()},
+        {name: arriving.ratio for name, arriving in seen.arriving.items()},
+        max(0.0, shift),
+    )

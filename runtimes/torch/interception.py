@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,10 +26,11 @@ from torch.overrides import TorchFunctionMode
 from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.runtimes.torch.graph_capture import is_capturing
 from qsync_opt.runtimes.torch.leaf_modules import HALF, Leaf
-from qsync_opt.runtimes.torch.module_forwards import Forward
+from qsync_opt.runtimes.torch.module_forwards import Forward, forward_of
 from qsync_opt.runtimes.torch.operator_calls import Handler, Replays, Run
 from qsync_opt.runtimes.torch.operator_calls import OperatorCall as OperatorCall
 from qsync_opt.runtimes.torch.operator_calls import operator_name as operator_name
+from qsync_opt.runtimes.torch.recomputation import CallMemory, Counts
 from qsync_opt.runtimes.torch.torch_functions import ENTERED, function_names
 
 
@@ -54,16 +54,6 @@ class _Mode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@dataclass(slots=True)
-class _Entry:
-    """State of the counters when a module was entered, for a later recomputation of that very call."""
-
-    pass_index: int
-    counts: dict[tuple[str, str], int]
-    recomputed: int = 0
-
-
-_NO_COUNTS: dict[tuple[str, str], int] = {}
 _past_modes: Any = torch._C.DisableTorchFunction
 
 
@@ -72,10 +62,9 @@ class Interception:
 
     The model's class, parameters, hooks and ``state_dict`` stay as they are. Shared modules report under the first
     path that ``named_modules`` gives them. A module that runs again during the backward pass (activation
-    checkpointing) reports under the names, and with the pass index, of the call that it repeats in the
-    last forward pass: where a second one comes before the backward pass of the first, the first is recomputed with the
-    index of the second. What is checkpointed must be a module: a plain function runs again outside of any module's
-    ``forward``, where its own operations are not seen.
+    checkpointing) reports under the names, and with the pass index, of the call that it repeats (`CallMemory`).
+    What is checkpointed must be a module, or a function that calls modules: a function's own operations run again
+    outside of any module's ``forward``, where they are not seen.
 
     Attributes:
         path: Path of the running module, None outside of a forward pass.
@@ -96,6 +85,7 @@ class Interception:
         prepares_evaluation: Whether that holds in evaluation mode too.
         graphs: Captured passes of the root module, tried before a pass runs.
         prepared_pass: Whether the present pass is such a one.
+        finish: Applied to what the root module returns, if the handler set it.
     """
 
     def __init__(
@@ -129,8 +119,7 @@ class Interception:
         self.recurrent_inputs = recurrent_inputs
         self.function_names = function_names(kinds)
         self._mode = _Mode(self)
-        self._counts: dict[tuple[str, str], int] = {}
-        self._entries: dict[str, list[_Entry]] = {}
+        self._counts: Counts = {}
         self._operator_names: dict[tuple[str, str], list[str]] = {}
         self._passes = 0
         self._modules: list[tuple[str, nn.Module]] = []
@@ -138,6 +127,7 @@ class Interception:
         self.pass_index = 0
         self.training = True
         self.recomputing = False
+        self._passing = False
         self.traced = False
         self.resting = False
         self.may_rest: Callable[[], bool] | None = None
@@ -146,15 +136,17 @@ class Interception:
         self.prepares_evaluation = True
         self.prepared_pass = False
         self.graphs: Replays | None = None
+        self.finish: Callable[[Any], Any] | None = None
         self._prepared: dict[tuple[str, str], list[tuple[str, Run]]] = {}
         self._on_cuda = any(parameter.is_cuda for parameter in model.parameters())
         self.seen: list[str] = []
         modules = list(model.named_modules())
-        self._has_shared_modules = len(modules) < sum(1 for _ in model.named_modules(remove_duplicate=False))
+        shared = len(modules) < sum(1 for _ in model.named_modules(remove_duplicate=False))
+        self._memory = CallMemory(shared_modules=shared)
         for path, module in modules:
             _check_free(path, module)
         for path, module in modules:
-            module.forward = Forward(self, path, module)
+            module.forward = forward_of(self, path, module)
             self._modules.append((path, module))
 
     @property
@@ -170,7 +162,8 @@ class Interception:
         """Run the outermost module of a pass."""
         if self.at_rest is not None:
             with self.at_rest(forward.module):
-                return self._resting(forward, args, kwargs)
+                result = self._resting(forward, args, kwargs)
+            return self._finished(forward, result)
         if torch.compiler.is_compiling():
             return self._traced(forward, args, kwargs)
         if self.may_rest is not None and self.may_rest():
@@ -178,11 +171,13 @@ class Interception:
         self.traced = self._on_cuda and is_capturing()
         self.recomputing = torch._C._current_graph_task_id() != -1
         self.training = forward.module.training
+        # Nothing of an evaluation is computed again. (A training pass without gradients may be: a checkpointed one.)
+        self._passing = not (self.training or torch.is_grad_enabled())
         self.prepared_pass = (
             self.prepare is not None and not self.traced and (self.training or self.prepares_evaluation)
         )
         if self.recomputing:
-            self._recall(forward.path)
+            self._recall(forward.path, args)
         else:
             self._counts = {}
             self.seen.clear()
@@ -191,11 +186,11 @@ class Interception:
                 self._passes += 1
             if self._on_pass_begin is not None:
                 self._on_pass_begin()
-            self.enter(forward.path)
+            self.enter(forward.path, args)
         result = self._run(forward, args, kwargs)
         if self._on_pass_end is not None and not self.recomputing:
             self._on_pass_end(forward.path)
-        return result
+        return self._finished(forward, result)
 
     def _resting(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.resting = True
@@ -220,7 +215,10 @@ class Interception:
         result = self._run(forward, args, kwargs)
         if self._on_pass_end is not None:
             self._on_pass_end(forward.path)
-        return result
+        return self._finished(forward, result)
+
+    def _finished(self, forward: Forward, result: Any) -> Any:
+        return result if self.finish is None or forward.path else self.finish(result)
 
     def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.path = forward.path
@@ -231,40 +229,19 @@ class Interception:
             self.path = None
             self.prepared_pass = False
 
-    def enter(self, path: str) -> None:
+    def enter(self, path: str, args: tuple[Any, ...]) -> None:
         """Note that a module begins to run inside the pass."""
         self.path = path
-        if not (self.recomputing or torch.compiler.is_compiling()):
-            self._remember(path)
+        if not (self.recomputing or self._passing or torch.compiler.is_compiling()):
+            self._memory.remember(path, self.pass_index, self._counts, args[0] if args else None)
 
-    def _remember(self, path: str) -> None:
-        entries = self._entries.get(path)
-        if entries is None:
-            entries = self._entries[path] = [_Entry(-1, _NO_COUNTS)]
-        first = entries[0]
-        if first.pass_index == self.pass_index:
-            entries.append(_Entry(self.pass_index, self._counts.copy()))
-            return
-        first.pass_index, first.recomputed = self.pass_index, 0
-        if self._has_shared_modules:
-            first.counts = self._counts.copy()
-        if len(entries) > 1:
-            del entries[1:]
-
-    def _recall(self, path: str) -> None:
-        """Set the counters as they were when the call that is now recomputed began.
-
-        The backward pass meets the calls of one module in reverse order.
-        """
-        entries = self._entries.get(path)
-        if entries is None:
+    def _recall(self, path: str, args: tuple[Any, ...]) -> None:
+        """Set the counters as they were when the call that is now recomputed began."""
+        found = self._memory.recall(path, args[0] if args else None)
+        if found is None:
             self._counts = {}
-            return
-        first = entries[0]
-        entry = entries[-1 - first.recomputed % len(entries)]
-        first.recomputed += 1
-        self._counts = entry.counts.copy()
-        self.pass_index = entry.pass_index
+        else:
+            self.pass_index, self._counts = found
 
     def call(self, op_type: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Name one call and hand it to the handler."""
@@ -302,13 +279,13 @@ class Interception:
         names = self._mode.names
         if leaf.op_type is None and leaf.function in names:  # a role that a user gave
             outer = self.path
-            self.enter(forward.path)
+            self.enter(forward.path, (x,))
             try:
                 return forward.inner(x)
             finally:
                 self.path = outer
-        if not self.recomputing:
-            self._remember(forward.path)
+        if not (self.recomputing or self._passing):
+            self._memory.remember(forward.path, self.pass_index, self._counts, x)
         with _past_modes():
             if leaf.arguments is None:
                 if leaf.op_type is not None and x.dtype in HALF:
@@ -379,8 +356,16 @@ def _check_free(path: str, module: nn.Module) -> None:
             f"the operators of module {path or 'the root'!r} are intercepted already (a plan is applied, or "
             "statistics are being collected): undo that first"
         )
+    check_not_scripted(path, module)
+
+
+def check_not_scripted(path: str, module: nn.Module) -> None:
+    """Refuse a module that ``torch.jit`` made."""
     if isinstance(module, torch.jit.ScriptModule):
-        raise UnsupportedError(f"module {path or 'the root'!r} is scripted: plans need plain Python modules")
+        raise UnsupportedError(
+            f"module {path or 'the root'!r} is scripted: plans need plain Python modules; build the model without "
+            "torch.jit"
+        )
 
 
 def interception_of(model: nn.Module) -> Interception | None:

@@ -85,7 +85,7 @@ def decide(
     """
     limits = _limits(made)
     ways = _ways_now(made, problem, plan, evaluation, options)
-    balanced = options.local_batches == "by speed"
+    balanced = options.sizes_batches
     chosen = choose(ways, limits, slack=options.slack, balanced=balanced) if ways else None
     if chosen is None:
         worthwhile, reason = verdict(evaluation.iteration_ns, evaluation.objective, others, options.least_gain)
@@ -164,7 +164,7 @@ def worth_racing(
 ) -> list[dict[str, Way]]:
     """The ways to go together whose whole steps should be timed; arguments as for `decide`."""
     ways = _ways_now(made, problem, plan, evaluation, options)
-    balanced = options.local_batches == "by speed"
+    balanced = options.sizes_batches
     found = finalists(ways, _limits(made), slack=options.slack, balanced=balanced)
     return [] if all(way.is_plain for entry in found for way in entry.values()) else found
 

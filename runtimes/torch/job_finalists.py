@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from qsync_opt.runtimes.torch.job_ways import (
     CAPTURED,
     FULL,
-    PLANNED,
     StepTime,
     Together,
     Way,
@@ -33,7 +32,7 @@ _SPARE = 0.04
 _FAR = 2.5
 _PLAIN = 3
 """How many single ways are tried that a user could have chosen."""
-_SIZED_MOST, _SIZED_NEAR = 4, 0.25
+_SIZED_MOST, _SIZED_NEAR = 5, 0.25
 """How many are tried with sized batches, of launched and of captured passes each; `_NEAR` for those."""
 _SCALING = 1.05
 """By how much loss scaling is expected to lengthen a step with sized batches, in the order of trials."""
@@ -72,7 +71,7 @@ def finalists(
     picked: list[list[dict[str, Way] | None]] = []
     for captured in (False, True):
         fits = fitting(ways, limits_bytes, captured=captured)
-        simple = {name: [way for way in mine if way.name != PLANNED] for name, mine in fits.items()}
+        simple = {name: [way for way in mine if not way.is_solved] for name, mine in fits.items()}
         picked.append([as_fast(fits, slack=slack), as_fast(simple, slack=slack), as_fast(fits, slack=slack + _SPARE)])
     (eager, *others), (captured_one, *more) = picked
     in_order = [eager, captured_one, *alike[:2], *finer[:2], *alike[2:], *finer[2:], *others, *more]

@@ -13,14 +13,15 @@ from torch import nn
 
 from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.device_profile import DeviceProfile
-from qsync_opt.errors import ModelError, NotReadyError, QSyncError, first_line
+from qsync_opt.errors import ModelError, NotReadyError, QSyncError, UnsupportedError, first_line
 from qsync_opt.estimates import MEASURED_OPTION
 from qsync_opt.runtimes.torch.agreement import gather_json, together, world
+from qsync_opt.runtimes.torch.apply_checks import is_sharded
 from qsync_opt.runtimes.torch.capture import CapturedModel
 from qsync_opt.runtimes.torch.ddp import measure_all_reduce
 from qsync_opt.runtimes.torch.device_memory import memory_budget
 from qsync_opt.runtimes.torch.identity import identify
-from qsync_opt.runtimes.torch.interception import interception_of
+from qsync_opt.runtimes.torch.interception import check_not_scripted, interception_of
 from qsync_opt.runtimes.torch.job_options import PlanningOptions, cache_folder
 from qsync_opt.runtimes.torch.job_steps import profile_job_steps
 from qsync_opt.runtimes.torch.measure import Loss, TrainingExample
@@ -39,13 +40,21 @@ class Job:
     optimizer: torch.optim.Optimizer | None = None
 
     def check(self) -> None:
-        """Refuse a model that a plan is applied to.
+        """Refuse a model that a plan is applied to, or that no rank can run by itself.
 
         Raises:
-            NotReadyError: It is.
+            NotReadyError: A plan is applied.
+            UnsupportedError: A module is scripted, or parameters are sharded.
         """
         if interception_of(self.model) is not None:
             raise NotReadyError("a plan is applied to this model already: undo(model) before planning anew")
+        for path, module in self.model.named_modules():
+            check_not_scripted(path, module)
+        if is_sharded(self.model):
+            raise UnsupportedError(
+                "the model is sharded, but each kind of device is measured by one of its workers alone: call auto_plan "
+                "with the whole model, then fully_shard, then apply"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,9 +58,10 @@ class PlanningOptions:
             timed compiled, and nothing else is compared. Every plan that is recorded or timed is compiled once, which
             takes minutes for large models; what this process has compiled before is compiled again.
         local_batches: ``"equal"`` on all workers, so that the slowest decides; ``"by speed"``: they will be sized so
-            that no worker waits, as the plan's ``shares`` say, and the fastest ways are taken. The batch for planning
-            is the same on all ranks in either case; where all its tensors share their first dimension, it is cut or
-            repeated to train for a few steps with sized batches in the most promising ways, plain ones among them.
+            that no worker waits, as the plan's ``shares`` say, and the fastest ways are taken, among them the plan of
+            every device type that is fastest by itself. The batch for planning is the same on all ranks in either case;
+            where all its tensors share their first dimension, it is cut or repeated to train for a few steps with sized
+            batches in the most promising ways, plain ones among them.
             Only ``compare`` looks at it.
         progress: As in `profile`.
     """
@@ -109,6 +110,11 @@ class PlanningOptions:
             )
         if self.local_batches not in ("equal", "by speed"):
             raise ProblemError(f"local_batches is {self.local_batches!r}: allowed are 'equal' and 'by speed'")
+
+    @property
+    def sizes_batches(self) -> bool:
+        """Whether local batches will be sized by speed."""
+        return self.local_batches == "by speed"
 
 
 def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:

@@ -79,14 +79,14 @@ def measure_steps(job: Job, made: JobModel | None, found: JobPlan, types: Device
     if not ways or any(gather_json(is_sharded(job.model))):
         return made
     sizing = None
-    if broadcast_json(job.options.local_batches == "by speed"):
+    if broadcast_json(job.options.sizes_batches):
         samples = gather_json(batch_size(job.example))
         if len(set(samples)) != 1 or samples[0] is None:
             _LOGGER.warning("steps with sized batches are not timed: the batch has no first dimension of samples")
             return made
         sizing = _Sizing({name: len(ranks) for name, ranks in types.ranks.items()}, samples[0])
     graph = None if made is None else made.graph
-    with parameters_put_back(job.model), model_unchanged(job.model):
+    with parameters_put_back(job.model, job.optimizer), model_unchanged(job.model):
         times, short, batches = _Race(job, ways, types.mine, graph, sizing).run()
     gc.collect()
     if job.example.device.type == "cuda":

@@ -27,11 +27,11 @@ from qsync_opt.measurement_cache import MeasurementCache
 from qsync_opt.precision import PrecisionFormats
 from qsync_opt.progress import Report
 from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
-from qsync_opt.runtimes.torch.extra_bench import rebuilt, state_bytes
 from qsync_opt.runtimes.torch.identity import identify
 from qsync_opt.runtimes.torch.measure import TrainingExample
 from qsync_opt.runtimes.torch.profile_run import option_values
 from qsync_opt.runtimes.torch.profiler import wanted_formats
+from qsync_opt.runtimes.torch.several_optimizers import kind_of, rebuilt, state_bytes
 from qsync_opt.runtimes.torch.step_profile import record_steps
 from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
@@ -184,7 +184,7 @@ def _settings(optimizer: torch.optim.Optimizer | None) -> str:
         [[list(p.shape) for p in group["params"]], {k: repr(v) for k, v in group.items() if k != "params"}]
         for group in optimizer.param_groups
     ]
-    return f"{type(optimizer).__name__} {hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:24]}"
+    return f"{kind_of(optimizer)} {hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:24]}"
 
 
 @contextlib.contextmanager
@@ -211,9 +211,9 @@ def _recorded(
     compiled: bool,
 ) -> tuple[StepCosts, int]:
     """Costs, and the bytes of the optimizer's state."""
-    with parameters_put_back(example.model), model_unchanged(example.model):
+    own = own_optimizer(optimizer, example.model)
+    with parameters_put_back(example.model, own), model_unchanged(example.model):
         wrapped = example.model if group is None else DistributedDataParallel(example.model, process_group=group)
-        own = own_optimizer(optimizer, example.model)
         stepped = dataclasses.replace(example, model=wrapped)
         # What was scaled is in the profile, which the plan quotes.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
@@ -255,9 +255,15 @@ def own_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> 
 
 
 @contextlib.contextmanager
-def parameters_put_back(model: nn.Module) -> Iterator[None]:
-    """Give parameters back the values they had, bit for bit; meanwhile those are in the host's memory."""
-    parameters = list(model.parameters())
+def parameters_put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+    """Give parameters back the values they had, bit for bit; meanwhile those are in the host's memory.
+
+    Args:
+        model: Whose parameters.
+        optimizer: That will step them, and perhaps others (of a loss, say).
+    """
+    stepped = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
+    parameters = list({id(p): p for p in (*model.parameters(), *stepped)}.values())
     values = [p.detach().to("cpu", copy=True) for p in parameters]
     try:
         yield

@@ -26,6 +26,7 @@ from qsync_opt.runtimes.torch.allocations import allocation_of
 from qsync_opt.runtimes.torch.apply import AUTOCAST_TYPES, ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.compiled_recording import compiled_inside
 from qsync_opt.runtimes.torch.job_measuring import DeviceTypes, Job
+from qsync_opt.runtimes.torch.job_own import own_plans
 from qsync_opt.runtimes.torch.job_plan import JobModel, JobPlan
 from qsync_opt.runtimes.torch.job_ways import FULL, PLANNED, Way
 from qsync_opt.runtimes.torch.measure import TrainingExample, resident_bytes
@@ -64,6 +65,16 @@ def ways_of(problem: Problem, plan: Mapping[str, Mapping[str, str]]) -> dict[str
     return found
 
 
+def own_ways(problem: Problem, known: Mapping[str, Sequence[Way]], *, slack: float) -> dict[str, list[Way]]:
+    """The fastest plans of every device type by itself, not timed, as far as no known way is the same."""
+    found: dict[str, list[Way]] = {}
+    for name, plans in own_plans(problem, slack=slack).items():
+        drafts = [_way(problem, problem.device(name), label, plan, None) for label, plan in plans.items()]
+        others = [way.precisions for way in known[name]]
+        found[name] = [way for way in drafts if way.precisions not in others]
+    return found
+
+
 def captured_too(ways: Sequence[Way]) -> list[Way]:
     """The same, and all once more with captured passes."""
     return [*ways, *(replace(way, captured=True) for way in ways)]
@@ -93,6 +104,9 @@ def _way(problem: Problem, device: ProblemDevice, name: str, entry: Mapping[str,
 def measure_ways(job: Job, made: JobModel | None, found: JobPlan, types: DeviceTypes) -> JobModel | None:
     """The job with the times of every way that it could compute in; every rank must call it.
 
+    With local batches by speed, the fastest plan of every device type by itself is among them; of a job whose ways were
+    timed before, such plans alone are timed.
+
     Args:
         job: Whose model and batch are used; the model is left as it was.
         made: What was measured before, on rank 0.
@@ -105,9 +119,12 @@ def measure_ways(job: Job, made: JobModel | None, found: JobPlan, types: DeviceT
     rank, size = world()
 
     def draft() -> dict[str, list[Way]]:
-        if rank or found.problem is None:
+        if rank or made is None or found.problem is None:
             return {}
-        ways = ways_of(found.problem, found.plan.devices)
+        ways = {} if made.ways else ways_of(found.problem, found.plan.devices)
+        if job.options.sizes_batches and not job.options.compiled:  # compiling each would take longer than it is worth
+            own = own_ways(found.problem, made.ways or ways, slack=job.options.slack)
+            ways = {name: [*ways.get(name, ()), *mine] for name, mine in own.items()}
         return {name: captured_too(mine) for name, mine in ways.items()} if job.options.capture else ways
 
     drafts = together(draft)
@@ -115,6 +132,8 @@ def measure_ways(job: Job, made: JobModel | None, found: JobPlan, types: DeviceT
     buckets = sum(p.numel() * p.element_size() for p in job.model.parameters() if p.requires_grad) if size > 1 else 0
     states = {} if made is None else {name: made.profiles[name].optimizer.state_bytes for name in drafts}
     told = broadcast_json({name: [states[name], [way.to_json() for way in mine]] for name, mine in drafts.items()})
+    if not any(entries for _, entries in told.values()):
+        return made
     state_bytes, entries = told[types.mine]
     mine = [Way.from_json(entry, "a way") for entry in entries]
     graph = None if made is None else made.graph
@@ -130,7 +149,7 @@ def measure_ways(job: Job, made: JobModel | None, found: JobPlan, types: DeviceT
     ways = {}
     for name, ranks in types.ranks.items():
         rows = zip(drafts[name], *(gathered[number] for number in ranks), strict=True)
-        ways[name] = tuple(_merged(way, results) for way, *results in rows)
+        ways[name] = (*made.ways.get(name, ()), *(_merged(way, results) for way, *results in rows))
     return replace(made, ways=ways)
 
 
@@ -166,8 +185,9 @@ def time_ways(
         compiled: Compile the model under every way, one after the other.
 
     Returns:
-        In the same order. ``needed_bytes`` is None where memory ran out, passes could not be captured or compiled, or
-        were too slow to try; on a CPU, which keeps no account of it, it stays what it was.
+        In the same order. ``needed_bytes`` is None where memory ran out, an operation of the model refused the
+        precisions, passes could not be captured or compiled, or were too slow to try; on a CPU, which keeps no account
+        of it, it stays what it was.
     """
     times: list[list[float]] = [[] for _ in ways]
     spent = [0.0 for _ in ways]
@@ -189,6 +209,13 @@ def time_ways(
                         needs[index] = None
                         model.zero_grad()
                         torch.cuda.empty_cache()
+                        continue
+                    except RuntimeError as failure:
+                        if way.is_plain:
+                            raise
+                        _LOGGER.warning("%s does not run and is left out: %s", way.name, first_line(failure))
+                        needs[index] = None
+                        model.zero_grad()
                         continue
                 times[index].append(block / passes)
                 spent[index] += 1e9 * (time.perf_counter() - began)

@@ -1,8 +1,8 @@
 """Which way of computing does each device type take? From times of the real model, not from predictions.
 
 A way is one that a user could have chosen without a solver (FP32, BF16 or FP16 autocast, one precision everywhere), or
-the solver's plan. The slowest device type decides how long a step takes; the others have time left, which they
-spend on precision.
+one that a solver found: the plan of the job, or the fastest of a device type by itself. With equal batches the slowest
+device type decides how long a step takes; the others have time left, which they spend on precision.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from qsync_opt.jsonio import Fields
 from qsync_opt.precision import number_format
 
 PLANNED = "plan"
+OWN, OWN_UNSCALED = "own plan", "own plan without FP16"
+"""The fastest plan of a device type by itself, among all formats and among those without loss scaling."""
 FULL = "FP32"
 CAPTURED = ", captured"
 _WORTH_CAPTURING = 0.02
 _NOISE = 0.02
 """Relative difference of two times of passes that says nothing."""
-_STEP_NOISE, _SIZED_NOISE = 0.018, 0.003
+_STEP_NOISE, SIZED_NOISE = 0.018, 0.003
 """The same for whole steps, which are timed in turn; with sized batches the fastest is wanted, and precision last."""
 Together = Mapping[str, "Way"]
 """A way for every device type."""
@@ -32,7 +34,7 @@ class Way:
     """One way for the workers of a device type to compute.
 
     Attributes:
-        name: ``"FP32"``, ``"BF16 autocast"``, ``"INT8"``, ``"plan"`` and such.
+        name: ``"FP32"``, ``"BF16 autocast"``, ``"INT8"``, ``"plan"``, ``"own plan"`` and such.
         precisions: Of every adjustable operator.
         autocast: Format of ``torch.autocast`` where that carries it out, else None.
         sensitivity: Total over the operators, for this device type.
@@ -57,6 +59,11 @@ class Way:
     def label(self) -> str:
         """Name, with whether passes are captured."""
         return f"{self.name}{CAPTURED}" if self.captured else self.name
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether a solver found it, for this device type alone or with the others; its name then says little."""
+        return self.name in (PLANNED, OWN, OWN_UNSCALED)
 
     @property
     def is_plain(self) -> bool:
@@ -210,7 +217,7 @@ def least_sensitive(
     timed: Sequence[tuple[Together, float]], slack: float, *, balanced: bool = False
 ) -> tuple[Together, float]:
     """Of some ways to go together with the times of their steps, the least sensitive among those as fast as any."""
-    noise = _SIZED_NOISE if balanced else _STEP_NOISE
+    noise = SIZED_NOISE if balanced else _STEP_NOISE
     limit = (1 + slack) * (1 + noise) * min(time for _, time in timed)
     return min(
         (entry for entry in timed if entry[1] <= limit),
@@ -251,7 +258,7 @@ def everywhere(ways: Mapping[str, Sequence[Way]], limits_bytes: Mapping[str, int
     found: dict[str, list[int]] = {}
     for name, mine in ways.items():
         for way in mine:
-            if way.name != PLANNED and way.fits(limits_bytes[name]):
+            if not way.is_solved and way.fits(limits_bytes[name]):
                 found.setdefault(way.label, []).append(way.pass_ns)
     return {name: max(times) for name, times in found.items() if len(times) == len(ways)}
 

@@ -47,8 +47,11 @@ def _norms(function: Callable[[Tensor], Tensor], x: Tensor, random: RandomSigns)
     (gradient,) = torch.autograd.grad(function(x), x, create_graph=True)
     if not gradient.requires_grad:
         return None
-    (change,) = torch.autograd.grad(gradient, x, random.like(x.detach()))
-    return torch.stack([square_sum(t.detach()) for t in (change, gradient)])
+    # Where the gradient depends on parameters alone, the function is linear in its input.
+    changes: tuple[Tensor | None, ...] = torch.autograd.grad(gradient, x, random.like(x.detach()), allow_unused=True)
+    if changes[0] is None:
+        return None
+    return torch.stack([square_sum(t.detach()) for t in (changes[0], gradient)])
 
 
 def _parts(call: OperatorCall, x: Tensor) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:

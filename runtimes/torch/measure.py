@@ -18,7 +18,8 @@ from qsync_opt.errors import ModelError
 from qsync_opt.jsonio import check_integer
 from qsync_opt.runtimes.estimate import steady_medians
 from qsync_opt.runtimes.torch.allocations import allocation_of
-from qsync_opt.runtimes.torch.extra_bench import state_bytes
+from qsync_opt.runtimes.torch.outputs import own_loss
+from qsync_opt.runtimes.torch.several_optimizers import state_bytes
 from qsync_opt.runtimes.torch.stopwatch import cpu_clock
 from qsync_opt.runtimes.torch.wrappers import bare_model
 
@@ -30,7 +31,7 @@ class TrainingExample:
     """A model and one batch for it, enough to run an iteration.
 
     ``loss`` turns the model's output into the scalar to differentiate; None: the output itself if it is one, its
-    ``loss`` if it has one, else the sum of its floating-point tensors.
+    ``loss`` if it has one (by attribute or key, or first in a tuple), else the sum of its floating-point tensors.
     """
 
     model: nn.Module
@@ -62,15 +63,14 @@ def default_loss(output: Any) -> Tensor:
     Raises:
         ModelError: The output holds no floating-point tensor with a gradient.
     """
-    if isinstance(getattr(output, "loss", None), Tensor):
-        return output.loss  # type: ignore[no-any-return]
+    found = own_loss(output)
+    if found is not None:
+        return found
     tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad and tensor.is_floating_point()]
     if not tensors:
         raise ModelError(
             "the model's output has no floating-point tensor that gradients flow into; give a loss function"
         )
-    if len(tensors) == 1 and tensors[0].numel() == 1:
-        return tensors[0].reshape(())
     return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
 
 

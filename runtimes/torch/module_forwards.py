@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,7 +21,10 @@ _modes_active: Callable[[], int] = torch._C._len_torch_function_stack
 
 
 class Forward:
-    """Stands before one module's ``forward`` and tells the interception when the module runs."""
+    """Stands before one module's ``forward`` and tells the interception when the module runs.
+
+    Made by `forward_of`, which gives each one code of its own.
+    """
 
     def __init__(self, interception: Interception, path: str, module: nn.Module) -> None:
         self.interception = interception
@@ -59,7 +63,7 @@ class Forward:
         ):
             return interception.run_leaf(self, leaf, args[0])
         outer = interception.path
-        interception.enter(self.path)
+        interception.enter(self.path, args)
         try:
             return self.inner(*args, **kwargs)
         finally:
@@ -74,3 +78,17 @@ class Forward:
     __deepcopy__ = _refuse
     __copy__ = _refuse
     __reduce_ex__ = _refuse
+
+
+def forward_of(interception: Interception, path: str, module: nn.Module) -> Forward:
+    """A `Forward` whose ``__call__`` is a copy: ``torch.compile`` counts by code how often something was compiled.
+
+    With one code for all modules and plans, a job that compiles its layers one by one, or moves between plans, would
+    soon have reached the number (8) from which on torch compiles no more.
+    """
+    whole = Forward.__call__
+    code = whole.__code__.replace(co_name=f"forward of {path}" if path else "forward")
+    call = types.FunctionType(code, whole.__globals__, whole.__name__, whole.__defaults__, whole.__closure__)
+    call.__kwdefaults__ = whole.__kwdefaults__
+    kind: type[Forward] = type("Forward", (Forward,), {"__call__": call, "__doc__": Forward.__doc__})
+    return kind(interception, path, module)

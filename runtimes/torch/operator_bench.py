@@ -25,7 +25,7 @@ from qsync_opt.graph import Operator, Role
 from qsync_opt.kernels import ops
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.estimate import steady_medians
-from qsync_opt.runtimes.torch.allocations import allocations_of
+from qsync_opt.runtimes.torch.allocations import allocations_of, storage_of
 from qsync_opt.runtimes.torch.calls import RecordedCall, TensorArgument
 from qsync_opt.runtimes.torch.stopwatch import Elapsed, Stopwatch
 
@@ -176,7 +176,7 @@ class OperatorBench:
 
         def backward(result: Any) -> None:
             if (work := _backward(run, result)) is not None:
-                delivered = {_storage(t): t.untyped_storage().nbytes() for t in work() if t is not None}
+                delivered = {storage_of(t): t.untyped_storage().nbytes() for t in work() if t is not None}
                 handed_on.append(sum(delivered.values()))
 
         _, (first, second) = allocations_of([lambda _: run.work(), backward], self._device)
@@ -189,9 +189,9 @@ class OperatorBench:
     def _kept(self, run: _Run, results: Sequence[Tensor], saved: Sequence[Tensor]) -> MeasuredCost:
         """Sort saved tensors by whose storage they are: parameters', inputs', the result's, or the operator's own."""
         positions = self._positions(run)
-        state = {_storage(tensor) for tensor in run.state}
-        outputs = {_storage(tensor) for tensor in results}
-        keys = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
+        state = {storage_of(tensor) for tensor in run.state}
+        outputs = {storage_of(tensor) for tensor in results}
+        keys = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
         own = [size for key, size in keys.items() if key not in positions and key not in outputs and key not in state]
         return MeasuredCost(
             forward_ns=0,
@@ -207,7 +207,7 @@ class OperatorBench:
         edges = run.activations
         if len(edges) > len(self._operator.inputs):
             edges = tuple(tensor for tensor in edges if tensor.dim() > 0)
-        return {_storage(tensor): position for position, tensor in reversed(list(enumerate(edges)))}
+        return {storage_of(tensor): position for position, tensor in reversed(list(enumerate(edges)))}
 
 
 _NOTHING = Elapsed(device_ns=0.0)
@@ -236,10 +236,6 @@ def _idle_backward(stopwatch: Stopwatch, device: torch.device) -> tuple[float, .
 
 def _whole(time_ns: float) -> int:
     return max(0, round(time_ns))
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _flat(result: Any) -> Iterator[Tensor]:

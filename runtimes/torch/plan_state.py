@@ -8,11 +8,11 @@ from torch import nn
 
 from qsync_opt.errors import ModelError, ProblemError
 from qsync_opt.jsonio import Fields
-from qsync_opt.runtimes.torch.agreement import digest, world
+from qsync_opt.runtimes.torch.agreement import digest, gather_json, world
 from qsync_opt.runtimes.torch.apply import applied_plan
 from qsync_opt.runtimes.torch.resuming import RankState
 
-PLAN_STATE_FORMAT = "qsync-plan-state/1"
+PLAN_STATE_FORMAT, PLAN_STATES_FORMAT = "qsync-plan-state/1", "qsync-plan-states/1"
 _SHOWN = 3
 
 
@@ -23,12 +23,24 @@ class PlanState:
     Every rank has a state of its own. `Checkpoints` holds it already.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Stand for the plan on a model, also inside ``DistributedDataParallel`` or ``torch.compile``."""
+    def __init__(self, model: nn.Module, *, all_ranks: bool = False) -> None:
+        """Stand for the plan on a model, also inside ``DistributedDataParallel`` or ``torch.compile``.
+
+        Args:
+            model: With its plan.
+            all_ranks: Hold the states of all ranks, where one file is kept for all, as Accelerate does. Every rank
+                must call `state_dict` then.
+        """
         self._model = model
+        self._all_ranks = all_ranks
 
     def state_dict(self) -> dict[str, Any]:
         """The state now."""
+        if self._all_ranks:
+            return {"format": PLAN_STATES_FORMAT, "ranks": gather_json(self._own())}
+        return self._own()
+
+    def _own(self) -> dict[str, Any]:
         state = RankState.of(self._model, world()[0], None).to_json()
         return {"format": PLAN_STATE_FORMAT, "digest": digest(state["precisions"]), **state}
 
@@ -36,13 +48,16 @@ class PlanState:
         """Go on where the rounding was.
 
         Args:
-            state_dict: From `state_dict`, perhaps through a file.
+            state_dict: From `state_dict`, perhaps through a file; of this rank or of all.
 
         Raises:
-            ModelError: The model runs under another plan now; the first operators that differ are named.
+            ModelError: The model runs under another plan now, and the first operators that differ are named; or there
+                were fewer ranks.
             ProblemError: It is no such state, or was changed.
         """
         data = dict(state_dict)
+        if data.get("format") == PLAN_STATES_FORMAT:
+            data = _of_this_rank(data)
         if data.pop("format", None) != PLAN_STATE_FORMAT:
             raise ProblemError(
                 f"the state of a plan must have the format {PLAN_STATE_FORMAT!r}; give what state_dict() gave"
@@ -67,3 +82,21 @@ class PlanState:
             )
         if applied is not None:
             applied.go_on_at(state.seed, state.offset, state.step)
+
+
+def _of_this_rank(data: dict[str, Any]) -> dict[str, Any]:
+    """The state of this rank among those of all."""
+    fields = Fields(data, "states of a plan")
+    fields.version(PLAN_STATES_FORMAT)
+    states = fields.sequence("ranks")
+    fields.finish()
+    rank, size = world()
+    if rank >= len(states):
+        raise ModelError(
+            f"the checkpoint was made by {len(states)} ranks and this job has {size}: go on without loading the plan's "
+            "state, or use qsync_opt.Checkpoints, which plans anew for another cluster"
+        )
+    mine = states[rank]
+    if not isinstance(mine, dict):
+        fields.fail(f"ranks[{rank}] is no object")
+    return dict(mine)

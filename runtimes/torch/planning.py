@@ -25,7 +25,7 @@ from qsync_opt.estimates import FP32_SHARE_OPTION
 from qsync_opt.plan import Plan, plan_from_json
 from qsync_opt.planner import solve
 from qsync_opt.runtimes.torch.agreement import broadcast_json, digest, gather_json, require_agreement, together, world
-from qsync_opt.runtimes.torch.capture import capture_model
+from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
 from qsync_opt.runtimes.torch.compiled_recording import compiled_inside
 from qsync_opt.runtimes.torch.host_bound import with_host_shares
 from qsync_opt.runtimes.torch.job_choice import decide
@@ -46,7 +46,9 @@ from qsync_opt.runtimes.torch.job_racing import measure_steps
 from qsync_opt.runtimes.torch.job_sensitivities import job_indicator, measure_sensitivities
 from qsync_opt.runtimes.torch.job_stages import Stages
 from qsync_opt.runtimes.torch.job_timing import has_captured, measure_ways
+from qsync_opt.runtimes.torch.job_training import check_training, gradients_put_back, measuring
 from qsync_opt.runtimes.torch.measure import Loss
+from qsync_opt.runtimes.torch.several_optimizers import single
 from qsync_opt.runtimes.torch.trial import Trial, try_plan
 from qsync_opt.runtimes.torch.wrappers import bare_model
 
@@ -60,7 +62,7 @@ def auto_plan(
     batch: Any,
     *,
     loss: Loss | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     batches: Iterable[Any] | None = None,
     options: PlanningOptions | None = None,
 ) -> JobPlan:
@@ -73,9 +75,10 @@ def auto_plan(
         model: In FP32, on the device that it will train on, before anything was applied to it.
         batch: One batch as in training: keyword arguments as a mapping, positional ones as a tuple or list, or the
             single argument. All ranks pass the same shapes.
-        loss: Function of the model's output that returns the loss; None: the model returns it, or its ``loss``.
-        optimizer: The one that will be used, whose step is timed on a copy, and which decides on the indicator. None:
-            AdamW.
+        loss: Function of the model's output that returns the loss; None: the model returns it (as its output, as
+            ``loss`` in it, or as the first of a tuple). If it does not, the sum of its outputs stands in for the loss.
+        optimizer: The one that will be used, or a list of several, whose steps are timed on copies, and which decide on
+            the indicator. None: AdamW.
         batches: For the statistics; None: ``batch`` alone. Two or more also tell how noisy the gradient is anyway.
         options: Everything else.
 
@@ -83,8 +86,9 @@ def auto_plan(
         The plan, equal on all ranks but for ``device_type``.
 
     Raises:
-        ModelError: The model cannot be captured, differs between ranks, or is not in FP32.
-        UnsupportedError: Ranks run different versions; the device lacks a precision; the memory limit cannot be.
+        ModelError: The model cannot be captured, cannot be trained, differs between ranks, or is not in FP32.
+        UnsupportedError: Ranks run different versions; the device lacks a precision; the memory limit cannot be; the
+            optimizer cannot be copied, or its step needs an argument.
         ProblemError: No plan fits into the memory of some device type.
         NotReadyError: A plan is applied already; or another rank failed, with what it said.
 
@@ -97,25 +101,44 @@ def auto_plan(
     Source:
         The steps are QSync's (IPDPS 2024); ranks there are planned offline from files.
     """
-    options = options or PlanningOptions()
+    with measuring(bare_model(model)) as bare:
+        return _auto_plan(bare, batch, loss, optimizer, batches, options or PlanningOptions())
+
+
+def _auto_plan(
+    bare: nn.Module,
+    batch: Any,
+    loss: Loss | None,
+    given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    batches: Iterable[Any] | None,
+    options: PlanningOptions,
+) -> JobPlan:
     stages = Stages()
-    bare = bare_model(model)
-    job = Job(bare, example_of(bare, batch, loss), options, optimizer)
+    job = together(lambda: Job(bare, example_of(bare, batch, loss), options, single(given)))
     together(job.check)
     require_agreement(
         "the version of qsync_opt or torch",
         {"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
         "install the same versions everywhere",
     )
+    for name, value in _steering(options).items():
+        require_agreement(f"the option {name} of auto_plan", value, "give the same PlanningOptions on all ranks")
     found = _from_file(job, stages)
     if found is not None:
         return replace(found, stages_s=stages.seconds)
     with stages("capture"):
         captured = together(lambda: capture_model(bare, job.example.args, job.example.kwargs))
         require_one_model(captured)
+        others = together(lambda: check_training(job))
+    with gradients_put_back(others):
+        return _measured(job, captured, batches, stages)
+
+
+def _measured(job: Job, captured: CapturedModel, batches: Iterable[Any] | None, stages: Stages) -> JobPlan:
+    """The plan of a job of which nothing is known yet."""
     types = find_device_types(job.example.device, job.options)
     with stages("profile"):
-        profiles = measure_profiles(job, captured, types, optimizer)
+        profiles = measure_profiles(job, captured, types, job.optimizer)
     with stages("network"):
         network = measure_network(job.example.device)
     with stages("sensitivities"):
@@ -132,6 +155,12 @@ def auto_plan(
             plan = with_host_shares(job, plan, made.graph, types)
     _keep(job, plan, types)
     return replace(plan, stages_s=stages.seconds)
+
+
+def _steering(options: PlanningOptions) -> dict[str, Any]:
+    """Options by which ranks wait for each other: all must go the same way."""
+    names = ("compare", "compiled", "capture", "local_batches", "trial")
+    return {**{name: getattr(options, name) for name in names}, "job_file": options.job_file is not None}
 
 
 def _facts(job: Job) -> dict[str, Any]:
@@ -192,11 +221,13 @@ def _from_file(job: Job, stages: Stages) -> JobPlan | None:
     if broadcast_json(made is not None and bool(made.ways) and (not job.options.capture or has_captured(made.ways))):
         # Where the earlier start trained with equal batches, on as many workers, sized ones are tried now.
         unsized = made is not None and bool(made.steps) and not any(step.batches for step in made.steps)
-        if not broadcast_json(unsized and job.options.local_batches == "by speed" and _takes_steps(job)):
+        if not broadcast_json(unsized and job.options.sizes_batches and _takes_steps(job)):
             return found
-        found = _trained(job, made, found, types, stages)
-    else:
-        found = _compared(job, made, types, found, stages)
+        with gradients_put_back(together(lambda: check_training(job))):
+            found = _trained(job, *_timed(job, made, found, types, stages), types, stages)
+    elif broadcast_json(bool(job.options.compare)):
+        with gradients_put_back(together(lambda: check_training(job))):
+            found = _compared(job, made, types, found, stages)
     _keep(job, found, types)
     return found
 
@@ -234,11 +265,18 @@ def _compared(job: Job, made: JobModel | None, types: DeviceTypes, found: JobPla
     several = made is not None and any(set(device.precisions) - {"FP32"} for device in made.cluster.devices)
     if not broadcast_json(bool(job.options.compare) and several):
         return found
+    made, found = _timed(job, made, found, types, stages)
+    return _trained(job, made, found, types, stages) if broadcast_json(_takes_steps(job)) else found
+
+
+def _timed(
+    job: Job, made: JobModel | None, found: JobPlan, types: DeviceTypes, stages: Stages
+) -> tuple[JobModel | None, JobPlan]:
+    """The job and the plan again, when passes of the ways were timed that had not been."""
     with stages("passes"):
         made = measure_ways(job, made, found, types)
     with stages("plan"):
-        found = shared_plan(made, types.mine, job.options)
-    return _trained(job, made, found, types, stages) if broadcast_json(_takes_steps(job)) else found
+        return made, shared_plan(made, types.mine, job.options)
 
 
 def _trained(job: Job, made: JobModel | None, found: JobPlan, types: DeviceTypes, stages: Stages) -> JobPlan:

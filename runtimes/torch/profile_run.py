@@ -25,6 +25,7 @@ from qsync_opt.runtimes.edges import cast_pairs, edge_sizes
 from qsync_opt.runtimes.torch.calls import RecordedCall
 from qsync_opt.runtimes.torch.extra_bench import measure_optimizer, time_cast, time_gradient_sum
 from qsync_opt.runtimes.torch.operator_bench import OperatorBench
+from qsync_opt.runtimes.torch.several_optimizers import kind_of
 from qsync_opt.runtimes.torch.stopwatch import Stopwatch
 
 
@@ -104,7 +105,7 @@ class ProfileRun:
             for group in optimizer.param_groups
         ]
         digest = hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:24]
-        key = f"optimizer {type(optimizer).__name__} {digest}"
+        key = f"optimizer {kind_of(optimizer)} {digest}"
         if (known := self.cache.get(key)) is None:
             known = asdict(measure_optimizer(optimizer, self.device, self.stopwatch, self.repeats))
             self.cache.put(key, known)

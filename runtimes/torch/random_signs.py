@@ -20,3 +20,26 @@ class RandomSigns:
             generator = torch.Generator(device=x.device).manual_seed(self._seed)
             self._generators[x.device] = generator
         return torch.empty_like(x).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+
+
+_MULTIPLIER = 6364136223846793005
+_generators: dict[torch.device, torch.Generator] = {}
+
+
+def signs_like(x: Tensor, key: tuple[int, ...], count: int | None = None) -> Tensor:
+    """Signs of the type and device of a tensor, which depend on the key alone and can be drawn again.
+
+    Args:
+        x: Whose shape they have, too,
+        key: Of them.
+        count: Unless there shall be so many in a row.
+    """
+    generator = _generators.get(x.device)
+    if generator is None:
+        generator = _generators[x.device] = torch.Generator(device=x.device)
+    mixed = 0
+    for part in key:
+        mixed = (mixed + part + 2) * _MULTIPLIER % (1 << 63)
+    generator.manual_seed(mixed)
+    found = torch.empty(x.shape if count is None else (count,), dtype=x.dtype, device=x.device)
+    return found.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)

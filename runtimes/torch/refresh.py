@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from qsync_opt.errors import ModelError, NotReadyError, ProblemError, QSyncError
+from qsync_opt.errors import ModelError, NotReadyError, ProblemError
 from qsync_opt.graph import OpGraph
 from qsync_opt.jsonio import check_integer
 from qsync_opt.plan import Plan, plan_from_json
 from qsync_opt.problem import Problem
 from qsync_opt.replanning import Replanning, replan
-from qsync_opt.runtimes.torch.agreement import broadcast_json, fail_together, world
+from qsync_opt.runtimes.torch.agreement import broadcast_json, together, world
 from qsync_opt.runtimes.torch.apply import applied_plan, apply, undo
 from qsync_opt.runtimes.torch.statistics import Step, collect_statistics
 from qsync_opt.runtimes.torch.wrappers import bare_model
@@ -98,24 +98,18 @@ class PlanRefresher:
             True if the model runs under another plan from now on. The same on every rank.
 
         Raises:
-            NotReadyError: Rank 0 failed, which every other rank is told.
+            NotReadyError: Another rank failed, with what it said.
             ProblemError: As in `replan`, on rank 0.
         """
         self.steps += 1
         if self.steps % self._every:
             return False
         rank, _ = world()
-        decision, error = None, None
-        if rank == 0:
-            try:
-                decision = self._decide(batch)
-            except QSyncError as failure:
-                error = failure
-        fail_together(error)
+        decision = together(lambda: self._decide(batch) if rank == 0 else None)
         replaced = bool(broadcast_json(decision is not None and decision.replaced))
         if replaced:
             told = broadcast_json(None if decision is None else decision.plan.to_json())
-            self._move(decision.plan if decision is not None else plan_from_json(told))
+            together(lambda: self._move(decision.plan if decision is not None else plan_from_json(told)))
         return replaced
 
     def _decide(self, batch: Any) -> Replanning:
@@ -140,12 +134,14 @@ class PlanRefresher:
         if applied is None:
             yield model
             return
-        precisions, options = applied.precisions, applied.options
+        precisions, options, device_type = applied.precisions, applied.options, applied.device_type
         undo(model)
         try:
             yield model
         finally:
             apply(model, precisions, graph=self._graph, options=options)
+            if (fresh := applied_plan(model)) is not None:
+                fresh.device_type = device_type
 
     def _move(self, plan: Plan) -> None:
         if self._device_type is not None:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -17,15 +17,15 @@ from qsync_opt.errors import ModelError
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels.float_modes import fp32_mode
 from qsync_opt.runtimes.torch.attention_error import attention_call
-from qsync_opt.runtimes.torch.batch_statistics import statistics_of_batch
-from qsync_opt.runtimes.torch.curvature_probe import probe_curvatures
+from qsync_opt.runtimes.torch.batch_statistics import statistics_of_batch, with_probes
 from qsync_opt.runtimes.torch.gradient_noise import GradientScatter
-from qsync_opt.runtimes.torch.gradient_probe import Probed, probe_gains
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.lookup_record import measure_lookup
 from qsync_opt.runtimes.torch.loss_curvature import loss_curvature
+from qsync_opt.runtimes.torch.max_pooling import MAX_POOLS
 from qsync_opt.runtimes.torch.operator_batch import WHILE_ACTIVATIONS_ARE_KEPT, cast_waiting
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
+from qsync_opt.runtimes.torch.prober import Prober
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
 from qsync_opt.runtimes.torch.reductions import channel_variances
 from qsync_opt.runtimes.torch.replays import Replays
@@ -33,7 +33,6 @@ from qsync_opt.runtimes.torch.signal_numbers import Norms, SignalTensors
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.statistics import (
     GRADIENTS,
-    Curvature,
     ModelStatistics,
     OperatorKind,
     check_loss_scale,
@@ -46,7 +45,7 @@ _SIGNAL_KINDS = (
     *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "masked_fill", "cat"),
     *("relu", "relu_", "gelu", "silu", "silu_", "tanh", "sigmoid"),
     "batch_norm",
-    *("mean", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
+    *("mean", "avg_pool2d", "adaptive_avg_pool2d", *MAX_POOLS),
 )
 _KINDS = {"embedding": OperatorKind.LOOKUP, "scaled_dot_product_attention": OperatorKind.ATTENTION}
 
@@ -259,6 +258,7 @@ def collect_statistics(
     curvature_probes: int = 0,
     sample_elements: int = 1 << 17,
     adaptive_probes: int = 0,
+    whole_batches: bool = False,
     loss_scale: float = 1.0,
     progress: Callable[[int], None] | None = None,
 ) -> ModelStatistics:
@@ -273,9 +273,12 @@ def collect_statistics(
         step: Function of model and batch that returns the loss; by default the model computes it itself.
         graph: Captured from the model; its adjustable operators, and only they, are then measured.
         probes: Random vectors per batch for the gains that ``kind="probed"`` of the indicator wants; 0 for none. Each
-            batch then also takes one or two passes that are differentiated twice, with several times the memory of a
-            training step, and seven steps, six of them with rounding, if there are rectifiers. 2 to 8 are enough.
+            batch is then also differentiated twice, some of its samples at a time: two quarters of it, each about four
+            steps, and four forward passes more if there are rectifiers or max-pools. 2 to 8 are enough.
         adaptive_probes: Random vectors per batch for the gains that ``kind="progress"`` wants, at the same cost.
+        whole_batches: Probe all samples of each batch together: exacter, with several times the memory of a
+            training step, and with ``shift``, which ``plan_variance`` wants of models with rectifiers. Batches that
+            cannot be divided are probed so anyway.
         curvature_probes: Random vectors per batch for the traces that ``kind="hessian"`` of the indicator wants; 0 for
             none. 8 to 64 are needed, each about as dear as a training step.
         sample_elements: About how many elements of an activation are looked at one by one for their rounding error;
@@ -325,25 +328,22 @@ def collect_statistics(
             with scatter.batch():
                 loss.backward()  # type: ignore[no-untyped-call]
             del loss
+            roots = scatter.roots() if adaptive_probes else {}
             silent |= {
                 name: None for name, records in collector.records.items() if all(r.lacks_gradient for r in records)
             }
-            plain = adaptive = Probed({}, {}, {})
-            if probes:
-                plain = probe_gains(
-                    model, functools.partial(run, model, batch), graph=graph, probes=probes, seed=number
+            found = statistics_of_batch(collector.records, collector.signals, number, graph)
+            del collector
+            if probes or adaptive_probes or curvature_probes:
+                if isinstance(batches, Sized) and len(batches) == 1:
+                    scatter.forget()  # one batch alone does not scatter
+                prober = Prober(model, run, batch, found, graph, number, divide=not whole_batches)
+                found = with_probes(
+                    found,
+                    prober.gains(probes),
+                    prober.gains(adaptive_probes, adaptive=roots),
+                    prober.curvatures(curvature_probes),
                 )
-            if adaptive_probes:
-                again = functools.partial(run, model, batch)
-                adaptive = probe_gains(model, again, graph=graph, probes=adaptive_probes, seed=number, adaptive=True)
-            curvatures: Mapping[str, Mapping[str, Curvature]] = {}
-            if curvature_probes:
-                curvatures = probe_curvatures(
-                    model, functools.partial(run, model, batch), graph=graph, probes=curvature_probes, seed=number
-                )
-            found = statistics_of_batch(
-                collector.records, collector.signals, number, graph, plain, adaptive, curvatures
-            )
             total = found if total is None else merge_statistics([total, found])
             if progress is not None:
                 progress(number + 1)

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity
 
 from qsync_opt.graph import OpGraph
 from qsync_opt.jsonio import check_integer
-from qsync_opt.runtimes.torch.allocations import silent_profiler
+from qsync_opt.runtimes.torch.allocations import silent_profiler, storage_of
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.measure import TrainingExample
 from qsync_opt.runtimes.torch.step_labels import observed_operators, phase, read_events, step_labels
@@ -217,10 +217,6 @@ def _traced(stepper: Stepper, steps: int, *, memory: bool) -> StepSpans:
     return charge(read_events(trace_steps(stepper, steps, memory=memory)))[-1]
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -259,10 +255,10 @@ class _Watcher:
         self._current = call.name
         self._order.setdefault(call.name, len(self._order))
         arguments = [*_tensors(call.args), *_tensors(call.kwargs)]
-        self._arguments = {_storage(t): self._roots[_storage(t)] for t in arguments if _storage(t) in self._roots}
+        self._arguments = {storage_of(t): self._roots[storage_of(t)] for t in arguments if storage_of(t) in self._roots}
         self._pending, self._saved = [], []
         result = run()
-        results = {_storage(tensor) for tensor in _tensors(result)}
+        results = {storage_of(tensor) for tensor in _tensors(result)}
         if any(pointer in results for pointer in self._pending):
             self.saves_output.add(call.name)
         self.saved_roots[call.name] = self._saved
@@ -271,7 +267,7 @@ class _Watcher:
         return result
 
     def _note_result(self, name: str, tensor: Tensor) -> None:
-        pointer = _storage(tensor)
+        pointer = storage_of(tensor)
         if tensor.dtype in FORMAT_OF:
             self.outputs[name] = FORMAT_OF[tensor.dtype]
         if pointer in self._resident:
@@ -291,7 +287,7 @@ class _Watcher:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Hook of autograd: the current operator keeps this tensor."""
-        pointer = _storage(tensor)
+        pointer = storage_of(tensor)
         if pointer in self._arguments:
             self._saved.append(self._arguments[pointer])
         elif pointer not in self._resident:
@@ -331,8 +327,8 @@ def watch_tensors(stepper: Stepper, graph: OpGraph) -> tuple[dict[str, str], dic
     """Formats delivered and tensors kept, by operator, in one step."""
     model = stepper.example.model
     bare = bare_model(model)
-    resident = {_storage(tensor) for tensor in (*bare.parameters(), *bare.buffers())}
-    resident |= {_storage(t) for t in (*_tensors(stepper.example.args), *_tensors(dict(stepper.example.kwargs)))}
+    resident = {storage_of(tensor) for tensor in (*bare.parameters(), *bare.buffers())}
+    resident |= {storage_of(t) for t in (*_tensors(stepper.example.args), *_tensors(dict(stepper.example.kwargs)))}
     watcher = _Watcher(graph, resident)
     with observed_operators(model, graph, watcher.around):
         with saved_tensors_hooks(watcher.pack, lambda tensor: tensor):

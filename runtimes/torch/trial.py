@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qsync_opt.errors import UnsupportedError, first_line
 from qsync_opt.graph import OpGraph
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.torch.allocations import allocation_of
@@ -54,6 +55,9 @@ def try_plan(
 
     Returns:
         The peak. Running out of memory is a result and not an exception.
+
+    Raises:
+        UnsupportedError: An operation of the model, or of the loss, refuses what the plan gives it.
     """
     device = example.device
 
@@ -67,6 +71,12 @@ def try_plan(
         except torch.cuda.OutOfMemoryError:
             torch.cuda.empty_cache()
             return Trial(peak_bytes=0, out_of_memory=True)
+        except RuntimeError as failure:
+            raise UnsupportedError(
+                f"the model does not run under its plan ({first_line(failure)}): cast the inputs of the operation "
+                "that refuses them up in the model (.float()), or plan without the precision "
+                "(PlanningOptions(precisions=...))"
+            ) from failure
         finally:
             undo(model)
     return Trial(peak_bytes=resident_bytes(model) + allocation.peak_bytes, out_of_memory=False)

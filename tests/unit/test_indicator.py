@@ -105,11 +105,10 @@ def test_every_adjustable_operator_has_a_positive_value_at_every_low_precision(k
     assert not table.excluded
 
 
-def test_parts_add_up_and_factors_are_per_unit_of_variance() -> None:
+def test_parts_add_up() -> None:
     table = sensitivities(NET, MEASURED, CPU)
     part = table.details["fc/linear"]["INT8"]
     assert table["fc/linear"]["INT8"] == pytest.approx(part.own + part.backward + part.forward)
-    assert part.forward == pytest.approx(part.forward_factor * part.variances.output.total)
     assert part.own > 0
     assert part.backward > 0
     assert part.forward > 0

@@ -53,8 +53,7 @@ def test_a_share_of_the_rate_is_a_share_of_the_step():
     import torch
     from trials import Trial
 
-    from qsync_opt.runtimes.torch.apply import ApplyOptions
-    from qsync_opt.runtimes.torch.capture import capture
+    from qsync_opt.runtimes.torch.apply import apply
 
     class Net(torch.nn.Module):
         def __init__(self):
@@ -67,8 +66,7 @@ def test_a_share_of_the_rate_is_a_share_of_the_step():
     torch.manual_seed(0)
     model, batch = Net(), (torch.randn(3, 4),)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    graph = capture(model, batch)
-    trial = Trial(model, optimizer, {}, graph, ApplyOptions(), 1.0, (batch, batch), None)
+    trial = Trial(model, optimizer, lambda copied: apply(copied, {"a/linear": "FP32"}), (batch, batch), None)
     (gradient,) = torch.autograd.grad(model(*batch), [model.a.weight])
     for share in (0.25, 1.0, 0.0):
         trial.restore()

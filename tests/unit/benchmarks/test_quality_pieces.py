@@ -317,6 +317,18 @@ def test_frozen_rectifiers_pass_what_they_passed_before():
     assert not masks
 
 
+def test_frozen_pools_read_where_the_largest_was():
+    from frozen import Masks
+
+    masks, z = Masks(), torch.tensor([[1.0, 2.0], [-3.0, -2.0]]).view(1, 1, 2, 2)
+    pool = torch.nn.MaxPool2d((1, 2))
+    masks.record(lambda: pool(torch.relu(z)))
+    x = torch.tensor([[5.0, 4.0], [7.0, 6.0]]).view(1, 1, 2, 2).requires_grad_()
+    result = masks.run(lambda: pool(torch.relu(x)))
+    assert result.flatten().tolist() == [4.0, 6.0]  # of the second window, too, in which nothing was positive
+    assert torch.autograd.grad(result.sum(), x)[0].flatten().tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
 def test_shift_and_frozen_part_of_what_a_plan_adds():
     from noisy import added_parts, added_variance, exact_gradient
 

@@ -169,7 +169,7 @@ def worker(tmp_path):
 def test_one_model_goes_all_ways_and_stays_what_it_is(worker):
     import torch
     from runtime_throughput import maker, rows
-    from runtime_training import Run, everywhere, kinds
+    from runtime_training import Run, everywhere, fused_adamw, kinds
 
     from qsync_opt.runtimes.torch.apply import applied_plan
     from qsync_opt.runtimes.torch.capture import capture
@@ -177,7 +177,7 @@ def test_one_model_goes_all_ways_and_stays_what_it_is(worker):
     make, kwargs = maker("gpt-small", small=True)
     batch = rows(kwargs, 2, worker.device)
     plan = everywhere(kinds(capture(make(), (), batch)), "BF16", worker.device)
-    run = Run(worker, make, batch, rate=0.0)
+    run = Run(worker, make, batch, optimizer=fused_adamw)
     first = [p.detach().clone() for p in run.model.parameters()]
     losses = []
     for way, count in (({"autocast": torch.bfloat16}, 2), ({"plan": plan}, 5), ({}, 1)):

@@ -171,6 +171,7 @@ def test_weights_once_per_step():
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.parametrize("name", ["1x1", pytest.param("3x3, stride 2", marks=pytest.mark.slow)])
 def test_compiles_without_a_graph_break(name):
+    torch._dynamo.reset()  # else strides and paddings of the case before become symbols, in guards of great depth
     case = CASES[name]
     step = torch.zeros(1, dtype=torch.int64)
     options = KernelOptions(backward="eight", step=step)

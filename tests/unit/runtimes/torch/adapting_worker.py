@@ -12,6 +12,7 @@ from qsync_opt.errors import QSyncError
 from qsync_opt.runtimes.torch import planning
 from qsync_opt.runtimes.torch.adapting import PlanAdapter
 from qsync_opt.runtimes.torch.apply import applied_plan, apply
+from qsync_opt.runtimes.torch.checkpoints import Checkpoints
 from qsync_opt.runtimes.torch.ddp import process_group
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
 from qsync_opt.runtimes.torch.planning import auto_plan
@@ -89,13 +90,31 @@ def follow(rank, folder):
         said = ""
     except QSyncError as error:
         said = f"{type(error).__name__}: {error}"
+    limit[0], factor[0] = ROOMY, float("nan") if rank else 1.0
+    Checkpoints(f"{folder}/run", parallel).save(1)
+    other = Net(96) if rank else Net()
     return {
+        "models": refused(lambda: Checkpoints(f"{folder}/run", other).load()),
+        "unusable": refused(lambda: [adapter.step() for _ in range(2)]),
+        "options": refused(
+            lambda: auto_plan(
+                Net(), torch.randn(512, 64), options=PlanningOptions(job_file=f"{folder}/job.json" if rank else None)
+            )
+        ),
         "moves": moves,
         "weights": weights,
         "needed": plan.memory_bytes["small"],
         "slower": slower,
         "said": said,
     }
+
+
+def refused(work):
+    try:
+        work()
+    except QSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def restart(rank, folder, device_type, width=128):

@@ -144,7 +144,7 @@ def loss_scaling(folder):
     case = Case()
     automatic = LossScaler(case.parallel).is_enabled()
     scaler = LossScaler(case.parallel, enabled=True, init_scale=2.0**10, growth_interval=2)
-    seen = {"automatic": automatic, "scales": [], "skipped": []}
+    seen = {"automatic": automatic, "scales": [], "skipped": [], "skipped_by_fused": []}
     reference = Case()
     for step in range(4):
         case.optimizer.zero_grad()
@@ -173,6 +173,18 @@ def loss_scaling(folder):
     Checkpoints(folder + "/scaler", case.parallel, case.optimizer, scaler=scaler).save(4)
     Checkpoints(folder + "/scaler", case.parallel, case.optimizer, scaler=fresh).load()
     seen["restored"] = fresh.state_dict() == scaler.state_dict()
+    # One kernel that skips by itself where it is told of an overflow, so that the host need not wait.
+    fused = torch.optim.AdamW(case.model.parameters(), 1e-2, fused=True)
+    for overflow in (True, False):
+        fused.zero_grad()
+        fresh.scale(case.loss(9)).backward()
+        if overflow and case.rank == 1:
+            case.model.a.weight.grad[0, 0] = float("inf")
+        before = case.weights()
+        fresh.step(fused)
+        fresh.update()
+        seen["skipped_by_fused"].append(case.weights() == before)
+    seen["weights_by_fused"] = case.weights()
     return seen
 
 

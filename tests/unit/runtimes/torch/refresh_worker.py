@@ -14,6 +14,7 @@ from qsync_opt.plan import Plan
 from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json, require_agreement
 from qsync_opt.runtimes.torch.apply import applied_plan, apply
 from qsync_opt.runtimes.torch.ddp import process_group
+from qsync_opt.runtimes.torch.plan_state import PlanState
 from qsync_opt.runtimes.torch.refresh import PlanRefresher
 from qsync_opt.testing import chain
 
@@ -85,10 +86,24 @@ def train(rank, world_size, port):
             failing.step(entering)
         except (ProblemError, NotReadyError) as error:
             seen["said"] = str(error)
+        odd = PlanRefresher(
+            parallel, refresh.plan, "T4" if planned else None, make_problem=lambda statistics: {}["T4"], every=1
+        )
+        try:
+            odd.step(entering)
+        except (
+            KeyError,
+            NotReadyError,
+        ) as error:  # what a user's own function raises must not leave the others waiting
+            seen["odd"] = str(error)
         try:
             require_agreement("the number", rank, "set it alike")
         except ModelError as error:
             seen["differs"] = str(error)
+        kept = PlanState(parallel, all_ranks=True)
+        states = broadcast_json(kept.state_dict())  # as rank 0 writes them to a file that all read
+        kept.load_state_dict(states)
+        seen["kept"] = [state["precisions"] for state in states["ranks"]]
         long = random.Random(rank).choices("abc", k=1000 * (rank + 1))
         gathered = gather_json(long)
         assert [len(part) for part in gathered] == [1000, 2000]

@@ -35,6 +35,19 @@ def test_too_little_memory_stops_all_ranks(followed):
     assert followed[1]["said"].startswith("NotReadyError: rank 0 failed: ProblemError")
 
 
+def test_what_only_one_rank_finds_wrong_stops_all(followed):
+    wrong = "ProblemError: speed of this rank's device is nan, but it must be a finite number"
+    assert followed[0]["unusable"].startswith(f"NotReadyError: rank 1 failed: {wrong}")
+    assert followed[1]["unusable"].startswith(wrong)
+    other = "'a.weight' is (128, 64) in the checkpoint and (96, 64) in the model"
+    assert followed[0]["models"].startswith("NotReadyError: rank 1 failed: ModelError: ")
+    assert followed[1]["models"].startswith("ModelError: ")
+    assert all(other in told["models"] for told in followed)
+    for told in followed:
+        assert "the option job_file of auto_plan differs between ranks" in told["options"]
+        assert told["options"].endswith("(False on rank 0, True on rank 1); give the same PlanningOptions on all ranks")
+
+
 def test_workers_that_start_again_measure_nothing(followed, job_folder, run_workers):
     assert followed[0]["again"] == followed[1]["again"]
     assert followed[0]["again"]["types"] == ["big", "small"]

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.flips import flipped_variance
 from qsync_opt.indicator import sensitivities
-from qsync_opt.runtimes.torch.arriving_noise import noisy_passes
+from qsync_opt.runtimes.torch.arriving_noise import Seen, noisy_passes
 from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.gradient_probe import probe_gains
@@ -202,7 +202,7 @@ def test_models_without_rectifiers_are_run_once():
         passes.append(0)
         return model(torch.ones(4, 6)).mean()
 
-    assert noisy_passes(model, loss) == ({}, 0.0)
+    assert noisy_passes(model, loss) == Seen({}, 0.0)
     assert len(passes) == 1
 
 

@@ -97,6 +97,12 @@ def test_the_state_of_a_plan_is_json_and_checked():
         kept.load_state_dict({**state, "precisions": {"0/linear": "INT8"}})
     with pytest.raises(ProblemError, match="qsync-plan-state/1"):
         kept.load_state_dict({})
+    states = PlanState(model, all_ranks=True).state_dict()
+    kept.load_state_dict(json.loads(json.dumps(states)))
+    with pytest.raises(ModelError, match="made by 0 ranks and this job has 1"):
+        kept.load_state_dict({**states, "ranks": []})
+    with pytest.raises(ProblemError, match="no object"):
+        kept.load_state_dict({**states, "ranks": [1]})
     undo(model)
     with pytest.raises(ModelError, match="'0/linear' was INT8 and is unplanned, '3/linear' was BF16 and is unplanned"):
         kept.load_state_dict(state)

@@ -178,6 +178,22 @@ def test_with_sized_batches_plain_ways_are_tried_launched_and_captured():
     assert best_step(chosen, timed, rest_ns=0, slack=0.0, balanced=True) == timed[1]
 
 
+def test_with_sized_batches_every_device_type_may_take_its_own_plan():
+    own = {
+        "whole": (way("own plan", 20.9, 90.0, captured=True), way("own plan without FP16", 24.0, 120.0, captured=True)),
+        "part": (way("own plan", 111.8, 76.0, captured=True), way("own plan without FP16", 114.0, 99.0, captured=True)),
+    }
+    own = {
+        n: tuple(replace(w, precisions=RESNET[n][int("FP16" in w.name) + 1].precisions) for w in own[n]) for n in own
+    }
+    ways = {name: (*mine, *own[name]) for name, mine in RESNET.items()}
+    tried = [labels(found) for found in finalists(ways, LIMITS, balanced=True)]
+    assert ("own plan, captured",) * 2 in tried
+    assert ("own plan without FP16, captured",) * 2 in tried
+    assert ("INT8, captured",) * 2 in tried
+    assert not any("own" in "".join(found) for found in map(labels, finalists(RESNET, LIMITS, balanced=True)))
+
+
 @st.composite
 def clusters(draw):
     times, names = st.integers(1, 100), ["FP32", "BF16 autocast", "INT8", "plan"]

@@ -42,6 +42,8 @@ def check_scaler(seen):
         scaling = results["loss_scaling"]
         assert scaling["scales"] == [1024.0, 512.0, 512.0, 1024.0]
         assert scaling["skipped"] == [False, True, False, False]
+        assert scaling["skipped_by_fused"] == [True, False]
+        assert scaling["weights_by_fused"] == seen[0]["loss_scaling"]["weights_by_fused"]
         assert scaling["norm_error"] < 1e-5
         assert scaling["restored"]
         assert not scaling["automatic"]  # nothing computes in FP16 here

@@ -58,3 +58,10 @@ def test_signs_are_signs_and_follow_the_seed():
     again = RandomSigns(5)
     again.like(x)
     assert not torch.equal(signs, again.like(x))
+
+
+def test_a_loss_that_is_linear_in_its_input_and_has_parameters_bends_nothing():
+    # As normalized weights have it: the gradient can be differentiated, but does not depend on the input.
+    scale, x = torch.ones(3, requires_grad=True), torch.randn(4, 3)
+    found = loss_curvature.loss_curvature(call(lambda x: (x * scale).sum(), x), x)
+    assert found.item() == 0

@@ -319,7 +319,7 @@ def test_local_batches_are_sized_by_whole_steps_that_were_tried(tmp_path, run_wo
     assert first["shares"] == second["shares"]
     equal, tried, again, odd = first["shares"]
     assert equal[0] == {"big": 0.5, "small": 0.5}
-    assert tried[1] == ["plan", "steps"]  # all else was known
+    assert tried[1] == ["passes", "plan", "steps"]  # all else was known; passes of own plans were not
     assert again[1] == ["plan"]
     assert tried[0] == again[0]
     assert sum(tried[0].values()) == pytest.approx(1.0)

@@ -1,0 +1,390 @@
+"""Nodes of a twice differentiated step at which noise can arise, and what is kept of the derivative at each: sums.
+
+A derivative is reduced the moment it is known and not held, so that the pass needs no memory for all of them at once.
+Values that noise is shaped by are those that autograd keeps anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qsync_opt.runtimes.torch.arriving_noise import RECTIFIERS, Arriving
+from qsync_opt.runtimes.torch.interception import OperatorCall
+from qsync_opt.runtimes.torch.max_pooling import MAX_POOLS, LastRectified, SwitchedPool, contest, pool_call
+from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, replace_operands
+from qsync_opt.runtimes.torch.reductions import dot, norm, strided, summed, total
+from qsync_opt.statistics import FLIP_RATIOS, GRADIENTS, OPERANDS
+
+MASK = "mask"
+# Noise in the forward pass flips rectifiers; noise in gradients does not.
+_QUANTIZED = ("first", "second", "output_gradient")
+_CHUNK = 1 << 22
+"""Elements of a large tensor that are looked at together."""
+_CHANCES = 1 << 20
+"""The same of a rectifier, where each has several chances to flip."""
+SAMPLE = 1 << 14
+"""Elements of a derivative that are kept, of tensors that all samples of a batch share."""
+
+
+Key = tuple[str, str, int]
+"""Operator, tensor, and which call."""
+
+
+class Kept(NamedTuple):
+    """Some evenly spaced elements: of a derivative, of the values there, and how fixed-point noise is there."""
+
+    derivative: Tensor
+    values: Tensor
+    fixed: Tensor | None
+
+
+@dataclass
+class Sums:
+    """Over the elements of a tensor of one call.
+
+    Attributes:
+        plain: Squared derivatives.
+        fixed: These times the weight of fixed-point noise; ``fixed_weight`` are the weights alone.
+        floating: These times squared values; ``values`` are the squared values alone.
+        elements: How many.
+        kept: Some of them, of every probe; products of these count ``scale`` times.
+    """
+
+    plain: float = 0.0
+    fixed: float = 0.0
+    fixed_weight: float = 0.0
+    floating: float = 0.0
+    values: float = 0.0
+    elements: int = 0
+    kept: list[Kept] = field(default_factory=list)
+    scale: float = 1.0
+
+
+@dataclass(slots=True)
+class _Held:
+    """Values at a node, and their version: what has been written since is known."""
+
+    values: Tensor | None
+    version: int
+    key: Key
+
+
+class _Rectifier(NamedTuple):
+    """Where a rectifier lets gradients pass, and how far from zero each element is, in half precision."""
+
+    tapper: GainTapper
+    name: str
+    mask: Tensor
+    distance: Tensor
+
+
+class MaskedRectifier(torch.autograd.Function):
+    """A rectifier whose gradient is multiplied by a mask, by which it is differentiated, too."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, where: _Rectifier) -> Tensor:
+        """Rectify."""
+        ctx.where = where
+        return z.relu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """By the mask alone."""
+        return _MaskedGradient.apply(grad, ctx.where), None  # type: ignore[no-untyped-call]
+
+
+class _MaskedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, where: _Rectifier) -> Tensor:
+        ctx.save_for_backward(grad)
+        ctx.where = where
+        return grad * where.mask
+
+    @staticmethod
+    def backward(ctx: Any, derivative: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = ctx.saved_tensors
+        where = ctx.where
+        where.tapper.flipped(where.name, where.distance, (derivative * grad).square_())
+        return derivative * where.mask, None
+
+
+class GainTapper:
+    """Handler of an interception: watches every tensor that can be noisy in a step that is differentiated twice.
+
+    Attributes:
+        first: Whether the first differentiation is not over yet.
+        last: Whether nothing is differentiated again after the present pass.
+        rectified: Elements of the last call of each rectifier.
+        written: Operators whose result was written into before it was looked at; they are to be given as ``copied``.
+    """
+
+    def __init__(
+        self,
+        wanted: frozenset[str] | None,
+        arriving: Mapping[str, Arriving],
+        *,
+        keep: Callable[[Key, int], bool] | None = None,
+        copied: frozenset[str] = frozenset(),
+    ) -> None:
+        """Nothing was seen yet.
+
+        Args:
+            wanted: Limits the operators; None is all adjustable ones.
+            arriving: How noise is spread over what rectifiers read; evenly, where it does not say.
+            keep: From a tensor and its number of elements to whether some of its derivative's are kept.
+            copied: Operators whose result is copied for later.
+        """
+        self._wanted, self._keep, self._copied = wanted, keep, copied
+        self._spread = {name: list(found.spread) for name, found in arriving.items()}
+        self._ratios = {name: found.ratio for name, found in arriving.items()}
+        self._outputs: dict[int, _Held] = {}
+        self._roots: dict[str, Tensor] = {}
+        self._rectified = LastRectified()
+        self._numbers: list[tuple[Key, tuple[str, ...], Tensor]] = []
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._elements: dict[Key, int] = {}
+        self._kept: dict[Key, list[Kept]] = {}
+        self.first, self.last = True, False
+        self.written: set[str] = set()
+        self.rectified: dict[str, int] = {}
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def __call__(self, call: OperatorCall) -> Any:
+        """Run an operator, and watch its operands, its result and their gradients."""
+        if call.op_type in RECTIFIERS:
+            return self._rectify(call)
+        if call.op_type in MAX_POOLS:
+            return self._pool(call)
+        if call.op_type not in ADJUSTABLE or (self._wanted is not None and call.name not in self._wanted):
+            return call.run()
+        slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
+        lead = int(call.op_type == "embedding")
+        operands = []
+        for operand, gradient, slot in zip(OPERANDS[lead:], GRADIENTS[lead:], slots, strict=False):
+            x = slot.tensor
+            ends = x.is_leaf  # nothing before it is differentiated
+            alias = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+            self._watch(call.name, operand, gradient if x.requires_grad else None, alias, x.detach(), ends=ends)
+            operands.append(alias)
+        args, kwargs = replace_operands(call.args, call.kwargs, slots, operands)
+        output: Tensor = call.run(*args, **kwargs)
+        values = output.detach()
+        held = self._watch(
+            call.name, "output", "output_gradient", output, values.clone() if call.name in self._copied else values
+        )
+        self._outputs[output.data_ptr()] = held
+        return output
+
+    def _watch(
+        self, name: str, tensor: str, gradient: str | None, node: Tensor, values: Tensor, *, ends: bool = False
+    ) -> _Held:
+        """Reduce the derivative at a node, and at its gradient, as they come; what ends there goes no further."""
+        held = self._hold(name, tensor, values)
+
+        def hook(g: Tensor | None) -> Tensor | None:  # None: nothing depends on what is here
+            if self.first and g is not None:
+                return None if gradient is None else self._watch_gradient(name, gradient, g)
+            if self.first:
+                return None
+            self._reduce(g, held)
+            return nothing_like(g) if ends and g is not None else None
+
+        node.register_hook(hook)  # type: ignore[no-untyped-call]
+        return held
+
+    def _hold(self, name: str, tensor: str, values: Tensor) -> _Held:
+        call = self._calls[name, tensor]
+        self._calls[name, tensor] += 1
+        return _Held(values, values._version, (name, tensor, call))
+
+    def _watch_gradient(self, name: str, tensor: str, g: Tensor) -> Tensor:
+        known = g.requires_grad
+        tap = g.view_as(g) if known else g.detach().requires_grad_()
+        held = self._hold(name, tensor, g.detach())
+
+        def hook(derivative: Tensor | None) -> Tensor | None:
+            self._reduce(derivative, held)
+            return None if known or derivative is None else nothing_like(derivative)
+
+        tap.register_hook(hook)  # type: ignore[no-untyped-call]
+        return tap
+
+    def _rectify(self, call: OperatorCall) -> Tensor:
+        z: Tensor = call.args[0] if call.args else call.kwargs["input"]
+        if not z.requires_grad:
+            return call.run()  # type: ignore[no-any-return]
+        spreads = self._spread.get(call.traced_name)
+        with torch.no_grad():
+            distance = _distance(z, spreads.pop(0) if spreads else None)
+        where = _Rectifier(self, call.traced_name, z.detach() > 0, distance)
+        read = z.detach().clone() if call.writes else z
+        result: Tensor = MaskedRectifier.apply(z, where)  # type: ignore[no-untyped-call]
+        if not call.writes:
+            self._rectified.keep(result, read)
+            return result
+        held = self._outputs.get(z.data_ptr())
+        if held is not None and held.values is not None and held.values._version == held.version:
+            held.values = held.values.clone()
+            held.version = held.values._version
+        result = z.copy_(result)
+        self._rectified.keep(result, read)
+        return result
+
+    def _pool(self, call: OperatorCall) -> Any:
+        given = pool_call(call.op_type, call.args, call.kwargs)
+        if given is None or not given[0].requires_grad:
+            return call.run()
+        (x, window), name = given, call.traced_name
+        known = contest(self._rectified.ranks(x), window)
+        spreads, ratio = self._spread.get(name), self._ratios.get(name, 0.0)
+        with torch.no_grad():
+            spread = spreads.pop(0) / ratio if spreads and ratio > 0 else 2 * x.detach().square().mean()
+            distance = known.gap.div(spread.sqrt()).nan_to_num_(math.inf, math.inf).half()
+        share = torch.zeros_like(known.gap).requires_grad_()
+
+        def hook(derivative: Tensor | None) -> Tensor | None:
+            if derivative is None:
+                return None
+            self.flipped(name, distance, derivative.square())
+            return nothing_like(derivative)
+
+        share.register_hook(hook)  # type: ignore[no-untyped-call]
+        rows = x.reshape(len(share), -1)
+        pooled: Tensor = SwitchedPool.apply(rows, share, known.first, known.second)  # type: ignore[no-untyped-call]
+        return pooled.view(known.shape)
+
+    # -- the second differentiation ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _reduce(self, derivative: Tensor | None, held: _Held) -> None:
+        values, key = held.values, held.key
+        assert values is not None
+        if derivative is None:
+            derivative = nothing_like(values)
+        if values._version != held.version:
+            self.written.add(key[0])
+            return
+        if self.last:
+            held.values = None
+        self._elements[key] = values.numel()
+        amax = torch.linalg.vector_norm(values, float("inf")) if key[1] in _QUANTIZED else None
+        for d, v in _parts(derivative, values):
+            names, found = ["~plain", "~values", "~floating"], [norm(d), norm(v), norm(d * v)]
+            if amax is not None:
+                fixed = _fixed_point(v, amax)
+                names += ["fixed", "fixed_weight"]
+                found += [dot(d.square(), fixed), total(fixed)]
+            self._put(key, names, found)
+        if self._keep is not None and self._keep(key, values.numel()):
+            d, v = strided(derivative, SAMPLE).clone(), strided(values, SAMPLE).clone()
+            fixed_there = None if amax is None else _fixed_point(v, amax)
+            self._kept.setdefault(key, []).append(Kept(d, v, fixed_there))
+
+    def _put(self, key: Key, names: Iterable[str], found: Iterable[Tensor]) -> None:
+        self._numbers.extend((key, (name,), value.reshape(1)) for name, value in zip(names, found, strict=True))
+
+    @torch.no_grad()
+    def flipped(self, name: str, distances: Tensor, squares: Tensor) -> None:
+        """Squares of the derivatives by the mask of a rectifier, or by the shares of a max-pool."""
+        key = (name, MASK, 0)
+        self.rectified[name] = squares.numel()
+        roots = self._ratio_roots(name, squares)
+        for distance, part in _parts(distances, squares, _CHANCES):
+            chance = torch.special.ndtr(distance.reshape(1, -1).to(part.dtype) / roots)
+            chance[-1].square_()
+            found = summed(chance.mul_(part.reshape(1, -1)), 1)
+            self._numbers.append((key, tuple(str(i) for i in range(len(FLIP_RATIOS) + 1)), found))
+
+    def _ratio_roots(self, name: str, like: Tensor) -> Tensor:
+        """Of the ratios that flips are counted at, and the one that was seen, negative: (ratios, 1)."""
+        known = self._roots.get(name)
+        if known is None:
+            ratios = [*FLIP_RATIOS, self._ratios.get(name, 0.0)]
+            known = torch.tensor([[-math.sqrt(max(ratio, 1e-30))] for ratio in ratios], dtype=like.dtype)
+            known = self._roots[name] = known.to(like.device, non_blocking=True)
+        return known
+
+    def found(self, probes: int) -> tuple[dict[Key, Sums], dict[str, list[float]]]:
+        """Means over probes: by operator and tensor, and by rectifier; one transfer to the host per type."""
+        sums: dict[Key, Sums] = {}
+        flips: dict[str, list[float]] = {}
+        if not self._numbers:
+            return sums, flips
+        together: dict[torch.dtype, list[Tensor]] = {}
+        for *_, values in self._numbers:
+            together.setdefault(values.dtype, []).append(values)
+        host = {dtype: iter(torch.cat(some).tolist()) for dtype, some in together.items()}
+        for key, labels, values in self._numbers:
+            for label in labels:
+                value = next(host[values.dtype]) / (1.0 if label.startswith("~") else probes)
+                if key[1] == MASK:
+                    row = flips.setdefault(key[0], [0.0] * len(labels))
+                    row[int(label)] += value
+                    continue
+                known = sums.setdefault(key, Sums())
+                attribute = label.removeprefix("~")
+                added = value**2 / probes if label.startswith("~") else value
+                setattr(known, attribute, getattr(known, attribute) + added)
+        for key, known in sums.items():
+            known.elements, known.kept = self._elements[key], self._kept.get(key, [])
+        for name, row in flips.items():
+            if not self._ratios.get(name, 0.0):
+                row[-1] = 0.0
+        return sums, flips
+
+    def forget(self) -> None:
+        """Keep nothing; hooks keep the tapper alive from inside the autograd graph."""
+        self._outputs.clear()
+        self._rectified.forget()
+        self._numbers.clear()
+        self._kept.clear()
+        self._spread.clear()
+
+
+@functools.lru_cache(maxsize=16)
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
+
+
+def nothing_like(x: Tensor) -> Tensor:
+    """Zeros that take no memory."""
+    return _zero(x.dtype, x.device).expand_as(x)
+
+
+def _parts(a: Tensor, b: Tensor, limit: int = _CHUNK) -> Iterable[tuple[Tensor, Tensor]]:
+    """Two tensors of one shape, large ones a part at a time."""
+    if a.numel() <= limit:
+        return [(a, b)]
+    return zip(torch.split(a.reshape(-1), limit), torch.split(b.reshape(-1), limit), strict=True)
+
+
+def _fixed_point(values: Tensor, amax: Tensor) -> Tensor:
+    """How much elements err in INT8 with one scale for all, up to a factor.
+
+    Zeros and numbers on the grid do not err, and numbers below a step err in proportion.
+    """
+    steps = (values * (127.0 / amax.clamp(min=torch.finfo(values.dtype).tiny))).frac_().abs_()
+    return torch.addcmul(steps, steps, steps, value=-1)
+
+
+def _distance(z: Tensor, spread: Tensor | None) -> Tensor:
+    """Distance of every element from zero over the size of the noise there, for noise as strong as the signal.
+
+    Where no noise arrives, nothing flips however close it is. In half precision, whose numbers reach from a thousandth
+    of the least ratio's root to far beyond where anything flips.
+    """
+    tiny = torch.finfo(z.dtype).tiny
+    strength = z.square().mean()
+    if spread is None or any(few not in (1, many) for few, many in zip(spread.shape, z.shape, strict=True)):
+        return z.abs().div_(strength.sqrt().clamp(min=tiny)).half()
+    size = (spread * (strength / spread.mean().clamp(min=tiny))).sqrt()
+    return z.abs().div_(size).nan_to_num_(math.inf, math.inf).half()

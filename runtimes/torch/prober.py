@@ -1,0 +1,106 @@
+"""Everything that is found of a batch by differentiating its step twice; of some samples, where they are enough."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from qsync_opt.errors import QSyncError, first_line
+from qsync_opt.graph import OpGraph
+from qsync_opt.runtimes.torch.arriving_noise import PASSES, Seen, noisy_passes
+from qsync_opt.runtimes.torch.batch_slices import parts_of
+from qsync_opt.runtimes.torch.curvature_probe import probe_curvatures
+from qsync_opt.runtimes.torch.gradient_probe import LossOf, Probed, ProbeMemoryError, probe_gains, rectifies, wanted_of
+from qsync_opt.runtimes.torch.probe_parts import PASSES as PASSES_OF_A_PART
+from qsync_opt.runtimes.torch.probe_parts import NotDivisibleError, PartLoss, probe_parts
+from qsync_opt.statistics import Curvature, ModelStatistics
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class Prober:
+    """Probes one batch; what noise does at rectifiers is looked at once for all kinds of gains."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Callable[[nn.Module, Any], Tensor],
+        batch: Any,
+        found: ModelStatistics,
+        graph: OpGraph | None,
+        seed: int,
+        *,
+        divide: bool = True,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            model: The model.
+            run: From the model and a batch to the loss.
+            batch: To be probed.
+            found: What operators do in it.
+            graph: Limits the operators.
+            seed: Of random vectors.
+            divide: Whether some samples may stand for all.
+        """
+        self._model, self._graph, self._seed = model, graph, seed
+        self._whole = functools.partial(run, model, batch)
+        self._found = found
+        parts = (parts_of(model, batch) if divide else None) or ()
+        self._parts = [PartLoss(functools.partial(run, model, part.batch), part.share) for part in parts]
+        self._seen: dict[LossOf, Seen] = {}
+
+    def gains(self, probes: int, *, adaptive: Mapping[int, Tensor] | None = None) -> Probed:
+        """Gains from so many random vectors.
+
+        Args:
+            probes: 0 for none.
+            adaptive: Root mean squares of the batch's gradients; then gains are those of ``adaptive`` probes.
+
+        Raises:
+            ModelError: As ``probe_gains``.
+        """
+        if not probes:
+            return Probed({}, {}, {})
+        shift = adaptive is None
+        given: dict[str, Any] = {
+            "graph": self._graph,
+            "probes": probes,
+            "seed": self._seed,
+            "adaptive": not shift,
+            "roots": adaptive,
+        }
+        if self._parts:
+            try:
+                seen = [self._noise(loss_of, PASSES_OF_A_PART, shift=False) for loss_of, _ in self._parts]
+                return probe_parts(self._model, self._parts, self._found, seen=seen, **given)
+            except ProbeMemoryError:
+                raise  # all samples would need even more
+            except (NotDivisibleError, QSyncError, RuntimeError, ValueError, TypeError, LookupError) as refused:
+                _LOGGER.info("the batch is probed as a whole: %s", first_line(refused)[:400])
+            self._parts = []
+        return probe_gains(self._model, self._whole, seen=self._noise(self._whole, PASSES, shift=shift), **given)
+
+    def curvatures(self, probes: int) -> dict[str, dict[str, Curvature]]:
+        """Traces from so many random vectors, 0 for none.
+
+        Raises:
+            ModelError: As ``probe_curvatures``.
+        """
+        if not probes:
+            return {}
+        return probe_curvatures(self._model, self._whole, graph=self._graph, probes=probes, seed=self._seed)
+
+    def _noise(self, loss_of: LossOf, passes: int, *, shift: bool) -> Seen:
+        if not rectifies(self._graph):
+            return Seen({}, 0.0)
+        known = self._seen.get(loss_of)
+        if known is None:
+            wanted = wanted_of(self._graph)
+            known = noisy_passes(self._model, loss_of, wanted, shift=shift, passes=passes)
+            self._seen[loss_of] = known
+        return known

@@ -1,0 +1,78 @@
+"""Which call does a recomputation repeat? Activation checkpointing runs modules again in the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+Counts = dict[tuple[str, str], int]
+"""How many operators of a kind a module has met in a pass, by its path and the kind."""
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_KEPT_PASSES = 8
+_NO_COUNTS: Counts = {}
+
+
+class CallMemory:
+    """The calls of every module in the last passes, each with where its input lay in memory.
+
+    A checkpointed module gets the same input again, whose memory was kept for that: of the calls that were not repeated
+    yet, the last one with it is the one, also where other passes ran in between (another view of a contrastive loss, an
+    evaluation). Where no input tells, because memory was moved or a function was checkpointed whose modules get new
+    tensors, the pass of the last repetition goes on, and calls are repeated in reverse order.
+    """
+
+    def __init__(self, *, shared_modules: bool) -> None:
+        """Know nothing yet.
+
+        Args:
+            shared_modules: Whether a module has several paths, so that a first call may find counts of another one's.
+        """
+        self._shared_modules = shared_modules
+        self._last = -1  # pass of the last repetition
+        self._calls: dict[str, list[list[Any]]] = {}  # pass, counts, place, whether it was recomputed; oldest first
+
+    def remember(self, path: str, pass_index: int, counts: Counts, x: Any) -> None:
+        """Note that a module begins to run.
+
+        Args:
+            path: Of the module.
+            pass_index: Of the pass.
+            counts: As they are now.
+            x: Its first positional argument.
+        """
+        calls = self._calls.get(path)
+        if calls is None:
+            calls = self._calls[path] = []
+        while calls and calls[0][0] <= pass_index - _KEPT_PASSES:
+            del calls[0]
+        again = self._shared_modules or (calls and calls[-1][0] == pass_index)
+        calls.append([pass_index, counts.copy() if again else _NO_COUNTS, _place(x), False])
+
+    def recall(self, path: str, x: Any) -> tuple[int, Counts] | None:
+        """Pass index of the call that is now repeated, and the counts when it began; None for an unknown module."""
+        calls = self._calls.get(path)
+        if not calls:
+            return None
+        waiting = [call for call in calls if not call[3]]
+        if not waiting:  # a second backward pass through the same graph
+            waiting = [call for call in calls if call[0] == calls[-1][0]]
+            for call in waiting:
+                call[3] = False
+        place = _place(x)
+        likely = [call for call in waiting if call[2] == place] or [c for c in waiting if c[0] == self._last] or waiting
+        likely[-1][3] = True
+        self._last, counts = likely[-1][:2]
+        return self._last, counts.copy()
+
+
+def _place(x: Any) -> int:
+    """Address of a tensor's data, 0 where there is none to tell by."""
+    if type(x) not in _PLAIN:
+        return 0
+    try:
+        return int(x.data_ptr())
+    except RuntimeError:  # inside a transform of torch.func
+        return 0

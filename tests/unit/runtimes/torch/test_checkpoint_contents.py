@@ -1,0 +1,133 @@
+"""Checkpoints of jobs that are put together in less usual ways."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from qsync_opt.errors import ModelError, ProblemError
+from qsync_opt.runtimes.torch.apply import apply
+from qsync_opt.runtimes.torch.checkpoints import Checkpoints
+from qsync_opt.runtimes.torch.ddp import free_port, process_group
+from qsync_opt.runtimes.torch.loss_scaling import LossScaler
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.2)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(self.drop(torch.tanh(self.a(x))))
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.norm = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 2, 3), nn.BatchNorm2d(4)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x.reshape(2, 2, 5, 5))))
+
+
+TIED = (Tied, {"a/linear": "INT8", "b/linear": "BF16"}, (4, 8))
+IMAGES = (Images, {"first/conv2d": "INT8", "second/conv2d": "BF16"}, (2, 2, 5, 5))
+
+
+def two_optimizers(model):
+    sgd = torch.optim.SGD([model.a.weight], lr=0.1, momentum=0.9)
+    return [sgd, torch.optim.AdamW([model.a.bias, model.b.bias])]
+
+
+def one_optimizer(model):
+    return [torch.optim.AdamW(model.parameters())]
+
+
+def resumed_losses(folder, case, optimizers_of, prepare=lambda model: model):
+    """Losses of steps 3 to 5 of a whole run, and of one that resumes at step 3."""
+    make, plan, shape = case
+
+    def build():
+        torch.manual_seed(0)
+        model = apply(prepare(make()), plan)
+        optimizers = optimizers_of(model)
+        scaler = LossScaler(model, enabled=True, init_scale=256.0)
+        return model, optimizers, scaler, Checkpoints(folder, model, optimizers, scaler=scaler)
+
+    def train(model, optimizers, scaler, checkpoints, steps):
+        losses = []
+        for step in steps:
+            loss = model(torch.randn(*shape, generator=torch.Generator().manual_seed(step))).square().mean()
+            scaler.scale(loss).backward()
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+            losses.append(loss.item())
+            if step == 2:
+                checkpoints.save(3)
+        return losses
+
+    whole = train(*build(), range(6))[3:]
+    again = build()
+    torch.manual_seed(99)
+    assert again[-1].load().step == 3
+    return whole, train(*again, range(3, 6))
+
+
+@pytest.mark.parametrize(
+    ("case", "optimizers_of"), [(TIED, two_optimizers), (IMAGES, one_optimizer)], ids=["tied", "channels last"]
+)
+def test_resumed_to_the_same_losses(tmp_path, case, optimizers_of):
+    whole, resumed = resumed_losses(tmp_path, case, optimizers_of)
+    assert whole == resumed
+
+
+def test_tied_weights_that_are_sharded(tmp_path):
+    with process_group(0, 1, free_port(), timeout_s=60):
+        mesh = dist.init_device_mesh("cpu", (1,))
+        whole, resumed = resumed_losses(tmp_path, TIED, one_optimizer, lambda model: fully_shard(model, mesh=mesh))
+    assert whole == resumed
+
+
+def test_parameters_that_only_an_optimizer_has_are_kept(tmp_path):
+    def build():
+        model, temperature = nn.Linear(4, 4), nn.Parameter(torch.ones(()))
+        optimizer = torch.optim.Adam([*model.parameters(), temperature], lr=0.1)
+        return model, temperature, optimizer, Checkpoints(tmp_path, model, optimizer)
+
+    model, temperature, optimizer, checkpoints = build()
+    (temperature * model(torch.ones(2, 4)).square().mean()).backward()
+    optimizer.step()
+    checkpoints.save(1)
+    _, again, _, checkpoints = build()
+    checkpoints.load()
+    assert again.item() == temperature.item() != 1
+
+
+def test_lazy_modules_must_have_run(tmp_path):
+    with pytest.raises(ModelError, match=r"'0.weight' has no shape yet: run one batch"):
+        Checkpoints(tmp_path, nn.Sequential(nn.LazyLinear(4))).save(1)
+
+
+def test_memory_must_be_numbers(tmp_path):
+    checkpoints = Checkpoints(tmp_path, nn.Linear(2, 2))
+    path = checkpoints.save(1)
+    state = json.loads((path / "state.json").read_text())
+    state["memory_bytes"] = {"T4": "16 GiB"}
+    data = json.dumps({k: v for k, v in state.items() if k != "x-digest"}).encode()
+    (path / "state.json").write_bytes(data)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["state.json"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if k != "x-digest"}))
+    with pytest.raises(ProblemError, match="memory_bytes: T4 is '16 GiB'"):
+        checkpoints.load()
