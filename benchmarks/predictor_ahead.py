@@ -1,7 +1,8 @@
 """Compile the plans of compiled cases ahead, so that a run of the predictor's benchmark finds them in Inductor's cache.
 
 Runs beside ``predictor.py --workers 1`` on the same card, on cores of its own, while that one records other plans. It
-takes one step of every plan and measures nothing. A solver's plan is not known to it.
+takes one step of every plan and measures nothing; but that step can fall into one that the other process times. A
+solver's plan is not known to it.
 
     python benchmarks/predictor_ahead.py --only bert-short:16:compiled [--precisions INT8 BF16] [--graphs DIR]
 """

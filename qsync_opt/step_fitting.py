@@ -25,7 +25,7 @@ _SHORT_WAIT = 0.05
 _DEVICE_BOUND = 1.3
 """A step that takes this many times what the host needs is paced by the device."""
 _PACE = 1.1
-"""Kernels are not taken to run slower, or faster, by more than this."""
+"""Kernels do not run slower, or faster, by more than this: what is further off has another reason and scales none."""
 PHASE_LABELS = ("forward", "forward|end", "backward", "backward|end", "optimizer", "zero_grad")
 
 
@@ -253,7 +253,8 @@ def kernel_paces(samples: Sequence[StepSample], predicted: Mapping[str, int]) ->
         kernels = _kernel_ns(sample)
         if kernels and _paced_by_device(sample):
             pace = 1 + (sample.iteration_ns - predicted[sample.name]) / kernels
-            found[sample.name] = min(max(pace, 1 / _PACE), _PACE)
+            if 1 / _PACE <= pace <= _PACE:
+                found[sample.name] = pace
     return found
 
 

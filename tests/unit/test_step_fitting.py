@@ -101,7 +101,7 @@ def test_kernels_are_scaled_to_steps_that_the_device_paced():
     device, host = (replace(plain, spans=spans, iteration_ns=taken) for taken in (104_000.0, 12_000.0))
     assert kernel_paces([device], {"a": 101_000}) == {"a": pytest.approx(1.03)}
     assert kernel_paces([device], {"a": 105_000}) == {"a": pytest.approx(0.99)}
-    assert kernel_paces([device], {"a": 10_000}) == {"a": 1.1}  # something else took that long
+    assert kernel_paces([device], {"a": 10_000}) == {}  # something else took that long
     assert kernel_paces([host], {"a": 101_000}) == {}
     assert kernel_paces([plain], {"a": 101_000}) == {}
     costs = fit_step_costs(graph, [device], DEVICE, half_format="BF16", paces={"a": 1.03})
