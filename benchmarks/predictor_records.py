@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import gzip
-import pickle
-from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from qsync_opt.compiled_memory import Block
 from qsync_opt.costs import CostFit
 from qsync_opt.device_profile import DeviceIdentity
 from qsync_opt.jsonio import Fields
-from qsync_opt.runtimes.torch import compiled_recording
 from qsync_opt.runtimes.torch.step_profile import StepRecords
 from qsync_opt.step_sample import KeptTensors, StepSample
 from qsync_opt.step_trace import Span, StepSpans
@@ -30,25 +24,6 @@ def records_json(records: StepRecords) -> dict[str, Any]:
         "available": {name: list(precisions) for name, precisions in records.available.items()},
         "samples": [_sample_json(sample) for sample in records.samples],
     }
-
-
-@contextlib.contextmanager
-def kept_traces(path: Path | None) -> Iterator[None]:
-    """Keep what compiled steps are charged from (`charge_compiled`), so that they can be charged anew; None: do not."""
-    found: list[Any] = []
-    charge: Any = compiled_recording.charge_compiled
-
-    def noted(*arguments: Any) -> Any:
-        found.append(arguments)
-        return charge(*arguments)
-
-    compiled_recording.charge_compiled = noted
-    try:
-        yield
-    finally:
-        compiled_recording.charge_compiled = charge
-        if path is not None and found:
-            path.write_bytes(gzip.compress(pickle.dumps(found), 6))
 
 
 def records_from_json(data: dict[str, Any]) -> StepRecords:

@@ -32,7 +32,7 @@ from predictor_partition import partition, refused
 from predictor_peers import torch_estimates
 from predictor_pinning import cores_of, pin_threads, without_collection
 from predictor_prediction import MS, Predictor, said
-from predictor_records import kept_traces, records_json
+from predictor_records import records_json
 from torch._inductor.async_compile import AsyncCompile
 
 import qsync_opt
@@ -101,8 +101,7 @@ def profile(worker: Worker, combination: Combination, graph: OpGraph, count: int
         if combination.compiled:  # what takes how long: every plan is compiled
             worker.say("recording", label)
 
-    kept = None if worker.keep is None else worker.keep / f"traces-{key.replace(' ', '-')}-r{worker.rank}.pickle.gz"
-    with without_collection(), kept_traces(kept):
+    with without_collection():
         records = record_steps(
             stepper.example,
             graph,
