@@ -28,6 +28,8 @@ _GATHERS = ("embedding", "index", "_unsafe_index", "gather", "index_select")
 """Operations that read of their first operand only as much as they deliver."""
 
 
+_WITH_SUM = ("addmm", "baddbmm")
+"""Products whose first operand is added to them."""
 _FINISHING = ("add", "convert_element_type", "_to_copy")
 """What is done to a product within its operator."""
 
@@ -149,7 +151,7 @@ def _scheduled(node: Any, calls: Collection[Any] = ()) -> Scheduled:
         main = call.get_origin_node()
         name = _label(main) if main is not None else ""
         last = [origin for origin in origins if not any(user in origins for user in origin.users)]
-        name = name or next((label for label in map(_label, last) if label), "")
+        name = name or next((label for label in map(_label, last) if label), "") or _of_factors(main)
         writes: tuple[tuple[str, int], ...] = ()
         if name and main is not None:
             one = isinstance(main.meta.get("val"), torch.Tensor)
@@ -159,6 +161,18 @@ def _scheduled(node: Any, calls: Collection[Any] = ()) -> Scheduled:
     own = {part.get_name() for part in parts}
     written = tuple(entry for part in parts for entry in _written(part, own, nodes))
     return Scheduled(True, (), _shares(nodes), written)
+
+
+def _of_factors(product: Any) -> str:
+    """Operator of a product to which a sum was added that belongs to none, by what it multiplies.
+
+    So gradients of a weight that two operators share are added up: the compiler makes one call of the product of one
+    and the sum, and what was noted of the product is lost.
+    """
+    if product is None or _kind(product) not in _WITH_SUM:
+        return ""
+    factors = [factor for factor in product.args[1:3] if hasattr(factor, "meta")]
+    return next((label for label in map(_label, factors) if label), "")
 
 
 def _written(part: Any, own: Collection[str], nodes: Sequence[Any]) -> Sequence[tuple[str, int]]:

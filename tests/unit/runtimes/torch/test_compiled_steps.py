@@ -208,6 +208,29 @@ def test_copies_for_a_librarys_call_are_written_for_it():
     assert compiled_schedule._written(inside, {"op1", "op3"}, [gelu]) == ()
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.middle, self.head = nn.Embedding(50, 32), nn.Linear(32, 32), nn.Linear(32, 50, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        return F.cross_entropy(self.head(torch.relu(self.middle(self.words(x)))).flatten(0, 1), x.flatten())
+
+
+def test_a_product_that_is_added_to_the_gradient_of_a_shared_weight_is_its_operators():
+    torch.compiler.reset()
+    model, x = Tied(), torch.randint(0, 50, (4, 8))
+    graph = capture(Tied(), (x,))
+    with annotated_operators(model, graph), compiled_schedule.collected_schedules() as found:
+        torch.compile(model, fullgraph=True)(x).backward()
+    _, (backward,) = read_schedules(found)
+    torch.compiler.reset()
+    calls = [entry for entry in backward if entry.calls]
+    assert [dict(entry.shares) for entry in calls].count({"head/linear": 1.0}) == 2  # gradients of input and weight
+    assert all(entry.shares for entry in calls)
+
+
 def test_what_runs_nothing_is_no_part_of_a_schedule():
     nothing = type("NopKernelSchedulerNode", (), {})()
     assert compiled_schedule._entries([nothing, nothing]) == []
