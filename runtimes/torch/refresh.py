@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -150,7 +151,9 @@ class PlanRefresher:
                 raise NotReadyError("the plan was taken off the model: put it on again, or refresh no further")
             if self._device_type not in plan.devices:
                 raise ProblemError(f"the new plan has no device type {self._device_type!r}: check make_problem")
-            options = applied.options
+            options, mine = applied.options, plan.devices[self._device_type]
+            if any(mine.get(name) != precision for name, precision in applied.precisions.items()):
+                options = replace(options, autocast=None)  # which carries out one precision everywhere
             undo(self._model)
             apply(self._model, plan, self._device_type, graph=self._graph, options=options)
         self.plan = plan

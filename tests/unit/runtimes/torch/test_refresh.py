@@ -101,6 +101,17 @@ def test_the_random_stream_goes_on(captured, make_problem):
     assert applied_plan(model).options.kernels.seed == 3
 
 
+def test_a_plan_that_autocast_carries_out_gives_way_to_one_that_it_cannot(captured, make_problem):
+    model, half = Net(), dict.fromkeys(LOW, "BF16")
+    plan = Plan(problem="net", devices={"cpu": half})
+    apply(model, plan, "cpu", graph=captured.graph, options=ApplyOptions(autocast="BF16"))
+    refresh = PlanRefresher(model, plan, "cpu", make_problem=make_problem, every=1, graph=captured.graph)
+    model(*batch()).backward()
+    assert refresh.step(batch())
+    assert set(applied_plan(model).precisions.values()) == {"FP32"}
+    assert applied_plan(model).options.autocast is None
+
+
 def test_a_plan_that_is_good_enough_stays(captured, make_problem):
     model = Net()
     plan = Plan(problem="net", devices={"cpu": dict.fromkeys(LOW, "FP32")})
