@@ -1,4 +1,7 @@
+import pytest
+
 from qsync_opt.buckets import BucketOptions, gradient_buckets, gradient_users, merge_by_operator, operator_buckets
+from qsync_opt.errors import ProblemError
 from qsync_opt.synthetic import make_graph, make_operator, residual_graph
 
 
@@ -64,3 +67,32 @@ def test_unused_parameters_come_last_and_a_model_without_any_has_no_bucket() -> 
     (bucket,) = gradient_buckets(graph)
     assert (bucket.parameters, bucket.operator) == (("w", "unused"), "a")
     assert gradient_buckets(make_graph([make_operator("a")])) == ()
+
+
+def test_a_cap_of_the_users_own_is_that_of_the_first_bucket_too() -> None:
+    assert BucketOptions.of_ddp() == BucketOptions()
+    assert BucketOptions.of_ddp(bucket_cap_mb=2) == BucketOptions(first_bytes=2 << 20, cap_bytes=2 << 20)
+    assert BucketOptions.of_ddp(find_unused_parameters=True, gradient_as_bucket_view=True) == BucketOptions(
+        find_unused=True, gradient_as_view=True
+    )
+    assert BucketOptions.of_ddp(find_unused_parameters=True, static_graph=True) == BucketOptions()
+    for wrong in (0, -1.0, 1e-9, float("nan"), float("inf")):
+        with pytest.raises(ProblemError, match="bucket_cap_mb"):
+            BucketOptions.of_ddp(bucket_cap_mb=wrong)
+
+
+def test_unused_parameters_keep_buckets_in_the_order_of_registration_and_hold_none_back() -> None:
+    graph = make_graph(
+        [make_operator(name, parameters=[f"{name}.w"], inputs=source) for name, source in (("a", []), ("b", ["a"]))],
+        {"b.w": 10, "unused.w": 10, "a.w": 10},
+    )
+    single = gradient_buckets(graph, BucketOptions(first_bytes=1, cap_bytes=1, find_unused=True))
+    # From the parameter that was registered last; b's gradient is ready first but launched last.
+    assert [b.parameters for b in single] == [("a.w",), ("unused.w",), ("b.w",)]
+    assert [b.operator for b in single] == ["a", "a", "a"]
+    # Filled from the other end, the small bucket is the last one. The unused parameter waits for nobody.
+    pairs = gradient_buckets(graph, BucketOptions(first_bytes=80, cap_bytes=80, find_unused=True))
+    assert [(b.parameters, b.operator) for b in pairs] == [(("a.w",), "a"), (("b.w", "unused.w"), "a")]
+    late = make_graph(graph.operators, {"a.w": 10, "b.w": 10, "unused.w": 10})
+    ready = gradient_buckets(late, BucketOptions(first_bytes=40, cap_bytes=80, find_unused=True))
+    assert [(b.parameters, b.operator) for b in ready] == [(("b.w", "unused.w"), "b"), (("a.w",), "a")]

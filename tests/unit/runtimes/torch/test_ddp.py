@@ -3,8 +3,11 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from qsync_opt.buckets import BucketOptions, gradient_buckets
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
+from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.ddp import (
     bucket_assignment,
     fit_all_reduce,
@@ -86,3 +89,50 @@ def test_one_worker_in_fp32_and_one_under_a_plan(run_workers):
     assert fp32["losses"] != planned["losses"]
     assert fp32["built"] == planned["built"]
     assert fp32["built"] == fp32["predicted"]
+
+
+class _Shuffled(nn.Module):
+    """Registered in another order than used, one layer used twice, one weight shared, one frozen, one unused."""
+
+    def __init__(self, unused):
+        super().__init__()
+        self.middle, self.first = nn.Linear(64, 64), nn.Linear(32, 64)
+        self.norm, self.last = nn.LayerNorm(64), nn.Linear(64, 32)
+        self.convolution, self.normalization = nn.Conv1d(1, 4, 3, padding=1), nn.BatchNorm1d(4)
+        self.tied = nn.Linear(32, 64)
+        self.tied.weight = self.first.weight
+        self.last.weight.requires_grad_(False)
+        if unused:
+            self.unused = nn.Linear(40, 40)
+
+    def forward(self, x):
+        x = self.normalization(self.convolution(x[:, None])).mean(1)
+        x = self.norm(self.middle(torch.relu(self.middle(self.first(x)))))
+        return self.tied(self.last(x))
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_predicted_buckets_are_those_that_are_reduced(unused):
+    torch.manual_seed(0)
+    model, x = _Shuffled(unused), torch.randn(8, 32)
+    graph = capture(model, (x,))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    with process_group(0, 1, free_port()):
+        for cap in (100, 8_000, 17_000, 1 << 20):
+            seen = []
+
+            def note(_, bucket, seen=seen):
+                seen.append(tuple(names[id(parameter)] for parameter in bucket.parameters()))
+                future = torch.futures.Future()
+                future.set_result(bucket.buffer())
+                return future
+
+            arguments = {"bucket_cap_mb": cap / 2**20, "find_unused_parameters": unused}
+            wrapped = nn.parallel.DistributedDataParallel(model, **arguments)
+            wrapped.register_comm_hook(None, note)
+            for _ in range(3):
+                seen.clear()
+                wrapped(x).sum().backward()
+            buckets = gradient_buckets(graph, BucketOptions.of_ddp(**arguments))
+            assert [bucket.parameters for bucket in buckets] == seen
+            del wrapped
