@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 from qsync_opt.cli import EXIT_OK, Runner, print_json
@@ -33,12 +34,15 @@ def _audit(options: argparse.Namespace) -> int:
     from qsync_opt.chrome_trace import read_chrome_trace
     from qsync_opt.errors import ProblemError
     from qsync_opt.graph_file import load_graph
-    from qsync_opt.jsonio import write_json
+    from qsync_opt.jsonio import near_match, write_json
     from qsync_opt.plan import load_plan
     from qsync_opt.step_costs import load_step_costs
     from qsync_opt.step_predictor import StepPredictor
     from qsync_opt.trace_audit import audit_worker, overlay_json, predicted_timeline
 
+    if options.top < 0:
+        raise ProblemError(f"--top is {options.top}, but at least 0 operators can be listed")
+    _check_overlay(options)
     graph, plan = load_graph(options.graph), load_plan(options.plan)
     count = len(options.traces)
     devices = options.device or [next(iter(plan.devices))] * count
@@ -54,6 +58,12 @@ def _audit(options: argparse.Namespace) -> int:
     for trace, costs, device in zip(options.traces, options.costs, devices, strict=True):
         if device not in plan.devices:
             raise ProblemError(f"the plan has no device type {device!r}; it has {', '.join(plan.devices)}")
+        unknown = [operator for operator in plan.devices[device] if operator not in graph]
+        if unknown:
+            raise ProblemError(
+                f"the plan of {device!r} names operator {unknown[0]!r}, which model {graph.name!r} lacks"
+                f"{near_match(unknown[0], [operator.name for operator in graph])}; give a plan for this model"
+            )
         predictor = StepPredictor(graph, load_step_costs(costs))
         step = predictor.plan(plan.devices[device])
         name = f"{len(workers)}: {device}"
@@ -66,9 +76,18 @@ def _audit(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"workers": [worker.to_json() for worker in workers]})
     else:
-        for worker in workers:
+        for worker in sorted(workers, key=lambda worker: -abs(worker.total[0] - worker.total[1])):
             _print(worker, options.top)
     return EXIT_OK
+
+
+def _check_overlay(options: argparse.Namespace) -> None:
+    """Refuse to write over what is read."""
+    from qsync_opt.errors import ProblemError
+
+    read = (*options.traces, options.graph, options.plan, *options.costs)
+    if options.overlay and os.path.realpath(options.overlay) in map(os.path.realpath, read):
+        raise ProblemError(f"--overlay would write over {options.overlay!r}, which is read; give another file")
 
 
 def _print(worker: AuditedWorker, top: int) -> None:
@@ -76,7 +95,10 @@ def _print(worker: AuditedWorker, top: int) -> None:
     print(f"worker {worker.name}: times on the {worker.where}{note}")
     print_table(
         ("  phase", "predicted", "measured", "difference"),
-        [(f"  {name}", *_shown(predicted, measured)) for name, (predicted, measured) in worker.phases.items()],
+        [
+            (f"  {name}", *_shown(predicted, measured))
+            for name, (predicted, measured) in (*worker.phases.items(), ("all of them", worker.total))
+        ],
     )
     rows = [
         (f"  {row.operator}", row.phase, row.precision or "-", *_shown(row.predicted_ns, row.measured_ns))

@@ -1,7 +1,8 @@
 """Who spent the time of a training step? A profiler's events, charged to operators, pass by pass.
 
 The trace must carry labels (`qsync_opt.runtimes.torch.step_labels`): a range around every operator of the forward pass,
-whose text holds the operator's name and the number that autograd gives to the next node, and ranges around the phases.
+whose text holds the operator's name, the number that autograd gives to the next node and, under a plan, the precision;
+and ranges around the phases.
 Nodes of the backward pass carry that number too, so that each is charged to the operator that made it. Nodes without
 one (accumulation of gradients, with the hooks of DistributedDataParallel) follow the node before them, because the
 engine runs them at once.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ PHASES = (FORWARD, BACKWARD, OPTIMIZER, ZERO_GRAD)
 NODE = "autograd::engine::evaluate_function"
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpy", "cuMemcpy", "cudaMemset", "cuMemset", "cudaGraphLaunch")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
+_DIGITS = 20
+"""An autograd number has fewer."""
 _BLOCKED = 20.0
 """A launch that takes this many times the median launch has waited for room in the queue."""
 
@@ -36,9 +39,24 @@ def phase_label(phase: str) -> str:
     return f"{PREFIX}{phase}"
 
 
-def operator_label(name: str, sequence: int) -> str:
-    """Label of the range around an operator; ``sequence`` is the number that the next autograd node will get."""
-    return f"{PREFIX}{sequence}|{name}"
+def operator_label(name: str, sequence: int, precision: str = "") -> str:
+    """Label of the range around an operator; ``sequence`` is the number that the next autograd node will get.
+
+    ``precision`` is what the plan that is applied gives it, "" if none does.
+    """
+    return f"{PREFIX}{sequence}{':' if precision else ''}{precision}|{name}"
+
+
+def _read_label(label: str) -> tuple[int, str, str]:
+    """Sequence number, precision and name of an operator's label."""
+    number, bar, name = label[len(PREFIX) :].partition("|")
+    sequence, _, precision = number.partition(":")
+    if not (bar and sequence.isdecimal() and len(sequence) < _DIGITS):
+        raise ProblemError(
+            f"the trace has a range {label[:80]!r}, but labels of operators are {PREFIX!r}, a number, '|' and a name; "
+            "record it inside step_labels(model, graph)"
+        )
+    return int(sequence), precision, name
 
 
 class Range(NamedTuple):
@@ -133,6 +151,7 @@ class StepSpans:
     ``other_streams`` has the kernels that ran beside the compute stream (collectives). ``gap_ns`` is what passes on the
     device between two kernels that were both launched in time; ``peak_bytes`` the most memory beyond that at the start.
     ``waits`` says that the host waited for the device somewhere from the forward to the end of the backward pass.
+    ``precisions`` are those that labels name: what a plan that was applied gave to operators.
     """
 
     spans: Spans
@@ -144,6 +163,7 @@ class StepSpans:
     end_ns: int
     peak_bytes: int = 0
     waits: bool = False
+    precisions: Mapping[str, str] = field(default_factory=dict)
 
 
 class Window(NamedTuple):
@@ -197,12 +217,13 @@ def _charge_step(
     if BACKWARD not in found:
         raise ProblemError(f"the trace has a step without range {phase_label(BACKWARD)!r}")
     forward, backward = found[FORWARD], found[BACKWARD]
-    operators = []
+    operators, precisions = [], {}
     for r in _between(events.ranges, forward.start, forward.end):
-        text = r.label[len(PREFIX) :]
-        if text not in PHASES:
-            sequence, _, name = text.partition("|")
-            operators.append((r.start, int(sequence), name))
+        if r.label[len(PREFIX) :] not in PHASES:
+            sequence, precision, name = _read_label(r.label)
+            operators.append((r.start, sequence, name))
+            if precision:
+                precisions[name] = precision
     windows = _forward_windows(forward, operators, backward.start)
     windows += _backward_windows(backward, operators, _between(events.nodes, backward.start, backward.end))
     after = sorted((p for p in phases if p.label not in (forward.label, backward.label)), key=lambda p: p.start)
@@ -214,7 +235,7 @@ def _charge_step(
     windows.sort()
     order = tuple(dict.fromkeys(name for _, _, name in operators))
     waited = any(forward.start <= time < backward.end for time in events.waits)
-    return replace(fill(events, windows, waits, order), waits=waited)
+    return replace(fill(events, windows, waits, order), waits=waited, precisions=precisions)
 
 
 def _forward_windows(forward: Range, operators: Sequence[tuple[int, int, str]], end: int) -> list[Window]:

@@ -35,7 +35,8 @@ class AuditedOperator:
 class AuditedWorker:
     """One worker: its operators, the largest differences first, and its phases as (predicted, measured) nanoseconds.
 
-    ``where`` is ``"device"``, or ``"host"`` for a worker without kernels, whose times a profiler lengthens.
+    ``where`` is ``"device"``, or ``"host"`` for a worker without kernels, whose times a profiler lengthens. ``total`` is
+    the sum of all phases.
     """
 
     name: str
@@ -43,11 +44,18 @@ class AuditedWorker:
     phases: Mapping[str, tuple[int, int]]
     operators: tuple[AuditedOperator, ...]
 
+    @property
+    def total(self) -> tuple[int, int]:
+        """Predicted and measured nanoseconds of everything in the step."""
+        return sum(predicted for predicted, _ in self.phases.values()), sum(found for _, found in self.phases.values())
+
     def to_json(self) -> dict[str, Any]:
         """As plain JSON data."""
         return {
             "worker": self.name,
             "where": self.where,
+            "predicted_ns": self.total[0],
+            "measured_ns": self.total[1],
             "phases": {
                 name: {"predicted_ns": predicted, "measured_ns": measured}
                 for name, (predicted, measured) in self.phases.items()
@@ -66,15 +74,10 @@ def audit_worker(name: str, predictor: StepPredictor, step: PlannedStep, events:
         events: Recorded inside ``step_labels``.
 
     Raises:
-        ProblemError: The trace has no labelled step, or names operators that the model lacks.
+        ProblemError: The trace has no labelled step, or is of another model or plan.
     """
     spans = charge(events)[-1]
-    strange = [operator for operator in spans.order if operator not in predictor.graph]
-    if strange:
-        raise ProblemError(
-            f"the trace of {name!r} has operator {strange[0]!r}, which model {predictor.graph.name!r} lacks; "
-            "give the trace of this model"
-        )
+    _check_model_and_plan(name, predictor, step, spans)
     on_device = any(span.kernels for span in spans.spans.values())
     rows = []
     for operator, cost in zip(predictor.graph, step.costs, strict=True):
@@ -101,6 +104,27 @@ def audit_worker(name: str, predictor: StepPredictor, step: PlannedStep, events:
         phases[label if label not in phases else f"{label}|begin"] = _times(work, span, spans, on_device)
     rows.sort(key=lambda row: -abs(row.difference_ns))
     return AuditedWorker(name=name, where="device" if on_device else "host", phases=phases, operators=tuple(rows))
+
+
+def _check_model_and_plan(name: str, predictor: StepPredictor, step: PlannedStep, spans: StepSpans) -> None:
+    """Refuse a trace of another model, and one whose labels name other precisions than the plan."""
+    strange = [operator for operator in spans.order if operator not in predictor.graph]
+    if strange:
+        raise ProblemError(
+            f"the trace of {name!r} has operator {strange[0]!r}, which model {predictor.graph.name!r} lacks; "
+            "give the trace of this model"
+        )
+    if not spans.order:
+        raise ProblemError(
+            f"the trace of {name!r} has no operators in its last step; record it inside step_labels(model, graph)"
+        )
+    others = {o: ran for o, ran in spans.precisions.items() if step.plan.get(o, ran) != ran}
+    if others:
+        operator, ran = next(iter(others.items()))
+        raise ProblemError(
+            f"the trace of {name!r} is of another plan: {operator!r} ran in {ran}, but the plan says "
+            f"{step.plan[operator]} ({len(others)} operators differ); give the plan that it ran under"
+        )
 
 
 def _times(work: Work, span: Span, spans: StepSpans, on_device: bool) -> tuple[int, int]:
@@ -166,11 +190,13 @@ def overlay_json(timelines: Sequence[Timeline], measured: Mapping[str, StepEvent
         ]
         last = charge(events)[-1]
         beside = set(last.other_streams)
+        # The device may run a kernel long after the host has gone on: it belongs to the step that launched it.
+        launched = {x.correlation for x in events.launches if last.start_ns <= x.start < last.end_ns}
         for r in events.ranges:
             if last.start_ns <= r.start < last.end_ns:
                 rows.append(_row(pid, 0, r.label.rpartition("|")[2], r.start - last.start_ns, r.end - r.start))
         for kernel in events.kernels:
-            if last.start_ns <= kernel.start < last.end_ns:
+            if kernel.correlation in launched:
                 lane = 2 if kernel in beside else 1
                 rows.append(_row(pid, lane, kernel.name, kernel.start - last.start_ns, kernel.end - kernel.start))
     return {"displayTimeUnit": "ns", "traceEvents": rows}

@@ -15,6 +15,7 @@ from torch import nn
 from torch._C._profiler import _RecordFunctionFast
 
 from qsync_opt.graph import OpGraph
+from qsync_opt.runtimes.torch.apply import applied_plan
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
 from qsync_opt.runtimes.torch.wrappers import bare_model
 from qsync_opt.step_trace import (
@@ -71,6 +72,8 @@ def observed_operators(
 def step_labels(model: nn.Module, graph: OpGraph) -> Iterator[None]:
     """Label the operators of a model while a profiler records; the phases are labelled by `phase`.
 
+    Under a plan the labels name its precisions, so that ``qsync-opt audit`` sees whether it is given that plan.
+
     Example:
         >>> from qsync_opt.runtimes.torch.capture import capture
         >>> model, x = nn.Linear(4, 2), torch.zeros(3, 4)
@@ -82,9 +85,11 @@ def step_labels(model: nn.Module, graph: OpGraph) -> Iterator[None]:
         ...         loss.backward()
     """
     next_number = torch._C._autograd._get_sequence_nr
+    applied = applied_plan(model)
+    precisions = {} if applied is None else applied.precisions
 
     def around(call: OperatorCall, run: Callable[[], Any]) -> Any:
-        with _RecordFunctionFast(operator_label(call.name, next_number())):
+        with _RecordFunctionFast(operator_label(call.name, next_number(), precisions.get(call.name, ""))):
             return run()
 
     with observed_operators(model, graph, around):
