@@ -51,9 +51,10 @@ def read_chrome_trace(path: str | os.PathLike[str]) -> StepEvents:
         try:
             found.take(event)
         except (TypeError, ValueError, KeyError, OverflowError, AttributeError) as error:
+            name = str(event.get("name"))[:60]
             raise ProblemError(
-                f"trace {where!r} is damaged: event {i} ({str(event.get('name'))[:60]!r}) cannot be read ({error!r:.80}); "
-                "export it again with export_chrome_trace"
+                f"trace {where!r} is damaged: event {i} ({name!r}) cannot be read ({error!r:.80}); export it again "
+                "with export_chrome_trace"
             ) from error
     return found.events()
 

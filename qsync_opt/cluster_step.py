@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from qsync_opt.buckets import GradientBucket
 from qsync_opt.errors import ProblemError
 from qsync_opt.graph import OpGraph
+from qsync_opt.jsonio import check_integer, check_number
+from qsync_opt.replay import Timeline, TimelineEvent
 from qsync_opt.step_predictor import PlannedStep, StepPredictor
-from qsync_opt.two_queues import Work
+from qsync_opt.two_queues import NOTHING, Work, compose
 
 Lane = tuple[str, str, int, int]
 """(stream, what, start, end) in nanoseconds from the beginning of the step."""
@@ -26,12 +28,16 @@ Lane = tuple[str, str, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStep:
-    """One worker's step: work up to each bucket and up to the end of backward, then what follows the last bucket."""
+    """One worker's step: work up to each bucket and up to the end of backward, then what follows the last bucket.
+
+    ``lead`` comes before all of it: earlier micro-batches, and copies from the host's memory.
+    """
 
     name: str
     segments: tuple[Work, ...]
     finish: Work
     optimizer: Work
+    lead: Work = NOTHING
 
 
 def worker_step(name: str, predictor: StepPredictor, step: PlannedStep) -> WorkerStep:
@@ -41,7 +47,8 @@ def worker_step(name: str, predictor: StepPredictor, step: PlannedStep) -> Worke
         name=name,
         segments=tuple(predictor.segments_of(step)),
         finish=phases["backward|end"],
-        optimizer=phases["optimizer"].then(phases["zero_grad"]),
+        optimizer=compose([phases.get("clip", NOTHING), phases["optimizer"], phases["zero_grad"]]),
+        lead=predictor.lead_of(step),
     )
 
 
@@ -67,11 +74,25 @@ def bucket_segments(graph: OpGraph, buckets: Sequence[GradientBucket]) -> tuple[
 
 def network_tails(allreduce_ns: Sequence[int], after_segment: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """For each bucket its segment, and the time of its all-reduce and all later ones: `StepPredictor.steady_ns`."""
+    _check_buckets(allreduce_ns, after_segment)
     tails, behind = [], 0
     for duration, segment in zip(reversed(allreduce_ns), reversed(after_segment), strict=True):
         behind += duration
         tails.append((segment, behind))
     return tuple(reversed(tails))
+
+
+def _check_buckets(allreduce_ns: Sequence[int], after_segment: Sequence[int], segments: int | None = None) -> None:
+    """Refuse buckets whose times and segments do not go together."""
+    known = all(segment >= 0 and (segments is None or segment < segments) for segment in after_segment)
+    if len(allreduce_ns) != len(after_segment) or not known:
+        there = "" if segments is None else f", and there are {segments} segments"
+        raise ProblemError(
+            f"{len(allreduce_ns)} all-reduces are ready after segments {list(after_segment)}{there}: give one segment "
+            "from 0 for each"
+        )
+    for duration in allreduce_ns:
+        check_integer(duration, "all-reduce in nanoseconds")
 
 
 def slowed_segments(
@@ -91,6 +112,8 @@ def slowed_segments(
 
     Source: ours.
     """
+    _check_buckets(allreduce_ns, after_segment, segments)
+    check_number(share, "share of an all-reduce's time")
     longer = [0] * segments
     last = max(after_segment, default=0)
     for duration, segment in zip(allreduce_ns, after_segment, strict=True):
@@ -115,13 +138,17 @@ def cluster_step(
         steps: How many to play.
 
     Raises:
-        ProblemError: Workers of unlike segments, or a bucket after a segment that is not there.
+        ProblemError: Workers of unlike segments or equal names, a bucket after a segment that is not there, an all-reduce
+            without a time, or no step.
     """
+    check_integer(steps, "steps to play", minimum=1)
+    names = [worker.name for worker in workers]
+    if len(set(names)) < len(names):
+        raise ProblemError(f"workers are named {', '.join(names)}: give each a name of its own")
     counts = {len(worker.segments) for worker in workers}
     if len(counts) != 1:
         raise ProblemError(f"workers have {sorted(counts)} segments: all must have the same number")
-    if len(allreduce_ns) != len(after_segment) or any(s not in range(counts.copy().pop()) for s in after_segment):
-        raise ProblemError(f"buckets are ready after segments {list(after_segment)}, but there are {counts.pop()}")
+    _check_buckets(allreduce_ns, after_segment, counts.pop())
     free = [(0, 0)] * len(workers)
     network = 0
     ends = [0]
@@ -131,7 +158,9 @@ def cluster_step(
         lanes = {worker.name: [] for worker in workers}
         ready: list[list[tuple[int, int]]] = []
         for w, worker in enumerate(workers):
-            now = free[w]
+            now = worker.lead.run(*free[w])
+            if worker.lead != NOTHING:
+                lanes[worker.name] += _lanes("before the last micro-batch", free[w], now, worker.lead)
             ready.append([])
             for k, segment in enumerate(worker.segments):
                 after = segment.run(*now)
@@ -158,6 +187,27 @@ def cluster_step(
         for name, events in lanes.items()
     }
     return ClusterStep(iteration_ns=ends[-1] - ends[-2], latency_ns=ends[1], lanes=shifted)
+
+
+def cluster_timeline(step: ClusterStep, name: str = "cluster") -> Timeline:
+    """The last step played, as a timeline that `qsync_opt.write_trace` writes: a lane per worker and stream.
+
+    The host of a worker may have begun before the others were done with the step before, so the time at which the first
+    of them begins is zero.
+
+    Args:
+        step: With lanes.
+        name: Of the timeline.
+    """
+    begin = min((start for lane in step.lanes.values() for _, _, start, _ in lane), default=0)
+    events = [
+        TimelineEvent(
+            worker=worker, stream=stream, name=what, kind=stream, start_ns=start - begin, duration_ns=end - start
+        )
+        for worker, lane in step.lanes.items()
+        for stream, what, start, end in lane
+    ]
+    return Timeline(name=name, iteration_ns=max((e.end_ns for e in events), default=0), events=tuple(events))
 
 
 def _lanes(what: str, before: tuple[int, int], after: tuple[int, int], work: Work) -> list[Lane]:

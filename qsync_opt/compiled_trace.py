@@ -27,6 +27,7 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.step_trace import (
     BACKWARD,
     BEGIN,
+    CLIP,
     END,
     FORWARD,
     OPTIMIZER,
@@ -43,7 +44,7 @@ from qsync_opt.step_trace import (
     waits_of,
 )
 
-_LATER = (OPTIMIZER, ZERO_GRAD)
+_LATER = (CLIP, OPTIMIZER, ZERO_GRAD)
 _AHEAD = 3
 """What is allocated is looked for in what so many calls write, for a compiler allocates some of it before it calls."""
 

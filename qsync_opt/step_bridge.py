@@ -61,8 +61,8 @@ def profile_from_steps(
             host_bound = queues.host_bound(queues.plans_with(operator, precision))
             table[precision] = _measured(graph, operator, cost, inside, host_bound)
         measurements[key] = table
-    labels = ("forward", "forward|end", "backward", "backward|end", "optimizer")
-    outside, clear = [costs.phases[label] for label in labels], costs.phases["zero_grad"]
+    clear = costs.phases["zero_grad"]
+    outside = [work for label, work in costs.phases.items() if label != "zero_grad"]
     # Of compiled steps the peak of the optimizer's phase includes the gradients, which the memory model adds by itself.
     gradients = sum(parameter.spec.num_bytes for parameter in graph.parameters) if costs.graphs else 0
     step_ns = sum(work.device for work in outside)
@@ -123,7 +123,8 @@ class _Queues:
         if not all(available.values()):
             return  # the caller says which operator was met in no precision
         phases = predictor.costs.phases
-        after = [phases[label] for label in ("backward|end", "optimizer", "zero_grad")]
+        passes = ("forward", "forward|end", "backward")
+        after = [work for label, work in phases.items() if label not in passes]
         for precision in formats:
             step = predictor.plan({name: finest_at(available[name], precision) for name in adjustable})
             host = step.host_ns + sum(work.host for work in after)

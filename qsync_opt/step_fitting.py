@@ -27,6 +27,8 @@ _DEVICE_BOUND = 1.3
 _PACE = 1.1
 """Kernels do not run slower, or faster, by more than this: what is further off has another reason and scales none."""
 PHASE_LABELS = ("forward", "forward|end", "backward", "backward|end", "optimizer", "zero_grad")
+_SOME = ("copies", "clip")
+"""Phases that some steps have."""
 
 
 @dataclass(slots=True)
@@ -83,8 +85,10 @@ def fit_step_costs(
     sums: dict[Case, _Sums] = {}
     scales = _host_scales(samples)
     gaps = _device_gaps(samples)
-    phases: dict[str, list[Work]] = {label: [] for label in PHASE_LABELS}
-    phase_peaks: dict[str, int] = dict.fromkeys(PHASE_LABELS, 0)
+    met = {phase for sample in samples for phase, _ in sample.spans.spans}
+    labels = (*PHASE_LABELS, *(label for label in _SOME if label in met))
+    phases: dict[str, list[Work]] = {label: [] for label in labels}
+    phase_peaks: dict[str, int] = dict.fromkeys(labels, 0)
     outside: list[list[Block]] = []
     order = [operator.name for operator in graph]
     courses: list[RecordedCourses] = []
@@ -123,7 +127,7 @@ def fit_step_costs(
                 own_courses.append(mean_course([course]))
         if sample.blocks:
             courses.append(RecordedCourses(tuple(cases), tuple(own_courses)))
-        for label in PHASE_LABELS:
+        for label in labels:
             phase, _, end = label.partition("|")
             key = (phase, "|end" if end else BEGIN)
             span = sample.spans.spans.get(key, _EMPTY)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from qsync_opt.buckets import gradient_users
 from qsync_opt.compiled_memory import Course, backward_moment, forward_moment, moment_of, moments
 from qsync_opt.graph import OpGraph
 from qsync_opt.lifetimes import Kept, Lifetimes
@@ -21,29 +22,55 @@ class StepMemory:
     operator: str
 
 
-def step_memory(graph: OpGraph, costs: StepCosts, lifetimes: Lifetimes, cases: Sequence[CaseCost]) -> StepMemory:
+def step_memory(
+    graph: OpGraph, costs: StepCosts, lifetimes: Lifetimes, cases: Sequence[CaseCost], micro_batches: int = 1
+) -> StepMemory:
     """Peak of a step that runs operator by operator.
+
+    From the second micro-batch on the gradients are there all along, and those that a backward pass makes are added to
+    them at once.
 
     Args:
         graph: The model.
         costs: Recorded steps of it, for what is there outside of operators.
         lifetimes: Of what the operators deliver.
         cases: Per operator, in order, what it costs under the plan.
+        micro_batches: Forward and backward passes whose gradients are added up before the optimizer's step.
 
     Source: ours; bytes follow the step moment by moment, as torch's allocator was seen to give and take them.
     """
     releases = lifetimes.releases([Kept(case.saves_inputs, case.saves_output) for case in cases])
-    now = peak = costs.resident_bytes
-    where = ("forward", "")
-    for phase, position, high, net in _moments(costs, cases, releases.forward, releases.backward):
-        if now + high > peak:
-            peak, where = now + high, (phase, "" if position < 0 else graph.operators[position].name)
-        now += net
+    begin = now = peak = costs.resident_bytes + costs.phase_peaks.get("copies", 0)
+    where = ("copies", "") if now > costs.resident_bytes else ("forward", "")
+    for repeated in range(min(micro_batches, 2)):
+        gradients = _gradients(graph, now - begin) if repeated else [0] * len(cases)
+        for phase, position, high, net in _moments(costs, cases, releases.forward, releases.backward):
+            if now + high > peak:
+                peak, where = now + high, (phase, "" if position < 0 else graph.operators[position].name)
+            now += net - (gradients[position] if position >= 0 and phase == "backward" else 0)
+    for phase in ("clip", "optimizer"):
+        if now + costs.phase_peaks.get(phase, 0) > peak:
+            peak, where = now + costs.phase_peaks[phase], (phase, "")
     return StepMemory(peak_bytes=peak, phase=where[0], operator=where[1])
 
 
+def _gradients(graph: OpGraph, num_bytes: int) -> list[int]:
+    """What one backward pass left behind, by the operator that completes each gradient.
+
+    None where gradients live in buckets, which are there all the time.
+    """
+    users = gradient_users(graph)
+    own = [0] * len(graph)
+    for parameter in graph.parameters:
+        if parameter.name in users:
+            own[users[parameter.name][0]] += parameter.spec.num_bytes
+    total = sum(own)
+    left = max(0, num_bytes)
+    return [left * size // total for size in own] if total else own
+
+
 def compiled_step_memory(
-    graph: OpGraph, costs: StepCosts, cases: Sequence[CaseCost], courses: Sequence[Course]
+    graph: OpGraph, costs: StepCosts, cases: Sequence[CaseCost], courses: Sequence[Course], micro_batches: int = 1
 ) -> StepMemory:
     """What all operators of a compiled step have in use when the passes need most, or what the optimizer needs.
 
@@ -55,19 +82,22 @@ def compiled_step_memory(
         costs: As in `step_memory`.
         cases: As in `step_memory`.
         courses: Per operator, in order, how its memory comes and goes; all empty if that was not recorded.
+        micro_batches: As in `step_memory`; with several, all gradients are counted beside what a pass needs, though
+            some of them were made in it: that is at most too much.
     """
+    there = sum(parameter.spec.num_bytes for parameter in graph.parameters) if micro_batches > 1 else 0
     if costs.outside or any(courses):
-        return _peak_of_courses(graph, costs, courses)
+        return _peak_of_courses(graph, costs, courses, there)
     peaks = costs.phase_peaks
     outside = sum(peaks[label] for label in ("forward", "forward|end", "backward", "backward|end"))
     used = [case.forward_net_bytes + case.backward_net_bytes for case in cases]
-    passes, later = outside + sum(used), peaks["optimizer"]
+    passes, later = there + outside + sum(used), max(peaks["optimizer"], peaks.get("clip", 0))
     largest = graph.operators[used.index(max(used))].name if used else ""
     where = ("backward", largest) if passes >= later else ("optimizer", "")
     return StepMemory(peak_bytes=costs.resident_bytes + max(passes, later), phase=where[0], operator=where[1])
 
 
-def _peak_of_courses(graph: OpGraph, costs: StepCosts, courses: Sequence[Course]) -> StepMemory:
+def _peak_of_courses(graph: OpGraph, costs: StepCosts, courses: Sequence[Course], there: int) -> StepMemory:
     """The moment at which most is in use, of those that blocks of memory come and go at."""
     count = len(graph)
     changes = [0] * moments(count)
@@ -77,10 +107,11 @@ def _peak_of_courses(graph: OpGraph, costs: StepCosts, courses: Sequence[Course]
         for entry in course:
             changes[moment_of(entry, position, count)] += entry[2]
     used = list(itertools.accumulate(changes))
-    most, later = max(used), costs.phase_peaks["optimizer"]
+    highest = max(used)
+    most, later = highest + there, max(costs.phase_peaks["optimizer"], costs.phase_peaks.get("clip", 0))
     if later > most:
         return StepMemory(peak_bytes=costs.resident_bytes + later, phase="optimizer", operator="")
-    moment = used.index(most)
+    moment = used.index(highest)
     position = moment - forward_moment(0) if moment <= count else backward_moment(0, count) - moment
     operator = graph.operators[position].name if 0 <= position < count else ""
     return StepMemory(
@@ -94,7 +125,7 @@ def _moments(
     forward: Mapping[int, Sequence[int]],
     backward: Mapping[int, Sequence[int]],
 ) -> Iterator[tuple[str, int, int, int]]:
-    """(phase, operator, bytes beyond what is there, change) through the step."""
+    """(phase, operator, bytes beyond what is there, change) through forward and backward pass."""
     peaks = costs.phase_peaks
     for i, case in enumerate(cases):
         freed = sum(cases[r].result_bytes for r in forward.get(i, ()))
@@ -104,4 +135,3 @@ def _moments(
         freed = sum(cases[r].result_bytes for r in backward.get(i, ()))
         yield "backward", i, cases[i].backward_peak_bytes, cases[i].backward_net_bytes - freed
     yield "backward", -1, peaks["backward|end"], 0
-    yield "optimizer", -1, peaks["optimizer"], 0

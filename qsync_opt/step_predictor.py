@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qsync_opt.compiled_memory import scaled_course
+from qsync_opt.compiled_memory import Course, scaled_course
 from qsync_opt.course_lookup import CourseLookup
 from qsync_opt.errors import ProblemError
 from qsync_opt.graph import OpGraph, Role
+from qsync_opt.jsonio import check_integer
 from qsync_opt.lifetimes import Lifetimes
 from qsync_opt.precision import number_format
 from qsync_opt.step_costs import SIZES, Case, CaseCost, StepCosts, on_one_queue
+from qsync_opt.step_cycle import Around
 from qsync_opt.step_flow import StepFlow, arrival, width
 from qsync_opt.step_memory import StepMemory, compiled_step_memory, step_memory
 from qsync_opt.two_queues import NEVER, Work, compose
@@ -50,15 +52,25 @@ class StepPredictor:
             the order of the backward pass; the work is cut behind each.
         slowed: Nanoseconds by which each segment takes longer on the device, because all-reduces run beside it
             (`qsync_opt.cluster_step.slowed_segments`); empty: by none.
+        micro_batches: Forward and backward passes per step, whose gradients are added up; buckets are reduced in the
+            last one alone.
 
     Raises:
-        ProblemError: The costs are of another model.
+        ProblemError: The costs are of another model, or there is no micro-batch.
     """
 
     def __init__(
-        self, graph: OpGraph, costs: StepCosts, borders: Sequence[int] = (), slowed: Sequence[int] = ()
+        self,
+        graph: OpGraph,
+        costs: StepCosts,
+        borders: Sequence[int] = (),
+        slowed: Sequence[int] = (),
+        *,
+        micro_batches: int = 1,
     ) -> None:
         costs.check_graph(graph)
+        check_integer(micro_batches, "micro_batches", minimum=1)
+        self.micro_batches = micro_batches
         self.graph = graph
         self.costs = costs = on_one_queue(costs) if costs.device.kind == "cpu" else costs
         self._flow = StepFlow(graph, costs.half_format)
@@ -72,7 +84,9 @@ class StepPredictor:
         self._elements = [operator.output_elements for operator in graph]
         self.composed: dict[Case, Case] = {}
         self._set_borders(borders)
+        self._around = Around(costs.phases, micro_batches)
         self._slowed = tuple(slowed) or (0,) * self.segments
+        self._slowed_ns = sum(self._slowed)
         if len(self._slowed) != self.segments or min(self._slowed) < 0:
             raise ProblemError(
                 f"segments slowed down by {list(slowed)} ns: {self.segments} numbers from 0 are needed, one per segment"
@@ -290,37 +304,13 @@ class StepPredictor:
         """
         if self.costs.graphs == 1:
             tails = [(self.segments - 1, tail) for _, tail in tails]
-        phases = self.costs.phases
-        finish, optimizer, clear = phases["backward|end"], phases["optimizer"], phases["zero_grad"]
         if self.costs.waits and self.costs.device.kind != "cpu":
-            return self._standing_ns(step, tails)
-        # On a cpu the host is the device, and all of it is less when the plan stands aside.
+            return self._around.standing_ns(self.lead_of(step), self.segments_of(step), tails)
+        host, device = self._around.steady_ns(step.host_ns, step.device_ns, self._slowed_ns, tails)
         share = self.resting_share(step.plan)
-        on_device = share if self.costs.device.kind == "cpu" else 1.0
-        ready, now = [], 0
-        for device in step.device_ns:
-            now += device
-            ready.append(now)
-        longest = now
-        for segment, tail in tails:
-            if ready[segment] + tail > longest:
-                longest = ready[segment] + tail
-        host = step.host_ns + finish.host + optimizer.host + clear.host
-        device = longest + finish.device + optimizer.device + clear.device
         if share < 1.0:
-            host, device = round(share * host), round(on_device * device)
-        return max(host, device)
-
-    def _standing_ns(self, step: PlannedStep, tails: Sequence[tuple[int, int]]) -> int:
-        """Time of a step that begins on an idle device, because the host waits for it in every step."""
-        host = device = network = 0
-        last = dict(tails[::-1])  # of buckets ready at once the first has all collectives behind it
-        for k, segment in enumerate(self.segments_of(step)):
-            host, device = segment.run(host, device)
-            network = max(network, device + last.get(k, 0))
-        device = max(device, network)
-        for label in ("backward|end", "optimizer", "zero_grad"):
-            host, device = self.costs.phases[label].run(host, device)
+            # On a cpu the host is the device, and all of it is less when the plan stands aside.
+            host, device = round(share * host), round((share if self.costs.device.kind == "cpu" else 1.0) * device)
         return max(host, device)
 
     def captured_ns(self, step: PlannedStep, tails: Sequence[tuple[int, int]] = ()) -> int:
@@ -329,11 +319,7 @@ class StepPredictor:
         The host launches them at once, so it counts with the optimizer alone; gradients are handed over after the whole
         backward pass, so no all-reduce overlaps it.
         """
-        phases = self.costs.phases
-        after = [phases[label] for label in ("backward|end", "optimizer", "zero_grad")]
-        network = max((tail for _, tail in tails), default=0)
-        device = sum(step.device_ns) - sum(self._slowed)
-        return max(sum(work.host for work in after), device + network + sum(w.device for w in after))
+        return self._around.captured_ns(sum(step.device_ns) - self._slowed_ns, tails)
 
     def resting_share(self, plan: Mapping[str, str]) -> float:
         """Share of the host's time that a plan takes: less than 1 for one of FP32 alone, which stands aside."""
@@ -353,6 +339,12 @@ class StepPredictor:
             pieces, after = [], border
         return found
 
+    def lead_of(self, step: PlannedStep) -> Work:
+        """What comes before the last micro-batch of a step: the ones before it, and copies from the host's memory."""
+        return self._around.lead(
+            lambda: [s._replace(device=s.device - n) for s, n in zip(self.segments_of(step), self._slowed, strict=True)]
+        )
+
     def memory(self, step: PlannedStep) -> StepMemory:
         """Peak memory of a step under a plan that was worked out.
 
@@ -360,15 +352,19 @@ class StepPredictor:
         recorded plans that are most alike around them, and in the mean of all: too little is worse than too much.
         """
         if not self.costs.graphs:
-            return step_memory(self.graph, self.costs, self._lifetimes, step.costs)
+            return step_memory(self.graph, self.costs, self._lifetimes, step.costs, self.micro_batches)
         cases = [
             self._flow.case(position, step.plan.get(operator.name, ""), step.formats)
             for position, operator in enumerate(self.graph)
         ]
-        nearest = compiled_step_memory(self.graph, self.costs, step.costs, self._courses.courses(cases, step.costs))
+
+        def with_courses(courses: Sequence[Course]) -> StepMemory:
+            return compiled_step_memory(self.graph, self.costs, step.costs, courses, self.micro_batches)
+
+        nearest = with_courses(self._courses.courses(cases, step.costs))
         if self._courses.recorded(cases):
             return nearest
-        mean = compiled_step_memory(self.graph, self.costs, step.costs, [cost.course for cost in step.costs])
+        mean = with_courses([cost.course for cost in step.costs])
         return max(nearest, mean, key=lambda memory: memory.peak_bytes)
 
     def signature(self, position: int) -> str:

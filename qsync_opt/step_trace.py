@@ -24,7 +24,9 @@ from qsync_opt.errors import ProblemError
 
 PREFIX = "qsync-opt|"
 FORWARD, BACKWARD, OPTIMIZER, ZERO_GRAD = "forward", "backward", "optimizer", "zero_grad"
-PHASES = (FORWARD, BACKWARD, OPTIMIZER, ZERO_GRAD)
+COPIES, CLIP = "copies", "clip"
+PHASES = (COPIES, FORWARD, BACKWARD, CLIP, OPTIMIZER, ZERO_GRAD)
+"""In order; not every step copies its batch from the host's memory, or clips its gradients."""
 NODE = "autograd::engine::evaluate_function"
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpy", "cuMemcpy", "cudaMemset", "cuMemset", "cudaGraphLaunch")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
@@ -178,13 +180,15 @@ def charge(events: StepEvents) -> list[StepSpans]:
     """Charge the events of a trace to operators, step by step.
 
     Returns:
-        One entry per step, in order. A step begins with a forward phase.
+        One entry per step, in order. A step begins with a forward phase, or with the copies right before it; one that
+        accumulates gradients counts as a step per backward pass, of which the last has the optimizer's phases.
 
     Raises:
         ProblemError: The trace has no labels, or a phase lacks its backward pass.
     """
     phases = [r for r in events.ranges if r.label[len(PREFIX) :] in PHASES]
-    starts = [i for i, r in enumerate(phases) if r.label == phase_label(FORWARD)]
+    copies = [False, *(r.label == phase_label(COPIES) for r in phases)]
+    starts = [i - copies[i] for i, r in enumerate(phases) if r.label == phase_label(FORWARD)]
     if not starts:
         raise ProblemError(
             f"the trace has no range {phase_label(FORWARD)!r}; record it inside step_labels(model, graph)"
@@ -226,7 +230,9 @@ def _charge_step(
                 precisions[name] = precision
     windows = _forward_windows(forward, operators, backward.start)
     windows += _backward_windows(backward, operators, _between(events.nodes, backward.start, backward.end))
-    after = sorted((p for p in phases if p.label not in (forward.label, backward.label)), key=lambda p: p.start)
+    if COPIES in found:
+        windows.append(Window(found[COPIES].start, forward.start, (COPIES, BEGIN)))
+    after = sorted((p for p in phases if p.start >= backward.end), key=lambda p: p.start)
     for i, phase in enumerate(after):
         end = after[i + 1].start if i + 1 < len(after) else phase.end if until is None else until
         windows.append(Window(phase.start, end, (phase.label[len(PREFIX) :], BEGIN)))

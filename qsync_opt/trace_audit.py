@@ -35,8 +35,7 @@ class AuditedOperator:
 class AuditedWorker:
     """One worker: its operators, the largest differences first, and its phases as (predicted, measured) nanoseconds.
 
-    ``where`` is ``"device"``, or ``"host"`` for a worker without kernels, whose times a profiler lengthens. ``total`` is
-    the sum of all phases.
+    ``where`` is ``"device"``, or ``"host"`` for a worker without kernels, whose times a profiler lengthens.
     """
 
     name: str
@@ -137,14 +136,15 @@ def _times(work: Work, span: Span, spans: StepSpans, on_device: bool) -> tuple[i
 def predicted_timeline(name: str, predictor: StepPredictor, step: PlannedStep) -> Timeline:
     """The predicted step of one worker by itself, from a standstill: a lane for its host and one for its device."""
     phases, operators = predictor.costs.phases, predictor.graph.operators
-    pieces = [("begin", "forward", phases["forward"])]
+    pieces = [("copies", "copies", phases["copies"])] if "copies" in phases else []
+    pieces += [("begin", "forward", phases["forward"])]
     pieces += [(o.name, "forward", cost.forward) for o, cost in zip(operators, step.costs, strict=True)]
     pieces += [("end", "forward", phases["forward|end"]), ("begin", "backward", phases["backward"])]
     pieces += [
         (o.name, "backward", cost.backward) for o, cost in zip(reversed(operators), reversed(step.costs), strict=True)
     ]
     pieces += [("end", "backward", phases["backward|end"])]
-    pieces += [(label, label, phases[label]) for label in ("optimizer", "zero_grad")]
+    pieces += [(label, label, phases[label]) for label in ("clip", "optimizer", "zero_grad") if label in phases]
     events = []
     now = (0, 0)
     for what, kind, work in pieces:

@@ -6,11 +6,12 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,6 +51,21 @@ class TrainingExample:
     def device(self) -> torch.device:
         """Where the model's parameters are."""
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a tensor of the batch is on another device than the parameters: in the host's memory."""
+        batch = pytree.tree_leaves((self.args, dict(self.kwargs)))
+        return any(isinstance(leaf, Tensor) and leaf.device != self.device for leaf in batch)
+
+    def moved(self) -> TrainingExample:
+        """The same with its batch on the device; copies from pinned memory are not waited for."""
+
+        def there(leaf: Tensor) -> Tensor:
+            return leaf.to(self.device, non_blocking=True)
+
+        args, kwargs = pytree.tree_map_only(Tensor, there, (self.args, dict(self.kwargs)))
+        return replace(self, args=args, kwargs=kwargs)
 
     def forward(self) -> Tensor:
         """Run the forward pass and return the loss."""

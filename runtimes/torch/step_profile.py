@@ -86,7 +86,7 @@ def profile_steps(
 
     Args:
         example: The model (``DistributedDataParallel`` may be around it) with a batch. Steps are trained: parameters
-            and the optimizer's state change.
+            and the optimizer's state change. A batch in the host's memory is copied to the device in every step.
         graph: Of the model.
         optimizer: Steps it.
         precisions: Those that plans may use; None: all of the device. FP32 is always among them.
@@ -154,7 +154,10 @@ def record_steps(
         for operator in graph.by_role(Role.ADJUSTABLE)
     }
     plans = covering_plans(graph, available, mixed=mixed, half_format=kernels.half_format)
-    recorder = _Recorder(Stepper(example, optimizer), graph, options, kernels, compiled)
+    clip_norm = None if options is None else options.clip_norm
+    # Copies of the batch lie outside of compiled graphs, and of what is recorded of them.
+    stepper = Stepper(example.moved() if compiled else example, optimizer, clip_norm)
+    recorder = _Recorder(stepper, graph, options, kernels, compiled)
     start = time.perf_counter()
     with reporting(progress, "steps") as report:
         for done, (label, plan) in enumerate(plans.items()):

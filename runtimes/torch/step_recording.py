@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity
 
 from qsync_opt.graph import OpGraph
-from qsync_opt.jsonio import check_integer
+from qsync_opt.jsonio import check_integer, check_number
 from qsync_opt.runtimes.torch.allocations import silent_profiler, storage_of
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.measure import TrainingExample
 from qsync_opt.runtimes.torch.step_labels import observed_operators, phase, read_events, step_labels
 from qsync_opt.runtimes.torch.wrappers import bare_model
 from qsync_opt.step_sample import KeptTensors, StepSample
-from qsync_opt.step_trace import BACKWARD, FORWARD, OPTIMIZER, PHASES, ZERO_GRAD, StepSpans, charge
+from qsync_opt.step_trace import BACKWARD, CLIP, COPIES, FORWARD, OPTIMIZER, PHASES, ZERO_GRAD, StepSpans, charge
 
 FORMAT_OF: dict[torch.dtype, str] = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
 _NS_PER_MS = 1e6
@@ -36,38 +36,62 @@ class RecordingOptions:
 
     ``rounds`` says how often the host is timed under every plan: the first time when it is recorded, then again after
     all are, because a host's speed may change within seconds. Plans under which the device takes far longer than the
-    host are not timed again.
+    host are not timed again. With ``clip_norm`` every step clips its gradients to that norm (``clip_grad_norm_``).
     """
 
     warm_up: int = 3
     repeats: int = 5
     traced: int = 2
     rounds: int = 1
+    clip_norm: float | None = None
 
     def __post_init__(self) -> None:
         check_integer(self.warm_up, "warm_up", minimum=1)
         check_integer(self.repeats, "repeats", minimum=1)
         check_integer(self.traced, "traced", minimum=1)
         check_integer(self.rounds, "rounds", minimum=1)
+        if self.clip_norm is not None:
+            check_number(self.clip_norm, "clip_norm")
 
 
 class Stepper:
-    """Runs training steps of an example, phase by phase."""
+    """Runs training steps of an example, phase by phase.
 
-    def __init__(self, example: TrainingExample, optimizer: torch.optim.Optimizer) -> None:
+    A batch in the host's memory is copied to the device in every step, as a data loader's would be.
+
+    Args:
+        example: The model with a batch.
+        optimizer: Steps it.
+        clip_norm: Norm to which every step clips its gradients; None: it does not.
+    """
+
+    def __init__(
+        self, example: TrainingExample, optimizer: torch.optim.Optimizer, clip_norm: float | None = None
+    ) -> None:
         self.example = example
         self.optimizer = optimizer
         self.device = example.device
+        self._copies = example.is_elsewhere
+        self._clip_norm = clip_norm
 
     def step(self, marks: list[int] | None = None) -> None:
         """One training step; ``marks`` receives the host's clock at the borders of the phases."""
         note: Callable[[], None] = (lambda: None) if marks is None else lambda: marks.append(time.perf_counter_ns())
         note()
+        example = self.example
+        if self._copies:
+            with phase(COPIES):
+                example = example.moved()
+        note()
         with phase(FORWARD):
-            loss = self.example.forward()
+            loss = example.forward()
         note()
         with phase(BACKWARD):
             loss.backward()  # type: ignore[no-untyped-call]
+        note()
+        if self._clip_norm is not None:
+            with phase(CLIP):
+                nn.utils.clip_grad_norm_(example.model.parameters(), self._clip_norm)
         note()
         with phase(OPTIMIZER):
             self.optimizer.step()
@@ -327,12 +351,13 @@ def watch_tensors(stepper: Stepper, graph: OpGraph) -> tuple[dict[str, str], dic
     """Formats delivered and tensors kept, by operator, in one step."""
     model = stepper.example.model
     bare = bare_model(model)
+    example = stepper.example.moved()
     resident = {storage_of(tensor) for tensor in (*bare.parameters(), *bare.buffers())}
-    resident |= {storage_of(t) for t in (*_tensors(stepper.example.args), *_tensors(dict(stepper.example.kwargs)))}
+    resident |= {storage_of(t) for t in (*_tensors(example.args), *_tensors(dict(example.kwargs)))}
     watcher = _Watcher(graph, resident)
     with observed_operators(model, graph, watcher.around):
         with saved_tensors_hooks(watcher.pack, lambda tensor: tensor):
-            loss = stepper.example.forward()
+            loss = example.forward()
         watcher.end_forward()
         loss.backward()  # type: ignore[no-untyped-call]
         del loss

@@ -36,7 +36,7 @@ def _kernel(number, launched, start, duration, stream=7):
 
 
 def trace(precisions=PLAN):
-    """One step in microseconds: operator k takes 10 (k + 1) forward, its kernel runs far later, backward is one node each."""
+    """One step in microseconds: operator k takes 10 (k + 1) forward, its kernel runs far later; then a node each."""
     events = [_range(phase_label("forward"), 0, 1000)]
     for k, operator in enumerate(GRAPH):
         label = operator_label(operator.name, 10 * k, precisions.get(operator.name, ""))

@@ -102,3 +102,17 @@ def test_several_steps_and_none():
         charge(StepEvents(ranges=[], nodes=[]))
     with pytest.raises(ProblemError, match="backward"):
         charge(StepEvents(ranges=[Range(0, 5, phase_label("forward"))], nodes=[]))
+
+
+def test_copies_and_clipping_are_phases_and_copies_belong_to_the_step_behind_them():
+    events = step()
+    more = [Range(-40, -5, phase_label("copies")), Range(201, 204, phase_label("clip"))]
+    later = [Range(r.start + 1000, r.end + 1000, r.label) for r in (*events.ranges, *more)]
+    nodes = [*events.nodes, *(Node(n.start + 1000, n.end + 1000, n.sequence) for n in events.nodes)]
+    first, second = charge(replace(events, ranges=sorted([*events.ranges, *more, *later]), nodes=nodes))
+    for spans in (first, second):
+        assert spans.spans["copies", ""].host_ns == 40  # up to the forward pass
+        assert spans.spans["clip", ""].host_ns == 4  # up to the optimizer
+        assert spans.spans["backward", "|end"].host_ns == 20 + 1
+    assert (first.start_ns, second.start_ns) == (-40, 960)
+    assert first.end_ns == second.start_ns
