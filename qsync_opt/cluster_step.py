@@ -138,8 +138,8 @@ def cluster_step(
         steps: How many to play.
 
     Raises:
-        ProblemError: Workers of unlike segments or equal names, a bucket after a segment that is not there, an all-reduce
-            without a time, or no step.
+        ProblemError: Workers of unlike segments or equal names, a bucket after a segment that is not there, an
+            all-reduce without a time, or no step.
     """
     check_integer(steps, "steps to play", minimum=1)
     names = [worker.name for worker in workers]

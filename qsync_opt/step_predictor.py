@@ -7,21 +7,22 @@ case that was never met is made of the nearest one that was, with casts for the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import NoReturn
 
-from qsync_opt.compiled_memory import Course, scaled_course
+from qsync_opt.compiled_memory import Course, moments
 from qsync_opt.course_lookup import CourseLookup
 from qsync_opt.errors import ProblemError
 from qsync_opt.graph import OpGraph, Role
-from qsync_opt.jsonio import check_integer
+from qsync_opt.jsonio import check_integer, near_match
 from qsync_opt.lifetimes import Lifetimes
-from qsync_opt.precision import number_format
-from qsync_opt.step_costs import SIZES, Case, CaseCost, StepCosts, on_one_queue
+from qsync_opt.step_checks import check_places, check_step_costs
+from qsync_opt.step_composing import CaseComposer
+from qsync_opt.step_costs import Case, CaseCost, StepCosts, on_one_queue
 from qsync_opt.step_cycle import Around
-from qsync_opt.step_flow import StepFlow, arrival, width
+from qsync_opt.step_flow import StepFlow
 from qsync_opt.step_memory import StepMemory, compiled_step_memory, step_memory
-from qsync_opt.two_queues import NEVER, Work, compose
+from qsync_opt.two_queues import Work, compose
 
 _Entry = tuple[CaseCost, str, int, int, int]
 """Cost of a case, format delivered, time on the host, on the device forward and backward."""
@@ -69,25 +70,27 @@ class StepPredictor:
         micro_batches: int = 1,
     ) -> None:
         costs.check_graph(graph)
+        check_step_costs(costs, f"step costs of {costs.device.name!r}")
         check_integer(micro_batches, "micro_batches", minimum=1)
         self.micro_batches = micro_batches
         self.graph = graph
         self.costs = costs = on_one_queue(costs) if costs.device.kind == "cpu" else costs
         self._flow = StepFlow(graph, costs.half_format)
+        check_places(
+            costs,
+            {self._flow.signature(i): len(found) for i, found in enumerate(self._flow.inputs)},
+            moments(len(graph)),
+        )
         self._lifetimes = Lifetimes(graph, costs.roots, costs.held)
         self._courses = CourseLookup(costs.courses)
         self._cases: dict[Case, CaseCost] = dict(costs.cases)
-        self._seen: dict[tuple[str, str], list[Case]] = {}
-        for case in costs.cases:
-            self._seen.setdefault((case.signature, case.precision), []).append(case)
+        self._composer = CaseComposer(graph, costs, self._flow)
         self._position = {operator.name: i for i, operator in enumerate(graph)}
-        self._elements = [operator.output_elements for operator in graph]
-        self.composed: dict[Case, Case] = {}
         self._set_borders(borders)
         self._around = Around(costs.phases, micro_batches)
         self._slowed = tuple(slowed) or (0,) * self.segments
         self._slowed_ns = sum(self._slowed)
-        if len(self._slowed) != self.segments or min(self._slowed) < 0:
+        if len(self._slowed) != self.segments or not all(n >= 0 for n in self._slowed):
             raise ProblemError(
                 f"segments slowed down by {list(slowed)} ns: {self.segments} numbers from 0 are needed, one per segment"
             )
@@ -109,6 +112,11 @@ class StepPredictor:
             self._slots.append((name, first, tuple(others), self._tables[position], segment))
 
     @property
+    def composed(self) -> Mapping[Case, Case]:
+        """Cases that were never met, and of which one that was each is made."""
+        return self._composer.composed
+
+    @property
     def segments(self) -> int:
         """Number of pieces that forward and backward pass are cut into: one per border, and the rest."""
         return len(self._borders) + 1
@@ -121,104 +129,8 @@ class StepPredictor:
         """
         known = self._cases.get(case)
         if known is None:
-            known = self._cases[case] = self._compose(position, case)
+            known = self._cases[case] = self._composer.compose(position, case)
         return known
-
-    def _compose(self, position: int, case: Case) -> CaseCost:
-        candidates = self._seen.get((case.signature, case.precision))
-        if not candidates:
-            there = ", ".join(sorted(p for s, p in self._seen if s == case.signature)) or "none"
-            name, wanted = self.graph.operators[position].name, case.precision or "any format"
-            raise ProblemError(
-                f"operator {name!r} was never recorded in {wanted} on {self.costs.device.name!r}, only in {there}; "
-                "record a plan that has it"
-            )
-        operator = self.graph.operators[position]
-        output = self._flow.output(position, case, None)
-
-        dependent = operator.role is Role.DEPENDENT
-
-        def distance(seen: Case) -> tuple[bool, bool, int]:
-            before = self.costs.cases[seen].output
-            differing = sum(a != b for a, b in zip(seen.inputs, case.inputs, strict=True))
-            return dependent and width(before) != width(output), dependent and before != output, differing
-
-        best = min(candidates, key=distance)
-        self.composed[case] = best
-        cost = self.costs.cases[best]
-        if dependent:
-            return self._follows(position, cost, best, case, output)
-        target = output if operator.role is not Role.ADJUSTABLE else arrival(case.precision)
-        forward, backward = cost.forward, cost.backward
-        for source, old, new in zip(self._flow.inputs[position], best.inputs, case.inputs, strict=True):
-            if old != new:
-                forward = self._recast(forward, self._elements[source], old, new, target)
-                backward = self._recast(backward, self._elements[source], old, new, target)
-        recast = replace(cost, forward=forward, backward=backward, output=output, samples=0)
-        return self._rekept(recast, position, best.inputs, case.inputs, target)
-
-    def _follows(self, position: int, cost: CaseCost, seen: Case, case: Case, output: str) -> CaseCost:
-        """An operator that follows its inputs, made of a case of it that was met in other formats.
-
-        Its kernels read unlike formats as they come, only gradients are cast back. Time and memory go with the width of
-        what it delivers.
-        """
-        backward = cost.backward
-        for source, old, new in zip(self._flow.inputs[position], seen.inputs, case.inputs, strict=True):
-            for before, after, sign in ((old, cost.output, -1), (new, output, 1)):
-                if old != new:
-                    backward = self._with_cast(backward, self._elements[source], before, after, sign)
-        made = replace(cost, backward=backward, output=output, samples=0)
-        share = width(output) / width(cost.output)
-        if share == 1.0:
-            return made
-        sizes: dict[str, Any] = {name: round(getattr(made, name) * share) for name in (*SIZES, "kernel_ns")}
-        sizes["course"] = scaled_course(made.course, share)
-        return replace(made, forward=_wider(made.forward, share), backward=_wider(made.backward, share), **sizes)
-
-    def _rekept(
-        self, cost: CaseCost, position: int, before: Sequence[str], after: Sequence[str], target: str
-    ) -> CaseCost:
-        """Memory of a case made of another: an input that is kept is kept as a copy where it has to be cast."""
-        if self.graph.operators[position].role is not Role.ADJUSTABLE or not target:
-            return cost
-        saves, copied, own = set(cost.saves_inputs), 0, 0
-        # Of a compiled step, what only this operator reads is its own in any format, so that a copy takes no more.
-        held = sum(entry[2] for entry in cost.course if not entry[0])
-        for i, (source, old, new) in enumerate(zip(self._flow.inputs[position], before, after, strict=True)):
-            num_bytes = self._elements[source] * number_format(target).num_bytes
-            if old == target != new:
-                saves.discard(i)
-                copied += num_bytes
-                if held >= num_bytes:
-                    held -= num_bytes
-                else:
-                    own += num_bytes
-            elif new == target != old:
-                saves.add(i)
-                copied -= num_bytes
-                own -= num_bytes if len(self._flow.users[source]) > 1 else 0
-        return replace(
-            cost,
-            saves_inputs=tuple(sorted(saves)),
-            forward_net_bytes=cost.forward_net_bytes + copied,
-            forward_peak_bytes=max(0, cost.forward_peak_bytes + copied),
-            backward_net_bytes=cost.backward_net_bytes - copied,
-            course=(*cost.course, (0, 0, own), (1, 1, -own)) if cost.course and own else cost.course,
-        )
-
-    def _recast(self, work: Work, elements: int, old: str, new: str, target: str) -> Work:
-        """Take the cast of ``old`` off and put that of ``new`` on."""
-        return self._with_cast(self._with_cast(work, elements, old, target, -1), elements, new, target, 1)
-
-    def _with_cast(self, work: Work, elements: int, source: str, target: str, sign: int) -> Work:
-        """Put a cast on (1) or take it off (-1)."""
-        fit = self.costs.casts.get(f"{source}>{target}")
-        if source == target or not target or fit is None:
-            return work
-        nanoseconds, host_ns = sign * fit.ns(elements), sign * self.costs.cast_host_ns
-        lag = work.lag if work.lag == NEVER else max(0, work.lag + nanoseconds + host_ns)
-        return Work(max(0, work.host + host_ns), max(0, work.device + nanoseconds), lag)
 
     def _slow_entry(self, position: int, key: tuple[str, ...]) -> _Entry:
         cost = self.cost(position, Case(self._flow.signature(position), key[0], key[1:]))
@@ -234,8 +146,11 @@ class StepPredictor:
             plan: Precision of every adjustable operator.
 
         Raises:
-            ProblemError: It leaves an adjustable operator out, or one was never recorded in its precision.
+            ProblemError: It leaves an adjustable operator out, names one that the model lacks, or one was never
+                recorded in its precision.
         """
+        if not plan.keys() <= self._position.keys():
+            self._refuse(next(name for name in plan if name not in self._position))
         begin = [self.costs.phases[label] for label in ("forward", "forward|end", "backward")]
         host = sum(work.host for work in begin)
         forward = sum(work.device for work in begin)
@@ -264,9 +179,34 @@ class StepPredictor:
         return PlannedStep(plan=dict(plan), formats=formats, costs=costs, host_ns=host, device_ns=devices)
 
     def change(self, step: PlannedStep, name: str, precision: str) -> None:
-        """Give one operator another precision; what follows from it is worked out again, and nothing else."""
+        """Give one operator another precision; what follows from it is worked out again, and nothing else.
+
+        Raises:
+            ProblemError: The operator is no adjustable one of the model, or it was never recorded in this precision, or
+                one that follows it was not in the format that it then gets. The step stays as it was.
+        """
+        if self._slots[self._position.get(name, 0)][0] != name:
+            self._refuse(name)
+        before = step.plan[name]
         step.plan[name] = precision
-        waiting = [self._position[name]]
+        try:
+            self._follow(step, self._position[name])
+        except ProblemError:
+            step.plan[name] = before
+            self._follow(step, self._position[name])
+            raise
+
+    def _refuse(self, name: str) -> NoReturn:
+        what = "is not adjustable" if name in self._position else f"is not in model {self.graph.name!r}"
+        adjustable = [own for own, *_ in self._slots if own]
+        raise ProblemError(
+            f"operator {name!r} {what}, so no plan gives it a precision{near_match(name, adjustable)}; name adjustable "
+            "operators of this model"
+        )
+
+    def _follow(self, step: PlannedStep, position: int) -> None:
+        """Work out anew what an operator costs, and whatever follows from what it delivers."""
+        waiting = [position]
         formats, costs = step.formats, step.costs
         while waiting:
             position = min(waiting)
@@ -378,11 +318,4 @@ class StepPredictor:
 
     def precisions(self, name: str) -> tuple[str, ...]:
         """Precisions in which an operator was recorded, coarsest first."""
-        signature = self._flow.signature(self._position[name])
-        found = {precision for s, precision in self._seen if s == signature and precision}
-        return tuple(sorted(found, key=lambda p: number_format(p).rank))
-
-
-def _wider(work: Work, share: float) -> Work:
-    device = round(work.device * share)
-    return Work(work.host, device, work.lag if work.lag == NEVER else max(0, work.lag + device - work.device))
+        return self._composer.precisions(self._flow.signature(self._position[name]))
