@@ -6,6 +6,7 @@ And by how much does it slow down what a worker computes beside it: its kernels 
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import statistics
 import time
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qsync_opt.errors import NotReadyError
+from qsync_opt.errors import NotReadyError, ProblemError
+from qsync_opt.jsonio import check_number
 from qsync_opt.runtimes.torch.ddp import fit_all_reduce
 
 
@@ -25,7 +27,8 @@ class CollectiveCost:
     """Time of an all-reduce by size: a start-up time and a rate between each two measured sizes.
 
     ``latency_s`` and ``bandwidth_bytes_per_s`` are one fit over all sizes, with its relative residual (root mean
-    square); `ns` follows the measurements themselves, because libraries change algorithm with size.
+    square); `ns` follows the measurements themselves, because libraries change algorithm with size. Where a larger
+    all-reduce was measured to be faster than a smaller one, that is chance, and both count with their mean.
     """
 
     sizes_bytes: tuple[int, ...]
@@ -34,12 +37,27 @@ class CollectiveCost:
     bandwidth_bytes_per_s: float
     relative_residual: float
 
-    def ns(self, num_bytes: int) -> int:
-        """Time of an all-reduce of ``num_bytes`` per worker, in nanoseconds."""
+    def __post_init__(self) -> None:
         sizes, times = self.sizes_bytes, self.measured_ns
+        rising = all(a < b for a, b in itertools.pairwise((-1, *sizes)))
+        if len(sizes) < 2 or len(sizes) != len(times) or not rising:
+            raise ProblemError(
+                f"all-reduces of {list(sizes)} bytes took {list(times)} ns: at least two sizes that rise, and a time "
+                "for each, are needed"
+            )
+        for time_ns in times:
+            check_number(time_ns, "time of an all-reduce in nanoseconds")
+
+    def ns(self, num_bytes: int) -> int:
+        """Time of an all-reduce of ``num_bytes`` per worker, in nanoseconds; it never falls as the size grows."""
+        sizes, times = self.sizes_bytes, never_falling(self.measured_ns)
         k = min(max(bisect.bisect_left(sizes, num_bytes), 1), len(sizes) - 1)
-        rate = max(0.0, (times[k] - times[k - 1]) / (sizes[k] - sizes[k - 1]))
-        return max(round(min(times)), round(times[k - 1] + rate * (num_bytes - sizes[k - 1])))
+        known, rate = k - 1, (times[k] - times[k - 1]) / (sizes[k] - sizes[k - 1])
+        if num_bytes > sizes[-1]:
+            known = k
+            if rate == 0.0:
+                rate = 1e9 / self.bandwidth_bytes_per_s  # the two largest do not tell what a byte more takes
+        return max(round(times[0]), round(times[known] + rate * (num_bytes - sizes[known])))
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON data."""
@@ -50,6 +68,21 @@ class CollectiveCost:
             "bandwidth_gb_per_s": self.bandwidth_bytes_per_s / 1e9,
             "relative_residual": self.relative_residual,
         }
+
+
+def never_falling(times: Sequence[float]) -> list[float]:
+    """The times nearest to these, by least squares, that do not fall: neighbours that do are set to their mean.
+
+    Source: pool adjacent violators (Ayer et al., 1955).
+    """
+    pools: list[tuple[float, int]] = []
+    for time_ns in times:
+        mean, count = time_ns, 1
+        while pools and pools[-1][0] > mean:
+            before, others = pools.pop()
+            mean, count = (before * others + mean * count) / (others + count), others + count
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]
 
 
 def measure_collectives(
@@ -65,10 +98,12 @@ def measure_collectives(
 
     Raises:
         NotReadyError: There is no process group, or it has one worker.
-        ProblemError: Times do not grow with size.
+        ProblemError: Fewer than two sizes, or sizes that do not rise; or times do not grow with size.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         raise NotReadyError("no process group of at least two workers: measure inside process_group(...)")
+    if len(sizes_bytes) < 2 or any(a >= b for a, b in itertools.pairwise((0, *sizes_bytes))):
+        raise ProblemError(f"sizes of all-reduces are {list(sizes_bytes)} bytes: at least two that rise are needed")
     device = torch.device(device)
     measured = []
     for size in sizes_bytes:

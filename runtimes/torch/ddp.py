@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -142,12 +143,15 @@ def fit_all_reduce(sizes_bytes: Sequence[int], measured_s: Sequence[float], worl
     Relative, because sizes span decades and a plain fit would see the largest alone.
 
     Raises:
-        ProblemError: Fewer than two different sizes, or a time that is not positive.
+        ProblemError: Fewer than two different sizes, a size below zero, or a time that is not positive or not finite.
     """
     if len(sizes_bytes) != len(measured_s) or len(set(sizes_bytes)) < 2:
         raise ProblemError(f"{len(set(sizes_bytes))} sizes and {len(measured_s)} times: at least two pairs are needed")
-    if min(measured_s) <= 0:
-        raise ProblemError(f"an all-reduce of {min(measured_s)} s was measured: times must be above 0")
+    if min(sizes_bytes) < 0:
+        raise ProblemError(f"an all-reduce of {min(sizes_bytes)} bytes was measured: sizes must be at least 0")
+    for second in measured_s:
+        if not (second > 0 and math.isfinite(second)):
+            raise ProblemError(f"an all-reduce of {second} s was measured: times must be finite and above 0")
     times = torch.tensor(measured_s, dtype=torch.float64)
     columns = torch.tensor([[1.0, float(size)] for size in sizes_bytes], dtype=torch.float64) / times[:, None]
     latency, inverse = torch.linalg.lstsq(columns, torch.ones_like(times)[:, None]).solution.flatten().tolist()

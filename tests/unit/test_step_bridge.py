@@ -1,11 +1,14 @@
 """What the rows of a problem file and the replay of whole steps have in common, and by what they differ."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
+from qsync_opt.buckets import BucketOptions, gradient_buckets
 from qsync_opt.build import build_problem
 from qsync_opt.cluster import Cluster, DeviceType, Network
+from qsync_opt.cluster_step import bucket_borders, bucket_segments, network_tails
 from qsync_opt.costs import CostFit
 from qsync_opt.evaluation import evaluate
 from qsync_opt.graph import Role
@@ -14,7 +17,7 @@ from qsync_opt.precision import formats_for
 from qsync_opt.pricing import problem_role
 from qsync_opt.step_bridge import profile_from_steps
 from qsync_opt.step_predictor import StepPredictor
-from qsync_opt.synthetic import make_sensitivities, stacked_graph
+from qsync_opt.synthetic import make_sensitivities, residual_graph, stacked_graph
 from qsync_opt.synthetic_steps import random_step_costs
 from qsync_opt.two_queues import NOTHING, Work
 
@@ -122,3 +125,41 @@ def test_gradients_of_parameters_are_no_workspace(graph):
             peak = predictor.cost_at(i, "FP32", "FP32").backward_peak_bytes
             own = sum(sizes[name] for name in operator.parameters)
             assert profile.cost(operator.name)["FP32"].backward_workspace_bytes == max(0, peak - own)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_and_replay_agree_through_the_network_for_any_plan(seed):
+    """Where a device paces its steps and costs do not go by the format that arrives, the two are equal."""
+    source = random.Random(seed)
+    graph = stacked_graph(2) if seed % 2 else residual_graph()
+    precisions = ("BF16", "FP32")
+    costs = random_step_costs(graph, precisions, seed=seed)
+    alike = {}
+    for case, cost in costs.cases.items():
+        alike.setdefault((case.signature, case.precision), cost)
+    cases = {}
+    for case, cost in costs.cases.items():
+        first = alike[case.signature, case.precision]
+        forward, backward = (work._replace(host=10) for work in (first.forward, first.backward))
+        cases[case] = replace(first, output=cost.output, forward=forward, backward=backward)
+    phases = {label: work._replace(host=5) for label, work in costs.phases.items()}
+    if seed % 3 == 0:
+        phases |= {"copies": Work(5, 33_333, 33_333), "clip": Work(5, 77_777, 77_777)}
+    costs = replace(costs, cases=cases, phases=phases, casts={}, cast_host_ns=0)
+    profile = profile_from_steps(graph, costs, formats_for(precisions, "BF16"), state_bytes=0)
+    count = source.choice([1, 3])
+    device = DeviceType(name="gpu", count=count, memory_limit_bytes=1 << 40, precisions=precisions)
+    network = Network(latency_s=1e-5, bandwidth_bytes_per_s=1e9, source="made up")
+    cluster = Cluster(name="c", devices=(device,), network=network)
+    options = BucketOptions(first_bytes=source.choice([1, 10**5]), cap_bytes=source.choice([1, 10**6]))
+    problem = build_problem(
+        graph, {"gpu": profile}, make_sensitivities(graph), cluster, buckets=options, latency_limit_ns=10**12
+    )
+    buckets = gradient_buckets(graph, options) if count > 1 else ()
+    predictor = StepPredictor(graph, costs, bucket_borders(graph, buckets))
+    allreduce = [network.allreduce_ns(bucket.num_bytes, count) for bucket in buckets]
+    tails = network_tails(allreduce, bucket_segments(graph, buckets))
+    for _ in range(4):
+        plan = {operator.name: source.choice(precisions) for operator in graph.by_role(Role.ADJUSTABLE)}
+        rows = evaluate(problem, Plan(problem=problem.name, devices={"gpu": plan}))
+        assert rows.iteration_ns == predictor.steady_ns(predictor.plan(plan), tails)

@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from qsync_opt.errors import NotReadyError
+from qsync_opt.errors import NotReadyError, ProblemError
 from qsync_opt.runtimes.torch import collectives
-from qsync_opt.runtimes.torch.collectives import CollectiveCost, measure_collectives, measure_slowdown
+from qsync_opt.runtimes.torch.collectives import CollectiveCost, measure_collectives, measure_slowdown, never_falling
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 COST = CollectiveCost(
@@ -54,3 +56,33 @@ def test_the_slowdown_is_the_time_that_all_reduces_add_to_what_is_computed_besid
     assert set(computed[: 3 + 8]) == {0}
     assert min(computed[3 + 8 :]) > 4 * 8
     assert len(computed) == 3 + 8 + 7 * 8
+
+
+def test_the_time_of_an_all_reduce_never_falls_with_its_size():
+    """Chance may make a larger one faster; what was measured in order is followed as it is."""
+    cost = replace(COST, sizes_bytes=(1000, 2000, 4000), measured_ns=(100.0, 300.0, 500.0))
+    assert [cost.ns(size) for size in (0, 1000, 1500, 2000, 3000, 4000, 6000)] == [100, 100, 200, 300, 400, 500, 700]
+    dip = replace(cost, measured_ns=(300.0, 100.0, 500.0))
+    assert [dip.ns(size) for size in (1000, 2000, 2001, 4000)] == [200, 200, 200, 500]
+    # The two largest say nothing about more: the fitted bandwidth does (1 ns per byte).
+    flat = replace(cost, measured_ns=(100.0, 520.0, 480.0))
+    assert [flat.ns(size) for size in (2000, 4000, 1_004_000)] == [500, 500, 1_000_500]
+    for times in ((5.0,), (3.0, 1.0, 2.0), (1.0, 2.0, 3.0), (4.0, 1.0, 1.0, 6.0, 5.0)):
+        found = never_falling(times)
+        assert found == sorted(found)
+        assert sum(found) == pytest.approx(sum(times))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "times"),
+    [
+        ((100,), (5.0,)),
+        ((100, 100), (5.0, 6.0)),
+        ((200, 100), (5.0, 6.0)),
+        ((1, 2), (1.0,)),
+        ((1, 2), (1.0, float("nan"))),
+    ],
+)
+def test_measurements_that_make_no_sense_are_refused(sizes, times):
+    with pytest.raises(ProblemError, match="all-reduce"):
+        replace(COST, sizes_bytes=sizes, measured_ns=times)

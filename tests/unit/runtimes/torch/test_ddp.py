@@ -61,7 +61,9 @@ def test_the_fit_recovers_latency_and_bandwidth():
     assert 0.05 < noisy.relative_residual < 0.15
     convex = fit_all_reduce([1000, 2000, 4000], [1e-6, 3e-6, 9e-6], 2)
     assert convex.latency_s == 0
-    for bad_sizes, bad_times in (([1], [1.0]), ([1, 2], [1.0]), ([1, 2], [1.0, 0.0]), ([1, 2], [2.0, 1.0])):
+    nan, inf = float("nan"), float("inf")
+    bad = [([1], [1.0]), ([1, 2], [1.0]), ([1, 2], [1.0, 0.0]), ([1, 2], [2.0, 1.0])]
+    for bad_sizes, bad_times in (*bad, ([1, 2], [1.0, nan]), ([1, 2], [1.0, inf]), ([-1, 2], [1.0, 2.0])):
         with pytest.raises(ProblemError):
             fit_all_reduce(bad_sizes, bad_times, 2)
 
