@@ -88,11 +88,22 @@ class CaseComposer:
                     backward = self._with_cast(backward, self._elements[source], before, after, sign)
         made = replace(cost, backward=backward, output=output, samples=0)
         share = width(output) / width(cost.output)
-        if share == 1.0:
-            return made
-        sizes: dict[str, Any] = {name: round(getattr(made, name) * share) for name in (*SIZES, "kernel_ns")}
-        sizes["course"] = scaled_course(made.course, share)
-        return replace(made, forward=_wider(made.forward, share), backward=_wider(made.backward, share), **sizes)
+        if share != 1.0:
+            sizes: dict[str, Any] = {name: round(getattr(made, name) * share) for name in (*SIZES, "kernel_ns")}
+            sizes["course"] = scaled_course(made.course, share)
+            made = replace(made, forward=_wider(made.forward, share), backward=_wider(made.backward, share), **sizes)
+        # Each input gets a gradient in the format in which it arrived. One that is cast is new; the one that it was
+        # cast from was shared by the inputs, and lives until the next operator (the other input's) is done with it.
+        copied = gone = 0
+        for source, old, new in zip(self._flow.inputs[position], seen.inputs, case.inputs, strict=True):
+            before, after = round(self._elements[source] * width(old) * share), self._elements[source] * width(new)
+            if before != after:
+                copied, gone = copied + after, gone - before
+        return replace(
+            made,
+            backward_net_bytes=made.backward_net_bytes + copied,
+            backward_late_bytes=made.backward_late_bytes + gone,
+        )
 
     def _rekept(
         self, cost: CaseCost, position: int, before: Sequence[str], after: Sequence[str], target: str

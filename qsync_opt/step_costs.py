@@ -74,8 +74,9 @@ class CaseCost:
     Times are on the host and the device (`Work`), memory in bytes as the device's allocator counts it. ``output`` is
     the format that it delivers, "" for none. ``saves_inputs`` (positions) and ``saves_output`` tell what stays until
     the backward pass as it is. The ``net`` pair is what the passes leave behind, results that die meanwhile not
-    subtracted; the ``peak`` pair the most that exists beyond what did before. ``kernel_ns`` is the running time of its
-    forward and backward kernels alone. ``scaled_from`` names the precision that a cost was scaled from
+    subtracted; the ``peak`` pair the most that exists beyond what did before; ``backward_late_bytes`` what the next
+    operator's backward pass leaves behind (below zero: gives back) because of this one. ``kernel_ns`` is the running
+    time of its forward and backward kernels alone. ``scaled_from`` names the precision that a cost was scaled from
     (`qsync_opt.step_scaling`), "" where it was observed. ``course`` says how the memory of an operator of a compiled
     step comes and goes.
     """
@@ -91,6 +92,7 @@ class CaseCost:
     backward_net_bytes: int = 0
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
+    backward_late_bytes: int = 0
     kernel_ns: int = 0
     scaled_from: str = ""
     course: Course = ()
@@ -98,8 +100,9 @@ class CaseCost:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
-        if not self.scaled_from:
-            del data["scaled_from"]
+        for seldom in ("scaled_from", "backward_late_bytes"):
+            if not data[seldom]:
+                del data[seldom]
         del data["course"]
         if self.course:
             data["course"] = [list(entry) for entry in self.course]
@@ -131,6 +134,9 @@ class CaseCost:
             backward_net_bytes=reader.integer("backward_net_bytes", minimum=LEAST_NET_BYTES),
             forward_peak_bytes=reader.integer("forward_peak_bytes"),
             backward_peak_bytes=reader.integer("backward_peak_bytes"),
+            backward_late_bytes=reader.integer("backward_late_bytes", minimum=LEAST_NET_BYTES)
+            if "backward_late_bytes" in reader
+            else 0,
             kernel_ns=reader.integer("kernel_ns"),
             scaled_from=reader.text("scaled_from") if "scaled_from" in reader else "",
             course=_rows(reader.take("course"), 3, f"{where}: course") if "course" in reader else (),

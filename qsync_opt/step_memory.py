@@ -131,7 +131,9 @@ def _moments(
         freed = sum(cases[r].result_bytes for r in forward.get(i, ()))
         yield "forward", i, case.forward_peak_bytes, case.forward_net_bytes - freed
     yield "forward", -1, max(peaks["forward|end"], peaks["backward"]), 0
+    late = 0
     for i in range(len(cases) - 1, -1, -1):
         freed = sum(cases[r].result_bytes for r in backward.get(i, ()))
-        yield "backward", i, cases[i].backward_peak_bytes, cases[i].backward_net_bytes - freed
+        yield "backward", i, cases[i].backward_peak_bytes, cases[i].backward_net_bytes + late - freed
+        late = cases[i].backward_late_bytes
     yield "backward", -1, peaks["backward|end"], 0

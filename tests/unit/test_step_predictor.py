@@ -257,3 +257,40 @@ def test_step_costs_are_checked_field_by_field(change, message):
     change(data)
     with pytest.raises(ProblemError, match=message):
         StepCosts.from_json(data, "here")
+
+
+def test_an_input_that_arrives_in_another_format_gets_another_gradient(tmp_path):
+    """A residual addition hands one gradient to both inputs; a cast one is new, the old one goes an operator later."""
+    graph = residual_graph()
+    costs = random_step_costs(graph, ("BF16", "FP32"), seed=1)
+    position = graph.index("residual")
+    elements = graph["embed"].output_elements
+    signature = StepFlow(graph, "BF16").signature(position)
+    alike = Case(signature, "", ("FP32", "FP32"))
+    base = costs.cases[alike]
+    costs = replace(costs, cases={c: cost for c, cost in costs.cases.items() if c.signature != signature or c == alike})
+    predictor = StepPredictor(graph, costs)
+    made = predictor.cost(position, Case(signature, "", ("BF16", "FP32")))
+    assert made.backward_net_bytes == base.backward_net_bytes + 2 * elements
+    assert made.backward_late_bytes == -4 * elements
+    # All of it narrower: what is handed on is as narrow as what came, and nothing is cast.
+    narrow = predictor.cost(position, Case(signature, "", ("BF16", "BF16")))
+    assert narrow.backward_net_bytes == round(base.backward_net_bytes / 2)
+    assert narrow.backward_late_bytes == 0
+    plan = {o.name: "FP32" for o in graph.by_role(Role.ADJUSTABLE)} | {"embed": "BF16"}
+    step = predictor.plan(plan)
+    assert step.costs[position] == made
+    # Given back by the operator behind it: nothing before that has less, nothing after it has more.
+    late = replace(made, backward_late_bytes=0, backward_net_bytes=made.backward_net_bytes + made.backward_late_bytes)
+    at_once = replace(step, costs=[late if k == position else cost for k, cost in enumerate(step.costs)])
+    assert predictor.memory(step).peak_bytes >= predictor.memory(at_once).peak_bytes
+    behind = step.costs[position - 1]
+    high = replace(behind, backward_peak_bytes=10**9)
+    peaks = [
+        predictor.memory(replace(s, costs=[high if k == position - 1 else c for k, c in enumerate(s.costs)])).peak_bytes
+        for s in (step, at_once)
+    ]
+    assert peaks[0] - peaks[1] == 4 * elements
+    saved = replace(costs, cases={**costs.cases, Case(signature, "", ("BF16", "FP32")): made})
+    saved.save(tmp_path / "costs.json")
+    assert load_step_costs(tmp_path / "costs.json") == saved
