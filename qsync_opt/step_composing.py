@@ -96,9 +96,9 @@ class CaseComposer:
         # cast from was shared by the inputs, and lives until the next operator (the other input's) is done with it.
         copied = gone = 0
         for source, old, new in zip(self._flow.inputs[position], seen.inputs, case.inputs, strict=True):
-            before, after = round(self._elements[source] * width(old) * share), self._elements[source] * width(new)
-            if before != after:
-                copied, gone = copied + after, gone - before
+            shared, own = round(self._elements[source] * width(old) * share), self._elements[source] * width(new)
+            if old and new and shared != own:
+                copied, gone = copied + own, gone - shared
         return replace(
             made,
             backward_net_bytes=made.backward_net_bytes + copied,
