@@ -185,7 +185,8 @@ def _step_slowed(step: StepTime, before: Mapping[str, Sequence[Way]], after: Map
         max(way.pass_ns for name, mine in ways.items() for way in mine if way.label == step.taken.get(name))
         for ways in (before, after)
     )
-    return replace(step, step_ns=max(1, step.step_ns + now - then))
+    turns = tuple(turn and max(1, turn + now - then) for turn in step.rounds_ns)
+    return replace(step, step_ns=max(1, step.step_ns + now - then), rounds_ns=turns)
 
 
 def _slowed(profile: DeviceProfile, factor: float) -> DeviceProfile:

@@ -19,6 +19,7 @@ from qsync_opt.runtimes.torch.job_options import PlanningOptions
 from qsync_opt.runtimes.torch.job_steps import profile_job_steps
 from qsync_opt.runtimes.torch.job_ways import StepTime, Way, choose, everywhere, step_ns
 from qsync_opt.runtimes.torch.measure import TrainingExample
+from qsync_opt.runtimes.torch.paired_rounds import paired_medians
 from qsync_opt.runtimes.torch.planning import auto_plan, plan_job
 from qsync_opt.runtimes.torch.sized_batches import batch_size, sized, split
 
@@ -137,12 +138,12 @@ def test_a_step_that_was_not_timed_takes_as_much_beside_its_passes_as_others_of_
 
 def test_what_slows_a_whole_round_decides_nothing():
     rounds = [{0: 100.0, 1: 101.0, 2: 130.0}, {0: 150.0, 1: 151.5}, {0: 90.0, 1: 90.9}]
-    found = job_racing.paired_medians(rounds)
+    found = paired_medians(rounds)
     assert found[1] / found[0] == pytest.approx(1.01)
     assert found[0] == pytest.approx(100.0)
     assert found[2] == 130.0  # in one round alone
-    assert job_racing.paired_medians([{4: 7.0}, {4: 9.0}, {4: 8.0}]) == {4: 8.0}
-    assert job_racing.paired_medians([]) == {}
+    assert paired_medians([{4: 7.0}, {4: 9.0}, {4: 8.0}]) == {4: 8.0}
+    assert paired_medians([]) == {}
 
 
 # ResNet-50 as it was measured: launched by the host, a whole card waits for it with few samples.
