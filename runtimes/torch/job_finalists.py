@@ -7,6 +7,7 @@ them train. So a few candidates do, plain ones always among them: what is handed
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -21,11 +22,13 @@ from qsync_opt.runtimes.torch.job_ways import (
     everywhere,
     fitting,
     least_sensitive,
+    most_of,
     step_ns,
     together_ns,
+    total_sensitivity,
     worth_capturing,
 )
-from qsync_opt.runtimes.torch.paired_rounds import Rounds
+from qsync_opt.runtimes.torch.paired_rounds import Rounds, least_sensitive_as_fast
 
 _MOST = 8
 _NEAR = 0.08
@@ -211,16 +214,14 @@ def best_step(
         balanced: As in `choose`; ``timed`` are steps with sized batches, and one of them is taken.
         rounds: As from `rounds_of`, with equal batches.
 
-    Captured passes count as slower by what they must gain. With equal batches all are compared at once: a captured way
-    that is faster than a launched one only as far as times differ anyhow is not worth more sensitivity.
+    Captured passes count as slower by what they must gain. With equal batches all are compared at once: the least
+    sensitive launched way gives way to captured ones only if these are faster by more than times differ anyhow.
     """
     known = [*timed]
     if not balanced and not any(same_ways(chosen, together) for together, _ in timed):
         known.append((chosen, predicted_step_ns(chosen, timed, rest_ns)))
     if not balanced:
-        gain = 1 / (1 - WORTH_CAPTURING)
-        weighed = [(together, gain * time if _captured(together) else time) for together, time in known]
-        return known[least_sensitive(weighed, slack, rounds=rounds)]
+        return known[_of_both_kinds(known, slack, rounds)]
     best = [
         mine[least_sensitive(mine, slack, balanced=True)]
         for kind in (False, True)
@@ -230,6 +231,19 @@ def best_step(
         return best[0]
     eager, captured = best
     return captured if worth_capturing(captured[1], eager[1], least=_SIZED_CAPTURING) else eager
+
+
+def _of_both_kinds(known: Sequence[tuple[Together, float]], slack: float, rounds: Rounds) -> int:
+    """The best launched way, if one is as fast as captured ones slowed by what they must gain; else the best of these."""
+    times = {place: time for place, (_, time) in enumerate(known)}
+    finest = {place: total_sensitivity(together) for place, (together, _) in enumerate(known)}
+    captured = [place for place, (together, _) in enumerate(known) if _captured(together)]
+    weighed = {place: time / (1 - WORTH_CAPTURING * (place in captured)) for place, time in times.items()}
+    last = {place: math.inf if place in captured else value for place, value in finest.items()}
+    found = least_sensitive_as_fast(weighed, last, rounds, most_of(slack))
+    if found not in captured:
+        return found
+    return least_sensitive_as_fast({place: times[place] for place in captured}, finest, (), most_of(slack))
 
 
 def predicted_step_ns(together: Together, timed: Sequence[tuple[Together, float]], rest_ns: int) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 from qsync_opt.jsonio import Fields
 from qsync_opt.precision import number_format
-from qsync_opt.runtimes.torch.paired_rounds import Rounds, least_sensitive_as_fast
+from qsync_opt.runtimes.torch.paired_rounds import least_sensitive_as_fast
 
 PLANNED = "plan"
 OWN, OWN_UNSCALED = "own plan", "own plan without FP16"
@@ -227,20 +227,17 @@ def most_of(slack: float, *, balanced: bool = False) -> float:
     return (1 + slack) * (1 + (SIZED_NOISE if balanced else _STEP_NOISE))
 
 
-def least_sensitive(
-    timed: Sequence[tuple[Together, float]], slack: float, *, balanced: bool = False, rounds: Rounds = ()
-) -> int:
+def least_sensitive(timed: Sequence[tuple[Together, float]], slack: float, *, balanced: bool = False) -> int:
     """Which of some ways to go together is the least sensitive among those as fast as any.
 
     Args:
         timed: With the times of their steps.
         slack: As in `choose`.
         balanced: As in `choose`.
-        rounds: Turns that they took, by their place in ``timed``.
     """
     times = {place: time for place, (_, time) in enumerate(timed)}
     sensitivities = {place: total_sensitivity(together) for place, (together, _) in enumerate(timed)}
-    return least_sensitive_as_fast(times, sensitivities, rounds, most_of(slack, balanced=balanced))
+    return least_sensitive_as_fast(times, sensitivities, (), most_of(slack, balanced=balanced))
 
 
 def total_sensitivity(together: Together) -> float:
