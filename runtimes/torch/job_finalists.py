@@ -234,7 +234,7 @@ def best_step(
 
 
 def _of_both_kinds(known: Sequence[tuple[Together, float]], slack: float, rounds: Rounds) -> int:
-    """The best launched way, if one is as fast as captured ones slowed by what they must gain; else the best of these."""
+    """The best launched way, if one is as fast as captured ones slowed by what they must gain, or the best of these."""
     times = {place: time for place, (_, time) in enumerate(known)}
     finest = {place: total_sensitivity(together) for place, (together, _) in enumerate(known)}
     captured = [place for place, (together, _) in enumerate(known) if _captured(together)]
