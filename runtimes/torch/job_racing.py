@@ -291,9 +291,7 @@ class _Race:
             fits = False
             _LOGGER.warning("no step of this way: %s", first_line(failure))
         except Exception as failure:  # told to all ranks below
-            said = (
-                f"rank {self._rank}: {type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
-            )
+            said = f"rank {self._rank}: {type(failure).__name__}: {first_line(failure)}"
         told: list[Any] = gather_json(
             {"fits": fits, "said": said, "unused": self._unused() if first and fits else False}
         )

@@ -420,6 +420,16 @@ def test_where_no_step_can_be_taken_passes_decide(job, monkeypatch, caplog):
     assert "whole steps are not timed: rank 0: ZeroDivisionError" in caplog.text
 
 
+def test_a_failure_is_told_by_its_first_line_with_words(job, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("\n  a kernel said no\nand much more")
+
+    monkeypatch.setattr(job_racing, "own_optimizer", fail)
+    assert race(job, [way("FP32", 0, 0.0)]) == ([None], [[]])
+    assert "rank 0: RuntimeError: a kernel said no" in caplog.text
+    assert "much more" not in caplog.text
+
+
 def with_steps(plan, ms):
     """The job as if passes and steps had taken so many milliseconds, by the way's name."""
     made, name = plan.model, plan.device_type
