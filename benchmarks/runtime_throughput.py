@@ -21,8 +21,8 @@ from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json
 from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
 from qsync_opt.runtimes.torch.example_models import example
 from qsync_opt.runtimes.torch.job_plan import JobPlan
-from qsync_opt.runtimes.torch.job_racing import paired_medians
 from qsync_opt.runtimes.torch.job_ways import Way
+from qsync_opt.runtimes.torch.paired_rounds import paired_medians
 
 BATCHES = {"bert-base": 32, "gpt2": 32, "resnet50": 64, "vit-base": 32, "gpt-small": 64}
 BLOCK_S, BLOCKS = 0.4, 3

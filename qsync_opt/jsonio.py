@@ -47,13 +47,20 @@ def near_match(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {by_lower[matches[0]]!r}?" if matches else ""
 
 
-def read_json(path: str | os.PathLike[str], formats: Iterable[str], *, error: type[QSyncError] = ProblemError) -> Any:
+def read_json(
+    path: str | os.PathLike[str],
+    formats: Iterable[str],
+    *,
+    error: type[QSyncError] = ProblemError,
+    again: str = "write it again",
+) -> Any:
     """Read a JSON object from ``path`` and check its ``"format"`` key.
 
     Args:
         path: The file.
         formats: Versions that the caller understands, such as ``"qsync-problem/1"``.
         error: Kind of error to raise.
+        again: What to do about a damaged file.
 
     Returns:
         The object, extension keys included and ``"format"`` left in.
@@ -65,10 +72,17 @@ def read_json(path: str | os.PathLike[str], formats: Iterable[str], *, error: ty
     Source: ours.
     """
     text = read_text(path, "JSON", LARGEST_JSON_BYTES, error=error)
-    return parse_json(text, formats, where=os.fspath(path), error=error)
+    return parse_json(text, formats, where=os.fspath(path), error=error, again=again)
 
 
-def parse_json(text: str, formats: Iterable[str], *, where: str, error: type[QSyncError] = ProblemError) -> Any:
+def parse_json(
+    text: str,
+    formats: Iterable[str],
+    *,
+    where: str,
+    error: type[QSyncError] = ProblemError,
+    again: str = "write it again",
+) -> Any:
     """Parse a JSON object and check its ``"format"`` key; see `read_json`. ``where`` names the text in errors."""
 
     def refuse_constant(name: str) -> NoReturn:
@@ -89,7 +103,7 @@ def parse_json(text: str, formats: Iterable[str], *, where: str, error: type[QSy
     except json.JSONDecodeError as failure:
         raise error(
             f"{where}: not valid JSON at line {failure.lineno}, column {failure.colno} ({failure.msg}); "
-            "the file may be truncated, write it again"
+            f"the file may be truncated, {again}"
         ) from failure
     except RecursionError as failure:
         raise error(f"{where}: not usable JSON, it is nested too deeply") from failure
@@ -97,7 +111,7 @@ def parse_json(text: str, formats: Iterable[str], *, where: str, error: type[QSy
         raise error(f"{where}: not usable JSON ({failure})") from failure
     if not isinstance(data, dict):
         raise error(f"{where}: the file holds {_kind(data)}, but a JSON object is needed")
-    _check_digest(data, where, error)
+    _check_digest(data, where, error, again)
     allowed = tuple(formats)
     version = data.get("format")
     if version not in allowed:
@@ -112,7 +126,7 @@ def _digest(data: Any) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _check_digest(data: dict[str, Any], where: str, error: type[QSyncError]) -> None:
+def _check_digest(data: dict[str, Any], where: str, error: type[QSyncError], again: str) -> None:
     """Take the digest out of what was parsed, and refuse data that is not what it was made of."""
     stated = data.pop(DIGEST_KEY, None)
     try:
@@ -122,7 +136,7 @@ def _check_digest(data: dict[str, Any], where: str, error: type[QSyncError]) -> 
     if not fits:
         raise error(
             f"{where}: {DIGEST_KEY} is {stated!r}, but that is not the digest of what the file holds: it was damaged "
-            f"or changed after it was written; write it again, or remove {DIGEST_KEY} if the change was meant"
+            f"or changed after it was written; {again}, or remove {DIGEST_KEY} if the change was meant"
         )
 
 

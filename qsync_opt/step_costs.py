@@ -38,8 +38,8 @@ class Case(NamedTuple):
     inputs: tuple[str, ...]
 
     def key(self) -> str:
-        """As one text."""
-        return f"{self.signature}|{self.precision}|{','.join(self.inputs)}"
+        """As one text. A lone input without a format is a dash: empty text is no input."""
+        return f"{self.signature}|{self.precision}|{'-' if self.inputs == ('',) else ','.join(self.inputs)}"
 
     @classmethod
     def parse(cls, key: str, where: str = "case") -> Case:
@@ -51,7 +51,8 @@ class Case(NamedTuple):
         if key.count("|") < 2:
             raise ProblemError(f"{where}: {key!r} is no case; 'signature|precision|formats of inputs' is needed")
         signature, precision, inputs = key.rsplit("|", 2)
-        return cls(signature, precision, tuple(inputs.split(",")) if inputs else ())
+        formats = tuple(inputs.split(",")) if inputs else ()
+        return cls(signature, precision, ("",) if inputs == "-" else formats)
 
 
 class RecordedCourses(NamedTuple):

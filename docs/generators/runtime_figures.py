@@ -102,10 +102,23 @@ def against_plain(ways: Mapping[str, Record]) -> tuple[float, str]:
 
 
 def less_sensitive(ways: Mapping[str, Record]) -> bool:
-    """Whether the plan has less total sensitivity than every plain way that is as fast to within noise."""
+    """Whether the plan has less total sensitivity than every plain way that is as fast to within noise.
+
+    As fast is what has at least `AS_FAST` of the plan's throughput, and also what took turns with it and was not slower
+    by as much in every round: a median beyond that says little where rounds differ by more.
+    """
     plan = ways["plan"]
-    rivals = [ways[n] for n in PLAIN if n in ways and ways[n]["samples_per_s"] >= AS_FAST * plan["samples_per_s"]]
+    rivals = [ways[name] for name in PLAIN if name in ways and not _is_slower(ways[name], plan)]
     return all(plan["sensitivity"] < rival["sensitivity"] for rival in rivals if rival.get("sensitivity") is not None)
+
+
+def _is_slower(rival: Record, plan: Record) -> bool:
+    if rival["samples_per_s"] >= AS_FAST * plan["samples_per_s"]:
+        return False
+    if rival["configuration"] not in plan.get("in_turn_with", ()):
+        return True
+    rounds = zip(rival.get("rounds_ms", ()), plan.get("rounds_ms", ()), strict=False)
+    return all(AS_FAST * theirs > mine for theirs, mine in rounds)
 
 
 def by_speed(ways: Mapping[str, Record]) -> float | None:

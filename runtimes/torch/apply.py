@@ -270,8 +270,9 @@ class AppliedPlan:
         missing = [name for name in self.precisions if name not in seen]
         if missing:
             raise ModelError(
-                f"the plan is for another model: a forward pass did not meet {some_names(missing)}; "
-                "undo it and capture this model again"
+                f"the first forward pass did not meet {some_names(missing)} of the plan: if the model skips layers "
+                "at times, run all of them in one forward pass first (model.eval(), or no chance of skipping), not "
+                "compiled; else the plan is for another model: undo it and capture this model again"
             )
         if tracing:
             return

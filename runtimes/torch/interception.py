@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from qsync_opt.errors import NotReadyError, UnsupportedError
+from qsync_opt.runtimes.torch.function_modes import FunctionMode, TracedFunctionMode
 from qsync_opt.runtimes.torch.graph_capture import is_capturing
 from qsync_opt.runtimes.torch.leaf_modules import HALF, Leaf
 from qsync_opt.runtimes.torch.module_forwards import Forward, forward_of
@@ -31,28 +31,7 @@ from qsync_opt.runtimes.torch.operator_calls import Handler, Replays, Run
 from qsync_opt.runtimes.torch.operator_calls import OperatorCall as OperatorCall
 from qsync_opt.runtimes.torch.operator_calls import operator_name as operator_name
 from qsync_opt.runtimes.torch.recomputation import CallMemory, Counts
-from qsync_opt.runtimes.torch.torch_functions import ENTERED, function_names
-
-
-class _Mode(TorchFunctionMode):
-    def __init__(self, interception: Interception) -> None:
-        super().__init__()
-        self._interception = interception
-        self.names = interception.function_names
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        op_type = self.names.get(func)
-        if op_type is not None:
-            return self._interception.call(op_type, func, args, kwargs)
-        entered = ENTERED.get(func)
-        if entered is not None:
-            with self:
-                return entered(*args, **kwargs)
-        return func(*args, **kwargs)
-
+from qsync_opt.runtimes.torch.torch_functions import function_names
 
 _past_modes: Any = torch._C.DisableTorchFunction
 
@@ -118,7 +97,7 @@ class Interception:
         self._on_pass_end = on_pass_end
         self.recurrent_inputs = recurrent_inputs
         self.function_names = function_names(kinds)
-        self._mode = _Mode(self)
+        self._mode, self._traced_mode = FunctionMode(self), TracedFunctionMode(self)
         self._counts: Counts = {}
         self._operator_names: dict[tuple[str, str], list[str]] = {}
         self._passes = 0
@@ -223,7 +202,7 @@ class Interception:
     def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.path = forward.path
         try:
-            with self._mode:
+            with self._traced_mode if self.traced else self._mode:
                 return forward.inner(*args, **kwargs)
         finally:
             self.path = None
@@ -318,15 +297,20 @@ class Interception:
         names, handler, may_rest, prepare = self.function_names, self._handler, self.may_rest, self.prepare
         (graphs, self.graphs), (at_rest, self.at_rest) = (self.graphs, None), (self.at_rest, None)
         told = frozenset(names.values())
-        self.function_names = self._mode.names = {**function_names(kinds), **names}
+        self._listen({**function_names(kinds), **names})
         self._handler = lambda call: handle(call, call.op_type in told)
         self.may_rest = self.prepare = None
         try:
             yield
         finally:
             self.may_rest, self.prepare, self.graphs, self.at_rest = may_rest, prepare, graphs, at_rest
-            self.function_names = self._mode.names = names
+            self._listen(names)
             self._handler = handler
+
+    def _listen(self, names: dict[Any, str]) -> None:
+        self.function_names = names
+        for mode in (self._mode, self._traced_mode):
+            mode.listen(names)
 
     def remove(self) -> None:
         """Give every module its own ``forward`` back; the model is as it was.

@@ -16,6 +16,7 @@ from qsync_opt.runtimes.torch.job_finalists import (
     finalists,
     full_everywhere,
     predicted_step_ns,
+    rounds_of,
     same_ways,
     timed_together,
 )
@@ -111,7 +112,9 @@ def decide(
         return predicted_step_ns(found, timed, rest_ns)
 
     if timed or not balanced:
-        chosen = dict(best_step(chosen, timed, rest_ns=rest_ns, slack=options.slack, balanced=balanced)[0])
+        rounds = [] if balanced else rounds_of(timed, made.steps)
+        best, _ = best_step(chosen, timed, rest_ns=rest_ns, slack=options.slack, balanced=balanced, rounds=rounds)
+        chosen = dict(best)
     stays = None if present is None else _present(ways, limits, present)
     if stays is not None and not _clearly_better(chosen, stays, time_of):
         chosen = stays

@@ -11,7 +11,7 @@ from typing import Any
 from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.costs import CostFit, MeasuredCost
 from qsync_opt.device_profile import DeviceProfile
-from qsync_opt.errors import ProblemError
+from qsync_opt.errors import ProblemError, QSyncError
 from qsync_opt.graph import Role
 from qsync_opt.graph_file import graph_to_json, parse_graph
 from qsync_opt.jsonio import Fields, check_number, read_json, write_json
@@ -20,6 +20,7 @@ from qsync_opt.runtimes.torch.job_ways import StepTime, Way
 from qsync_opt.sensitivity_values import SensitivityValues
 
 JOB_FORMAT = "qsync-job/1"
+_ANEW = "remove the file, and the next start of auto_plan measures the job and writes it anew"
 
 
 def save_job(made: JobModel, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
@@ -60,8 +61,15 @@ def load_job(path: str | os.PathLike[str]) -> tuple[JobModel, dict[str, Any]]:
     Raises:
         QSyncError: Missing or truncated file, another format version, an unknown, missing or unusable entry.
     """
-    where = os.fspath(path)
-    fields = Fields(read_json(path, (JOB_FORMAT,)), where)
+    data = read_json(path, (JOB_FORMAT,), again=_ANEW)
+    try:
+        return _job_of(data, os.fspath(path))
+    except QSyncError as failure:
+        raise type(failure)(f"{failure}; {_ANEW}") from failure
+
+
+def _job_of(data: Any, where: str) -> tuple[JobModel, dict[str, Any]]:
+    fields = Fields(data, where)
     fields.version(JOB_FORMAT)
     facts = fields.mapping("facts")
     memory = Fields(facts.get("memory_bytes"), f"{where}: facts: memory_bytes")
@@ -103,19 +111,17 @@ def load_job(path: str | os.PathLike[str]) -> tuple[JobModel, dict[str, Any]]:
     for name in names:
         memory.integer(name, minimum=1)
     if not names == profiles.keys() == sensitivities.keys():
-        raise ProblemError(f"{where}: devices, profiles and sensitivities are of different types; measure the job anew")
+        raise ProblemError(f"{where}: devices, profiles and sensitivities are of different types")
     if ways and ways.keys() != names:
-        raise ProblemError(f"{where}: devices and ways are of different types; measure the job anew")
+        raise ProblemError(f"{where}: devices and ways are of different types")
     operators = {operator.name for operator in graph.by_role(Role.ADJUSTABLE)}
     for name, mine in ways.items():
         if not mine or any(way.precisions.keys() != operators for way in mine):
-            raise ProblemError(
-                f"{where}: ways of {name!r} are none, or for other operators than the graph's; measure anew"
-            )
+            raise ProblemError(f"{where}: ways of {name!r} are none, or for other operators than the graph's")
     for step in steps:
         labels = {name: {way.label for way in mine} for name, mine in ways.items()}
         if any(label not in labels.get(name, ()) for name, label in step.taken.items()):
-            raise ProblemError(f"{where}: a step was timed in a way that was not: {dict(step.taken)}; measure anew")
+            raise ProblemError(f"{where}: a step was timed in a way that was not: {dict(step.taken)}")
     for profile in profiles.values():
         profile.check_graph(graph)
     cluster = Cluster(name="job", devices=tuple(devices), network=network)
@@ -185,7 +191,8 @@ def _step_slowed(step: StepTime, before: Mapping[str, Sequence[Way]], after: Map
         max(way.pass_ns for name, mine in ways.items() for way in mine if way.label == step.taken.get(name))
         for ways in (before, after)
     )
-    return replace(step, step_ns=max(1, step.step_ns + now - then))
+    turns = tuple(turn and max(1, turn + now - then) for turn in step.rounds_ns)
+    return replace(step, step_ns=max(1, step.step_ns + now - then), rounds_ns=turns)
 
 
 def _slowed(profile: DeviceProfile, factor: float) -> DeviceProfile:

@@ -7,12 +7,14 @@ them train. So a few candidates do, plain ones always among them: what is handed
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 
 from qsync_opt.runtimes.torch.job_ways import (
     CAPTURED,
     FULL,
+    WORTH_CAPTURING,
     StepTime,
     Together,
     Way,
@@ -20,14 +22,20 @@ from qsync_opt.runtimes.torch.job_ways import (
     everywhere,
     fitting,
     least_sensitive,
+    most_of,
     step_ns,
     together_ns,
+    total_sensitivity,
     worth_capturing,
 )
+from qsync_opt.runtimes.torch.paired_rounds import Rounds, least_sensitive_as_fast
 
-_MOST = 7
+_MOST = 8
 _NEAR = 0.08
 """Ways that take so much longer by their passes are not tried."""
+_SMALL_NEAR = 0.25
+"""The same for what needs the least memory with precision for the device types that wait: passes are timed alone, and
+in whole steps such a way was 3 % faster than one whose passes took 9 % less."""
 _SPARE = 0.04
 _FAR = 2.5
 _PLAIN = 3
@@ -54,9 +62,9 @@ def finalists(
     Returns:
         For launched and for captured passes: the least sensitive choice among the fastest, also among the ways
         without the solver's plan and with some time to spare; the fastest single ways, and each of them on the slowest
-        device type while the others spend their time on precision. Last, what needs the least memory. With balanced
-        batches, for launched and for captured passes: the fastest way of every device type, also without FP16, and
-        the fastest single ways.
+        device type while the others spend their time on precision. Last, what needs the least memory, and that with
+        the other device types' precision raised in the same way. With balanced batches, for launched and for captured
+        passes: the fastest way of every device type, also without FP16, and the fastest single ways.
 
     Source:
         Ours.
@@ -79,9 +87,15 @@ def finalists(
     fastest = min((step_ns(found) for found in unlike.values()), default=0)
     near = [found for found in unlike.values() if step_ns(found) <= (1 + slack) * (1 + _NEAR) * fastest][:_MOST]
     small = _smallest(ways, limits_bytes)
-    if small is None or small in near or step_ns(small) > _FAR * fastest:
+    if small is None or step_ns(small) > _FAR * fastest:
         return near
-    return [*near, small]
+    last: list[dict[str, Way] | None] = [small]
+    if step_ns(small) <= (1 + slack) * (1 + _SMALL_NEAR) * fastest:
+        last.append(_finer(small, eagerly, slack))
+    for found in last:
+        if found is not None and not any(same_ways(found, other) for other in near):
+            near.append(found)
+    return near
 
 
 def _sized_finalists(
@@ -163,6 +177,24 @@ def timed_together(
     return found
 
 
+def rounds_of(timed: Sequence[tuple[Together, float]], steps: Sequence[StepTime]) -> list[dict[int, float]]:
+    """The turns that they took, by round and place in ``timed``.
+
+    Args:
+        timed: As from `timed_together`, with equal batches.
+        steps: As for that.
+    """
+    rounds: list[dict[int, float]] = []
+    for place, (together, _) in enumerate(timed):
+        labels = {name: way.label for name, way in together.items()}
+        turns = next((step.rounds_ns for step in steps if step.taken == labels and not step.batches), ())
+        rounds += [{} for _ in range(len(turns) - len(rounds))]
+        for found, turn in zip(rounds, turns, strict=False):
+            if turn:
+                found[place] = float(turn)
+    return rounds
+
+
 def best_step(
     chosen: Together,
     timed: Sequence[tuple[Together, float]],
@@ -170,6 +202,7 @@ def best_step(
     rest_ns: int,
     slack: float,
     balanced: bool = False,
+    rounds: Rounds = (),
 ) -> tuple[Together, float]:
     """What is chosen by passes, or what whole steps say is better, with the time of its step.
 
@@ -179,20 +212,38 @@ def best_step(
         rest_ns: What a step takes beside its passes, where nothing was timed.
         slack: As in `choose`.
         balanced: As in `choose`; ``timed`` are steps with sized batches, and one of them is taken.
+        rounds: As from `rounds_of`, with equal batches.
+
+    Captured passes count as slower by what they must gain. With equal batches all are compared at once: the least
+    sensitive launched way gives way to captured ones only if these are faster by more than times differ anyhow.
     """
     known = [*timed]
     if not balanced and not any(same_ways(chosen, together) for together, _ in timed):
         known.append((chosen, predicted_step_ns(chosen, timed, rest_ns)))
+    if not balanced:
+        return known[_of_both_kinds(known, slack, rounds)]
     best = [
-        least_sensitive(mine, slack, balanced=balanced)
+        mine[least_sensitive(mine, slack, balanced=True)]
         for kind in (False, True)
         if (mine := [entry for entry in known if _captured(entry[0]) is kind])
     ]
     if len(best) == 1:
         return best[0]
     eager, captured = best
-    least = {"least": _SIZED_CAPTURING} if balanced else {}
-    return captured if worth_capturing(captured[1], eager[1], **least) else eager
+    return captured if worth_capturing(captured[1], eager[1], least=_SIZED_CAPTURING) else eager
+
+
+def _of_both_kinds(known: Sequence[tuple[Together, float]], slack: float, rounds: Rounds) -> int:
+    """The best launched way, if one is as fast as captured ones slowed by what they must gain, or the best of these."""
+    times = {place: time for place, (_, time) in enumerate(known)}
+    finest = {place: total_sensitivity(together) for place, (together, _) in enumerate(known)}
+    captured = [place for place, (together, _) in enumerate(known) if _captured(together)]
+    weighed = {place: time / (1 - WORTH_CAPTURING * (place in captured)) for place, time in times.items()}
+    last = {place: math.inf if place in captured else value for place, value in finest.items()}
+    found = least_sensitive_as_fast(weighed, last, rounds, most_of(slack))
+    if found not in captured:
+        return found
+    return least_sensitive_as_fast({place: times[place] for place in captured}, finest, (), most_of(slack))
 
 
 def predicted_step_ns(together: Together, timed: Sequence[tuple[Together, float]], rest_ns: int) -> float:

@@ -51,6 +51,9 @@ class PlanningOptions:
             plan, then whole training steps of the best candidates on all workers together, and hand out what is fastest
             by these times, with the least sensitivity among equally fast ones. ``"passes"`` leaves out the steps, False
             both.
+        race_seconds: With ``compare``, after how long no further round of whole steps begins. The first one times every
+            candidate; later ones those of which it is not known yet whether one as fast as the fastest is less
+            sensitive, until rounds show it.
         capture: With ``compare``, time the passes of every way on a card also as CUDA graphs (`graphed`), and let the
             plan take those where nothing else is as fast. The first training pass after `apply` is then captured, and
             what holds for `graphed` holds for the model.
@@ -82,6 +85,7 @@ class PlanningOptions:
     probes: int = 1
     trial: bool = True
     compare: bool | str = True
+    race_seconds: float = 16.0
     capture: bool = False
     compiled: bool = False
     local_batches: str = "equal"
@@ -90,6 +94,7 @@ class PlanningOptions:
     def __post_init__(self) -> None:
         check_number(self.slack, "slack")
         check_number(self.profile_seconds, "profile_seconds")
+        check_number(self.race_seconds, "race_seconds")
         if self.costs not in COSTS:
             raise ProblemError(f"costs is {self.costs!r}, but allowed are {', '.join(map(repr, COSTS))}")
         if self.indicator not in INDICATORS:

@@ -25,20 +25,22 @@ from qsync_opt.runtimes.torch.job_measuring import DeviceTypes, Job
 from qsync_opt.runtimes.torch.job_plan import JobModel, JobPlan
 from qsync_opt.runtimes.torch.job_steps import own_optimizer, parameters_put_back
 from qsync_opt.runtimes.torch.job_timing import carried_out
-from qsync_opt.runtimes.torch.job_ways import StepTime, Way
+from qsync_opt.runtimes.torch.job_ways import StepTime, Way, most_of, total_sensitivity
 from qsync_opt.runtimes.torch.loss_scaling import LossScaler
+from qsync_opt.runtimes.torch.paired_rounds import paired_times, undecided
 from qsync_opt.runtimes.torch.sized_batches import batch_size, sized, split
 from qsync_opt.runtimes.torch.stopwatch import cpu_clock
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 
 _LOGGER = logging.getLogger(__name__)
-_ROUNDS, _CAPTURED_BLOCKS = 4, 3
-_BLOCK_NS, _LATER_BLOCK_NS = 0.25e9, 0.5e9
+_ROUNDS, _COMMON_ROUNDS, _MOST_ROUNDS, _CAPTURED_BLOCKS = 4, 3, 17, 3
+"""With sized batches; with equal ones, in how many all take turns, and in how many those that matter, the first
+included, in which batches are sized and memory is looked at."""
+_BLOCK_NS, _LATER_BLOCK_NS = 0.25e9, 0.4e9
 _LEAST_STEPS, _MOST_STEPS = 2, 10
-_LONGEST_S = 12.0
-"""After so long, no further round begins."""
-_OUT = 0.03
-"""What takes so much longer than the fastest in the first round is not timed again."""
+_OUT, _SIZED_OUT = 0.06, 0.03
+"""What takes so much longer than the fastest in the first round is not timed again. Of two runs of one way on a card
+that is shared, the first round was off by up to 6 %."""
 _FIRST_SCALE = 2.0**10
 """Low enough that hardly any step is skipped for an overflow."""
 _ALONE_STEPS = 3
@@ -87,7 +89,8 @@ def measure_steps(job: Job, made: JobModel | None, found: JobPlan, types: Device
         sizing = _Sizing({name: len(ranks) for name, ranks in types.ranks.items()}, samples[0])
     graph = None if made is None else made.graph
     with parameters_put_back(job.model, job.optimizer), model_unchanged(job.model):
-        times, short, batches = _Race(job, ways, types.mine, graph, sizing).run()
+        race = _Race(job, ways, types.mine, graph, sizing)
+        times, short, batches = race.run()
     gc.collect()
     if job.example.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -95,9 +98,12 @@ def measure_steps(job: Job, made: JobModel | None, found: JobPlan, types: Device
         return made
     steps = tuple(
         StepTime(
-            taken={name: way.label for name, way in entry.items()}, step_ns=max(1, round(found_ns)), batches=counts
+            taken={name: way.label for name, way in entry.items()},
+            step_ns=max(1, round(found_ns)),
+            batches=counts,
+            rounds_ns=() if sizing is not None else race.turns(place),
         )
-        for entry, found_ns, counts in zip(drafts, times, batches, strict=True)
+        for place, (entry, found_ns, counts) in enumerate(zip(drafts, times, batches, strict=True))
         if found_ns is not None
     )
     if sizing is not None:  # what has no room for a sized batch may have it for the one that was planned with
@@ -113,28 +119,6 @@ def measure_steps(job: Job, made: JobModel | None, found: JobPlan, types: Device
         for name, found_ways in made.ways.items()
     }
     return replace(made, ways=left, steps=(*(step for step in made.steps if step.batches), *steps))
-
-
-def paired_medians(rounds: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Median time of some candidates that took turns, without what slowed all of a round.
-
-    Args:
-        rounds: Candidate to time. Those that are in all rounds are compared within each of them.
-    """
-    if not rounds:
-        return {}
-    steady = [index for index in rounds[0] if all(index in entry for entry in rounds)]
-    found = {
-        index: statistics.median(entry[index] for entry in rounds if index in entry)
-        for index in {i for entry in rounds for i in entry}
-    }
-    if len(steady) < 2:
-        return found
-    pace = [statistics.geometric_mean(entry[index] for index in steady) for entry in rounds]
-    usual = statistics.median(pace)
-    for index in steady:
-        found[index] = usual * statistics.median(entry[index] / own for entry, own in zip(rounds, pace, strict=True))
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,28 +165,21 @@ class _Race:
             ]
         self._optimizer: torch.optim.Optimizer | None = None
         self._scaler: LossScaler | None = None
+        self._rounds: list[dict[int, float]] = []
+        self._steps: dict[int, int] = {}
         alone = self._device.type != "cuda" and self._size == 1
         self._clock: Callable[[], int] = cpu_clock() if alone else time.perf_counter_ns
 
     def run(self) -> tuple[list[float | None], list[list[int]], list[dict[str, int]]]:
         """Nanoseconds of a step per candidate, None without; the ranks whose memory did not suffice for it; batches."""
         short: list[list[int]] = [[] for _ in self._ways]
-        first: dict[int, float] = {}
-        later: list[dict[int, float]] = []
         began = time.perf_counter()
-        for turn in range(_ROUNDS):
-            # Rank 0's clock and slack: all ranks must take the same turns.
-            late = turn > 0 and time.perf_counter() - began > _LONGEST_S
-            far = (1 + self._job.options.slack) * (1 + _OUT) * min(first.values(), default=0.0)
-            late, near = broadcast_json([late, far])
-            if late:
-                break
+        turn = 0
+        # Rank 0's clock and slack: all ranks must take the same turns.
+        while indices := broadcast_json(self._next(turn, time.perf_counter() - began)):
             times: dict[int, float] = {}
-            for index in sorted(range(len(self._ways)), key=lambda i: (i + turn) % len(self._ways)):
+            for index in sorted(indices, key=lambda i: (i + turn) % len(self._ways)):
                 captured = any(way.captured for way in self._ways[index].values())
-                # Capturing takes as long as several steps: once.
-                if turn and (captured or first.get(index, near + 1) > near):
-                    continue
                 label = self._ways[index][self._mine].label
                 _LOGGER.info("round %d, candidate %d: %s", turn + 1, index + 1, label)
                 for again in (False, True):  # with other batches, if these turn out to be wrong
@@ -215,17 +192,39 @@ class _Race:
                             break
                         if not turn and not again and self._resized(index, captured):
                             continue
-                        steps = self._how_many(_LATER_BLOCK_NS if turn else _BLOCK_NS)
+                        steps = self._how_many(index, _LATER_BLOCK_NS if turn else _BLOCK_NS)
                         blocks = [self._block(steps) for _ in range(_CAPTURED_BLOCKS if captured else 1)]
                         times[index] = statistics.median(blocks)
                         break
-            if turn:
-                later.append(times)
-            else:
-                first = times
-        found = {**first, **paired_medians(later)}
+            self._rounds.append(times)
+            if not turn:
+                self._steps = {}  # later blocks are longer
+            turn += 1
+        found = {**self._rounds[0], **paired_times(self._rounds[1:])}
         scale = [1.0 if self._sizing is None else self._sizing.scale(counts) for counts in self._batches]
         return [found[i] * scale[i] if i in found else None for i in range(len(self._ways))], short, self._batches
+
+    def turns(self, index: int) -> tuple[int, ...]:
+        """Nanoseconds of a candidate's steps in each round, 0 where it took no turn; none if it is captured."""
+        if any(way.captured for way in self._ways[index].values()):
+            return ()
+        return tuple(round(times.get(index, 0.0)) for times in self._rounds)
+
+    def _next(self, turn: int, spent_s: float) -> list[int]:
+        """Who takes a turn in this round; nobody where all is known that matters, or no time is left."""
+        options = self._job.options
+        if not turn:
+            return [*range(len(self._ways))]
+        sized, first = self._sizing is not None, self._rounds[0]
+        if spent_s > options.race_seconds or turn >= (_ROUNDS if sized else _MOST_ROUNDS):
+            return []
+        near = (1 + options.slack) * (1 + (_SIZED_OUT if sized else _OUT)) * min(first.values(), default=0.0)
+        # Capturing takes as long as several steps: once.
+        stay = [i for i, ns in first.items() if ns <= near and not any(w.captured for w in self._ways[i].values())]
+        if sized or turn < _COMMON_ROUNDS:
+            return stay
+        rounds = [{index: entry[index] for index in stay if index in entry} for entry in self._rounds]
+        return undecided(rounds, {i: total_sensitivity(self._ways[i]) for i in stay}, most_of(options.slack))
 
     def _going(self, index: int) -> contextlib.AbstractContextManager[None]:
         """The model goes this candidate's way within the block, with its batch."""
@@ -292,9 +291,7 @@ class _Race:
             fits = False
             _LOGGER.warning("no step of this way: %s", first_line(failure))
         except Exception as failure:  # told to all ranks below
-            said = (
-                f"rank {self._rank}: {type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
-            )
+            said = f"rank {self._rank}: {type(failure).__name__}: {first_line(failure)}"
         told: list[Any] = gather_json(
             {"fits": fits, "said": said, "unused": self._unused() if first and fits else False}
         )
@@ -332,9 +329,11 @@ class _Race:
         self._scaler.step(self._optimizer)
         self._scaler.update()
 
-    def _how_many(self, block_ns: float) -> int:
-        wanted = int(block_ns / max(1.0, self._block(1)))
-        return int(broadcast_json(max(_LEAST_STEPS, min(_MOST_STEPS, wanted))))
+    def _how_many(self, index: int, block_ns: float) -> int:
+        if index not in self._steps:
+            wanted = int(block_ns / max(1.0, self._block(1)))
+            self._steps[index] = int(broadcast_json(max(_LEAST_STEPS, min(_MOST_STEPS, wanted))))
+        return self._steps[index]
 
     def _block(self, steps: int) -> float:
         """Nanoseconds of a step on the slowest worker; all begin together."""

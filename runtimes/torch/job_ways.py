@@ -7,6 +7,7 @@ device type decides how long a step takes; the others have time left, which they
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -14,13 +15,14 @@ from typing import Any
 
 from qsync_opt.jsonio import Fields
 from qsync_opt.precision import number_format
+from qsync_opt.runtimes.torch.paired_rounds import least_sensitive_as_fast
 
 PLANNED = "plan"
 OWN, OWN_UNSCALED = "own plan", "own plan without FP16"
 """The fastest plan of a device type by itself, among all formats and among those without loss scaling."""
 FULL = "FP32"
 CAPTURED = ", captured"
-_WORTH_CAPTURING = 0.02
+WORTH_CAPTURING = 0.02
 _NOISE = 0.02
 """Relative difference of two times of passes that says nothing."""
 _STEP_NOISE, SIZED_NOISE = 0.018, 0.003
@@ -133,11 +135,13 @@ class StepTime:
         taken: Device type to the label of the way that it goes.
         step_ns: On the slowest worker; with sized batches for as many samples in all as with equal ones.
         batches: Device type to the samples of one of its workers, where batches were sized; empty: all as planned with.
+        rounds_ns: Its time in each round in which candidates took turns, 0 where it took none; empty: it never did.
     """
 
     taken: Mapping[str, str]
     step_ns: int
     batches: Mapping[str, int] = field(default_factory=dict)
+    rounds_ns: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("taken", "batches"):
@@ -146,7 +150,8 @@ class StepTime:
     def to_json(self) -> dict[str, Any]:
         """As plain JSON data."""
         sized = {"batches": dict(self.batches)} if self.batches else {}
-        return {"taken": dict(self.taken), "step_ns": self.step_ns, **sized}
+        turns = {"rounds_ns": list(self.rounds_ns)} if self.rounds_ns else {}
+        return {"taken": dict(self.taken), "step_ns": self.step_ns, **sized, **turns}
 
     @classmethod
     def from_json(cls, data: object, where: str) -> StepTime:
@@ -162,7 +167,11 @@ class StepTime:
         batches = {name: sized.integer(name, minimum=1) for name in [*sized]}
         if batches and batches.keys() != taken.keys():
             fields.fail("batches and taken are of different device types")
-        found = cls(taken=taken, step_ns=fields.integer("step_ns", minimum=1), batches=batches)
+        turns = fields.sequence("rounds_ns") if "rounds_ns" in fields else ()
+        for turn in turns:
+            if not isinstance(turn, int) or isinstance(turn, bool) or turn < 0:
+                fields.fail(f"rounds_ns holds {turn!r}, but allowed are whole nanoseconds from 0 on")
+        found = cls(taken=taken, step_ns=fields.integer("step_ns", minimum=1), batches=batches, rounds_ns=tuple(turns))
         told.finish()
         sized.finish()
         fields.finish()
@@ -208,21 +217,32 @@ def fitting(
     }
 
 
-def worth_capturing(captured_ns: float, eager_ns: float, *, least: float = _WORTH_CAPTURING) -> bool:
+def worth_capturing(captured_ns: float, eager_ns: float, *, least: float = WORTH_CAPTURING) -> bool:
     """Whether captured passes are faster by such a share that what they ask of a model is worth it."""
     return captured_ns < (1 - least) * eager_ns
 
 
-def least_sensitive(
-    timed: Sequence[tuple[Together, float]], slack: float, *, balanced: bool = False
-) -> tuple[Together, float]:
-    """Of some ways to go together with the times of their steps, the least sensitive among those as fast as any."""
-    noise = SIZED_NOISE if balanced else _STEP_NOISE
-    limit = (1 + slack) * (1 + noise) * min(time for _, time in timed)
-    return min(
-        (entry for entry in timed if entry[1] <= limit),
-        key=lambda entry: (sum(way.sensitivity for way in entry[0].values()), entry[1]),
-    )
+def most_of(slack: float, *, balanced: bool = False) -> float:
+    """How many times as long as the fastest a step may take that counts as fast as it."""
+    return (1 + slack) * (1 + (SIZED_NOISE if balanced else _STEP_NOISE))
+
+
+def least_sensitive(timed: Sequence[tuple[Together, float]], slack: float, *, balanced: bool = False) -> int:
+    """Which of some ways to go together is the least sensitive among those as fast as any.
+
+    Args:
+        timed: With the times of their steps.
+        slack: As in `choose`.
+        balanced: As in `choose`.
+    """
+    times = {place: time for place, (_, time) in enumerate(timed)}
+    sensitivities = {place: total_sensitivity(together) for place, (together, _) in enumerate(timed)}
+    return least_sensitive_as_fast(times, sensitivities, (), most_of(slack, balanced=balanced))
+
+
+def total_sensitivity(together: Together) -> float:
+    """Over all device types."""
+    return math.fsum(way.sensitivity for way in together.values())
 
 
 def as_fast(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
@@ -65,6 +66,16 @@ def function_names(kinds: tuple[str, ...] = ()) -> dict[Any, str]:
     # F.nll_loss becomes nll_loss_nd; the renaming wins over the equal Python name.
     names.update({function: kind for kind, functions in _RENAMED.items() for function in functions})
     return names
+
+
+def python_methods(names: Mapping[Any, str]) -> tuple[tuple[Any, str], ...]:
+    """Of named functions, the methods of tensors that torch has written in Python, ``**`` among them.
+
+    While it compiles, torch misses these as keys of a dictionary, because it hashes them in two ways; it then guards on
+    their absence, which fails at once. Comparing them one by one finds them.
+    """
+    methods = {method for method in vars(Tensor).values() if isinstance(method, FunctionType)}
+    return tuple((function, kind) for function, kind in names.items() if function in methods)
 
 
 def _never_overridden(*_: Any) -> bool:

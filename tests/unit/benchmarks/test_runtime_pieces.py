@@ -132,6 +132,11 @@ def test_a_plan_that_is_no_less_sensitive_is_told():
     assert not less_sensitive(ways)
     ways["BF16 autocast"]["samples_per_s"] = 9.0  # slower: no rival
     assert less_sensitive(ways)
+    ways["plan"] |= {"in_turn_with": ["BF16 autocast"], "rounds_ms": [100.0, 101.0]}
+    ways["BF16 autocast"]["rounds_ms"] = [102.1, 104.0]
+    assert less_sensitive(ways)
+    ways["BF16 autocast"]["rounds_ms"] = [102.0, 110.0]  # as fast in one of the rounds: a rival, whatever the median
+    assert not less_sensitive(ways)
 
 
 def test_what_was_measured_again_in_turn_counts():

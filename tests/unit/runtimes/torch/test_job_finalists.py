@@ -13,12 +13,13 @@ from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.runtimes.torch import job_racing
 from qsync_opt.runtimes.torch.apply import applied_plan
 from qsync_opt.runtimes.torch.job_file import load_job, save_job, with_speed, with_workers
-from qsync_opt.runtimes.torch.job_finalists import best_step, finalists, predicted_step_ns, timed_together
+from qsync_opt.runtimes.torch.job_finalists import best_step, finalists, predicted_step_ns, rounds_of, timed_together
 from qsync_opt.runtimes.torch.job_measuring import Job, example_of
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
 from qsync_opt.runtimes.torch.job_steps import profile_job_steps
 from qsync_opt.runtimes.torch.job_ways import StepTime, Way, choose, everywhere, step_ns
 from qsync_opt.runtimes.torch.measure import TrainingExample
+from qsync_opt.runtimes.torch.paired_rounds import paired_medians
 from qsync_opt.runtimes.torch.planning import auto_plan, plan_job
 from qsync_opt.runtimes.torch.sized_batches import batch_size, sized, split
 
@@ -127,6 +128,71 @@ def test_captured_passes_that_hinder_others_are_not_taken():
     assert best == launched
 
 
+# ViT-B by the indicator of progress: INT8, whose passes are slow, needs the least memory and had the fastest steps.
+RESTLESS = {
+    "whole": (
+        *(way("FP32", 89.7, 0.0, needed_bytes=9), way("TF32", 43.9, 3e-7, needed_bytes=9)),
+        *(way("BF16 autocast", 32.7, 4.3e-5, needed_bytes=5), way("INT8", 57.7, 9.4e-4, needed_bytes=3)),
+    ),
+    "part": (
+        *(way("FP32", 765, 0.0, needed_bytes=9), way("TF32", 218.6, 3e-7, needed_bytes=9)),
+        *(way("BF16 autocast", 82.9, 4.3e-5, needed_bytes=5), way("INT8", 90.1, 9.4e-4, needed_bytes=3)),
+    ),
+}
+
+
+def test_who_waits_for_another_is_offered_precision_beside_what_needs_the_least_memory_too():
+    tried = [labels(found) for found in finalists(RESTLESS, LIMITS)]
+    assert tried[-2:] == [("INT8", "INT8"), ("FP32", "INT8")]
+    assert ("TF32", "BF16 autocast") in tried
+    far = {name: (*mine[:3], replace(mine[3], pass_ns=2 * mine[3].pass_ns)) for name, mine in RESTLESS.items()}
+    assert [labels(found) for found in finalists(far, LIMITS)][-1] == ("INT8", "INT8")  # only for its memory
+
+
+def test_rounds_decide_where_medians_differ_by_chance():
+    steps = {
+        ("INT8", "INT8"): (87.45, (86.3, 86.4, 88.3, 93.8, 90.5)),
+        ("BF16 autocast", "BF16 autocast"): (89.42, (88.3, 88.3, 88.2, 88.3, 88.3)),
+        ("TF32", "BF16 autocast"): (89.45, (88.3, 88.3, 88.3, 88.3, 88.4)),
+    }
+    made = [
+        StepTime(
+            taken=dict(zip(RESTLESS, names, strict=True)),
+            step_ns=round(ms * 1e6),
+            rounds_ns=tuple(round(turn * 1e6) for turn in turns),
+        )
+        for names, (ms, turns) in steps.items()
+    ]
+    timed = timed_together(RESTLESS, LIMITS, made)
+    chosen = choose(RESTLESS, LIMITS)
+    assert labels(best_step(chosen, timed, rest_ns=0, slack=0.0)[0]) == ("INT8", "INT8")  # by medians alone
+    best, took = best_step(chosen, timed, rest_ns=0, slack=0.0, rounds=rounds_of(timed, made))
+    assert (labels(best), took) == (("TF32", "BF16 autocast"), 89.45e6)
+    faster = [
+        replace(step, rounds_ns=tuple(round(0.95 * turn) for turn in step.rounds_ns))
+        if step.taken["part"] == "INT8"
+        else step
+        for step in made
+    ]
+    kept = best_step(chosen, timed, rest_ns=0, slack=0.0, rounds=rounds_of(timed, faster))
+    assert labels(kept[0]) == ("INT8", "INT8")
+    assert rounds_of(timed, [replace(step, rounds_ns=()) for step in made]) == []
+    unequal = rounds_of(timed, [replace(made[0], rounds_ns=(5,)), replace(made[1], rounds_ns=(0, 7)), made[2]])
+    assert [set(entry) for entry in unequal] == [{0, 2}, {1, 2}, {2}, {2}, {2}]
+
+
+def test_captured_passes_that_gain_little_are_not_worth_more_sensitivity():
+    eager = {"a": way("BF16 autocast", 50, 1.0)}
+    captured = {"a": way("INT8", 49, 9.0, captured=True)}
+    for ms, expected in ((97.0, eager), (95.0, captured)):
+        timed = [(eager, 100e6), (captured, ms * 1e6)]
+        assert best_step(eager, timed, rest_ns=0, slack=0.0)[0] == expected
+    finer = {"a": way("FP32", 49, 0.0, captured=True)}
+    assert best_step(eager, [(eager, 100e6), (finer, 99.6e6)], rest_ns=0, slack=0.0)[0] == eager
+    timed = [(eager, 100e6), (finer, 96e6), (captured, 95e6)]
+    assert best_step(eager, timed, rest_ns=0, slack=0.0)[0] == finer
+
+
 def test_a_step_that_was_not_timed_takes_as_much_beside_its_passes_as_others_of_its_kind():
     eager, captured = {"a": way("FP32", 50, 0.0)}, {"a": way("INT8", 20, 1.0, captured=True)}
     timed = [(eager, 60e6), ({"a": way("BF16 autocast", 25, 1.0, captured=True)}, 28e6)]
@@ -137,12 +203,12 @@ def test_a_step_that_was_not_timed_takes_as_much_beside_its_passes_as_others_of_
 
 def test_what_slows_a_whole_round_decides_nothing():
     rounds = [{0: 100.0, 1: 101.0, 2: 130.0}, {0: 150.0, 1: 151.5}, {0: 90.0, 1: 90.9}]
-    found = job_racing.paired_medians(rounds)
+    found = paired_medians(rounds)
     assert found[1] / found[0] == pytest.approx(1.01)
     assert found[0] == pytest.approx(100.0)
     assert found[2] == 130.0  # in one round alone
-    assert job_racing.paired_medians([{4: 7.0}, {4: 9.0}, {4: 8.0}]) == {4: 8.0}
-    assert job_racing.paired_medians([]) == {}
+    assert paired_medians([{4: 7.0}, {4: 9.0}, {4: 8.0}]) == {4: 8.0}
+    assert paired_medians([]) == {}
 
 
 # ResNet-50 as it was measured: launched by the host, a whole card waits for it with few samples.
@@ -237,11 +303,12 @@ def test_what_whole_steps_say_is_kept(ways, data):
 
 def test_a_time_of_steps_is_plain_data():
     step = StepTime(taken={"a": "BF16 autocast", "b": "plan, captured"}, step_ns=5)
-    for one in (step, replace(step, batches={"a": 3, "b": 1})):
+    for one in (step, replace(step, batches={"a": 3, "b": 1}), replace(step, rounds_ns=(4, 0, 6))):
         assert StepTime.from_json(json.loads(json.dumps(one.to_json())), "a step") == one
     wrong = ({"a": 1}, {"a": 1, "b": 0}, {"a": 1, "c": 2}, {"a": 1, "b": "2"}, [1, 2])
     for change in (
         *({"step_ns": 0}, {"taken": {"a": 1}}, {"taken": []}, {"more": 1}),
+        *({"rounds_ns": turns} for turns in ([1.5], [-1], ["1"], [True], 3)),
         *({"batches": batches} for batches in wrong),
     ):
         with pytest.raises(ProblemError):
@@ -300,6 +367,37 @@ def test_steps_of_every_candidate_are_timed_and_nothing_moves(job):
     assert applied_plan(job.model) is None
 
 
+def test_more_rounds_are_timed_where_they_leave_it_open_and_no_more_than_there_is_time_for(job, monkeypatch):
+    turns = []
+    pace = {"FP32": 100.0, "BF16 autocast": 100.0}
+
+    def block(self, steps):
+        self._step()
+        label = "FP32" if applied_plan(self._job.model) is None else "BF16 autocast"
+        turns.append(label)
+        return pace[label] * (1 + wander * (len(turns) % 3) * (label == "FP32")) * 1e6
+
+    monkeypatch.setattr(job_racing._Race, "_block", block)
+    ways = [way("FP32", 0, 1.0), way("BF16 autocast", 0, 0.0)]
+    rounds = {}
+    for wander, seconds in ((0.0, 60.0), (0.03, 60.0), (0.03, 0.0)):
+        race = job_racing._Race(
+            replace(job, options=replace(job.options, race_seconds=seconds)), [{"here": w} for w in ways], "here", None
+        )
+        times, _, _ = race.run()
+        assert all(times)
+        rounds[wander, seconds] = race.turns(0)
+        assert len(race.turns(0)) == len(race.turns(1))
+    assert len(rounds[0.0, 60.0]) == 4  # four of four: shown
+    assert len(rounds[0.03, 60.0]) >= 4
+    assert len(rounds[0.03, 0.0]) == 1
+    pace["BF16 autocast"] = 101.8
+    monkeypatch.setattr(job_racing, "undecided", lambda rounds, *_: sorted(rounds[0]))  # it never is
+    race = job_racing._Race(job, [{"here": w} for w in ways], "here", None)
+    race.run()
+    assert len(race.turns(0)) == 17
+
+
 def test_who_lacks_memory_is_told_and_the_others_go_on(job, monkeypatch):
     real = TrainingExample.forward
 
@@ -320,6 +418,16 @@ def test_where_no_step_can_be_taken_passes_decide(job, monkeypatch, caplog):
     monkeypatch.setattr(job_racing, "own_optimizer", lambda *_: 1 / 0)
     assert race(job, [way("FP32", 0, 0.0)]) == ([None], [[]])
     assert "whole steps are not timed: rank 0: ZeroDivisionError" in caplog.text
+
+
+def test_a_failure_is_told_by_its_first_line_with_words(job, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("\n  a kernel said no\nand much more")
+
+    monkeypatch.setattr(job_racing, "own_optimizer", fail)
+    assert race(job, [way("FP32", 0, 0.0)]) == ([None], [[]])
+    assert "rank 0: RuntimeError: a kernel said no" in caplog.text
+    assert "much more" not in caplog.text
 
 
 def with_steps(plan, ms):
@@ -441,6 +549,8 @@ def test_times_of_steps_are_kept_with_the_job(planned, job, tmp_path):
     made = with_steps(planned, {"FP32": 30, "BF16 autocast": 20})
     save_job(made, tmp_path / "job.json", {"memory_bytes": {name: 1 << 30}})
     assert load_job(tmp_path / "job.json")[0].steps == made.steps
+    turned = replace(made, steps=tuple(replace(step, rounds_ns=(step.step_ns, 0)) for step in made.steps))
+    assert [step.rounds_ns for step in with_speed(turned, {name: 2.0}).steps] == [(40 * 10**6, 0), (30 * 10**6, 0)]
     slow = with_speed(made, {name: 2.0})
     assert [step.step_ns for step in slow.steps] == [40 * 10**6, 30 * 10**6]  # passes of 10 ms each
     assert with_workers(made, {name: 1}).steps == made.steps

@@ -83,6 +83,27 @@ def test_a_plan_of_another_model_is_refused_while_compiling():
         _compiled(model)(torch.randn(8, 16))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x**2, lambda x: 2**x, lambda x: x.norm(dim=-1, keepdim=True)],
+    ids=["x ** 2", "2 ** x", "x.norm()"],
+)
+def test_methods_of_tensors_written_in_python_are_compiled(function):
+    class Between(nn.Sequential):
+        def forward(self, x):
+            return self[1](function(self[0](x)))
+
+    torch.manual_seed(0)
+    between = function(torch.randn(8, 4))
+    model = apply(Between(nn.Linear(16, 4), nn.Linear(between.shape[1], 4)), {"0/linear": "BF16", "1/linear": "FP32"})
+    x = torch.randn(8, 16)
+    run = _compiled(model)
+    assert torch.equal(run(x), run(x))
+    found = applied_plan(model).interception.seen
+    assert len(found) == 3
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 CALLS = {
     "cross-entropy": (F.cross_entropy, {}),
     "its sum, some left out, weighted": (
