@@ -9,8 +9,8 @@ from typing import Any
 from qsync_opt.errors import ProblemError
 from qsync_opt.replay import NS_PER_US, Timeline, TimelineEvent, trace_json
 from qsync_opt.step_predictor import PlannedStep, StepPredictor
-from qsync_opt.step_trace import BACKWARD, FORWARD, Span, StepEvents, StepSpans, charge
-from qsync_opt.two_queues import Work
+from qsync_opt.step_trace import BACKWARD, CLIP, COPIES, FORWARD, Span, StepEvents, StepSpans, charge
+from qsync_opt.two_queues import NOTHING, Work
 
 _NOTHING = Span()
 
@@ -101,6 +101,10 @@ def audit_worker(name: str, predictor: StepPredictor, step: PlannedStep, events:
         phase, _, end = label.partition("|")
         span = spans.spans.get((phase, "|end" if end else ""), _NOTHING)
         phases[label if label not in phases else f"{label}|begin"] = _times(work, span, spans, on_device)
+    for label in (COPIES, CLIP):
+        span = spans.spans.get((label, ""))
+        if label not in phases and span is not None:  # what the recorded steps did not do
+            phases[label] = _times(NOTHING, span, spans, on_device)
     rows.sort(key=lambda row: -abs(row.difference_ns))
     return AuditedWorker(name=name, where="device" if on_device else "host", phases=phases, operators=tuple(rows))
 

@@ -92,6 +92,14 @@ def test_predicted_and_measured_stand_side_by_side(files, capsys):
     assert out.rstrip().splitlines()[-1].split()[0] == worker["operators"][0]["operator"]
 
 
+def test_what_the_recorded_steps_did_not_do_is_shown(files, capsys):
+    clipped = trace()
+    clipped["traceEvents"] += [_range(phase_label("clip"), 2500, 30), *_kernel(300, 2510, 9000, 17)]
+    (files / "clipped.json").write_text(json.dumps(clipped))
+    (worker,) = json.loads(_audit(files, capsys, "--json", trace="clipped")[1])["workers"]
+    assert worker["phases"]["clip"] == {"predicted_ns": 0, "measured_ns": 17_000}
+
+
 def test_kernels_belong_to_the_step_that_launched_them(tmp_path):
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(trace()))
