@@ -102,9 +102,8 @@ def audit_worker(name: str, predictor: StepPredictor, step: PlannedStep, events:
         span = spans.spans.get((phase, "|end" if end else ""), _NOTHING)
         phases[label if label not in phases else f"{label}|begin"] = _times(work, span, spans, on_device)
     for label in (COPIES, CLIP):
-        span = spans.spans.get((label, ""))
-        if label not in phases and span is not None:  # what the recorded steps did not do
-            phases[label] = _times(NOTHING, span, spans, on_device)
+        if label not in phases and (label, "") in spans.spans:  # what the recorded steps did not do
+            phases[label] = _times(NOTHING, spans.spans[label, ""], spans, on_device)
     rows.sort(key=lambda row: -abs(row.difference_ns))
     return AuditedWorker(name=name, where="device" if on_device else "host", phases=phases, operators=tuple(rows))
 
