@@ -56,6 +56,8 @@ class _Tapper:
 
 def _traces(loss: Tensor, taps: list[tuple[str, str, Tensor]], probes: int, seed: int) -> list[Tensor | None]:
     """Per tap: trace of its block of the Hessian, plain and weighted by the squared element over its mean."""
+    if not taps:
+        return []
     tensors = [tap for *_, tap in taps]
     start = torch.ones_like(loss, requires_grad=True)
     gradients = torch.autograd.grad(loss, tensors, start, create_graph=True, allow_unused=True)
