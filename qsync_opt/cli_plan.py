@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from qsync_opt.cli import EXIT_INFEASIBLE, EXIT_OK, Runner, print_json
@@ -125,6 +126,20 @@ def _plan_within(options: argparse.Namespace) -> int:
     return EXIT_OK if found is not None else EXIT_INFEASIBLE
 
 
+def _without_absent(table: Any, formats: Iterable[str]) -> Any:
+    """Another package's table, which leaves out the precisions that an operator must not get, with these excluded."""
+    from qsync_opt.sensitivity_table import SensitivityTable
+    from qsync_opt.sensitivity_values import SensitivityValues
+
+    if isinstance(table, SensitivityTable | SensitivityValues):
+        return table
+    absent = {
+        name: {precision: "the indicator leaves it out" for precision in formats if precision not in (*row, "FP32")}
+        for name, row in table.items()
+    }
+    return SensitivityValues(unit="of the indicator", values_of=table, excluded=absent)
+
+
 def _relative(table: Any, knowledge: ModelKnowledge, cluster: Cluster) -> SensitivityValues:
     """Sensitivities as shares of the noise that the averaged gradient has anyway."""
     from qsync_opt.sensitivity_table import SensitivityTable
@@ -158,7 +173,12 @@ def _problem(options: argparse.Namespace, report: Any) -> Problem:
     report(2, _STEPS, "sensitivities")
     # Border formats differ between device types, and with them the noise.
     knowledge = _knowledge(options)
-    tables = {d.name: indicator.sensitivities(graph, knowledge, profiles[d.name].formats) for d in cluster.planned}
+    tables = {
+        d.name: _without_absent(
+            indicator.sensitivities(graph, knowledge, profiles[d.name].formats), profiles[d.name].formats
+        )
+        for d in cluster.planned
+    }
     if options.noise_budget is not None:
         tables = {name: _relative(table, knowledge, cluster) for name, table in tables.items()}
     report(3, _STEPS, "building the problem")

@@ -182,7 +182,9 @@ def test_an_indicator_that_is_named_beside_statistics_is_the_one_used(capfd, fil
 
         def sensitivities(self, graph, knowledge, device_formats):
             seen.append(knowledge)
-            return {o.name: dict.fromkeys(device_formats, 0.0) | {"INT8": 3.0} for o in graph.by_role(Role.ADJUSTABLE)}
+            table = {o.name: {"INT8": 3.0, "BF16": 1.0, "FP16": 1.0} for o in graph.by_role(Role.ADJUSTABLE)}
+            del table["fc1"]["INT8"]  # which it must not get
+            return table
 
     monkeypatch.setattr(Own, "create", Own, raising=False)
     monkeypatch.setitem(sys.modules, "elsewhere", Own)
@@ -196,6 +198,10 @@ def test_an_indicator_that_is_named_beside_statistics_is_the_one_used(capfd, fil
     assert json.loads(out)["estimates"]["sensitivity"] == "of my own"
     assert seen[0].statistics == counted
     assert set(seen[0].weights)
+    run(capfd, *base, "--indicator", "own", "--save-problem", files / "problem.json")
+    device = load_problem(files / "problem.json").devices[0]
+    assert [sorted(device.operators[name]) for name in ("fc0", "fc1")] == [["FP16", "FP32", "INT8"], ["FP16", "FP32"]]
+    assert device.operators["fc0"]["INT8"].sensitivity == 3.0 * device.count
     status, out, _ = run(capfd, *base, "--indicator", "weights")
     assert json.loads(out)["estimates"]["sensitivity"] == FROM_WEIGHTS
     status, _, err = run(capfd, *base, "--indicator", "fischer")
