@@ -38,7 +38,7 @@ from qsync_opt.runtimes.torch.interception import Interception
 from qsync_opt.runtimes.torch.operator_calls import Handler, OperatorCall
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, dense_lookup
 from qsync_opt.runtimes.torch.random_signs import signs_like
-from qsync_opt.runtimes.torch.reductions import dot, norm
+from qsync_opt.runtimes.torch.reductions import dot, norm, shares_of_mean
 from qsync_opt.statistics import Gain
 
 LossOf = Callable[[], Tensor]
@@ -365,13 +365,23 @@ def probe_gains(
         seen = noisy_passes(model, loss_of, wanted, shift=not adaptive) if rectifies(graph) else Seen({}, 0.0)
     probe = Probe(wanted=wanted, probes=probes, seed=seed, adaptive=adaptive, roots=roots)
     found = probe.of(model, loss_of, seen)
-    return put_together({key: gain_of(sums) for key, sums in found.sums.items()}, found.flips, seen)
+    return put_together({key: gain_of(sums) for key, sums in found.sums.items()}, found.flips, seen, [found])
 
 
-def put_together(gains: Mapping[Key, Gain], flips: Mapping[str, Sequence[float]], seen: Seen) -> Probed:
-    """Calls of one operator added up; flips have the mean that they move in the last place."""
+def put_together(
+    gains: Mapping[Key, Gain], flips: Mapping[str, Sequence[float]], seen: Seen, found: Sequence[Sliced]
+) -> Probed:
+    """Calls of one operator added up; flips have the mean that they move in the last place.
+
+    Statistics know the mean over the calls of an operator. A call whose tensor is larger than that is noisier, too, so
+    its gain counts by the tensor's mean square over the mean of all calls.
+    """
     together: dict[str, dict[str, Gain]] = {}
-    for (name, tensor, _), gain in gains.items():
+    squares = {key: sum(part.sums[key].values / max(1, part.sums[key].elements) for part in found) for key in gains}
+    shares = shares_of_mean(squares)
+    for key, gain in gains.items():
+        name, tensor, _ = key
+        gain = Gain(uniform=gain.uniform * shares[key], floating=gain.floating * shares[key])
         known = together.setdefault(name, {}).get(tensor)
         if known is not None:
             gain = Gain(uniform=known.uniform + gain.uniform, floating=known.floating + gain.floating)

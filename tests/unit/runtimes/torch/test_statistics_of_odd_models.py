@@ -9,6 +9,7 @@ from torch import nn
 
 from qsync_opt import sensitivities
 from qsync_opt.errors import ModelError
+from qsync_opt.rounding import Rounding
 from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.statistics import collect_statistics
@@ -123,3 +124,39 @@ def test_a_model_without_adjustable_operators_says_so_whatever_is_probed():
     model = nn.LayerNorm(8)
     with pytest.raises(ModelError, match="no adjustable operator ran"):
         collect_statistics(model, [torch.randn(4, 8)], step=lambda m, b: m(b).square().sum(), curvature_probes=2)
+
+
+def test_calls_of_one_operator_count_by_the_noise_of_each():
+    """A step that runs the model on small and on large inputs: not mean noise times mean effect."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 2)), torch.randn(6, 4)
+    # The large call has nearly all of the noise, the small one nearly all of the effect, or the other way round.
+    for weights in ((1.0, 0.01), (0.01, 1.0)):
+
+        def step(net, batch, weights=weights):
+            return weights[0] * net(batch).square().mean() + weights[1] * net(4 * batch).square().mean()
+
+        name = "0/linear"
+        operator = collect_statistics(model, [x], step=step, probes=300, whole_batches=True)[name]
+        expected = 0.0
+        for factor, weight in zip((1.0, 4.0), weights, strict=True):
+            alone = collect_statistics(model, [factor * x], step=lambda net, batch: net(batch).square().mean())[name]
+            variance = alone.first.variance("BF16", Rounding.NEAREST)
+            expected += variance * _effect(model, factor * x, weight)
+        found = operator.gains["first"].floating * operator.first.variance("BF16", Rounding.NEAREST)
+        assert found == pytest.approx(expected, rel=0.25)
+
+
+def _effect(model, x, weight):
+    """What noise in proportion to the square of the first operand does to the gradient of all parameters, per unit."""
+    names = [name for name, _ in model.named_parameters()]
+    values = [p.detach() for p in model.parameters()]
+
+    def gradient(moved):
+        given = dict(zip(names, (v.clone().requires_grad_() for v in values), strict=True))
+        loss = weight * torch.func.functional_call(model, given, (moved,)).square().mean()
+        found = torch.autograd.grad(loss, list(given.values()), create_graph=True)
+        return torch.cat([part.flatten() for part in found])
+
+    squares = torch.autograd.functional.jacobian(gradient, x).square().sum(0)
+    return float((squares * x.square()).sum() / x.square().mean())
