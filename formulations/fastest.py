@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from qsync_opt.formulations.assignment.effort import Effort
 from qsync_opt.formulations.collapse import collapse
 from qsync_opt.formulations.exact import exact_effort
-from qsync_opt.formulations.front import fastest_within
+from qsync_opt.formulations.greedy import greedy_effort
 from qsync_opt.formulations.least_latency import least_latency
 from qsync_opt.formulations.linear_solver import LinearSolver
 from qsync_opt.formulations.segments import peers_ns
 from qsync_opt.formulations.tables import device_tables, graph_tables
+from qsync_opt.formulations.turned import fastest_by, fastest_within
 from qsync_opt.problem import Problem
+from qsync_opt.registry import Feature, Kind, create, features, require
+from qsync_opt.solution import SolveOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +33,7 @@ class Fastest:
 
 def fastest_plan(
     problem: Problem,
+    method: Any,
     solver: LinearSolver | None,
     deadline: float,
     *,
@@ -37,6 +44,8 @@ def fastest_plan(
 
     Args:
         problem: The problem; its latency limit is set aside.
+        method: ``"exact"`` proves, ``"greedy"`` searches no harder than the method of that name; any other formulation,
+            by name or as an instance, is asked under one latency limit after another.
         solver: A solver for what the search leaves undecided, or None.
         deadline: When to stop, on `time.monotonic`'s clock.
         budget: Most total sensitivity, if any.
@@ -47,15 +56,39 @@ def fastest_plan(
 
     Source: ours. Each device's least time is independent of the others, and the iteration time is their maximum.
     """
-    label = "bound and fix" if solver is None else f"bound and fix with {solver.name} {solver.version}"
-    if budget is not None:
-        within = fastest_within(problem, budget, tied=tied, solver=solver, deadline=deadline)
-        if within is None:
-            return None
-        chosen = {name: dict(choices) for name, choices in within.point.plan.devices.items()}
-        return _fastest(chosen, within.point.iteration_ns, within.bound_ns, label)
+    exact = method == "exact"
+    label = "bound and fix" if exact else method if isinstance(method, str) else type(method).__name__
+    if exact and solver is not None:
+        label += f" with {solver.name} {solver.version}"
+    if not exact and method != "greedy":
+        if tied:
+            require(Kind.FORMULATION, method, Feature.TIED)
+        within = fastest_by(
+            problem,
+            create(Kind.FORMULATION, method),
+            math.inf if budget is None else budget,
+            options=SolveOptions(tied=tuple(map(tuple, tied))),
+            deadline=deadline,
+            proves=Feature.PROOF in features(Kind.FORMULATION, method),
+        )
+    elif budget is not None:
+        within = fastest_within(
+            problem, budget, tied=tied, solver=solver if exact else None, deadline=deadline, prove=exact
+        )
+    else:
+        effort = replace(exact_effort(0.0, solver), enough=0.0) if exact else greedy_effort(0.0)
+        return _least(problem, effort, deadline, tied, label)
+    if within is None:
+        return None
+    chosen = {name: dict(choices) for name, choices in within.plan.devices.items()}
+    return _fastest(chosen, within.iteration_ns, within.bound_ns, label)
+
+
+def _least(
+    problem: Problem, effort: Effort, deadline: float, tied: Sequence[Sequence[str]], label: str
+) -> Fastest | None:
+    """The least iteration time whatever the sensitivity, device type by device type."""
     graph = graph_tables(problem)
-    effort = replace(exact_effort(0.0, solver), enough=0.0)
     reached_ns = bound_ns = peers_ns(problem)
     devices: dict[str, dict[str, str]] = {}
     for device in problem.devices:

@@ -1,4 +1,4 @@
-"""What does precision cost in time and memory? Fronts, and the problem turned round, from one growing search.
+"""What does precision cost in time and memory? Fronts, from one growing search.
 
 A change of the latency limit shifts the right-hand sides of all latency rows by the same amount, and of the memory
 limit one row, so every point of a front reuses the arrays, the elimination order, the plans and the prices of the
@@ -8,7 +8,6 @@ last one.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -30,7 +29,6 @@ from qsync_opt.registry import Kind, create, default_solver
 from qsync_opt.solution import relative_gap
 
 _LOOSE_NS = 2**60
-_BISECTIONS = 60
 _COARSE = Effort(gap=1e-3, passes=PASSES[:2], max_nodes=1)
 """A front's fastest limit is sought to this relative precision."""
 _POINT_PASSES = (Pass(30, 8),)
@@ -108,6 +106,8 @@ class Sweep:
             thorough: Where a point's quick search misses the gap, search on as the default method does.
         """
         self.problem = problem
+        self.none_proved = False
+        """Whether it is certain that no plan keeps the limits (and the aim) of the last search, which found none."""
         self._store = store
         self._deadline = deadline
         self._further: list[Effort] = []
@@ -160,7 +160,8 @@ class Sweep:
             aim: A sensitivity; whether it can be kept is all that is asked (heeded with one device type).
         """
         limit_ns = self.problem.latency_limit_ns if latency_limit_ns is None else latency_limit_ns
-        if limit_ns < self.floor_ns:
+        self.none_proved = limit_ns < self.floor_ns
+        if self.none_proved:
             return None
         if self._store is None:
             return self._solve(limit_ns, memory_limits_kib, start, aim)
@@ -184,23 +185,28 @@ class Sweep:
             engine: BoundAndFix = self._engines[number].under(limits)
             labels_N = None if start is None else search.collapsed.labels(start.devices[search.device.name])
             effort = self._effort if self._engines[number].best is None else self._again
-            if aim is not None and len(self._searches) == 1:
-                effort = replace(effort, aim=aim - search.collapsed.constant_objective)
             # What had to be split at joins under other limits is begun with these splits.
             efforts = [effort, *self._further]
             if engine.is_split and self._further and aim is None:
                 efforts = [self._further[0], *self._further]
+            own_aim = None
+            if aim is not None and len(self._searches) == 1:
+                own_aim = aim - search.collapsed.constant_objective
+                efforts = [replace(each, aim=own_aim) for each in efforts]
             outcome = engine.solve(efforts[0], start=labels_N, deadline=self._deadline)
             for further in efforts[1:]:
-                if not self._reached(outcome):
+                if not self._reached(outcome, own_aim):
                     outcome = engine.solve(further, deadline=self._deadline).above(outcome.bound)
             outcomes.append(outcome)
             if outcomes[-1].labels_N is None:
+                self.none_proved = outcome.proved_infeasible or (own_aim is not None and outcome.bound > own_aim)
                 return None
             self._engines[number] = engine
         return self._point(limit_ns, outcomes)
 
-    def _reached(self, outcome: Outcome) -> bool:
+    def _reached(self, outcome: Outcome, aim: float | None) -> bool:
+        if aim is not None and (outcome.objective <= aim or outcome.bound > aim):
+            return True
         gap = relative_gap(outcome.objective, outcome.bound) if outcome.labels_N is not None else None
         return outcome.proved_infeasible or (gap is not None and gap <= self._effort.gap)
 
@@ -346,54 +352,3 @@ def _undominated(found: list[FrontPoint], device: str | None = None) -> tuple[Fr
         if not kept or point.objective < kept[-1].objective:
             kept.append(point)
     return tuple(reversed(kept))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FastestWithin:
-    """The fastest plan found whose sensitivity keeps a budget; no such plan is faster than ``bound_ns``."""
-
-    point: FrontPoint
-    bound_ns: int
-
-
-def fastest_within(
-    problem: Problem,
-    sensitivity_budget: float,
-    *,
-    tied: Sequence[Sequence[str]] = (),
-    solver: Any = None,
-    deadline: float = math.inf,
-) -> FastestWithin | None:
-    """The problem turned round: least iteration time with total sensitivity at most ``sensitivity_budget``.
-
-    Args:
-        problem: The problem; its latency limit is set aside.
-        sensitivity_budget: Most total sensitivity.
-        tied: Groups of adjustable operators that must share one precision.
-        solver: As in `Sweep`.
-        deadline: ``time.monotonic()`` value at which to stop with the best plan and bound known.
-
-    Returns:
-        The plan and a proved lower bound of the time, or None if no plan within memory keeps the budget (or none was
-        found before the deadline).
-
-    Source: ours; bisection over the latency limit, in which every plan and every bound found moves an end.
-    """
-    if not (math.isfinite(sensitivity_budget) and sensitivity_budget >= 0):
-        raise ProblemError(f"the sensitivity budget is {sensitivity_budget!r}, but it must be finite and at least 0")
-    sweep = Sweep(problem, gap=0.0, tied=tied, solver=solver, deadline=deadline)
-    best = sweep.slowest()
-    if best is None or best.objective > sensitivity_budget:
-        return None
-    low, high = sweep.floor_ns, best.iteration_ns
-    for _ in range(_BISECTIONS):
-        if low >= high or time.monotonic() > deadline:
-            break
-        point = sweep.solve((low + high) // 2, aim=sensitivity_budget)
-        if point is not None and point.objective <= sensitivity_budget:
-            best, high = point, min(high, point.iteration_ns)
-        elif (point is None and time.monotonic() < deadline) or (point and point.bound > sensitivity_budget):
-            low = (low + high) // 2 + 1
-        else:
-            break
-    return FastestWithin(point=best, bound_ns=min(low, high))

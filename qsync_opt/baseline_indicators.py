@@ -51,6 +51,8 @@ def hessian_increase(statistics: OperatorStatistics, noise: ElementNoise) -> flo
 def fisher_score(statistics: OperatorStatistics, found: OperatorVariances) -> float:
     """Squared output gradient times squared output error, summed over the output's elements.
 
+    0 for a frozen operator before the first trained parameter: in training its result gets no gradient.
+
     Args:
         statistics: The operator's.
         found: Its variances at the precision.

@@ -19,17 +19,21 @@ from qsync_opt.cli_text import (
 from qsync_opt.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from qsync_opt.evaluation import Evaluation
+    from qsync_opt.plan import Plan
     from qsync_opt.planner import FastestPlan
     from qsync_opt.problem import Problem
     from qsync_opt.solution import Solution
 
-_NO_LIMIT_NS = 2**60
+NO_LIMIT_NS = 2**60
 
 
 def add_solve(parser: argparse.ArgumentParser) -> Runner:
     """Choose a precision for every operator."""
     parser.add_argument("problem", metavar="PROBLEM", help="problem file")
-    parser.add_argument("--method", default="greedy", help="greedy (default), qsync, exact, exhaustive, ...")
+    parser.add_argument(
+        "--method", help="greedy (default; exact with --sensitivity-budget), qsync, exact, exhaustive, ..."
+    )
     parser.add_argument("--solver", help="ortools, pulp, highs, scip, cp-sat, ...; the first installed by default")
     parser.add_argument("--time-limit", type=float, metavar="S", help="seconds for the whole solve")
     parser.add_argument("--gap", type=float, metavar="G", help="relative gap at which to stop, such as 0.01")
@@ -41,7 +45,8 @@ def add_solve(parser: argparse.ArgumentParser) -> Runner:
     )  # fmt: skip
     parser.add_argument(
         "--sensitivity-budget", type=float, metavar="B",
-        help="turn the problem round: the least iteration time with at most this sensitivity",
+        help="turn the problem round: the least iteration time with at most this sensitivity, proved by the method "
+        "exact, sought by greedy",
     )  # fmt: skip
     parser.add_argument("--output", metavar="PLAN", help="write the plan to this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -61,9 +66,10 @@ def _solve(options: argparse.Namespace) -> int:
     if options.sensitivity_budget is not None:
         return _solve_turned(problem, options, tied)
     start = None if options.start is None else load_plan(options.start)
-    with waiting(False if options.quiet else None, f"solving by {options.method}", options.time_limit):
+    method = options.method or "greedy"
+    with waiting(False if options.quiet else None, f"solving by {method}", options.time_limit):
         solution = solve(
-            problem, options.method, solver=options.solver, time_limit_s=options.time_limit, gap=options.gap,
+            problem, method, solver=options.solver, time_limit_s=options.time_limit, gap=options.gap,
             start=start, tied=tied,
         )  # fmt: skip
     if solution.plan is not None and options.output is not None:
@@ -102,47 +108,58 @@ def _solve_turned(problem: Problem, options: argparse.Namespace, tied: list[tupl
     for name, given in (("--start", options.start), ("--gap", options.gap)):
         if given is not None:
             raise UnsupportedError(
-                f"{name} does not go with --sensitivity-budget, which proves least time; leave it out"
+                f"{name} does not go with --sensitivity-budget, which seeks least time; leave it out"
             )
+    method = options.method or "exact"
     with waiting(False if options.quiet else None, "seeking the least iteration time", options.time_limit):
         found = fastest(
-            problem, sensitivity_budget=options.sensitivity_budget, solver=options.solver,
+            problem, method, sensitivity_budget=options.sensitivity_budget, solver=options.solver,
             time_limit_s=options.time_limit, tied=tied,
         )  # fmt: skip
     if found is not None and options.output is not None:
         found.plan.save(options.output)
+    why: tuple[str, str | None] = ("", None)
+    if found is None:
+        why = why_not_fast(problem, options.sensitivity_budget, options.solver, options.time_limit)
     if options.json:
-        ended, reason = ("", None) if found else _why_not(problem, options)
-        print_json(_turned_json(found, ended, reason))
-    elif found is None:
-        print(f"{problem.name}: {_why_not(problem, options)[1]}")
+        print_json(turned_json(found, method, *why))
     else:
-        proof = "proved least" if found.proved else f"at least {milliseconds(found.bound_ns)}"
-        print(f"{problem.name}: {found.method} in {found.solve_seconds:.2f} s")
-        print(f"iteration time  {milliseconds(found.iteration_ns)} ({proof})")
-        print(f"objective       {found.evaluation.objective:.9g} (budget {options.sensitivity_budget:.9g})")
-        estimate_notice(problem.extras)
+        print_turned(problem, found, options.sensitivity_budget, why[1])
     return EXIT_OK if found is not None else EXIT_INFEASIBLE
 
 
-def _why_not(problem: Problem, options: argparse.Namespace) -> tuple[str, str | None]:
+def print_turned(problem: Problem, found: FastestPlan | None, budget: float, reason: str | None) -> None:
+    """Print for people what the problem turned round has given."""
+    if found is None:
+        print(f"{problem.name}: {reason}")
+        return
+    proof = "proved least" if found.proved else f"at least {milliseconds(found.bound_ns)}"
+    print(f"{problem.name}: {found.method} in {found.solve_seconds:.2f} s")
+    print(f"iteration time  {milliseconds(found.iteration_ns)} ({proof})")
+    print(f"objective       {found.evaluation.objective:.9g} (budget {budget:.9g})")
+    _print_devices(problem, found.plan, found.evaluation)
+    estimate_notice(problem.extras)
+
+
+def why_not_fast(
+    problem: Problem, budget: float, solver: str | None, time_limit: float | None
+) -> tuple[str, str | None]:
     """Termination and reason where no plan keeps the budget: the least sensitivity that memory allows."""
     from dataclasses import replace
 
     from qsync_opt.planner import solve
 
-    patient = replace(problem, latency_limit_ns=_NO_LIMIT_NS)
-    least = solve(patient, "exact", solver=options.solver, time_limit_s=options.time_limit)
+    patient = replace(problem, latency_limit_ns=NO_LIMIT_NS)
+    least = solve(patient, "exact", solver=solver, time_limit_s=time_limit)
     if least.objective is None or least.bound is None:
         return least.termination.value, least.reason
-    budget = options.sensitivity_budget
     if least.bound > budget:
         text = f"no plan within the memory limits keeps a sensitivity of {budget:.9g}; the least that could be met is "
         return "infeasible", text + f"{least.objective:.9g}"
     return "time_limit", f"no plan with a sensitivity of at most {budget:.9g} was found; allow more time"
 
 
-def _turned_json(found: FastestPlan | None, ended: str, reason: str | None) -> dict[str, Any]:
+def turned_json(found: FastestPlan | None, method: str, ended: str, reason: str | None) -> dict[str, Any]:
     """The keys of solve, and the bound of the iteration time; what is minimised has no bound of sensitivity."""
     if found is not None:
         ended = "optimal" if found.proved else "feasible"
@@ -157,7 +174,7 @@ def _turned_json(found: FastestPlan | None, ended: str, reason: str | None) -> d
         "iteration_bound_ns": None if found is None else found.bound_ns,
         "memory_kib": None if evaluation is None else evaluation.memory_kib,
         "sensitivity": None if evaluation is None else evaluation.sensitivity,
-        "method": "fastest",
+        "method": method,
         "solver": None if found is None else found.method,
         "build_seconds": 0.0,
         "solve_seconds": 0.0 if found is None else found.solve_seconds,
@@ -240,10 +257,14 @@ def print_solution(problem: Problem, solution: Solution) -> None:
     print(f"objective       {solution.objective:.9g}  (bound {number(solution.bound)}, gap {gap_text(solution.gap)})")
     iteration_ns, limit_ns = solution.evaluation.iteration_ns, problem.latency_limit_ns
     print(f"iteration time  {milliseconds(iteration_ns)} (limit {milliseconds(limit_ns)})")
+    _print_devices(problem, solution.plan, solution.evaluation)
+
+
+def _print_devices(problem: Problem, plan: Plan, evaluation: Evaluation) -> None:
     for device in problem.devices:
-        found = solution.evaluation.devices[device.name]
+        found = evaluation.devices[device.name]
         counts: dict[str, int] = {}
-        for precision in solution.plan.devices[device.name].values():
+        for precision in plan.devices[device.name].values():
             counts[precision] = counts.get(precision, 0) + 1
         levels = ", ".join(f"{counts[p]} {p}" for p in problem.formats if p in counts)
         memory = f"{mebibytes(found.memory_kib)} of {mebibytes(found.memory_limit_kib)}"

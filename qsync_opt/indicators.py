@@ -1,7 +1,12 @@
-"""The indicators that come with this package, by what they need to know: statistics, weights, or nothing."""
+"""The indicators that come with this package, by what they need to know: statistics, weights, or nothing.
+
+Each has a name in the registry. Those of statistics are ``statistics``, which weighs noise by what was collected, and
+one for every `IndicatorKind`, with the defaults of `sensitivities` for what a kind takes beside.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 from qsync_opt.errors import ProblemError
@@ -9,7 +14,7 @@ from qsync_opt.graph import OpGraph
 from qsync_opt.indicator import sensitivities
 from qsync_opt.plugins import ModelKnowledge
 from qsync_opt.precision import PrecisionFormats
-from qsync_opt.sensitivity_table import IndicatorKind
+from qsync_opt.sensitivity_table import IndicatorKind, SensitivityTable
 from qsync_opt.weight_indicator import FROM_FORMATS, FROM_WEIGHTS, weight_sensitivities
 
 Table = Mapping[str, Mapping[str, float]]
@@ -25,12 +30,13 @@ class StatisticsIndicator:
 
     def sensitivities(
         self, graph: OpGraph, knowledge: ModelKnowledge, device_formats: Mapping[str, PrecisionFormats]
-    ) -> Table:
+    ) -> SensitivityTable:
         """Compute them; see `Indicator.sensitivities`."""
         if knowledge.statistics is None:
+            name = "statistics" if self._kind is None else str(self._kind)
             raise ProblemError(
-                f"the indicator 'statistics' needs statistics of {graph.name!r}; collect them with "
-                "qsync_opt.collect_statistics, or use the indicator 'weights'"
+                f"the indicator {name!r} needs statistics of {graph.name!r}; collect them with "
+                "qsync_opt.collect_statistics (on the command line: --statistics FILE), or use the indicator 'weights'"
             )
         return sensitivities(graph, knowledge.statistics, device_formats, kind=self._kind)
 
@@ -62,3 +68,14 @@ class FormatIndicator:
     ) -> Table:
         """Estimate them; see `Indicator.sensitivities`."""
         return weight_sensitivities(graph, device_formats, None)
+
+
+propagated = functools.partial(StatisticsIndicator, IndicatorKind.PROPAGATED)
+probed = functools.partial(StatisticsIndicator, IndicatorKind.PROBED)
+loss = functools.partial(StatisticsIndicator, IndicatorKind.LOSS)
+progress = functools.partial(StatisticsIndicator, IndicatorKind.PROGRESS)
+depth = functools.partial(StatisticsIndicator, IndicatorKind.DEPTH)
+hessian = functools.partial(StatisticsIndicator, IndicatorKind.HESSIAN)
+fisher = functools.partial(StatisticsIndicator, IndicatorKind.FISHER)
+weight = functools.partial(StatisticsIndicator, IndicatorKind.WEIGHT)
+random = functools.partial(StatisticsIndicator, IndicatorKind.RANDOM)

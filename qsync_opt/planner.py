@@ -13,6 +13,7 @@ from typing import Any
 from qsync_opt.errors import ProblemError, SolverError, UnsupportedError
 from qsync_opt.estimates import carried_estimates
 from qsync_opt.evaluation import Evaluation, evaluate
+from qsync_opt.jsonio import check_number
 from qsync_opt.plan import Plan
 from qsync_opt.problem import Problem
 from qsync_opt.registry import Feature, Kind, create, default_solver, features, require
@@ -65,11 +66,7 @@ def solve(
         0.25
     """
     _check_arguments(problem, start, tied)
-    formulation = create(Kind.FORMULATION, method)
-    if isinstance(formulation, type) or not callable(getattr(formulation, "solve", None)):
-        raise UnsupportedError(
-            f"method is {method!r}, but it must be a name, such as 'greedy', or an instance that has a method 'solve'"
-        )
+    formulation = _formulation(method)
     name = method if isinstance(method, str) else type(formulation).__name__
     if solver is not None:
         require(Kind.FORMULATION, method, Feature.SOLVER)
@@ -97,6 +94,16 @@ def solve(
         answer = replace(answer, reason=reason)
     _check_ties(answer, tied, name)
     return _checked(problem, answer, name)
+
+
+def _formulation(method: Any) -> Any:
+    """The formulation of that name, or the instance."""
+    formulation = create(Kind.FORMULATION, method)
+    if isinstance(formulation, type) or not callable(getattr(formulation, "solve", None)):
+        raise UnsupportedError(
+            f"method is {method!r}, but it must be a name, such as 'greedy', or an instance that has a method 'solve'"
+        )
+    return formulation
 
 
 def _check_arguments(problem: object, start: object, tied: Sequence[object]) -> None:
@@ -205,6 +212,7 @@ class FastestPlan:
 
 def fastest(
     problem: Problem,
+    method: Any = "exact",
     *,
     sensitivity_budget: float | None = None,
     solver: Any = None,
@@ -215,8 +223,11 @@ def fastest(
 
     Args:
         problem: The problem.
-        sensitivity_budget: Most total sensitivity of the plan; none by default.
-        solver: As in `solve`, for what the search by itself leaves undecided.
+        method: ``"exact"`` proves that no plan is faster; ``"greedy"`` searches no harder than `solve` does by that
+            name. Any other formulation (a name or an instance) is asked under one latency limit after another.
+        sensitivity_budget: Most total sensitivity of the plan; none by default. With sensitivities that are shares of
+            the gradient's own noise (`SensitivityTable.relative_to`), 0.05 is "at most 5 % more noise".
+        solver: As in `solve`, for what the search by itself leaves undecided; of method ``"exact"`` only.
         time_limit_s: Seconds for the whole search.
         tied: Groups of adjustable operators that must each run in one precision.
 
@@ -225,20 +236,25 @@ def fastest(
 
     Raises:
         ProblemError: An option is out of range.
-        UnsupportedError: No such solver.
+        UnsupportedError: No such method or solver, or the method uses none.
         SolverError: The solver failed, or its plan breaks a memory limit.
 
     Source: ours; QSync exhausts blocks of the graph for its starting plan.
     """
     _check_arguments(problem, None, tied)
+    _formulation(method)
+    if sensitivity_budget is not None:
+        check_number(sensitivity_budget, "sensitivity budget")
     started = time.monotonic()
     options = SolveOptions(time_limit_s=time_limit_s)
     deadline = math.inf if options.time_limit_s is None else started + options.time_limit_s
+    if solver is not None and method != "exact":
+        raise UnsupportedError(f"seeking the fastest plan, only method 'exact' uses a solver, not {method!r}")
     choice = solver if solver is not None else default_solver()
     engine = None if choice is None else create(Kind.SOLVER, choice)
     # Formulations are reached by name only, as everywhere in the core.
     search = import_module("qsync_opt.formulations.fastest")
-    found = search.fastest_plan(problem, engine, deadline, budget=sensitivity_budget, tied=tied)
+    found = search.fastest_plan(problem, method, engine, deadline, budget=sensitivity_budget, tied=tied)
     if found is None:
         return None
     plan = Plan(problem=problem.name, devices=found.devices)

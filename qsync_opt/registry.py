@@ -143,6 +143,9 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
                 ("statistics", "StatisticsIndicator"),
                 ("weights", "WeightIndicator"),
                 ("formats", "FormatIndicator"),
+                # Of statistics, too, each by a weighing of its own.
+                *((kind, kind) for kind in ("propagated", "probed", "loss", "progress", "depth")),
+                *((kind, kind) for kind in ("hessian", "fisher", "weight", "random")),
             )
         ),
         Kind.COST_MODEL: (

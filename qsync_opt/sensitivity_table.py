@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.jsonio import check_integer
 from qsync_opt.noise_propagation import Distances
 from qsync_opt.sensitivity_values import SensitivityValues
 from qsync_opt.statistics import GradientNoise
@@ -131,8 +132,7 @@ class SensitivityTable(Mapping[str, Mapping[str, float]]):
             )
         if noise is None or noise.variance <= 0:
             raise ProblemError("the statistics hold no gradient noise: collect them over two different batches or more")
-        if workers < 1:
-            raise ProblemError(f"workers is {workers}: at least 1 is needed")
+        check_integer(workers, "workers", minimum=1)
         scale = 1.0 / (workers * noise.variance)
         return SensitivityValues(
             unit="gradient noise",

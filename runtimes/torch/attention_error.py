@@ -102,7 +102,10 @@ def _compute(
     scores = (q @ k_H.mT) * call.scale
     if bias is not None:
         scores = scores + bias
+    # A row that may attend to nothing has no probabilities; torch delivers zeros for it.
     probabilities = torch.softmax(scores, -1)
+    if bias is not None:
+        probabilities = probabilities.masked_fill(torch.isneginf(bias).all(-1, keepdim=True), 0.0)
     kept = rounded(probabilities)
     output = kept @ v_H
     inner = g @ v_H.mT

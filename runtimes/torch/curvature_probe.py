@@ -10,6 +10,7 @@ the real Hessian, neither Gauss-Newton nor Fisher, so an estimate can be negativ
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from qsync_opt.runtimes.torch.gradient_probe import leaves_before, tapped, twice
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.random_signs import RandomSigns
+from qsync_opt.runtimes.torch.reductions import shares_of_mean
 from qsync_opt.statistics import OPERANDS, Curvature
 
 
@@ -56,6 +58,8 @@ class _Tapper:
 
 def _traces(loss: Tensor, taps: list[tuple[str, str, Tensor]], probes: int, seed: int) -> list[Tensor | None]:
     """Per tap: trace of its block of the Hessian, plain and weighted by the squared element over its mean."""
+    if not taps:
+        return []
     tensors = [tap for *_, tap in taps]
     start = torch.ones_like(loss, requires_grad=True)
     gradients = torch.autograd.grad(loss, tensors, start, create_graph=True, allow_unused=True)
@@ -80,6 +84,19 @@ def _traces(loss: Tensor, taps: list[tuple[str, str, Tensor]], probes: int, seed
     return totals
 
 
+def _shares(taps: list[tuple[str, str, Tensor]]) -> list[float]:
+    """By what the curvature of a call counts: a call whose tensor is larger than the mean of all is noisier, too."""
+    calls: Counter[tuple[str, str]] = Counter()
+    keys = []
+    for name, tensor, _ in taps:
+        keys.append((name, tensor, calls[name, tensor]))
+        calls[name, tensor] += 1
+    several = {key: tap for key, (*_, tap) in zip(keys, taps, strict=True) if calls[key[:2]] > 1}
+    squares = {key: float(tap.detach().square().mean(dtype=torch.float64)) for key, tap in several.items()}
+    shares = shares_of_mean(squares)
+    return [shares.get(key, 1.0) for key in keys]
+
+
 def probe_curvatures(
     model: nn.Module, loss_of: Callable[[], Tensor], *, graph: OpGraph | None = None, probes: int, seed: int = 0
 ) -> dict[str, dict[str, Curvature]]:
@@ -96,7 +113,8 @@ def probe_curvatures(
         seed: Of the random vectors.
 
     Returns:
-        Operator to tensor (``first``, ``second``, ``third``, ``output``) to curvature, summed over repeated calls.
+        Operator to tensor (``first``, ``second``, ``third``, ``output``) to curvature, summed over repeated calls,
+        each counted by its tensor's mean square over the mean of all calls.
 
     Raises:
         ModelError: Some operation of the model has no second derivative, or memory was missing.
@@ -112,10 +130,10 @@ def probe_curvatures(
             with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):
                 loss = loss_of()
             traces = _traces(loss, tapper.taps, probes, seed)
-        for (name, tensor, _), total in zip(tapper.taps, traces, strict=True):
+        for (name, tensor, _), share, total in zip(tapper.taps, _shares(tapper.taps), traces, strict=True):
             if total is None:
                 continue
-            uniform, floating = total.tolist()
+            uniform, floating = (share * value for value in total.tolist())
             before = found.setdefault(name, {}).get(tensor, (0.0, 0.0))
             found[name][tensor] = (before[0] + uniform, before[1] + floating)
     finally:

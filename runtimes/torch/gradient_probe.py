@@ -35,9 +35,10 @@ from qsync_opt.graph import OpGraph, Role
 from qsync_opt.runtimes.torch.arriving_noise import KINKED, Seen, noisy_passes
 from qsync_opt.runtimes.torch.gain_taps import GainTapper, Key, Sums, nothing_like
 from qsync_opt.runtimes.torch.interception import Interception
-from qsync_opt.runtimes.torch.operator_calls import Handler
+from qsync_opt.runtimes.torch.operator_calls import Handler, OperatorCall
+from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, dense_lookup
 from qsync_opt.runtimes.torch.random_signs import signs_like
-from qsync_opt.runtimes.torch.reductions import dot, norm
+from qsync_opt.runtimes.torch.reductions import dot, norm, shares_of_mean
 from qsync_opt.statistics import Gain
 
 LossOf = Callable[[], Tensor]
@@ -60,8 +61,24 @@ class Probed(NamedTuple):
 
 @contextlib.contextmanager
 def tapped(model: nn.Module, handler: Handler) -> Iterator[None]:
-    """Within the block, the handler sees every operator, rectifier and max-pool of the model."""
-    interception = Interception(model, handler, kinds=KINKED)
+    """Within the block, the handler sees every operator, rectifier and max-pool of the model.
+
+    Raises:
+        ModelError: An operator runs where autograd is off: what noise does from there on cannot be followed.
+    """
+
+    def watched(call: OperatorCall) -> Any:
+        if call.op_type in ADJUSTABLE and not torch.is_grad_enabled():
+            raise ModelError(
+                f"operator {call.name!r} runs without gradients, where probing cannot follow its noise: freeze "
+                "parameters by requires_grad_(False) instead of torch.no_grad(), checkpoint with use_reentrant=False, "
+                "or collect without probes"
+            )
+        if call.op_type == "embedding":
+            call.args, call.kwargs = dense_lookup(call.function, call.args, call.kwargs)
+        return handler(call)
+
+    interception = Interception(model, watched, kinds=KINKED)
     try:
         yield
     finally:
@@ -234,7 +251,9 @@ class Probe:
                 if tapper.written <= copied:
                     sums, flips = tapper.found(self.probes)
                     if self.adaptive:
-                        _per_progress(sums, flips, float(torch.stack(progress).sum()) / self.probes)
+                        _per_progress(
+                            sums, flips, float(torch.stack(progress).sum()) / self.probes if progress else 0.0
+                        )
                     return Sliced(sums, flips, dict(tapper.rectified))
                 copied |= tapper.written
             finally:
@@ -269,6 +288,11 @@ class Probe:
 
 
 def _per_progress(sums: Mapping[Key, Sums], flips: Mapping[str, list[float]], progress: float) -> None:
+    if progress <= 0:
+        raise ModelError(
+            "every gradient of the batch is zero, so that there is no progress of which noise could cost a share: pass "
+            "a batch and a loss that the model learns from, or collect with adaptive_probes=0"
+        )
     for known in sums.values():
         known.plain, known.fixed, known.floating = (x / progress for x in (known.plain, known.fixed, known.floating))
         known.scale /= progress
@@ -330,7 +354,8 @@ def probe_gains(
         Operator to tensor to gain; rectifier to flips.
 
     Raises:
-        ModelError: Some operation of the model has no second derivative, or memory was missing.
+        ModelError: Some operation of the model has no second derivative, or memory was missing; an operator runs
+            without gradients; with ``adaptive``, every gradient is zero.
 
     Source:
         Ours; the estimator of a squared norm from random signs is Hutchinson's.
@@ -340,13 +365,23 @@ def probe_gains(
         seen = noisy_passes(model, loss_of, wanted, shift=not adaptive) if rectifies(graph) else Seen({}, 0.0)
     probe = Probe(wanted=wanted, probes=probes, seed=seed, adaptive=adaptive, roots=roots)
     found = probe.of(model, loss_of, seen)
-    return put_together({key: gain_of(sums) for key, sums in found.sums.items()}, found.flips, seen)
+    return put_together({key: gain_of(sums) for key, sums in found.sums.items()}, found.flips, seen, [found])
 
 
-def put_together(gains: Mapping[Key, Gain], flips: Mapping[str, Sequence[float]], seen: Seen) -> Probed:
-    """Calls of one operator added up; flips have the mean that they move in the last place."""
+def put_together(
+    gains: Mapping[Key, Gain], flips: Mapping[str, Sequence[float]], seen: Seen, found: Sequence[Sliced]
+) -> Probed:
+    """Calls of one operator added up; flips have the mean that they move in the last place.
+
+    Statistics know the mean over the calls of an operator. A call whose tensor is larger than that is noisier, too, so
+    its gain counts by the tensor's mean square over the mean of all calls.
+    """
     together: dict[str, dict[str, Gain]] = {}
-    for (name, tensor, _), gain in gains.items():
+    squares = {key: sum(part.sums[key].values / max(1, part.sums[key].elements) for part in found) for key in gains}
+    shares = shares_of_mean(squares)
+    for key, gain in gains.items():
+        name, tensor, _ = key
+        gain = Gain(uniform=gain.uniform * shares[key], floating=gain.floating * shares[key])
         known = together.setdefault(name, {}).get(tensor)
         if known is not None:
             gain = Gain(uniform=known.uniform + gain.uniform, floating=known.floating + gain.floating)

@@ -389,5 +389,5 @@ class OperatorRecord:
 
     @property
     def lacks_gradient(self) -> bool:
-        """True if a gradient could have come and none did."""
-        return bool(self.needs_gradient) and "output_gradient" not in self.elements
+        """True if a gradient could have come and none did; of what ran without gradients, none could."""
+        return self.differentiated and bool(self.needs_gradient) and "output_gradient" not in self.elements

@@ -120,7 +120,7 @@ def probe_parts(
         flips[name] = [factor * part * (x + y) / 2 for x, y in zip(row, b.flips[name], strict=True)]
     other = seen[1].arriving
     arriving = {name: Arriving((x.ratio + other[name].ratio) / 2, ()) for name, x in seen[0].arriving.items()}
-    return put_together(gains, flips, Seen(arriving, 0.0))
+    return put_together(gains, flips, Seen(arriving, 0.0), [a, b])
 
 
 def _elements(whole: ModelStatistics, key: Key) -> int:

@@ -66,6 +66,15 @@ def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, k
     return args[position] if len(args) > position else kwargs[key]
 
 
+def dense_lookup(
+    function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an embedding whose table gets a dense gradient: a sparse one cannot be differentiated again."""
+    place = 4 if function is torch.embedding else 6
+    args = (*args[:place], False, *args[place + 1 :]) if len(args) > place else args
+    return args, {key: value for key, value in kwargs.items() if key != "sparse"}
+
+
 def _einsum_slots(name: str, args: tuple[Any, ...]) -> tuple[Slot, ...]:
     nested = len(args) == 2 and isinstance(args[1], list | tuple)
     operands = args[1] if nested else args[1:]

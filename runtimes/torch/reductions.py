@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -105,3 +105,16 @@ def ratio(whole: Tensor, part: Tensor) -> Tensor:
 def channel_variances(x: Tensor) -> Tensor:
     """Variance of each channel of (samples, channels, ...)."""
     return x.detach().var([dim for dim in range(x.dim()) if dim != 1], correction=0)
+
+
+def shares_of_mean(squares: Mapping[tuple[str, str, int], float]) -> dict[tuple[str, str, int], float]:
+    """Mean square of every call's tensor over the mean of all calls of that operator; 1 where all are zero.
+
+    Args:
+        squares: Mean squares by operator, tensor and number of the call.
+    """
+    calls: dict[tuple[str, str], list[float]] = {}
+    for key, square in squares.items():
+        calls.setdefault(key[:2], []).append(square)
+    means = {key: sum(values) / len(values) for key, values in calls.items()}
+    return {key: square / means[key[:2]] if means[key[:2]] > 0 else 1.0 for key, square in squares.items()}

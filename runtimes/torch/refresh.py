@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -29,9 +30,9 @@ class PlanRefresher:
     """Keeps a plan up to date while the model trains under it.
 
     Every worker calls :meth:`step` once per training step, after the optimizer's. In every ``every``-th call rank 0
-    takes the plan off its model, collects statistics on the batch it was given, solves the problem anew and decides by
-    `replan`; all ranks then put the plan that was decided for on their models. The random streams of the rounding go on
-    where they were, so that no rounding error is repeated.
+    takes the plan off its model, collects statistics on the last batches it was given, solves the problem anew and
+    decides by `replan`; all ranks then put the plan that was decided for on their models. The random streams of the
+    rounding go on where they were, so that no rounding error is repeated.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class PlanRefresher:
         loss_step: Step | None = None,
         probes: int = 1,
         adaptive_probes: int = 0,
+        curvature_probes: int = 0,
+        batches: int = 1,
     ) -> None:
         """Begin to count steps.
 
@@ -64,12 +67,20 @@ class PlanRefresher:
             loss_step: Function of bare model and batch that returns the loss; by default the model computes it.
             probes: As in `collect_statistics`.
             adaptive_probes: As in `collect_statistics`, for the indicator ``progress``.
+            curvature_probes: As in `collect_statistics`, for the indicator ``hessian``.
+            batches: How many of the last batches are looked at. Of two or more the statistics know how much the
+                gradient scatters anyway, which a problem in shares of that noise needs
+                (`SensitivityTable.relative_to`). At most ``every``.
 
         Raises:
             NotReadyError: ``device_type`` is given but no plan is applied.
             ModelError: The plan lacks the device type.
+            ProblemError: ``every`` or ``batches`` is out of range.
         """
         check_integer(every, "every", minimum=1)
+        check_integer(batches, "batches", minimum=1)
+        if batches > every:
+            raise ProblemError(f"batches is {batches}, but between two looks there are {every}: look less often")
         if device_type is not None:
             if device_type not in plan.devices:
                 raise ModelError(f"the plan has no device type {device_type!r}: it has {', '.join(plan.devices)}")
@@ -88,6 +99,8 @@ class PlanRefresher:
         self._loss_step = loss_step
         self._probes = probes
         self._adaptive_probes = adaptive_probes
+        self._curvature_probes = curvature_probes
+        self._recent: deque[Any] = deque(maxlen=batches)
 
     def step(self, batch: Any) -> bool:
         """Count one training step; look at the model again if it is time.
@@ -103,25 +116,28 @@ class PlanRefresher:
             ProblemError: As in `replan`, on rank 0.
         """
         self.steps += 1
+        rank, _ = world()
+        if rank == 0:
+            self._recent.append(batch)
         if self.steps % self._every:
             return False
-        rank, _ = world()
-        decision = together(lambda: self._decide(batch) if rank == 0 else None)
+        decision = together(lambda: self._decide() if rank == 0 else None)
         replaced = bool(broadcast_json(decision is not None and decision.replaced))
         if replaced:
             told = broadcast_json(None if decision is None else decision.plan.to_json())
             together(lambda: self._move(decision.plan if decision is not None else plan_from_json(told)))
         return replaced
 
-    def _decide(self, batch: Any) -> Replanning:
+    def _decide(self) -> Replanning:
         with self._bare() as model:
             statistics = collect_statistics(
                 model,
-                [batch],
+                list(self._recent),
                 step=self._loss_step,
                 graph=self._graph,
                 probes=self._probes,
                 adaptive_probes=self._adaptive_probes,
+                curvature_probes=self._curvature_probes,
             )
         decision = replan(self._make_problem(statistics), self.plan, improvement=self._improvement, method=self._method)
         self.decisions.append(decision)

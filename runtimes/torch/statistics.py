@@ -159,7 +159,8 @@ def _tap(record: OperatorRecord, gradient: str, tensor: Tensor) -> Tensor:
     record.needs_gradient[gradient] = tensor.numel()
     if not torch.is_grad_enabled():
         return tensor
-    alias = tensor.view_as(tensor)
+    lookup = record.kind is OperatorKind.LOOKUP
+    alias: Tensor = _Alias.apply(tensor) if lookup else tensor.view_as(tensor)  # type: ignore[no-untyped-call]
     alias.register_hook(functools.partial(_on_gradient, record, gradient))  # type: ignore[no-untyped-call]
     return alias
 
@@ -169,7 +170,19 @@ def _on_gradient(record: OperatorRecord, name: str, gradient: Tensor) -> None:
         if name == "output_gradient":
             record.output_gradient(_full(gradient))
         else:
-            record.plain(name, _full(gradient))
+            record.plain(name, _full(gradient.to_dense() if gradient.is_sparse else gradient))
+
+
+class _Alias(torch.autograd.Function):
+    """The same tensor, whose gradient is handed on whatever its layout: that of a look-up's table may be sparse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def _measure_operands(

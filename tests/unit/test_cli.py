@@ -427,6 +427,19 @@ def test_the_least_time_under_a_budget_of_sensitivity(capfd, problem_file, tmp_p
     assert _run(capfd, "evaluate", problem_file, plan)[0] == 0
     status, out, _ = _run(capfd, "solve", problem_file, "--sensitivity-budget", "0.25")
     assert "(proved least)" in out
+    assert "1 FP16, 2 FP32" in out
+
+
+@pytest.mark.parametrize("method", ["greedy", "exact", "qsync"])
+def test_the_method_that_is_named_seeks_the_least_time(capfd, instance_path, method):
+    arguments = ("solve", instance_path("tiny"), "--sensitivity-budget", "0.02", "--json")
+    found = json.loads(_run(capfd, *arguments, "--method", method)[1])
+    assert found["method"] == method
+    assert found["solver"].startswith("bound and fix" if method == "exact" else f"{method}, not proved")
+    assert found["termination"] == ("optimal" if method == "exact" else "feasible")
+    status, _, err = _run(capfd, *arguments, "--method", "greedi")
+    assert status == 2
+    assert "unknown formulation 'greedi'" in err
 
 
 def test_a_budget_that_no_plan_keeps_names_the_least(capfd, tmp_path):

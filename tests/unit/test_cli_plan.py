@@ -14,12 +14,14 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from qsync_opt import (
+    Role,
     collect_statistics,
     evaluate,
     load_cluster,
     load_plan,
     load_problem,
     read_onnx,
+    registry,
     save_statistics,
     sensitivities,
 )
@@ -156,6 +158,107 @@ def test_statistics_are_weighed_as_the_indicator_names_it(capfd, files):
     status, _, err = run(capfd, *base, "--indicator", "hessian")
     assert status != 0
     assert "curvature_probes" in err
+
+
+@pytest.fixture
+def counted(files):
+    """Statistics of the model over four batches, in a file."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))
+    batches = [(torch.randn(16, 8),) for _ in range(4)]
+    found = collect_statistics(model, batches, step=lambda m, b: m(*b).square().mean(), probes=1)
+    operators = (dataclasses.replace(part, name=f"fc{i}") for i, part in enumerate(found.operators))
+    found = dataclasses.replace(found, operators=tuple(operators), model_fingerprint=None)
+    save_statistics(found, files / "statistics.json")
+    return found
+
+
+def test_an_indicator_that_is_named_beside_statistics_is_the_one_used(capfd, files, counted, monkeypatch, request):
+    """No name is passed over: another package's indicator gets the statistics, a misspelt one is refused."""
+    seen = []
+
+    class Own:
+        estimate = "of my own"
+
+        def sensitivities(self, graph, knowledge, device_formats):
+            seen.append(knowledge)
+            table = {o.name: {"INT8": 3.0, "BF16": 1.0, "FP16": 1.0} for o in graph.by_role(Role.ADJUSTABLE)}
+            del table["fc1"]["INT8"]  # which it must not get
+            return table
+
+    monkeypatch.setattr(Own, "create", Own, raising=False)
+    monkeypatch.setitem(sys.modules, "elsewhere", Own)
+    entry = registry.Entry(name="own", target="elsewhere:create", features=frozenset(), origin="elsewhere")
+    monkeypatch.setattr(registry, "_foreign", lambda kind: [entry] if kind is registry.Kind.INDICATOR else [])
+    request.addfinalizer(registry.entries.cache_clear)
+    registry.entries.cache_clear()
+    base = ["plan", files / "mlp.onnx", files / "cluster.yaml", "--json", "--statistics", files / "statistics.json"]
+    status, out, _ = run(capfd, *base, "--indicator", "own")
+    assert status == 0
+    assert json.loads(out)["estimates"]["sensitivity"] == "of my own"
+    assert seen[0].statistics == counted
+    assert set(seen[0].weights)
+    run(capfd, *base, "--indicator", "own", "--save-problem", files / "problem.json")
+    device = load_problem(files / "problem.json").devices[0]
+    assert [sorted(device.operators[name]) for name in ("fc0", "fc1")] == [["FP16", "FP32", "INT8"], ["FP16", "FP32"]]
+    assert device.operators["fc0"]["INT8"].sensitivity == 3.0 * device.count
+    status, out, _ = run(capfd, *base, "--indicator", "weights")
+    assert json.loads(out)["estimates"]["sensitivity"] == FROM_WEIGHTS
+    status, _, err = run(capfd, *base, "--indicator", "fischer")
+    assert status == 2
+    assert "unknown indicator 'fischer'; did you mean 'fisher'?" in err
+    status, _, err = run(capfd, *base[:-2], "--indicator", "fisher")
+    assert status == 2
+    assert "the indicator 'fisher' needs statistics" in err
+    assert "--statistics FILE" in err
+
+
+@pytest.mark.parametrize("method", ["exact", "greedy"])
+def test_the_fastest_plan_under_a_share_of_the_gradients_noise(capfd, files, counted, method):
+    base = ["plan", files / "mlp.onnx", files / "cluster.yaml", "--statistics", files / "statistics.json"]
+    base += ["--method", method, "--save-problem", files / "problem.json", "--output", files / "plan.json"]
+    cluster, graph = load_cluster(files / "cluster.yaml"), read_onnx(files / "mlp.onnx")
+    times = []
+    for budget in (1e-7, 1e-4, 1e3):
+        status, out, _ = run(capfd, *base, "--noise-budget", budget, "--json")
+        assert status == 0
+        found = json.loads(out)
+        problem, plan = load_problem(files / "problem.json"), load_plan(files / "plan.json")
+        assert found["objective"] <= budget
+        assert evaluate(problem, plan).feasible
+        assert found["iteration_ns"] == problem.latency_limit_ns
+        times.append(found["iteration_ns"])
+        # The budget is a share of the averaged gradient's own variance.
+        added = 0.0
+        for device in cluster.planned:
+            formats = {d.name: d for d in problem.devices}[device.name].precisions
+            table = sensitivities(graph, counted, formats)
+            chosen = plan.devices[device.name]
+            added += device.count * sum(table[name].get(chosen[name], 0.0) for name in table)
+        workers = cluster.num_workers
+        share = (added / workers**2) / (counted.gradient_noise.variance / workers)
+        assert found["objective"] == pytest.approx(share)
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[-1]
+    assert "(budget 1e-07)" in run(capfd, *base, "--noise-budget", "1e-7")[1]
+
+
+def test_a_noise_budget_that_means_nothing_is_refused(capfd, files, counted):
+    base = ["plan", files / "mlp.onnx", files / "cluster.yaml"]
+    with_statistics = [*base, "--statistics", files / "statistics.json"]
+    for arguments, needle in (
+        ([*base, "--noise-budget", "0.05"], "give --statistics FILE"),
+        ([*with_statistics, "--noise-budget", "0.05", "--indicator", "fisher"], "units of squared loss"),
+        ([*with_statistics, "--noise-budget", "-1"], "--noise-budget is -1.0"),
+        ([*with_statistics, "--noise-budget", "0.05", "--slack", "0.1"], "--slack does not go with --noise-budget"),
+    ):
+        status, _, err = run(capfd, *arguments)
+        assert status == 2
+        assert needle in err
+    save_statistics(dataclasses.replace(counted, gradient_noise=None), files / "statistics.json")
+    status, _, err = run(capfd, *with_statistics, "--noise-budget", "0.05")
+    assert status == 2
+    assert "two different batches or more" in err
 
 
 def test_estimate_lines_ignore_foreign_notes():

@@ -10,7 +10,8 @@ from qsync_opt import solve
 from qsync_opt.errors import ProblemError
 from qsync_opt.evaluation import evaluate
 from qsync_opt.formulations.assignment.core_search import CoreSearch
-from qsync_opt.formulations.front import Sweep, fastest_within, latency_front, memory_front
+from qsync_opt.formulations.front import Sweep, latency_front, memory_front
+from qsync_opt.formulations.turned import fastest_within
 from qsync_opt.synthetic import stacked_problem
 from qsync_opt.testing import chain, random_problem
 
@@ -38,7 +39,7 @@ def test_the_whole_front_is_every_trade_off(number):
     assert solve(below, "exhaustive").plan is None
     middle = front[len(front) // 2]
     turned = fastest_within(problem, middle.objective * (1 + 1e-6))
-    assert turned.point.iteration_ns == middle.iteration_ns == turned.bound_ns
+    assert turned.iteration_ns == middle.iteration_ns == turned.bound_ns
 
 
 def test_points_of_a_front_carry_bounds():

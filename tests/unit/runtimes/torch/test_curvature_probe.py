@@ -70,6 +70,16 @@ def test_shared_weights_add_up_over_their_uses(case):
     assert set(found) == {"a/linear", "a/linear_1", "b/linear"}
 
 
+def test_calls_of_one_operator_count_by_the_noise_of_each():
+    model, x = nn.Linear(1, 1, bias=False), torch.tensor([[0.1]])
+    nn.init.ones_(model.weight)
+    # Second derivatives by the operand are 2 and 0.02; the squares that its noise grows with, 0.01 and 0.16.
+    found = probe_curvatures(
+        model, lambda: model(x).square().sum() + 0.01 * model(4 * x).square().sum(), probes=800, seed=1
+    )
+    assert found["linear"]["first"].uniform == pytest.approx((2 * 0.01 + 0.02 * 0.16) / 0.085, rel=0.1)
+
+
 def test_a_linear_loss_has_no_curvature():
     model = nn.Linear(3, 1)
     x = torch.randn(4, 3)

@@ -13,6 +13,7 @@ from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.capture import capture_model
 from qsync_opt.runtimes.torch.profiler import profile
 from qsync_opt.runtimes.torch.refresh import PlanRefresher
+from qsync_opt.runtimes.torch.statistics import collect_statistics
 
 
 class Net(nn.Module):
@@ -76,7 +77,10 @@ def test_a_better_plan_is_put_on_after_every_steps(captured, make_problem):
     assert decision.before.objective > 0
 
 
-@pytest.mark.parametrize(("probes", "kind"), [((1, 0), "probed"), ((0, 1), "progress"), ((0, 0), "propagated")])
+@pytest.mark.parametrize(
+    ("probes", "kind"),
+    [((1, 0, 0), "probed"), ((0, 1, 0), "progress"), ((0, 0, 0), "propagated"), ((0, 0, 1), "hessian")],
+)
 def test_statistics_have_what_the_indicator_of_the_problem_needs(captured, make_problem, probes, kind):
     seen = []
 
@@ -84,10 +88,32 @@ def test_statistics_have_what_the_indicator_of_the_problem_needs(captured, make_
         seen.append(sensitivities(captured.graph, statistics, device_formats("cpu"), kind=kind))
         return make_problem(statistics)
 
-    plain, adaptive = probes
-    refresh = refresher(Net(), make, captured, every=1, probes=plain, adaptive_probes=adaptive)
+    options = dict(zip(("probes", "adaptive_probes", "curvature_probes"), probes, strict=True))
+    refresh = refresher(Net(), make, captured, every=1, **options)
     refresh.step(batch())
     assert [table.kind for table in seen] == [kind]
+
+
+def test_a_problem_in_shares_of_the_gradients_noise_is_refreshed_from_several_batches(captured, make_problem):
+    seen = []
+
+    def make(statistics):
+        table = sensitivities(captured.graph, statistics, device_formats("cpu"))
+        seen.append((statistics.batches, table.relative_to(statistics.gradient_noise, workers=1)))
+        return make_problem(statistics)
+
+    model = Net()
+    refresh = refresher(model, make, captured, every=3, batches=2)
+    for step in range(6):
+        refresh.step(batch(step))
+    assert [count for count, _ in seen] == [2, 2]
+    undo(model)
+    wanted = collect_statistics(model, [batch(4), batch(5)], graph=captured.graph, probes=1)
+    table = sensitivities(captured.graph, wanted, device_formats("cpu"))
+    shares = table.relative_to(wanted.gradient_noise, workers=1)
+    assert {name: dict(row) for name, row in seen[1][1].items()} == {name: dict(row) for name, row in shares.items()}
+    with pytest.raises(ProblemError, match="batches is 4, but between two looks there are 3"):
+        PlanRefresher(model, refresh.plan, None, make_problem=make, every=3, batches=4)
 
 
 def test_the_random_stream_goes_on(captured, make_problem):

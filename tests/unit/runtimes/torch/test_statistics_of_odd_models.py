@@ -1,0 +1,162 @@
+"""Statistics where a model does what few models do: parts without gradients, sparse tables, no gradient at all."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qsync_opt import sensitivities
+from qsync_opt.errors import ModelError
+from qsync_opt.rounding import Rounding
+from qsync_opt.runtimes.torch.capabilities import device_formats
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.statistics import collect_statistics
+
+
+class Table(nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 8, sparse=sparse), nn.Linear(8, 3)
+
+    def forward(self, tokens):
+        return self.head(self.table(tokens)).square().mean()
+
+
+def test_a_sparse_gradient_of_a_table_says_what_a_dense_one_says():
+    batches = [torch.randint(0, 50, (6, 5)), torch.randint(0, 30, (6, 5))]
+    tables = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = Table(sparse)
+        graph = capture(model, (batches[0],))
+        found = collect_statistics(
+            model, batches, graph=graph, probes=2, adaptive_probes=2, curvature_probes=4, whole_batches=True
+        )
+        assert found.gradient_noise is not None
+        kinds = ("probed", "progress", "propagated", "fisher", "hessian", "weight")
+        tables.append(
+            [
+                {name: dict(row) for name, row in sensitivities(graph, found, device_formats("cpu"), kind=kind).items()}
+                for kind in kinds
+            ]
+            + [found.gradient_noise.variance]
+        )
+        assert all(parameter.grad is None for parameter in model.parameters())
+    *dense, noise = tables[0]
+    *sparse_rows, sparse_noise = tables[1]
+    assert noise == pytest.approx(sparse_noise)
+    for one, other in zip(dense, sparse_rows, strict=True):
+        for name, row in one.items():
+            assert other[name] == pytest.approx(row, rel=1e-4)
+
+
+class Inert(nn.Module):
+    """A part that runs without gradients, and one that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        with torch.no_grad():
+            h = self.before(x)
+        return self.after(h).square().mean()
+
+
+def test_what_runs_without_gradients_is_counted_by_formula_and_not_probed():
+    model, batch = Inert(), torch.randn(16, 8)
+    graph = capture(model, (batch,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the loss does depend on it
+        found = collect_statistics(model, [batch], graph=graph)
+    assert sensitivities(graph, found, device_formats("cpu"))["before/linear"]["INT8"] > 0
+    for option in ("probes", "adaptive_probes", "curvature_probes"):
+        with pytest.raises(ModelError, match=r"'before/linear' runs without gradients.*requires_grad_\(False\)"):
+            collect_statistics(model, [batch], graph=graph, **{option: 2})
+
+
+def test_where_nothing_is_learnt_no_share_of_progress_is_lost():
+    model, batch = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), (torch.randn(16, 8),)
+    graph = capture(model, batch)
+    with pytest.raises(ModelError, match=r"every gradient of the batch is zero.*adaptive_probes=0"):
+        collect_statistics(model, [batch], step=lambda m, b: m(*b).sum() * 0, graph=graph, adaptive_probes=2)
+    found = collect_statistics(model, [batch], step=lambda m, b: m(*b).sum() * 0, graph=graph, probes=2)
+    assert {row["INT8"] for row in sensitivities(graph, found, device_formats("cpu")).values()} == {0.0}
+
+
+@pytest.mark.parametrize("floating", [False, True])
+def test_attention_rows_that_see_nothing_err_by_nothing(floating):
+    torch.manual_seed(0)
+    allowed = torch.ones(3, 1, 16, 16, dtype=torch.bool)
+    allowed[0, :, 5] = False  # a padded query
+    mask = torch.zeros(allowed.shape).masked_fill(~allowed, float("-inf")) if floating else allowed
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(32, 96)
+
+        def operands(self, x):
+            return (p.view(3, 16, 4, 8).transpose(1, 2) for p in self.fc(x).chunk(3, -1))
+
+        def forward(self, x):
+            return F.scaled_dot_product_attention(*self.operands(x), attn_mask=mask)
+
+    model, x, weight = Attention(), 2 * torch.randn(3, 16, 32), torch.randn(3, 4, 16, 8)
+    found = collect_statistics(model, [x], step=lambda m, b: (m(b) * weight).sum())
+    (operator,) = (part for part in found.operators if part.kind == "attention")
+
+    def run(dtype):
+        operands = [p.detach().to(dtype).requires_grad_() for p in model.operands(x)]
+        given = mask if mask.dtype == torch.bool else mask.to(dtype)
+        result = F.scaled_dot_product_attention(*operands, attn_mask=given)
+        return [p.detach().double() for p in (result, *torch.autograd.grad(result, operands, weight.to(dtype)))]
+
+    measured = operator.measured["BF16"]
+    predicted = (measured.output, measured.first_gradient, measured.second_gradient, measured.third_gradient)
+    for value, low, exact in zip(predicted, run(torch.bfloat16), run(torch.float64), strict=True):
+        assert value == pytest.approx(float((low - exact).square().sum()), rel=0.6)
+
+
+def test_a_model_without_adjustable_operators_says_so_whatever_is_probed():
+    model = nn.LayerNorm(8)
+    with pytest.raises(ModelError, match="no adjustable operator ran"):
+        collect_statistics(model, [torch.randn(4, 8)], step=lambda m, b: m(b).square().sum(), curvature_probes=2)
+
+
+def test_calls_of_one_operator_count_by_the_noise_of_each():
+    """A step that runs the model on small and on large inputs: not mean noise times mean effect."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 2)), torch.randn(6, 4)
+    # The large call has nearly all of the noise, the small one nearly all of the effect, or the other way round.
+    for weights in ((1.0, 0.01), (0.01, 1.0)):
+
+        def step(net, batch, weights=weights):
+            return weights[0] * net(batch).square().mean() + weights[1] * net(4 * batch).square().mean()
+
+        name = "0/linear"
+        operator = collect_statistics(model, [x], step=step, probes=300, whole_batches=True)[name]
+        expected = 0.0
+        for factor, weight in zip((1.0, 4.0), weights, strict=True):
+            alone = collect_statistics(model, [factor * x], step=lambda net, batch: net(batch).square().mean())[name]
+            variance = alone.first.variance("BF16", Rounding.NEAREST)
+            expected += variance * _effect(model, factor * x, weight)
+        found = operator.gains["first"].floating * operator.first.variance("BF16", Rounding.NEAREST)
+        assert found == pytest.approx(expected, rel=0.25)
+
+
+def _effect(model, x, weight):
+    """What noise in proportion to the square of the first operand does to the gradient of all parameters, per unit."""
+    names = [name for name, _ in model.named_parameters()]
+    values = [p.detach() for p in model.parameters()]
+
+    def gradient(moved):
+        given = dict(zip(names, (v.clone().requires_grad_() for v in values), strict=True))
+        loss = weight * torch.func.functional_call(model, given, (moved,)).square().mean()
+        found = torch.autograd.grad(loss, list(given.values()), create_graph=True)
+        return torch.cat([part.flatten() for part in found])
+
+    squares = torch.autograd.functional.jacobian(gradient, x).square().sum(0)
+    return float((squares * x.square()).sum() / x.square().mean())
