@@ -9,63 +9,25 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qsync_opt.runtimes.torch.arriving_noise import RECTIFIERS, Arriving
+from qsync_opt.runtimes.torch.derivative_sums import DerivativeSums, Key, Sums
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.max_pooling import MAX_POOLS, LastRectified, SwitchedPool, contest, pool_call
-from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, replace_operands
-from qsync_opt.runtimes.torch.reductions import dot, norm, strided, summed, total
+from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, Slot, operand_slots, replace_operands
+from qsync_opt.runtimes.torch.reductions import summed
+from qsync_opt.runtimes.torch.second_derivatives import Delayed, batch_norm_twice, product_twice
 from qsync_opt.statistics import FLIP_RATIOS, GRADIENTS, OPERANDS
 
 MASK = "mask"
-# Noise in the forward pass flips rectifiers; noise in gradients does not.
-_QUANTIZED = ("first", "second", "output_gradient")
-_CHUNK = 1 << 22
-"""Elements of a large tensor that are looked at together."""
 _CHANCES = 1 << 20
-"""The same of a rectifier, where each has several chances to flip."""
-SAMPLE = 1 << 14
-"""Elements of a derivative that are kept, of tensors that all samples of a batch share."""
-
-
-Key = tuple[str, str, int]
-"""Operator, tensor, and which call."""
-
-
-class Kept(NamedTuple):
-    """Some evenly spaced elements: of a derivative, of the values there, and how fixed-point noise is there."""
-
-    derivative: Tensor
-    values: Tensor
-    fixed: Tensor | None
-
-
-@dataclass
-class Sums:
-    """Over the elements of a tensor of one call.
-
-    Attributes:
-        plain: Squared derivatives.
-        fixed: These times the weight of fixed-point noise; ``fixed_weight`` are the weights alone.
-        floating: These times squared values; ``values`` are the squared values alone.
-        elements: How many.
-        kept: Some of them, of every probe; products of these count ``scale`` times.
-    """
-
-    plain: float = 0.0
-    fixed: float = 0.0
-    fixed_weight: float = 0.0
-    floating: float = 0.0
-    values: float = 0.0
-    elements: int = 0
-    kept: list[Kept] = field(default_factory=list)
-    scale: float = 1.0
+"""Elements of a large rectifier that are looked at together; each has several chances to flip."""
 
 
 @dataclass(slots=True)
@@ -133,6 +95,7 @@ class GainTapper:
         *,
         keep: Callable[[Key, int], bool] | None = None,
         copied: frozenset[str] = frozenset(),
+        flips: bool = True,
     ) -> None:
         """Nothing was seen yet.
 
@@ -141,17 +104,18 @@ class GainTapper:
             arriving: How noise is spread over what rectifiers read; evenly, where it does not say.
             keep: From a tensor and its number of elements to whether some of its derivative's are kept.
             copied: Operators whose result is copied for later.
+            flips: Whether flips of rectifiers and max-pools are looked at.
         """
-        self._wanted, self._keep, self._copied = wanted, keep, copied
+        self._wanted, self._copied, self._flips = wanted, copied, flips
         self._spread = {name: list(found.spread) for name, found in arriving.items()}
         self._ratios = {name: found.ratio for name, found in arriving.items()}
         self._outputs: dict[int, _Held] = {}
         self._roots: dict[str, Tensor] = {}
         self._rectified = LastRectified()
-        self._numbers: list[tuple[Key, tuple[str, ...], Tensor]] = []
+        self._sums = DerivativeSums(keep)
+        self._delayed: list[tuple[Delayed, _Held]] = []
         self._calls: Counter[tuple[str, str]] = Counter()
         self._elements: dict[Key, int] = {}
-        self._kept: dict[Key, list[Kept]] = {}
         self.first, self.last = True, False
         self.written: set[str] = set()
         self.rectified: dict[str, int] = {}
@@ -164,25 +128,45 @@ class GainTapper:
             return self._rectify(call)
         if call.op_type in MAX_POOLS:
             return self._pool(call)
+        if call.op_type == "batch_norm":
+            normalized = batch_norm_twice(call)
+            return call.run() if normalized is None else normalized
         if call.op_type not in ADJUSTABLE or (self._wanted is not None and call.name not in self._wanted):
             return call.run()
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
         lead = int(call.op_type == "embedding")
-        operands = []
+        operands, watched = [], []
         for operand, gradient, slot in zip(OPERANDS[lead:], GRADIENTS[lead:], slots, strict=False):
             x = slot.tensor
             ends = x.is_leaf  # nothing before it is differentiated
             alias = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
-            self._watch(call.name, operand, gradient if x.requires_grad else None, alias, x.detach(), ends=ends)
+            trained = gradient if x.requires_grad else None
+            watched.append(self._watch(call.name, operand, trained, alias, x.detach(), ends=ends))
             operands.append(alias)
         args, kwargs = replace_operands(call.args, call.kwargs, slots, operands)
-        output: Tensor = call.run(*args, **kwargs)
+        output = self._run(call, args, kwargs, slots, watched)
         values = output.detach()
         held = self._watch(
             call.name, "output", "output_gradient", output, values.clone() if call.name in self._copied else values
         )
         self._outputs[output.data_ptr()] = held
         return output
+
+    def _run(
+        self,
+        call: OperatorCall,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        slots: Sequence[Slot],
+        watched: Sequence[_Held],
+    ) -> Tensor:
+        trained = tuple(slot.tensor.requires_grad for slot in slots[:2])
+        found = product_twice(call.op_type, args, kwargs, wait=slots[-1].tensor.is_leaf, trained=trained)
+        if found is None:
+            plain: Tensor = call.run(*args, **kwargs)
+            return plain
+        self._delayed.append((found[1], watched[1]))
+        return found[0]
 
     def _watch(
         self, name: str, tensor: str, gradient: str | None, node: Tensor, values: Tensor, *, ends: bool = False
@@ -220,7 +204,7 @@ class GainTapper:
 
     def _rectify(self, call: OperatorCall) -> Tensor:
         z: Tensor = call.args[0] if call.args else call.kwargs["input"]
-        if not z.requires_grad:
+        if not z.requires_grad or not (self._flips or call.writes):
             return call.run()  # type: ignore[no-any-return]
         spreads = self._spread.get(call.traced_name)
         with torch.no_grad():
@@ -241,7 +225,7 @@ class GainTapper:
 
     def _pool(self, call: OperatorCall) -> Any:
         given = pool_call(call.op_type, call.args, call.kwargs)
-        if given is None or not given[0].requires_grad:
+        if not self._flips or given is None or not given[0].requires_grad:
             return call.run()
         (x, window), name = given, call.traced_name
         known = contest(self._rectified.ranks(x), window)
@@ -276,25 +260,22 @@ class GainTapper:
         if self.last:
             held.values = None
         self._elements[key] = values.numel()
-        amax = torch.linalg.vector_norm(values, float("inf")) if key[1] in _QUANTIZED else None
-        for d, v in _parts(derivative, values):
-            names, found = ["~plain", "~values", "~floating"], [norm(d), norm(v), norm(d * v)]
-            if amax is not None:
-                fixed = _fixed_point(v, amax)
-                names += ["fixed", "fixed_weight"]
-                found += [dot(d.square(), fixed), total(fixed)]
-            self._put(key, names, found)
-        if self._keep is not None and self._keep(key, values.numel()):
-            d, v = strided(derivative, SAMPLE).clone(), strided(values, SAMPLE).clone()
-            fixed_there = None if amax is None else _fixed_point(v, amax)
-            self._kept.setdefault(key, []).append(Kept(d, v, fixed_there))
+        self._sums.add(key, derivative, values)
 
-    def _put(self, key: Key, names: Iterable[str], found: Iterable[Tensor]) -> None:
-        self._numbers.extend((key, (name,), value.reshape(1)) for name, value in zip(names, found, strict=True))
+    @torch.no_grad()
+    def settle(self) -> None:
+        """A second differentiation is over: reduce what came late, or waits for more."""
+        for delayed, held in self._delayed:
+            late = delayed.taken()
+            if late is not None:
+                self._reduce(late, held)
+        self._sums.flush()
 
     @torch.no_grad()
     def flipped(self, name: str, distances: Tensor, squares: Tensor) -> None:
         """Squares of the derivatives by the mask of a rectifier, or by the shares of a max-pool."""
+        if not self._flips:
+            return
         key = (name, MASK, 0)
         self.rectified[name] = squares.numel()
         roots = self._ratio_roots(name, squares)
@@ -302,7 +283,7 @@ class GainTapper:
             chance = torch.special.ndtr(distance.reshape(1, -1).to(part.dtype) / roots)
             chance[-1].square_()
             found = summed(chance.mul_(part.reshape(1, -1)), 1)
-            self._numbers.append((key, tuple(str(i) for i in range(len(FLIP_RATIOS) + 1)), found))
+            self._sums.numbers.append((key, tuple(str(i) for i in range(len(FLIP_RATIOS) + 1)), found))
 
     def _ratio_roots(self, name: str, like: Tensor) -> Tensor:
         """Of the ratios that flips are counted at, and the one that was seen, negative: (ratios, 1)."""
@@ -317,13 +298,14 @@ class GainTapper:
         """Means over probes: by operator and tensor, and by rectifier; one transfer to the host per type."""
         sums: dict[Key, Sums] = {}
         flips: dict[str, list[float]] = {}
-        if not self._numbers:
+        numbers = self._sums.numbers
+        if not numbers:
             return sums, flips
         together: dict[torch.dtype, list[Tensor]] = {}
-        for *_, values in self._numbers:
+        for *_, values in numbers:
             together.setdefault(values.dtype, []).append(values)
         host = {dtype: iter(torch.cat(some).tolist()) for dtype, some in together.items()}
-        for key, labels, values in self._numbers:
+        for key, labels, values in numbers:
             for label in labels:
                 value = next(host[values.dtype]) / (1.0 if label.startswith("~") else probes)
                 if key[1] == MASK:
@@ -335,7 +317,7 @@ class GainTapper:
                 added = value**2 / probes if label.startswith("~") else value
                 setattr(known, attribute, getattr(known, attribute) + added)
         for key, known in sums.items():
-            known.elements, known.kept = self._elements[key], self._kept.get(key, [])
+            known.elements, known.kept = self._elements[key], self._sums.kept.get(key, [])
         for name, row in flips.items():
             if not self._ratios.get(name, 0.0):
                 row[-1] = 0.0
@@ -345,8 +327,8 @@ class GainTapper:
         """Keep nothing; hooks keep the tapper alive from inside the autograd graph."""
         self._outputs.clear()
         self._rectified.forget()
-        self._numbers.clear()
-        self._kept.clear()
+        self._sums = DerivativeSums(None)
+        self._delayed.clear()
         self._spread.clear()
 
 
@@ -360,20 +342,11 @@ def nothing_like(x: Tensor) -> Tensor:
     return _zero(x.dtype, x.device).expand_as(x)
 
 
-def _parts(a: Tensor, b: Tensor, limit: int = _CHUNK) -> Iterable[tuple[Tensor, Tensor]]:
+def _parts(a: Tensor, b: Tensor, limit: int) -> Iterable[tuple[Tensor, Tensor]]:
     """Two tensors of one shape, large ones a part at a time."""
     if a.numel() <= limit:
         return [(a, b)]
     return zip(torch.split(a.reshape(-1), limit), torch.split(b.reshape(-1), limit), strict=True)
-
-
-def _fixed_point(values: Tensor, amax: Tensor) -> Tensor:
-    """How much elements err in INT8 with one scale for all, up to a factor.
-
-    Zeros and numbers on the grid do not err, and numbers below a step err in proportion.
-    """
-    steps = (values * (127.0 / amax.clamp(min=torch.finfo(values.dtype).tiny))).frac_().abs_()
-    return torch.addcmul(steps, steps, steps, value=-1)
 
 
 def _distance(z: Tensor, spread: Tensor | None) -> Tensor:

@@ -33,7 +33,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from qsync_opt.errors import ModelError, first_line
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.runtimes.torch.arriving_noise import KINKED, Seen, noisy_passes
-from qsync_opt.runtimes.torch.gain_taps import GainTapper, Key, Sums, nothing_like
+from qsync_opt.runtimes.torch.derivative_sums import Key, Sums
+from qsync_opt.runtimes.torch.gain_taps import GainTapper, nothing_like
 from qsync_opt.runtimes.torch.interception import Interception
 from qsync_opt.runtimes.torch.operator_calls import Handler
 from qsync_opt.runtimes.torch.random_signs import signs_like
@@ -210,6 +211,7 @@ class Probe:
         adaptive: See ``probe_gains``.
         roots: Root mean squares of gradients by the parameter's number; by default those of the loss.
         keep: From a tensor and its number of elements to whether some elements of its derivative are kept.
+        flips: Whether flips of rectifiers and max-pools are looked at.
     """
 
     wanted: frozenset[str] | None
@@ -218,6 +220,7 @@ class Probe:
     adaptive: bool = False
     roots: Mapping[int, Tensor] | None = None
     keep: Callable[[Key, int], bool] | None = None
+    flips: bool = True
 
     def of(self, model: nn.Module, loss_of: LossOf, seen: Seen) -> Sliced:
         """Squared derivatives of one loss, and noise as it was seen to arrive at its rectifiers.
@@ -227,7 +230,7 @@ class Probe:
         """
         copied: frozenset[str] = frozenset()
         while True:
-            tapper = GainTapper(self.wanted, seen.arriving, keep=self.keep, copied=copied)
+            tapper = GainTapper(self.wanted, seen.arriving, keep=self.keep, copied=copied, flips=self.flips)
             try:
                 with twice_differentiable("probes"):
                     progress = self._differentiate(model, loss_of, tapper)
@@ -262,6 +265,7 @@ class Probe:
             while projections:
                 tapper.last = len(projections) == 1
                 torch.autograd.grad(projections.pop(), leaves, allow_unused=True, retain_graph=not tapper.last)
+                tapper.settle()
         finally:
             for handle in handles:
                 handle.remove()

@@ -76,7 +76,7 @@ class Prober:
         }
         if self._parts:
             try:
-                seen = [self._noise(loss_of, PASSES_OF_A_PART, shift=False) for loss_of, _ in self._parts]
+                seen = self._noise(self._parts[0].loss_of, PASSES_OF_A_PART, shift=False)
                 return probe_parts(self._model, self._parts, self._found, seen=seen, **given)
             except ProbeMemoryError:
                 raise  # all samples would need even more
