@@ -95,7 +95,6 @@ class GainTapper:
         *,
         keep: Callable[[Key, int], bool] | None = None,
         copied: frozenset[str] = frozenset(),
-        flips: bool = True,
     ) -> None:
         """Nothing was seen yet.
 
@@ -104,10 +103,9 @@ class GainTapper:
             arriving: How noise is spread over what rectifiers read; evenly, where it does not say.
             keep: From a tensor and its number of elements to whether some of its derivative's are kept.
             copied: Operators whose result is copied for later.
-            flips: Whether flips of rectifiers and max-pools are looked at.
         """
-        self._wanted, self._copied, self._flips = wanted, copied, flips
-        self._spread = {name: list(found.spread) for name, found in arriving.items()}
+        self._wanted, self._copied = wanted, copied
+        self._sizes = _sizes(arriving)
         self._ratios = {name: found.ratio for name, found in arriving.items()}
         self._outputs: dict[int, _Held] = {}
         self._roots: dict[str, Tensor] = {}
@@ -204,11 +202,11 @@ class GainTapper:
 
     def _rectify(self, call: OperatorCall) -> Tensor:
         z: Tensor = call.args[0] if call.args else call.kwargs["input"]
-        if not z.requires_grad or not (self._flips or call.writes):
+        if not z.requires_grad:
             return call.run()  # type: ignore[no-any-return]
-        spreads = self._spread.get(call.traced_name)
+        sizes = self._sizes.get(call.traced_name)
         with torch.no_grad():
-            distance = _distance(z, spreads.pop(0) if spreads else None)
+            distance = _distance(z, sizes.pop(0) if sizes else None)
         where = _Rectifier(self, call.traced_name, z.detach() > 0, distance)
         read = z.detach().clone() if call.writes else z
         result: Tensor = MaskedRectifier.apply(z, where)  # type: ignore[no-untyped-call]
@@ -225,14 +223,17 @@ class GainTapper:
 
     def _pool(self, call: OperatorCall) -> Any:
         given = pool_call(call.op_type, call.args, call.kwargs)
-        if not self._flips or given is None or not given[0].requires_grad:
+        if given is None or not given[0].requires_grad:
             return call.run()
         (x, window), name = given, call.traced_name
         known = contest(self._rectified.ranks(x), window)
-        spreads, ratio = self._spread.get(name), self._ratios.get(name, 0.0)
+        sizes = self._sizes.get(name)
         with torch.no_grad():
-            spread = spreads.pop(0) / ratio if spreads and ratio > 0 else 2 * x.detach().square().mean()
-            distance = known.gap.div(spread.sqrt()).nan_to_num_(math.inf, math.inf).half()
+            even = sizes is None or self._ratios[name] <= 0
+            size = (2 * x.detach().square().mean()).sqrt() if even or not sizes else sizes.pop(0)
+            if size.dim() > 0:
+                size = size.expand(*known.shape[: size.dim() - 1], 1).reshape(-1, 1)
+            distance = known.gap.div(size).nan_to_num_(math.inf, math.inf).half()
         share = torch.zeros_like(known.gap).requires_grad_()
 
         def hook(derivative: Tensor | None) -> Tensor | None:
@@ -274,25 +275,24 @@ class GainTapper:
     @torch.no_grad()
     def flipped(self, name: str, distances: Tensor, squares: Tensor) -> None:
         """Squares of the derivatives by the mask of a rectifier, or by the shares of a max-pool."""
-        if not self._flips:
-            return
         key = (name, MASK, 0)
         self.rectified[name] = squares.numel()
         roots = self._ratio_roots(name, squares)
         for distance, part in _parts(distances, squares, _CHANCES):
-            chance = torch.special.ndtr(distance.reshape(1, -1).to(part.dtype) / roots)
+            chance = torch.special.ndtr(distance.reshape(1, -1) / roots)
             chance[-1].square_()
             found = summed(chance.mul_(part.reshape(1, -1)), 1)
             self._sums.numbers.append((key, tuple(str(i) for i in range(len(FLIP_RATIOS) + 1)), found))
 
     def _ratio_roots(self, name: str, like: Tensor) -> Tensor:
         """Of the ratios that flips are counted at, and the one that was seen, negative: (ratios, 1)."""
-        known = self._roots.get(name)
-        if known is None:
-            ratios = [*FLIP_RATIOS, self._ratios.get(name, 0.0)]
-            known = torch.tensor([[-math.sqrt(max(ratio, 1e-30))] for ratio in ratios], dtype=like.dtype)
-            known = self._roots[name] = known.to(like.device, non_blocking=True)
-        return known
+        if name not in self._roots:
+            names = dict.fromkeys((*self._ratios, name)) if not self._roots else [name]
+            rows = [[*FLIP_RATIOS, self._ratios.get(some, 0.0)] for some in names]
+            every = torch.tensor([[-math.sqrt(max(ratio, 1e-30)) for ratio in row] for row in rows], dtype=like.dtype)
+            roots = every.to(like.device, non_blocking=True).unsqueeze(2).unbind()
+            self._roots.update(zip(names, roots, strict=True))
+        return self._roots[name]
 
     def found(self, probes: int) -> tuple[dict[Key, Sums], dict[str, list[float]]]:
         """Means over probes: by operator and tensor, and by rectifier; one transfer to the host per type."""
@@ -329,7 +329,7 @@ class GainTapper:
         self._rectified.forget()
         self._sums = DerivativeSums(None)
         self._delayed.clear()
-        self._spread.clear()
+        self._sizes.clear()
 
 
 @functools.lru_cache(maxsize=16)
@@ -349,15 +349,25 @@ def _parts(a: Tensor, b: Tensor, limit: int) -> Iterable[tuple[Tensor, Tensor]]:
     return zip(torch.split(a.reshape(-1), limit), torch.split(b.reshape(-1), limit), strict=True)
 
 
-def _distance(z: Tensor, spread: Tensor | None) -> Tensor:
+def _sizes(arriving: Mapping[str, Arriving]) -> dict[str, list[Tensor]]:
+    """Of the noise at each rectifier and max-pool, for noise as strong as the signal; few kernels for all."""
+    calls = [(name, spread, found.ratio) for name, found in arriving.items() for spread in found.spread]
+    if not calls:
+        return {}
+    sizes = torch._foreach_div([spread for _, spread, _ in calls], [ratio or 1.0 for *_, ratio in calls])
+    torch._foreach_sqrt_(sizes)
+    together: dict[str, list[Tensor]] = {}
+    for (name, *_), size in zip(calls, sizes, strict=True):
+        together.setdefault(name, []).append(size)
+    return together
+
+
+def _distance(z: Tensor, size: Tensor | None) -> Tensor:
     """Distance of every element from zero over the size of the noise there, for noise as strong as the signal.
 
     Where no noise arrives, nothing flips however close it is. In half precision, whose numbers reach from a thousandth
     of the least ratio's root to far beyond where anything flips.
     """
-    tiny = torch.finfo(z.dtype).tiny
-    strength = z.square().mean()
-    if spread is None or any(few not in (1, many) for few, many in zip(spread.shape, z.shape, strict=True)):
-        return z.abs().div_(strength.sqrt().clamp(min=tiny)).half()
-    size = (spread * (strength / spread.mean().clamp(min=tiny))).sqrt()
+    if size is None or any(few not in (1, many) for few, many in zip(size.shape, z.shape, strict=True)):
+        size = z.square().mean().sqrt()
     return z.abs().div_(size).nan_to_num_(math.inf, math.inf).half()

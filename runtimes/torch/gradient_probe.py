@@ -211,7 +211,6 @@ class Probe:
         adaptive: See ``probe_gains``.
         roots: Root mean squares of gradients by the parameter's number; by default those of the loss.
         keep: From a tensor and its number of elements to whether some elements of its derivative are kept.
-        flips: Whether flips of rectifiers and max-pools are looked at.
     """
 
     wanted: frozenset[str] | None
@@ -220,7 +219,6 @@ class Probe:
     adaptive: bool = False
     roots: Mapping[int, Tensor] | None = None
     keep: Callable[[Key, int], bool] | None = None
-    flips: bool = True
 
     def of(self, model: nn.Module, loss_of: LossOf, seen: Seen) -> Sliced:
         """Squared derivatives of one loss, and noise as it was seen to arrive at its rectifiers.
@@ -230,7 +228,7 @@ class Probe:
         """
         copied: frozenset[str] = frozenset()
         while True:
-            tapper = GainTapper(self.wanted, seen.arriving, keep=self.keep, copied=copied, flips=self.flips)
+            tapper = GainTapper(self.wanted, seen.arriving, keep=self.keep, copied=copied)
             try:
                 with twice_differentiable("probes"):
                     progress = self._differentiate(model, loss_of, tapper)

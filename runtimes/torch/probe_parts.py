@@ -15,7 +15,6 @@ shows in the sizes of tensors or fails; then the batch is probed as a whole.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -73,7 +72,8 @@ def probe_parts(
         parts: Two of them.
         whole: What is known of the whole batch.
         graph: As for ``probe_gains``, like all that follow.
-        seen: Noise at rectifiers, of the first part. Flips are looked at there alone: noise takes four passes.
+        seen: Noise at rectifiers of the first part. That of the other is taken to be like it in every channel: looking
+            takes four passes, and parts differ far more in what flips do to them.
         probes: Of each part.
         seed: The same for both.
         adaptive: As there.
@@ -93,9 +93,9 @@ def probe_parts(
 
     probe = Probe(wanted=wanted, probes=probes, seed=seed, adaptive=adaptive, roots=roots, keep=shared)
     a = probe.of(model, parts[0].loss_of, seen)
-    b = dataclasses.replace(probe, flips=False).of(model, parts[1].loss_of, Seen({}, 0.0))
+    b = probe.of(model, parts[1].loss_of, Seen({name: x.of_others() for name, x in seen.arriving.items()}, 0.0))
     share = parts[0].share
-    if a.sums.keys() != b.sums.keys():
+    if a.sums.keys() != b.sums.keys() or a.flips.keys() != b.flips.keys():
         raise NotDivisibleError("the parts took different ways through the model")
     common = _common(a, b)
     averaged = _averages(a, b, share, whole)
@@ -118,7 +118,7 @@ def probe_parts(
         signal = whole.signals.get(name)
         # Of what samples share, one part is taken for all: too many rather than too few.
         part = 1.0 if signal is not None and signal.elements == a.rectified[name] else share
-        flips[name] = [factor * part * x for x in row]
+        flips[name] = [factor * part * (x + y) / 2 for x, y in zip(row, b.flips[name], strict=True)]
     arriving = {name: Arriving(x.ratio, ()) for name, x in seen.arriving.items()}
     return put_together(gains, flips, Seen(arriving, 0.0))
 
