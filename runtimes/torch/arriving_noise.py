@@ -56,9 +56,16 @@ class Arriving(NamedTuple):
     ratio: float
     spread: tuple[Tensor, ...]
 
-    def of_others(self) -> Arriving:
-        """What it is taken for in other samples: per channel the mean over those that were seen."""
-        return Arriving(self.ratio, tuple(spread.mean(0, keepdim=True) for spread in self.spread))
+    def of_some(self, chosen: range, share: float) -> Arriving:
+        """Of some samples that are such a share of those that were seen; where they are not told apart, their mean."""
+        samples = round(len(chosen) / share)
+
+        def some(spread: Tensor) -> Tensor:
+            if spread.shape[0] in (1, samples):
+                return spread if spread.shape[0] == 1 else spread[chosen.start : chosen.stop : chosen.step]
+            return spread.mean(0, keepdim=True)
+
+        return Arriving(self.ratio, tuple(some(spread) for spread in self.spread))
 
 
 class Seen(NamedTuple):

@@ -39,7 +39,7 @@ from qsync_opt.runtimes.torch.gradient_probe import (
 from qsync_opt.statistics import Gain, ModelStatistics
 
 PASSES = 3
-"""Noisy forward passes of each part."""
+"""Noisy forward passes; of the whole batch, as the scale of its numbers is that of the largest of all samples."""
 
 
 class NotDivisibleError(Exception):
@@ -47,10 +47,11 @@ class NotDivisibleError(Exception):
 
 
 class PartLoss(NamedTuple):
-    """The loss of some samples, and which share of the batch they are."""
+    """The loss of some samples, which share of the batch they are, and which ones."""
 
     loss_of: LossOf
     share: float
+    chosen: range
 
 
 def probe_parts(
@@ -72,8 +73,7 @@ def probe_parts(
         parts: Two of them.
         whole: What is known of the whole batch.
         graph: As for ``probe_gains``, like all that follow.
-        seen: Noise at rectifiers of the first part. That of the other is taken to be like it in every channel: looking
-            takes four passes, and parts differ far more in what flips do to them.
+        seen: Noise at rectifiers in the whole batch.
         probes: Of each part.
         seed: The same for both.
         adaptive: As there.
@@ -92,8 +92,7 @@ def probe_parts(
         return not key[1].endswith("gradient") and elements == _elements(whole, key)
 
     probe = Probe(wanted=wanted, probes=probes, seed=seed, adaptive=adaptive, roots=roots, keep=shared)
-    a = probe.of(model, parts[0].loss_of, seen)
-    b = probe.of(model, parts[1].loss_of, Seen({name: x.of_others() for name, x in seen.arriving.items()}, 0.0))
+    a, b = (probe.of(model, part.loss_of, _seen_by(part, seen)) for part in parts)
     share = parts[0].share
     if a.sums.keys() != b.sums.keys() or a.flips.keys() != b.flips.keys():
         raise NotDivisibleError("the parts took different ways through the model")
@@ -121,6 +120,10 @@ def probe_parts(
         flips[name] = [factor * part * (x + y) / 2 for x, y in zip(row, b.flips[name], strict=True)]
     arriving = {name: Arriving(x.ratio, ()) for name, x in seen.arriving.items()}
     return put_together(gains, flips, Seen(arriving, 0.0))
+
+
+def _seen_by(part: PartLoss, seen: Seen) -> Seen:
+    return Seen({name: found.of_some(part.chosen, part.share) for name, found in seen.arriving.items()}, 0.0)
 
 
 def _elements(whole: ModelStatistics, key: Key) -> int:
