@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qsync_opt.rounding import Granularity
 from qsync_opt.runtimes.torch.product_forms import ConvolutionForm
-from qsync_opt.runtimes.torch.reductions import dot, stacked, summed
+from qsync_opt.runtimes.torch.reductions import stacked, summed
 from qsync_opt.runtimes.torch.sized_samples import Positions, SizedPositions, even_positions, positions_by_size
 
 _WHERE_THE_GRADIENT_IS = 1 / 4
@@ -100,6 +100,7 @@ class TakenConvolution:
         limit: About how many elements of the operands are looked at one by one.
         found: Names and numbers, as the record of the call keeps them.
         loss_scale: By which the gradient is multiplied while it is rounded.
+        by_row: Squares of the first operand and of the gradient by row.
         columns: Squares of the gradient summed over the results that each weight reaches, by output channel.
         contracted_second: Squares of the weight by contraction, once they are known.
         by_column: Squares of the weight by output channel, likewise.
@@ -115,6 +116,7 @@ class TakenConvolution:
     columns: Tensor | None = None
     met: TakenMet | None = None
     gradient: TakenGradient | None = None
+    by_row: tuple[Tensor, Tensor] | None = None
     contracted_second: Tensor | None = None
     by_column: Tensor | None = None
     positions: int = 0
@@ -146,7 +148,7 @@ class TakenConvolution:
 
     def forget(self) -> None:
         """Keep nothing that was taken."""
-        self.first = self.met = self.gradient = None
+        self.first = self.met = self.gradient = self.by_row = None
         self.columns = self.contracted_second = self.by_column = None
 
     def meet_gradient(self, g: Tensor, *, where_it_is: bool, rounded: bool) -> None:
@@ -162,7 +164,7 @@ class TakenConvolution:
         row_g2 = form.result_by_row(squares)
         self.columns = form.columns_of_weight(squares)
         del squares
-        self.found.append((("xg/floating",), dot(first.by_row, row_g2).view(1)))
+        self.by_row = first.by_row, row_g2
         if where_it_is:
             self.met = self._met(first, row_g2)
         if rounded:

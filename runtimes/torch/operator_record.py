@@ -25,7 +25,7 @@ from qsync_opt.runtimes.torch.product_forms import ConvolutionForm, MatrixForm, 
 from qsync_opt.runtimes.torch.reductions import dot, mean, norm, ratio, reduced, strided, summed, total
 from qsync_opt.runtimes.torch.replays import Replays
 from qsync_opt.runtimes.torch.rounding_error import ElementErrors, stacked_errors
-from qsync_opt.runtimes.torch.sized_samples import SizedRuns, runs_by_size
+from qsync_opt.runtimes.torch.sized_samples import SizedRuns, even_runs, runs_by_size
 from qsync_opt.statistics import GRADIENTS, OperatorKind, ProductSizes
 
 _FIXED_POINT = {Granularity(kind.partition("/")[2]): kind for kind in INTEGER_KINDS}
@@ -100,18 +100,19 @@ class OperatorRecord:
     def plain(self, tensor: str, x: Tensor, root: Tensor | None = None) -> None:
         """Moments of a tensor that is no operand, and some elements, whose cast errors are found with all others.
 
-        Of a convolution's results, which sit on few positions in a gradient, elements are chosen by their size.
+        Of the gradient of a convolution's operand, which sits on few positions, elements are chosen by their size.
         """
-        by_size = self.op_type.startswith("conv") and tensor != "second_gradient"
-        if by_size and x.numel() > min(self.sample, SAMPLE):
-            runs = runs_by_size(x, min(self.sample, SAMPLE))
+        some = min(self.sample, SAMPLE)
+        convolution = self.op_type.startswith("conv") and tensor != "second_gradient"
+        if convolution and tensor != "output" and x.numel() > some:
+            runs = runs_by_size(x, some)
             self.elements[tensor] = x.numel()
             self.put(f"{tensor}.greatest", torch.linalg.vector_norm(x, float("inf")))
             self.put(f"{tensor}.square_sum", runs.total)
             self.waiting.append((tensor, runs))
             return
         self.moments(tensor, x, root)
-        self.waiting.append((tensor, strided(x, min(self.sample, SAMPLE)).clone()))
+        self.waiting.append((tensor, even_runs(x, some) if convolution else strided(x, some).clone()))
 
     def keep(self, tensor: str, kinds: tuple[str, ...], errors: ElementErrors, part: Tensor) -> None:
         """Mean errors of a part of a tensor, and what they are scaled by to stand for the whole.

@@ -27,9 +27,8 @@ from qsync_opt.runtimes.torch.operator_batch import WHILE_ACTIVATIONS_ARE_KEPT, 
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
 from qsync_opt.runtimes.torch.prober import Prober
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
-from qsync_opt.runtimes.torch.reductions import channel_variances
 from qsync_opt.runtimes.torch.replays import Replays
-from qsync_opt.runtimes.torch.signal_numbers import Norms, SignalTensors
+from qsync_opt.runtimes.torch.signal_numbers import Norms, SignalTensors, normalized
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.statistics import (
     GRADIENTS,
@@ -133,7 +132,7 @@ class _Collector:
             if output.numel() == 1 and output.requires_grad and entering.numel() > 1:
                 seen["curvature"] = loss_curvature(call, _full(entering))
             if call.op_type == "batch_norm":
-                seen |= {"before": channel_variances(entering), "after": channel_variances(output)}
+                seen |= normalized(call, entering, output)
             self.signals.setdefault(call.traced_name, []).append((output.numel(), seen))
         return output
 
