@@ -222,10 +222,12 @@ def _met_key(call: TakenConvolution, found: tuple[TakenFirst, TakenMet]) -> Hash
 def _mets(call: TakenConvolution, every: Sequence[tuple[TakenFirst, TakenMet]]) -> _Numbers:
     """T(noise of the first operand, 1, g**2) for fixed-point rounding."""
     rows, channels = (torch.stack(x) for x in zip(*((f.rows, f.channels) for f, _ in every), strict=True))
-    parts, sizes, by_image, images = (
-        torch.stack(x)
-        for x in zip(*((m.part, m.sizes, m.by_image, m.sampled.positions.images) for _, m in every), strict=True)
+    parts, met_by, found = (
+        torch.stack(x) for x in zip(*((m.part, m.sizes.flatten(2), m.sampled.found) for _, m in every), strict=True)
     )
+    images = found // met_by.shape[3]
+    by_image = met_by.flatten(2).sum(2)
+    sizes = _at(met_by.unsqueeze(1), found).squeeze(2)
     units = rows.gather(1, images)
     scales = {
         Granularity.TENSOR: rows.amax(1).view(-1, 1, 1),
@@ -248,6 +250,13 @@ def _mets(call: TakenConvolution, every: Sequence[tuple[TakenFirst, TakenMet]]) 
     ]
 
 
+def _at(x: Tensor, found: Tensor) -> Tensor:
+    """What (M, R, B, G, ...) holds at positions (M, P) that count through all images: (M, P, R, G)."""
+    by_place = x.movedim(2, 3).flatten(3)
+    index = found.view(found.shape[0], 1, 1, -1).expand(-1, *by_place.shape[1:3], -1)
+    return by_place.gather(3, index).movedim(3, 1)
+
+
 def _by_group(x: Tensor, call: TakenConvolution) -> Tensor:
     """Sums over the channels of each group: (..., C) to (..., G)."""
     return x.reshape(*x.shape[:-1], call.form.sizes.products, -1).sum(-1)
@@ -260,10 +269,11 @@ def _gradient_key(call: TakenConvolution, gradient: TakenGradient) -> Hashable:
 
 def _gradients(calls: Sequence[TakenConvolution], gradients: Sequence[TakenGradient]) -> _Steps:
     form, scale = calls[0].form, calls[0].loss_scale
-    parts, amax, rows, shares, places = (
+    parts, amax, every, shares, found = (
         torch.stack(x)
-        for x in zip(*((g.part, g.amax, g.rows, g.shares, g.sampled.positions.places) for g in gradients), strict=True)
+        for x in zip(*((g.part, *g.amax, g.rows.flatten(3), g.shares, g.sampled.found) for g in gradients), strict=True)
     )
+    rows, places = _at(every, found), found % every.shape[4]
     by_row = rows[:, :, 3]
     largest = amax.view(-1, 1, 1)
     if scale != 1.0:

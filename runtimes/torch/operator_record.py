@@ -7,6 +7,7 @@ host together. What is looked at element by element is a sample, but for moments
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from torch import Tensor
 from qsync_opt.rounding import Granularity, Rounding
 from qsync_opt.runtimes.torch.attention_error import AttentionCall, attention_errors
 from qsync_opt.runtimes.torch.convolution_record import TakenConvolution
+from qsync_opt.runtimes.torch.late_moments import LateMoments
 from qsync_opt.runtimes.torch.matrix_record import Shares, matrix_gradient_errors, outside_sample, shares_of_weights
 from qsync_opt.runtimes.torch.nearest_error import weight_gradient_errors
 from qsync_opt.runtimes.torch.operator_summary import INTEGER_KINDS, RESULT_KINDS, SCALED_KINDS
@@ -83,7 +85,8 @@ class OperatorRecord:
     # Of a lookup: which rows of the result count in the gradient of the table (all but those of padding).
     counted: Tensor | None = None
     replays: Replays = field(default_factory=Replays)
-    """Shared by the records of a collection."""
+    """Shared by the records of a collection, like what follows."""
+    late: LateMoments | None = None
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
@@ -94,8 +97,16 @@ class OperatorRecord:
     def moments(self, tensor: str, x: Tensor, root: Tensor | None = None) -> None:
         """Largest magnitude and norm; ``root`` is that norm, if it is known already."""
         self.elements[tensor] = x.numel()
+        if self.late is not None and root is None and tensor in GRADIENTS:
+            self.late.add(x, functools.partial(self._give, tensor))
+            return
         self.put(f"{tensor}.greatest", torch.linalg.vector_norm(x, float("inf")))
         self.put(f"{tensor}.norm", norm(x) if root is None else root)
+
+    def _give(self, tensor: str, amax: Tensor, root: Tensor | None) -> None:
+        self.put(f"{tensor}.greatest", amax)
+        if root is not None:
+            self.put(f"{tensor}.norm", root)
 
     def plain(self, tensor: str, x: Tensor, root: Tensor | None = None) -> None:
         """Moments of a tensor that is no operand, and some elements, whose cast errors are found with all others.
@@ -107,7 +118,10 @@ class OperatorRecord:
         if convolution and tensor != "output" and x.numel() > some:
             runs = runs_by_size(x, some)
             self.elements[tensor] = x.numel()
-            self.put(f"{tensor}.greatest", torch.linalg.vector_norm(x, float("inf")))
+            if self.late is None:
+                self.put(f"{tensor}.greatest", torch.linalg.vector_norm(x, float("inf")))
+            else:
+                self.late.add(x, functools.partial(self._give, tensor), root=False)
             self.put(f"{tensor}.square_sum", runs.total)
             self.waiting.append((tensor, runs))
             return
@@ -152,7 +166,7 @@ class OperatorRecord:
         if isinstance(form, ConvolutionForm):
             self.elements |= {"first": form.first.numel(), "second": form.second.numel()}
             self.convolution = TakenConvolution(
-                form=form, limit=self.sample, found=self.found, loss_scale=self.loss_scale
+                form=form, limit=self.sample, found=self.found, loss_scale=self.loss_scale, late=self.late
             )
             if not (self.differentiated and "second_gradient" in self.needs_gradient):
                 self.convolution.let_go()

@@ -188,7 +188,7 @@ def _on_host(every: Sequence[Kept]) -> list[Kept]:
             place: iter(torch.split(torch.cat(some).cpu(), [x.numel() for x in some])) for place, some in host.items()
         }
         fields.append([None if x is None else next(parts[x.dtype, x.device]) for x in tensors])
-    return [Kept(*found) for found in zip(*fields, strict=True)]  # type: ignore[arg-type]
+    return [Kept(*found) for found in zip(*fields, strict=True)]
 
 
 def _products(a: Kept, b: Kept) -> tuple[float, float, float]:

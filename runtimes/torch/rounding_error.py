@@ -125,9 +125,7 @@ def paired_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity
     return found if units is None else found.mul_(units.div_(stack.largest).square_())
 
 
-def joint_errors(
-    every: Sequence[tuple[Tensor, Mapping[Granularity, Tensor]]], kinds: tuple[str, ...]
-) -> list[Tensor]:
+def joint_errors(every: Sequence[tuple[Tensor, Mapping[Granularity, Tensor]]], kinds: tuple[str, ...]) -> list[Tensor]:
     """What ``paired_errors`` has of several tensors on one device, together."""
     if len(every) == 1:
         x, known = every[0]
@@ -150,7 +148,9 @@ class Wanted(NamedTuple):
     amaxes: Mapping[Granularity, Tensor]
 
 
-def answered(groups: Iterable[tuple[_Name, Generator[Wanted, Tensor, _Found]]], limit: int) -> Iterator[tuple[_Name, _Found]]:
+def answered(
+    groups: Iterable[tuple[_Name, Generator[Wanted, Tensor, _Found]]], limit: int
+) -> Iterator[tuple[_Name, _Found]]:
     """Run computations each of which asks for errors once, those of several at once.
 
     Args:

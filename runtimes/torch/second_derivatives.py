@@ -159,9 +159,7 @@ class _ProductGradient(torch.autograd.Function):
         return gx, gw, form.to_bias(g) if needs[2] else None
 
     @staticmethod
-    def backward(
-        ctx: Any, v: Tensor | None, p: Tensor | None, q: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, v: Tensor | None, p: Tensor | None, q: Tensor | None) -> tuple[Tensor | None, ...]:
         g, x, w = ctx.saved_tensors
         delayed: Delayed = ctx.delayed
         form, needs = delayed.form, ctx.needs_input_grad

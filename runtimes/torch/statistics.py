@@ -20,6 +20,7 @@ from qsync_opt.runtimes.torch.attention_error import attention_call
 from qsync_opt.runtimes.torch.batch_statistics import statistics_of_batch, with_probes
 from qsync_opt.runtimes.torch.gradient_noise import GradientScatter
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
+from qsync_opt.runtimes.torch.late_moments import LateMoments
 from qsync_opt.runtimes.torch.lookup_record import measure_lookup
 from qsync_opt.runtimes.torch.loss_curvature import loss_curvature
 from qsync_opt.runtimes.torch.max_pooling import MAX_POOLS
@@ -86,6 +87,7 @@ class _Collector:
         self.records: dict[str, list[OperatorRecord]] = {}
         self.signals: dict[str, list[SignalTensors]] = {}
         self._norms = Norms()
+        self.late = LateMoments()
 
     def __call__(self, call: OperatorCall) -> Any:
         if call.op_type not in ADJUSTABLE:
@@ -102,6 +104,7 @@ class _Collector:
             sample=self._sample,
             parameters=(*lead, *(self._parameter(slot.tensor) for slot in slots)),
             replays=self._replays,
+            late=self.late,
             loss_scale=self._loss_scale,
             differentiated=torch.is_grad_enabled(),
         )
@@ -331,6 +334,7 @@ def collect_statistics(
             silent |= {
                 name: None for name, records in collector.records.items() if all(r.lacks_gradient for r in records)
             }
+            collector.late.flush()
             found = statistics_of_batch(collector.records, collector.signals, number, graph)
             del collector
             if probes or adaptive_probes or curvature_probes:
