@@ -6,7 +6,7 @@ Derivatives wait for each other until there are enough elements of them, and are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ from qsync_opt.runtimes.torch.reductions import largest, norms, strided, totals
 _QUANTIZED = ("first", "second", "output_gradient")
 _TOGETHER = 1 << 22
 """Elements that are looked at together."""
+_SHARE = 1 / 16
+"""Part of all results of a step that may be looked at together, too: a step of larger tensors has memory for more."""
 SAMPLE = 1 << 14
 """Elements of a derivative that are kept, of tensors that all samples of a batch share."""
 
@@ -71,12 +73,21 @@ class DerivativeSums:
         self._keep = keep
         self._waiting: list[_Waiting] = []
         self._elements = 0
+        self._results = 0
         self.numbers: list[Numbers] = []
         self.kept: dict[Key, list[Kept]] = {}
 
+    def note_result(self, elements: int) -> None:
+        """An operator of the step has a result of so many elements."""
+        self._results += elements
+
+    @property
+    def _limit(self) -> int:
+        return max(_TOGETHER, int(self._results * _SHARE))
+
     def add(self, key: Key, derivative: Tensor, values: Tensor) -> None:
         """A derivative, and the values of what it is by; neither may be written into any more."""
-        if self._elements + values.numel() > _TOGETHER:
+        if self._elements + values.numel() > self._limit:
             self.flush()
         self._waiting.append(_Waiting(key, derivative, values))
         self._elements += values.numel()
@@ -89,7 +100,7 @@ class DerivativeSums:
         self.forget_waiting()
         while alike:
             _, some = alike.popitem()
-            if len(some) == 1 and some[0].values.numel() > _TOGETHER:
+            if len(some) == 1 and some[0].values.numel() > self._limit:
                 self._reduce_large(some.pop())
             else:
                 self._reduce(some)
@@ -110,8 +121,8 @@ class DerivativeSums:
         if chosen:
             changes, parts = [derivatives[i] for i in chosen], [values[i] for i in chosen]
             weights = _fixed_point(parts, _steps(largest(parts)))
-            squares = torch._foreach_mul(changes, changes)
-            torch._foreach_mul_(squares, weights)
+            squares = torch._foreach_mul(weights, changes)
+            torch._foreach_mul_(squares, changes)
             rounded = [keys[i] for i in chosen]
             self._give(rounded, ("fixed", "fixed_weight"), [totals(squares), totals(weights)])
             fixed = dict(zip(rounded, weights, strict=True))
@@ -123,7 +134,7 @@ class DerivativeSums:
         """A part at a time."""
         key, derivative, values = waiting
         step = _steps(largest([values])) if key[1] in _QUANTIZED else None
-        for part, there in zip(*(torch.split(x.reshape(-1), _TOGETHER) for x in (derivative, values)), strict=True):
+        for part, there in zip(*(torch.split(x.reshape(-1), self._limit) for x in (derivative, values)), strict=True):
             self._give([key], ("~plain", "~values", "~floating"), [norms([x]) for x in (part, there, part * there)])
             if step is not None:
                 weights = _fixed_point([there], step)
@@ -144,6 +155,50 @@ class DerivativeSums:
         self.numbers.extend((key, names, column) for key, column in zip(keys, table.unbind(1), strict=True))
 
 
+class ParameterGradients:
+    """Of derivatives by what an operator adds to the gradient of a parameter: they are random signs times one number.
+
+    So only the gradient's norm matters, and nothing of its size has to be kept until the derivative comes.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Tensor] = []
+        self._elements = 0
+        self._seen: list[tuple[Key, int, int]] = []
+        self._norms: list[Tensor] = []
+
+    def add(self, key: Key, parameter: Tensor, gradient: Tensor) -> None:
+        """Such a part of a parameter's gradient; nothing may write into it any more."""
+        if self._elements + gradient.numel() > _TOGETHER:
+            self._flush()
+        self._waiting.append(gradient.detach())
+        self._elements += gradient.numel()
+        self._seen.append((key, id(parameter), gradient.numel()))
+
+    def _flush(self) -> None:
+        if self._waiting:
+            self._norms += norms(self._waiting)
+        self.forget()
+
+    def forget(self) -> None:
+        """Keep no gradient."""
+        self._waiting.clear()
+        self._elements = 0
+
+    def sums(self, weights: Mapping[int, Tensor]) -> dict[Key, Sums]:
+        """Sums by key; ``weights`` has the numbers by the parameter's id, 1 where there is none."""
+        self._flush()
+        if not self._norms:
+            return {}
+        host = torch.stack([x.double() for x in (*self._norms, *weights.values())]).tolist()
+        numbers = dict(zip(weights, host[len(self._norms) :], strict=True))
+        found = {}
+        for (key, parameter, elements), root in zip(self._seen, host, strict=False):
+            square, values = numbers.get(parameter, 1.0) ** 2, root**2
+            found[key] = Sums(plain=square * elements, floating=square * values, values=values, elements=elements)
+        return found
+
+
 def _steps(amaxes: Iterable[Tensor]) -> list[Tensor]:
     """Steps of INT8 per unit, by largest magnitudes."""
     found = torch.stack(list(amaxes))
@@ -158,4 +213,5 @@ def _fixed_point(values: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Tens
     parts = [x * step for x, step in zip(values, steps, strict=True)]
     torch._foreach_frac_(parts)
     torch._foreach_abs_(parts)
-    return list(torch._foreach_addcmul(parts, parts, parts, value=-1))
+    torch._foreach_addcmul_(parts, parts, parts, value=-1)
+    return parts

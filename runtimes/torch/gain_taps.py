@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qsync_opt.runtimes.torch.arriving_noise import RECTIFIERS, Arriving
-from qsync_opt.runtimes.torch.derivative_sums import DerivativeSums, Key, Sums
+from qsync_opt.runtimes.torch.derivative_sums import DerivativeSums, Key, ParameterGradients, Sums
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.max_pooling import MAX_POOLS, LastRectified, SwitchedPool, contest, pool_call
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, Slot, operand_slots, replace_operands
@@ -26,7 +26,7 @@ from qsync_opt.runtimes.torch.second_derivatives import Delayed, batch_norm_twic
 from qsync_opt.statistics import FLIP_RATIOS, GRADIENTS, OPERANDS
 
 MASK = "mask"
-_CHANCES = 1 << 20
+_CHANCES = 1 << 21
 """Elements of a large rectifier that are looked at together; each has several chances to flip."""
 
 
@@ -85,6 +85,7 @@ class GainTapper:
         first: Whether the first differentiation is not over yet.
         last: Whether nothing is differentiated again after the present pass.
         rectified: Elements of the last call of each rectifier.
+        weights: By what the projection multiplies the gradient of a parameter, by the parameter's id; 1 otherwise.
         written: Operators whose result was written into before it was looked at; they are to be given as ``copied``.
     """
 
@@ -108,10 +109,12 @@ class GainTapper:
         self._sizes = _sizes(arriving)
         self._ratios = {name: found.ratio for name, found in arriving.items()}
         self._outputs: dict[int, _Held] = {}
-        self._roots: dict[str, Tensor] = {}
+        self._inverse: dict[str, Tensor] = {}
         self._rectified = LastRectified()
         self._sums = DerivativeSums(keep)
+        self._gradients = ParameterGradients()
         self._delayed: list[tuple[Delayed, _Held]] = []
+        self.weights: dict[int, Tensor] = {}
         self._calls: Counter[tuple[str, str]] = Counter()
         self._elements: dict[Key, int] = {}
         self.first, self.last = True, False
@@ -139,7 +142,7 @@ class GainTapper:
             ends = x.is_leaf  # nothing before it is differentiated
             alias = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
             trained = gradient if x.requires_grad else None
-            watched.append(self._watch(call.name, operand, trained, alias, x.detach(), ends=ends))
+            watched.append(self._watch(call.name, operand, trained, alias, x.detach(), leaf=x if ends else None))
             operands.append(alias)
         args, kwargs = replace_operands(call.args, call.kwargs, slots, operands)
         output = self._run(call, args, kwargs, slots, watched)
@@ -147,6 +150,7 @@ class GainTapper:
         held = self._watch(
             call.name, "output", "output_gradient", output, values.clone() if call.name in self._copied else values
         )
+        self._sums.note_result(output.numel())
         self._outputs[output.data_ptr()] = held
         return output
 
@@ -167,18 +171,22 @@ class GainTapper:
         return found[0]
 
     def _watch(
-        self, name: str, tensor: str, gradient: str | None, node: Tensor, values: Tensor, *, ends: bool = False
+        self, name: str, tensor: str, gradient: str | None, node: Tensor, values: Tensor, *, leaf: Tensor | None = None
     ) -> _Held:
         """Reduce the derivative at a node, and at its gradient, as they come; what ends there goes no further."""
         held = self._hold(name, tensor, values)
 
         def hook(g: Tensor | None) -> Tensor | None:  # None: nothing depends on what is here
-            if self.first and g is not None:
-                return None if gradient is None else self._watch_gradient(name, gradient, g)
+            if self.first and g is not None and gradient is not None:
+                if leaf is None or len(leaf._backward_hooks or ()) != 1:  # somebody else's hook may change it
+                    return self._watch_gradient(name, gradient, g)
+                key = self._hold(name, gradient, g.detach()).key
+                self._gradients.add(key, leaf, g)
+                return None
             if self.first:
                 return None
             self._reduce(g, held)
-            return nothing_like(g) if ends and g is not None else None
+            return None if leaf is None or g is None else nothing_like(g)
 
         node.register_hook(hook)  # type: ignore[no-untyped-call]
         return held
@@ -277,22 +285,23 @@ class GainTapper:
         """Squares of the derivatives by the mask of a rectifier, or by the shares of a max-pool."""
         key = (name, MASK, 0)
         self.rectified[name] = squares.numel()
-        roots = self._ratio_roots(name, squares)
+        sizes = self._inverse_sizes(name, squares)
         for distance, part in _parts(distances, squares, _CHANCES):
-            chance = torch.special.ndtr(distance.reshape(1, -1) / roots)
+            # Twice the chance that a normal number is beyond the distance.
+            chance = (distance.reshape(1, -1) * sizes).erfc_()
             chance[-1].square_()
             found = summed(chance.mul_(part.reshape(1, -1)), 1)
             self._sums.numbers.append((key, tuple(str(i) for i in range(len(FLIP_RATIOS) + 1)), found))
 
-    def _ratio_roots(self, name: str, like: Tensor) -> Tensor:
-        """Of the ratios that flips are counted at, and the one that was seen, negative: (ratios, 1)."""
-        if name not in self._roots:
-            names = dict.fromkeys((*self._ratios, name)) if not self._roots else [name]
+    def _inverse_sizes(self, name: str, like: Tensor) -> Tensor:
+        """Of noise at the ratios that flips are counted at, and the one that was seen, over root 2: (ratios, 1)."""
+        if name not in self._inverse:
+            names = dict.fromkeys((*self._ratios, name)) if not self._inverse else [name]
             rows = [[*FLIP_RATIOS, self._ratios.get(some, 0.0)] for some in names]
-            every = torch.tensor([[-math.sqrt(max(ratio, 1e-30)) for ratio in row] for row in rows], dtype=like.dtype)
-            roots = every.to(like.device, non_blocking=True).unsqueeze(2).unbind()
-            self._roots.update(zip(names, roots, strict=True))
-        return self._roots[name]
+            every = torch.tensor([[(2 * max(ratio, 1e-30)) ** -0.5 for ratio in row] for row in rows], dtype=like.dtype)
+            inverse = every.to(like.device, non_blocking=True).unsqueeze(2).unbind()
+            self._inverse.update(zip(names, inverse, strict=True))
+        return self._inverse[name]
 
     def found(self, probes: int) -> tuple[dict[Key, Sums], dict[str, list[float]]]:
         """Means over probes: by operator and tensor, and by rectifier; one transfer to the host per type."""
@@ -310,7 +319,7 @@ class GainTapper:
                 value = next(host[values.dtype]) / (1.0 if label.startswith("~") else probes)
                 if key[1] == MASK:
                     row = flips.setdefault(key[0], [0.0] * len(labels))
-                    row[int(label)] += value
+                    row[int(label)] += value * (0.5 if int(label) < len(FLIP_RATIOS) else 0.25)
                     continue
                 known = sums.setdefault(key, Sums())
                 attribute = label.removeprefix("~")
@@ -318,6 +327,7 @@ class GainTapper:
                 setattr(known, attribute, getattr(known, attribute) + added)
         for key, known in sums.items():
             known.elements, known.kept = self._elements[key], self._sums.kept.get(key, [])
+        sums |= self._gradients.sums(self.weights)
         for name, row in flips.items():
             if not self._ratios.get(name, 0.0):
                 row[-1] = 0.0
@@ -328,6 +338,8 @@ class GainTapper:
         self._outputs.clear()
         self._rectified.forget()
         self._sums = DerivativeSums(None)
+        self._gradients.forget()
+        self.weights.clear()
         self._delayed.clear()
         self._sizes.clear()
 

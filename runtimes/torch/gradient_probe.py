@@ -162,6 +162,7 @@ class _Projected:
     first: bool = True
     sums: list[list[Tensor]] = field(default_factory=list)
     progress: list[Tensor] = field(default_factory=list)
+    weights: dict[int, Tensor] = field(default_factory=dict)
 
     def hook(self, index: int) -> Callable[[Tensor | None], Tensor | None]:
         """Of one parameter."""
@@ -189,7 +190,9 @@ class _Projected:
         with torch.no_grad():
             root = norm(gradient.detach()).double() / gradient.numel() ** 0.5 if given is None else given
             self.progress.append(root * gradient.numel())
-            return torch.where(root > 0, (2 * root).rsqrt(), 0.0).to(gradient.dtype)
+            found = torch.where(root > 0, (2 * root).rsqrt(), 0.0).to(gradient.dtype)
+            self.weights[index] = found
+            return found
 
 
 class Sliced(NamedTuple):
@@ -255,6 +258,7 @@ class Probe:
                 torch.autograd.grad(loss, parameters, start, create_graph=True, allow_unused=True)
             del loss
             tapper.first = projected.first = False
+            tapper.weights = {id(parameters[i]): weight for i, weight in projected.weights.items()}
             projections = [torch.stack(row).sum() for row in zip(*projected.sums, strict=True)]
             projected.sums.clear()
             if not projections:
