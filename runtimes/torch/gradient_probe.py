@@ -38,7 +38,7 @@ from qsync_opt.runtimes.torch.gain_taps import GainTapper, nothing_like
 from qsync_opt.runtimes.torch.interception import Interception
 from qsync_opt.runtimes.torch.operator_calls import Handler
 from qsync_opt.runtimes.torch.random_signs import signs_like
-from qsync_opt.runtimes.torch.reductions import dot, norm
+from qsync_opt.runtimes.torch.reductions import norm
 from qsync_opt.statistics import Gain
 
 LossOf = Callable[[], Tensor]
@@ -120,16 +120,20 @@ def twice_differentiable(option: str) -> Iterator[None]:
 
 
 class _Projection(torch.autograd.Function):
-    """Sum of a gradient times random signs, which are asked for again where they are needed again."""
+    """Sum of a gradient times random signs, of which only the derivative is asked for: the signs, drawn there.
+
+    The sum itself is not made; 0 stands for it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, signs: Callable[[], Tensor]) -> Tensor:
-        ctx.signs = signs
-        return dot(gradient, signs()).to(gradient.dtype)
+    def forward(ctx: Any, gradient: Tensor, signs: Callable[[], Tensor], weighted: bool) -> Tensor:
+        ctx.signs, ctx.weighted = signs, weighted
+        return nothing_like(gradient.new_empty(()))
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.signs() * factor, None
+        signs: Tensor = ctx.signs()
+        return signs * factor if ctx.weighted else signs, None, None
 
 
 class _Signs:
@@ -177,7 +181,9 @@ class _Projected:
         return hook
 
     def _project(self, index: int, gradient: Tensor, signs: _Signs) -> Tensor:
-        found: Tensor = _Projection.apply(gradient, functools.partial(signs.of, index))  # type: ignore[no-untyped-call]
+        found: Tensor = _Projection.apply(  # type: ignore[no-untyped-call]
+            gradient, functools.partial(signs.of, index), self.adaptive
+        )
         return found * self._weight(index, gradient) if self.adaptive else found
 
     def _weight(self, index: int, gradient: Tensor) -> Tensor:

@@ -272,7 +272,7 @@ class _BatchNormGradient(torch.autograd.Function):
         scale = weight * invstd
         wanted = g * torch.addcmul(p, scale, e, value=-1 / n).view(shape)
         wanted.addcmul_(v, (scale * along).view(shape), value=-1 / n)
-        by_x = _gradients(wanted, x, torch.ones_like(weight), mean, invstd, ctx.eps, (True, False, False))[0]
+        by_x = _gradients(wanted, x, None, mean, invstd, ctx.eps, (True, False, False))[0]
         assert by_x is not None
         slope = (scale * met).mul_(invstd).mul_(invstd)
         by_x.addcmul_(x, slope.view(shape), value=-1 / n).add_((slope * mean).view(shape), alpha=1 / n)
@@ -283,7 +283,7 @@ class _BatchNormGradient(torch.autograd.Function):
 
 
 def _gradients(
-    g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, invstd: Tensor, eps: float, mask: tuple[bool, ...]
+    g: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, eps: float, mask: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     found: tuple[Tensor | None, ...] = torch.ops.aten.native_batch_norm_backward(
         g, x, weight, None, None, mean, invstd, True, eps, list(mask)

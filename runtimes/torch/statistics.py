@@ -335,11 +335,11 @@ def collect_statistics(
                 name: None for name, records in collector.records.items() if all(r.lacks_gradient for r in records)
             }
             collector.late.flush()
+            if isinstance(batches, Sized) and len(batches) == 1:
+                scatter.forget()  # one batch alone does not scatter
             found = statistics_of_batch(collector.records, collector.signals, number, graph)
             del collector
             if probes or adaptive_probes or curvature_probes:
-                if isinstance(batches, Sized) and len(batches) == 1:
-                    scatter.forget()  # one batch alone does not scatter
                 prober = Prober(model, run, batch, found, graph, number, divide=not whole_batches)
                 found = with_probes(
                     found,
