@@ -24,6 +24,9 @@ _SHARE = 1 / 16
 SAMPLE = 1 << 14
 """Elements of a derivative that are kept, of tensors that all samples of a batch share."""
 
+_LEAST = 1e-30
+"""Largest magnitude at least of what is looked at in INT8; 127 over anything far below is infinite."""
+
 Key = tuple[str, str, int]
 """Operator, tensor, and which call."""
 Numbers = tuple[Key, tuple[str, ...], Tensor]
@@ -202,7 +205,7 @@ class ParameterGradients:
 def _steps(amaxes: Iterable[Tensor]) -> list[Tensor]:
     """Steps of INT8 per unit, by largest magnitudes."""
     found = torch.stack(list(amaxes))
-    return list((127.0 / found.clamp(min=torch.finfo(found.dtype).tiny)).unbind())
+    return list((127.0 / found.clamp(min=_LEAST)).unbind())
 
 
 def _fixed_point(values: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Tensor]:
