@@ -95,6 +95,8 @@ def _places(slices: tuple[Granularity | None, ...], amaxes: tuple[Granularity, .
 
 def _broadcast(dims: int, *tensors: Tensor) -> Tensor:
     """Tensors of so many dimensions or fewer, stacked."""
+    if any(x.dim() == dims for x in tensors):  # without the shapes in Python
+        return torch.stack(torch.broadcast_tensors(*tensors))  # type: ignore[no-untyped-call]
     shape = torch.broadcast_shapes((1,) * dims, *(x.shape for x in tensors))  # type: ignore[no-untyped-call]
     return torch.stack([x.expand(shape) for x in tensors])
 
