@@ -276,7 +276,8 @@ def collect_statistics(
         graph: Captured from the model; its adjustable operators, and only they, are then measured.
         probes: Random vectors per batch for the gains that ``kind="probed"`` of the indicator wants; 0 for none. Each
             batch is then also differentiated twice, some of its samples at a time: two quarters of it, each about four
-            steps, and four forward passes more if there are rectifiers or max-pools. 2 to 8 are enough.
+            steps of so many samples, and four forward passes of all if there are rectifiers or max-pools. 2 to 8 are
+            enough.
         adaptive_probes: Random vectors per batch for the gains that ``kind="progress"`` wants, at the same cost.
         whole_batches: Probe all samples of each batch together: exacter, with several times the memory of a
             training step, and with ``shift``, which ``plan_variance`` wants of models with rectifiers. Batches that
