@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qsync_opt.rounding import Granularity
-from qsync_opt.runtimes.torch.late_moments import LateMoments
+from qsync_opt.runtimes.torch.late_moments import LateMoments, give_moments
 from qsync_opt.runtimes.torch.product_forms import ConvolutionForm
 from qsync_opt.runtimes.torch.reductions import stacked, summed
 from qsync_opt.runtimes.torch.sized_samples import Positions, SizedPositions, even_positions, positions_by_size
@@ -192,10 +192,7 @@ class TakenConvolution:
         sizes = torch.mv(terms.T, shares).view(row_g2.shape)
         sampled = positions_by_size(sizes, 2 * self.limit // g.shape[1])
         amax: list[Tensor] = []
-        if self.late is None:
-            amax.append(torch.linalg.vector_norm(g, float("inf")))
-        else:
-            self.late.add(g, lambda found, _: amax.append(found), root=False)
+        give_moments(self.late, g, lambda found, _: amax.append(found), root=False)
         return TakenGradient(
             part=sampled.positions.of(g),
             amax=amax,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qsync_opt.runtimes.torch.reductions import largest, norms
+from qsync_opt.runtimes.torch.reductions import largest, norm, norms
 
 _TOGETHER = 1 << 21
 """Elements that wait at most."""
@@ -46,3 +46,22 @@ class LateMoments:
             roots = iter(norms(rooted) if rooted else ())
             for (_, give, root), amax in zip(some, largest([x for x, *_ in some]), strict=True):
                 give(amax, next(roots) if root else None)
+
+
+def give_moments(late: LateMoments | None, x: Tensor, give: Give, *, root: bool) -> None:
+    """Have moments given, at once unless there is somewhere to wait."""
+    if late is None:
+        give(torch.linalg.vector_norm(x, float("inf")), norm(x) if root else None)
+    else:
+        late.add(x, give, root=root)
+
+
+def named(tensor: str, found: list[tuple[tuple[str, ...], Tensor]]) -> Give:
+    """What puts moments of a tensor of this name to what was found."""
+
+    def give(amax: Tensor, root: Tensor | None) -> None:
+        found.append(((f"{tensor}.greatest",), amax.reshape(1)))
+        if root is not None:
+            found.append(((f"{tensor}.norm",), root.reshape(1)))
+
+    return give

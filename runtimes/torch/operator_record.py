@@ -7,7 +7,6 @@ host together. What is looked at element by element is a sample, but for moments
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,13 +17,13 @@ from torch import Tensor
 from qsync_opt.rounding import Granularity, Rounding
 from qsync_opt.runtimes.torch.attention_error import AttentionCall, attention_errors
 from qsync_opt.runtimes.torch.convolution_record import TakenConvolution
-from qsync_opt.runtimes.torch.late_moments import LateMoments
+from qsync_opt.runtimes.torch.late_moments import LateMoments, give_moments, named
 from qsync_opt.runtimes.torch.matrix_record import Shares, matrix_gradient_errors, outside_sample, shares_of_weights
 from qsync_opt.runtimes.torch.nearest_error import weight_gradient_errors
 from qsync_opt.runtimes.torch.operator_summary import INTEGER_KINDS, RESULT_KINDS, SCALED_KINDS
 from qsync_opt.runtimes.torch.product_calls import Product
 from qsync_opt.runtimes.torch.product_forms import ConvolutionForm, MatrixForm, ProductForm
-from qsync_opt.runtimes.torch.reductions import dot, mean, norm, ratio, reduced, strided, summed, total
+from qsync_opt.runtimes.torch.reductions import dot, mean, ratio, reduced, strided, summed, total
 from qsync_opt.runtimes.torch.replays import Replays
 from qsync_opt.runtimes.torch.rounding_error import ElementErrors, stacked_errors
 from qsync_opt.runtimes.torch.sized_samples import SizedRuns, even_runs, runs_by_size
@@ -97,14 +96,8 @@ class OperatorRecord:
     def moments(self, tensor: str, x: Tensor, root: Tensor | None = None) -> None:
         """Largest magnitude and norm; ``root`` is that norm, if it is known already."""
         self.elements[tensor] = x.numel()
-        if self.late is not None and root is None and tensor in GRADIENTS:
-            self.late.add(x, functools.partial(self._give, tensor))
-            return
-        self.put(f"{tensor}.greatest", torch.linalg.vector_norm(x, float("inf")))
-        self.put(f"{tensor}.norm", norm(x) if root is None else root)
-
-    def _give(self, tensor: str, amax: Tensor, root: Tensor | None) -> None:
-        self.put(f"{tensor}.greatest", amax)
+        late = self.late if tensor in GRADIENTS else None
+        give_moments(late, x, named(tensor, self.found), root=root is None)
         if root is not None:
             self.put(f"{tensor}.norm", root)
 
@@ -118,10 +111,7 @@ class OperatorRecord:
         if convolution and tensor != "output" and x.numel() > some:
             runs = runs_by_size(x, some)
             self.elements[tensor] = x.numel()
-            if self.late is None:
-                self.put(f"{tensor}.greatest", torch.linalg.vector_norm(x, float("inf")))
-            else:
-                self.late.add(x, functools.partial(self._give, tensor), root=False)
+            give_moments(self.late, x, named(tensor, self.found), root=False)
             self.put(f"{tensor}.square_sum", runs.total)
             self.waiting.append((tensor, runs))
             return
