@@ -32,14 +32,17 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x.mean((2, 3))), labels)
 
 
-def test_gains_are_those_of_the_host_with_signs_of_one_kind(monkeypatch):
+def _signs(x: Tensor, key: tuple[int, ...], count: int | None = None) -> Tensor:
+    """Signs that are the same on all devices."""
+    generator = torch.Generator().manual_seed(sum(part * 1009**i for i, part in enumerate(key)) + 2_000_000)
+    drawn = torch.randint(0, 2, x.shape if count is None else (count,), generator=generator)
+    return (drawn * 2 - 1).to(x)
+
+
+def test_gains_are_those_of_the_host(monkeypatch):
     torch.manual_seed(0)
     model, batch = Net(), (torch.randn(32, 3, 12, 12), torch.arange(32) % 10)
-    draw = torch.ones  # the same on both devices
-    monkeypatch.setattr(
-        "qsync_opt.runtimes.torch.gradient_probe.signs_like",
-        lambda x, key, count=None: draw(x.shape if count is None else (count,), dtype=x.dtype, device=x.device),
-    )
+    monkeypatch.setattr("qsync_opt.runtimes.torch.gradient_probe.signs_like", _signs)
     found = []
     for device in (torch.device("cpu"), CUDA):
         model.to(device)
