@@ -29,7 +29,7 @@ from qsync_opt.kernels.quantize import dequantize, quantize_int8
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.max_pooling import MAX_POOLS, Contest, LastRectified, contest, pool_call
 from qsync_opt.runtimes.torch.product_calls import BILINEAR, operand_slots, replace_operands
-from qsync_opt.runtimes.torch.reductions import square_sum, strided
+from qsync_opt.runtimes.torch.reductions import norms, square_sum, strided, totals
 
 RECTIFIERS = ("relu", "relu_")
 """Operators whose derivative jumps at zero."""
@@ -50,11 +50,22 @@ class Arriving(NamedTuple):
         ratio: Its energy over that of the signal, all calls together.
         spread: Mean square, per call, broadcasting against the input: per sample and channel where there are
             positions, else per element, over the batch. Of a max-pool that of the gaps between contestants, per sample
-            and channel, (leading, 1).
+            and channel, (..., 1).
     """
 
     ratio: float
     spread: tuple[Tensor, ...]
+
+    def of_some(self, chosen: range, share: float) -> Arriving:
+        """Of some samples that are such a share of those that were seen; where they are not told apart, their mean."""
+        samples = round(len(chosen) / share)
+
+        def some(spread: Tensor) -> Tensor:
+            if spread.shape[0] in (1, samples):
+                return spread if spread.shape[0] == 1 else spread[chosen.start : chosen.stop : chosen.step]
+            return spread.mean(0, keepdim=True)
+
+        return Arriving(self.ratio, tuple(some(spread) for spread in self.spread))
 
 
 class Seen(NamedTuple):
@@ -79,7 +90,7 @@ class _Watch:
         self._contests: dict[str, list[Contest]] = {}
         self._rectified = LastRectified()
         self.spread: dict[str, list[Tensor]] = {}
-        self.noise: dict[str, list[Tensor]] = {}
+        self._gaps: dict[str, list[Tensor]] = {}
         self._met: dict[str, int] = {}
         self._seeds: dict[str, int] = {}
         self.recomputing: Callable[[], bool] = lambda: False
@@ -103,7 +114,9 @@ class _Watch:
             dims = _weight_slices(call.op_type, slot.tensor) if stream == 1 else None
             plain = slot.tensor.detach()
             values = dequantize(quantize_int8(plain, dims, options, stream), plain.dtype)
-            rounded.append(_Through.apply(slot.tensor, values))  # type: ignore[no-untyped-call]
+            if torch.is_grad_enabled():
+                values = _Through.apply(slot.tensor, values)  # type: ignore[no-untyped-call]
+            rounded.append(values)
         args, kwargs = replace_operands(call.args, call.kwargs, slots, rounded)
         return call.run(*args, **kwargs)
 
@@ -124,7 +137,8 @@ class _Watch:
                 self._contests.setdefault(name, []).append(contest(ranked, window))
             number, known = self._met.get(name, 0), self._contests.get(name, [])
             if number < len(known):
-                self._compare(name, x, lambda _: _of_gaps(known[number], ranked))
+                leading = x.shape[: -len(window.kernel)]
+                self._compare(name, x, lambda _: _of_gaps(known[number], ranked).view(*leading, 1))
         return call.run()
 
     @torch.no_grad()
@@ -139,12 +153,15 @@ class _Watch:
             return  # the step took another way
         squares = (z - known[number]).square_()
         spread = spread_of(squares)
-        spreads, noises = self.spread.setdefault(name, []), self.noise.setdefault(name, [])
-        if number == len(spreads):
-            spreads.append(torch.zeros_like(spread))
-            noises.append(torch.zeros((), dtype=torch.float64, device=z.device))
-        spreads[number] += spread
-        noises[number] += squares.mean(dtype=torch.float64) * z.numel()
+        sums = [(self.spread, spread)]
+        if spread_of is not _per_channel:  # whose mean is that of all
+            sums.append((self._gaps, squares.mean()))
+        for place, value in sums:
+            found = place.setdefault(name, [])
+            if number == len(found):
+                found.append(value)
+            else:
+                found[number] += value
 
     def forget(self) -> None:
         """Keep no activation."""
@@ -157,17 +174,22 @@ class _Watch:
         names = list(self.spread)
         if not names:
             return {}
-        ratios = torch.stack(
-            [
-                torch.stack(self.noise[name]).sum()
-                / self._passes
-                / torch.stack([square_sum(z) for z in self.exact[name]]).sum()
-                for name in names
-            ]
-        )
+        calls = [(name, number) for name in names for number in range(len(self.spread[name]))]
+        exact = [self.exact[name][number] for name, number in calls]
+        noisy = [(self._gaps.get(name) or self.spread[name])[number] for name, number in calls]
+        signal, noise = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+        host = torch.stack([x.double() for x in (*norms(exact), *totals(noisy))]).tolist()
+        for (name, _), z, x, root, total in zip(
+            calls, exact, noisy, host[: len(calls)], host[len(calls) :], strict=True
+        ):
+            signal[name] += root**2
+            noise[name] += total / x.numel() * z.numel() / self._passes
+        ratios = {name: noise[name] / signal[name] if signal[name] else 0.0 for name in names}
+        spreads = [spread for name in names for spread in self.spread[name]]
+        rest = iter(torch._foreach_div(spreads, float(self._passes)))
         return {
-            name: Arriving(ratio, tuple(s / self._passes for s in self.spread[name]))
-            for name, ratio in zip(names, ratios.nan_to_num_(0.0, 0.0).tolist(), strict=True)
+            name: Arriving(ratios[name] if math.isfinite(ratios[name]) else 0.0, tuple(next(rest) for _ in spread))
+            for name, spread in self.spread.items()
         }
 
 

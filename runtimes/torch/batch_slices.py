@@ -15,10 +15,11 @@ _NORMALIZED = 8
 
 
 class Part(NamedTuple):
-    """Some samples of a batch, and which share of it they are."""
+    """Some samples of a batch, which share of it they are, and which ones."""
 
     batch: Any
     share: float
+    chosen: range
 
 
 def parts_of(model: nn.Module, batch: Any) -> tuple[Part, Part] | None:
@@ -44,7 +45,7 @@ def parts_of(model: nn.Module, batch: Any) -> tuple[Part, Part] | None:
             chosen = x.detach()[torch.arange(size, device=x.device) * step + start]
             return chosen.requires_grad_(x.requires_grad)
 
-        return Part(tree_map(some, batch), size / samples)
+        return Part(tree_map(some, batch), size / samples, range(start, start + size * step, step))
 
     return part(0), part(1)
 

@@ -9,8 +9,8 @@ Axis letters: M calls of one shape, K kinds of rounding, P positions, C channels
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,14 +24,14 @@ from qsync_opt.runtimes.torch.convolution_record import (
     image_shares,
 )
 from qsync_opt.runtimes.torch.operator_summary import INTEGER_KINDS, RESULT_KINDS, SCALED_KINDS
-from qsync_opt.runtimes.torch.reductions import stacked, summed
-from qsync_opt.runtimes.torch.rounding_error import fixed_point_errors, paired_errors
+from qsync_opt.runtimes.torch.reductions import stacked, summed, totals
+from qsync_opt.runtimes.torch.rounding_error import Wanted, answered, fixed_point_errors
 from qsync_opt.runtimes.torch.sized_samples import SizedPositions, weights_by_size
 
 _INTEGER = slice(SCALED_KINDS.index(INTEGER_KINDS[0]), SCALED_KINDS.index(INTEGER_KINDS[-1]) + 1)
 _SHAPES = tuple(Granularity(kind.partition("/")[2]) for kind in INTEGER_KINDS)
 _EIGHT_BITS = RESULT_KINDS.index(GRADIENT_KINDS["INT8"])
-_TOGETHER = 6 << 20
+_TOGETHER = 10 << 20
 """Errors at most that are held together, unless those of one call are more."""
 
 _Found = TypeVar("_Found")
@@ -42,18 +42,33 @@ _Numbers = list[tuple[tuple[str, ...], Tensor]]
 def finish_convolutions(calls: Sequence[TakenConvolution]) -> None:
     """Find all numbers that depend on rounding; every call has met its gradient, or will meet none."""
     firsts = [(call, call.let_go()) for call in calls]
-    for some in _alike(firsts, _second_key, lambda call, _: _sampled(call) * len(SCALED_KINDS)):
-        _give(some, _seconds([call for call, _ in some], [first for _, first in some]))
-    for few in _alike(firsts, _first_key, lambda _, first: first.part.numel() * len(SCALED_KINDS)):
-        _give(few, _firsts([call for call, _ in few], [first for _, first in few]))
+    _answer(
+        (some, _seconds([call for call, _ in some], [first for _, first in some]))
+        for some in _alike(firsts, _second_key, lambda call, _: _sampled(call) * len(SCALED_KINDS))
+    )
+    _answer(
+        (few, _firsts([call for call, _ in few], [first for _, first in few]))
+        for few in _alike(firsts, _first_key, lambda _, first: first.part.numel() * len(SCALED_KINDS))
+    )
     met = [(call, (first, call.met)) for call, first in firsts if call.met is not None]
     for chosen in _alike(met, _met_key, lambda _, found: found[1].part.numel() * len(_SHAPES)):
         _give(chosen, _mets(chosen[0][0], [found for _, found in chosen]))
     rounded = [(call, call.gradient) for call in calls if call.gradient is not None]
-    for part in _alike(rounded, _gradient_key, lambda _, gradient: gradient.part.numel() * len(RESULT_KINDS)):
-        _give(part, _gradients([call for call, _ in part], [gradient for _, gradient in part]))
+    _answer(
+        (part, _gradients([call for call, _ in part], [gradient for _, gradient in part]))
+        for part in _alike(rounded, _gradient_key, lambda _, gradient: gradient.part.numel() * len(RESULT_KINDS))
+    )
+    _by_row(calls)
     for call in calls:
         call.forget()
+
+
+_Steps = Generator[Wanted, Tensor, _Numbers]
+
+
+def _answer(groups: Iterable[tuple[Sequence[tuple[TakenConvolution, Any]], _Steps]]) -> None:
+    for calls, numbers in answered(groups, _TOGETHER):
+        _give(calls, numbers)
 
 
 def _alike(
@@ -103,7 +118,7 @@ def _second_key(call: TakenConvolution, first: TakenFirst) -> Hashable:
     return call.form.second.shape, first.contracted.shape, call.columns is None, call.limit
 
 
-def _seconds(calls: Sequence[TakenConvolution], firsts: Sequence[TakenFirst]) -> _Numbers:
+def _seconds(calls: Sequence[TakenConvolution], firsts: Sequence[TakenFirst]) -> _Steps:
     form = calls[0].form
     weights = stacked([call.form.second for call in calls])
     squares = weights.square()
@@ -126,7 +141,7 @@ def _seconds(calls: Sequence[TakenConvolution], firsts: Sequence[TakenFirst]) ->
     ]
     if part.numel() < weights.numel():
         amaxes[Granularity.ROW] = row_amax[:, :, rows]
-    errors = paired_errors(part, SCALED_KINDS, amaxes)
+    errors = yield Wanted(part, SCALED_KINDS, amaxes)
     numbers.append(_means("second", SCALED_KINDS, errors.flatten(3).mean(3)))
     noise = errors[0, _INTEGER]
     x2 = stacked([first.contracted for first in firsts])
@@ -154,7 +169,7 @@ def _first_key(call: TakenConvolution, _: TakenFirst) -> Hashable:
     return call.form.first.shape, call.form.second.shape[2:], call.limit
 
 
-def _firsts(calls: Sequence[TakenConvolution], firsts: Sequence[TakenFirst]) -> _Numbers:
+def _firsts(calls: Sequence[TakenConvolution], firsts: Sequence[TakenFirst]) -> _Steps:
     parts, rows, channels = (torch.stack(x) for x in zip(*((f.part, f.rows, f.channels) for f in firsts), strict=True))
     positions = firsts[0].positions
     units, largest = rows[:, positions.images], rows.amax(1)
@@ -163,7 +178,7 @@ def _firsts(calls: Sequence[TakenConvolution], firsts: Sequence[TakenFirst]) -> 
         Granularity.CHANNEL: channels.unsqueeze(1),
         Granularity.ROW: units.unsqueeze(2),
     }
-    errors = paired_errors(parts, SCALED_KINDS, amaxes)
+    errors = yield Wanted(parts, SCALED_KINDS, amaxes)
     spreads = torch.cat([_spread(call) for call in calls])
     noise = errors[0, _INTEGER]
     numbers: _Numbers = [
@@ -207,10 +222,12 @@ def _met_key(call: TakenConvolution, found: tuple[TakenFirst, TakenMet]) -> Hash
 def _mets(call: TakenConvolution, every: Sequence[tuple[TakenFirst, TakenMet]]) -> _Numbers:
     """T(noise of the first operand, 1, g**2) for fixed-point rounding."""
     rows, channels = (torch.stack(x) for x in zip(*((f.rows, f.channels) for f, _ in every), strict=True))
-    parts, sizes, by_image, images = (
-        torch.stack(x)
-        for x in zip(*((m.part, m.sizes, m.by_image, m.sampled.positions.images) for _, m in every), strict=True)
+    parts, met_by, found = (
+        torch.stack(x) for x in zip(*((m.part, m.sizes.flatten(2), m.sampled.found) for _, m in every), strict=True)
     )
+    images = found // met_by.shape[3]
+    by_image = met_by.flatten(2).sum(2)
+    sizes = _at(met_by.unsqueeze(1), found).squeeze(2)
     units = rows.gather(1, images)
     scales = {
         Granularity.TENSOR: rows.amax(1).view(-1, 1, 1),
@@ -233,6 +250,13 @@ def _mets(call: TakenConvolution, every: Sequence[tuple[TakenFirst, TakenMet]]) 
     ]
 
 
+def _at(x: Tensor, found: Tensor) -> Tensor:
+    """What (M, R, B, G, ...) holds at positions (M, P) that count through all images: (M, P, R, G)."""
+    by_place = x.movedim(2, 3).flatten(3)
+    index = found.view(found.shape[0], 1, 1, -1).expand(-1, *by_place.shape[1:3], -1)
+    return by_place.gather(3, index).movedim(3, 1)
+
+
 def _by_group(x: Tensor, call: TakenConvolution) -> Tensor:
     """Sums over the channels of each group: (..., C) to (..., G)."""
     return x.reshape(*x.shape[:-1], call.form.sizes.products, -1).sum(-1)
@@ -243,17 +267,18 @@ def _gradient_key(call: TakenConvolution, gradient: TakenGradient) -> Hashable:
     return windows, gradient.part.shape, gradient.sampled.number, gradient.sampled.asked
 
 
-def _gradients(calls: Sequence[TakenConvolution], gradients: Sequence[TakenGradient]) -> _Numbers:
+def _gradients(calls: Sequence[TakenConvolution], gradients: Sequence[TakenGradient]) -> _Steps:
     form, scale = calls[0].form, calls[0].loss_scale
-    parts, amax, rows, shares, places = (
+    parts, amax, every, shares, found = (
         torch.stack(x)
-        for x in zip(*((g.part, g.amax, g.rows, g.shares, g.sampled.positions.places) for g in gradients), strict=True)
+        for x in zip(*((g.part, *g.amax, g.rows.flatten(3), g.shares, g.sampled.found) for g in gradients), strict=True)
     )
+    rows, places = _at(every, found), found % every.shape[4]
     by_row = rows[:, :, 3]
-    if scale == 1.0:
-        errors = paired_errors(parts, RESULT_KINDS, {Granularity.TENSOR: amax.view(-1, 1, 1)})
-    else:
-        errors = paired_errors(parts * scale, RESULT_KINDS, {Granularity.TENSOR: amax.view(-1, 1, 1) * scale})
+    largest = amax.view(-1, 1, 1)
+    if scale != 1.0:
+        parts, largest = parts * scale, largest * scale
+    errors = yield Wanted(parts, RESULT_KINDS, {Granularity.TENSOR: largest})
     chosen_by = (rows[:, :, :3] * shares.view(-1, 1, 3, 1)).flatten(2).sum(2)
     weights = _weights(chosen_by, [g.sampled for g in gradients])
     if scale != 1.0:
@@ -272,6 +297,19 @@ def _gradients(calls: Sequence[TakenConvolution], gradients: Sequence[TakenGradi
         (("xg/gradient",), summed((_by_group(noise, calls[0]) * by_row).flatten(1), 1).unsqueeze(0)),
         (("gw/gradient",), by_column.unsqueeze(0)),
     ]
+
+
+def _by_row(calls: Sequence[TakenConvolution]) -> None:
+    """T(squares of the first operand, 1, squares of the gradient)."""
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[TakenConvolution, Tensor, Tensor]]] = {}
+    for call in calls:
+        if call.by_row is not None:
+            place = call.by_row[0].device, call.by_row[0].dtype
+            alike.setdefault(place, []).append((call, *call.by_row))
+    for some in alike.values():
+        products = torch._foreach_mul([first for _, first, _ in some], [gradient for *_, gradient in some])
+        for (call, *_), value in zip(some, totals(products), strict=True):
+            call.found.append((("xg/floating",), value.view(1)))
 
 
 # -- on the host -----------------------------------------------------------------------------------------------------

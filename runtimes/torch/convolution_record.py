@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from qsync_opt.rounding import Granularity
+from qsync_opt.runtimes.torch.late_moments import LateMoments, give_moments
 from qsync_opt.runtimes.torch.product_forms import ConvolutionForm
-from qsync_opt.runtimes.torch.reductions import dot, stacked, summed
+from qsync_opt.runtimes.torch.reductions import stacked, summed
 from qsync_opt.runtimes.torch.sized_samples import Positions, SizedPositions, even_positions, positions_by_size
 
 _WHERE_THE_GRADIENT_IS = 1 / 4
@@ -51,15 +52,13 @@ class TakenMet:
     Attributes:
         part: (P, C).
         sampled: Which positions.
-        sizes: Squares of the gradient that each position meets, (P, groups); times the one more than its image's share
-            in ``_image_shares`` they are what positions were chosen by.
-        by_image: Their sums over each image, (B,).
+        sizes: Squares of the gradient that each position meets, (B, groups, ...); times the one more than its image's
+            share in ``image_shares`` they are what positions were chosen by.
     """
 
     part: Tensor
     sampled: SizedPositions
     sizes: Tensor
-    by_image: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +67,15 @@ class TakenGradient:
 
     Attributes:
         part: (P, channels).
-        amax: Largest magnitude of the gradient.
+        amax: Largest magnitude of the gradient, once it is known.
         sampled: Which positions.
         rows: Squares of the gradient by row, their roots, those times squares of the first operand by row, and these
-            squares themselves, (P, 4, groups).
-        shares: Positions were chosen by the first three rows times these, (3,).
+            squares themselves, (4, B, groups, ...).
+        shares: Positions were chosen by the first three of these times those, (3,).
     """
 
     part: Tensor
-    amax: Tensor
+    amax: list[Tensor]
     sampled: SizedPositions
     rows: Tensor
     shares: Tensor
@@ -100,6 +99,8 @@ class TakenConvolution:
         limit: About how many elements of the operands are looked at one by one.
         found: Names and numbers, as the record of the call keeps them.
         loss_scale: By which the gradient is multiplied while it is rounded.
+        late: Where largest magnitudes are found, if not at once.
+        by_row: Squares of the first operand and of the gradient by row.
         columns: Squares of the gradient summed over the results that each weight reaches, by output channel.
         contracted_second: Squares of the weight by contraction, once they are known.
         by_column: Squares of the weight by output channel, likewise.
@@ -111,10 +112,12 @@ class TakenConvolution:
     limit: int
     found: list[tuple[tuple[str, ...], Tensor]]
     loss_scale: float
+    late: LateMoments | None = None
     first: TakenFirst | None = None
     columns: Tensor | None = None
     met: TakenMet | None = None
     gradient: TakenGradient | None = None
+    by_row: tuple[Tensor, Tensor] | None = None
     contracted_second: Tensor | None = None
     by_column: Tensor | None = None
     positions: int = 0
@@ -146,7 +149,7 @@ class TakenConvolution:
 
     def forget(self) -> None:
         """Keep nothing that was taken."""
-        self.first = self.met = self.gradient = None
+        self.first = self.met = self.gradient = self.by_row = None
         self.columns = self.contracted_second = self.by_column = None
 
     def meet_gradient(self, g: Tensor, *, where_it_is: bool, rounded: bool) -> None:
@@ -162,7 +165,7 @@ class TakenConvolution:
         row_g2 = form.result_by_row(squares)
         self.columns = form.columns_of_weight(squares)
         del squares
-        self.found.append((("xg/floating",), dot(first.by_row, row_g2).view(1)))
+        self.by_row = first.by_row, row_g2
         if where_it_is:
             self.met = self._met(first, row_g2)
         if rounded:
@@ -176,8 +179,7 @@ class TakenConvolution:
         sizes = form.rows_by_position(row_g2)
         wanted = torch.addcmul(sizes, sizes, image_shares(first.rows).view(-1, *(1,) * (x.dim() - 1)))
         sampled = positions_by_size(wanted, int(self.limit * _WHERE_THE_GRADIENT_IS) // x.shape[1])
-        positions = sampled.positions
-        return TakenMet(positions.of(x), sampled, positions.of(sizes), sizes.flatten(1).sum(1))
+        return TakenMet(sampled.positions.of(x), sampled, sizes)
 
     def _gradient(self, first: TakenFirst, g: Tensor, row_g2: Tensor) -> TakenGradient:
         # Floating formats err by the square, INT8 by the root of it where most of a gradient is below a step.
@@ -189,12 +191,13 @@ class TakenConvolution:
         shares = totals.clamp(min=torch.finfo(g.dtype).tiny).reciprocal_().to(g.dtype)
         sizes = torch.mv(terms.T, shares).view(row_g2.shape)
         sampled = positions_by_size(sizes, 2 * self.limit // g.shape[1])
-        positions = sampled.positions
+        amax: list[Tensor] = []
+        give_moments(self.late, g, lambda found, _: amax.append(found), root=False)
         return TakenGradient(
-            part=positions.of(g),
-            amax=torch.linalg.vector_norm(g, float("inf")),
+            part=sampled.positions.of(g),
+            amax=amax,
             sampled=sampled,
-            rows=every.flatten(3)[:, positions.images, :, positions.places],
+            rows=every,
             shares=shares,
         )
 

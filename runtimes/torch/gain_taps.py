@@ -9,63 +9,25 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qsync_opt.runtimes.torch.arriving_noise import RECTIFIERS, Arriving
+from qsync_opt.runtimes.torch.derivative_sums import DerivativeSums, Key, ParameterGradients, Sums
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.max_pooling import MAX_POOLS, LastRectified, SwitchedPool, contest, pool_call
-from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, replace_operands
-from qsync_opt.runtimes.torch.reductions import dot, norm, strided, summed, total
+from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, Slot, operand_slots, replace_operands
+from qsync_opt.runtimes.torch.reductions import summed
+from qsync_opt.runtimes.torch.second_derivatives import Delayed, batch_norm_twice, product_twice
 from qsync_opt.statistics import FLIP_RATIOS, GRADIENTS, OPERANDS
 
 MASK = "mask"
-# Noise in the forward pass flips rectifiers; noise in gradients does not.
-_QUANTIZED = ("first", "second", "output_gradient")
-_CHUNK = 1 << 22
-"""Elements of a large tensor that are looked at together."""
-_CHANCES = 1 << 20
-"""The same of a rectifier, where each has several chances to flip."""
-SAMPLE = 1 << 14
-"""Elements of a derivative that are kept, of tensors that all samples of a batch share."""
-
-
-Key = tuple[str, str, int]
-"""Operator, tensor, and which call."""
-
-
-class Kept(NamedTuple):
-    """Some evenly spaced elements: of a derivative, of the values there, and how fixed-point noise is there."""
-
-    derivative: Tensor
-    values: Tensor
-    fixed: Tensor | None
-
-
-@dataclass
-class Sums:
-    """Over the elements of a tensor of one call.
-
-    Attributes:
-        plain: Squared derivatives.
-        fixed: These times the weight of fixed-point noise; ``fixed_weight`` are the weights alone.
-        floating: These times squared values; ``values`` are the squared values alone.
-        elements: How many.
-        kept: Some of them, of every probe; products of these count ``scale`` times.
-    """
-
-    plain: float = 0.0
-    fixed: float = 0.0
-    fixed_weight: float = 0.0
-    floating: float = 0.0
-    values: float = 0.0
-    elements: int = 0
-    kept: list[Kept] = field(default_factory=list)
-    scale: float = 1.0
+_CHANCES = 1 << 21
+"""Elements of a large rectifier that are looked at together; each has several chances to flip."""
 
 
 @dataclass(slots=True)
@@ -123,6 +85,7 @@ class GainTapper:
         first: Whether the first differentiation is not over yet.
         last: Whether nothing is differentiated again after the present pass.
         rectified: Elements of the last call of each rectifier.
+        weights: By what the projection multiplies the gradient of a parameter, by the parameter's id; 1 otherwise.
         written: Operators whose result was written into before it was looked at; they are to be given as ``copied``.
     """
 
@@ -142,16 +105,18 @@ class GainTapper:
             keep: From a tensor and its number of elements to whether some of its derivative's are kept.
             copied: Operators whose result is copied for later.
         """
-        self._wanted, self._keep, self._copied = wanted, keep, copied
-        self._spread = {name: list(found.spread) for name, found in arriving.items()}
+        self._wanted, self._copied = wanted, copied
+        self._sizes = _sizes(arriving)
         self._ratios = {name: found.ratio for name, found in arriving.items()}
         self._outputs: dict[int, _Held] = {}
-        self._roots: dict[str, Tensor] = {}
+        self._inverse: dict[str, Tensor] = {}
         self._rectified = LastRectified()
-        self._numbers: list[tuple[Key, tuple[str, ...], Tensor]] = []
+        self._sums = DerivativeSums(keep)
+        self._gradients = ParameterGradients()
+        self._delayed: list[tuple[Delayed, _Held]] = []
+        self.weights: dict[int, Tensor] = {}
         self._calls: Counter[tuple[str, str]] = Counter()
         self._elements: dict[Key, int] = {}
-        self._kept: dict[Key, list[Kept]] = {}
         self.first, self.last = True, False
         self.written: set[str] = set()
         self.rectified: dict[str, int] = {}
@@ -164,39 +129,64 @@ class GainTapper:
             return self._rectify(call)
         if call.op_type in MAX_POOLS:
             return self._pool(call)
+        if call.op_type == "batch_norm":
+            normalized = batch_norm_twice(call)
+            return call.run() if normalized is None else normalized
         if call.op_type not in ADJUSTABLE or (self._wanted is not None and call.name not in self._wanted):
             return call.run()
         slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
         lead = int(call.op_type == "embedding")
-        operands = []
+        operands, watched = [], []
         for operand, gradient, slot in zip(OPERANDS[lead:], GRADIENTS[lead:], slots, strict=False):
             x = slot.tensor
             ends = x.is_leaf  # nothing before it is differentiated
             alias = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
-            self._watch(call.name, operand, gradient if x.requires_grad else None, alias, x.detach(), ends=ends)
+            trained = gradient if x.requires_grad else None
+            watched.append(self._watch(call.name, operand, trained, alias, x.detach(), leaf=x if ends else None))
             operands.append(alias)
         args, kwargs = replace_operands(call.args, call.kwargs, slots, operands)
-        output: Tensor = call.run(*args, **kwargs)
+        output = self._run(call, args, kwargs, slots, watched)
         values = output.detach()
         held = self._watch(
             call.name, "output", "output_gradient", output, values.clone() if call.name in self._copied else values
         )
+        self._sums.note_result(output.numel())
         self._outputs[output.data_ptr()] = held
         return output
 
+    def _run(
+        self,
+        call: OperatorCall,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        slots: Sequence[Slot],
+        watched: Sequence[_Held],
+    ) -> Tensor:
+        trained = tuple(slot.tensor.requires_grad for slot in slots[:2])
+        found = product_twice(call.op_type, args, kwargs, wait=slots[-1].tensor.is_leaf, trained=trained)
+        if found is None:
+            plain: Tensor = call.run(*args, **kwargs)
+            return plain
+        self._delayed.append((found[1], watched[1]))
+        return found[0]
+
     def _watch(
-        self, name: str, tensor: str, gradient: str | None, node: Tensor, values: Tensor, *, ends: bool = False
+        self, name: str, tensor: str, gradient: str | None, node: Tensor, values: Tensor, *, leaf: Tensor | None = None
     ) -> _Held:
         """Reduce the derivative at a node, and at its gradient, as they come; what ends there goes no further."""
         held = self._hold(name, tensor, values)
 
         def hook(g: Tensor | None) -> Tensor | None:  # None: nothing depends on what is here
-            if self.first and g is not None:
-                return None if gradient is None else self._watch_gradient(name, gradient, g)
+            if self.first and g is not None and gradient is not None:
+                if leaf is None or len(leaf._backward_hooks or ()) != 1:  # somebody else's hook may change it
+                    return self._watch_gradient(name, gradient, g)
+                key = self._hold(name, gradient, g.detach()).key
+                self._gradients.add(key, leaf, g)
+                return None
             if self.first:
                 return None
             self._reduce(g, held)
-            return nothing_like(g) if ends and g is not None else None
+            return None if leaf is None or g is None else nothing_like(g)
 
         node.register_hook(hook)  # type: ignore[no-untyped-call]
         return held
@@ -222,9 +212,9 @@ class GainTapper:
         z: Tensor = call.args[0] if call.args else call.kwargs["input"]
         if not z.requires_grad:
             return call.run()  # type: ignore[no-any-return]
-        spreads = self._spread.get(call.traced_name)
+        sizes = self._sizes.get(call.traced_name)
         with torch.no_grad():
-            distance = _distance(z, spreads.pop(0) if spreads else None)
+            distance = _distance(z, sizes.pop(0) if sizes else None)
         where = _Rectifier(self, call.traced_name, z.detach() > 0, distance)
         read = z.detach().clone() if call.writes else z
         result: Tensor = MaskedRectifier.apply(z, where)  # type: ignore[no-untyped-call]
@@ -245,10 +235,13 @@ class GainTapper:
             return call.run()
         (x, window), name = given, call.traced_name
         known = contest(self._rectified.ranks(x), window)
-        spreads, ratio = self._spread.get(name), self._ratios.get(name, 0.0)
+        sizes = self._sizes.get(name)
         with torch.no_grad():
-            spread = spreads.pop(0) / ratio if spreads and ratio > 0 else 2 * x.detach().square().mean()
-            distance = known.gap.div(spread.sqrt()).nan_to_num_(math.inf, math.inf).half()
+            even = sizes is None or self._ratios[name] <= 0
+            size = (2 * x.detach().square().mean()).sqrt() if even or not sizes else sizes.pop(0)
+            if size.dim() > 0:
+                size = size.expand(*known.shape[: size.dim() - 1], 1).reshape(-1, 1)
+            distance = known.gap.div(size).nan_to_num_(math.inf, math.inf).half()
         share = torch.zeros_like(known.gap).requires_grad_()
 
         def hook(derivative: Tensor | None) -> Tensor | None:
@@ -276,66 +269,65 @@ class GainTapper:
         if self.last:
             held.values = None
         self._elements[key] = values.numel()
-        amax = torch.linalg.vector_norm(values, float("inf")) if key[1] in _QUANTIZED else None
-        for d, v in _parts(derivative, values):
-            names, found = ["~plain", "~values", "~floating"], [norm(d), norm(v), norm(d * v)]
-            if amax is not None:
-                fixed = _fixed_point(v, amax)
-                names += ["fixed", "fixed_weight"]
-                found += [dot(d.square(), fixed), total(fixed)]
-            self._put(key, names, found)
-        if self._keep is not None and self._keep(key, values.numel()):
-            d, v = strided(derivative, SAMPLE).clone(), strided(values, SAMPLE).clone()
-            fixed_there = None if amax is None else _fixed_point(v, amax)
-            self._kept.setdefault(key, []).append(Kept(d, v, fixed_there))
+        self._sums.add(key, derivative, values)
 
-    def _put(self, key: Key, names: Iterable[str], found: Iterable[Tensor]) -> None:
-        self._numbers.extend((key, (name,), value.reshape(1)) for name, value in zip(names, found, strict=True))
+    @torch.no_grad()
+    def settle(self) -> None:
+        """A second differentiation is over: reduce what came late, or waits for more."""
+        for delayed, held in self._delayed:
+            late = delayed.taken()
+            if late is not None:
+                self._reduce(late, held)
+        self._sums.flush()
 
     @torch.no_grad()
     def flipped(self, name: str, distances: Tensor, squares: Tensor) -> None:
         """Squares of the derivatives by the mask of a rectifier, or by the shares of a max-pool."""
         key = (name, MASK, 0)
         self.rectified[name] = squares.numel()
-        roots = self._ratio_roots(name, squares)
+        sizes = self._inverse_sizes(name, squares)
         for distance, part in _parts(distances, squares, _CHANCES):
-            chance = torch.special.ndtr(distance.reshape(1, -1).to(part.dtype) / roots)
+            # Twice the chance that a normal number is beyond the distance.
+            chance = (distance.reshape(1, -1) * sizes).erfc_()
             chance[-1].square_()
             found = summed(chance.mul_(part.reshape(1, -1)), 1)
-            self._numbers.append((key, tuple(str(i) for i in range(len(FLIP_RATIOS) + 1)), found))
+            self._sums.numbers.append((key, tuple(str(i) for i in range(len(FLIP_RATIOS) + 1)), found))
 
-    def _ratio_roots(self, name: str, like: Tensor) -> Tensor:
-        """Of the ratios that flips are counted at, and the one that was seen, negative: (ratios, 1)."""
-        known = self._roots.get(name)
-        if known is None:
-            ratios = [*FLIP_RATIOS, self._ratios.get(name, 0.0)]
-            known = torch.tensor([[-math.sqrt(max(ratio, 1e-30))] for ratio in ratios], dtype=like.dtype)
-            known = self._roots[name] = known.to(like.device, non_blocking=True)
-        return known
+    def _inverse_sizes(self, name: str, like: Tensor) -> Tensor:
+        """Of noise at the ratios that flips are counted at, and the one that was seen, over root 2: (ratios, 1)."""
+        if name not in self._inverse:
+            names = dict.fromkeys((*self._ratios, name)) if not self._inverse else [name]
+            rows = [[*FLIP_RATIOS, self._ratios.get(some, 0.0)] for some in names]
+            every = torch.tensor([[(2 * max(ratio, 1e-30)) ** -0.5 for ratio in row] for row in rows], dtype=like.dtype)
+            inverse = every.to(like.device, non_blocking=True).unsqueeze(2).unbind()
+            self._inverse.update(zip(names, inverse, strict=True))
+        return self._inverse[name]
 
     def found(self, probes: int) -> tuple[dict[Key, Sums], dict[str, list[float]]]:
         """Means over probes: by operator and tensor, and by rectifier; one transfer to the host per type."""
         sums: dict[Key, Sums] = {}
         flips: dict[str, list[float]] = {}
-        if not self._numbers:
+        numbers = self._sums.numbers
+        if not numbers:
             return sums, flips
         together: dict[torch.dtype, list[Tensor]] = {}
-        for *_, values in self._numbers:
+        for *_, values in numbers:
             together.setdefault(values.dtype, []).append(values)
         host = {dtype: iter(torch.cat(some).tolist()) for dtype, some in together.items()}
-        for key, labels, values in self._numbers:
+        for key, labels, values in numbers:
             for label in labels:
                 value = next(host[values.dtype]) / (1.0 if label.startswith("~") else probes)
                 if key[1] == MASK:
                     row = flips.setdefault(key[0], [0.0] * len(labels))
-                    row[int(label)] += value
+                    row[int(label)] += value * (0.5 if int(label) < len(FLIP_RATIOS) else 0.25)
                     continue
                 known = sums.setdefault(key, Sums())
                 attribute = label.removeprefix("~")
                 added = value**2 / probes if label.startswith("~") else value
                 setattr(known, attribute, getattr(known, attribute) + added)
         for key, known in sums.items():
-            known.elements, known.kept = self._elements[key], self._kept.get(key, [])
+            known.elements, known.kept = self._elements[key], self._sums.kept.get(key, [])
+        sums |= self._gradients.sums(self.weights)
         for name, row in flips.items():
             if not self._ratios.get(name, 0.0):
                 row[-1] = 0.0
@@ -345,9 +337,11 @@ class GainTapper:
         """Keep nothing; hooks keep the tapper alive from inside the autograd graph."""
         self._outputs.clear()
         self._rectified.forget()
-        self._numbers.clear()
-        self._kept.clear()
-        self._spread.clear()
+        self._sums = DerivativeSums(None)
+        self._gradients.forget()
+        self.weights.clear()
+        self._delayed.clear()
+        self._sizes.clear()
 
 
 @functools.lru_cache(maxsize=16)
@@ -360,31 +354,32 @@ def nothing_like(x: Tensor) -> Tensor:
     return _zero(x.dtype, x.device).expand_as(x)
 
 
-def _parts(a: Tensor, b: Tensor, limit: int = _CHUNK) -> Iterable[tuple[Tensor, Tensor]]:
+def _parts(a: Tensor, b: Tensor, limit: int) -> Iterable[tuple[Tensor, Tensor]]:
     """Two tensors of one shape, large ones a part at a time."""
     if a.numel() <= limit:
         return [(a, b)]
     return zip(torch.split(a.reshape(-1), limit), torch.split(b.reshape(-1), limit), strict=True)
 
 
-def _fixed_point(values: Tensor, amax: Tensor) -> Tensor:
-    """How much elements err in INT8 with one scale for all, up to a factor.
+def _sizes(arriving: Mapping[str, Arriving]) -> dict[str, list[Tensor]]:
+    """Of the noise at each rectifier and max-pool, for noise as strong as the signal; few kernels for all."""
+    calls = [(name, spread, found.ratio) for name, found in arriving.items() for spread in found.spread]
+    if not calls:
+        return {}
+    sizes = torch._foreach_div([spread for _, spread, _ in calls], [ratio or 1.0 for *_, ratio in calls])
+    torch._foreach_sqrt_(sizes)
+    together: dict[str, list[Tensor]] = {}
+    for (name, *_), size in zip(calls, sizes, strict=True):
+        together.setdefault(name, []).append(size)
+    return together
 
-    Zeros and numbers on the grid do not err, and numbers below a step err in proportion.
-    """
-    steps = (values * (127.0 / amax.clamp(min=torch.finfo(values.dtype).tiny))).frac_().abs_()
-    return torch.addcmul(steps, steps, steps, value=-1)
 
-
-def _distance(z: Tensor, spread: Tensor | None) -> Tensor:
+def _distance(z: Tensor, size: Tensor | None) -> Tensor:
     """Distance of every element from zero over the size of the noise there, for noise as strong as the signal.
 
     Where no noise arrives, nothing flips however close it is. In half precision, whose numbers reach from a thousandth
     of the least ratio's root to far beyond where anything flips.
     """
-    tiny = torch.finfo(z.dtype).tiny
-    strength = z.square().mean()
-    if spread is None or any(few not in (1, many) for few, many in zip(spread.shape, z.shape, strict=True)):
-        return z.abs().div_(strength.sqrt().clamp(min=tiny)).half()
-    size = (spread * (strength / spread.mean().clamp(min=tiny))).sqrt()
+    if size is None or any(few not in (1, many) for few, many in zip(size.shape, z.shape, strict=True)):
+        size = z.square().mean().sqrt()
     return z.abs().div_(size).nan_to_num_(math.inf, math.inf).half()

@@ -33,12 +33,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from qsync_opt.errors import ModelError, first_line
 from qsync_opt.graph import OpGraph, Role
 from qsync_opt.runtimes.torch.arriving_noise import KINKED, Seen, noisy_passes
-from qsync_opt.runtimes.torch.gain_taps import GainTapper, Key, Sums, nothing_like
+from qsync_opt.runtimes.torch.derivative_sums import Key, Sums
+from qsync_opt.runtimes.torch.gain_taps import GainTapper, nothing_like
 from qsync_opt.runtimes.torch.interception import Interception
 from qsync_opt.runtimes.torch.operator_calls import Handler, OperatorCall
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, dense_lookup
 from qsync_opt.runtimes.torch.random_signs import signs_like
-from qsync_opt.runtimes.torch.reductions import dot, norm, shares_of_mean
+from qsync_opt.runtimes.torch.reductions import norm, shares_of_mean
 from qsync_opt.statistics import Gain
 
 LossOf = Callable[[], Tensor]
@@ -136,16 +137,20 @@ def twice_differentiable(option: str) -> Iterator[None]:
 
 
 class _Projection(torch.autograd.Function):
-    """Sum of a gradient times random signs, which are asked for again where they are needed again."""
+    """Sum of a gradient times random signs, of which only the derivative is asked for: the signs, drawn there.
+
+    The sum itself is not made; 0 stands for it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, signs: Callable[[], Tensor]) -> Tensor:
-        ctx.signs = signs
-        return dot(gradient, signs()).to(gradient.dtype)
+    def forward(ctx: Any, gradient: Tensor, signs: Callable[[], Tensor], weighted: bool) -> Tensor:
+        ctx.signs, ctx.weighted = signs, weighted
+        return nothing_like(gradient.new_empty(()))
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.signs() * factor, None
+        signs: Tensor = ctx.signs()
+        return signs * factor if ctx.weighted else signs, None, None
 
 
 class _Signs:
@@ -178,6 +183,7 @@ class _Projected:
     first: bool = True
     sums: list[list[Tensor]] = field(default_factory=list)
     progress: list[Tensor] = field(default_factory=list)
+    weights: dict[int, Tensor] = field(default_factory=dict)
 
     def hook(self, index: int) -> Callable[[Tensor | None], Tensor | None]:
         """Of one parameter."""
@@ -192,7 +198,9 @@ class _Projected:
         return hook
 
     def _project(self, index: int, gradient: Tensor, signs: _Signs) -> Tensor:
-        found: Tensor = _Projection.apply(gradient, functools.partial(signs.of, index))  # type: ignore[no-untyped-call]
+        found: Tensor = _Projection.apply(  # type: ignore[no-untyped-call]
+            gradient, functools.partial(signs.of, index), self.adaptive
+        )
         return found * self._weight(index, gradient) if self.adaptive else found
 
     def _weight(self, index: int, gradient: Tensor) -> Tensor:
@@ -205,7 +213,9 @@ class _Projected:
         with torch.no_grad():
             root = norm(gradient.detach()).double() / gradient.numel() ** 0.5 if given is None else given
             self.progress.append(root * gradient.numel())
-            return torch.where(root > 0, (2 * root).rsqrt(), 0.0).to(gradient.dtype)
+            found = torch.where(root > 0, (2 * root).rsqrt(), 0.0).to(gradient.dtype)
+            self.weights[index] = found
+            return found
 
 
 class Sliced(NamedTuple):
@@ -273,6 +283,7 @@ class Probe:
                 torch.autograd.grad(loss, parameters, start, create_graph=True, allow_unused=True)
             del loss
             tapper.first = projected.first = False
+            tapper.weights = {id(parameters[i]): weight for i, weight in projected.weights.items()}
             projections = [torch.stack(row).sum() for row in zip(*projected.sums, strict=True)]
             projected.sums.clear()
             if not projections:
@@ -281,6 +292,7 @@ class Probe:
             while projections:
                 tapper.last = len(projections) == 1
                 torch.autograd.grad(projections.pop(), leaves, allow_unused=True, retain_graph=not tapper.last)
+                tapper.settle()
         finally:
             for handle in handles:
                 handle.remove()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qsync_opt.kernels.float_modes import fp32_mode
 from qsync_opt.runtimes.torch.product_forms import ConvolutionForm, MatrixForm, ProductForm
-from qsync_opt.runtimes.torch.reductions import norm
+from qsync_opt.runtimes.torch.reductions import norm, norms
 
 NEAREST_FORMATS = {"BF16": torch.bfloat16, "FP16": torch.float16}
 """Formats that operands and gradients are cast to, rounding to nearest."""
@@ -55,7 +55,7 @@ def weight_gradient_errors(form: ProductForm, g: Tensor, loss_scale: float) -> d
             errors = _matrix_errors(form, g, loss_scale)
         else:
             assert isinstance(form, ConvolutionForm)
-            errors = _convolution_errors(form, g, loss_scale)
+            errors = iter(norms(list(_convolution_errors(form, g, loss_scale))))
         return dict(zip(NEAREST_FORMATS, errors, strict=True))
 
 
@@ -81,4 +81,4 @@ def _convolution_errors(form: ConvolutionForm, g: Tensor, loss_scale: float) -> 
     for dtype in NEAREST_FORMATS.values():
         low = _rounded(g, dtype, loss_scale).to(g.dtype)
         error = weight(form.first.to(dtype) - form.first, low)
-        yield norm(error.add_(weight(form.first, low.sub_(g))))
+        yield error.add_(weight(form.first, low.sub_(g)))

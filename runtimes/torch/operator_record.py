@@ -17,15 +17,16 @@ from torch import Tensor
 from qsync_opt.rounding import Granularity, Rounding
 from qsync_opt.runtimes.torch.attention_error import AttentionCall, attention_errors
 from qsync_opt.runtimes.torch.convolution_record import TakenConvolution
+from qsync_opt.runtimes.torch.late_moments import LateMoments, give_moments, named
 from qsync_opt.runtimes.torch.matrix_record import Shares, matrix_gradient_errors, outside_sample, shares_of_weights
 from qsync_opt.runtimes.torch.nearest_error import weight_gradient_errors
 from qsync_opt.runtimes.torch.operator_summary import INTEGER_KINDS, RESULT_KINDS, SCALED_KINDS
 from qsync_opt.runtimes.torch.product_calls import Product
 from qsync_opt.runtimes.torch.product_forms import ConvolutionForm, MatrixForm, ProductForm
-from qsync_opt.runtimes.torch.reductions import dot, mean, norm, ratio, reduced, strided, summed, total
+from qsync_opt.runtimes.torch.reductions import dot, mean, ratio, reduced, strided, summed, total
 from qsync_opt.runtimes.torch.replays import Replays
 from qsync_opt.runtimes.torch.rounding_error import ElementErrors, stacked_errors
-from qsync_opt.runtimes.torch.sized_samples import SizedRuns, runs_by_size
+from qsync_opt.runtimes.torch.sized_samples import SizedRuns, even_runs, runs_by_size
 from qsync_opt.statistics import GRADIENTS, OperatorKind, ProductSizes
 
 _FIXED_POINT = {Granularity(kind.partition("/")[2]): kind for kind in INTEGER_KINDS}
@@ -83,7 +84,8 @@ class OperatorRecord:
     # Of a lookup: which rows of the result count in the gradient of the table (all but those of padding).
     counted: Tensor | None = None
     replays: Replays = field(default_factory=Replays)
-    """Shared by the records of a collection."""
+    """Shared by the records of a collection, like what follows."""
+    late: LateMoments | None = None
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
@@ -94,24 +96,27 @@ class OperatorRecord:
     def moments(self, tensor: str, x: Tensor, root: Tensor | None = None) -> None:
         """Largest magnitude and norm; ``root`` is that norm, if it is known already."""
         self.elements[tensor] = x.numel()
-        self.put(f"{tensor}.greatest", torch.linalg.vector_norm(x, float("inf")))
-        self.put(f"{tensor}.norm", norm(x) if root is None else root)
+        late = self.late if tensor in GRADIENTS else None
+        give_moments(late, x, named(tensor, self.found), root=root is None)
+        if root is not None:
+            self.put(f"{tensor}.norm", root)
 
     def plain(self, tensor: str, x: Tensor, root: Tensor | None = None) -> None:
         """Moments of a tensor that is no operand, and some elements, whose cast errors are found with all others.
 
-        Of a convolution's results, which sit on few positions in a gradient, elements are chosen by their size.
+        Of the gradient of a convolution's operand, which sits on few positions, elements are chosen by their size.
         """
-        by_size = self.op_type.startswith("conv") and tensor != "second_gradient"
-        if by_size and x.numel() > min(self.sample, SAMPLE):
-            runs = runs_by_size(x, min(self.sample, SAMPLE))
+        some = min(self.sample, SAMPLE)
+        convolution = self.op_type.startswith("conv") and tensor != "second_gradient"
+        if convolution and tensor != "output" and x.numel() > some:
+            runs = runs_by_size(x, some)
             self.elements[tensor] = x.numel()
-            self.put(f"{tensor}.greatest", torch.linalg.vector_norm(x, float("inf")))
+            give_moments(self.late, x, named(tensor, self.found), root=False)
             self.put(f"{tensor}.square_sum", runs.total)
             self.waiting.append((tensor, runs))
             return
         self.moments(tensor, x, root)
-        self.waiting.append((tensor, strided(x, min(self.sample, SAMPLE)).clone()))
+        self.waiting.append((tensor, even_runs(x, some) if convolution else strided(x, some).clone()))
 
     def keep(self, tensor: str, kinds: tuple[str, ...], errors: ElementErrors, part: Tensor) -> None:
         """Mean errors of a part of a tensor, and what they are scaled by to stand for the whole.
@@ -151,7 +156,7 @@ class OperatorRecord:
         if isinstance(form, ConvolutionForm):
             self.elements |= {"first": form.first.numel(), "second": form.second.numel()}
             self.convolution = TakenConvolution(
-                form=form, limit=self.sample, found=self.found, loss_scale=self.loss_scale
+                form=form, limit=self.sample, found=self.found, loss_scale=self.loss_scale, late=self.late
             )
             if not (self.differentiated and "second_gradient" in self.needs_gradient):
                 self.convolution.let_go()

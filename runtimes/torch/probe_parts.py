@@ -25,7 +25,7 @@ from torch import nn
 
 from qsync_opt.graph import OpGraph
 from qsync_opt.runtimes.torch.arriving_noise import Arriving, Seen
-from qsync_opt.runtimes.torch.gain_taps import Kept, Key
+from qsync_opt.runtimes.torch.derivative_sums import Kept, Key
 from qsync_opt.runtimes.torch.gradient_probe import (
     LossOf,
     Probe,
@@ -36,11 +36,10 @@ from qsync_opt.runtimes.torch.gradient_probe import (
     wanted_of,
     weighted,
 )
-from qsync_opt.runtimes.torch.reductions import dot
 from qsync_opt.statistics import Gain, ModelStatistics
 
 PASSES = 3
-"""Noisy forward passes of each part."""
+"""Noisy forward passes; of the whole batch, as the scale of its numbers is that of the largest of all samples."""
 
 
 class NotDivisibleError(Exception):
@@ -48,10 +47,11 @@ class NotDivisibleError(Exception):
 
 
 class PartLoss(NamedTuple):
-    """The loss of some samples, and which share of the batch they are."""
+    """The loss of some samples, which share of the batch they are, and which ones."""
 
     loss_of: LossOf
     share: float
+    chosen: range
 
 
 def probe_parts(
@@ -60,7 +60,7 @@ def probe_parts(
     whole: ModelStatistics,
     *,
     graph: OpGraph | None,
-    seen: Sequence[Seen],
+    seen: Seen,
     probes: int,
     seed: int = 0,
     adaptive: bool = False,
@@ -73,7 +73,7 @@ def probe_parts(
         parts: Two of them.
         whole: What is known of the whole batch.
         graph: As for ``probe_gains``, like all that follow.
-        seen: Noise at rectifiers, of each part.
+        seen: Noise at rectifiers in the whole batch.
         probes: Of each part.
         seed: The same for both.
         adaptive: As there.
@@ -92,7 +92,7 @@ def probe_parts(
         return not key[1].endswith("gradient") and elements == _elements(whole, key)
 
     probe = Probe(wanted=wanted, probes=probes, seed=seed, adaptive=adaptive, roots=roots, keep=shared)
-    a, b = (probe.of(model, part.loss_of, noise) for part, noise in zip(parts, seen, strict=True))
+    a, b = (probe.of(model, part.loss_of, _seen_by(part, seen)) for part in parts)
     share = parts[0].share
     if a.sums.keys() != b.sums.keys() or a.flips.keys() != b.flips.keys():
         raise NotDivisibleError("the parts took different ways through the model")
@@ -118,9 +118,12 @@ def probe_parts(
         # Of what samples share, one part is taken for all: too many rather than too few.
         part = 1.0 if signal is not None and signal.elements == a.rectified[name] else share
         flips[name] = [factor * part * (x + y) / 2 for x, y in zip(row, b.flips[name], strict=True)]
-    other = seen[1].arriving
-    arriving = {name: Arriving((x.ratio + other[name].ratio) / 2, ()) for name, x in seen[0].arriving.items()}
+    arriving = {name: Arriving(x.ratio, ()) for name, x in seen.arriving.items()}
     return put_together(gains, flips, Seen(arriving, 0.0), [a, b])
+
+
+def _seen_by(part: PartLoss, seen: Seen) -> Seen:
+    return Seen({name: found.of_some(part.chosen, part.share) for name, found in seen.arriving.items()}, 0.0)
 
 
 def _elements(whole: ModelStatistics, key: Key) -> int:
@@ -159,14 +162,12 @@ def _scaled(gain: Gain, factor: float) -> Gain:
 def _common(a: Sliced, b: Sliced) -> dict[Key, Gain]:
     """By tensor that all samples share: products of what the two parts have, instead of squares."""
     keys = [key for key, sums in a.sums.items() if sums.kept]
-    products = [_products(x, y) for key in keys for x, y in zip(a.sums[key].kept, b.sums[key].kept, strict=True)]
-    if not products:
-        return {}
-    host = iter(torch.stack(products).tolist())
+    ours, theirs = (_on_host([kept for key in keys for kept in part.sums[key].kept]) for part in (a, b))
+    products = iter([_products(x, y) for x, y in zip(ours, theirs, strict=True)])
     found = {}
     for key in keys:
         sums = a.sums[key]
-        rows = [next(host) for _ in sums.kept]
+        rows = [next(products) for _ in sums.kept]
         scale = sums.scale * sums.elements / sums.kept[0].derivative.numel() / len(rows)
         plain, fixed, floating = (scale * sum(column) for column in zip(*rows, strict=True))
         uniform = weighted(plain, fixed, sums.fixed_weight, sums.elements)
@@ -175,9 +176,22 @@ def _common(a: Sliced, b: Sliced) -> dict[Key, Gain]:
     return found
 
 
-def _products(a: Kept, b: Kept) -> torch.Tensor:
-    both = a.derivative * b.derivative
-    sums = [both.sum(dtype=torch.float64), both.new_zeros((), dtype=torch.float64), dot(both, a.values.square())]
-    if a.fixed is not None:
-        sums[1] = dot(both, a.fixed)
-    return torch.stack([x.double() for x in sums])
+def _on_host(every: Sequence[Kept]) -> list[Kept]:
+    """What was kept, one transfer per kind and type instead of a few kernels for each."""
+    fields: list[list[torch.Tensor | None]] = []
+    for tensors in zip(*every, strict=True):
+        given = [x for x in tensors if x is not None]
+        host: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for x in given:
+            host.setdefault((x.dtype, x.device), []).append(x)
+        parts = {
+            place: iter(torch.split(torch.cat(some).cpu(), [x.numel() for x in some])) for place, some in host.items()
+        }
+        fields.append([None if x is None else next(parts[x.dtype, x.device]) for x in tensors])
+    return [Kept(*found) for found in zip(*fields, strict=True)]
+
+
+def _products(a: Kept, b: Kept) -> tuple[float, float, float]:
+    both = (a.derivative * b.derivative).double()
+    fixed = 0.0 if a.fixed is None else float(both @ a.fixed.double())
+    return float(both.sum()), fixed, float(both @ a.values.double().square())

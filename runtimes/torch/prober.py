@@ -14,8 +14,8 @@ from qsync_opt.graph import OpGraph
 from qsync_opt.runtimes.torch.arriving_noise import PASSES, Seen, noisy_passes
 from qsync_opt.runtimes.torch.batch_slices import parts_of
 from qsync_opt.runtimes.torch.curvature_probe import probe_curvatures
-from qsync_opt.runtimes.torch.gradient_probe import LossOf, Probed, ProbeMemoryError, probe_gains, rectifies, wanted_of
-from qsync_opt.runtimes.torch.probe_parts import PASSES as PASSES_OF_A_PART
+from qsync_opt.runtimes.torch.gradient_probe import Probed, ProbeMemoryError, probe_gains, rectifies, wanted_of
+from qsync_opt.runtimes.torch.probe_parts import PASSES as PASSES_OF_PARTS
 from qsync_opt.runtimes.torch.probe_parts import NotDivisibleError, PartLoss, probe_parts
 from qsync_opt.statistics import Curvature, ModelStatistics
 
@@ -51,8 +51,8 @@ class Prober:
         self._whole = functools.partial(run, model, batch)
         self._found = found
         parts = (parts_of(model, batch) if divide else None) or ()
-        self._parts = [PartLoss(functools.partial(run, model, part.batch), part.share) for part in parts]
-        self._seen: dict[LossOf, Seen] = {}
+        self._parts = [PartLoss(functools.partial(run, model, part.batch), part.share, part.chosen) for part in parts]
+        self._seen: dict[tuple[int, bool], Seen] = {}
 
     def gains(self, probes: int, *, adaptive: Mapping[int, Tensor] | None = None) -> Probed:
         """Gains from so many random vectors.
@@ -76,14 +76,14 @@ class Prober:
         }
         if self._parts:
             try:
-                seen = [self._noise(loss_of, PASSES_OF_A_PART, shift=False) for loss_of, _ in self._parts]
+                seen = self._noise(PASSES_OF_PARTS, shift=False)
                 return probe_parts(self._model, self._parts, self._found, seen=seen, **given)
             except ProbeMemoryError:
                 raise  # all samples would need even more
             except (NotDivisibleError, QSyncError, RuntimeError, ValueError, TypeError, LookupError) as refused:
                 _LOGGER.info("the batch is probed as a whole: %s", first_line(refused)[:400])
             self._parts = []
-        return probe_gains(self._model, self._whole, seen=self._noise(self._whole, PASSES, shift=shift), **given)
+        return probe_gains(self._model, self._whole, seen=self._noise(PASSES, shift=shift), **given)
 
     def curvatures(self, probes: int) -> dict[str, dict[str, Curvature]]:
         """Traces from so many random vectors, 0 for none.
@@ -95,12 +95,12 @@ class Prober:
             return {}
         return probe_curvatures(self._model, self._whole, graph=self._graph, probes=probes, seed=self._seed)
 
-    def _noise(self, loss_of: LossOf, passes: int, *, shift: bool) -> Seen:
+    def _noise(self, passes: int, *, shift: bool) -> Seen:
         if not rectifies(self._graph):
             return Seen({}, 0.0)
-        known = self._seen.get(loss_of)
+        known = self._seen.get((passes, shift)) or self._seen.get((passes, True))
         if known is None:
             wanted = wanted_of(self._graph)
-            known = noisy_passes(self._model, loss_of, wanted, shift=shift, passes=passes)
-            self._seen[loss_of] = known
+            known = noisy_passes(self._model, self._whole, wanted, shift=shift, passes=passes)
+            self._seen[passes, shift] = known
         return known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -125,7 +126,7 @@ def product_of(op_type: str, function: Any, args: tuple[Any, ...], kwargs: Mappi
     if op_type in CONVOLUTIONS:
         call = convolution_call(op_type, args, kwargs)
         batched = call.restore(torch.empty((1, 2))).dim() == 2
-        one = torch.ones((), dtype=call.x.dtype, device=call.x.device).expand(_argument(args, kwargs, 0, "input").shape)
+        one = _one(call.x.dtype, call.x.device).expand(_argument(args, kwargs, 0, "input").shape)
         inside = convolution_call(op_type, (one, *args[1:]), {k: v for k, v in kwargs.items() if k != "input"}).x
         return Product(_convolution_form(call, batched=batched, inside=inside[:1, : call.groups]), 1.0)
     call_ = product_call(op_type, function, args, kwargs)
@@ -133,6 +134,11 @@ def product_of(op_type: str, function: Any, args: tuple[Any, ...], kwargs: Mappi
     sizes = ProductSizes(products=a.shape[0], rows=a.shape[1], contraction=a.shape[2], columns=b.shape[2])
     shape = (sizes.products, sizes.rows, sizes.columns)
     return Product(MatrixForm(a, b, sizes, lambda z: z.reshape(shape)), float(call_.alpha))
+
+
+@functools.lru_cache(maxsize=16)
+def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones((), dtype=dtype, device=device)
 
 
 def _convolution_form(call: ConvolutionCall, *, batched: bool, inside: Tensor) -> ConvolutionForm:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -42,4 +44,9 @@ def signs_like(x: Tensor, key: tuple[int, ...], count: int | None = None) -> Ten
         mixed = (mixed + part + 2) * _MULTIPLIER % (1 << 63)
     generator.manual_seed(mixed)
     found = torch.empty(x.shape if count is None else (count,), dtype=x.dtype, device=x.device)
-    return found.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+    return torch.add(_minus_one(x.dtype, x.device), found.bernoulli_(0.5, generator=generator), alpha=2, out=found)
+
+
+@functools.lru_cache(maxsize=16)
+def _minus_one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), -1.0, dtype=dtype, device=device)

@@ -48,6 +48,21 @@ def norm(x: Tensor) -> Tensor:
     return square_sum(x).sqrt()
 
 
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What ``norm`` has, of each; on a card in few kernels."""
+    return list(torch._foreach_norm(list(tensors))) if _on_card(tensors[0]) else [norm(x) for x in tensors]
+
+
+def largest(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Largest magnitude of each; on a card in few kernels."""
+    return list(torch._foreach_norm(list(tensors), float("inf")))
+
+
+def totals(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What ``total`` has, of each, where nothing is negative; on a card in few kernels."""
+    return list(torch._foreach_norm(list(tensors), 1)) if _on_card(tensors[0]) else [total(x) for x in tensors]
+
+
 def square_sum(x: Tensor) -> Tensor:
     """Sum of squares, large tensors a part at a time; on a card in one pass that sums pairwise."""
     if x.is_cuda and x.dtype is torch.float32:

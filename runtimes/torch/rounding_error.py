@@ -7,8 +7,8 @@ under stochastic rounding and by ``min(f, 1 - f)**2 * s**2`` under rounding to n
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,10 @@ from qsync_opt.rounding import (
 _SMALLEST_NORMAL = 2.0**-126
 _SMALLEST_UNIT = _SMALLEST_NORMAL * 512
 _LARGEST_EXPONENT = 127
+
+
+_Name = TypeVar("_Name")
+_Found = TypeVar("_Found")
 
 
 class ElementErrors(NamedTuple):
@@ -91,6 +95,8 @@ def _places(slices: tuple[Granularity | None, ...], amaxes: tuple[Granularity, .
 
 def _broadcast(dims: int, *tensors: Tensor) -> Tensor:
     """Tensors of so many dimensions or fewer, stacked."""
+    if any(x.dim() == dims for x in tensors):  # without the shapes in Python
+        return torch.stack(torch.broadcast_tensors(*tensors))  # type: ignore[no-untyped-call]
     shape = torch.broadcast_shapes((1,) * dims, *(x.shape for x in tensors))  # type: ignore[no-untyped-call]
     return torch.stack([x.expand(shape) for x in tensors])
 
@@ -119,6 +125,66 @@ def paired_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity
     torch.mul(below, above, out=found[0])
     torch.minimum(below, above, out=found[1]).square_()
     return found if units is None else found.mul_(units.div_(stack.largest).square_())
+
+
+def joint_errors(every: Sequence[tuple[Tensor, Mapping[Granularity, Tensor]]], kinds: tuple[str, ...]) -> list[Tensor]:
+    """What ``paired_errors`` has of several tensors on one device, together."""
+    if len(every) == 1:
+        x, known = every[0]
+        return [paired_errors(x, kinds, known)]
+    sizes = [x.numel() for x, _ in every]
+    whole = torch.cat([x.reshape(-1) for x, _ in every])
+    amaxes = {granularity: torch.empty_like(whole) for granularity in every[0][1]}
+    for granularity, place in amaxes.items():
+        for (x, known), part in zip(every, torch.split(place, sizes), strict=True):
+            part.view(x.shape).copy_(known[granularity])
+    errors = torch.split(paired_errors(whole, kinds, amaxes), sizes, 2)
+    return [part.view(2, len(kinds), *x.shape) for part, (x, _) in zip(errors, every, strict=True)]
+
+
+class Wanted(NamedTuple):
+    """Elements whose errors somebody waits for; what ``paired_errors`` takes."""
+
+    x: Tensor
+    kinds: tuple[str, ...]
+    amaxes: Mapping[Granularity, Tensor]
+
+
+def answered(
+    groups: Iterable[tuple[_Name, Generator[Wanted, Tensor, _Found]]], limit: int
+) -> Iterator[tuple[_Name, _Found]]:
+    """Run computations each of which asks for errors once, those of several at once.
+
+    Args:
+        groups: By some name; all ask for errors of the same kinds.
+        limit: Errors at most that are held together, unless one asks for more.
+
+    Yields:
+        Name, and what the computation returned.
+    """
+    waiting: list[tuple[_Name, Generator[Wanted, Tensor, _Found], Wanted]] = []
+
+    def answer() -> Iterator[tuple[_Name, _Found]]:
+        every = waiting.copy()
+        waiting.clear()
+        found = joint_errors([(wanted.x, wanted.amaxes) for *_, wanted in every], every[0][2].kinds)
+        for (name, steps, _), errors in zip(every, found, strict=True):
+            try:
+                steps.send(errors)
+            except StopIteration as done:
+                yield name, done.value
+
+    errors = 0
+    for name, steps in groups:
+        wanted = next(steps)
+        number = wanted.x.numel() * len(wanted.kinds)
+        if waiting and (errors + number > limit or wanted.x.device != waiting[0][2].x.device):
+            yield from answer()
+            errors = 0
+        waiting.append((name, steps, wanted))
+        errors += number
+    if waiting:
+        yield from answer()
 
 
 def stacked_errors(x: Tensor, kinds: tuple[str, ...], amaxes: Mapping[Granularity, Tensor]) -> ElementErrors:

@@ -147,12 +147,36 @@ class SizedRuns(NamedTuple):
     asked: int
 
 
-def runs_by_size(x: Tensor, limit: int) -> SizedRuns:
-    """About ``limit`` elements of a tensor in short runs, the larger their squares, the more likely."""
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@functools.lru_cache(maxsize=64)
+def _even_runs(number: int, count: int, device: torch.device) -> Tensor:
+    """One of each ``count`` equal parts of so many runs, at a place that nothing in the tensor repeats at."""
+    numbers = torch.arange(count, dtype=torch.float64)
+    places = (numbers + (numbers * _GOLDEN).frac()) * (number / count)
+    return places.long().clamp(max=number - 1).to(device)
+
+
+def even_runs(x: Tensor, limit: int) -> Tensor:
+    """About ``limit`` elements of a tensor in short runs that are spread evenly, (n,); for the price of one kernel."""
+    runs = _runs(x)
+    count = max(1, limit // runs.shape[1])
+    if count >= runs.shape[0]:
+        return runs.flatten().clone()
+    return runs[_even_runs(runs.shape[0], count, x.device)].view(-1)
+
+
+def _runs(x: Tensor) -> Tensor:
     if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
         x = x.permute(0, 2, 3, 1)
-    length = math.gcd(x.numel(), 32)
-    runs = x.reshape(-1, length)
+    return x.reshape(-1, math.gcd(x.numel(), 32))
+
+
+def runs_by_size(x: Tensor, limit: int) -> SizedRuns:
+    """About ``limit`` elements of a tensor in short runs, the larger their squares, the more likely."""
+    runs = _runs(x)
+    length = runs.shape[1]
     # As norms: one pass without a copy of squares.
     sizes = torch.linalg.vector_norm(runs, dim=1).square_()
     total, count = sizes.sum(), max(1, limit // length)

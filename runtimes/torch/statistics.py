@@ -20,6 +20,7 @@ from qsync_opt.runtimes.torch.attention_error import attention_call
 from qsync_opt.runtimes.torch.batch_statistics import statistics_of_batch, with_probes
 from qsync_opt.runtimes.torch.gradient_noise import GradientScatter
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
+from qsync_opt.runtimes.torch.late_moments import LateMoments
 from qsync_opt.runtimes.torch.lookup_record import measure_lookup
 from qsync_opt.runtimes.torch.loss_curvature import loss_curvature
 from qsync_opt.runtimes.torch.max_pooling import MAX_POOLS
@@ -27,9 +28,8 @@ from qsync_opt.runtimes.torch.operator_batch import WHILE_ACTIVATIONS_ARE_KEPT, 
 from qsync_opt.runtimes.torch.operator_record import OperatorRecord
 from qsync_opt.runtimes.torch.prober import Prober
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, product_of, replace_operands
-from qsync_opt.runtimes.torch.reductions import channel_variances
 from qsync_opt.runtimes.torch.replays import Replays
-from qsync_opt.runtimes.torch.signal_numbers import Norms, SignalTensors
+from qsync_opt.runtimes.torch.signal_numbers import Norms, SignalTensors, normalized
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
 from qsync_opt.statistics import (
     GRADIENTS,
@@ -87,6 +87,7 @@ class _Collector:
         self.records: dict[str, list[OperatorRecord]] = {}
         self.signals: dict[str, list[SignalTensors]] = {}
         self._norms = Norms()
+        self.late = LateMoments()
 
     def __call__(self, call: OperatorCall) -> Any:
         if call.op_type not in ADJUSTABLE:
@@ -103,6 +104,7 @@ class _Collector:
             sample=self._sample,
             parameters=(*lead, *(self._parameter(slot.tensor) for slot in slots)),
             replays=self._replays,
+            late=self.late,
             loss_scale=self._loss_scale,
             differentiated=torch.is_grad_enabled(),
         )
@@ -133,7 +135,7 @@ class _Collector:
             if output.numel() == 1 and output.requires_grad and entering.numel() > 1:
                 seen["curvature"] = loss_curvature(call, _full(entering))
             if call.op_type == "batch_norm":
-                seen |= {"before": channel_variances(entering), "after": channel_variances(output)}
+                seen |= normalized(call, entering, output)
             self.signals.setdefault(call.traced_name, []).append((output.numel(), seen))
         return output
 
@@ -287,7 +289,8 @@ def collect_statistics(
         graph: Captured from the model; its adjustable operators, and only they, are then measured.
         probes: Random vectors per batch for the gains that ``kind="probed"`` of the indicator wants; 0 for none. Each
             batch is then also differentiated twice, some of its samples at a time: two quarters of it, each about four
-            steps, and four forward passes more if there are rectifiers or max-pools. 2 to 8 are enough.
+            steps of so many samples, and four forward passes of all if there are rectifiers or max-pools. 2 to 8 are
+            enough.
         adaptive_probes: Random vectors per batch for the gains that ``kind="progress"`` wants, at the same cost.
         whole_batches: Probe all samples of each batch together: exacter, with several times the memory of a
             training step, and with ``shift``, which ``plan_variance`` wants of models with rectifiers. Batches that
@@ -345,11 +348,12 @@ def collect_statistics(
             silent |= {
                 name: None for name, records in collector.records.items() if all(r.lacks_gradient for r in records)
             }
+            collector.late.flush()
+            if isinstance(batches, Sized) and len(batches) == 1:
+                scatter.forget()  # one batch alone does not scatter
             found = statistics_of_batch(collector.records, collector.signals, number, graph)
             del collector
             if probes or adaptive_probes or curvature_probes:
-                if isinstance(batches, Sized) and len(batches) == 1:
-                    scatter.forget()  # one batch alone does not scatter
                 prober = Prober(model, run, batch, found, graph, number, divide=not whole_batches)
                 found = with_probes(
                     found,

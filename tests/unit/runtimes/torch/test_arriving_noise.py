@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.flips import flipped_variance
 from qsync_opt.indicator import sensitivities
-from qsync_opt.runtimes.torch.arriving_noise import Seen, noisy_passes
+from qsync_opt.runtimes.torch.arriving_noise import Arriving, Seen, noisy_passes
 from qsync_opt.runtimes.torch.capabilities import device_formats
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.gradient_probe import probe_gains
@@ -249,3 +249,12 @@ def test_rectifiers_that_write_into_their_input_bear_the_name_of_the_graph(recti
     table = sensitivities(graph, found, device_formats("cpu"))
     assert table.details["a/linear"]["INT8"].flips > 0
     assert found.signals[rectifiers[0]].elements == graph[rectifiers[0]].output_elements
+
+
+def test_noise_of_some_samples_is_theirs_where_samples_are_told_apart():
+    by_image, by_element, other = torch.rand(8, 3, 1, 1), torch.rand(1, 5), torch.rand(12, 2)
+    seen = Arriving(0.1, (by_image, by_element, other)).of_some(range(1, 9, 4), 2 / 8)
+    assert seen.ratio == 0.1
+    torch.testing.assert_close(seen.spread[0], by_image[[1, 5]])
+    torch.testing.assert_close(seen.spread[1], by_element)
+    torch.testing.assert_close(seen.spread[2], other.mean(0, keepdim=True))

@@ -121,7 +121,7 @@ def test_noise_of_gaps_is_seen_per_image_and_channel():
         model.a.weight[:24] *= 100.0
     arriving = noisy_passes(model, lambda: model(x)).arriving["pool/max_pool2d"]
     (spread,) = arriving.spread
-    assert spread.shape == (8 * 48, 1)
+    assert spread.shape == (8, 48, 1)
     by_channel = spread.view(8, 48).mean(0)
     assert by_channel[:24].min() > 100 * by_channel[24:].max()
 

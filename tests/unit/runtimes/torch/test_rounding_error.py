@@ -8,9 +8,9 @@ from torch import nn
 
 from qsync_opt.precision import formats_for
 from qsync_opt.rounding import Granularity, noise_kinds
-from qsync_opt.runtimes.torch import reductions
+from qsync_opt.runtimes.torch import reductions, rounding_error
 from qsync_opt.runtimes.torch.attention_error import attention_call, attention_errors
-from qsync_opt.runtimes.torch.rounding_error import stacked_errors
+from qsync_opt.runtimes.torch.rounding_error import Wanted, answered, paired_errors, stacked_errors
 from qsync_opt.runtimes.torch.statistics import collect_statistics
 from qsync_opt.variances import NoiseOptions, variances
 
@@ -120,3 +120,25 @@ def test_attention_errors_count_that_row_sums_are_taken_from_rounded_results(com
     measured = (query_gradient(torch.bfloat16) - query_gradient(torch.float32)).square().sum()
     predicted = attention_errors(attention_call((query, key, value), {}), gradient)["BF16"][1]
     assert 0.85 < float(predicted / measured) < 1.15
+
+
+def test_errors_of_tensors_of_several_shapes_are_found_together(monkeypatch):
+    torch.manual_seed(0)
+    kinds, together = noise_kinds(scaled=True), []
+    monkeypatch.setattr(
+        rounding_error, "paired_errors", lambda x, *rest: together.append(x.numel()) or paired_errors(x, *rest)
+    )
+    given = {}
+    for name, shape in (("a", (2, 5, 7)), ("b", (3, 11, 4)), ("c", (1, 2, 3)), ("d", (40, 5, 5))):
+        x = torch.randn(shape) * 10
+        dims = {Granularity.TENSOR: (1, 2), Granularity.ROW: (2,), Granularity.CHANNEL: (1,)}
+        given[name] = x, {g: x.abs().amax(along, keepdim=True) for g, along in dims.items()}
+
+    def steps(x, amaxes):
+        errors = yield Wanted(x, kinds, amaxes)
+        return errors
+
+    found = dict(answered(((name, steps(*pair)) for name, pair in given.items()), 300 * len(kinds)))
+    assert together == [70 + 132 + 6, 1000]
+    for name, (x, amaxes) in given.items():
+        torch.testing.assert_close(found[name], paired_errors(x, kinds, amaxes), rtol=0, atol=0)

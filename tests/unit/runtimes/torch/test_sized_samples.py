@@ -10,6 +10,7 @@ from qsync_opt.runtimes.torch.rounding_error import fixed_point_errors, stacked_
 from qsync_opt.runtimes.torch.sized_samples import (
     Positions,
     even_positions,
+    even_runs,
     places_by_size,
     positions_by_size,
     runs_by_size,
@@ -169,3 +170,16 @@ def test_the_sampled_variance_of_a_weight_gradient_is_the_measured_one(kind):
         noisy = torch.floor(x.double() / scale + torch.rand(x.shape, dtype=torch.float64)) * scale
         measured.append(float((gradient(noisy) - exact).square().sum()))
     assert predicted.total * len(measured) / sum(measured) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_even_runs_stand_for_a_tensor_whose_channels_differ(layout):
+    x = torch.randn(16, 64, 24, 24) * torch.logspace(-1, 1, 64).view(1, -1, 1, 1)
+    x = x.to(memory_format=layout)
+    some = even_runs(x, 1 << 15)
+    assert some.shape == (1 << 15,)
+    assert torch.isin(some, x).all()
+    kinds = ("BF16", "FP16")
+    whole, part = (stacked_errors(t.flatten(), kinds, {}).stochastic.mean(1) / t.square().mean() for t in (x, some))
+    torch.testing.assert_close(part, whole, rtol=0.03, atol=0)
+    assert torch.equal(even_runs(x[:1, :2], 1 << 15).sort().values, x[:1, :2].flatten().sort().values)

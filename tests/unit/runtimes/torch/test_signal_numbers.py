@@ -1,0 +1,30 @@
+"""By how much a normalization makes variances grow: from its weights what the variances of its result say."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from qsync_opt.runtimes.torch.operator_calls import OperatorCall
+from qsync_opt.runtimes.torch.reductions import channel_variances
+from qsync_opt.runtimes.torch.signal_numbers import normalized, signals_on_host
+
+
+def _growth(seen):
+    every = {"entering": torch.ones(1), "leaving": torch.ones(1), **seen}
+    return signals_on_host({"norm": [(1, every)]})["norm"][1][0][3]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_growth_in_a_batch_normalization(training, weighted):
+    torch.manual_seed(0)
+    x = torch.randn(8, 6, 5) * torch.logspace(-2, 2, 6).view(-1, 1) + 3
+    x[:, 2] = 1.0  # varies in no way
+    weight, bias = (torch.randn(6), torch.randn(6)) if weighted else (None, None)
+    args = (x, torch.rand(6), torch.rand(6) + 0.5, weight, bias, training, 0.0, 1e-3)
+    call = OperatorCall("norm", "batch_norm", "", F.batch_norm, args, {})
+    output = call.run()
+    wanted = _growth({"before": channel_variances(x), "after": channel_variances(output)})
+    found = normalized(call, x, output)
+    assert ("after" in found) is not weighted
+    assert _growth(found) == pytest.approx(wanted, rel=1e-4)
