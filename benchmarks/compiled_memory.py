@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from predictor import RESULTS, errors
 from predictor_models import BATCHES, MEDIUM, SMALL, Subject
+from predictor_partition import partition
 
 import qsync_opt.runtimes.torch.compiled_peak as compiled_peak
 from qsync_opt.errors import QSyncError
@@ -133,7 +134,6 @@ class Measured:
             "resident_before_bytes": before,
             "optimizer_bytes": self.optimizer_peak,
             "phase": peak and peak.phase,
-            "statement": peak and peak.statement,
             "asked_seconds": asked - begin,
             "compiled_seconds": time.perf_counter() - asked,
         }
@@ -156,8 +156,8 @@ def told(example: TrainingExample, graph: OpGraph, plan: dict[str, str], texts: 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All cases of this process."""
-    device = torch.device(arguments.device)
-    cuda = device.type == "cuda"
+    cuda = arguments.device == "cuda"
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     found: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "hardware": torch.cuda.get_device_name() if cuda else platform.machine(),
@@ -173,29 +173,43 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         subject = Subject(model=model, size=size)
         graph = subject.graph(arguments.graphs)
         plans = list(drawn(subject, graph, arguments).items())[part::parts]
-        measured = Measured(subject, graph, device)
-        say(subject.name, len(plans), "plans; resident", measured.resident, "optimizer", measured.optimizer_peak)
-        for label, plan in plans:
-            if time.perf_counter() - STARTED > arguments.deadline_s:
-                found["skipped"].append(f"{subject.name} {label}")
-                continue
-            try:
-                case = measured.case(label, plan, subject, dump)
-            except (RuntimeError, QSyncError) as error:
-                found["skipped"].append(f"{subject.name} {label}: {type(error).__name__}: {str(error)[:300]}")
-                say(found["skipped"][-1])
-                measured.optimizer.zero_grad()
-                continue
-            found["cases"].append(case)
-            predicted = case["predicted_peak_bytes"] or 0
-            error = predicted / case["measured_peak_bytes"] - 1 if cuda else 0.0
-            say(
-                f"{subject.name} {label}: {predicted / 1e6:.1f} / "
-                f"{case['measured_peak_bytes'] / 1e6:.1f} MB ({100 * error:+.2f}%), asked in "
-                f"{case['asked_seconds']:.1f} s, compiled in {case['compiled_seconds']:.1f} s"
-            )
-            write(found, arguments)
+        with partition(device, arguments.multiprocessors):
+            run_plans(subject, graph, plans, device, dump, found, arguments)
     return found
+
+
+def run_plans(
+    subject: Subject,
+    graph: OpGraph,
+    plans: list[tuple[str, dict[str, str]]],
+    device: torch.device,
+    dump: Path,
+    found: dict[str, Any],
+    arguments: argparse.Namespace,
+) -> None:
+    """Some plans of a model, as long as there is time."""
+    measured = Measured(subject, graph, device)
+    say(subject.name, len(plans), "plans; resident", measured.resident, "optimizer", measured.optimizer_peak)
+    for label, plan in plans:
+        if time.perf_counter() - STARTED > arguments.deadline_s:
+            found["skipped"].append(f"{subject.name} {label}")
+            continue
+        try:
+            case = measured.case(label, plan, subject, dump) | {"multiprocessors": arguments.multiprocessors}
+        except (RuntimeError, QSyncError) as error:
+            found["skipped"].append(f"{subject.name} {label}: {type(error).__name__}: {str(error)[:300]}")
+            say(found["skipped"][-1])
+            measured.optimizer.zero_grad()
+            continue
+        found["cases"].append(case)
+        predicted = case["predicted_peak_bytes"] or 0
+        error = predicted / case["measured_peak_bytes"] - 1 if device.type == "cuda" else 0.0
+        say(
+            f"{subject.name} {label}: {predicted / 1e6:.1f} / "
+            f"{case['measured_peak_bytes'] / 1e6:.1f} MB ({100 * error:+.2f}%), asked in "
+            f"{case['asked_seconds']:.1f} s, compiled in {case['compiled_seconds']:.1f} s"
+        )
+        write(found, arguments)
 
 
 def write(found: dict[str, Any], arguments: argparse.Namespace) -> None:
@@ -218,6 +232,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS[:3]))
     parser.add_argument("--size", help="another batch than the smallest")
+    parser.add_argument("--multiprocessors", type=int, help="of a part of the card; else all")
     parser.add_argument("--plans", type=int, default=6)
     parser.add_argument("--part", default="0/1", help="which of how many parts of the plans")
     parser.add_argument("--precisions", nargs="+", default=["INT8", "BF16"])
@@ -233,7 +248,10 @@ def main() -> None:
         return
     parts = [json.loads(path.read_text()) for path in arguments.merge]
     first = {name: parts[0][name] for name in ("date", "hardware", "versions")}
-    write(first | {name: [entry for part in parts for entry in part[name]] for name in ("cases", "skipped")}, arguments)
+    merged = {name: [entry for part in parts for entry in part[name]] for name in ("cases", "skipped")}
+    for case in merged["cases"]:
+        case.setdefault("multiprocessors", None)
+    write(first | merged, arguments)
 
 
 if __name__ == "__main__":

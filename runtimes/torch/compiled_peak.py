@@ -2,7 +2,9 @@
 
 The compiler decides what is saved for the backward pass, what is computed again instead, and which results share their
 memory; the decisions differ from plan to plan, and only it knows them. Here it compiles a model under a plan as far as
-the code of both passes, which takes seconds: no kernel is built, nothing runs, and no memory of the device is taken.
+the code of both passes, which takes seconds: no kernel is built, and no step runs. Inductor may time a product with its
+operands padded and not (its ``shape_padding``), which takes their memory for that long; what is better depends on the
+device, and so does the peak: ask on the device, or the part of it, that is to train. Inductor remembers what it found.
 """
 
 from __future__ import annotations
