@@ -216,8 +216,14 @@ def write(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Write the record, with its summary."""
     cases = found["cases"]
     by_model = {model: [case for case in cases if case["model"] == model] for model in {c["model"]: 0 for c in cases}}
+    passes = [
+        {what: case[f"{what}_resident_bytes"] + case[f"{what}_passes_bytes"] for what in ("predicted", "measured")}
+        for case in cases
+        if case["predicted_passes_bytes"] is not None
+    ]
     summary: dict[str, Any] = {
         "memory": errors(cases, "predicted_peak_bytes", "measured_peak_bytes"),
+        "memory_of_passes": errors(passes, "predicted", "measured"),
         "memory_by_model": {
             model: errors(own, "predicted_peak_bytes", "measured_peak_bytes") for model, own in by_model.items()
         },

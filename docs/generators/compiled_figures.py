@@ -62,6 +62,25 @@ def compiled_figures(data: Record, held_out: Record) -> dict[str, str]:
     }
 
 
+def memory_figures(data: Record) -> dict[str, str]:
+    """Of peaks that the compiler's code gives."""
+    summary = data["summary"]
+    known = [case for case in data["cases"] if not case["plan"].startswith("drawn")]
+    return {
+        "compiled.code-cases": str(summary["memory"]["cases"]),
+        "compiled.code-drawn": str(summary["memory"]["cases"] - len(known)),
+        "compiled.code-known": str(len(known)),
+        "compiled.code": f"{percent(summary['memory']['lowest'])} to {percent(summary['memory']['highest'])}",
+        "compiled.code-passes": (
+            f"{percent(summary['memory_of_passes']['lowest'])} to {percent(summary['memory_of_passes']['highest'])}"
+        ),
+        "compiled.code-mean": f"{100 * summary['memory']['mean_absolute']:.1f} %",
+        "compiled.code-seconds": f"{summary['asked_seconds_most']:.0f} s",
+        "compiled.code-hardware": environment(data)["hardware"],
+        "compiled.code-date": environment(data)["date"],
+    }
+
+
 def _held_out(cases: Sequence[Record]) -> dict[str, str]:
     """Of plans all of whose costs other plans had."""
     figures = {}
