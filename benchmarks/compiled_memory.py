@@ -4,9 +4,10 @@ Plans are drawn at random, operator by operator; nothing is recorded before. For
 the code (`qsync_opt.runtimes.torch.compiled_peak`), then compiled in earnest and stepped, and the allocator asked.
 
     python benchmarks/compiled_memory.py [--only vit-short] [--plans 6] [--part 0/2] [--device cuda|cpu] [--output PATH]
-    python benchmarks/compiled_memory.py --merge PART [--merge PART ...] [--output PATH]
+    python benchmarks/compiled_memory.py --merge PART [--merge PART ...] [--output PATH] [--onto RECORD]
 
-Every case is written as soon as it is measured. With ``--cases`` plans come from a record of the predictor's benchmark.
+Every case is written as soon as it is measured. With ``--cases`` plans come from a record of the predictor's benchmark;
+with ``--onto`` peaks are noted there as ``code_peak_bytes``, beside what was measured of the same plan in that run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from predictor import RESULTS, errors
+from predictor import RESULTS, errors, summarize
 from predictor_models import BATCHES, MEDIUM, SMALL, Subject
 from predictor_partition import partition
 
@@ -233,6 +234,22 @@ def write(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     write_json(arguments.output, data | {"summary": summary} | found)
 
 
+def note(cases: list[dict[str, Any]], path: Path) -> None:
+    """Put what the code says into a record of the predictor's benchmark, where one worker ran the same plan alone."""
+    record = json.loads(path.read_text())
+    told = {
+        (case["model"], case["multiprocessors"], case["precisions"]): case["predicted_peak_bytes"] for case in cases
+    }
+    for case in record["cases"]:
+        part = case["cluster"].split()[0]
+        key = (case["model"], None if part == "whole" else int(part), case["precisions"])
+        if len(case["workers"]) == 1 and key in told:
+            case["workers"][0]["code_peak_bytes"] = told[key]
+    record["summary"] = summarize(record["cases"], record["profiles"])
+    write_json(path, record)
+    print(f"wrote {path}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
@@ -248,6 +265,7 @@ def main() -> None:
     parser.add_argument("--deadline-s", type=float, default=600.0, help="after which no plan is begun")
     parser.add_argument("--output", type=Path, default=RESULTS / "compiled-memory.json")
     parser.add_argument("--merge", type=Path, action="append", help="records of earlier runs, instead of running")
+    parser.add_argument("--onto", type=Path, help="record of the predictor's benchmark to note merged peaks in")
     arguments = parser.parse_args()
     if not arguments.merge:
         write(run(arguments), arguments)
@@ -258,6 +276,8 @@ def main() -> None:
     for case in merged["cases"]:
         case.setdefault("multiprocessors", None)
     write(first | merged, arguments)
+    if arguments.onto is not None:
+        note(merged["cases"], arguments.onto)
 
 
 if __name__ == "__main__":

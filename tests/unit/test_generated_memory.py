@@ -84,6 +84,19 @@ def test_results_of_libraries_have_the_sizes_that_are_given():
     assert peak(alone, backward("del tangents_1", "del saved", GRADIENT)).peak_bytes == 9216 + 4096
 
 
+def test_a_sum_over_a_workspace_is_a_result_of_its_own():
+    """So Inductor ends a sum over many rows."""
+    lines = (
+        f"workspace_0 = {EMPTY.format(2048)}",
+        "saved = workspace_0[0 * (8) * (256) : (0 + 1) * (8) * (256)].view(8, 256).sum(dim=0)",
+        "del workspace_0",
+        LOSS,
+    )
+    first = forward(*lines, sizes={"saved": 1024})
+    assert peak(first, backward("del saved", "del tangents_1", GRADIENT)).peak_bytes == 9 * KIB
+    assert peak(first, backward(GRADIENT, "del saved")).phase == "forward"
+
+
 def test_a_view_keeps_what_it_shows():
     lines = (f"whole = {EMPTY.format(2048)}", "saved = reinterpret_tensor(whole, (4, ), (1, ), 0)", "del whole", LOSS)
     assert peak(forward(*lines), backward("del tangents_1", GRADIENT, "del saved")).peak_bytes == 12 * KIB
