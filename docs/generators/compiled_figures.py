@@ -15,15 +15,21 @@ def compiled_figures(data: Record, held_out: Record) -> dict[str, str]:
     summary = data["summary"]
 
     def both_of(found: Sequence[float]) -> str:
+        if not found:
+            return "not measured"
         sizes = [abs(error) for error in found]
         return f"{100 * statistics.fmean(sizes):.1f} % on average and {100 * max(sizes):.1f} % at worst"
 
     def between(found: Sequence[float]) -> str:
-        return f"{percent(min(found))} to {percent(max(found))}"
+        return f"{percent(min(found))} to {percent(max(found))}" if found else "not measured"
 
+    alone = [case for case in data["cases"] if len(case["workers"]) == 1]
     figures = {}
-    for what, count in (("one", 1), ("two", 2)):
-        cases = [case for case in data["cases"] if len(case["workers"]) == count]
+    for what, cases in (
+        ("one", [case for case in alone if case["cluster"] != "whole"]),
+        ("whole", [case for case in alone if case["cluster"] == "whole"]),
+        ("two", [case for case in data["cases"] if len(case["workers"]) == 2]),
+    ):
         figures |= {
             f"compiled.{what}": both_of([case["time_error"] for case in cases]),
             f"compiled.{what}-cases": str(len(cases)),
@@ -62,9 +68,11 @@ def compiled_figures(data: Record, held_out: Record) -> dict[str, str]:
     }
 
 
-def memory_figures(data: Record) -> dict[str, str]:
-    """Of peaks that the compiler's code gives."""
+def memory_figures(data: Record, beside: Record) -> dict[str, str]:
+    """Of peaks that the compiler's code gives; ``beside`` is the record of compiled steps that some are noted in."""
     summary = data["summary"]
+    noted = beside["summary"].get("memory_compiled_by_code", {"cases": 0})
+    told = f"{percent(noted['lowest'])} to {percent(noted['highest'])}" if noted["cases"] else "not compared"
     known = [case for case in data["cases"] if not case["plan"].startswith("drawn")]
     return {
         "compiled.code-cases": str(summary["memory"]["cases"]),
@@ -74,6 +82,8 @@ def memory_figures(data: Record) -> dict[str, str]:
         "compiled.code-passes": (
             f"{percent(summary['memory_of_passes']['lowest'])} to {percent(summary['memory_of_passes']['highest'])}"
         ),
+        "compiled.code-noted": told,
+        "compiled.code-noted-cases": str(noted["cases"]),
         "compiled.code-mean": f"{100 * summary['memory']['mean_absolute']:.1f} %",
         "compiled.code-seconds": f"{summary['asked_seconds_most']:.0f} s",
         "compiled.code-hardware": environment(data)["hardware"],
