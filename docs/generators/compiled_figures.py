@@ -68,11 +68,9 @@ def compiled_figures(data: Record, held_out: Record) -> dict[str, str]:
     }
 
 
-def memory_figures(data: Record, beside: Record) -> dict[str, str]:
-    """Of peaks that the compiler's code gives; ``beside`` is the record of compiled steps that some are noted in."""
+def memory_figures(data: Record) -> dict[str, str]:
+    """Of peaks that the compiler's code gives."""
     summary = data["summary"]
-    noted = beside["summary"].get("memory_compiled_by_code", {"cases": 0})
-    told = f"{percent(noted['lowest'])} to {percent(noted['highest'])}" if noted["cases"] else "not compared"
     known = [case for case in data["cases"] if not case["plan"].startswith("drawn")]
     return {
         "compiled.code-cases": str(summary["memory"]["cases"]),
@@ -82,8 +80,6 @@ def memory_figures(data: Record, beside: Record) -> dict[str, str]:
         "compiled.code-passes": (
             f"{percent(summary['memory_of_passes']['lowest'])} to {percent(summary['memory_of_passes']['highest'])}"
         ),
-        "compiled.code-noted": told,
-        "compiled.code-noted-cases": str(noted["cases"]),
         "compiled.code-mean": f"{100 * summary['memory']['mean_absolute']:.1f} %",
         "compiled.code-seconds": f"{summary['asked_seconds_most']:.0f} s",
         "compiled.code-hardware": environment(data)["hardware"],

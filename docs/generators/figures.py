@@ -27,7 +27,7 @@ def figures() -> dict[str, str]:
         **_predicted(results["predicted-cuda.json"]),
         **_steps(results["predictor.json"]),
         **compiled_figures(results["predictor-compiled.json"], results["predictor-held-out-compiled.json"]),
-        **memory_figures(results["compiled-memory.json"], results["predictor-compiled.json"]),
+        **memory_figures(results["compiled-memory.json"]),
         **_held_out(results["predictor-held-out.json"]),
         "replay.full": f"{results['replay-speed.json']['full_ms']:.1f} ms",
         "replay.change": f"{results['replay-speed.json']['after_one_change_ms']:.3f} ms",
