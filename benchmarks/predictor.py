@@ -111,6 +111,9 @@ def summarize(cases: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> di
         "memory_compiled": errors(
             [worker for c in compiled for worker in c["workers"]], "predicted_peak_bytes", "measured_peak_bytes"
         ),
+        "memory_compiled_by_code": errors(
+            [worker for c in compiled for worker in c["workers"]], "code_peak_bytes", "measured_peak_bytes"
+        ),
         "time_plans_never_run": errors(new, "predicted_ms", "measured_ms"),
         "time_bound_by_device": errors(device_bound, "predicted_ms", "measured_ms"),
         "time_device_far_above_host": errors(far, "predicted_ms", "measured_ms"),

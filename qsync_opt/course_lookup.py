@@ -4,13 +4,15 @@ Whom a compiler's tensor is charged to depends on what is beside it: of two tens
 one is kept and the other not, and which kernel writes a tensor at all differs from plan to plan. So two plans may
 disagree on what an operator has in use although they have the same case of it. What an operator and its neighbours
 have in use together is right in each of them, however, and so the neighbours are taken from the same plan where that
-is possible.
+is possible. First of them count those that read what the operator delivers: in which formats they want it decides how
+many copies of it there are.
 
 Source: ours.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from qsync_opt.compiled_memory import Course, mean_course
@@ -28,15 +30,17 @@ class CourseLookup:
 
     Args:
         recorded: What every operator had in use under each recorded plan.
+        users: Per operator, positions of those that read what it delivers; empty: they are not looked at by themselves.
     """
 
-    def __init__(self, recorded: Sequence[RecordedCourses]) -> None:
+    def __init__(self, recorded: Sequence[RecordedCourses], users: Sequence[Sequence[int]] = ()) -> None:
         self._recorded = recorded
+        self._users = users
         self._places: dict[Case, list[_Place]] = {}
         for plan in recorded:
             for position, case in enumerate(plan.cases):
                 self._places.setdefault(case, []).append((plan, position))
-        self._known: dict[tuple[int, tuple[Case, ...]], list[_Place]] = {}
+        self._known: dict[tuple[int, tuple[Case, ...], tuple[Case, ...]], list[_Place]] = {}
 
     def recorded(self, cases: Sequence[Case]) -> bool:
         """Whether a plan with these cases was recorded."""
@@ -56,10 +60,11 @@ class CourseLookup:
             if places is None:
                 found.append(cost.course)
                 continue
-            key = (position, tuple(cases[max(0, position - _FAR) : position + _FAR + 1]))
+            around = tuple(cases[max(0, position - _FAR) : position + _FAR + 1])
+            key = (position, around, self._reading(cases, position))
             alike = self._known.get(key)
             if alike is None:
-                alike = self._known[key] = _most_alike(places, cases, position)
+                alike = self._known[key] = self._most_alike(places, cases, position)
             if len(alike) > 1:  # then the plan decides that is most alike as a whole
                 for plan, _ in alike:
                     if id(plan) not in differing:
@@ -70,12 +75,22 @@ class CourseLookup:
             found.append(mean_course([{entry[:2]: entry[2] for entry in course} for course in courses]))
         return found
 
+    def _reading(self, cases: Sequence[Case], position: int) -> tuple[Case, ...]:
+        """Cases of those that read what the operator at ``position`` delivers."""
+        return tuple([cases[user] for user in self._users[position]]) if self._users else ()
 
-def _most_alike(places: Sequence[_Place], cases: Sequence[Case], position: int) -> list[_Place]:
-    """The places around which most is as it is around ``position`` of ``cases``."""
-    ranks = [(*_unlike(plan.cases, place, cases, position), place != position) for plan, place in places]
-    best = min(ranks)
-    return [place for place, rank in zip(places, ranks, strict=True) if rank == best]
+    def _most_alike(self, places: Sequence[_Place], cases: Sequence[Case], position: int) -> list[_Place]:
+        """The places around which most is as it is around ``position`` of ``cases``."""
+        reading = self._reading(cases, position)
+
+        def rank(plan: RecordedCourses, place: int) -> tuple[int, int, int, bool]:
+            there = self._reading(plan.cases, place)
+            readers = sum(a != b for a, b in itertools.zip_longest(there, reading))
+            return (readers, *_unlike(plan.cases, place, cases, position), place != position)
+
+        ranks = [rank(plan, place) for plan, place in places]
+        best = min(ranks)
+        return [place for place, found in zip(places, ranks, strict=True) if found == best]
 
 
 def _unlike(some: Sequence[Case], i: int, others: Sequence[Case], k: int) -> tuple[int, int]:

@@ -82,7 +82,7 @@ class StepPredictor:
             moments(len(graph)),
         )
         self._lifetimes = Lifetimes(graph, costs.roots, costs.held)
-        self._courses = CourseLookup(costs.courses)
+        self._courses = CourseLookup(costs.courses, self._flow.users)
         self._cases: dict[Case, CaseCost] = dict(costs.cases)
         self._composer = CaseComposer(graph, costs, self._flow)
         self._position = {operator.name: i for i, operator in enumerate(graph)}

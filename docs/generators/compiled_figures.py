@@ -15,15 +15,21 @@ def compiled_figures(data: Record, held_out: Record) -> dict[str, str]:
     summary = data["summary"]
 
     def both_of(found: Sequence[float]) -> str:
+        if not found:
+            return "not measured"
         sizes = [abs(error) for error in found]
         return f"{100 * statistics.fmean(sizes):.1f} % on average and {100 * max(sizes):.1f} % at worst"
 
     def between(found: Sequence[float]) -> str:
-        return f"{percent(min(found))} to {percent(max(found))}"
+        return f"{percent(min(found))} to {percent(max(found))}" if found else "not measured"
 
+    alone = [case for case in data["cases"] if len(case["workers"]) == 1]
     figures = {}
-    for what, count in (("one", 1), ("two", 2)):
-        cases = [case for case in data["cases"] if len(case["workers"]) == count]
+    for what, cases in (
+        ("one", [case for case in alone if case["cluster"] != "whole"]),
+        ("whole", [case for case in alone if case["cluster"] == "whole"]),
+        ("two", [case for case in data["cases"] if len(case["workers"]) == 2]),
+    ):
         figures |= {
             f"compiled.{what}": both_of([case["time_error"] for case in cases]),
             f"compiled.{what}-cases": str(len(cases)),
@@ -59,6 +65,25 @@ def compiled_figures(data: Record, held_out: Record) -> dict[str, str]:
         "compiled.slowdown-part": " and ".join(f"{share:.2f}" for share in slowdowns),
         **_held_out(held_out["cases"]),
         "compiled.seconds": f"{summary['compiled']['profile_seconds_most']:.0f} s",
+    }
+
+
+def memory_figures(data: Record) -> dict[str, str]:
+    """Of peaks that the compiler's code gives."""
+    summary = data["summary"]
+    known = [case for case in data["cases"] if not case["plan"].startswith("drawn")]
+    return {
+        "compiled.code-cases": str(summary["memory"]["cases"]),
+        "compiled.code-drawn": str(summary["memory"]["cases"] - len(known)),
+        "compiled.code-known": str(len(known)),
+        "compiled.code": f"{percent(summary['memory']['lowest'])} to {percent(summary['memory']['highest'])}",
+        "compiled.code-passes": (
+            f"{percent(summary['memory_of_passes']['lowest'])} to {percent(summary['memory_of_passes']['highest'])}"
+        ),
+        "compiled.code-mean": f"{100 * summary['memory']['mean_absolute']:.1f} %",
+        "compiled.code-seconds": f"{summary['asked_seconds_most']:.0f} s",
+        "compiled.code-hardware": environment(data)["hardware"],
+        "compiled.code-date": environment(data)["date"],
     }
 
 

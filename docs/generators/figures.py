@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from compiled_figures import compiled_figures
+from compiled_figures import compiled_figures, memory_figures
 from kernel_figures import host_figures, kernel_figures
 from quality_figures import quality_figures
 from results_pages import ROOT, Record, environment, load_results, percent, span, table
@@ -27,6 +27,7 @@ def figures() -> dict[str, str]:
         **_predicted(results["predicted-cuda.json"]),
         **_steps(results["predictor.json"]),
         **compiled_figures(results["predictor-compiled.json"], results["predictor-held-out-compiled.json"]),
+        **memory_figures(results["compiled-memory.json"]),
         **_held_out(results["predictor-held-out.json"]),
         "replay.full": f"{results['replay-speed.json']['full_ms']:.1f} ms",
         "replay.change": f"{results['replay-speed.json']['after_one_change_ms']:.3f} ms",

@@ -86,8 +86,8 @@ def read_schedules(
             one than this was written for.
     """
     try:
-        forward = [_entries(scheduler.nodes) for is_backward, scheduler in schedulers if not is_backward]
-        backward = [_entries(scheduler.nodes) for is_backward, scheduler in schedulers if is_backward]
+        forward = [_entries(running_nodes(scheduler)) for is_backward, scheduler in schedulers if not is_backward]
+        backward = [_entries(running_nodes(scheduler)) for is_backward, scheduler in schedulers if is_backward]
     except (AttributeError, TypeError) as failure:
         raise UnsupportedError(
             f"the schedule of the compiler of torch {torch.__version__} cannot be read ({failure}); those of torch "
@@ -100,6 +100,18 @@ def read_schedules(
         )
     kinds = [is_backward for is_backward, _ in schedulers]
     return forward, backward if kinds == sorted(kinds) else backward[::-1]
+
+
+def running_nodes(scheduler: Any) -> list[Any]:
+    """Nodes of a scheduler that run something; it has written its kernels.
+
+    Where rows are many, a sum over rows (the gradient of a norm's weight) runs in one kernel with a sum along them. Its
+    second stage is in no kernel any more; the scheduler keeps the node, and notes that it is removed.
+    """
+    removed = getattr(scheduler, "removed_ops", ())
+    if not removed:
+        return list(scheduler.nodes)
+    return [node for node in scheduler.nodes if any(part.get_name() not in removed for part in node.get_nodes())]
 
 
 def _entries(nodes: Sequence[Any]) -> list[Scheduled]:

@@ -8,7 +8,10 @@ from torch import nn
 import qsync_opt
 from qsync_opt.kernels import float_modes
 from qsync_opt.runtimes.torch.apply import apply, undo
-from qsync_opt.runtimes.torch.step_recording import RecordingOptions
+from qsync_opt.runtimes.torch.compiled_peak import compiled_plan_peak
+from qsync_opt.runtimes.torch.compiled_recording import compiled_inside, record_compiled_plan
+from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper
+from qsync_opt.step_trace import BACKWARD
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning:torch")]
 CUDA = torch.device("cuda")
@@ -21,6 +24,24 @@ class _Block(nn.Module):
 
     def forward(self, x_BC):
         return (x_BC + self.b(F.gelu(self.a(self.norm(x_BC))))).square().mean()
+
+
+class _NormLast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(256, 1024), nn.Linear(1024, 256), nn.LayerNorm(256)
+
+    def forward(self, x_BC):
+        return self.norm(self.b(F.gelu(self.a(x_BC)))).square().mean()
+
+
+@pytest.fixture
+def many_rows():
+    """A model whose norm has so many rows that Inductor sums over them and along them in one kernel."""
+    torch.manual_seed(0)
+    model, x = _NormLast().to(CUDA), torch.randn(32768, 256, device=CUDA)
+    yield qsync_opt.TrainingExample(model=model, args=(x,)), qsync_opt.capture(_NormLast(), (x.cpu(),))
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("outside", ["ieee", "tf32"])
@@ -64,6 +85,39 @@ def test_compiled_steps_are_charged_and_predicted():
     assert model._compiled_call_impl is None
     with pytest.raises(qsync_opt.QSyncError):
         undo(model)
+
+
+def test_steps_with_many_rows_are_recorded(many_rows):
+    example, graph = many_rows
+    stepper = Stepper(example, torch.optim.SGD(example.model.parameters(), lr=1e-3))
+    plan = {"a/linear": "BF16", "b/linear": "FP32"}
+    options = RecordingOptions(warm_up=2, repeats=2, traced=1)
+    sample = record_compiled_plan(stepper, graph, "many rows", plan, options)
+    assert sample.spans.spans[BACKWARD, "norm/layer_norm"].device_ns > 0
+    assert sample.memory.peak_bytes > 0
+
+
+@pytest.mark.parametrize("precisions", ["BF16 FP32", "INT8 BF16", "FP32 FP32"])
+def test_the_compilers_code_has_the_peak(many_rows, precisions):
+    example, graph = many_rows
+    plan = dict(zip(("a/linear", "b/linear"), precisions.split(), strict=True))
+    example.forward().backward()
+    example.model.zero_grad()
+    peak = compiled_plan_peak(example, graph, plan)
+    apply(example.model, plan, graph=graph)
+    try:
+        with compiled_inside(example.model):
+            for _ in range(2):
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                example.forward().backward()
+                measured = torch.cuda.max_memory_allocated() - before
+                example.model.zero_grad()
+    finally:
+        undo(example.model)
+    # The allocator gives large blocks that are up to a megabyte larger.
+    assert 0.97 * measured <= peak.peak_bytes <= 1.03 * measured
 
 
 def test_a_job_that_trains_compiled_is_planned_compiled():

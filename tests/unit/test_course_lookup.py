@@ -73,6 +73,29 @@ def test_places_equally_alike_count_alike():
     assert _found(recorded, "aa")[0] == _courses(20)[0]
 
 
+def test_operators_that_read_the_result_go_before_neighbours():
+    """Whoever reads it, wherever that is; a lookup that knows of no readers goes by neighbours."""
+    users = ((4,), (), (), (), ())
+    recorded = [
+        RecordedCourses(_cases("aaaab"), _courses(1, 0, 0, 0, 0)),
+        RecordedCourses(_cases("abbbc"), _courses(2, 0, 0, 0, 0)),
+    ]
+    cases = _cases("aaaac")
+    assert CourseLookup(recorded, users).courses(cases, _costs(cases))[0] == _courses(2)[0]
+    assert CourseLookup(recorded).courses(cases, _costs(cases))[0] == _courses(1)[0]
+
+
+def test_readers_far_away_are_not_mixed_up():
+    """Two plans that differ in a reader alone, far from what it reads."""
+    users = ((30,), *[()] * 39)
+    plans = [["a"] * 40 for _ in range(2)]
+    plans[1][30] = "b"
+    recorded = [RecordedCourses(_cases(plan), _courses(*[k] * 40)) for k, plan in enumerate(plans, 1)]
+    lookup = CourseLookup(recorded, users)
+    for k, plan in enumerate(plans, 1):
+        assert lookup.courses(_cases(plan), _costs(_cases(plan)))[0] == _courses(k)[0]
+
+
 def test_a_case_that_was_never_recorded_has_the_course_of_its_cost():
     recorded = [RecordedCourses(_cases("ab"), _courses(10, 1))]
     assert _found(recorded, "ad")[1] == ((0, 0, -1),)

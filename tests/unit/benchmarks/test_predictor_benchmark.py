@@ -105,3 +105,23 @@ def test_the_summary_counts_what_it_says():
     assert summary["spearman"] == pytest.approx(1.0)
     assert summary["repeatability"] == pytest.approx(0.1)
     assert summary["cases_within_their_spread"] == 2
+
+
+def test_peaks_from_code_are_noted_where_the_same_plan_ran_alone_on_as_much_of_a_card(tmp_path):
+    from compiled_memory import note
+
+    record = json.loads((FOLDER / "results" / "predictor-compiled.json").read_text())
+    alone = next(case for case in record["cases"] if len(case["workers"]) == 1 and case["cluster"] == "16 SMs")
+    for case in record["cases"]:
+        case["workers"] = [{k: v for k, v in w.items() if k != "code_peak_bytes"} for w in case["workers"]]
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(record))
+    told = {"model": alone["model"], "precisions": alone["precisions"], "predicted_peak_bytes": 7}
+    note([told | {"multiprocessors": None}], path)
+    assert json.loads(path.read_text())["summary"]["memory_compiled_by_code"] == {"cases": 0}
+    note([told | {"multiprocessors": 16}], path)
+    found = json.loads(path.read_text())
+    noted = [(c["precisions"], w) for c in found["cases"] for w in c["workers"] if "code_peak_bytes" in w]
+    assert noted
+    assert all(precisions == alone["precisions"] and w["code_peak_bytes"] == 7 for precisions, w in noted)
+    assert found["summary"]["memory_compiled_by_code"]["cases"] == len(noted)

@@ -19,7 +19,7 @@ from qsync_opt.runtimes.torch import compiled_recording, compiled_schedule, job_
 from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.compiled_recording import call_of, compiled_inside, outermost, record_compiled_plan
-from qsync_opt.runtimes.torch.compiled_schedule import annotated_operators, read_schedules
+from qsync_opt.runtimes.torch.compiled_schedule import annotated_operators, read_schedules, running_nodes
 from qsync_opt.runtimes.torch.job_options import PlanningOptions
 from qsync_opt.runtimes.torch.job_ways import Way
 from qsync_opt.runtimes.torch.measure import TrainingExample
@@ -234,6 +234,17 @@ def test_a_product_that_is_added_to_the_gradient_of_a_shared_weight_is_its_opera
 def test_what_runs_nothing_is_no_part_of_a_schedule():
     nothing = type("NopKernelSchedulerNode", (), {})()
     assert compiled_schedule._entries([nothing, nothing]) == []
+
+
+def test_second_stages_that_went_into_another_kernel_are_no_part_of_a_schedule():
+    def node(*names):
+        parts = [SimpleNamespace(get_name=lambda name=name: name) for name in names]
+        return SimpleNamespace(names=names, get_nodes=lambda: parts)
+
+    nodes = [node("op1"), node("op2", "op3"), node("op4", "op5"), node("op6")]
+    left = running_nodes(SimpleNamespace(nodes=nodes, removed_ops={"op2", "op3", "op5", "op6"}))
+    assert [found.names for found in left] == [("op1",), ("op4", "op5")]
+    assert running_nodes(SimpleNamespace(nodes=nodes)) == nodes
 
 
 class Wide(nn.Module):
