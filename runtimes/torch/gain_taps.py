@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from qsync_opt.runtimes.torch.arriving_noise import RECTIFIERS, Arriving
+from qsync_opt.runtimes.torch.attention_twice import attention_twice
 from qsync_opt.runtimes.torch.derivative_sums import DerivativeSums, Key, ParameterGradients, Sums
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.max_pooling import MAX_POOLS, LastRectified, SwitchedPool, contest, pool_call
@@ -162,6 +163,10 @@ class GainTapper:
         slots: Sequence[Slot],
         watched: Sequence[_Held],
     ) -> Tensor:
+        if call.op_type == "scaled_dot_product_attention":
+            attended = attention_twice(args, kwargs)
+            if attended is not None:
+                return attended
         trained = tuple(slot.tensor.requires_grad for slot in slots[:2])
         found = product_twice(call.op_type, args, kwargs, wait=slots[-1].tensor.is_leaf, trained=trained)
         if found is None:
