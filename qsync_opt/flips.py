@@ -22,6 +22,7 @@ alone adds next to nothing in this way.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 
@@ -49,7 +50,7 @@ def flipped_variance(measured: Sequence[float], ratio: float) -> float:
         return measured[0] * math.sqrt(ratio / FLIP_RATIOS[0])
     if ratio >= FLIP_RATIOS[-1]:
         return measured[-1] * math.sqrt(ratio / FLIP_RATIOS[-1])
-    above = next(i for i, known in enumerate(FLIP_RATIOS) if known >= ratio)
+    above = bisect.bisect_left(FLIP_RATIOS, ratio)
     low, high = measured[above - 1], measured[above]
     share = math.log(ratio / FLIP_RATIOS[above - 1]) / math.log(FLIP_RATIOS[above] / FLIP_RATIOS[above - 1])
     if low <= 0 or high <= 0:
@@ -70,6 +71,7 @@ class Flips:
         """
         self._statistics = statistics
         self._names = [operator.name for operator in graph.by_role(Role.ADJUSTABLE)]
+        self._places = {name: i for i, name in enumerate(self._names)}
         found = {
             name: signal.adaptive_flips if adaptive else signal.flips for name, signal in statistics.signals.items()
         }
@@ -121,9 +123,9 @@ class Flips:
     def _ratios(self, output_variances: Mapping[str, float]) -> list[float]:
         """Noise-to-signal ratio that arrives at each rectifier."""
         own = np.zeros(len(self._names))
-        for i, name in enumerate(self._names):
-            measured = self._statistics.find(name)
-            if measured is not None and output_variances.get(name, 0.0) > 0 and measured.output.square_sum > 0:
-                own[i] = output_variances[name] / (measured.calls * measured.output.square_sum)
+        for name, variance in output_variances.items():
+            place, measured = self._places.get(name), self._statistics.find(name)
+            if place is not None and measured is not None and variance > 0 and measured.output.square_sum > 0:
+                own[place] = variance / (measured.calls * measured.output.square_sum)
         found: list[float] = (self._arriving @ own).tolist()
         return found

@@ -14,7 +14,6 @@ flushes to zero makes FP16 worse than BF16.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 
 from qsync_opt.baseline_indicators import (
@@ -133,7 +132,7 @@ def _probed(
     forward = flips + sum(value for name, value in gained.items() if not name.endswith("gradient"))
     own, repeated = _own(statistics, found, gains), 0.0
     if statistics.nearest:
-        independent = variances(dataclasses.replace(statistics, nearest={}), precision, formats, options)
+        independent = variances(statistics, precision, formats, options, nearest=False)
         repeated = max(0.0, own - _own(statistics, independent, gains))
     inside = min(total, own - repeated)
     share = ratio(forward, total)

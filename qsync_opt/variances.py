@@ -245,7 +245,7 @@ def _scaled(kind: str | None) -> str | None:
 
 
 def product_variances(
-    operator: OperatorStatistics, rounding: TensorRounding, options: NoiseOptions
+    operator: OperatorStatistics, rounding: TensorRounding, options: NoiseOptions, *, nearest: bool = True
 ) -> OperatorVariances:
     """Variances of a bilinear operator or lookup; the formulas are in the module's text.
 
@@ -253,6 +253,7 @@ def product_variances(
         operator: Its statistics.
         rounding: How its tensors are rounded.
         options: Stochastic or nearest, for the kinds with scales.
+        nearest: Whether measured errors of rounding to nearest count; else errors are taken to be independent.
 
     Returns:
         Squared units of output and gradients, summed over elements and calls.
@@ -280,12 +281,13 @@ def product_variances(
             continue
         parameter = getattr(operator, f"{name}_parameter") is not None
         result = rounding.weight_gradient if parameter else rounding.input_gradient
-        nearest = operator.nearest.get(rounding.gradient or "") if name == "second" and parameter else None
+        measured = nearest and parameter and name == "second"
+        repeated = operator.nearest.get(rounding.gradient or "") if measured else None
         rest = _rounded(operator, target, result)
-        if nearest is not None:
+        if repeated is not None:
             # Errors of rounding to nearest may add up over rows: measured together, and only the others by formula.
             noise = noise_parts(operator, other, (_scaled(rounding.first),), options)
-            rest += nearest + volume * _sum(noise) * _sum(g)
+            rest += repeated + volume * _sum(noise) * _sum(g)
         else:
             rest += _path(operator, f"gradient>{target}", g, signal) + volume * _sum(noise) * _sum(g)
         own = _path(operator, f"{other}>{target}", noise, "output_gradient")
@@ -305,7 +307,12 @@ def _by_origin(
 
 
 def variances(
-    operator: OperatorStatistics, precision: str, formats: PrecisionFormats, options: NoiseOptions | None = None
+    operator: OperatorStatistics,
+    precision: str,
+    formats: PrecisionFormats,
+    options: NoiseOptions | None = None,
+    *,
+    nearest: bool = True,
 ) -> OperatorVariances:
     """Variances of an operator's results when it runs at a precision.
 
@@ -314,6 +321,7 @@ def variances(
         precision: Format it computes in; FP32 gives zeros.
         formats: Border formats of that precision on the device.
         options: Rounding and granularity; by default stochastic, per tensor for activations, per channel for weights.
+        nearest: As for ``product_variances``.
 
     Returns:
         Squared units of output and gradients, summed over elements, per training step.
@@ -326,7 +334,8 @@ def variances(
     """
     options = options or NoiseOptions()
     if operator.kind is not OperatorKind.ATTENTION:
-        return product_variances(operator, tensor_rounding(operator, precision, formats, options), options)
+        rounding = tensor_rounding(operator, precision, formats, options)
+        return product_variances(operator, rounding, options, nearest=nearest)
     if precision == "FP32":
         errors = None
     elif precision in operator.measured:

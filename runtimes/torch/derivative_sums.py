@@ -19,7 +19,7 @@ from qsync_opt.runtimes.torch.reductions import largest, norms, strided, totals
 _QUANTIZED = ("first", "second", "output_gradient")
 _TOGETHER = 1 << 22
 """Elements that are looked at together."""
-_SHARE = 1 / 16
+_SHARE = 1 / 8
 """Part of all results of a step that may be looked at together, too: a step of larger tensors has memory for more."""
 SAMPLE = 1 << 14
 """Elements of a derivative that are kept, of tensors that all samples of a batch share."""

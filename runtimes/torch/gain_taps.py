@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,13 +22,13 @@ from qsync_opt.runtimes.torch.derivative_sums import DerivativeSums, Key, Parame
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.max_pooling import MAX_POOLS, LastRectified, SwitchedPool, contest, pool_call
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, Slot, operand_slots, replace_operands
-from qsync_opt.runtimes.torch.reductions import summed
+from qsync_opt.runtimes.torch.reductions import strided, summed
 from qsync_opt.runtimes.torch.second_derivatives import Delayed, batch_norm_twice, product_twice
 from qsync_opt.statistics import FLIP_RATIOS, GRADIENTS, OPERANDS
 
 MASK = "mask"
-_CHANCES = 1 << 21
-"""Elements of a large rectifier that are looked at together; each has several chances to flip."""
+_CHANCES = 1 << 20
+"""Elements of a large rectifier that are looked at, evenly spaced; each has several chances to flip."""
 
 
 @dataclass(slots=True)
@@ -291,12 +291,15 @@ class GainTapper:
         key = (name, MASK, 0)
         self.rectified[name] = squares.numel()
         sizes = self._inverse_sizes(name, squares)
-        for distance, part in _parts(distances, squares, _CHANCES):
-            # Twice the chance that a normal number is beyond the distance.
-            chance = (distance.reshape(1, -1) * sizes).erfc_()
-            chance[-1].square_()
-            found = summed(chance.mul_(part.reshape(1, -1)), 1)
-            self._sums.numbers.append((key, tuple(str(i) for i in range(len(FLIP_RATIOS) + 1)), found))
+        some = squares.numel() > _CHANCES
+        distance, part = (strided(x, _CHANCES) if some else x for x in (distances, squares))
+        # Twice the chance that a normal number is beyond the distance.
+        chance = (distance.reshape(1, -1) * sizes).erfc_()
+        chance[-1].square_()
+        found = summed(chance.mul_(part.reshape(1, -1)), 1)
+        if some:
+            found *= squares.numel() / part.numel()
+        self._sums.numbers.append((key, tuple(str(i) for i in range(len(FLIP_RATIOS) + 1)), found))
 
     def _inverse_sizes(self, name: str, like: Tensor) -> Tensor:
         """Of noise at the ratios that flips are counted at, and the one that was seen, over root 2: (ratios, 1)."""
@@ -357,13 +360,6 @@ def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
 def nothing_like(x: Tensor) -> Tensor:
     """Zeros that take no memory."""
     return _zero(x.dtype, x.device).expand_as(x)
-
-
-def _parts(a: Tensor, b: Tensor, limit: int) -> Iterable[tuple[Tensor, Tensor]]:
-    """Two tensors of one shape, large ones a part at a time."""
-    if a.numel() <= limit:
-        return [(a, b)]
-    return zip(torch.split(a.reshape(-1), limit), torch.split(b.reshape(-1), limit), strict=True)
 
 
 def _sizes(arriving: Mapping[str, Arriving]) -> dict[str, list[Tensor]]:
