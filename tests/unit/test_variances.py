@@ -232,3 +232,10 @@ def test_options_are_checked() -> None:
         NoiseOptions(activation_granularity=Granularity.CHANNEL)
     with pytest.raises(UnsupportedError, match="rounding is 'up'"):
         NoiseOptions(rounding="up")  # type: ignore[arg-type]
+
+
+def test_measured_errors_of_rounding_to_nearest_can_be_left_out() -> None:
+    measured = replace(linear(), nearest={"BF16": 1e3})
+    plain = variances(linear(), "BF16", BF16)
+    assert variances(measured, "BF16", BF16, nearest=False) == plain
+    assert variances(measured, "BF16", BF16) != plain
