@@ -14,8 +14,9 @@ AS_FAST = 0.98
 BY_SPEED, CAPTURED = "local batches by speed, ", ", captured"
 _NAMES = (
     "fp32", "bf16", "bf16-operators", "cpu-fp32", "cpu-bf16", "cpu-bf16-operators", "throughput", "sensitivity",
-    "less-sensitive", "by-speed", "first-step", "soak", "soak-memory", "soak-prediction", "soak-drifts",
-    "soak-moved", "predicted", "hardware", "many", "many-first-step", "scaling", "many-plain", "many-by-speed",
+    "less-sensitive", "less-sensitive-rounds", "by-speed", "first-step", "soak", "soak-memory", "soak-prediction",
+    "soak-drifts", "soak-moved", "predicted", "hardware", "many", "many-first-step", "scaling", "many-plain",
+    "many-by-speed",
 )  # fmt: skip
 
 
@@ -101,24 +102,44 @@ def against_plain(ways: Mapping[str, Record]) -> tuple[float, str]:
     return ways["plan"]["samples_per_s"] / ways[best]["samples_per_s"], best
 
 
-def less_sensitive(ways: Mapping[str, Record]) -> bool:
-    """Whether the plan has less total sensitivity than every plain way that is as fast to within noise.
+def less_sensitive(ways: Mapping[str, Record], *, rounds: bool = True) -> bool:
+    """Whether the plan has less total sensitivity than every plain way that is as fast.
 
-    As fast is what has at least `AS_FAST` of the plan's throughput, and also what took turns with it and was not slower
-    by as much in every round: a median beyond that says little where rounds differ by more.
+    As fast is what has at least `AS_FAST` of the plan's throughput. With ``rounds`` so is what took turns with it and
+    was not slower by as much in every round: a median beyond that says little where rounds differ by more.
     """
+    return not _finer_rivals(ways, rounds=rounds)
+
+
+def _finer_rivals(ways: Mapping[str, Record], *, rounds: bool) -> list[Record]:
     plan = ways["plan"]
-    rivals = [ways[name] for name in PLAIN if name in ways and not _is_slower(ways[name], plan)]
-    return all(plan["sensitivity"] < rival["sensitivity"] for rival in rivals if rival.get("sensitivity") is not None)
+    rivals = [ways[name] for name in PLAIN if name in ways and not _is_slower(ways[name], plan, rounds=rounds)]
+    return [r for r in rivals if r.get("sensitivity") is not None and plan["sensitivity"] >= r["sensitivity"]]
 
 
-def _is_slower(rival: Record, plan: Record) -> bool:
+def _is_slower(rival: Record, plan: Record, *, rounds: bool) -> bool:
     if rival["samples_per_s"] >= AS_FAST * plan["samples_per_s"]:
         return False
-    if rival["configuration"] not in plan.get("in_turn_with", ()):
+    if not rounds or rival["configuration"] not in plan.get("in_turn_with", ()):
         return True
-    rounds = zip(rival.get("rounds_ms", ()), plan.get("rounds_ms", ()), strict=False)
-    return all(AS_FAST * theirs > mine for theirs, mine in rounds)
+    return all(AS_FAST * theirs > mine for theirs, mine in _turns(rival, plan))
+
+
+def _turns(rival: Record, plan: Record) -> list[tuple[float, float]]:
+    return list(zip(rival.get("rounds_ms", ()), plan.get("rounds_ms", ()), strict=False))
+
+
+def _sensitivity_cell(ways: Mapping[str, Record], itself: str) -> str:
+    if less_sensitive(ways):
+        return "yes"
+    if not less_sensitive(ways, rounds=False):
+        return f"no{itself}"
+    slower = [
+        f"{rival['configuration']} was {percent(min(shares))} to {percent(max(shares))}"
+        for rival in _finer_rivals(ways, rounds=True)
+        for shares in [[theirs / mine - 1 for theirs, mine in _turns(rival, ways["plan"])]]
+    ]
+    return f"by medians yes, in every round no: a round of {' and '.join(slower)} slower"
 
 
 def by_speed(ways: Mapping[str, Record]) -> float | None:
@@ -166,7 +187,8 @@ def _of_pairs(pairs: Mapping[str, Mapping[str, Record]]) -> dict[str, str]:
         "first-step": f"{min(steps):.0f} to {max(steps):.0f} s",
         "sensitivity": f"{min(shares):.2g} to {max(shares):.2g}" if shares else NOT_MEASURED,
         "scaling": "; ".join(filter(None, (_scaling(model, pairs[model]) for model in models))),
-        "less-sensitive": f"{sum(less_sensitive(ways) for ways in pairs.values())} of {len(pairs)}",
+        "less-sensitive": f"{sum(less_sensitive(ways, rounds=False) for ways in pairs.values())} of {len(pairs)}",
+        "less-sensitive-rounds": f"{sum(less_sensitive(ways) for ways in pairs.values())} of {len(pairs)}",
     }
     return {f"runtime.{name}": text or NOT_MEASURED for name, text in said.items()}
 
@@ -206,7 +228,7 @@ def _bars_table(clusters: Mapping[tuple[str, int], Mapping[str, Record]]) -> str
             [
                 f"{model}, {workers} workers",
                 f"{ratio:.3f} of {best}",
-                "yes" if less_sensitive(ways) else f"no{itself}",
+                _sensitivity_cell(ways, itself),
                 None if both is None else f"{both:.3f} of {beside}{tied}",
                 None
                 if launched is None

@@ -20,11 +20,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_opt.errors import ModelError
 from qsync_opt.graph import OpGraph, Role
-from qsync_opt.runtimes.torch.gradient_probe import leaves_before, tapped, twice_differentiable
+from qsync_opt.runtimes.torch.gradient_probe import tapped, twice_differentiable
 from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.random_signs import RandomSigns
 from qsync_opt.runtimes.torch.reductions import shares_of_mean
+from qsync_opt.runtimes.torch.second_derivatives import leaves_before
 from qsync_opt.statistics import OPERANDS, Curvature
 
 

@@ -14,8 +14,7 @@ the elements as it was seen to arrive there (`noisy_passes`). Max-pooling is tre
 gradient that goes to the second largest element is a tensor of its own, which noise changes from 0 to 1.
 
 A step that is differentiated twice keeps three to seven times what a training step keeps. Where a batch can be divided,
-only some of its samples are therefore probed; see
-``probe_parts``.
+only some of its samples are therefore probed; see ``probe_parts``.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from qsync_opt.runtimes.torch.operator_calls import Handler, OperatorCall
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, dense_lookup
 from qsync_opt.runtimes.torch.random_signs import signs_like
 from qsync_opt.runtimes.torch.reductions import norm, shares_of_mean
+from qsync_opt.runtimes.torch.second_derivatives import leaves_before
 from qsync_opt.statistics import Gain
 
 LossOf = Callable[[], Tensor]
@@ -84,31 +84,6 @@ def tapped(model: nn.Module, handler: Handler) -> Iterator[None]:
         yield
     finally:
         interception.remove()
-
-
-def leaves_before(gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """The leaves of the autograd graph that gradients depend on.
-
-    Autograd would raise only if the derivative had to pass where a function can be differentiated once; taps before it
-    would silently get none.
-
-    Raises:
-        RuntimeError: A gradient came through a function marked as differentiable once.
-    """
-    leaves = []
-    nodes = [gradient.grad_fn for gradient in gradients if gradient is not None]
-    seen: set[Any] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::Error":
-            raise RuntimeError("a function is marked with once_differentiable")
-        if (variable := getattr(node, "variable", None)) is not None:
-            leaves.append(variable)
-        nodes.extend(following for following, _ in node.next_functions)
-    return leaves
 
 
 class ProbeMemoryError(ModelError):

@@ -306,3 +306,28 @@ def batch_norm_twice(call: OperatorCall) -> Tensor | None:
         x, weight, bias, given["running_mean"], given["running_var"], given["momentum"], given["eps"]
     )
     return found
+
+
+def leaves_before(gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """The leaves of the autograd graph that gradients depend on.
+
+    Autograd would raise only if the derivative had to pass where a function can be differentiated once; taps before it
+    would silently get none.
+
+    Raises:
+        RuntimeError: A gradient came through a function marked as differentiable once.
+    """
+    leaves = []
+    nodes = [gradient.grad_fn for gradient in gradients if gradient is not None]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::Error":
+            raise RuntimeError("a function is marked with once_differentiable")
+        if (variable := getattr(node, "variable", None)) is not None:
+            leaves.append(variable)
+        nodes.extend(following for following, _ in node.next_functions)
+    return leaves

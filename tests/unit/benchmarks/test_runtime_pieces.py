@@ -137,6 +137,7 @@ def test_a_plan_that_is_no_less_sensitive_is_told():
     assert less_sensitive(ways)
     ways["BF16 autocast"]["rounds_ms"] = [102.0, 110.0]  # as fast in one of the rounds: a rival, whatever the median
     assert not less_sensitive(ways)
+    assert less_sensitive(ways, rounds=False)
 
 
 def test_what_was_measured_again_in_turn_counts():
