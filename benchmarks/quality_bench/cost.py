@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from subjects import Subject, cnn, gpt, subject_of
+from subjects import Subject, bert, cnn, gpt, subject_of
 from torch import nn
 from work import Clock, significant
 
@@ -134,6 +134,13 @@ def measure(subject: Subject, device: torch.device, probes: Sequence[int]) -> It
     yield significant(record)
 
 
+def _bert(device: torch.device, scale: str, batch: int) -> Subject:
+    """BERT-base at a batch at which a card has more to do than the host."""
+    tiny = scale != "full"
+    found = bert(device, tiny=tiny, batch=2 if tiny else batch, length=16 if tiny else 128)
+    return dataclasses.replace(found, name=f"bert-{batch}")
+
+
 def _resnet50(device: torch.device, scale: str, batch: int) -> Subject:
     """At the size of images that it is mostly trained with."""
     if scale == "tiny":
@@ -152,6 +159,7 @@ def section(
         config = GptConfig(width=64, layers=2, heads=2, context=32)
     subjects: dict[str, Callable[[], Subject]] = {
         "bert": lambda: subject_of("bert", device, scale=scale),
+        "bert-32": lambda: _bert(device, scale, 32),
         "gpt-1b": lambda: gpt(device, config, 2, name="gpt-1b"),
         "resnet50": lambda: subject_of("resnet50", device, scale=scale),
         "resnet50-224": lambda: _resnet50(device, scale, 32),
