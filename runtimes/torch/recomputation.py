@@ -6,22 +6,27 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Counts = dict[tuple[str, str], int]
 """How many operators of a kind a module has met in a pass, by its path and the kind."""
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_weak_reference: Any = StorageWeakRef  # which carries no types
 _KEPT_PASSES = 8
 _NO_COUNTS: Counts = {}
 
 
 class CallMemory:
-    """The calls of every module in the last passes, each with where its input lay in memory.
+    """The calls of every module in the last passes, each with the storage that its input lay in.
 
-    A checkpointed module gets the same input again, whose memory was kept for that: of the calls that were not repeated
-    yet, the last one with it is the one, also where other passes ran in between (another view of a contrastive loss, an
+    A checkpointed module gets the same input again, which was kept for that: of the calls that were not repeated yet,
+    the last one with it is the one, also where other passes ran in between (another view of a contrastive loss, an
     evaluation). Where no input tells, because memory was moved or a function was checkpointed whose modules get new
     tensors, the pass of the last repetition goes on, and calls are repeated in reverse order.
+
+    An address would not do: new tensors often lie where the freed input of some other call lay. The weak reference to
+    a storage frees its memory with the last tensor, but is never equal to that of a later storage.
     """
 
     def __init__(self, *, shared_modules: bool) -> None:
@@ -62,17 +67,18 @@ class CallMemory:
             for call in waiting:
                 call[3] = False
         place = _place(x)
-        likely = [call for call in waiting if call[2] == place] or [c for c in waiting if c[0] == self._last] or waiting
+        same = [call for call in waiting if place is not None and call[2] == place]
+        likely = same or [c for c in waiting if c[0] == self._last] or waiting
         likely[-1][3] = True
         self._last, counts = likely[-1][:2]
         return self._last, counts.copy()
 
 
-def _place(x: Any) -> int:
-    """Address of a tensor's data, 0 where there is none to tell by."""
+def _place(x: Any) -> tuple[StorageWeakRef, int] | None:
+    """Storage of a tensor and where in it the tensor begins, None where there is none to tell by."""
     if type(x) not in _PLAIN:
-        return 0
+        return None
     try:
-        return int(x.data_ptr())
-    except RuntimeError:  # inside a transform of torch.func
-        return 0
+        return _weak_reference(x.untyped_storage()), x.storage_offset()
+    except NotImplementedError:  # a sparse tensor, or inside a transform of torch.func
+        return None

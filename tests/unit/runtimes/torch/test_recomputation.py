@@ -1,11 +1,15 @@
 """Activation checkpointing where other passes run between a forward pass and its backward pass."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.runtimes.torch.apply import apply
+from qsync_opt.runtimes.torch.recomputation import CallMemory
 
 
 class Block(nn.Module):
@@ -29,9 +33,15 @@ class Net(nn.Module):
         x = self.drop(x)
         if self.how is None:
             return block(x)
-        if self.how == "function":
-            return checkpoint(lambda x: x + block.b(self.drop(torch.tanh(block.a(x)))), x, use_reentrant=False)
-        return checkpoint(block, x, use_reentrant=self.how == "reentrant")
+        reentrant = self.how.startswith("reentrant")
+        if "function" in self.how:
+            return checkpoint(
+                lambda x: x + block.b(self.place(self.drop(torch.tanh(block.a(x))))), x, use_reentrant=reentrant
+            )
+        return checkpoint(block, x, use_reentrant=reentrant)
+
+    def place(self, x):
+        return x
 
     def forward(self, x):
         return self.run(self.second, self.run(self.first, self.run(self.first, x)))
@@ -78,8 +88,32 @@ def an_evaluation_between(model):
     loss.backward()
 
 
+class InMemory(torch.autograd.Function):
+    """A copy that lies in a given piece of memory, as if an allocator had chosen it."""
+
+    @staticmethod
+    def forward(ctx, x, memory):
+        return torch.frombuffer(memory, dtype=x.dtype, count=x.numel()).view_as(x).copy_(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class ReusingNet(Net):
+    """Recomputed inputs of the first block's second call lie where those of its first call lay, and the reverse."""
+
+    def __init__(self, how):
+        super().__init__(how)
+        pieces = [bytearray(4 * 16 * 4) for _ in range(3)]
+        self.pieces = itertools.cycle([pieces[index] for index in (0, 1, 2, 2, 0, 1)])
+
+    def place(self, x):
+        return InMemory.apply(x, next(self.pieces))
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's, about the evaluation
-@pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "reentrant function", "function"])
 @pytest.mark.parametrize(
     "passes", [one_pass, the_same_graph_twice, two_views, one_input_twice, losses_in_order, an_evaluation_between]
 )
@@ -87,17 +121,34 @@ def test_what_is_recomputed_rounds_as_it_did_the_first_time(passes, how):
     compare(passes, how)
 
 
-@pytest.mark.parametrize("passes", [one_pass, an_evaluation_between])
-def test_functions_that_call_modules(passes):
-    compare(passes, "function")
+@pytest.mark.parametrize("how", ["reentrant function", "function"])
+def test_new_tensors_that_lie_where_those_of_other_calls_lay(how):
+    compare(one_pass, how, ReusingNet)
 
 
-def compare(passes, how):
+def test_inputs_are_not_kept():
+    memory, x = CallMemory(shared_modules=False), torch.randn(4)
+    storage = StorageWeakRef(x.untyped_storage())
+    memory.remember("a", 0, {}, x)
+    del x
+    assert storage.expired()
+
+
+@pytest.mark.parametrize("x", [None, torch.eye(2).to_sparse()])
+def test_calls_without_a_storage_go_on_with_the_pass_of_the_last_repetition(x):
+    memory, told = CallMemory(shared_modules=False), torch.randn(4)
+    for index in range(2):
+        memory.remember("a", index, {}, told if index == 0 else None)
+        memory.remember("b", index, {}, x)
+    assert [memory.recall("a", told), memory.recall("b", x)] == [(0, {}), (0, {})]
+
+
+def compare(passes, how, kind=Net):
     """Gradients of many passes with and without recomputation: old ones are forgotten, memory is used again."""
     gradients = []
     for checkpointed in (None, how):
         torch.manual_seed(0)
-        model = apply(Net(checkpointed), PLAN)
+        model = apply(kind(checkpointed), PLAN)
         for _ in range(10):
             passes(model)
         gradients.append([p.grad for p in model.parameters()])
