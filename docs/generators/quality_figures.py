@@ -166,7 +166,13 @@ def quality_figures(data: Record) -> dict[str, str]:
                 for which, ranks in (("clear", part["clear"]["spearman"]), ("last", last["spearman"])):
                     found[f"{name}.{which}.{kind}"] = "–" if ranks.get(kind) is None else f"{ranks[kind]:.2f}"
     for record in records(data, "cost"):
-        found[f"quality.cost.{record['model']}"] = f"{record['scoring'][0]['steps_per_precision']:.1f}"
+        name = f"quality.cost.{record['model']}"
+        plain, probed = record["scoring"][0], record["scoring"][-1]
+        found[name] = f"{plain['steps_per_precision']:.1f}"
+        found[f"{name}.probed"] = f"{probed['steps_per_precision']:.1f}"
+        if "on_card" in plain:
+            found[f"{name}.launches"] = f"{plain['on_card']['launches']:,}"
+            found[f"{name}.busy"] = f"{1e3 * plain['on_card']['busy_s']:.0f} ms"
     clear = harm["after_steps"]["clear"]["spearman"]
     for kind in OURS:
         found[f"quality.clear.{kind}"] = "–" if clear.get(kind) is None else f"{clear[kind]:.2f}"
