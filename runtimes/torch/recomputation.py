@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 Counts = dict[tuple[str, str], int]
 """How many operators of a kind a module has met in a pass, by its path and the kind."""
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_weak_reference: Any = StorageWeakRef  # which carries no types
+_free: Any = torch.UntypedStorage._free_weak_ref
 _KEPT_PASSES = 8
 _NO_COUNTS: Counts = {}
 
@@ -25,8 +24,9 @@ class CallMemory:
     evaluation). Where no input tells, because memory was moved or a function was checkpointed whose modules get new
     tensors, the pass of the last repetition goes on, and calls are repeated in reverse order.
 
-    An address would not do: new tensors often lie where the freed input of some other call lay. The weak reference to
-    a storage frees its memory with the last tensor, but is never equal to that of a later storage.
+    An address would not do: new tensors often lie where the freed input of some other call lay. A weak reference lets
+    the memory go with the last tensor, and no later storage is taken for that one while it is held. (Torch's
+    ``StorageWeakRef`` does the same, but takes more host time in every module.)
     """
 
     def __init__(self, *, shared_modules: bool) -> None:
@@ -37,7 +37,15 @@ class CallMemory:
         """
         self._shared_modules = shared_modules
         self._last = -1  # pass of the last repetition
-        self._calls: dict[str, list[list[Any]]] = {}  # pass, counts, place, whether it was recomputed; oldest first
+        # Oldest first; each: pass, counts, weak reference to the input's storage or 0, where in it the input begins,
+        # whether it was recomputed.
+        self._calls: dict[str, list[list[Any]]] = {}
+
+    def __del__(self, free: Any = _free) -> None:  # an argument: globals may be gone when Python ends
+        for calls in self._calls.values():
+            for call in calls:
+                if call[2]:
+                    free(call[2])
 
     def remember(self, path: str, pass_index: int, counts: Counts, x: Any) -> None:
         """Note that a module begins to run.
@@ -52,33 +60,40 @@ class CallMemory:
         if calls is None:
             calls = self._calls[path] = []
         while calls and calls[0][0] <= pass_index - _KEPT_PASSES:
-            del calls[0]
+            old = calls.pop(0)[2]
+            if old:
+                _free(old)
         again = self._shared_modules or (calls and calls[-1][0] == pass_index)
-        calls.append([pass_index, counts.copy() if again else _NO_COUNTS, _place(x), False])
+        storage = _storage(x)
+        place = (0, 0) if storage is None else (storage._weak_ref(), x.storage_offset())
+        calls.append([pass_index, counts.copy() if again else _NO_COUNTS, *place, False])
 
     def recall(self, path: str, x: Any) -> tuple[int, Counts] | None:
         """Pass index of the call that is now repeated, and the counts when it began; None for an unknown module."""
         calls = self._calls.get(path)
         if not calls:
             return None
-        waiting = [call for call in calls if not call[3]]
+        waiting = [call for call in calls if not call[4]]
         if not waiting:  # a second backward pass through the same graph
             waiting = [call for call in calls if call[0] == calls[-1][0]]
             for call in waiting:
-                call[3] = False
-        place = _place(x)
-        same = [call for call in waiting if place is not None and call[2] == place]
+                call[4] = False
+        storage = _storage(x)
+        same = []
+        if storage is not None:
+            place = [storage._cdata, x.storage_offset()]
+            same = [call for call in waiting if call[2:4] == place]
         likely = same or [c for c in waiting if c[0] == self._last] or waiting
-        likely[-1][3] = True
+        likely[-1][4] = True
         self._last, counts = likely[-1][:2]
         return self._last, counts.copy()
 
 
-def _place(x: Any) -> tuple[StorageWeakRef, int] | None:
-    """Storage of a tensor and where in it the tensor begins, None where there is none to tell by."""
+def _storage(x: Any) -> Any:
+    """Storage of a tensor, None where there is none to tell by."""
     if type(x) not in _PLAIN:
         return None
     try:
-        return _weak_reference(x.untyped_storage()), x.storage_offset()
-    except NotImplementedError:  # a sparse tensor, or inside a transform of torch.func
+        return x.untyped_storage()
+    except RuntimeError:  # a sparse tensor, or inside a transform of torch.func
         return None
