@@ -24,7 +24,7 @@ from qsync_opt.runtimes.torch.convolution_record import (
     image_shares,
 )
 from qsync_opt.runtimes.torch.operator_summary import INTEGER_KINDS, RESULT_KINDS, SCALED_KINDS
-from qsync_opt.runtimes.torch.reductions import stacked, summed, totals
+from qsync_opt.runtimes.torch.reductions import by_place, stacked, summed, totals
 from qsync_opt.runtimes.torch.rounding_error import Wanted, answered, fixed_point_errors
 from qsync_opt.runtimes.torch.sized_samples import SizedPositions, weights_by_size
 
@@ -301,12 +301,8 @@ def _gradients(calls: Sequence[TakenConvolution], gradients: Sequence[TakenGradi
 
 def _by_row(calls: Sequence[TakenConvolution]) -> None:
     """T(squares of the first operand, 1, squares of the gradient)."""
-    alike: dict[tuple[torch.device, torch.dtype], list[tuple[TakenConvolution, Tensor, Tensor]]] = {}
-    for call in calls:
-        if call.by_row is not None:
-            place = call.by_row[0].device, call.by_row[0].dtype
-            alike.setdefault(place, []).append((call, *call.by_row))
-    for some in alike.values():
+    every = [(call, *call.by_row) for call in calls if call.by_row is not None]
+    for some in by_place(every, lambda one: one[1]).values():
         products = torch._foreach_mul([first for _, first, _ in some], [gradient for *_, gradient in some])
         for (call, *_), value in zip(some, totals(products), strict=True):
             call.found.append((("xg/floating",), value.view(1)))

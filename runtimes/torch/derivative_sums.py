@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qsync_opt.runtimes.torch.reductions import largest, norms, strided, totals
+from qsync_opt.runtimes.torch.reductions import by_place, largest, norms, strided, totals
 
 # Noise in the forward pass flips rectifiers; noise in gradients does not.
 _QUANTIZED = ("first", "second", "output_gradient")
@@ -97,9 +97,7 @@ class DerivativeSums:
 
     def flush(self) -> None:
         """Reduce all that wait."""
-        alike: dict[tuple[torch.dtype, torch.device], list[_Waiting]] = {}
-        for waiting in self._waiting:
-            alike.setdefault((waiting.values.dtype, waiting.values.device), []).append(waiting)
+        alike = by_place(self._waiting, lambda waiting: waiting.values)
         self.forget_waiting()
         while alike:
             _, some = alike.popitem()

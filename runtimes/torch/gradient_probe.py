@@ -38,7 +38,7 @@ from qsync_opt.runtimes.torch.interception import Interception
 from qsync_opt.runtimes.torch.operator_calls import Handler, OperatorCall
 from qsync_opt.runtimes.torch.product_calls import ADJUSTABLE, dense_lookup
 from qsync_opt.runtimes.torch.random_signs import signs_like
-from qsync_opt.runtimes.torch.reductions import norm, shares_of_mean
+from qsync_opt.runtimes.torch.reductions import by_place, norm, shares_of_mean
 from qsync_opt.runtimes.torch.second_derivatives import leaves_before
 from qsync_opt.statistics import Gain
 
@@ -135,8 +135,7 @@ class _Signs:
         self._parameters, self._key = parameters, key
         self._kept: dict[int, Tensor] = {}
         small = [i for i, p in enumerate(parameters) if p.numel() <= _SMALL]
-        for place in dict.fromkeys((parameters[i].dtype, parameters[i].device) for i in small):
-            some = [i for i in small if (parameters[i].dtype, parameters[i].device) == place]
+        for some in by_place(small, lambda i: parameters[i]).values():
             sizes = [parameters[i].numel() for i in some]
             drawn = signs_like(parameters[some[0]], (*key, -1), sum(sizes))
             for i, part in zip(some, torch.split(drawn, sizes), strict=True):

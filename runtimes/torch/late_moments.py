@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qsync_opt.runtimes.torch.reductions import largest, norm, norms
+from qsync_opt.runtimes.torch.reductions import by_place, largest, norm, norms
 
 _TOGETHER = 1 << 21
 """Elements that wait at most."""
@@ -36,9 +36,7 @@ class LateMoments:
 
     def flush(self) -> None:
         """Give what is not given yet."""
-        alike: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Give, bool]]] = {}
-        for one in self._waiting:
-            alike.setdefault((one[0].dtype, one[0].device), []).append(one)
+        alike = by_place(self._waiting, lambda one: one[0])
         self._waiting.clear()
         self._elements = 0
         for some in alike.values():

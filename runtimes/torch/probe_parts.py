@@ -36,6 +36,7 @@ from qsync_opt.runtimes.torch.gradient_probe import (
     wanted_of,
     weighted,
 )
+from qsync_opt.runtimes.torch.reductions import by_place
 from qsync_opt.statistics import Gain, ModelStatistics
 
 PASSES = 3
@@ -181,11 +182,9 @@ def _on_host(every: Sequence[Kept]) -> list[Kept]:
     fields: list[list[torch.Tensor | None]] = []
     for tensors in zip(*every, strict=True):
         given = [x for x in tensors if x is not None]
-        host: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for x in given:
-            host.setdefault((x.dtype, x.device), []).append(x)
         parts = {
-            place: iter(torch.split(torch.cat(some).cpu(), [x.numel() for x in some])) for place, some in host.items()
+            place: iter(torch.split(torch.cat(some).cpu(), [x.numel() for x in some]))
+            for place, some in by_place(given, lambda x: x).items()
         }
         fields.append([None if x is None else next(parts[x.dtype, x.device]) for x in tensors])
     return [Kept(*found) for found in zip(*fields, strict=True)]

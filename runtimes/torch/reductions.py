@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,19 @@ _CHUNK = 1 << 19
 """Elements of a large tensor that are looked at together where all of them are."""
 _CHUNK_ON_CARD = 1 << 21
 """The same where a kernel takes the host longer to launch than the card to run."""
+
+
+Place = tuple[torch.dtype, torch.device]
+_Item = TypeVar("_Item")
+
+
+def by_place(items: Iterable[_Item], tensor_of: Callable[[_Item], Tensor]) -> dict[Place, list[_Item]]:
+    """What can be looked at in one kernel: items whose tensors have one type and lie on one device, in their order."""
+    found: dict[Place, list[_Item]] = {}
+    for item in items:
+        x = tensor_of(item)
+        found.setdefault((x.dtype, x.device), []).append(item)
+    return found
 
 
 def total(x: Tensor) -> Tensor:

@@ -81,6 +81,15 @@ class _Convolution:
 _Form = _Linear | _Convolution
 
 
+def _operand_gradients(
+    form: _Form, g: Tensor, x: Tensor, w: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those of the two operands that are needed; both together in one call."""
+    if needs[0] and needs[1]:
+        return form.to_both(g, x, w)
+    return form.to_first(g, x, w) if needs[0] else None, form.to_second(g, x, w) if needs[1] else None
+
+
 @dataclass(slots=True)
 class Delayed:
     """Of one call, what the derivative by its weight will be a product of: ``g`` and ``v`` of each pass.
@@ -127,13 +136,7 @@ class _Product(torch.autograd.Function):
         if torch.is_grad_enabled():
             first = (*(a and b for a, b in zip(needs, delayed.trained, strict=False)), needs[2])
             return (*_ProductGradient.apply(g, x, w, delayed, first), None)  # type: ignore[no-untyped-call]
-        gx = gw = None
-        if needs[0] and needs[1]:
-            gx, gw = delayed.form.to_both(g, x, w)
-        elif needs[0]:
-            gx = delayed.form.to_first(g, x, w)
-        elif needs[1]:
-            gw = delayed.form.to_second(g, x, w)
+        gx, gw = _operand_gradients(delayed.form, g, x, w, needs)
         late = delayed.taken()
         if late is not None:
             gw = late if gw is None else gw.add_(late)
@@ -149,13 +152,7 @@ class _ProductGradient(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(g, x, w)
         ctx.delayed, form = delayed, delayed.form
-        gx = gw = None
-        if needs[0] and needs[1]:
-            gx, gw = form.to_both(g, x, w)
-        elif needs[0]:
-            gx = form.to_first(g, x, w)
-        elif needs[1]:
-            gw = form.to_second(g, x, w)
+        gx, gw = _operand_gradients(form, g, x, w, needs)
         return gx, gw, form.to_bias(g) if needs[2] else None
 
     @staticmethod
