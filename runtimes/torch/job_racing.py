@@ -27,7 +27,7 @@ from qsync_opt.runtimes.torch.job_steps import own_optimizer, parameters_put_bac
 from qsync_opt.runtimes.torch.job_timing import carried_out
 from qsync_opt.runtimes.torch.job_ways import StepTime, Way, most_of, total_sensitivity
 from qsync_opt.runtimes.torch.loss_scaling import LossScaler
-from qsync_opt.runtimes.torch.paired_rounds import paired_times, undecided
+from qsync_opt.runtimes.torch.paired_rounds import times_of_race, undecided
 from qsync_opt.runtimes.torch.sized_batches import batch_size, sized, split
 from qsync_opt.runtimes.torch.stopwatch import cpu_clock
 from qsync_opt.runtimes.torch.unchanged import model_unchanged
@@ -200,7 +200,8 @@ class _Race:
             if not turn:
                 self._steps = {}  # later blocks are longer
             turn += 1
-        found = {**self._rounds[0], **paired_times(self._rounds[1:])}
+        once = {i for i, entry in enumerate(self._ways) if any(way.captured for way in entry.values())}
+        found = times_of_race(self._rounds, once)
         scale = [1.0 if self._sizing is None else self._sizing.scale(counts) for counts in self._batches]
         return [found[i] * scale[i] if i in found else None for i in range(len(self._ways))], short, self._batches
 

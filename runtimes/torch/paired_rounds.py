@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 Rounds = Sequence[Mapping[int, float]]
 """By round: candidate to time."""
@@ -57,6 +57,29 @@ def paired_times(rounds: Rounds) -> dict[int, float]:
         ratios = _ratios(rounds, index, steady)
         found[index] = usual * statistics.median(ratios) if ratios else statistics.median(times)
     return found
+
+
+def times_of_race(rounds: Rounds, captured: Collection[int] = ()) -> dict[int, float]:
+    """The same for a race: what took only the first turn was slower then, and is as much slower still.
+
+    Without this a host that is busier in later rounds would have what left the race seem the fastest.
+
+    Args:
+        rounds: Candidate to time, the first of all candidates.
+        captured: Candidates that take no further turn however fast they are; theirs is the time of the first.
+
+    Returns:
+        Of candidates without further turns, as many times the time of the first round's fastest that has some as it
+        was in that round; the times of the first round if there is no other.
+    """
+    later = {index for entry in rounds[1:] for index in entry}
+    if not later:
+        return dict(rounds[0]) if rounds else {}
+    found = paired_times([{i: ns for i, ns in entry.items() if i in later} for entry in rounds])
+    first = rounds[0]
+    fastest = min(later & first.keys(), key=lambda i: first[i])
+    pace = found[fastest] / first[fastest]
+    return {i: found[i] if i in later else ns if i in captured else pace * ns for i, ns in first.items()}
 
 
 def shown(ratios: Sequence[float], most: float) -> bool | None:

@@ -12,6 +12,7 @@ from qsync_opt.runtimes.torch.paired_rounds import (
     paired_medians,
     paired_times,
     shown,
+    times_of_race,
     undecided,
 )
 
@@ -37,6 +38,30 @@ def test_all_are_told_beside_the_one_that_took_most_turns():
     assert found == {0: 100.0, 1: pytest.approx(101.0), 2: pytest.approx(120.0)}
     assert paired_times([{0: 5.0}, {1: 7.0}]) == {0: 5.0, 1: 7.0}
     assert paired_times([]) == {}
+
+
+def test_what_left_the_race_is_no_faster_because_later_rounds_were_slower():
+    rounds = [{0: 1.70, 1: 1.92}, {0: 2.10}, {0: 2.01}]  # FP32 and BF16 autocast on a busy processor, in milliseconds
+    found = times_of_race(rounds)
+    assert found == {0: 2.01, 1: pytest.approx(2.01 * 1.92 / 1.70)}
+    assert times_of_race(rounds, captured={1}) == {0: 2.01, 1: 1.92}
+    assert times_of_race(rounds[:1]) == rounds[0]
+    assert times_of_race([]) == {}
+
+
+@given(st.data())
+def test_in_a_race_the_pace_of_later_rounds_says_nothing(data):
+    times = st.floats(0.5, 2.0)
+    first = data.draw(st.dictionaries(st.integers(0, 5), times, min_size=2))
+    stay = [i for i, ns in first.items() if ns <= 1.06 * min(first.values())]
+    later = [{i: data.draw(times) for i in stay} for _ in range(data.draw(st.integers(0, 4)))]
+    pace = data.draw(times)
+    rounds, slowed = ([first, *({i: by * ns for i, ns in entry.items()} for entry in later)] for by in (1.0, pace))
+    for found in map(times_of_race, (rounds, slowed)):
+        assert found.keys() == first.keys()
+        ratio = found[min(stay, key=lambda i: first[i])] / min(first.values())
+        assert all(found[i] == pytest.approx(ratio * first[i]) for i in first.keys() - stay)
+        assert all(found[i] > min(found.values()) for i in first.keys() - stay)
 
 
 def test_the_least_sensitive_and_the_fastest_take_turns_until_it_is_known():
@@ -73,7 +98,7 @@ def races(draw):
 @given(races(), st.floats(1.0, 1.1))
 def test_what_is_taken_is_as_fast_and_no_finer_one_is_shown_to_be(race, most):
     sensitivities, rounds = race
-    times = {**rounds[0], **paired_times(rounds)}
+    times = times_of_race(rounds)
     taken = least_sensitive_as_fast(times, sensitivities, rounds, most)
     fastest = min(times, key=times.__getitem__)
 
@@ -131,7 +156,7 @@ def after(turns):
         if not who:
             break
         rounds.append(turns(who))
-    times = {**rounds[0], **paired_times(rounds[1:])}
+    times = times_of_race(rounds)
     return least_sensitive_as_fast(times, SENSITIVITIES, rounds, MOST)
 
 
