@@ -24,11 +24,10 @@ from qsync_opt.formulations.greedy import greedy_effort
 from qsync_opt.formulations.least_latency import least_latency
 from qsync_opt.formulations.tables import device_tables, graph_tables
 from qsync_opt.plan import Plan
-from qsync_opt.problem import Problem
+from qsync_opt.problem import NO_LIMIT_NS, Problem
 from qsync_opt.registry import Kind, create, default_solver
 from qsync_opt.solution import relative_gap
 
-_LOOSE_NS = 2**60
 _COARSE = Effort(gap=1e-3, passes=PASSES[:2], max_nodes=1)
 """A front's fastest limit is sought to this relative precision."""
 _POINT_PASSES = (Pass(30, 8),)
@@ -234,7 +233,7 @@ class Sweep:
 
     def slowest(self) -> FrontPoint | None:
         """The best plan within memory, however long it takes."""
-        return self.solve(_LOOSE_NS)
+        return self.solve(NO_LIMIT_NS)
 
     def fastest(self) -> tuple[int, Plan] | None:
         """About the least latency limit at which there is a plan, and that plan; None if memory forbids every plan."""

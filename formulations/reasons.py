@@ -11,9 +11,8 @@ from qsync_opt.formulations.assignment.model import Ints
 from qsync_opt.formulations.assignment.search import BoundAndFix
 from qsync_opt.formulations.collapse import Collapsed, collapse
 from qsync_opt.formulations.least_latency import least_latency, row_as_objective, with_objective
-from qsync_opt.problem import Problem
+from qsync_opt.problem import NO_LIMIT_NS, Problem
 
-_LOOSE_NS = 2**60
 _SHOWN = 3
 """Operators named as those that force a limit."""
 _PASSES, _NODES = QUICK_PASSES, 6
@@ -42,7 +41,7 @@ def explain(problem: Problem, collapsed: Collapsed | None, deadline: float) -> s
             f"all-reduces and the optimizer alone take {floor_ns} ns, the least value that could be met"
         )
     device = collapsed.device
-    memory, least_kib, labels = _least_memory(collapsed, _LOOSE_NS, deadline)
+    memory, least_kib, labels = _least_memory(collapsed, NO_LIMIT_NS, deadline)
     low, high, fastest = math.inf, math.inf, None
     if memory <= device.memory_limit_kib:
         low, high, fastest = least_latency(collapsed, deadline, _EFFORT)

@@ -18,10 +18,9 @@ from qsync_opt.formulations.base import Formulation
 from qsync_opt.formulations.front import Sweep
 from qsync_opt.jsonio import check_number
 from qsync_opt.plan import Plan
-from qsync_opt.problem import Problem
+from qsync_opt.problem import NO_LIMIT_NS, Problem
 from qsync_opt.solution import SolveOptions, TerminationStatus
 
-_LOOSE_NS = 2**60
 _STEPS = 80
 """Of a bisection, more than the bits of any time."""
 _ROUNDING = 1e-12
@@ -126,18 +125,18 @@ def fastest_by(
 def _bisect(
     problem: Problem, budget: float, attempt: _Attempt, floor_ns: int, deadline: float, *, fine: float
 ) -> Within | None:
-    patient = replace(problem, latency_limit_ns=_LOOSE_NS)
+    patient = replace(problem, latency_limit_ns=NO_LIMIT_NS)
     best: Within | None = None
     # Below ``proved`` there is no plan for certain, below ``tried`` none was found.
     proved = tried = floor_ns
-    high = limit = _LOOSE_NS
+    high = limit = NO_LIMIT_NS
     for _ in range(_STEPS):
         found = attempt(limit)
         evaluation = None if found.plan is None else evaluate(patient, found.plan)
         if found.plan is not None and evaluation and evaluation.feasible and evaluation.objective <= budget:
             high = min(limit, evaluation.iteration_ns)
             best = Within(plan=found.plan, iteration_ns=evaluation.iteration_ns, bound_ns=proved)
-        elif limit == _LOOSE_NS:
+        elif limit == NO_LIMIT_NS:
             return None
         else:
             proved = limit + 1 if found.none and proved == tried else proved

@@ -154,9 +154,9 @@ def _relative(table: Any, knowledge: ModelKnowledge, cluster: Cluster) -> Sensit
 
 def _problem(options: argparse.Namespace, report: Any) -> Problem:
     from qsync_opt.build import build_problem
-    from qsync_opt.cli_solve import NO_LIMIT_NS
     from qsync_opt.cluster import load_cluster
     from qsync_opt.onnx_reader import read_onnx
+    from qsync_opt.problem import NO_LIMIT_NS
     from qsync_opt.units import TIME_S, parse_quantity
 
     limit_ns = None

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from qsync_opt.problem import Problem
     from qsync_opt.solution import Solution
 
-NO_LIMIT_NS = 2**60
-
 
 def add_solve(parser: argparse.ArgumentParser) -> Runner:
     """Choose a precision for every operator."""
@@ -148,6 +146,7 @@ def why_not_fast(
     from dataclasses import replace
 
     from qsync_opt.planner import solve
+    from qsync_opt.problem import NO_LIMIT_NS
 
     patient = replace(problem, latency_limit_ns=NO_LIMIT_NS)
     least = solve(patient, "exact", solver=solver, time_limit_s=time_limit)

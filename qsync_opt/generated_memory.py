@@ -189,7 +189,9 @@ def _assign(state: _Pass, name: str, value: Any, members: Mapping[str, list[str]
         else:  # what it delivers gets names later, and comes into being here
             state.drop(name)
             for member in members.get(name, ()):
-                state.bind(f"{name}[{member}]", [state.allocate(state.sizes.get(member, 0), told)])
+                if member not in state.sizes:
+                    raise KeyError(f"size of {member} in {told}")
+                state.bind(f"{name}[{member}]", [state.allocate(state.sizes[member], told)])
     elif isinstance(value, (ast.Name, ast.Subscript)):
         source = value.value if isinstance(value, ast.Subscript) else value
         member = f"{getattr(source, 'id', '')}[{name}]"

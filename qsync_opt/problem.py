@@ -27,6 +27,8 @@ from qsync_opt.problem_sums import check_sums
 from qsync_opt.propagation import missing_casts
 
 PROBLEM_FORMAT = "qsync-problem/1"
+NO_LIMIT_NS = 2**60
+"""A latency limit that no step reaches."""
 MI_ELEMENTS = 2**20
 """Cast slopes are per this many elements."""
 CAST_SHARINGS = ("edge", "producer")

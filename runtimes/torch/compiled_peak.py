@@ -123,8 +123,15 @@ def _sizes(graph: Any) -> dict[str, int]:
     """Bytes of all results that are tensors, by name."""
     found = {}
     for name, buffer in graph.name_to_buffer.items():
-        with contextlib.suppress(AttributeError, NotImplementedError, TypeError, ValueError):
+        if not buffer.has_tensor_output():  # several results, which have buffers of their own, or none
+            continue
+        try:
             sizes, strides = list(map(int, buffer.get_size())), list(map(int, buffer.get_stride()))
-            reach = 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
-            found[name] = (reach if all(sizes) else 0) * buffer.get_dtype().itemsize
+        except TypeError as failure:
+            raise UnsupportedError(
+                f"the result {name} of the compiled model has the size {list(buffer.get_size())}; its memory is "
+                "known where every size is a number before the model runs: take what depends on data out of the model"
+            ) from failure
+        reach = 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
+        found[name] = (reach if all(sizes) else 0) * buffer.get_dtype().itemsize
     return found

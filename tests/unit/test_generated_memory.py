@@ -74,7 +74,7 @@ def test_memory_that_is_used_again_is_not_counted_twice():
 
 
 def test_results_of_libraries_have_the_sizes_that_are_given():
-    """A call that delivers several comes into being with all of them; a view of bits is none."""
+    """A call that delivers several comes into being with all of them; a view of bits is none; none is left out."""
     lines = ("both = torch.ops.aten.some.default(primals_1)", "saved = both[0]", "other = both[1]", "del both", LOSS)
     first = forward(
         *lines, "bits = torch.ops.aten.view.dtype(other, torch.int16)", sizes={"saved": 1000, "other": 5000}
@@ -82,6 +82,8 @@ def test_results_of_libraries_have_the_sizes_that_are_given():
     assert peak(first, backward("del saved", "del tangents_1", GRADIENT)).peak_bytes == 1024 + 5120 + 512
     alone = forward("call = torch.ops.aten.some.default(primals_1)", "saved = call", "del call", sizes={"saved": 9000})
     assert peak(alone, backward("del tangents_1", "del saved", GRADIENT)).peak_bytes == 9216 + 4096
+    with pytest.raises(UnsupportedError, match="size of other in both"):
+        peak(forward(*lines, sizes={"saved": 1000}), backward(GRADIENT))
 
 
 def test_a_sum_over_a_workspace_is_a_result_of_its_own():
