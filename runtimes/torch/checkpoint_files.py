@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,29 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
+def restore(folder: Path) -> None:
+    """Put a checkpoint back that was being replaced by one of the same step when the job was killed.
+
+    `finish` takes the old one away before it puts the new one in its place; between the two there is none.
+
+    Raises:
+        ProblemError: The folder cannot be written.
+    """
+    if not folder.is_dir():
+        return
+    for entry in list(folder.iterdir()):
+        if entry.name.endswith(".old") and _LEFT_OVER.fullmatch(entry.name):
+            final = folder / entry.name[1 : -len(".old")]
+            if not final.exists():
+                try:
+                    os.replace(entry, final)
+                except OSError as failure:
+                    raise ProblemError(
+                        f"cannot put the checkpoint {str(entry)!r} back in its place: {failure.strerror or failure}; "
+                        f"rename it to {final.name!r}"
+                    ) from failure
+
+
 def begin(folder: Path, step: int) -> Path:
     """An empty folder to write the checkpoint of a step into; what an interrupted job left is removed.
 
@@ -49,6 +73,7 @@ def begin(folder: Path, step: int) -> Path:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        restore(folder)
         for entry in folder.iterdir():
             if _LEFT_OVER.fullmatch(entry.name):
                 shutil.rmtree(entry)
@@ -71,6 +96,7 @@ def file_facts(path: Path, names: Sequence[str]) -> dict[str, FileFact]:
     """Size and hash of some files of a checkpoint."""
     facts: dict[str, FileFact] = {}
     for name in names:
+        _require_plain_file(path / name)
         sha, size = hashlib.sha256(), 0
         with open(path / name, "rb") as stream:
             while piece := stream.read(_PIECE_BYTES):
@@ -119,12 +145,28 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def _require_plain_file(path: Path) -> None:
+    """Refuse pipes and devices, which may have no end.
+
+    Raises:
+        ProblemError: It is one of these, or missing.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as failure:  # ValueError: a null character
+        reason = failure.strerror if isinstance(failure, OSError) else failure
+        raise ProblemError(f"cannot read {str(path)!r}: {reason}") from failure
+    if not stat.S_ISREG(mode):
+        raise ProblemError(f"{str(path)!r} is no ordinary file, as those of a checkpoint are")
+
+
 def manifest_of(path: Path) -> dict[str, FileFact]:
     """What a checkpoint must hold: file to size and hash.
 
     Raises:
         ProblemError: No manifest or a damaged one; or the folder has files that are not in it, or lacks some.
     """
+    _require_plain_file(path / MANIFEST)
     fields = Fields(read_json(path / MANIFEST, (MANIFEST_FORMAT,)), str(path / MANIFEST))
     fields.version(MANIFEST_FORMAT)
     facts: dict[str, FileFact] = {}
@@ -150,13 +192,15 @@ def check_files(path: Path, facts: Mapping[str, FileFact], names: Sequence[str])
     """
     for name in names:
         try:
+            _require_plain_file(path / name)
+            size = (path / name).stat().st_size
+            if size != facts[name]["bytes"]:
+                raise ProblemError(
+                    f"the checkpoint {str(path)!r} is damaged: {name} has {size} bytes instead of "
+                    f"{facts[name]['bytes']}"
+                )
             found = file_facts(path, [name])[name]
         except OSError as failure:
             raise ProblemError(f"cannot read {str(path / name)!r}: {failure.strerror or failure}") from failure
-        if found["bytes"] != facts[name]["bytes"]:
-            raise ProblemError(
-                f"the checkpoint {str(path)!r} is damaged: {name} has {found['bytes']} bytes instead of "
-                f"{facts[name]['bytes']}"
-            )
         if found["sha256"] != facts[name]["sha256"]:
             raise ProblemError(f"the checkpoint {str(path)!r} is damaged: {name} was changed after it was written")

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
@@ -35,6 +34,7 @@ from qsync_opt.runtimes.torch.checkpoint_files import (
     files_in,
     finish,
     manifest_of,
+    restore,
     step_folder,
     steps_in,
 )
@@ -50,7 +50,9 @@ from qsync_opt.runtimes.torch.checkpoint_state import (
     random_states,
     require_same_optimizers,
     require_same_tensors,
+    saved_sizes,
     set_random_states,
+    taking_back,
 )
 from qsync_opt.runtimes.torch.job_plan import JobPlan
 from qsync_opt.runtimes.torch.resuming import (
@@ -256,6 +258,7 @@ class Checkpoints:
         }
 
     def _chosen(self, step: int | None) -> int | None:
+        restore(self._folder)
         steps = self.steps
         if step is None:
             return steps[-1] if steps else None
@@ -289,10 +292,7 @@ class Checkpoints:
         where = f"the checkpoint {str(path)!r}"
         model = bare_model(self._model)
         values = state["values"]
-        with _translated(f"{where} was not loaded"):
-            reader = HuggingFaceStorageReader(str(path))
-            known = reader.read_metadata().state_dict_metadata
-        sizes = {n: (e.size, e.properties.dtype) for n, e in known.items() if isinstance(e, TensorStorageMetadata)}
+        sizes = saved_sizes(path, sum(entry.stat().st_size for entry in path.iterdir()))
         wanted, _ = model_tensors(model)
         require_same_tensors(wanted, sizes, where)
         others = [values["model"]]
@@ -315,13 +315,17 @@ class Checkpoints:
         with _translated(f"{where} was not loaded"):
             load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=size == 1)
         if extra := join_state(values["model"], wanted, where):
-            model.load_state_dict({**model.state_dict(), **extra})
+            with taking_back("the model", where):
+                model.load_state_dict({**model.state_dict(), **extra})
         if model_only:
             return
         load_optimizers(model, self._optimizers, values["optimizers"], wanted, where)
         for name, other in self._others.items():
-            other.load_state_dict(join_state(values["others"][name], wanted, where))
-        set_random_states(model, rank, wanted)
+            state = join_state(values["others"][name], wanted, where)
+            with taking_back(name, where):
+                other.load_state_dict(state)
+        with taking_back("torch's generator", where):
+            set_random_states(model, rank, wanted)
 
 
 def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -345,7 +349,8 @@ def _state_of(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = read_json(path / STATE, (CHECKPOINT_FORMAT,))
     fields = Fields(state, str(path / STATE))
     fields.version(CHECKPOINT_FORMAT)
-    fields.integer("step")
+    if (step := fields.integer("step")) != int(path.name.removeprefix("step-")):
+        fields.fail(f"it is of step {step}, but the folder is named {path.name!r}: give the folder its name back")
     fields.take("plan")
     digest = fields.text("digest")
     fields.mapping("versions")

@@ -81,8 +81,8 @@ class RankState:
             isinstance(precisions, dict) and all(isinstance(name, str) for name in precisions.values())
         ):
             data.fail("precisions must map operator to precision, or be null")
-        if step is not None and not isinstance(step, int):
-            data.fail(f"step is {step!r}, but it must be an integer or null")
+        if step is not None:
+            data.integer("step")
         smallest = -(2**63)
         seed, offset = data.integer("seed", minimum=smallest), data.integer("offset", minimum=smallest)
         autocast = data.take_or("autocast", None)
