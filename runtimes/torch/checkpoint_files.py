@@ -35,11 +35,25 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps of which there is a checkpoint, ascending."""
-    if not folder.is_dir():
-        return []
-    found = (_NAME.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir())
+    """Steps of which there is a checkpoint, ascending.
+
+    Raises:
+        ProblemError: The folder cannot be read.
+    """
+    found = (_NAME.fullmatch(name) for name in _entries(folder) if os.path.isdir(folder / name))
     return sorted(int(match[1]) for match in found if match)
+
+
+def _entries(folder: Path) -> list[str]:
+    """Names in a folder, none if it is not there."""
+    if not os.path.isdir(folder):  # Path.is_dir raises where the name is too long, or is in another user's folder
+        return []
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as failure:
+        raise ProblemError(
+            f"cannot read the folder {str(folder)!r}: {failure.strerror or failure}; give one that may be read"
+        ) from failure
 
 
 def restore(folder: Path) -> None:
@@ -50,18 +64,16 @@ def restore(folder: Path) -> None:
     Raises:
         ProblemError: The folder cannot be written.
     """
-    if not folder.is_dir():
-        return
-    for entry in list(folder.iterdir()):
-        if entry.name.endswith(".old") and _LEFT_OVER.fullmatch(entry.name):
-            final = folder / entry.name[1 : -len(".old")]
+    for name in _entries(folder):
+        if name.endswith(".old") and _LEFT_OVER.fullmatch(name):
+            final = folder / name[1 : -len(".old")]
             if not final.exists():
                 try:
-                    os.replace(entry, final)
+                    os.replace(folder / name, final)
                 except OSError as failure:
                     raise ProblemError(
-                        f"cannot put the checkpoint {str(entry)!r} back in its place: {failure.strerror or failure}; "
-                        f"rename it to {final.name!r}"
+                        f"cannot put the checkpoint {str(folder / name)!r} back in its place: "
+                        f"{failure.strerror or failure}; rename it to {final.name!r}"
                     ) from failure
 
 
@@ -72,6 +84,7 @@ def begin(folder: Path, step: int) -> Path:
         ProblemError: The folder cannot be written.
     """
     try:
+        os.fspath(folder).encode()  # safetensors takes no other names
         folder.mkdir(parents=True, exist_ok=True)
         restore(folder)
         for entry in folder.iterdir():
@@ -79,17 +92,17 @@ def begin(folder: Path, step: int) -> Path:
                 shutil.rmtree(entry)
         temporary = folder / f".{step_folder(folder, step).name}.tmp"
         temporary.mkdir()
-    except OSError as failure:
+    except (OSError, ValueError) as failure:  # ValueError: a null character, or bytes that are no text
+        reason = failure.strerror if isinstance(failure, OSError) else failure
         raise ProblemError(
-            f"cannot write checkpoints into {str(folder)!r}: {failure.strerror or failure}; give a folder that may be "
-            "written"
+            f"cannot write checkpoints into {str(folder)!r}: {reason}; give a folder that may be written"
         ) from failure
     return temporary
 
 
 def files_in(path: Path) -> list[str]:
     """Names of the files of a checkpoint but for the manifest, sorted."""
-    return sorted(entry.name for entry in path.iterdir() if entry.name != MANIFEST)
+    return [name for name in _entries(path) if name != MANIFEST]
 
 
 def file_facts(path: Path, names: Sequence[str]) -> dict[str, FileFact]:

@@ -127,3 +127,11 @@ def test_killed_between_taking_the_old_one_away_and_putting_the_new_one_in_its_p
     os.rename(path, folder / ".step-00000001.old")
     begin(folder, 2)
     assert path.exists()
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "not \udcff text"])
+def test_folders_that_cannot_be_are_refused_by_name(tmp_path, name):
+    checkpoints = Job(tmp_path / name).checkpoints
+    assert checkpoints.load() is None
+    with pytest.raises(ProblemError, match="cannot write checkpoints into"):
+        checkpoints.save(1)
