@@ -153,15 +153,19 @@ class PlanAdapter:
         before = _carried_out(applied)
         if not self._anywhere(before != _wanted(found, applied)):
             return False
+        fresh = together(lambda: self._put(found, applied))
+        if fresh is not None:
+            self._apply_options = fresh.options
+        return self._anywhere(before != _carried_out(fresh))
+
+    def _put(self, found: JobPlan, applied: AppliedPlan | None) -> AppliedPlan | None:
+        """The plan on this rank's model, in place of the one that is applied."""
         options, graph = self._apply_options, None
         if applied is not None:
             options, graph = applied.options, applied.graph
             undo(self._model)
         apply(self._model, found, graph=graph, options=options)
-        fresh = applied_plan(self._model)
-        if fresh is not None:
-            self._apply_options = fresh.options
-        return self._anywhere(before != _carried_out(fresh))
+        return applied_plan(self._model)
 
 
 def _with_limits(made: JobModel, told: Sequence[Mapping[str, Any]]) -> JobModel:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from qsync_opt.errors import ModelError, ProblemError, QSyncError, first_line
 from qsync_opt.runtimes.torch.state_values import join_state, split_state, tensors_named
@@ -46,6 +47,22 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], Any]:
 def buffer_names(model: nn.Module) -> set[str]:
     """Names of the model's buffers in a checkpoint."""
     return {f"{MODEL}.{plain_name(name)}" for name, _ in model.named_buffers(remove_duplicate=False)}
+
+
+def separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as safetensors holds them: all dense, and tied weights as copies, because the plain model has both."""
+    seen: set[tuple[torch.device, int]] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        place = (local.device, local.untyped_storage().data_ptr())
+        if not local.is_contiguous():  # in the format channels_last, say
+            tensor = tensor.contiguous()
+        elif place in seen and local.numel():
+            tensor = tensor.clone()
+        seen.add(place)
+        result[name] = tensor
+    return result
 
 
 def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], Any]:

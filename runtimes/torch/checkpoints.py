@@ -21,12 +21,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 import qsync_opt
 from qsync_opt.errors import ModelError, NotInstalledError, ProblemError, first_line
 from qsync_opt.jsonio import Fields, check_integer, read_json, write_json
-from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json, others_needed, together, world
+from qsync_opt.runtimes.torch.agreement import (
+    broadcast_json,
+    digest,
+    gather_json,
+    others_needed,
+    require_agreement,
+    together,
+    world,
+)
 from qsync_opt.runtimes.torch.checkpoint_files import (
     begin,
     check_files,
@@ -51,6 +58,7 @@ from qsync_opt.runtimes.torch.checkpoint_state import (
     require_same_optimizers,
     require_same_tensors,
     saved_sizes,
+    separate,
     set_random_states,
     taking_back,
 )
@@ -58,6 +66,7 @@ from qsync_opt.runtimes.torch.job_plan import JobPlan
 from qsync_opt.runtimes.torch.resuming import (
     RankState,
     Resumed,
+    as_now,
     carry_out,
     decide,
     digest_of_ranks,
@@ -146,6 +155,12 @@ class Checkpoints:
         check_integer(step, "step")
         rank, size = world()
         tensors, values = together(self._collect)
+        shapes = [[name, [*tensor.shape]] for name, tensor in model_tensors(bare_model(self._model))[0].items()]
+        require_agreement(
+            "the step or the model to be saved",
+            {"step": step, "model": digest(shapes)},
+            "save the same model at the same step on all ranks",
+        )
         ranks = gather_json(RankState.of(self._model, rank, self._plan).to_json())
 
         def prepare() -> str | None:
@@ -215,6 +230,7 @@ class Checkpoints:
             for i, entry in enumerate(gather_json(RankState.of(self._model, rank, self._plan).to_json()))
         ]
         together(lambda: require_same_operators(saved, present, state["versions"]))
+        saved = as_now(saved, present)
         tight = broadcast_json(self._tight(state["memory_bytes"]) if rank == 0 else None)
         resumed = decide(found, saved, present, tight, "present" if model_only else plan)
         wanted = together(lambda: self._wanted(path, state, model_only))
@@ -241,7 +257,7 @@ class Checkpoints:
         else:
             tensors.update(others)
         tensors.update(random_states(model, rank))
-        return _separate(tensors), {"model": extra, "optimizers": told, "others": values}
+        return separate(tensors), {"model": extra, "optimizers": told, "others": values}
 
     def _described(self, step: int, ranks: list[Any], values: dict[str, Any]) -> dict[str, Any]:
         states = [RankState.from_fields(Fields(entry, "rank")) for entry in ranks]
@@ -326,22 +342,6 @@ class Checkpoints:
                 other.load_state_dict(state)
         with taking_back("torch's generator", where):
             set_random_states(model, rank, wanted)
-
-
-def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as safetensors holds them: all dense, and tied weights as copies, because the plain model has both."""
-    seen: set[tuple[torch.device, int]] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        place = (local.device, local.untyped_storage().data_ptr())
-        if not local.is_contiguous():  # in the format channels_last, say
-            tensor = tensor.contiguous()
-        elif place in seen and local.numel():
-            tensor = tensor.clone()
-        seen.add(place)
-        result[name] = tensor
-    return result
 
 
 def _state_of(path: Path) -> dict[str, Any]:
