@@ -81,6 +81,7 @@ class PlanAdapter:
         self._device = next((p.device for p in bare_model(model).parameters()), torch.device("cpu"))
         self._apply_options = ApplyOptions(kernels=self._options.kernels)
         self._facts = self._now()
+        self._planned_for: dict[str, Any] | None = None  # the present plan may be for other limits than these
 
     def step(self) -> JobPlan | None:
         """Count one training step; look at the cluster if it is time.
@@ -111,7 +112,7 @@ class PlanAdapter:
             _LOGGER.warning(
                 "the cluster changed: planned again in %.2f s, %s", time.perf_counter() - began, found.reason
             )
-        self.plan, self._facts = found, now
+        self.plan, self._facts, self._planned_for = found, now, now
         return found if moved else None
 
     def _now(self) -> dict[str, Any]:
@@ -125,7 +126,7 @@ class PlanAdapter:
         return {**facts, "memory": int(memory)}
 
     def _changed(self, now: dict[str, Any]) -> bool:
-        if now["memory"] < self.plan.memory_bytes.get(self.plan.device_type, 0) and now != self._facts:
+        if now["memory"] < self.plan.memory_bytes.get(self.plan.device_type, 0) and now != self._planned_for:
             return True
         return any(abs(now[name] - self._facts[name]) > self._tolerance * self._facts[name] for name in now)
 

@@ -77,7 +77,7 @@ def _with_optimizer(state, /, **changes):
     ("change", "kind", "needle"),
     [
         (lambda state: {**state, "step": 9}, ProblemError, "it is of step 9, but the folder is named 'step-00000001'"),
-        (lambda state: _with_optimizer(state, rest=json.loads("[" * 400 + "]" * 400)), ProblemError, "nested in more"),
+        (lambda state: _with_optimizer(state, rest=json.loads("[" * 180 + "]" * 180)), ProblemError, "nested in more"),
         (
             lambda state: _with_optimizer(state, param_groups=[{"params": [[]]}]),
             ProblemError,
