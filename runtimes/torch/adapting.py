@@ -118,7 +118,7 @@ class PlanAdapter:
     def _now(self) -> dict[str, Any]:
         memory = memory_budget(self._device, self._options.memory) if self._memory is None else self._memory()
         speed = 1.0 if self._speed is None else self._speed()
-        facts = {"memory": float(memory), "speed": float(speed)}
+        facts = {"memory": _number(memory), "speed": _number(speed)}
         for name, value in facts.items():
             check_number(value, f"{name} of this rank's device")
         if not facts["speed"]:
@@ -167,6 +167,14 @@ class PlanAdapter:
             undo(self._model)
         apply(self._model, found, graph=graph, options=options)
         return applied_plan(self._model)
+
+
+def _number(told: Any) -> Any:
+    """What the user's function returned as a float, if it is a number of some library."""
+    try:
+        return told if isinstance(told, str) else float(told)
+    except (TypeError, ValueError):
+        return told
 
 
 def _with_limits(made: JobModel, told: Sequence[Mapping[str, Any]]) -> JobModel:

@@ -100,6 +100,18 @@ def test_less_memory_than_was_planned_with_is_seen_from_the_start(followed, job_
     assert adapter.step() is None
 
 
+@pytest.mark.parametrize("told", [None, "5 GiB", [1]])
+def test_memory_that_is_no_number_is_shown(followed, job_folder, told):
+    plan = plan_job(with_workers(load_job(job_folder / "job.json")[0], {"small": 1}), "small")
+    with pytest.raises(ProblemError, match=r"memory of this rank's device is .*, but it must be a finite number"):
+        PlanAdapter(torch.nn.Linear(2, 2), plan, memory=lambda: told)
+
+
+def test_a_device_that_is_endlessly_fast_has_a_plan(followed, job_folder):
+    made = with_workers(load_job(job_folder / "job.json")[0], {"small": 1})
+    assert not plan_job(with_speed(made, {"small": 1e-30}), "small").worthwhile
+
+
 @pytest.mark.parametrize(
     "change",
     [
