@@ -50,11 +50,20 @@ def buffer_names(model: nn.Module) -> set[str]:
 
 
 def separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as safetensors holds them: all dense, and tied weights as copies, because the plain model has both."""
+    """Tensors as safetensors holds them: contiguous, and tied weights as copies, because the plain model has both.
+
+    Raises:
+        ModelError: One is of a kind that safetensors has no form for.
+    """
     seen: set[tuple[torch.device, int]] = set()
     result = {}
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if (kind := _unkeepable(local)) is not None:
+            raise ModelError(
+                f"{name!r} is {kind}, which a checkpoint cannot hold: make it a dense one of another type, or leave it "
+                "out of state_dict() (a buffer with persistent=False)"
+            )
         place = (local.device, local.untyped_storage().data_ptr())
         if not local.is_contiguous():  # in the format channels_last, say
             tensor = tensor.contiguous()
@@ -63,6 +72,17 @@ def separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         seen.add(place)
         result[name] = tensor
     return result
+
+
+def _unkeepable(tensor: Tensor) -> str | None:
+    """What makes safetensors refuse a tensor, None for others."""
+    if tensor.layout is not torch.strided:
+        return "sparse"
+    if tensor.is_meta:
+        return "on the device meta, without values"
+    if tensor.is_quantized or tensor.dtype in (torch.complex32, torch.complex128):
+        return f"of type {tensor.dtype}"
+    return None
 
 
 def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], Any]:

@@ -158,6 +158,21 @@ def test_what_does_not_take_its_state_back_is_named(tmp_path):
         Checkpoints(tmp_path, nn.Linear(2, 2), strict=Strict()).load()
 
 
+@pytest.mark.parametrize(
+    ("buffer", "kind"),
+    [
+        (torch.eye(3).to_sparse(), "sparse"),
+        (torch.empty(2, device="meta"), "on the device meta"),
+        (torch.ones(2, dtype=torch.complex128), r"of type torch\.complex128"),
+    ],
+)
+def test_tensors_without_a_form_in_files_are_named(tmp_path, buffer, kind):
+    model = nn.Linear(2, 2)
+    model.register_buffer("odd", buffer)
+    with pytest.raises(ModelError, match=rf"'model\.odd' is {kind}.*persistent=False"):
+        Checkpoints(tmp_path, model).save(1)
+
+
 def test_lazy_modules_must_have_run(tmp_path):
     with pytest.raises(ModelError, match=r"'0.weight' has no shape yet: run one batch"):
         Checkpoints(tmp_path, nn.Sequential(nn.LazyLinear(4))).save(1)
