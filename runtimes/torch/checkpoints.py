@@ -330,9 +330,9 @@ class Checkpoints:
         model = bare_model(self._model)
         with _translated(f"{where} was not loaded"):
             load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=size == 1)
-        if extra := join_state(values["model"], wanted, where):
+        if values["model"]:
             with taking_back("the model", where):
-                model.load_state_dict({**model.state_dict(), **extra})
+                model.load_state_dict({**model.state_dict(), **join_state(values["model"], wanted, where)})
         if model_only:
             return
         load_optimizers(model, self._optimizers, values["optimizers"], wanted, where)

@@ -83,6 +83,11 @@ def _with_optimizer(state, /, **changes):
             ProblemError,
             "give a whole checkpoint",
         ),
+        (
+            lambda state: {**state, "values": {**state["values"], "model": {"$tensor": "model.0.bias"}}},
+            ModelError,
+            "the model does not take",
+        ),
         (lambda state: _with_optimizer(state, state={"0.weight": [1]}), ModelError, "optimizer 0 does not take"),
     ],
 )
