@@ -8,6 +8,7 @@ a checkpoint. So a job that is killed while it writes leaves the older checkpoin
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ MANIFEST_FORMAT = "qsync-manifest/1"
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\.step-\d{8,}\.(tmp|old)")
+_LOGGER = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 22
 
 FileFact = Mapping[str, Any]
@@ -143,6 +145,13 @@ def finish(temporary: Path, step: int, facts: Mapping[str, FileFact], keep: int)
     _flush(folder)
     if old.exists():
         shutil.rmtree(old)
+    if later := [other for other in steps_in(folder) if other > step]:
+        _LOGGER.warning(
+            "%r has checkpoints of later steps than %d, up to %d: load() takes these; remove them if the job went back",
+            str(folder),
+            step,
+            later[-1],
+        )
     for other in steps_in(folder)[:-keep]:
         if other != step:
             shutil.rmtree(step_folder(folder, other))

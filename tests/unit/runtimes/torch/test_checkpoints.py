@@ -322,6 +322,16 @@ def test_which_checkpoints_there_are(folder):
     assert sorted(os.listdir(folder)) == ["notes.txt", "step-00000003", "step-00000004", "step-00000006"]
 
 
+def test_a_job_that_went_back_is_told_of_later_checkpoints(folder, caplog):
+    job = Job(folder)
+    for step in (5, 9):
+        job.checkpoints.save(step)
+    assert not any("later steps" in text for text in caplog.messages)
+    job.checkpoints.load(5)
+    job.checkpoints.save(7)
+    assert any("later steps than 7, up to 9: load() takes these; remove them" in text for text in caplog.messages)
+
+
 def test_what_cannot_be_kept_is_named(folder):
     class Odd:
         def state_dict(self):
