@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,7 +55,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise NotInstalledError(f"the demo needs {', '.join(missing)}: pip install 'qsync-opt[all]'")
-    if arguments.output.exists() and not arguments.output.is_dir():
+    if os.path.exists(arguments.output) and not os.path.isdir(arguments.output):
         raise ProblemError(f"--output {str(arguments.output)!r} is a file, but it must be a folder or a new name")
     # Runtimes are reached by name: the core does not depend on them.
     run = import_module("qsync_opt.runtimes.torch.demo.run")

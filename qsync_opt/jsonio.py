@@ -33,6 +33,9 @@ LARGEST_INTEGER = 2**63 - 1
 LARGEST_JSON_BYTES = 256 * 2**20
 """Larger files are refused: what is parsed takes several times the memory, and no file of ours comes near."""
 
+DEEPEST_JSON = 200
+"""Files with more lists and objects in one another are refused: Python could not even show them in an error."""
+
 Extras = Mapping[tuple[str, ...], Any]
 """Extension keys by their path; an element of a list is addressed by its ``name`` where it has one, else by number."""
 
@@ -111,6 +114,8 @@ def parse_json(
         raise error(f"{where}: not usable JSON ({failure})") from failure
     if not isinstance(data, dict):
         raise error(f"{where}: the file holds {_kind(data)}, but a JSON object is needed")
+    if _is_deeper(data, DEEPEST_JSON):
+        raise error(f"{where}: not usable JSON, it is nested too deeply: at most {DEEPEST_JSON} levels are read")
     _check_digest(data, where, error, again)
     allowed = tuple(formats)
     version = data.get("format")
@@ -118,6 +123,17 @@ def parse_json(
         kinds = " or ".join(map(repr, allowed))
         raise error(f"{where}: format is {version!r}, but allowed is {kinds}; give a file of that kind")
     return data
+
+
+def _is_deeper(data: Any, levels: int) -> bool:
+    """Whether lists and objects stand in one another in more than so many levels."""
+    level = [data]
+    for _ in range(levels):
+        parts = (node.values() if isinstance(node, dict) else node for node in level)
+        level = [child for part in parts for child in part if isinstance(child, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _digest(data: Any) -> str:

@@ -53,18 +53,20 @@ class MeasurementCache:
             self._folder = Path(folder) / _digest(json.dumps(self._environment, sort_keys=True))
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-            except OSError as failure:
-                if Path(folder).is_dir() and failure.errno in _NOT_WRITABLE:
+            except (OSError, ValueError) as failure:  # ValueError: a null character
+                reason = failure.strerror if isinstance(failure, OSError) else failure
+                # os.path, not Path: that raises where a folder of another user must not be looked into.
+                if os.path.isdir(folder) and getattr(failure, "errno", None) in _NOT_WRITABLE:
                     _LOGGER.warning(
                         "measurements are not kept for other runs: cannot make the folder %r (%s); name another cache "
                         "folder, or make room",
                         str(self._folder),
-                        failure.strerror,
+                        reason,
                     )
                     self._folder = None
                     return
                 raise ProblemError(
-                    f"cannot make the folder {str(self._folder)!r} for measurements: {failure.strerror or failure}; "
+                    f"cannot make the folder {str(self._folder)!r} for measurements: {reason}; "
                     "name another cache folder"
                 ) from failure
 
@@ -75,7 +77,7 @@ class MeasurementCache:
         """
         if key in self._known:
             return self._known[key]
-        if self._folder is None or not (path := self._path(key)).exists():
+        if self._folder is None or not os.path.exists(path := self._path(key)):
             return None
         try:
             reader = Fields(read_json(path, [MEASUREMENT_FORMAT]), str(path))

@@ -128,9 +128,11 @@ def read_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> dict[str, 
             continue
         try:
             values = onnx.numpy_helper.to_array(tensor, base_dir=folder)
-        except (OSError, ValueError, onnx.checker.ValidationError) as error:
+        # MemoryError: an external file may be as large as it says it is, most of it holes.
+        except (OSError, ValueError, MemoryError, onnx.checker.ValidationError) as error:
+            why = "it is larger than the memory" if isinstance(error, MemoryError) else first_line(error)
             raise ModelError(
-                f"the values of weight {tensor.name!r} cannot be read: {first_line(error)}; put its external file "
+                f"the values of weight {tensor.name!r} cannot be read: {why}; put its external file "
                 "beside the model, or estimate without weights"
             ) from error
         found[tensor.name] = weight_statistics(tensor.name, np.asarray(values, dtype=np.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from onnx import helper, numpy_helper
 
 from qsync_opt.errors import ModelError
 from qsync_opt.runtimes.onnxruntime.integer import INTEGER_KINDS
-from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel
+from qsync_opt.runtimes.onnxruntime.prepared import LARGEST_BYTES, Array, PreparedModel
 from qsync_opt.runtimes.onnxruntime.sessions import Device, reason_of, start_session
 
 Feeds = Mapping[str, Array]
@@ -42,8 +43,13 @@ class Part:
 
 
 def made_up_feeds(proto: onnx.ModelProto) -> dict[str, Array]:
-    """Inputs for a model: normal numbers, index 0, True; always the same ones."""
+    """Inputs for a model: normal numbers, index 0, True; always the same ones.
+
+    Raises:
+        ModelError: They would take more memory than a whole model may.
+    """
     generator = np.random.default_rng(0)
+    left = LARGEST_BYTES
     weights = {tensor.name for tensor in proto.graph.initializer}
     feeds: dict[str, Array] = {}
     for info in proto.graph.input:
@@ -51,6 +57,12 @@ def made_up_feeds(proto: onnx.ModelProto) -> dict[str, Array]:
             continue
         shape = [dim.dim_value for dim in info.type.tensor_type.shape.dim]
         dtype = helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
+        left -= math.prod(shape) * dtype.itemsize
+        if left < 0:
+            raise ModelError(
+                f"input {info.name!r} of the model {proto.graph.name!r} has shape {tuple(shape)}: inputs of more than "
+                f"{LARGEST_BYTES} bytes are not run here; export the model for a smaller batch"
+            )
         if dtype == np.float32:
             feeds[info.name] = generator.standard_normal(shape, dtype=np.float32)
         else:

@@ -103,14 +103,34 @@ def _with_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> onnx.Mode
         return proto
     proto = load_proto(Path(source))
     try:
+        _check_external(proto, Path(source))
         # onnx refuses external files outside of the model's folder.
         onnx.load_external_data_for_model(proto, str(Path(source).parent))
-    except (OSError, ValueError, TypeError, onnx.checker.ValidationError) as error:  # TypeError: a name that is no text
+    except (OSError, ValueError, TypeError, MemoryError, onnx.checker.ValidationError) as error:  # TypeError: no text
         raise ModelError(
             f"ONNX file {str(source)!r} cannot be read with its weights: {first_line(error)}; export it again, with "
             "its external data beside it"
         ) from error
     return proto
+
+
+def _check_external(proto: onnx.ModelProto, path: Path) -> None:
+    """Refuse external weights that are too many for a session, before they are read: a file may be mostly holes."""
+    total = proto.ByteSize()
+    kept = [attribute.t for node in proto.graph.node for attribute in node.attribute if attribute.HasField("t")]
+    for tensor in (*proto.graph.initializer, *kept):
+        if tensor.data_location != TensorProto.EXTERNAL:
+            continue
+        stated = {entry.key: entry.value for entry in tensor.external_data}
+        if "length" in stated:
+            total += max(0, int(stated["length"]))
+        else:  # to the end of the file
+            total += max(0, os.path.getsize(path.parent / stated.get("location", "")) - int(stated.get("offset", 0)))
+    if total > LARGEST_BYTES:
+        raise ModelError(
+            f"ONNX file {str(path)!r} has {total} bytes with its weights, but at most {LARGEST_BYTES} can be "
+            "rewritten: plan it in parts"
+        )
 
 
 def _types(proto: onnx.ModelProto) -> dict[str, int]:

@@ -81,6 +81,7 @@ class PlanAdapter:
         self._device = next((p.device for p in bare_model(model).parameters()), torch.device("cpu"))
         self._apply_options = ApplyOptions(kernels=self._options.kernels)
         self._facts = self._now()
+        self._planned_for: dict[str, Any] | None = None  # the present plan may be for other limits than these
 
     def step(self) -> JobPlan | None:
         """Count one training step; look at the cluster if it is time.
@@ -111,13 +112,13 @@ class PlanAdapter:
             _LOGGER.warning(
                 "the cluster changed: planned again in %.2f s, %s", time.perf_counter() - began, found.reason
             )
-        self.plan, self._facts = found, now
+        self.plan, self._facts, self._planned_for = found, now, now
         return found if moved else None
 
     def _now(self) -> dict[str, Any]:
         memory = memory_budget(self._device, self._options.memory) if self._memory is None else self._memory()
         speed = 1.0 if self._speed is None else self._speed()
-        facts = {"memory": float(memory), "speed": float(speed)}
+        facts = {"memory": _number(memory), "speed": _number(speed)}
         for name, value in facts.items():
             check_number(value, f"{name} of this rank's device")
         if not facts["speed"]:
@@ -125,7 +126,7 @@ class PlanAdapter:
         return {**facts, "memory": int(memory)}
 
     def _changed(self, now: dict[str, Any]) -> bool:
-        if now["memory"] < self.plan.memory_bytes.get(self.plan.device_type, 0) and now != self._facts:
+        if now["memory"] < self.plan.memory_bytes.get(self.plan.device_type, 0) and now != self._planned_for:
             return True
         return any(abs(now[name] - self._facts[name]) > self._tolerance * self._facts[name] for name in now)
 
@@ -153,15 +154,27 @@ class PlanAdapter:
         before = _carried_out(applied)
         if not self._anywhere(before != _wanted(found, applied)):
             return False
+        fresh = together(lambda: self._put(found, applied))
+        if fresh is not None:
+            self._apply_options = fresh.options
+        return self._anywhere(before != _carried_out(fresh))
+
+    def _put(self, found: JobPlan, applied: AppliedPlan | None) -> AppliedPlan | None:
+        """The plan on this rank's model, in place of the one that is applied."""
         options, graph = self._apply_options, None
         if applied is not None:
             options, graph = applied.options, applied.graph
             undo(self._model)
         apply(self._model, found, graph=graph, options=options)
-        fresh = applied_plan(self._model)
-        if fresh is not None:
-            self._apply_options = fresh.options
-        return self._anywhere(before != _carried_out(fresh))
+        return applied_plan(self._model)
+
+
+def _number(told: Any) -> Any:
+    """What the user's function returned as a float, if it is a number of some library."""
+    try:
+        return told if isinstance(told, str) else float(told)
+    except (TypeError, ValueError):
+        return told
 
 
 def _with_limits(made: JobModel, told: Sequence[Mapping[str, Any]]) -> JobModel:

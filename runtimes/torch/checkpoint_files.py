@@ -8,9 +8,11 @@ a checkpoint. So a job that is killed while it writes leaves the older checkpoin
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ MANIFEST_FORMAT = "qsync-manifest/1"
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\.step-\d{8,}\.(tmp|old)")
+_LOGGER = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 22
 
 FileFact = Mapping[str, Any]
@@ -34,11 +37,46 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps of which there is a checkpoint, ascending."""
-    if not folder.is_dir():
-        return []
-    found = (_NAME.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir())
+    """Steps of which there is a checkpoint, ascending.
+
+    Raises:
+        ProblemError: The folder cannot be read.
+    """
+    found = (_NAME.fullmatch(name) for name in _entries(folder) if os.path.isdir(folder / name))
     return sorted(int(match[1]) for match in found if match)
+
+
+def _entries(folder: Path) -> list[str]:
+    """Names in a folder, none if it is not there."""
+    if not os.path.isdir(folder):  # Path.is_dir raises where the name is too long, or is in another user's folder
+        return []
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as failure:
+        raise ProblemError(
+            f"cannot read the folder {str(folder)!r}: {failure.strerror or failure}; give one that may be read"
+        ) from failure
+
+
+def restore(folder: Path) -> None:
+    """Put a checkpoint back that was being replaced by one of the same step when the job was killed.
+
+    `finish` takes the old one away before it puts the new one in its place; between the two there is none.
+
+    Raises:
+        ProblemError: The folder cannot be written.
+    """
+    for name in _entries(folder):
+        if name.endswith(".old") and _LEFT_OVER.fullmatch(name):
+            final = folder / name[1 : -len(".old")]
+            if not final.exists():
+                try:
+                    os.replace(folder / name, final)
+                except OSError as failure:
+                    raise ProblemError(
+                        f"cannot put the checkpoint {str(folder / name)!r} back in its place: "
+                        f"{failure.strerror or failure}; rename it to {final.name!r}"
+                    ) from failure
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -48,29 +86,32 @@ def begin(folder: Path, step: int) -> Path:
         ProblemError: The folder cannot be written.
     """
     try:
+        os.fspath(folder).encode()  # safetensors takes no other names
         folder.mkdir(parents=True, exist_ok=True)
+        restore(folder)
         for entry in folder.iterdir():
             if _LEFT_OVER.fullmatch(entry.name):
                 shutil.rmtree(entry)
         temporary = folder / f".{step_folder(folder, step).name}.tmp"
         temporary.mkdir()
-    except OSError as failure:
+    except (OSError, ValueError) as failure:  # ValueError: a null character, or bytes that are no text
+        reason = failure.strerror if isinstance(failure, OSError) else failure
         raise ProblemError(
-            f"cannot write checkpoints into {str(folder)!r}: {failure.strerror or failure}; give a folder that may be "
-            "written"
+            f"cannot write checkpoints into {str(folder)!r}: {reason}; give a folder that may be written"
         ) from failure
     return temporary
 
 
 def files_in(path: Path) -> list[str]:
     """Names of the files of a checkpoint but for the manifest, sorted."""
-    return sorted(entry.name for entry in path.iterdir() if entry.name != MANIFEST)
+    return [name for name in _entries(path) if name != MANIFEST]
 
 
 def file_facts(path: Path, names: Sequence[str]) -> dict[str, FileFact]:
     """Size and hash of some files of a checkpoint."""
     facts: dict[str, FileFact] = {}
     for name in names:
+        _require_plain_file(path / name)
         sha, size = hashlib.sha256(), 0
         with open(path / name, "rb") as stream:
             while piece := stream.read(_PIECE_BYTES):
@@ -104,6 +145,13 @@ def finish(temporary: Path, step: int, facts: Mapping[str, FileFact], keep: int)
     _flush(folder)
     if old.exists():
         shutil.rmtree(old)
+    if later := [other for other in steps_in(folder) if other > step]:
+        _LOGGER.warning(
+            "%r has checkpoints of later steps than %d, up to %d: load() takes these; remove them if the job went back",
+            str(folder),
+            step,
+            later[-1],
+        )
     for other in steps_in(folder)[:-keep]:
         if other != step:
             shutil.rmtree(step_folder(folder, other))
@@ -119,12 +167,28 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def _require_plain_file(path: Path) -> None:
+    """Refuse pipes and devices, which may have no end.
+
+    Raises:
+        ProblemError: It is one of these, or missing.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as failure:  # ValueError: a null character
+        reason = failure.strerror if isinstance(failure, OSError) else failure
+        raise ProblemError(f"cannot read {str(path)!r}: {reason}") from failure
+    if not stat.S_ISREG(mode):
+        raise ProblemError(f"{str(path)!r} is no ordinary file, as those of a checkpoint are")
+
+
 def manifest_of(path: Path) -> dict[str, FileFact]:
     """What a checkpoint must hold: file to size and hash.
 
     Raises:
         ProblemError: No manifest or a damaged one; or the folder has files that are not in it, or lacks some.
     """
+    _require_plain_file(path / MANIFEST)
     fields = Fields(read_json(path / MANIFEST, (MANIFEST_FORMAT,)), str(path / MANIFEST))
     fields.version(MANIFEST_FORMAT)
     facts: dict[str, FileFact] = {}
@@ -150,13 +214,15 @@ def check_files(path: Path, facts: Mapping[str, FileFact], names: Sequence[str])
     """
     for name in names:
         try:
+            _require_plain_file(path / name)
+            size = (path / name).stat().st_size
+            if size != facts[name]["bytes"]:
+                raise ProblemError(
+                    f"the checkpoint {str(path)!r} is damaged: {name} has {size} bytes instead of "
+                    f"{facts[name]['bytes']}"
+                )
             found = file_facts(path, [name])[name]
         except OSError as failure:
             raise ProblemError(f"cannot read {str(path / name)!r}: {failure.strerror or failure}") from failure
-        if found["bytes"] != facts[name]["bytes"]:
-            raise ProblemError(
-                f"the checkpoint {str(path)!r} is damaged: {name} has {found['bytes']} bytes instead of "
-                f"{facts[name]['bytes']}"
-            )
         if found["sha256"] != facts[name]["sha256"]:
             raise ProblemError(f"the checkpoint {str(path)!r} is damaged: {name} was changed after it was written")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
-from qsync_opt.errors import ModelError, ProblemError
+from qsync_opt.errors import ModelError, ProblemError, QSyncError, first_line
 from qsync_opt.runtimes.torch.state_values import join_state, split_state, tensors_named
 from qsync_opt.runtimes.torch.wrappers import plain_name
 
@@ -41,6 +47,42 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], Any]:
 def buffer_names(model: nn.Module) -> set[str]:
     """Names of the model's buffers in a checkpoint."""
     return {f"{MODEL}.{plain_name(name)}" for name, _ in model.named_buffers(remove_duplicate=False)}
+
+
+def separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as safetensors holds them: contiguous, and tied weights as copies, because the plain model has both.
+
+    Raises:
+        ModelError: One is of a kind that safetensors has no form for.
+    """
+    seen: set[tuple[torch.device, int]] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if (kind := _unkeepable(local)) is not None:
+            raise ModelError(
+                f"{name!r} is {kind}, which a checkpoint cannot hold: make it a dense one of another type, or leave it "
+                "out of state_dict() (a buffer with persistent=False)"
+            )
+        place = (local.device, local.untyped_storage().data_ptr())
+        if not local.is_contiguous():  # in the format channels_last, say
+            tensor = tensor.contiguous()
+        elif place in seen and local.numel():
+            tensor = tensor.clone()
+        seen.add(place)
+        result[name] = tensor
+    return result
+
+
+def _unkeepable(tensor: Tensor) -> str | None:
+    """What makes safetensors refuse a tensor, None for others."""
+    if tensor.layout is not torch.strided:
+        return "sparse"
+    if tensor.is_meta:
+        return "on the device meta, without values"
+    if tensor.is_quantized or tensor.dtype in (torch.complex32, torch.complex128):
+        return f"of type {tensor.dtype}"
+    return None
 
 
 def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], Any]:
@@ -86,11 +128,17 @@ def require_same_optimizers(
             isinstance(entry, dict) and isinstance(entry.get("state"), dict) and _is_groups(entry.get("param_groups"))
         ):
             raise ProblemError(f"{where}: optimizer {number} is not as this package writes it; give a whole checkpoint")
-        known = set(_names(model, optimizer).values())
-        saved = [name for group in entry["param_groups"] for name in group["params"]]
-        unknown = [name for name in (*saved, *entry["state"]) if name not in known]
-        if unknown or len(saved) != len(known):
-            what = f"it has {unknown[0]!r}" if unknown else f"it has {len(saved)} parameters and not {len(known)}"
+        groups = _grouped(model, optimizer)
+        known = {name for group in groups for name in group}
+        saved = [group["params"] for group in entry["param_groups"]]
+        count = sum(map(len, saved))
+        unknown = [name for name in (*chain.from_iterable(saved), *entry["state"]) if name not in known]
+        what = None
+        if unknown or count != len(known):
+            what = f"it has {unknown[0]!r}" if unknown else f"it has {count} parameters and not {len(known)}"
+        elif sorted(map(sorted, saved)) != sorted(map(sorted, groups)):
+            what = f"its {len(saved)} groups hold others than the {len(groups)} here"
+        if what is not None:
             raise ModelError(
                 f"optimizer {number} of {where} is for other parameters: {what}; build the optimizer as before"
             )
@@ -103,18 +151,26 @@ def load_optimizers(
 
     Raises:
         ProblemError: ``told`` is not what `optimizer_state` makes.
+        ModelError: An optimizer does not take it.
     """
-    for optimizer, entry in zip(optimizers, told, strict=True):
+    for number, (optimizer, entry) in enumerate(zip(optimizers, told, strict=True)):
         numbers = {name: index for index, name in _names(model, optimizer).items()}
         state, groups = (join_state(entry[key], tensors, where) for key in ("state", "param_groups"))
         rest = join_state(entry.get("rest", {}), tensors, where)
-        optimizer.load_state_dict(
-            {
-                **rest,
-                "state": {numbers[name]: values for name, values in state.items()},
-                "param_groups": [{**group, "params": [numbers[n] for n in group["params"]]} for group in groups],
-            }
-        )
+        # torch goes by position: states would go to other parameters if these stood in another order before.
+        found = {tuple(sorted(group["params"])): group for group in groups}
+        present = []
+        for own, names in zip(optimizer.param_groups, _grouped(model, optimizer), strict=True):
+            group = {**found[tuple(sorted(names))], "params": [numbers[name] for name in names]}
+            present.append(group | ({"param_names": own["param_names"]} if "param_names" in own else {}))
+        with taking_back(f"optimizer {number}", where):
+            optimizer.load_state_dict(
+                {
+                    **rest,
+                    "state": {numbers[name]: values for name, values in state.items()},
+                    "param_groups": present,
+                }
+            )
         kept = join_state(entry.get("outside", {}), tensors, where)
         with torch.no_grad():
             for name, parameter in _outside(model, optimizer).items():
@@ -122,8 +178,36 @@ def load_optimizers(
                     parameter.copy_(kept[name])
 
 
+@contextlib.contextmanager
+def taking_back(what: str, where: str) -> Iterator[None]:
+    """Say which part of a job does not take its state back; such parts raise whatever they meet.
+
+    Raises:
+        ModelError: In place of that.
+    """
+    try:
+        yield
+    except QSyncError:
+        raise
+    except Exception as failure:
+        raise ModelError(
+            f"{what} does not take its state from {where} ({type(failure).__name__}: {first_line(failure)}): build it "
+            "as before, then load again, as other parts of the job have theirs already"
+        ) from failure
+
+
 def _is_groups(groups: Any) -> bool:
-    return isinstance(groups, list) and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
+    return isinstance(groups, list) and all(isinstance(g, dict) and _is_texts(g.get("params")) for g in groups)
+
+
+def _is_texts(names: Any) -> bool:
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+
+
+def _grouped(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Names of an optimizer's parameters by group."""
+    names = iter(_names(model, optimizer).values())
+    return [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
 
 
 def _outside(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -142,6 +226,34 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]
         for place, parameter in enumerate(group["params"]):
             names[len(names)] = by_identity.get(id(parameter), f"parameter {place} of group {position}")
     return names
+
+
+def saved_sizes(path: Path, most_bytes: int) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shapes and types of the tensors that a checkpoint holds, by name.
+
+    Args:
+        path: The checkpoint's folder.
+        most_bytes: Of all its files: a tensor that is said to be larger is not in them.
+
+    Raises:
+        ProblemError: Its files are not as this package writes them.
+    """
+    where = f"the checkpoint {str(path)!r}"
+    try:
+        known = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+        sizes = {n: (e.size, e.properties.dtype) for n, e in known.items() if isinstance(e, TensorStorageMetadata)}
+        wrong = [n for n, (s, d) in sizes.items() if min(s, default=0) < 0 or s.numel() * d.itemsize > most_bytes]
+    except Exception as failure:  # safetensors and torch raise whatever a malformed file makes happen in them
+        raise ProblemError(
+            f"{where} has tensors that cannot be read ({type(failure).__name__}: {first_line(failure)[:200]}); "
+            "nothing was loaded: give a checkpoint that this package wrote"
+        ) from failure
+    if wrong:
+        raise ProblemError(
+            f"{where} says that {wrong[0]!r} has the shape {tuple(sizes[wrong[0]][0])}, which its files do not hold; "
+            "nothing was loaded: give a checkpoint that this package wrote"
+        )
+    return sizes
 
 
 def blank_optimizer_tensors(

@@ -19,15 +19,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 import qsync_opt
 from qsync_opt.errors import ModelError, NotInstalledError, ProblemError, first_line
 from qsync_opt.jsonio import Fields, check_integer, read_json, write_json
-from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json, others_needed, together, world
+from qsync_opt.runtimes.torch.agreement import (
+    broadcast_json,
+    digest,
+    gather_json,
+    others_needed,
+    require_agreement,
+    together,
+    world,
+)
 from qsync_opt.runtimes.torch.checkpoint_files import (
     begin,
     check_files,
@@ -35,6 +41,7 @@ from qsync_opt.runtimes.torch.checkpoint_files import (
     files_in,
     finish,
     manifest_of,
+    restore,
     step_folder,
     steps_in,
 )
@@ -50,12 +57,16 @@ from qsync_opt.runtimes.torch.checkpoint_state import (
     random_states,
     require_same_optimizers,
     require_same_tensors,
+    saved_sizes,
+    separate,
     set_random_states,
+    taking_back,
 )
 from qsync_opt.runtimes.torch.job_plan import JobPlan
 from qsync_opt.runtimes.torch.resuming import (
     RankState,
     Resumed,
+    as_now,
     carry_out,
     decide,
     digest_of_ranks,
@@ -144,6 +155,12 @@ class Checkpoints:
         check_integer(step, "step")
         rank, size = world()
         tensors, values = together(self._collect)
+        shapes = [[name, [*tensor.shape]] for name, tensor in model_tensors(bare_model(self._model))[0].items()]
+        require_agreement(
+            "the step or the model to be saved",
+            {"step": step, "model": digest(shapes)},
+            "save the same model at the same step on all ranks",
+        )
         ranks = gather_json(RankState.of(self._model, rank, self._plan).to_json())
 
         def prepare() -> str | None:
@@ -213,6 +230,7 @@ class Checkpoints:
             for i, entry in enumerate(gather_json(RankState.of(self._model, rank, self._plan).to_json()))
         ]
         together(lambda: require_same_operators(saved, present, state["versions"]))
+        saved = as_now(saved, present)
         tight = broadcast_json(self._tight(state["memory_bytes"]) if rank == 0 else None)
         resumed = decide(found, saved, present, tight, "present" if model_only else plan)
         wanted = together(lambda: self._wanted(path, state, model_only))
@@ -239,7 +257,7 @@ class Checkpoints:
         else:
             tensors.update(others)
         tensors.update(random_states(model, rank))
-        return _separate(tensors), {"model": extra, "optimizers": told, "others": values}
+        return separate(tensors), {"model": extra, "optimizers": told, "others": values}
 
     def _described(self, step: int, ranks: list[Any], values: dict[str, Any]) -> dict[str, Any]:
         states = [RankState.from_fields(Fields(entry, "rank")) for entry in ranks]
@@ -256,6 +274,7 @@ class Checkpoints:
         }
 
     def _chosen(self, step: int | None) -> int | None:
+        restore(self._folder)
         steps = self.steps
         if step is None:
             return steps[-1] if steps else None
@@ -289,10 +308,7 @@ class Checkpoints:
         where = f"the checkpoint {str(path)!r}"
         model = bare_model(self._model)
         values = state["values"]
-        with _translated(f"{where} was not loaded"):
-            reader = HuggingFaceStorageReader(str(path))
-            known = reader.read_metadata().state_dict_metadata
-        sizes = {n: (e.size, e.properties.dtype) for n, e in known.items() if isinstance(e, TensorStorageMetadata)}
+        sizes = saved_sizes(path, sum(entry.stat().st_size for entry in path.iterdir()))
         wanted, _ = model_tensors(model)
         require_same_tensors(wanted, sizes, where)
         others = [values["model"]]
@@ -314,30 +330,18 @@ class Checkpoints:
         model = bare_model(self._model)
         with _translated(f"{where} was not loaded"):
             load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=size == 1)
-        if extra := join_state(values["model"], wanted, where):
-            model.load_state_dict({**model.state_dict(), **extra})
+        if values["model"]:
+            with taking_back("the model", where):
+                model.load_state_dict({**model.state_dict(), **join_state(values["model"], wanted, where)})
         if model_only:
             return
         load_optimizers(model, self._optimizers, values["optimizers"], wanted, where)
         for name, other in self._others.items():
-            other.load_state_dict(join_state(values["others"][name], wanted, where))
-        set_random_states(model, rank, wanted)
-
-
-def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as safetensors holds them: all dense, and tied weights as copies, because the plain model has both."""
-    seen: set[tuple[torch.device, int]] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        place = (local.device, local.untyped_storage().data_ptr())
-        if not local.is_contiguous():  # in the format channels_last, say
-            tensor = tensor.contiguous()
-        elif place in seen and local.numel():
-            tensor = tensor.clone()
-        seen.add(place)
-        result[name] = tensor
-    return result
+            state = join_state(values["others"][name], wanted, where)
+            with taking_back(name, where):
+                other.load_state_dict(state)
+        with taking_back("torch's generator", where):
+            set_random_states(model, rank, wanted)
 
 
 def _state_of(path: Path) -> dict[str, Any]:
@@ -345,7 +349,8 @@ def _state_of(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = read_json(path / STATE, (CHECKPOINT_FORMAT,))
     fields = Fields(state, str(path / STATE))
     fields.version(CHECKPOINT_FORMAT)
-    fields.integer("step")
+    if (step := fields.integer("step")) != int(path.name.removeprefix("step-")):
+        fields.fail(f"it is of step {step}, but the folder is named {path.name!r}: give the folder its name back")
     fields.take("plan")
     digest = fields.text("digest")
     fields.mapping("versions")

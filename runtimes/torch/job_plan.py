@@ -230,7 +230,7 @@ def verdict(
         return True, "a plan was found; FP32 is not possible on every device"
     if not full.fits:
         return True, "a plan was found; training in FP32 would not fit into memory"
-    gain = 1 - iteration_ns / full.iteration_ns
+    gain = 1 - iteration_ns / max(1, full.iteration_ns)  # times of a device that is said to be endlessly fast are 0
     if gain >= least_gain:
         return True, f"the plan is predicted to be {gain:.1%} faster per iteration than FP32"
     return False, (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -42,7 +43,7 @@ class PlanState:
 
     def _own(self) -> dict[str, Any]:
         state = RankState.of(self._model, world()[0], None).to_json()
-        return {"format": PLAN_STATE_FORMAT, "digest": digest(state["precisions"]), **state}
+        return {"format": PLAN_STATE_FORMAT, "digest": _digest(state), **state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the rounding was.
@@ -55,6 +56,8 @@ class PlanState:
                 were fewer ranks.
             ProblemError: It is no such state, or was changed.
         """
+        if not isinstance(state_dict, Mapping):
+            raise ProblemError(f"the state of a plan is a {type(state_dict).__name__}; give what state_dict() gave")
         data = dict(state_dict)
         if data.get("format") == PLAN_STATES_FORMAT:
             data = _of_this_rank(data)
@@ -64,7 +67,7 @@ class PlanState:
             )
         said = data.pop("digest", None)
         state = RankState.from_fields(Fields(data, "state of a plan"))
-        if said != digest(state.to_json()["precisions"]):
+        if said != _digest(state.to_json()):
             raise ProblemError("the state of a plan was changed after it was written: its digest differs")
         applied = applied_plan(self._model)
         now = {} if applied is None else applied.precisions
@@ -80,8 +83,24 @@ class PlanState:
                 f"the checkpoint was made under another plan: {shown}{more}; apply the plan it was made under, or go "
                 "on under this one without loading the old plan's state"
             )
+        autocast = None if applied is None else applied.options.autocast
+        if state.autocast != autocast:
+            raise ModelError(
+                f"the checkpoint was made under {_autocast_words(state.autocast)}, and this job runs under "
+                f"{_autocast_words(autocast)}; apply the plan it was made under"
+            )
         if applied is not None:
             applied.go_on_at(state.seed, state.offset, state.step)
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    """Of what the rank runs under."""
+    autocast = state.get("autocast")
+    return digest(state["precisions"] if autocast is None else [state["precisions"], autocast])
+
+
+def _autocast_words(number_format: str | None) -> str:
+    return "no autocast" if number_format is None else f"autocast in {number_format}"
 
 
 def _of_this_rank(data: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -161,7 +160,7 @@ def _from_file(job: Job, stages: Stages) -> JobPlan | None:
     """The plan from what an earlier start measured, None if there is no such file or it is of another job."""
     path = job.options.job_file
     rank, _ = world()
-    if not broadcast_json(path is not None and Path(path).exists()) or path is None:
+    if not broadcast_json(path is not None and os.path.exists(path)) or path is None:
         return None
     types = find_device_types(job.example.device, job.options)
     require_agreement("the model or the batch", job_facts(job), "build the same on all ranks")

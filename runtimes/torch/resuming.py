@@ -81,8 +81,8 @@ class RankState:
             isinstance(precisions, dict) and all(isinstance(name, str) for name in precisions.values())
         ):
             data.fail("precisions must map operator to precision, or be null")
-        if step is not None and not isinstance(step, int):
-            data.fail(f"step is {step!r}, but it must be an integer or null")
+        if step is not None:
+            data.integer("step")
         smallest = -(2**63)
         seed, offset = data.integer("seed", minimum=smallest), data.integer("offset", minimum=smallest)
         autocast = data.take_or("autocast", None)
@@ -164,6 +164,18 @@ def require_same_operators(
     )
 
 
+def as_now(saved: Sequence[RankState], present: Sequence[RankState]) -> list[RankState]:
+    """The ranks of a checkpoint in the order of the present ones, where as many of each device type are there.
+
+    A restart may number the workers anew; what a rank goes on from is then what another one of its type left.
+    """
+    left: dict[str | None, list[RankState]] = {}
+    for state in saved:
+        left.setdefault(state.device_type, []).append(state)
+    found = [left[state.device_type].pop(0) for state in present if left.get(state.device_type)]
+    return found if len(found) == len(saved) == len(present) else list(saved)
+
+
 def decide(
     step: int, saved: Sequence[RankState], present: Sequence[RankState], tight: Sequence[str], wanted: str
 ) -> Resumed:
@@ -171,7 +183,7 @@ def decide(
 
     Args:
         step: Of the checkpoint.
-        saved: Its ranks.
+        saved: Its ranks, by `as_now`.
         present: The ranks of this job, before anything is loaded.
         tight: Device types whose memory is now too small for the checkpoint's plan.
         wanted: ``"checkpoint"``: its plan goes on if the cluster is the same. ``"present"``: the present one does.

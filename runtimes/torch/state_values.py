@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -11,22 +12,27 @@ from torch import Tensor
 from qsync_opt.errors import ModelError, ProblemError
 from qsync_opt.jsonio import LARGEST_INTEGER
 
-_TENSOR, _TUPLE, _ITEMS, _FLOAT = "$tensor", "$tuple", "$items", "$float"
-_MARKS = frozenset({_TENSOR, _TUPLE, _ITEMS, _FLOAT})
+_TENSOR, _TUPLE, _ITEMS, _COUNTER, _FLOAT = "$tensor", "$tuple", "$items", "$counter", "$float"
+_MARKS = frozenset({_TENSOR, _TUPLE, _ITEMS, _COUNTER, _FLOAT})
+DEEPEST = 50
+"""Levels of lists and dictionaries in one another that are kept; deeper state comes from no optimizer."""
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
-def split_state(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+def split_state(value: Any, place: str, tensors: dict[str, Tensor], levels: int = DEEPEST) -> Any:
     """The JSON form of nested state; its tensors go to ``tensors`` under names that begin with ``place``.
 
     Args:
         value: Dictionaries, lists and tuples of tensors, numbers, texts, truth values and None.
         place: Where the value stands, with dots.
         tensors: Gets the tensors, which are not copied.
+        levels: How many levels are left.
 
     Raises:
         ModelError: Something that has no form in JSON; the text says where.
     """
+    if not levels:
+        raise ModelError(f"the state at {place[:200]!r} is nested in more than {DEEPEST} levels; leave it out")
     if isinstance(value, Tensor):
         tensors[place] = value.detach()
         return {_TENSOR: place}
@@ -39,13 +45,15 @@ def split_state(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_FLOAT: str(float(value))}
     if isinstance(value, list | tuple):
-        parts = [split_state(part, f"{place}.{i}", tensors) for i, part in enumerate(value)]
+        parts = [split_state(part, f"{place}.{i}", tensors, levels - 1) for i, part in enumerate(value)]
         return {_TUPLE: parts} if isinstance(value, tuple) else parts
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str | int) or isinstance(key, bool):
                 raise ModelError(f"the state at {place!r} has the key {key!r}: texts and integers can be kept")
-        entries = {key: split_state(part, f"{place}.{key}", tensors) for key, part in value.items()}
+        entries = {key: split_state(part, f"{place}.{key}", tensors, levels - 1) for key, part in value.items()}
+        if isinstance(value, Counter):  # milestones of MultiStepLR, which asks for more than a dictionary can do
+            return {_COUNTER: [[key, part] for key, part in entries.items()]}
         plain = all(isinstance(key, str) for key in entries) and not _MARKS & entries.keys()
         return entries if plain else {_ITEMS: [[key, part] for key, part in entries.items()]}
     raise ModelError(
@@ -54,7 +62,7 @@ def split_state(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def join_state(data: Any, tensors: Mapping[str, Tensor], where: str = "checkpoint") -> Any:
+def join_state(data: Any, tensors: Mapping[str, Tensor], where: str = "checkpoint", levels: int = DEEPEST + 4) -> Any:
     """The inverse of `split_state`.
 
     Raises:
@@ -64,13 +72,18 @@ def join_state(data: Any, tensors: Mapping[str, Tensor], where: str = "checkpoin
     def fail() -> NoReturn:
         raise ProblemError(f"{where}: state that is not as this package writes it; give a checkpoint that it wrote")
 
+    def inner(part: Any) -> Any:
+        return join_state(part, tensors, where, levels - 1)
+
+    if not levels or (isinstance(data, float) and not math.isfinite(data)):  # a number like 1e999
+        fail()
     if isinstance(data, list):
-        return [join_state(part, tensors, where) for part in data]
+        return [inner(part) for part in data]
     if not isinstance(data, dict):
         return data
     marks = _MARKS & data.keys()
     if not marks:
-        return {key: join_state(part, tensors, where) for key, part in data.items()}
+        return {key: inner(part) for key, part in data.items()}
     if len(data) != 1:
         fail()
     mark, held = next(iter(data.items()))
@@ -83,19 +96,28 @@ def join_state(data: Any, tensors: Mapping[str, Tensor], where: str = "checkpoin
     if not isinstance(held, list):
         fail()
     if mark == _TUPLE:
-        return tuple(join_state(part, tensors, where) for part in held)
+        return tuple(inner(part) for part in held)
     for pair in held:
         if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], str | int):
             fail()
-    return {key: join_state(part, tensors, where) for key, part in held}
+    entries = {key: inner(part) for key, part in held}
+    return Counter(entries) if mark == _COUNTER else entries
 
 
-def tensors_named(data: Any) -> list[str]:
-    """Names of the tensors that `join_state` will ask for."""
+def tensors_named(data: Any, levels: int = 3 * DEEPEST + 4) -> list[str]:
+    """Names of the tensors that `join_state` will ask for.
+
+    Raises:
+        ProblemError: It is nested deeper than `split_state` makes it.
+    """
+    if not levels:
+        raise ProblemError(
+            f"the state of a checkpoint is nested in more than {DEEPEST} levels: it is not of this package"
+        )
     if isinstance(data, list):
-        return [name for part in data for name in tensors_named(part)]
+        return [name for part in data for name in tensors_named(part, levels - 1)]
     if not isinstance(data, dict):
         return []
     if set(data) == {_TENSOR}:
         return [str(data[_TENSOR])]
-    return [name for part in data.values() for name in tensors_named(part)]
+    return [name for part in data.values() for name in tensors_named(part, levels - 1)]

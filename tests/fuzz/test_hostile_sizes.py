@@ -67,9 +67,16 @@ JSON_FILES = {
     "nested lists": lambda: '{"format": "qsync-plan/1", "problem": "p", "devices": ' + "[" * 10**6,
     "nested objects": lambda: '{"format": "qsync-plan/1", "problem": "p", "devices": ' + '{"a":' * 10**6,
     "nested extension": lambda: '{"format": "qsync-plan/1", "x-a": ' + nested("[]", 20000) + "}",
-    "an extension just as deep as parses": lambda: (
-        '{"format": "qsync-plan/1", "problem": "p", "devices": {"T4": {"a": "FP32"}}, "x-a": ' + nested("[]", 900) + "}"
+    "an extension as deep as is read": lambda: (
+        '{"format": "qsync-plan/1", "problem": "p", "devices": {"T4": {"a": "FP32"}}, "x-a": ' + nested("[]", 199) + "}"
     ),
+    # An error that shows such a value must not fail itself.
+    **{
+        f"a precision {depth} lists deep": lambda depth=depth: (  # type: ignore[misc]
+            '{"format": "qsync-plan/1", "problem": "p", "devices": {"T4": {"a": ' + nested("[]", depth) + "}}}"
+        )
+        for depth in (190, 500, 900, 950, 970)
+    },
     "a number of a million digits": lambda: '{"format": "qsync-plan/1", "problem": ' + "1" * 10**6 + "}",
     "a number with a large exponent": lambda: '{"format": "qsync-plan/1", "problem": 1e999999999}',
     "a text of 20 MB": lambda: '{"format": "qsync-plan/1", "problem": [], "devices": "' + "x" * (20 * MEBIBYTE) + '"}',
@@ -84,7 +91,7 @@ def test_json(name, tmp_path, outcome):
     path = tmp_path / "plan.json"
     path.write_text(JSON_FILES[name]())
     found = outcome("plan", path, 500 * MEBIBYTE)
-    assert found == ("taken" if name == "an extension just as deep as parses" else "refused")
+    assert found == ("taken" if name == "an extension as deep as is read" else "refused")
 
 
 def bomb(levels, width):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from qsync_opt.errors import ModelError, ProblemError, QSyncError
 from qsync_opt.runtimes.torch.state_values import join_state, split_state, tensors_named
 
-NAMES = st.text(max_size=8) | st.sampled_from(["$tensor", "$tuple", "$items", "$float"])
+NAMES = st.text(max_size=8) | st.sampled_from(["$tensor", "$tuple", "$items", "$counter", "$float"])
 LEAVES = (
     st.none()
     | st.booleans()
@@ -28,6 +29,7 @@ STATES = st.recursive(
         | st.lists(inner, max_size=4).map(tuple)
         | st.dictionaries(NAMES, inner, max_size=4)
         | st.dictionaries(st.integers(-5, 5), inner, max_size=4)
+        | st.dictionaries(st.integers(-5, 5), st.integers(0, 9), max_size=4).map(Counter)
     ),
     max_leaves=8,
 )
@@ -83,8 +85,35 @@ def test_what_json_has_no_form_for_is_named(value):
         {"$tuple": 3},
         {"$items": [[1]]},
         {"$float": "inf", "a": 1},
+        {"$counter": [[1]]},
+        math.inf,  # what JSON makes of 1e999
     ],
 )
 def test_forged_state_is_refused(data):
     with pytest.raises(ProblemError):
         join_state({"a": [data]}, {})
+
+
+@pytest.mark.parametrize("opening", ['{"$items": [[1, ', '{"a": ', "[", '{"$tuple": ['])
+def test_state_nested_as_deep_as_json_parses_is_refused(opening):
+    closing = "".join({"[": "]", "{": "}"}[bracket] for bracket in reversed(opening) if bracket in "[{")
+    data = json.loads(opening * 220 + "1" + closing * 220)
+    for read in (lambda: join_state(data, {}), lambda: tensors_named(data)):
+        with pytest.raises(ProblemError):
+            read()
+
+
+def test_state_that_holds_itself_is_named():
+    state = {}
+    state["again"] = state
+    with pytest.raises(ModelError, match=r"'x\.again.* nested in more than 50 levels"):
+        split_state(state, "x", {})
+
+
+def test_the_deepest_state_comes_back():
+    state = {1: 2}
+    for _ in range(48):
+        state = {1: state}
+    data = split_state(state, "x", {})
+    assert tensors_named(data) == []
+    assert join_state(data, {}) == state

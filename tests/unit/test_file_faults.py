@@ -346,6 +346,32 @@ def test_a_cache_that_cannot_be_written_is_read(open_folder):
     assert result.stderr.count("not kept for other runs") == 2  # once for each cache
 
 
+CLOSED = """
+import os, sys
+from qsync_opt.measurement_cache import MeasurementCache
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)  # root looks into every folder
+cache = MeasurementCache(sys.argv[1], {"device": "here"})
+print(cache.get("known"))
+cache.put("known", {"ns": 2})
+print(cache.get("known"))
+"""
+
+
+def test_a_cache_of_another_user_is_measured_again(open_folder):
+    folder = open_folder / "cache"
+    MeasurementCache(folder, ENVIRONMENT).put("known", {"ns": 1})
+    (inside,) = folder.iterdir()
+    try:
+        inside.chmod(0o644)  # seen, and not to be looked into
+        result = python(CLOSED, folder)
+    finally:
+        inside.chmod(0o755)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["None", "{'ns':", "2}"]
+
+
 OVER_READ_ONLY = """
 import os, sys
 from qsync_opt.errors import ProblemError

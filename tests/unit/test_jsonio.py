@@ -43,6 +43,7 @@ def test_reads_what_it_wrote(tmp_path):
         ("[1]", "list"),
         ("3", "number"),
         ("[" * 100_000, "nested too deeply"),
+        ('{"format": "f/1", "a": ' + "[" * 200 + "]" * 200 + "}", "nested too deeply: at most 200 levels are read"),
         ('{"format": "f/1", "a": ' + "9" * 5000 + "}", "not usable JSON"),
     ],
 )

@@ -57,6 +57,9 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ProblemError, match="cannot make the folder"):
         MeasurementCache(tmp_path / "file", ENVIRONMENT)
+    for name in ("a" * 300, "a\0b"):
+        with pytest.raises(ProblemError, match="cannot make the folder"):
+            MeasurementCache(tmp_path / name, ENVIRONMENT)
 
 
 WRITER = """

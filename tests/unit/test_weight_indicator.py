@@ -98,6 +98,14 @@ def test_external_weights_beside_the_file_are_read(tmp_path):
     assert found.mean_square == pytest.approx(np.mean(weight**2))
 
 
+def test_external_weights_larger_than_memory_are_named(tmp_path):
+    with (tmp_path / "w.bin").open("wb") as stream:
+        stream.truncate(2**43)  # takes no space on the disk
+    onnx.save(model(np.ones((4, 4), np.float32), external=True), tmp_path / "net.onnx")
+    with pytest.raises(ModelError, match="weight 'w' cannot be read: it is larger than the memory"):
+        read_weights(tmp_path / "net.onnx")
+
+
 @pytest.mark.parametrize("name", ["weights", "formats"])
 def test_built_in_indicators_conform(name):
     table = check_indicator(name)

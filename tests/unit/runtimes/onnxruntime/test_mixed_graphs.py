@@ -119,6 +119,39 @@ def test_compare_tells_results_and_operators(fork):
     assert set(compare(runnable, (x,)).operators.values()) == {0.0}
 
 
+def test_masks_of_infinities_have_no_error_where_they_agree():
+    mask = np.triu(np.full((4, 4), -np.inf, np.float32), 1)
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["scores"], name="scores"),
+        helper.make_node("Add", ["scores", "mask"], ["masked"], name="mask"),
+        helper.make_node("Softmax", ["masked"], ["y"], name="soft"),
+    ]
+    runnable = RunnableModel(model(nodes, {"x": (4, 5)}, {"w": normal(5, 4), "mask": mask}, {"y": None}))
+    runnable.apply({"scores": "FP16"})
+    assert 0 < compare(runnable, (normal(4, 5),)).operators["mask"] < 0.01
+    inf, nan = np.float32(np.inf), np.float32(np.nan)
+    wanted = np.array([inf, nan, 3.0, 4.0], np.float32)
+    assert relative_error(np.array([inf, nan, 3.0, 4.5], np.float32), wanted) == pytest.approx(0.1)
+    for other in ([inf, nan, 3.0, nan], [-inf, nan, 3.0, 4.0], [1.0, nan, 3.0, 4.0]):
+        assert relative_error(np.array(other, np.float32), wanted) == np.inf
+
+
+def test_a_model_without_floating_point_values_has_nothing_to_compare():
+    inputs = [helper.make_tensor_value_info("x", TensorProto.INT64, (3,))]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.INT64, (3,))]
+    graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "whole", inputs, outputs)
+    runnable = RunnableModel(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
+    assert not compare(runnable, (np.arange(3),)).results
+
+
+@pytest.mark.parametrize("rows", [2**40, 2**62])
+def test_inputs_beyond_all_memory_are_not_made_up(rows):
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], name="m")]
+    runnable = RunnableModel(model(nodes, {"x": (rows, 5)}, {"w": normal(5, 4)}, {"y": (rows, 4)}))
+    with pytest.raises(ModelError, match=r"input 'x' of the model .* more than 2147483647 bytes.*smaller batch"):
+        runnable.apply({"m": "FP16"})
+
+
 def by_hand(x, weight):
     """An 8-bit product in float64 from the definition of DynamicQuantizeLinear and our weight codes."""
     low, high = min(x.min(), 0.0), max(x.max(), 0.0)
@@ -240,6 +273,20 @@ def test_external_weights_outside_of_the_folder_are_refused(fork, tmp_path, loca
     (folder / "m.onnx").write_bytes(fork.SerializeToString())
     with pytest.raises(ModelError, match="cannot be read with its weights"):
         RunnableModel(folder / "m.onnx")
+
+
+@pytest.mark.parametrize("stated", [{}, {"length": str(2**40)}])
+def test_external_weights_that_are_too_many_are_refused_unread(fork, tmp_path, stated):
+    tensor = fork.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in {"location": "holes.bin", **stated}.items():
+        tensor.external_data.add(key=key, value=value)
+    with (tmp_path / "holes.bin").open("wb") as stream:
+        stream.truncate(2**40)  # takes no space on the disk
+    (tmp_path / "large.onnx").write_bytes(fork.SerializeToString())
+    with pytest.raises(ModelError, match=r"large.onnx' has \d+ bytes with its weights.*plan it in parts"):
+        RunnableModel(tmp_path / "large.onnx")
 
 
 def test_the_name_of_a_weight_file_that_is_no_text_is_refused(fork, tmp_path):

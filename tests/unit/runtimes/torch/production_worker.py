@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.errors import QSyncError, UnsupportedError
+from qsync_opt.plan import Plan
 from qsync_opt.runtimes.torch.apply import applied_plan, apply
 from qsync_opt.runtimes.torch.checkpoints import Checkpoints
 from qsync_opt.runtimes.torch.ddp import process_group
@@ -374,9 +375,34 @@ def synchronized_normalization(folder):
     return {**result, "mean": case.model.norm.running_mean.double().sum().item()}
 
 
+def disagreeing(folder):
+    """Another width on one rank, then another step."""
+    said = []
+    for step, width in ((1, 4 + dist.get_rank()), (1 + dist.get_rank(), 4)):
+        checkpoints = Checkpoints(folder + "/disagreeing", nn.Linear(4, width))
+        try:
+            checkpoints.save(step)
+        except QSyncError as error:
+            said.append(str(error))
+    return {"said": said, "steps": checkpoints.steps}
+
+
+def renumbered(folder):
+    """A job that starts again with its workers the other way round."""
+
+    def made(rank):
+        devices = {"A": MIXED[0]} if rank == 0 else {"B": MIXED[1]}
+        return apply(Net(), Plan(problem="by hand", devices=devices))
+
+    Checkpoints(folder + "/renumbered", made(dist.get_rank())).save(1)
+    model = made(1 - dist.get_rank())
+    resumed = Checkpoints(folder + "/renumbered", model).load()
+    return {"replanned": resumed.replanned, "own": applied_plan(model).precisions == MIXED[1 - dist.get_rank()]}
+
+
 CASES = [
     plain, ddp_options, unused_branch, accumulation, clipping, loss_scaling, normalization, tied_and_frozen,
-    several_optimizers, activation_checkpointing, sharded, autocast, compiled,
+    several_optimizers, activation_checkpointing, sharded, autocast, compiled, disagreeing, renumbered,
 ]  # fmt: skip
 ON_CARDS = [*CASES, half_precision, synchronized_normalization]
 

@@ -2,11 +2,15 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
 from qsync_opt.errors import ProblemError, QSyncError
 from qsync_opt.evaluation import evaluate
 from qsync_opt.plan import Plan
+from qsync_opt.runtimes.torch.adapting import PlanAdapter
+from qsync_opt.runtimes.torch.apply import apply
 from qsync_opt.runtimes.torch.job_file import load_job, save_job, with_speed, with_workers
+from qsync_opt.runtimes.torch.job_options import PlanningOptions
 from qsync_opt.runtimes.torch.planning import plan_job
 
 
@@ -80,6 +84,32 @@ def test_a_job_file_is_the_job(followed, job_folder, tmp_path):
     more = with_workers(made, {"small": 7})
     assert more.cluster.num_workers == 7
     assert set(more.profiles) == set(more.sensitivities) == {"small"}
+
+
+def test_less_memory_than_was_planned_with_is_seen_from_the_start(followed, job_folder):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = torch.nn.Linear(64, 128), torch.nn.Linear(128, 128), torch.nn.Linear(128, 4)
+
+    options = PlanningOptions(memory="1 GiB", slack=9.0, compare=False, trial=False)
+    plan = plan_job(with_workers(load_job(job_folder / "job.json")[0], {"small": 1}), "small", options)
+    less = plan.memory_bytes["small"] - 4096
+    adapter = PlanAdapter(apply(Net(), plan), plan, options=options, every=1, memory=lambda: less)
+    assert adapter.step().memory_bytes["small"] <= less
+    assert adapter.step() is None
+
+
+@pytest.mark.parametrize("told", [None, "5 GiB", [1]])
+def test_memory_that_is_no_number_is_shown(followed, job_folder, told):
+    plan = plan_job(with_workers(load_job(job_folder / "job.json")[0], {"small": 1}), "small")
+    with pytest.raises(ProblemError, match=r"memory of this rank's device is .*, but it must be a finite number"):
+        PlanAdapter(torch.nn.Linear(2, 2), plan, memory=lambda: told)
+
+
+def test_a_device_that_is_endlessly_fast_has_a_plan(followed, job_folder):
+    made = with_workers(load_job(job_folder / "job.json")[0], {"small": 1})
+    assert not plan_job(with_speed(made, {"small": 1e-30}), "small").worthwhile
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,65 @@ def test_parameters_that_only_an_optimizer_has_are_kept(tmp_path):
     assert again.item() == temperature.item() != 1
 
 
+def test_states_go_to_their_parameters_in_whatever_order_these_stand(tmp_path):
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    a, b, c = model.parameters()
+
+    def stepped(groups):
+        optimizer = torch.optim.Adam(groups, lr=0.1)
+        model(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+        return optimizer
+
+    before = stepped([{"params": [a, b], "lr": 0.5}, {"params": [c]}])
+    Checkpoints(tmp_path, model, before).save(1)
+    after = torch.optim.Adam([{"params": [c], "lr": 0.3}, {"params": [b, a], "lr": 0.3}])
+    Checkpoints(tmp_path, model, after).load()
+    assert [group["lr"] for group in after.param_groups] == [0.1, 0.5]
+    assert all(torch.equal(before.state[p]["exp_avg"], after.state[p]["exp_avg"]) for p in (a, b, c))
+    with pytest.raises(ModelError, match="its 2 groups hold others than the 2 here; build the optimizer as before"):
+        Checkpoints(tmp_path, model, torch.optim.Adam([{"params": [a]}, {"params": [b, c]}])).load()
+
+
+def test_milestones_of_a_scheduler_stay_what_they_were(tmp_path):
+    model = nn.Linear(2, 2)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(model.parameters(), lr=1.0), [2, 4])
+    checkpoints = Checkpoints(tmp_path, model, scheduler=scheduler)
+    checkpoints.save(1)
+    checkpoints.load()
+    assert list(scheduler.milestones.elements()) == [2, 4]
+
+
+def test_what_does_not_take_its_state_back_is_named(tmp_path):
+    class Strict:
+        def state_dict(self):
+            return {"a": 1}
+
+        def load_state_dict(self, state):
+            raise KeyError("b")
+
+    Checkpoints(tmp_path, nn.Linear(2, 2), strict=Strict()).save(1)
+    with pytest.raises(
+        ModelError, match=r"strict does not take its state from .* \(KeyError: 'b'\): build it as before"
+    ):
+        Checkpoints(tmp_path, nn.Linear(2, 2), strict=Strict()).load()
+
+
+@pytest.mark.parametrize(
+    ("buffer", "kind"),
+    [
+        (torch.eye(3).to_sparse(), "sparse"),
+        (torch.empty(2, device="meta"), "on the device meta"),
+        (torch.ones(2, dtype=torch.complex128), r"of type torch\.complex128"),
+    ],
+)
+def test_tensors_without_a_form_in_files_are_named(tmp_path, buffer, kind):
+    model = nn.Linear(2, 2)
+    model.register_buffer("odd", buffer)
+    with pytest.raises(ModelError, match=rf"'model\.odd' is {kind}.*persistent=False"):
+        Checkpoints(tmp_path, model).save(1)
+
+
 def test_lazy_modules_must_have_run(tmp_path):
     with pytest.raises(ModelError, match=r"'0.weight' has no shape yet: run one batch"):
         Checkpoints(tmp_path, nn.Sequential(nn.LazyLinear(4))).save(1)

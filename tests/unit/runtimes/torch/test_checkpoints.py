@@ -17,7 +17,7 @@ from qsync_opt.errors import ModelError, ProblemError
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply
 from qsync_opt.runtimes.torch.checkpoints import Checkpoints
-from qsync_opt.runtimes.torch.resuming import RankState, decide, plan_of_ranks
+from qsync_opt.runtimes.torch.resuming import RankState, as_now, decide, plan_of_ranks
 
 PLAN = {"embed/embedding": "BF16", "a/linear": "INT8", "b/linear": "BF16", "head/linear": "INT8"}
 FP32 = dict.fromkeys(PLAN, "FP32")
@@ -200,6 +200,25 @@ def test_which_plan_goes_on():
     assert "1 x A, 1 x B before, 1 x B now" in fewer.describe()
 
 
+def test_workers_that_are_numbered_anew_go_on_as_others_of_their_type_did():
+    first, second, other = (
+        RankState(device_type=name, precisions=PLAN, seed=seed, offset=seed, step=None)
+        for name, seed in (("A", 1), ("A", 2), ("B", 3))
+    )
+    assert as_now([first, second, other], [_rank("B", PLAN), _rank("A", PLAN), _rank("A", PLAN)]) == [
+        other,
+        first,
+        second,
+    ]
+    saved = [_rank("A", PLAN), _rank("B", FP32)]
+    present = [_rank("B", PLAN), _rank("A", PLAN)]
+    kept = decide(1, as_now(saved, present), present, [], "checkpoint")
+    assert not kept.replanned
+    assert kept.plan.devices == {"A": PLAN, "B": FP32}
+    for fewer in ([_rank("A", PLAN)], [_rank("A", PLAN), _rank("A", PLAN)], [_rank("A", PLAN), *present]):
+        assert as_now(saved, fewer) == saved
+
+
 def test_a_tight_budget_is_seen(folder, monkeypatch):
     job = Job(folder, device_type="T4")
     job.checkpoints.save(1)
@@ -301,6 +320,16 @@ def test_which_checkpoints_there_are(folder):
     assert job.checkpoints.load().step == 4
     job.checkpoints.save(6)
     assert sorted(os.listdir(folder)) == ["notes.txt", "step-00000003", "step-00000004", "step-00000006"]
+
+
+def test_a_job_that_went_back_is_told_of_later_checkpoints(folder, caplog):
+    job = Job(folder)
+    for step in (5, 9):
+        job.checkpoints.save(step)
+    assert not any("later steps" in text for text in caplog.messages)
+    job.checkpoints.load(5)
+    job.checkpoints.save(7)
+    assert any("later steps than 7, up to 9: load() takes these; remove them" in text for text in caplog.messages)
 
 
 def test_what_cannot_be_kept_is_named(folder):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qsync_opt.errors import ModelError, ProblemError
-from qsync_opt.runtimes.torch.apply import applied_plan, apply, undo
+from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.plan_state import PlanState
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "examples"
@@ -111,3 +111,21 @@ def test_the_state_of_a_plan_is_json_and_checked():
     apply(model, PLAN)
     with pytest.raises(ModelError, match="'0/linear' was unplanned and is INT8"):
         kept.load_state_dict(plain)
+    for wrong in (None, [1], "text"):
+        with pytest.raises(ProblemError, match="give what state_dict"):
+            kept.load_state_dict(wrong)
+
+
+def test_the_state_of_a_plan_under_autocast_is_not_that_of_one_without():
+    def made(autocast):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+        plan = {"0/linear": "BF16", "1/linear": "BF16"}
+        return PlanState(apply(model, plan, options=ApplyOptions(autocast=autocast)))
+
+    state = made("BF16").state_dict()
+    made("BF16").load_state_dict(state)
+    with pytest.raises(ModelError, match="made under autocast in BF16, and this job runs under no autocast"):
+        made(None).load_state_dict(state)
+    # What loads only the keys that are there now, as torch's distributed checkpoints do, leaves it out.
+    with pytest.raises(ProblemError, match="digest differs"):
+        made(None).load_state_dict({key: value for key, value in state.items() if key != "autocast"})

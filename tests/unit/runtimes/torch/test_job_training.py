@@ -104,6 +104,18 @@ def test_autocast_is_refused(seen):
     assert "leave autocast while a plan is applied" in seen[1]["autocast"]["said"]
 
 
+def test_a_checkpoint_of_ranks_that_disagree_is_not_written(seen):
+    for result in seen:
+        told = result["disagreeing"]
+        assert len(told["said"]) == 2
+        assert all("the step or the model to be saved differs between ranks" in text for text in told["said"])
+        assert told["steps"] == []
+
+
+def test_workers_that_are_numbered_anew_go_on_under_the_plan_of_their_type(seen):
+    assert [result["renumbered"] for result in seen] == [{"replanned": False, "own": True}] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_cards")
