@@ -44,6 +44,9 @@ _OWN_DOMAINS = ("", "ai.onnx")
 _STATE_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _DOUBLE = onnx.TensorProto.DOUBLE
 _CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
+EXTERNAL_FAILURES = (OSError, ValueError, TypeError, MemoryError, RuntimeError, onnx.checker.ValidationError)
+"""What onnx ends in where an external file cannot be had: also names that are no text (TypeError) or too long for the
+file system (RuntimeError), and files as large as they say they are, most of them holes (MemoryError)."""
 
 
 def read_onnx(
@@ -128,8 +131,7 @@ def read_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> dict[str, 
             continue
         try:
             values = onnx.numpy_helper.to_array(tensor, base_dir=folder)
-        # MemoryError: an external file may be as large as it says it is, most of it holes.
-        except (OSError, ValueError, MemoryError, onnx.checker.ValidationError) as error:
+        except EXTERNAL_FAILURES as error:
             why = "it is larger than the memory" if isinstance(error, MemoryError) else first_line(error)
             raise ModelError(
                 f"the values of weight {tensor.name!r} cannot be read: {why}; put its external file "

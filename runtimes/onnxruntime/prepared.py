@@ -17,7 +17,7 @@ from onnx import TensorProto, numpy_helper, shape_inference
 from qsync_opt.errors import ModelError, first_line
 from qsync_opt.graph import OpGraph
 from qsync_opt.onnx_functions import inline_functions
-from qsync_opt.onnx_reader import load_proto, read_onnx
+from qsync_opt.onnx_reader import EXTERNAL_FAILURES, load_proto, read_onnx
 from qsync_opt.roles import RoleTable
 
 LARGEST_BYTES = 2**31 - 1
@@ -106,7 +106,7 @@ def _with_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> onnx.Mode
         _check_external(proto, Path(source))
         # onnx refuses external files outside of the model's folder.
         onnx.load_external_data_for_model(proto, str(Path(source).parent))
-    except (OSError, ValueError, TypeError, MemoryError, onnx.checker.ValidationError) as error:  # TypeError: no text
+    except EXTERNAL_FAILURES as error:
         raise ModelError(
             f"ONNX file {str(source)!r} cannot be read with its weights: {first_line(error)}; export it again, with "
             "its external data beside it"

@@ -8,6 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 pytest.importorskip("onnxruntime")
 
 from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
+from qsync_opt.onnx_reader import read_weights
 from qsync_opt.runtimes.onnxruntime.comparing import compare, relative_error
 from qsync_opt.runtimes.onnxruntime.number_types import bfloat16_bits, stored, weight_codes
 from qsync_opt.runtimes.onnxruntime.rewrite import rewrite
@@ -244,6 +245,19 @@ def test_names_that_are_taken_are_not_used_twice(fork):
                 names[i] = {"b": "a__FP16", "s": "x__FP16", "r": "r"}.get(name, name)
     _, plain, mixed = run(fork, {"fc1": "FP16", "fc2": "FP16", "fc3": "FP16"}, normal(6, 8))
     assert all(0 < relative_error(mixed[name], plain[name]) < 1e-2 for name in plain)
+
+
+def test_names_that_no_file_can_have_are_refused(fork, tmp_path):
+    onnx.save(fork, tmp_path / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
+    proto = onnx.load(tmp_path / "m.onnx", load_external_data=False)
+    for tensor in proto.graph.initializer:
+        location = next(entry for entry in tensor.external_data if entry.key == "location")
+        location.value = "i" * 300
+    onnx.save(proto, tmp_path / "m.onnx")
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_weights(tmp_path / "m.onnx")
+    with pytest.raises(ModelError, match="cannot be read"):
+        RunnableModel(tmp_path / "m.onnx")
 
 
 def test_weights_beside_the_file(fork, tmp_path):
