@@ -1,6 +1,8 @@
 """What a model under a plan returns to the script."""
 
+from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -105,3 +107,19 @@ def test_as_the_plan_has_it():
     assert apply(net(), PLAN, options=ApplyOptions(outputs="plan"))(torch.randn(5, 8)).dtype is torch.bfloat16
     with pytest.raises(UnsupportedError, match="outputs='BF16'"):
         ApplyOptions(outputs="BF16")
+
+
+class Logged(UserDict):
+    step = 0
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, partial(defaultdict, list), UserDict, Logged])
+def test_mappings_of_every_class_are_cast_up(kind):
+    integers = torch.arange(3)
+    output = kind({"out": torch.ones(2).bfloat16(), "ids": integers})
+    lifted = full_precision(output)
+    assert type(lifted) is type(output)
+    assert list(lifted) == ["out", "ids"]
+    assert lifted["out"].dtype is torch.float32
+    assert lifted["ids"] is integers
+    assert output["out"].dtype is torch.bfloat16  # the model may have kept it
