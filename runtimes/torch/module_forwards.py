@@ -45,6 +45,7 @@ class Forward:
             return self.inner(*args, **kwargs)
         if self.recurrent and interception.recurrent_inputs is not None:
             args = interception.recurrent_inputs(args)
+            kwargs = {name: interception.recurrent_inputs(value) for name, value in kwargs.items()}
         if interception.path is None:
             if interception.graphs is not None and not torch.compiler.is_compiling() and not self.path:
                 result = interception.graphs.run(args, kwargs)
