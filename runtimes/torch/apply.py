@@ -59,16 +59,6 @@ def _seed(name: str, seed: int, rank: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _lifted_kinds(graph: OpGraph) -> tuple[str, ...]:
-    """Kinds of fixed operators whose inputs must be cast to FP32.
-
-    Not those of which only some are fixed: these read FP32 weights, so that torch delivers FP32 by itself, and the
-    others of the kind must be left alone. What yields integers (positions, masks, sizes) needs no cast at all.
-    """
-    fixed = {operator.op_type for operator in graph.by_role(Role.FIXED) if operator.is_floating}
-    return tuple(sorted(fixed - {operator.op_type for operator in graph.by_role(Role.DEPENDENT)}))
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _warn_compiled(name: str) -> bool:
     """Say while a model is compiled, not while it runs, that an operator is in no plan."""
@@ -91,6 +81,7 @@ class AppliedPlan:
         graph: OpGraph | None,
         options: ApplyOptions,
         device_type: str | None = None,
+        lifted_kinds: tuple[str, ...] = (),
     ) -> None:
         device = model_device(model)
         self.device_type = device_type
@@ -117,11 +108,10 @@ class AppliedPlan:
         # With FP32 everywhere and no 16-bit tensor in sight nothing has to be decided after the first pass.
         self._changes_nothing = set(self.precisions.values()) <= {"FP32"}
         self._families: set[str] = set()
-        kinds = () if graph is None else _lifted_kinds(graph)
         self.interception = Interception(
             model,
             self,
-            kinds=kinds,
+            kinds=lifted_kinds,
             on_pass_begin=self._begin_pass,
             on_pass_end=self._end_pass,
             recurrent_inputs=lifted,
@@ -351,7 +341,10 @@ def apply(
     name = device_type
     if name is None and isinstance(plan, DevicePlans):
         name = next(iter(plan.devices))
-    applied = AppliedPlan(bare, adjustable, graph, options, name)
+    kinds = () if graph is None else graph.lifted_kinds()
+    if graph is None and isinstance(plan, JobPlan):
+        kinds = plan.lifted_kinds  # of the graph, which rank 0 alone has
+    applied = AppliedPlan(bare, adjustable, graph, options, name, kinds)
     if options.captured:
         applied.interception.graphs = FirstPass(applied.interception, bare)
     if isinstance(plan, JobPlan):
