@@ -49,7 +49,7 @@ from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, in
 from qsync_opt.runtimes.torch.job_plan import JobPlan
 from qsync_opt.runtimes.torch.operator_calls import Run
 from qsync_opt.runtimes.torch.outputs import full_precision
-from qsync_opt.runtimes.torch.prepared_operators import eight_bits, fixed, floating, refuse_autocast
+from qsync_opt.runtimes.torch.prepared_operators import eight_bits, fixed, floating, refuse_autocast, refuse_transforms
 from qsync_opt.runtimes.torch.step_audit import StepAudit
 from qsync_opt.runtimes.torch.wrappers import bare_model
 
@@ -247,6 +247,8 @@ class AppliedPlan:
         return torch.autocast(kind, dtype=wanted)
 
     def _begin_pass(self) -> None:
+        if self._kernels and not torch.compiler.is_compiling():
+            refuse_transforms(next(iter(self._kernels)))
         if self._counts_passes and self.counter is not None:
             self.counter.add_(1)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync_opt.errors import NotReadyError
+from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.kernels import float_modes, ops
 from qsync_opt.kernels.arguments import CONVOLUTIONS
 from qsync_opt.kernels.linear import linear
@@ -34,6 +34,22 @@ def refuse_autocast(name: str, precision: str) -> None:
         f"operator {name!r} runs under torch.autocast, which would override its precision "
         f"{precision}: leave autocast while a plan is applied"
     )
+
+
+def refuse_transforms(name: str) -> None:
+    """Raise inside a transform of ``torch.func``, which cannot see into kernels in 8 bits.
+
+    Args:
+        name: Of an operator that is planned in 8 bits.
+
+    Raises:
+        UnsupportedError: A transform is at work.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError(
+            f"the model runs inside a transform of torch.func (vmap, grad, jvp, ...), which the kernels of operator "
+            f"{name!r} in 8 bits cannot be put through: keep INT8 and FP8 out of the plan (precisions=('FP32', 'BF16'))"
+        )
 
 
 def fixed(name: str, op_type: str) -> Run:
