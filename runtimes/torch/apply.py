@@ -84,6 +84,9 @@ class AppliedPlan:
         lifted_kinds: tuple[str, ...] = (),
     ) -> None:
         device = model_device(model)
+        self._model = model
+        held = ((m._parameters, n, p) for m in model.modules() for n, p in m._parameters.items() if p is not None)
+        self._first, self._first_name = next(((found, n) for found, n, p in held if p.is_floating_point()), ({}, ""))
         self.device_type = device_type
         self.graph = graph
         rank = options.rank
@@ -118,7 +121,7 @@ class AppliedPlan:
         )
         if options.autocast is not None:
             self.interception.at_rest = self._under_autocast
-        if options.outputs == "FP32":
+        if options.outputs == "FP32" and not self._changes_nothing:  # else 16 bits are the model's own
             self.interception.finish = full_precision
         self.interception.prepares_evaluation = options.evaluate_in == "plan"
 
@@ -247,8 +250,12 @@ class AppliedPlan:
         return torch.autocast(kind, dtype=wanted)
 
     def _begin_pass(self) -> None:
-        if self._kernels and not torch.compiler.is_compiling():
-            refuse_transforms(next(iter(self._kernels)))
+        if not torch.compiler.is_compiling():
+            if self._kernels:
+                refuse_transforms(next(iter(self._kernels)))
+            first = self._first.get(self._first_name)
+            if first is not None and first.dtype is not torch.float32:  # cast since, as by model.half()
+                check_master_weights(self._model)
         if self._counts_passes and self.counter is not None:
             self.counter.add_(1)
 
@@ -307,7 +314,7 @@ def apply(
     Raises:
         ModelError: The plan or graph is of another model (the first differing operators are named), the plan lacks
             the device type, parameters are not FP32, or what is given is no model or no plan. Raised also by the first
-            forward pass, if it does not meet an operator of the plan.
+            forward pass, if it does not meet an operator of the plan, and by any if the model was cast since.
         UnsupportedError: The device lacks a planned precision, or an operator cannot run at it; or ``autocast`` is
             wanted for a plan that mixes precisions, or ``captured`` for a model that cannot be.
         NotReadyError: A plan is applied already. Raised also by a forward pass under ``torch.autocast``, and by an

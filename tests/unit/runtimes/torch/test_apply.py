@@ -572,3 +572,21 @@ def test_frozen_parameters_are_no_other_model():
     model[0].requires_grad_(True)  # the graph knows no gradient of it
     with pytest.raises(ModelError, match=r"parameters differ, first '0\.weight'"):
         apply(model, plan, graph=graph)
+
+
+@pytest.mark.parametrize("precision", ["FP32", "BF16", "INT8"])
+@pytest.mark.parametrize("passes", [0, 2])
+def test_a_model_that_is_cast_under_its_plan_is_refused(precision, passes):
+    model = apply(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)), {"0/linear": precision})
+    for _ in range(passes):
+        model(torch.zeros(3, 4))
+    model.bfloat16()
+    if precision == "FP32" and passes:  # such a plan stands aside
+        assert model(torch.zeros(3, 4).bfloat16()).dtype is torch.bfloat16
+    else:
+        with pytest.raises(
+            ModelError, match=r"parameter '0.weight' is bfloat16: .*call model.float\(\).*undo\(model\)"
+        ):
+            model(torch.zeros(3, 4))
+    model.float()
+    assert model(torch.zeros(3, 4)).dtype is torch.float32

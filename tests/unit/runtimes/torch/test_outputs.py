@@ -123,3 +123,16 @@ def test_mappings_of_every_class_are_cast_up(kind):
     assert lifted["out"].dtype is torch.float32
     assert lifted["ids"] is integers
     assert output["out"].dtype is torch.bfloat16  # the model may have kept it
+
+
+def test_a_plan_in_full_precision_leaves_what_the_model_itself_casts():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x).half()
+
+    model = apply(Half(), {"layer/linear": "FP32"})
+    assert [model(torch.ones(2, 4)).dtype for _ in range(3)] == [torch.float16] * 3
