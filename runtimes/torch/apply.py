@@ -7,7 +7,8 @@ all-reduce, in FP32 on every rank.
 What runs how: a planned operator runs at its precision. An adjustable operator that the plan does not name runs in FP32
 and is named once in a warning. A fixed operator (normalisation, softmax, losses and such) gets its 16-bit inputs cast
 up to FP32. Everything else follows its inputs by torch's type promotion. In-place operations keep the type of the
-tensor they write to, as in plain torch. What the model returns is cast up to FP32, unless it returns its own loss.
+tensor they write to, as in plain torch. What the model, or a part of it that the script calls, returns is cast
+up to FP32, unless it returns its own loss.
 """
 
 from __future__ import annotations
@@ -323,10 +324,13 @@ def apply(
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> model = apply(model, {"0/linear": "BF16", "2/linear": "INT8"})
-        >>> model[0](torch.zeros(3, 4)).dtype, model(torch.zeros(3, 4)).dtype
-        (torch.bfloat16, torch.float32)
-        >>> undo(model)[0](torch.zeros(3, 4)).dtype
-        torch.float32
+        >>> third = torch.full((1, 4), 1 / 3)
+        >>> y = model[0](third)
+        >>> bool((y == y.bfloat16()).all()), y.dtype, model(third).dtype
+        (True, torch.float32, torch.float32)
+        >>> y = undo(model)[0](third)
+        >>> bool((y == y.bfloat16()).all())
+        False
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"cannot apply a plan to a {type(model).__name__}: a torch.nn.Module is needed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -52,6 +53,8 @@ class Forward:
                 if result is not NotImplemented:
                     return result
             return interception.outermost(self, args, kwargs)
+        if not torch.compiler.is_compiling() and interception.thread != get_ident():
+            self._refuse_threads()
         leaf = self.leaf
         if (
             leaf is not None
@@ -69,6 +72,12 @@ class Forward:
             return self.inner(*args, **kwargs)
         finally:
             interception.path = outer
+
+    def _refuse_threads(self) -> NoReturn:
+        raise NotReadyError(
+            f"module {self.path or 'the root'!r} runs in two threads at once, but a plan follows one pass at a time: "
+            "let the threads take turns, and use DistributedDataParallel in place of DataParallel"
+        )
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise NotReadyError(
