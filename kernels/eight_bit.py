@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from qsync_opt.kernels.differentiation import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.formats import E5M2, INT8
 from qsync_opt.kernels.matmul import scaled_mm_unchecked
 from qsync_opt.kernels.options import KernelOptions
@@ -107,7 +107,7 @@ class _EightBitProduct(torch.autograd.Function):
         return result if x.dim() == 2 else result.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(EIGHT_BITS)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_turned, x_scale, weight_turned, weight_scale = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from qsync_opt.kernels.differentiation import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.formats import INT8
 from qsync_opt.kernels.int8 import convolution_slices, quantized_weight, runs_compiled, scaled_convolution
 from qsync_opt.kernels.matmul import scaled_mm_unchecked
@@ -210,7 +210,7 @@ class _EightBitConvolution(torch.autograd.Function):
         return scaled_convolution(x_codes, codes, bias, geometry, options.half_dtype, options.backend)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(EIGHT_BITS)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         options: KernelOptions = ctx.options

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import library
+from qsync_opt.kernels.differentiation import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.eight_bit import Operand, quantize_operand, weight_operand
 from qsync_opt.kernels.formats import E4M3, E5M2, INT8
 from qsync_opt.kernels.matmul import scaled_mm, scaled_mm_amax
@@ -184,7 +184,7 @@ class _FeedForward(torch.autograd.Function):
         return scaled_mm(h.codes, v.codes, h.scale, v.scale, second_bias, out_dtype=options.half_dtype)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(EIGHT_BITS)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, a_scale, w, w_scale, hidden, h, h_scale, v, v_scale = ctx.saved_tensors
         options: KernelOptions = ctx.options

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from qsync_opt.kernels.differentiation import TF32, differentiated_once
 from qsync_opt.kernels.library import define_opaque
 
 
@@ -146,7 +146,7 @@ class _Product(torch.autograd.Function):
         return _matmul(a, b, mode)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(TF32)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         grad_a = _matmul(grad, b.mT, ctx.mode) if ctx.needs_input_grad[0] else None
@@ -170,7 +170,7 @@ class _Convolution(torch.autograd.Function):
             return torch.convolution(x, weight, bias, *geometry)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(TF32)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
@@ -197,7 +197,7 @@ class _Linear(torch.autograd.Function):
             return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(TF32)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None

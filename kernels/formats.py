@@ -63,6 +63,10 @@ def amax(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
 def scale_from(largest_magnitude: Tensor, form: EightBits) -> Tensor:
     """Scale of each slice: ``amax / largest``, at least the smallest normal number, NaN if a value is not finite."""
     # A tensor as divisor: by a number, cards multiply with its reciprocal, which rounds differently.
-    divisor = largest_magnitude.new_full((), form.largest)
-    scale = (largest_magnitude / divisor).clamp_min_(SMALLEST_NORMAL)
+    largest, least = form.largest, SMALLEST_NORMAL
+    if torch.compiler.is_compiling():  # with dynamic=True torch takes numbers that it reads anywhere for variables
+        largest = 127.0 if form.dtype is torch.int8 else torch.finfo(form.dtype).max
+        least = torch.finfo(torch.float32).tiny
+    divisor = largest_magnitude.new_full((), largest)
+    scale = (largest_magnitude / divisor).clamp_min_(least)
     return scale + (scale - scale)  # an infinite amax becomes NaN, any other scale is unchanged

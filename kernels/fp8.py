@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qsync_opt.kernels import eight_bit, matmul_choices
+from qsync_opt.kernels.differentiation import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.formats import E4M3
 from qsync_opt.kernels.int8 import HALF_DTYPES, fused_product, weight_gradient
 from qsync_opt.kernels.options import KernelOptions
@@ -65,7 +65,7 @@ class _Fp8Product(torch.autograd.Function):
         return scaled_product(a_codes, b_codes, bias, ctx.half, options.backend)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(EIGHT_BITS)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a_codes, a_scale, b_codes, b_scale = ctx.saved_tensors
         a_dtype, b_dtype, bias_dtype = ctx.dtypes

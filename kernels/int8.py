@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qsync_opt.kernels import eight_bit, library, matmul_choices, onednn
 from qsync_opt.kernels.convolution import scaled_conv2d
+from qsync_opt.kernels.differentiation import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.formats import INT8
 from qsync_opt.kernels.integer import exact_convolution, int8_bmm, int8_mm
 from qsync_opt.kernels.matmul import scaled_mm
@@ -158,7 +158,7 @@ class _Int8Product(torch.autograd.Function):
         return scaled_product(a_codes, b_codes, bias, ctx.half, options.backend)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(EIGHT_BITS)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a_codes, a_scale, b_codes, b_scale = ctx.saved_tensors
         a_dtype, b_dtype, bias_dtype = ctx.dtypes
@@ -191,7 +191,7 @@ class _Int8Convolution(torch.autograd.Function):
         return scaled_convolution(x_codes, weight_codes, bias, geometry, ctx.half, options.backend)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(EIGHT_BITS)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_codes, x_scale, weight_codes, weight_scale = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes

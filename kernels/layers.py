@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import ops
+from qsync_opt.kernels.differentiation import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.feed_forward import feed_forward
 from qsync_opt.kernels.formats import E4M3, INT8
 from qsync_opt.kernels.options import KernelOptions
@@ -47,7 +47,7 @@ class _RoundTrip(torch.autograd.Function):
         return dequantize_matrix(codes, scale, options.half_dtype, backend=options.backend).view(x.shape)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(EIGHT_BITS)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad.to(ctx.dtype), None, None, None
 

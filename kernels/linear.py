@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qsync_opt.kernels import eight_bit, fp8, int8, matmul_choices
+from qsync_opt.kernels.differentiation import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.eight_bit import flattened
 from qsync_opt.kernels.formats import E4M3, INT8
 from qsync_opt.kernels.matmul import scaled_mm_unchecked
@@ -60,7 +60,7 @@ class _Linear(torch.autograd.Function):
         return result if x.dim() == 2 else result.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(EIGHT_BITS)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_codes, x_scale, weight_codes, weight_scale = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes

@@ -94,11 +94,15 @@ def cast(x: Tensor, target: str, options: KernelOptions | None = None) -> Tensor
 
 
 def _cast_all(values: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    """Cast every floating tensor among the arguments of a call; everything else stays."""
+    """Cast every floating tensor among the arguments of a call; everything else stays.
+
+    To FP32 nothing is cast down: what a script computes in FP64, it computes so on purpose.
+    """
+    kept = (dtype, torch.float64) if dtype is torch.float32 else (dtype,)
     cast_values = []
     for value in values:
         if isinstance(value, Tensor):
-            if value.dtype is not dtype and value.is_floating_point():
+            if value.dtype not in kept and value.is_floating_point():
                 value = value.to(dtype)
         elif type(value) in (tuple, list):
             value = type(value)(_cast_all(tuple(value), dtype))
@@ -136,6 +140,11 @@ def _run_float(
     if op_type == "embedding" and dtype is not torch.float32:
         # The rows that are looked up are cast, not the whole table: the same values for less work.
         return function(*args, **kwargs).to(dtype)
+    out = kwargs.get("out")
+    if out is not None and _cast_all((out,), dtype)[0] is not out:  # the copy would be written to instead of it
+        others = {name: value for name, value in kwargs.items() if name != "out"}
+        result = function(*_cast_all(args, dtype), **_cast_named(others, dtype))
+        return out.resize_(result.shape).copy_(result)
     return function(*_cast_all(args, dtype), **_cast_named(kwargs, dtype))
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from qsync_opt.kernels.formats import INT8, EightBits
 from qsync_opt.kernels.random_bits import centred_noise
 
-_NOISE_STEP = 2.0**-16
 # On CPU, work in pieces that stay in the second-level cache (FP32 values, noise and codes together under 1 MiB).
 CHUNK = 1 << 16
 
@@ -54,7 +53,8 @@ def int8_codes(codes: Tensor, values: Tensor, inverse: Tensor | None, key: int |
         scaled = (piece if factor is None else piece.to(torch.float32) * factor).view(-1)
         if key is not None:
             noise = centred_noise(key, start, scaled.numel(), codes.device)
-            scaled.add_(noise.to(torch.float32), alpha=_NOISE_STEP)
+            # Written out: compiled with dynamic=True, a number that has a name elsewhere is a variable.
+            scaled.add_(noise.to(torch.float32), alpha=2.0**-16)
         codes[start : start + scaled.numel()].copy_(scaled.round_())
 
 

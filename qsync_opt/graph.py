@@ -206,6 +206,15 @@ class OpGraph:
         """Operators of one role, in execution order."""
         return tuple(operator for operator in self.operators if operator.role is role)
 
+    def lifted_kinds(self) -> tuple[str, ...]:
+        """Kinds of fixed operators whose inputs a runtime must cast to FP32, sorted.
+
+        Not those of which only some are fixed: these read FP32 weights, so that torch delivers FP32 by itself, and the
+        others of the kind must be left alone. What yields integers (positions, masks, sizes) needs no cast at all.
+        """
+        fixed = {operator.op_type for operator in self.by_role(Role.FIXED) if operator.is_floating}
+        return tuple(sorted(fixed - {operator.op_type for operator in self.by_role(Role.DEPENDENT)}))
+
     def distances_to_input(self) -> Mapping[str, int]:
         """How many adjustable operators lie before each operator on the longest path from the model's inputs.
 

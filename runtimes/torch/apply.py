@@ -7,7 +7,8 @@ all-reduce, in FP32 on every rank.
 What runs how: a planned operator runs at its precision. An adjustable operator that the plan does not name runs in FP32
 and is named once in a warning. A fixed operator (normalisation, softmax, losses and such) gets its 16-bit inputs cast
 up to FP32. Everything else follows its inputs by torch's type promotion. In-place operations keep the type of the
-tensor they write to, as in plain torch. What the model returns is cast up to FP32, unless it returns its own loss.
+tensor they write to, as in plain torch. What the model, or a part of it that the script calls, returns is cast
+up to FP32, unless it returns its own loss.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, in
 from qsync_opt.runtimes.torch.job_plan import JobPlan
 from qsync_opt.runtimes.torch.operator_calls import Run
 from qsync_opt.runtimes.torch.outputs import full_precision
-from qsync_opt.runtimes.torch.prepared_operators import eight_bits, fixed, floating, refuse_autocast
+from qsync_opt.runtimes.torch.prepared_operators import eight_bits, fixed, floating, refuse_autocast, refuse_transforms
 from qsync_opt.runtimes.torch.step_audit import StepAudit
 from qsync_opt.runtimes.torch.wrappers import bare_model
 
@@ -57,16 +58,6 @@ from qsync_opt.runtimes.torch.wrappers import bare_model
 def _seed(name: str, seed: int, rank: int) -> int:
     digest = hashlib.blake2b(f"{seed}/{rank}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-def _lifted_kinds(graph: OpGraph) -> tuple[str, ...]:
-    """Kinds of fixed operators whose inputs must be cast to FP32.
-
-    Not those of which only some are fixed: these read FP32 weights, so that torch delivers FP32 by itself, and the
-    others of the kind must be left alone. What yields integers (positions, masks, sizes) needs no cast at all.
-    """
-    fixed = {operator.op_type for operator in graph.by_role(Role.FIXED) if operator.is_floating}
-    return tuple(sorted(fixed - {operator.op_type for operator in graph.by_role(Role.DEPENDENT)}))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -91,8 +82,12 @@ class AppliedPlan:
         graph: OpGraph | None,
         options: ApplyOptions,
         device_type: str | None = None,
+        lifted_kinds: tuple[str, ...] = (),
     ) -> None:
         device = model_device(model)
+        self._model = model
+        held = ((m._parameters, n, p) for m in model.modules() for n, p in m._parameters.items() if p is not None)
+        self._first, self._first_name = next(((found, n) for found, n, p in held if p.is_floating_point()), ({}, ""))
         self.device_type = device_type
         self.graph = graph
         rank = options.rank
@@ -117,18 +112,17 @@ class AppliedPlan:
         # With FP32 everywhere and no 16-bit tensor in sight nothing has to be decided after the first pass.
         self._changes_nothing = set(self.precisions.values()) <= {"FP32"}
         self._families: set[str] = set()
-        kinds = () if graph is None else _lifted_kinds(graph)
         self.interception = Interception(
             model,
             self,
-            kinds=kinds,
+            kinds=lifted_kinds,
             on_pass_begin=self._begin_pass,
             on_pass_end=self._end_pass,
             recurrent_inputs=lifted,
         )
         if options.autocast is not None:
             self.interception.at_rest = self._under_autocast
-        if options.outputs == "FP32":
+        if options.outputs == "FP32" and not self._changes_nothing:  # else 16 bits are the model's own
             self.interception.finish = full_precision
         self.interception.prepares_evaluation = options.evaluate_in == "plan"
 
@@ -257,6 +251,12 @@ class AppliedPlan:
         return torch.autocast(kind, dtype=wanted)
 
     def _begin_pass(self) -> None:
+        if not torch.compiler.is_compiling():
+            if self._kernels:
+                refuse_transforms(next(iter(self._kernels)))
+            first = self._first.get(self._first_name)
+            if first is not None and first.dtype is not torch.float32:  # cast since, as by model.half()
+                check_master_weights(self._model)
         if self._counts_passes and self.counter is not None:
             self.counter.add_(1)
 
@@ -315,7 +315,7 @@ def apply(
     Raises:
         ModelError: The plan or graph is of another model (the first differing operators are named), the plan lacks
             the device type, parameters are not FP32, or what is given is no model or no plan. Raised also by the first
-            forward pass, if it does not meet an operator of the plan.
+            forward pass, if it does not meet an operator of the plan, and by any if the model was cast since.
         UnsupportedError: The device lacks a planned precision, or an operator cannot run at it; or ``autocast`` is
             wanted for a plan that mixes precisions, or ``captured`` for a model that cannot be.
         NotReadyError: A plan is applied already. Raised also by a forward pass under ``torch.autocast``, and by an
@@ -324,10 +324,13 @@ def apply(
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> model = apply(model, {"0/linear": "BF16", "2/linear": "INT8"})
-        >>> model[0](torch.zeros(3, 4)).dtype, model(torch.zeros(3, 4)).dtype
-        (torch.bfloat16, torch.float32)
-        >>> undo(model)[0](torch.zeros(3, 4)).dtype
-        torch.float32
+        >>> third = torch.full((1, 4), 1 / 3)
+        >>> y = model[0](third)
+        >>> bool((y == y.bfloat16()).all()), y.dtype, model(third).dtype
+        (True, torch.float32, torch.float32)
+        >>> y = undo(model)[0](third)
+        >>> bool((y == y.bfloat16()).all())
+        False
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"cannot apply a plan to a {type(model).__name__}: a torch.nn.Module is needed")
@@ -351,7 +354,10 @@ def apply(
     name = device_type
     if name is None and isinstance(plan, DevicePlans):
         name = next(iter(plan.devices))
-    applied = AppliedPlan(bare, adjustable, graph, options, name)
+    kinds = () if graph is None else graph.lifted_kinds()
+    if graph is None and isinstance(plan, JobPlan):
+        kinds = plan.lifted_kinds  # of the graph, which rank 0 alone has
+    applied = AppliedPlan(bare, adjustable, graph, options, name, kinds)
     if options.captured:
         applied.interception.graphs = FirstPass(applied.interception, bare)
     if isinstance(plan, JobPlan):

@@ -52,7 +52,7 @@ def check_master_weights(model: nn.Module) -> None:
         if parameter.is_floating_point() and parameter.dtype is not torch.float32:
             raise ModelError(
                 f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}: a plan needs FP32 master "
-                "weights; call model.float() before"
+                "weights; call model.float() before, or undo(model) to do without the plan"
             )
 
 

@@ -41,9 +41,9 @@ class ApplyOptions:
             None: operator by operator. A `JobPlan` says it by itself.
         captured: Capture the first training pass in CUDA graphs and replay it from then on, as `graphed` does. A
             `JobPlan` says it by itself.
-        outputs: ``"FP32"``: what the model returns in 16 bits is cast up, so that losses and metrics outside of the
-            model compute as they did before; unless the model returns its own loss. ``"plan"``: it comes as the
-            last operators made it.
+        outputs: ``"FP32"``: what the model, or a module of it that the script calls by itself, returns in 16 bits is
+            cast up, so that losses and metrics outside of the model compute as they did before; unless the model
+            returns its own loss. ``"plan"``: it comes as the last operators made it.
 
     Raises:
         UnsupportedError: ``evaluate_in``, ``autocast`` or ``outputs`` is something else.

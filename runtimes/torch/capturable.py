@@ -7,6 +7,12 @@ from torch import nn
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.runtimes.torch.apply_checks import is_sharded, model_device
 
+NO_SECOND_DERIVATIVE = (
+    "the gradient of a captured pass cannot be differentiated again: do without graphed(), or capture, for a loss that "
+    "holds gradients, such as a gradient penalty"
+)
+"""What a second differentiation of captured passes ends in."""
+
 
 def check_capturable(model: nn.Module) -> None:
     """Refuse models whose passes cannot be captured, as far as that is known beforehand.

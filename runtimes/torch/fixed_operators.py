@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from qsync_opt.runtimes.torch.interception import OperatorCall
 
@@ -23,6 +24,8 @@ def lifted(values: Any) -> Any:
     """Cast 16-bit tensors among arguments of a call up to FP32."""
     if isinstance(values, Tensor):
         return values.float() if values.dtype in _HALF else values
+    if isinstance(values, PackedSequence):
+        return values.float() if values.data.dtype in _HALF else values
     if isinstance(values, (tuple, list)) and type(values) in (tuple, list):
         return type(values)(lifted(value) for value in values)
     return values
@@ -62,4 +65,10 @@ def run_fixed(call: OperatorCall) -> Any:
             result = _cross_entropy(*call.args, **call.kwargs)
             if result is not None:
                 return result
-    return call.function(*lifted(call.args), **{name: lifted(value) for name, value in call.kwargs.items()})
+    kwargs = {name: lifted(value) for name, value in call.kwargs.items()}
+    out = call.kwargs.get("out")
+    if isinstance(out, Tensor) and out.dtype in _HALF:  # else the cast copy would be written to
+        del kwargs["out"]
+        result = call.function(*lifted(call.args), **kwargs)
+        return out.resize_(result.shape).copy_(result)
+    return call.function(*lifted(call.args), **kwargs)

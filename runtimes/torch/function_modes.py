@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch.overrides import TorchFunctionMode
 
 from qsync_opt.runtimes.torch.torch_functions import ENTERED, python_methods
+from qsync_opt.runtimes.torch.unlike_types import UNLIKE, alike
 
 
 class Calls(Protocol):
@@ -42,6 +43,8 @@ class FunctionMode(TorchFunctionMode):
         if entered is not None:
             with self:
                 return entered(*args, **kwargs)
+        if func in UNLIKE:
+            args, kwargs = alike(func, args, kwargs)
         return func(*args, **kwargs)
 
 

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from qsync_opt.errors import NotReadyError, UnsupportedError
+from qsync_opt.kernels.differentiation import differentiated_once
 from qsync_opt.kernels.weight_cache import forget_weights
 from qsync_opt.runtimes.torch.apply_checks import model_device
-from qsync_opt.runtimes.torch.capturable import check_capturable
+from qsync_opt.runtimes.torch.capturable import NO_SECOND_DERIVATIVE, check_capturable
 from qsync_opt.runtimes.torch.graph_capture import (
     capture_stream,
     capturing,
@@ -113,7 +113,7 @@ class _Replay(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once(NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         graphs: CapturedPasses = ctx.graphs
         passes: _Passes = ctx.passes

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Interception:
 
     Attributes:
         path: Path of the running module, None outside of a forward pass.
+        thread: Which thread the present or last pass runs in.
         pass_index: Number of outermost forward passes before the present one; a recomputation has that of the pass it
             repeats.
         training: Whether the outermost module of the present pass is in training mode.
@@ -64,7 +66,7 @@ class Interception:
         prepares_evaluation: Whether that holds in evaluation mode too.
         graphs: Captured passes of the root module, tried before a pass runs.
         prepared_pass: Whether the present pass is such a one.
-        finish: Applied to what the root module returns, if the handler set it.
+        finish: Applied to what an outermost module returns, if the handler set it.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Interception:
         self._passes = 0
         self._modules: list[tuple[str, nn.Module]] = []
         self.path: str | None = None
+        self.thread = 0
         self.pass_index = 0
         self.training = True
         self.recomputing = False
@@ -142,12 +145,13 @@ class Interception:
         if self.at_rest is not None:
             with self.at_rest(forward.module):
                 result = self._resting(forward, args, kwargs)
-            return self._finished(forward, result)
+            return self._finished(result, not forward.path)
         if torch.compiler.is_compiling():
             return self._traced(forward, args, kwargs)
         if self.may_rest is not None and self.may_rest():
             return self._resting(forward, args, kwargs)
         self.traced = self._on_cuda and is_capturing()
+        self.thread = get_ident()
         self.recomputing = torch._C._current_graph_task_id() != -1
         self.training = forward.module.training
         # Nothing of an evaluation is computed again. (A training pass without gradients may be: a checkpointed one.)
@@ -155,8 +159,9 @@ class Interception:
         self.prepared_pass = (
             self.prepare is not None and not self.traced and (self.training or self.prepares_evaluation)
         )
+        whole = True
         if self.recomputing:
-            self._recall(forward.path, args)
+            whole = self._recall(forward.path, args)
         else:
             self._counts = {}
             self.seen.clear()
@@ -165,11 +170,11 @@ class Interception:
                 self._passes += 1
             if self._on_pass_begin is not None:
                 self._on_pass_begin()
-            self.enter(forward.path, args)
+            self.enter(forward.path, args, outermost=True)
         result = self._run(forward, args, kwargs)
         if self._on_pass_end is not None and not self.recomputing:
             self._on_pass_end(forward.path)
-        return self._finished(forward, result)
+        return self._finished(result, whole)
 
     def _resting(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.resting = True
@@ -194,10 +199,12 @@ class Interception:
         result = self._run(forward, args, kwargs)
         if self._on_pass_end is not None:
             self._on_pass_end(forward.path)
-        return self._finished(forward, result)
+        # A compiled part may be one that is computed again, which nothing tells here.
+        return self._finished(result, not forward.path)
 
-    def _finished(self, forward: Forward, result: Any) -> Any:
-        return result if self.finish is None or forward.path else self.finish(result)
+    def _finished(self, result: Any, whole: bool) -> Any:
+        """What a pass returns; ``whole`` says whether it is for the script, not for the rest of the model."""
+        return self.finish(result) if whole and self.finish is not None else result
 
     def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.path = forward.path
@@ -208,19 +215,20 @@ class Interception:
             self.path = None
             self.prepared_pass = False
 
-    def enter(self, path: str, args: tuple[Any, ...]) -> None:
-        """Note that a module begins to run inside the pass."""
+    def enter(self, path: str, args: tuple[Any, ...], outermost: bool = False) -> None:
+        """Note that a module begins to run inside the pass, or as its outermost."""
         self.path = path
         if not (self.recomputing or self._passing or torch.compiler.is_compiling()):
-            self._memory.remember(path, self.pass_index, self._counts, args[0] if args else None)
+            self._memory.remember(path, self.pass_index, self._counts, args[0] if args else None, outermost)
 
-    def _recall(self, path: str, args: tuple[Any, ...]) -> None:
-        """Set the counters as they were when the call that is now recomputed began."""
+    def _recall(self, path: str, args: tuple[Any, ...]) -> bool:
+        """Set the counters as they were when the call that is now recomputed began; return whether it was outermost."""
         found = self._memory.recall(path, args[0] if args else None)
         if found is None:
             self._counts = {}
-        else:
-            self.pass_index, self._counts = found
+            return not path
+        self.pass_index, self._counts, outermost = found
+        return outermost
 
     def call(self, op_type: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Name one call and hand it to the handler."""

@@ -124,7 +124,7 @@ class JobPlan:
     run under ``torch.autocast``, ``captured`` names those whose passes are replayed as CUDA graphs, and ``shares`` the
     share of the global batch for one worker of each type. ``measured`` says per device type how its costs were
     measured, and what of them was not; ``sensitivity_unit`` what sensitivities are in. ``problem``, ``solution`` and
-    ``model`` are on rank 0 only, None elsewhere.
+    ``model`` are on rank 0 only, None elsewhere. ``lifted_kinds`` are the captured graph's (`OpGraph.lifted_kinds`).
     """
 
     plan: Plan
@@ -149,6 +149,7 @@ class JobPlan:
     host_shares: Mapping[str, float] = field(default_factory=dict)
     """Per device type with a card, the share of a pass under the plan in which the host still launches."""
     sensitivity_unit: str = "squared gradient"
+    lifted_kinds: tuple[str, ...] = ()
     stages_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that `auto_plan` took on this rank, by stage."""
 
@@ -158,6 +159,7 @@ class JobPlan:
                 f"the plan has no device type {self.device_type!r}: it has {', '.join(self.plan.devices)}"
             )
         object.__setattr__(self, "captured", tuple(self.captured))
+        object.__setattr__(self, "lifted_kinds", tuple(self.lifted_kinds))
         for name in ("memory_bytes", "taken", "autocast", "shares", "measured", "stages_s"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 

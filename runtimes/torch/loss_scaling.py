@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import OptState
+from torch.nn.parallel import DistributedDataParallel
 
+from qsync_opt.errors import UnsupportedError
 from qsync_opt.runtimes.torch.agreement import gather_json, others_needed, world
 from qsync_opt.runtimes.torch.apply import applied_plan
 from qsync_opt.runtimes.torch.wrappers import bare_model
@@ -46,6 +48,8 @@ class LossScaler(torch.amp.GradScaler):
         if enabled is None:
             enabled = any(gather_json(computes_in_fp16(model)))
         device = next((parameter.device for parameter in bare_model(model).parameters()), torch.device("cpu"))
+        compiled = getattr(model, "_orig_mod", model)
+        self._wrapper = compiled if isinstance(compiled, DistributedDataParallel) else None
         super().__init__(device=device.type, enabled=enabled, **settings)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -53,15 +57,25 @@ class LossScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: As in ``torch.amp.GradScaler``: called twice, or after ``step``.
+            UnsupportedError: Inside of ``join()``, where workers that are through take no part.
         """
-        super().unscale_(optimizer)
         _, size = world()
+        if self.is_enabled() and size > 1 and self._is_joining():
+            raise UnsupportedError(
+                "loss scaling inside of join(): workers that are through with their inputs take no part in agreeing on "
+                "overflows; give all workers as many batches (DistributedSampler does), or plan without FP16"
+            )
+        super().unscale_(optimizer)
         if not self.is_enabled() or size == 1:
             return
         found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         for overflow in found.values():
             with others_needed():
                 dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
+
+    def _is_joining(self) -> bool:
+        """Whether ``DistributedDataParallel`` is inside of its ``join()``, or of ``Join``, as far as is known."""
+        return self._wrapper is not None and bool(self._wrapper._join_config.enable)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's step unless any rank met an overflow; see ``torch.amp.GradScaler.step``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -45,12 +46,15 @@ class Forward:
             return self.inner(*args, **kwargs)
         if self.recurrent and interception.recurrent_inputs is not None:
             args = interception.recurrent_inputs(args)
+            kwargs = {name: interception.recurrent_inputs(value) for name, value in kwargs.items()}
         if interception.path is None:
             if interception.graphs is not None and not torch.compiler.is_compiling() and not self.path:
                 result = interception.graphs.run(args, kwargs)
                 if result is not NotImplemented:
                     return result
             return interception.outermost(self, args, kwargs)
+        if not torch.compiler.is_compiling() and interception.thread != get_ident():
+            self._refuse_threads()
         leaf = self.leaf
         if (
             leaf is not None
@@ -68,6 +72,12 @@ class Forward:
             return self.inner(*args, **kwargs)
         finally:
             interception.path = outer
+
+    def _refuse_threads(self) -> NoReturn:
+        raise NotReadyError(
+            f"module {self.path or 'the root'!r} runs in two threads at once, but a plan follows one pass at a time: "
+            "let the threads take turns, and use DistributedDataParallel in place of DataParallel"
+        )
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise NotReadyError(

@@ -116,8 +116,8 @@ class OperatorBench:
         return [make(argument) for argument in self._call.tensors()]
 
     def _run(self, tensors: Sequence[Tensor]) -> _Run:
-        """Put the call together; an operator that writes into an argument gets a copy of it, since leaves are safe."""
-        passed = [t.clone() if self._in_place and t.requires_grad else t for t in tensors]
+        """Put the call together; an operator that writes into an argument gets copies: none may hold an earlier run."""
+        passed = [t.clone() if self._in_place and t.is_floating_point() else t for t in tensors]
         remaining = iter(passed)
         args, kwargs = self._call.build(lambda _: next(remaining))
         kwargs = {key: self._device if key == "device" else value for key, value in kwargs.items()}
@@ -176,7 +176,8 @@ class OperatorBench:
 
         def backward(result: Any) -> None:
             if (work := _backward(run, result)) is not None:
-                delivered = {storage_of(t): t.untyped_storage().nbytes() for t in work() if t is not None}
+                parts = [part for gradient in work() if gradient is not None for part in _stored(gradient)]
+                delivered = {storage_of(t): t.untyped_storage().nbytes() for t in parts}
                 handed_on.append(sum(delivered.values()))
 
         _, (first, second) = allocations_of([lambda _: run.work(), backward], self._device)
@@ -244,6 +245,11 @@ def _flat(result: Any) -> Iterator[Tensor]:
     elif isinstance(result, (tuple, list)):
         for item in result:
             yield from _flat(item)
+
+
+def _stored(gradient: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with memory of their own that hold a gradient: of a look-up's sparse one, indices and values."""
+    return (gradient._indices(), gradient._values()) if gradient.is_sparse else (gradient,)
 
 
 def _backward(run: _Run, result: Any) -> Callable[[], tuple[Tensor | None, ...]] | None:

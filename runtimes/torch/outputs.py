@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -58,6 +60,12 @@ def _lifted(value: Any) -> Any:
         fields = {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value) if entry.init}
         changed = {name: lifted for name, part in fields.items() if (lifted := _lifted(part)) is not part}
         return dataclasses.replace(value, **changed) if changed else value
-    if type(value) is dict:
-        return {key: _lifted(part) for key, part in value.items()}
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _lifted(part)) for key, part in value.items())
+    if isinstance(value, MutableMapping):  # of another class: whatever else it holds stays
+        changed = {key: lifted for key, part in value.items() if (lifted := _lifted(part)) is not part}
+        result = copy.copy(value) if changed else value
+        for key, part in changed.items():
+            result[key] = part
+        return result
     return value

@@ -318,7 +318,7 @@ def shared_plan(
 
 _SHARED = (
     "iteration_ns", "memory_bytes", "sensitivity", "bound", "worthwhile", "reason", "digest", "expected_ns", "taken",
-    "autocast", "captured", "shares", "measured", "sensitivity_unit",
+    "autocast", "captured", "shares", "measured", "sensitivity_unit", "lifted_kinds",
 )  # fmt: skip
 
 
@@ -367,6 +367,7 @@ def plan_job(
         digest=_digest(decision.plan, decision.autocast, decision.captured),
         measured={name: how_measured(profile) for name, profile in made.profiles.items()},
         sensitivity_unit=next(iter(made.sensitivities.values())).unit,
+        lifted_kinds=made.graph.lifted_kinds(),
         problem=problem,
         solution=solution,
         model=made,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync_opt.errors import NotReadyError
+from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.kernels import float_modes, ops
 from qsync_opt.kernels.arguments import CONVOLUTIONS
 from qsync_opt.kernels.linear import linear
@@ -34,6 +34,22 @@ def refuse_autocast(name: str, precision: str) -> None:
         f"operator {name!r} runs under torch.autocast, which would override its precision "
         f"{precision}: leave autocast while a plan is applied"
     )
+
+
+def refuse_transforms(name: str) -> None:
+    """Raise inside a transform of ``torch.func``, which cannot see into kernels in 8 bits.
+
+    Args:
+        name: Of an operator that is planned in 8 bits.
+
+    Raises:
+        UnsupportedError: A transform is at work.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError(
+            f"the model runs inside a transform of torch.func (vmap, grad, jvp, ...), which the kernels of operator "
+            f"{name!r} in 8 bits cannot be put through: keep INT8 and FP8 out of the plan (precisions=('FP32', 'BF16'))"
+        )
 
 
 def fixed(name: str, op_type: str) -> Run:
@@ -60,6 +76,7 @@ def floating(name: str, op_type: str, precision: str, device: torch.device) -> R
     kind, on_cuda = device.type, device.type == "cuda"
     takes_mode = on_cuda and op_type in ops.TF32_OPERATORS and dtype is torch.float32
     family = "conv" if op_type in CONVOLUTIONS else "matmul"
+    kept = (dtype, torch.float64) if dtype is torch.float32 else (dtype,)  # as `ops.execute` keeps them
     general = precision == "TF32" or op_type in ("embedding", "einsum")
     ops.require(op_type, precision, device)
 
@@ -74,7 +91,7 @@ def floating(name: str, op_type: str, precision: str, device: torch.device) -> R
         return function(
             *[
                 value.to(dtype)
-                if isinstance(value, Tensor) and value.dtype is not dtype and value.is_floating_point()
+                if isinstance(value, Tensor) and value.dtype not in kept and value.is_floating_point()
                 else value
                 for value in args
             ]

@@ -38,7 +38,7 @@ class CallMemory:
         self._shared_modules = shared_modules
         self._last = -1  # pass of the last repetition
         # Oldest first; each: pass, counts, weak reference to the input's storage or 0, where in it the input begins,
-        # whether it was recomputed.
+        # whether it was recomputed, whether it was outermost.
         self._calls: dict[str, list[list[Any]]] = {}
 
     def __del__(self, free: Any = _free) -> None:  # an argument: globals may be gone when Python ends
@@ -47,7 +47,7 @@ class CallMemory:
                 if call[2]:
                     free(call[2])
 
-    def remember(self, path: str, pass_index: int, counts: Counts, x: Any) -> None:
+    def remember(self, path: str, pass_index: int, counts: Counts, x: Any, outermost: bool = False) -> None:
         """Note that a module begins to run.
 
         Args:
@@ -55,6 +55,7 @@ class CallMemory:
             pass_index: Of the pass.
             counts: As they are now.
             x: Its first positional argument.
+            outermost: Whether no other module's call is around it.
         """
         calls = self._calls.get(path)
         if calls is None:
@@ -66,10 +67,13 @@ class CallMemory:
         again = self._shared_modules or (calls and calls[-1][0] == pass_index)
         storage = _storage(x)
         place = (0, 0) if storage is None else (storage._weak_ref(), x.storage_offset())
-        calls.append([pass_index, counts.copy() if again else _NO_COUNTS, *place, False])
+        calls.append([pass_index, counts.copy() if again else _NO_COUNTS, *place, False, outermost])
 
-    def recall(self, path: str, x: Any) -> tuple[int, Counts] | None:
-        """Pass index of the call that is now repeated, and the counts when it began; None for an unknown module."""
+    def recall(self, path: str, x: Any) -> tuple[int, Counts, bool] | None:
+        """Of the call that is now repeated: pass index, counts when it began, whether it was outermost.
+
+        None for an unknown module.
+        """
         calls = self._calls.get(path)
         if not calls:
             return None
@@ -86,7 +90,7 @@ class CallMemory:
         likely = same or [c for c in waiting if c[0] == self._last] or waiting
         likely[-1][4] = True
         self._last, counts = likely[-1][:2]
-        return self._last, counts.copy()
+        return self._last, counts.copy(), likely[-1][5]
 
 
 def _storage(x: Any) -> Any:

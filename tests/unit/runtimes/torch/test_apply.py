@@ -1,5 +1,6 @@
 import copy
 import pickle
+import threading
 import warnings
 
 import pytest
@@ -334,7 +335,9 @@ def test_a_forward_pass_that_raises_leaves_nothing_behind():
 def test_submodules_may_run_alone():
     model, x = Gpt(False), torch.randn(2, 3, 16)
     apply(model, _plan(model, torch.randint(20, TOKENS), low="BF16"))
-    assert model.blocks[1].qkv(x).dtype is torch.bfloat16
+    result = model.blocks[1].qkv(x)
+    assert result.dtype is torch.float32
+    assert torch.equal(result, result.bfloat16())  # computed in BF16, and cast up for the script
     assert model.forward.interception.seen == ["blocks.1.qkv/linear"]
     model.blocks[0](x).float().sum().backward()
     assert model.blocks[0].qkv.weight.grad.dtype is torch.float32
@@ -572,3 +575,47 @@ def test_frozen_parameters_are_no_other_model():
     model[0].requires_grad_(True)  # the graph knows no gradient of it
     with pytest.raises(ModelError, match=r"parameters differ, first '0\.weight'"):
         apply(model, plan, graph=graph)
+
+
+@pytest.mark.parametrize("precision", ["FP32", "BF16", "INT8"])
+@pytest.mark.parametrize("passes", [0, 2])
+def test_a_model_that_is_cast_under_its_plan_is_refused(precision, passes):
+    model = apply(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)), {"0/linear": precision})
+    for _ in range(passes):
+        model(torch.zeros(3, 4))
+    model.bfloat16()
+    if precision == "FP32" and passes:  # such a plan stands aside
+        assert model(torch.zeros(3, 4).bfloat16()).dtype is torch.bfloat16
+    else:
+        with pytest.raises(
+            ModelError, match=r"parameter '0.weight' is bfloat16: .*call model.float\(\).*undo\(model\)"
+        ):
+            model(torch.zeros(3, 4))
+    model.float()
+    assert model(torch.zeros(3, 4)).dtype is torch.float32
+
+
+def test_two_threads_at_once_are_refused():
+    class Waiting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.inside, self.go_on = nn.Linear(4, 4), threading.Event(), threading.Event()
+
+        def forward(self, x):
+            if len(x) == 1:
+                self.inside.set()
+                self.go_on.wait(60)
+            return self.layer(x)
+
+    model = apply(Waiting(), {"layer/linear": "BF16"})
+    expected = model(torch.ones(2, 4))
+    found = []
+    other = threading.Thread(target=lambda: found.append(model(torch.ones(1, 4))))
+    other.start()
+    assert model.inside.wait(60)
+    with pytest.raises(NotReadyError, match=r"two threads at once.*take turns"):
+        model(torch.ones(2, 4))
+    model.go_on.set()
+    other.join()
+    assert torch.equal(found[0], expected[:1])  # the other one went on, under the plan
+    assert torch.equal(model(torch.ones(2, 4)), expected)

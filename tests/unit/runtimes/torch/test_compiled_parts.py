@@ -58,3 +58,14 @@ def test_any_batch_size_is_one_graph():
     for size in (4, 6, 3):
         compiled(torch.randn(size, 8)).float().sum().backward()
     assert graphs() == 1
+
+
+def test_any_batch_size_with_several_layers_in_8_bits():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
+    apply(model, {"0/linear": "INT8", "2/linear": "INT8"})
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+    for size in (4, 6, 3):
+        compiled(torch.randn(size, 8)).sum().backward()
+    model.eval()
+    x = torch.randn(5, 8)
+    assert torch.equal(compiled(x), model(x))

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -204,3 +205,30 @@ def test_recorded_steps_put_back_what_only_the_optimizer_has():
         mean_square(head(model(torch.randn(4, 8)))).backward()
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, (*model.parameters(), *head.parameters()), strict=True))
+
+
+class Centred(nn.Module):
+    """With an operation that the table of roles does not know, and that does not take 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(h - torch.quantile(h, 0.5, 1, keepdim=True))
+
+
+def test_fixed_operators_of_the_graph_get_full_precision_under_the_plan_of_any_rank(tmp_path):
+    torch.manual_seed(0)
+    model, x = Centred(), torch.randn(8, 8)
+    plain = model(x)
+    options = qsync_opt.PlanningOptions(compare=False, trial=False, cache_dir=tmp_path, progress=False, memory="1 GiB")
+    with pytest.warns(UserWarning, match="quantile"):
+        plan = qsync_opt.auto_plan(model, x, loss=mean_square, options=options)
+    everywhere = {plan.device_type: dict.fromkeys(plan.devices[plan.device_type], "BF16")}
+    theirs = replace(
+        plan, plan=replace(plan.plan, devices=everywhere), worthwhile=True, problem=None, solution=None, model=None
+    )
+    qsync_opt.apply(model, theirs)
+    assert torch.allclose(model(x), plain, atol=0.2)

@@ -4,8 +4,10 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 from qsync_opt.errors import UnsupportedError
+from qsync_opt.runtimes.torch import loss_scaling
 from qsync_opt.runtimes.torch.apply import apply
 from qsync_opt.runtimes.torch.ddp import free_port, process_group
 from qsync_opt.runtimes.torch.loss_scaling import LossScaler
@@ -154,3 +156,17 @@ def test_flattened_parameters_are_refused():
         wrapped = FullyShardedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4)), device_id=torch.device("cpu"))
         with pytest.raises(UnsupportedError, match="use fully_shard"):
             apply(wrapped, {"0/linear": "BF16"})
+
+
+def test_loss_scaling_among_workers_that_join_is_refused(monkeypatch):
+    with process_group(0, 1, free_port()):
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+        scaler = LossScaler(model, enabled=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler.scale(model(torch.ones(3, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        monkeypatch.setattr(loss_scaling, "world", lambda: (0, 2))
+        with model.join(), pytest.raises(UnsupportedError, match=r"inside of join\(\).*as many batches"):
+            scaler.scale(model(torch.ones(3, 4)).sum()).backward()
+            scaler.step(optimizer)

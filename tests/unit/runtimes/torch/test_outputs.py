@@ -1,6 +1,8 @@
 """What a model under a plan returns to the script."""
 
+from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -105,3 +107,91 @@ def test_as_the_plan_has_it():
     assert apply(net(), PLAN, options=ApplyOptions(outputs="plan"))(torch.randn(5, 8)).dtype is torch.bfloat16
     with pytest.raises(UnsupportedError, match="outputs='BF16'"):
         ApplyOptions(outputs="BF16")
+
+
+class Logged(UserDict):
+    step = 0
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, partial(defaultdict, list), UserDict, Logged])
+def test_mappings_of_every_class_are_cast_up(kind):
+    integers = torch.arange(3)
+    output = kind({"out": torch.ones(2).bfloat16(), "ids": integers})
+    lifted = full_precision(output)
+    assert type(lifted) is type(output)
+    assert list(lifted) == ["out", "ids"]
+    assert lifted["out"].dtype is torch.float32
+    assert lifted["ids"] is integers
+    assert output["out"].dtype is torch.bfloat16  # the model may have kept it
+
+
+def test_a_plan_in_full_precision_leaves_what_the_model_itself_casts():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x).half()
+
+    model = apply(Half(), {"layer/linear": "FP32"})
+    assert [model(torch.ones(2, 4)).dtype for _ in range(3)] == [torch.float16] * 3
+
+
+class Coder(nn.Module):
+    """Called by methods of its own, with an operator outside of every module."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 4), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.turn = nn.Parameter(torch.randn(4, 4))
+
+    def encode(self, x):
+        return self.up(x)
+
+    def decode(self, z):
+        return self.down(z @ self.turn)
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+
+def test_parts_that_the_script_calls_return_full_precision():
+    model, x = Coder(), torch.randn(4, 8)
+    plain = model.decode(model.encode(x))
+    plan = {"up/linear": "BF16", "matmul": "FP32", "down.0/linear": "BF16", "down.2/linear": "BF16"}
+    apply(model, plan)
+    for _ in range(2):  # before and after the first whole pass
+        code = model.encode(x)
+        assert code.dtype is torch.float32
+        assert torch.equal(code, code.bfloat16())  # computed in BF16
+        result = model.decode(code)
+        assert result.dtype is torch.float32
+        assert torch.allclose(result, plain, atol=0.05)
+        result.sum().backward()
+        model(x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_parts_return_the_same_when_they_are_computed_again(reentrant, inside):
+    gradients = []
+    for again in (True, False):
+        model, x = Coder(), torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        apply(model, dict.fromkeys(["up/linear", "down.0/linear", "down.2/linear", "matmul"], "BF16"))
+        model(x)
+        seen = []
+        model.down[0].register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].dtype))
+
+        def run(function, *args, again=again):
+            return checkpoint(function, *args, use_reentrant=reentrant) if again else function(*args)
+
+        if inside:
+            model.decode = lambda z, model=model, run=run: run(model.down, z @ model.turn)
+            model(x).square().sum().backward()
+        else:
+            run(lambda z, model=model: model.down(model.up(z) @ model.turn), x).square().sum().backward()
+        assert len(set(seen)) == 1
+        gradients.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

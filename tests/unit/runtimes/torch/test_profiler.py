@@ -308,3 +308,27 @@ def test_what_an_idle_backward_takes_of_the_device_is_not_the_hosts_time(cnn: Ca
     bench = OperatorBench(cnn.graph[name], cnn.calls[name], "FP32", torch.device("cpu"), KernelOptions())
     cost = bench.measure(_UnsettledStopwatch(), 2)
     assert (cost.forward_ns, cost.backward_ns) == (5_000, 100_000)
+
+
+class Gathered(nn.Module):
+    """A look-up with a sparse gradient, and a sum into a tensor that needs none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 4)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.table(index)
+        sums = torch.zeros(3, 8).index_add_(0, index % 3, rows)
+        result: torch.Tensor = self.out(sums)
+        return result
+
+
+def test_sparse_gradients_and_writes_into_tensors_without_one() -> None:
+    model = capture_model(Gathered(), (torch.arange(6),))
+    costs = {}
+    for name in ("table/embedding", "index_add_"):  # the second one wrote into what an earlier run had left
+        bench = OperatorBench(model.graph[name], model.calls[name], "FP32", torch.device("cpu"), KernelOptions())
+        costs[name] = bench.measure(make_stopwatch(torch.device("cpu")), 3)
+    assert costs["table/embedding"].alias_input is None
+    assert costs["index_add_"].alias_input is not None

@@ -140,7 +140,7 @@ def test_calls_without_a_storage_go_on_with_the_pass_of_the_last_repetition(x):
     for index in range(2):
         memory.remember("a", index, {}, told if index == 0 else None)
         memory.remember("b", index, {}, x)
-    assert [memory.recall("a", told), memory.recall("b", x)] == [(0, {}), (0, {})]
+    assert [memory.recall("a", told), memory.recall("b", x)] == [(0, {}, False), (0, {}, False)]
 
 
 def compare(passes, how, kind=Net):
