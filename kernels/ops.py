@@ -93,12 +93,17 @@ def cast(x: Tensor, target: str, options: KernelOptions | None = None) -> Tensor
     raise UnsupportedError(f"cannot cast to {target!r}: allowed are INT8, FP8, {', '.join(_DTYPES)}")
 
 
-def _cast_all(values: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    """Cast every floating tensor among the arguments of a call; everything else stays.
+def types_left(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Floating types of operands that are not cast for a product in a type: to FP32 nothing is cast down.
 
-    To FP32 nothing is cast down: what a script computes in FP64, it computes so on purpose.
+    What a script computes in FP64, it computes so on purpose.
     """
-    kept = (dtype, torch.float64) if dtype is torch.float32 else (dtype,)
+    return (dtype, torch.float64) if dtype is torch.float32 else (dtype,)
+
+
+def _cast_all(values: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """Cast the floating tensors among the arguments of a call, but for `types_left`; everything else stays."""
+    kept = types_left(dtype)
     cast_values = []
     for value in values:
         if isinstance(value, Tensor):

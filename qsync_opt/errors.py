@@ -44,6 +44,11 @@ class SolverError(QSyncError):
     """A solver failed or returned a plan that the independent evaluation contradicts."""
 
 
+def reason_of(failure: OSError | ValueError) -> str:
+    """Why the system did not take a path, for a message that names it; names that it cannot hold are a ValueError."""
+    return getattr(failure, "strerror", None) or str(failure)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of what an error says, of a library's too; its kind where it says nothing."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

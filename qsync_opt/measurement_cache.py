@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qsync_opt.errors import ProblemError
+from qsync_opt.errors import ProblemError, reason_of
 from qsync_opt.jsonio import Fields, read_json, write_json
 
 MEASUREMENT_FORMAT = "qsync-measurement/1"
@@ -54,7 +54,7 @@ class MeasurementCache:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
             except (OSError, ValueError) as failure:  # ValueError: a null character
-                reason = failure.strerror if isinstance(failure, OSError) else failure
+                reason = reason_of(failure)
                 # os.path, not Path: that raises where a folder of another user must not be looked into.
                 if os.path.isdir(folder) and getattr(failure, "errno", None) in _NOT_WRITABLE:
                     _LOGGER.warning(

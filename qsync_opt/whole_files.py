@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from qsync_opt.errors import ProblemError, QSyncError
+from qsync_opt.errors import ProblemError, QSyncError, reason_of
 
 _READ_BYTES = 2**22
 
@@ -98,7 +98,6 @@ def check_writable(path: str | os.PathLike[str], *, error: type[QSyncError] = Pr
         free = os.access(target, os.W_OK) if target.is_file() else not target.exists()
         writable = free and os.access(target.parent, os.W_OK | os.X_OK)
     except (OSError, ValueError) as failure:  # a name that is too long, or has a null character
-        reason = failure.strerror if isinstance(failure, OSError) else failure
-        raise error(f"cannot write {os.fspath(path)!r}: {reason}; give another file name") from failure
+        raise error(f"cannot write {os.fspath(path)!r}: {reason_of(failure)}; give another file name") from failure
     if not writable or os.fspath(path).endswith(os.sep):
         raise error(f"cannot write {os.fspath(path)!r}; give a file in an existing folder that may be written")

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qsync_opt.errors import ProblemError
+from qsync_opt.errors import ProblemError, reason_of
 from qsync_opt.jsonio import Fields, read_json, write_json
 
 MANIFEST_FORMAT = "qsync-manifest/1"
@@ -95,9 +95,8 @@ def begin(folder: Path, step: int) -> Path:
         temporary = folder / f".{step_folder(folder, step).name}.tmp"
         temporary.mkdir()
     except (OSError, ValueError) as failure:  # ValueError: a null character, or bytes that are no text
-        reason = failure.strerror if isinstance(failure, OSError) else failure
         raise ProblemError(
-            f"cannot write checkpoints into {str(folder)!r}: {reason}; give a folder that may be written"
+            f"cannot write checkpoints into {str(folder)!r}: {reason_of(failure)}; give a folder that may be written"
         ) from failure
     return temporary
 
@@ -111,7 +110,6 @@ def file_facts(path: Path, names: Sequence[str]) -> dict[str, FileFact]:
     """Size and hash of some files of a checkpoint."""
     facts: dict[str, FileFact] = {}
     for name in names:
-        _require_plain_file(path / name)
         sha, size = hashlib.sha256(), 0
         with open(path / name, "rb") as stream:
             while piece := stream.read(_PIECE_BYTES):
@@ -167,19 +165,19 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _require_plain_file(path: Path) -> None:
-    """Refuse pipes and devices, which may have no end.
+def _plain_file_bytes(path: Path) -> int:
+    """Size of a file; pipes and devices, which may have no end, are refused.
 
     Raises:
         ProblemError: It is one of these, or missing.
     """
     try:
-        mode = path.stat().st_mode
+        found = path.stat()
     except (OSError, ValueError) as failure:  # ValueError: a null character
-        reason = failure.strerror if isinstance(failure, OSError) else failure
-        raise ProblemError(f"cannot read {str(path)!r}: {reason}") from failure
-    if not stat.S_ISREG(mode):
+        raise ProblemError(f"cannot read {str(path)!r}: {reason_of(failure)}") from failure
+    if not stat.S_ISREG(found.st_mode):
         raise ProblemError(f"{str(path)!r} is no ordinary file, as those of a checkpoint are")
+    return found.st_size
 
 
 def manifest_of(path: Path) -> dict[str, FileFact]:
@@ -188,7 +186,7 @@ def manifest_of(path: Path) -> dict[str, FileFact]:
     Raises:
         ProblemError: No manifest or a damaged one; or the folder has files that are not in it, or lacks some.
     """
-    _require_plain_file(path / MANIFEST)
+    _plain_file_bytes(path / MANIFEST)
     fields = Fields(read_json(path / MANIFEST, (MANIFEST_FORMAT,)), str(path / MANIFEST))
     fields.version(MANIFEST_FORMAT)
     facts: dict[str, FileFact] = {}
@@ -214,8 +212,7 @@ def check_files(path: Path, facts: Mapping[str, FileFact], names: Sequence[str])
     """
     for name in names:
         try:
-            _require_plain_file(path / name)
-            size = (path / name).stat().st_size
+            size = _plain_file_bytes(path / name)
             if size != facts[name]["bytes"]:
                 raise ProblemError(
                     f"the checkpoint {str(path)!r} is damaged: {name} has {size} bytes instead of "

@@ -21,6 +21,7 @@ from qsync_opt.runtimes.torch.job_ways import (
     as_fast,
     everywhere,
     fitting,
+    is_captured,
     least_sensitive,
     most_of,
     step_ns,
@@ -225,7 +226,7 @@ def best_step(
     best = [
         mine[least_sensitive(mine, slack, balanced=True)]
         for kind in (False, True)
-        if (mine := [entry for entry in known if _captured(entry[0]) is kind])
+        if (mine := [entry for entry in known if is_captured(entry[0]) is kind])
     ]
     if len(best) == 1:
         return best[0]
@@ -237,7 +238,7 @@ def _of_both_kinds(known: Sequence[tuple[Together, float]], slack: float, rounds
     """The best launched way, if one is as fast as captured ones slowed by what they must gain, or the best of these."""
     times = {place: time for place, (_, time) in enumerate(known)}
     finest = {place: total_sensitivity(together) for place, (together, _) in enumerate(known)}
-    captured = [place for place, (together, _) in enumerate(known) if _captured(together)]
+    captured = [place for place, (together, _) in enumerate(known) if is_captured(together)]
     weighed = {place: time / (1 - WORTH_CAPTURING * (place in captured)) for place, time in times.items()}
     last = {place: math.inf if place in captured else value for place, value in finest.items()}
     found = least_sensitive_as_fast(weighed, last, rounds, most_of(slack))
@@ -251,7 +252,7 @@ def predicted_step_ns(together: Together, timed: Sequence[tuple[Together, float]
     for other, time in timed:
         if same_ways(together, other):
             return time
-    like = [entry for entry in timed if _captured(entry[0]) is _captured(together)]
+    like = [entry for entry in timed if is_captured(entry[0]) is is_captured(together)]
     beside = [time - step_ns(other) for other, time in like]
     return max(0.0, step_ns(together) + (statistics.median(beside) if beside else rest_ns))
 
@@ -285,7 +286,3 @@ def same_ways(one: Together, other: Together) -> bool:
     return {name: (w.label, w.precisions) for name, w in one.items()} == {
         name: (w.label, w.precisions) for name, w in other.items()
     }
-
-
-def _captured(together: Together) -> bool:
-    return any(way.captured for way in together.values())

@@ -25,7 +25,7 @@ from qsync_opt.runtimes.torch.job_measuring import DeviceTypes, Job
 from qsync_opt.runtimes.torch.job_plan import JobModel, JobPlan
 from qsync_opt.runtimes.torch.job_steps import own_optimizer, parameters_put_back
 from qsync_opt.runtimes.torch.job_timing import carried_out
-from qsync_opt.runtimes.torch.job_ways import StepTime, Way, most_of, total_sensitivity
+from qsync_opt.runtimes.torch.job_ways import StepTime, Way, is_captured, most_of, total_sensitivity
 from qsync_opt.runtimes.torch.loss_scaling import LossScaler
 from qsync_opt.runtimes.torch.paired_rounds import times_of_race, undecided
 from qsync_opt.runtimes.torch.sized_batches import batch_size, sized, split
@@ -179,7 +179,7 @@ class _Race:
         while indices := broadcast_json(self._next(turn, time.perf_counter() - began)):
             times: dict[int, float] = {}
             for index in sorted(indices, key=lambda i: (i + turn) % len(self._ways)):
-                captured = any(way.captured for way in self._ways[index].values())
+                captured = is_captured(self._ways[index])
                 label = self._ways[index][self._mine].label
                 _LOGGER.info("round %d, candidate %d: %s", turn + 1, index + 1, label)
                 for again in (False, True):  # with other batches, if these turn out to be wrong
@@ -200,14 +200,14 @@ class _Race:
             if not turn:
                 self._steps = {}  # later blocks are longer
             turn += 1
-        once = {i for i, entry in enumerate(self._ways) if any(way.captured for way in entry.values())}
+        once = {i for i, entry in enumerate(self._ways) if is_captured(entry)}
         found = times_of_race(self._rounds, once)
         scale = [1.0 if self._sizing is None else self._sizing.scale(counts) for counts in self._batches]
         return [found[i] * scale[i] if i in found else None for i in range(len(self._ways))], short, self._batches
 
     def turns(self, index: int) -> tuple[int, ...]:
         """Nanoseconds of a candidate's steps in each round, 0 where it took no turn; none if it is captured."""
-        if any(way.captured for way in self._ways[index].values()):
+        if is_captured(self._ways[index]):
             return ()
         return tuple(round(times.get(index, 0.0)) for times in self._rounds)
 
@@ -221,7 +221,7 @@ class _Race:
             return []
         near = (1 + options.slack) * (1 + (_SIZED_OUT if sized else _OUT)) * min(first.values(), default=0.0)
         # Capturing takes as long as several steps: once.
-        stay = [i for i, ns in first.items() if ns <= near and not any(w.captured for w in self._ways[i].values())]
+        stay = [i for i, ns in first.items() if ns <= near and not is_captured(self._ways[i])]
         if sized or turn < _COMMON_ROUNDS:
             return stay
         rounds = [{index: entry[index] for index in stay if index in entry} for entry in self._rounds]
@@ -259,7 +259,7 @@ class _Race:
         self._batches[index] = self._sizing.split({name: before[name] / slowest[name] for name in before})
         # What passes did not tell (the optimizer, what a batch of another size costs) is much the same in other ways.
         for other, entry in enumerate(self._ways):
-            if other > index and any(way.captured for way in entry.values()) is captured:
+            if other > index and is_captured(entry) is captured:
                 off = {n: slowest[n] / before[n] / max(1, way.pass_ns) for n, way in self._ways[index].items()}
                 speeds = {n: 1 / (off[n] * max(1, way.pass_ns)) for n, way in entry.items()}
                 self._batches[other] = self._sizing.split(speeds)

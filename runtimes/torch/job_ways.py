@@ -217,6 +217,11 @@ def fitting(
     }
 
 
+def is_captured(together: Together) -> bool:
+    """Whether any device type goes its way with captured passes."""
+    return any(way.captured for way in together.values())
+
+
 def worth_capturing(captured_ns: float, eager_ns: float, *, least: float = WORTH_CAPTURING) -> bool:
     """Whether captured passes are faster by such a share that what they ask of a model is worth it."""
     return captured_ns < (1 - least) * eager_ns
