@@ -18,7 +18,7 @@ demo: $(STAMP) ## train a small GPT on two workers under a plan, and show every 
 	$(VENV)/bin/qsync-opt demo
 
 # Compiled first, so that no test waits for it.
-LOOPS := $(PYTHON) -P -c "from qsync_opt.formulations.compiled import prepare; prepare()"
+LOOPS := $(PYTHON) -P -c "from qsync_opt.formulations.assignment.compiled import prepare; prepare()"
 
 test test-all docs-check: export OMP_NUM_THREADS := 1
 
@@ -65,10 +65,10 @@ bench-solvers: $(STAMP) ## how near, sure and fast the solvers are; half an hour
 	$(PYTHON) benchmarks/solvers.py --cores 0,1
 
 kernels: $(STAMP) ## compile the CUDA kernels for every target
-	$(PYTHON) -m qsync_opt.kernels.build
+	$(PYTHON) -m qsync_opt.kernels.compilation
 
 kernels-check: $(STAMP) ## that they compile for every target, as quickly as the compiler can; keeps nothing
-	$(PYTHON) -m qsync_opt.kernels.compile_check
+	$(PYTHON) -m qsync_opt.kernels.compilation.compile_check
 
 sanitize: $(STAMP) ## on a CUDA card: memory checks and race checks of the CUDA kernels
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) tests/gpu/sanitizer_cases.py

@@ -26,9 +26,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from qsync_opt.graph import OpGraph, Role
-from qsync_opt.roles import PRODUCTS
-from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.model.roles import PRODUCTS
+from qsync_opt.runtimes.torch.capture.model import CapturedModel, capture_model
 from qsync_opt.runtimes.torch.example_models import NAMES, Example, example
 
 RESULTS = Path(__file__).parent / "results" / "capture.json"

@@ -21,8 +21,8 @@ from solvers import environment
 from solvers_cases import FAMILIES
 
 from qsync_opt import solve
-from qsync_opt.formulations import compiled
-from qsync_opt.problem import Problem
+from qsync_opt.formulations.assignment import compiled
+from qsync_opt.training.problem import Problem
 
 RESULTS = Path(__file__).parent / "results" / "compiled-loops.json"
 SIZES = (200, 1000, 5000)

@@ -1,7 +1,8 @@
 """Memory of compiled training steps: what the compiler's code says that they need, beside what they then took.
 
-Plans are drawn at random, operator by operator; nothing is recorded before. For each, the model is compiled as far as
-the code (`qsync_opt.runtimes.torch.compiled_peak`), then compiled in earnest and stepped, and the allocator asked.
+Plans are drawn at random, operator by operator; nothing is recorded before. For each, the model is compiled as
+far as the code (`qsync_opt.runtimes.torch.steps.compiled_peak`), then compiled in earnest and stepped, and the
+allocator asked.
 
     python benchmarks/compiled_memory.py [--only vit-short] [--plans 6] [--part 0/2] [--device cuda|cpu] [--output PATH]
     python benchmarks/compiled_memory.py --merge PART [--merge PART ...] [--output PATH] [--onto RECORD]
@@ -32,15 +33,15 @@ from predictor import RESULTS, errors, summarize
 from predictor_models import BATCHES, MEDIUM, SMALL, Subject
 from predictor_partition import partition
 
-import qsync_opt.runtimes.torch.compiled_peak as compiled_peak
+import qsync_opt.runtimes.torch.steps.compiled_peak as compiled_peak
 from qsync_opt.errors import QSyncError
-from qsync_opt.graph import OpGraph, Role
-from qsync_opt.jsonio import write_json
+from qsync_opt.io.codec import write_json
 from qsync_opt.kernels import ops
-from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
-from qsync_opt.runtimes.torch.capabilities import device_formats
-from qsync_opt.runtimes.torch.compiled_recording import compiled_inside
-from qsync_opt.runtimes.torch.measure import TrainingExample
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.runtimes.torch.execution.capabilities import device_formats
+from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.steps.compiled import compiled_inside
+from qsync_opt.runtimes.torch.support.iteration import TrainingExample
 
 MODELS = ("vit-short", "bert-short", "gpt-short", "gpt-tiny")
 STARTED = time.perf_counter()

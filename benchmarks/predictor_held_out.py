@@ -28,10 +28,10 @@ from predictor_records import records_from_json
 from rank_correlation import spearman
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.graph import OpGraph
-from qsync_opt.jsonio import write_json
-from qsync_opt.runtimes.torch.step_profile import StepRecords
-from qsync_opt.step_predictor import StepPredictor
+from qsync_opt.io.codec import write_json
+from qsync_opt.model.graph import OpGraph
+from qsync_opt.runtimes.torch.steps.profile import StepRecords
+from qsync_opt.steps.predictor import StepPredictor
 
 HERE = Path(__file__).parent
 PHASES = ("backward|end", "optimizer", "zero_grad")

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed._tools.runtime_estimator import RuntimeEstimator
 
-from qsync_opt.graph import OpGraph
-from qsync_opt.runtimes.torch.apply import ApplyOptions, apply
-from qsync_opt.runtimes.torch.measure import TrainingExample
-from qsync_opt.runtimes.torch.step_recording import Stepper
+from qsync_opt.model.graph import OpGraph
+from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply
+from qsync_opt.runtimes.torch.steps.recording import Stepper
+from qsync_opt.runtimes.torch.support.iteration import TrainingExample
 
 MODES = {"torch_benchmark_ms": "operator-level-benchmark", "torch_roofline_ms": "operator-level-cost-model"}
 

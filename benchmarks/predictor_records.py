@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from qsync_opt.compiled_memory import Block
-from qsync_opt.costs import CostFit
-from qsync_opt.device_profile import DeviceIdentity
-from qsync_opt.jsonio import Fields
-from qsync_opt.runtimes.torch.step_profile import StepRecords
-from qsync_opt.step_sample import KeptTensors, StepSample
-from qsync_opt.step_trace import Span, StepSpans
+from qsync_opt.costs.costs import CostFit
+from qsync_opt.costs.profile import DeviceIdentity
+from qsync_opt.io.codec import Fields
+from qsync_opt.runtimes.torch.steps.profile import StepRecords
+from qsync_opt.steps.courses import Block
+from qsync_opt.steps.sample import KeptTensors, StepSample
+from qsync_opt.steps.trace import Span, StepSpans
 
 
 def records_json(records: StepRecords) -> dict[str, Any]:

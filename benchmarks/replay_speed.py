@@ -17,13 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qsync_opt.buckets import gradient_buckets
-from qsync_opt.cluster_step import bucket_borders, bucket_segments, network_tails
-from qsync_opt.graph import OpGraph, Role
-from qsync_opt.graph_file import load_graph
-from qsync_opt.jsonio import write_json
-from qsync_opt.step_predictor import PlannedStep, StepPredictor
-from qsync_opt.synthetic_steps import random_step_costs
+from qsync_opt.io.codec import write_json
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.model.graph_file import load_graph
+from qsync_opt.steps.cluster import bucket_borders, bucket_segments, network_tails
+from qsync_opt.steps.predictor import PlannedStep, StepPredictor
+from qsync_opt.testing.synthetic_steps import random_step_costs
+from qsync_opt.training.buckets import gradient_buckets
 
 RESULTS = Path(__file__).parent / "results"
 TYPES = 4
@@ -32,7 +32,7 @@ PRECISIONS = ("INT8", "FP8", "BF16", "FP16", "TF32", "FP32")
 
 def captured(model: str) -> OpGraph:
     """The graph of an example model."""
-    from qsync_opt.runtimes.torch.capture import capture
+    from qsync_opt.runtimes.torch.capture.model import capture
     from qsync_opt.runtimes.torch.example_models import example
 
     found = example(model)

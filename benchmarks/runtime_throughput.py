@@ -17,12 +17,12 @@ from runtime_training import Batch, Run, Worker, everywhere, fused_adamw, kinds
 from torch import nn
 
 import qsync_opt
-from qsync_opt.runtimes.torch.agreement import broadcast_json, gather_json
+from qsync_opt.runtimes.torch.ddp.agreement import broadcast_json, gather_json
 from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
 from qsync_opt.runtimes.torch.example_models import example
-from qsync_opt.runtimes.torch.job_plan import JobPlan
-from qsync_opt.runtimes.torch.job_ways import Way
-from qsync_opt.runtimes.torch.paired_rounds import paired_medians
+from qsync_opt.runtimes.torch.job.candidates import Way
+from qsync_opt.runtimes.torch.job.paired_rounds import paired_medians
+from qsync_opt.runtimes.torch.job.plan import JobPlan
 
 BATCHES = {"bert-base": 32, "gpt2": 32, "resnet50": 64, "vit-base": 32, "gpt-small": 64}
 BLOCK_S, BLOCKS = 0.4, 3

@@ -19,15 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
 from qsync_opt.errors import NotReadyError
-from qsync_opt.graph import OpGraph, Role
-from qsync_opt.precision import number_format
-from qsync_opt.runtimes.torch.agreement import gather_json
-from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply, undo
-from qsync_opt.runtimes.torch.capabilities import operator_precisions
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.numerics.formats import number_format
+from qsync_opt.runtimes.torch.ddp.agreement import gather_json
 from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
-from qsync_opt.runtimes.torch.device_memory import memory_budget
-from qsync_opt.runtimes.torch.job_ways import Way
-from qsync_opt.runtimes.torch.measure import default_loss
+from qsync_opt.runtimes.torch.execution.capabilities import operator_precisions
+from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply, undo
+from qsync_opt.runtimes.torch.job.candidates import Way
+from qsync_opt.runtimes.torch.support.device_memory import memory_budget
+from qsync_opt.runtimes.torch.support.iteration import default_loss
 
 Batch = dict[str, Tensor]
 LOGGER = logging.getLogger("qsync_opt.benchmark")

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import ops
-from qsync_opt.kernels.differentiation import EIGHT_BITS, differentiated_once
-from qsync_opt.kernels.feed_forward import feed_forward
-from qsync_opt.kernels.formats import E4M3, INT8
+from qsync_opt.kernels.autograd.differentiation import EIGHT_BITS, differentiated_once
+from qsync_opt.kernels.autograd.feed_forward import feed_forward
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize_ops import dequantize_matrix, quantize_matrix
-from qsync_opt.kernels.random_bits import stream_key
+from qsync_opt.kernels.quantize.formats import E4M3, INT8
+from qsync_opt.kernels.quantize.operators import dequantize_matrix, quantize_matrix
+from qsync_opt.kernels.quantize.random_bits import stream_key
 
 _DTYPES = {"INT8": INT8.dtype, "FP8": E4M3.dtype}
 
@@ -124,7 +124,7 @@ class Linear(nn.Linear):
 
 
 class FeedForward(nn.Module):
-    """Linear, GELU, Linear as one 8-bit operation (:func:`~qsync_opt.kernels.feed_forward.feed_forward`).
+    """Linear, GELU, Linear as one 8-bit operation (:func:`~qsync_opt.kernels.autograd.feed_forward.feed_forward`).
 
     Args:
         features: Of input and output.

@@ -36,7 +36,7 @@ class KernelOptions:
         backward: Products of the backward pass in ``"half"`` (the 16-bit format) or in ``"eight"`` bits: the gradient
             of the result is rounded stochastically, whatever ``rounding`` says, and scaled per tensor. Batches of
             products run theirs in 16 bits; of a convolution, the codes of the gradient are what both gradients come
-            from, and :mod:`~qsync_opt.kernels.eight_bit_convolution` says which of them integer kernels compute.
+            from, and :mod:`~qsync_opt.kernels.autograd.convolution_eight` says which of them integer kernels compute.
         weights: Quantize the weight of a product or convolution in every ``"call"``, or once per ``"step"``: its codes
             are kept until it is written to in place (a write through ``weight.data`` is not seen), with the noise of
             the call that made them.

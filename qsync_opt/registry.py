@@ -3,7 +3,7 @@
 Built-ins stand in the tables below. Other packages add theirs through the entry-point groups ``qsync_opt.solvers``,
 ``qsync_opt.formulations``, ``qsync_opt.indicators``, ``qsync_opt.cost_models`` and ``qsync_opt.runtimes``; such an
 object declares what it can in a ``FEATURES`` attribute. Wherever a name is accepted, so is an instance. The contracts
-are protocols (`qsync_opt.plugins`, and ``base`` beside formulations); `qsync_opt.testing` checks them.
+are protocols (`qsync_opt.runtime`, and ``base`` beside formulations); `qsync_opt.testing.problems` checks them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from qsync_opt.errors import NotInstalledError, UnsupportedError
-from qsync_opt.jsonio import near_match
+from qsync_opt.io.codec import near_match
 
 
 class Kind(enum.StrEnum):
@@ -85,7 +85,7 @@ _CERTIFIED = frozenset({Feature.PROOF, Feature.GAP, Feature.TIME_LIMIT, Feature.
 
 
 def _ortools(name: str, factory: str, features: frozenset[Feature]) -> Entry:
-    target = f"qsync_opt.formulations.solvers.ortools_solver:{factory}"
+    target = f"qsync_opt.formulations.linear.solvers.ortools_solver:{factory}"
     return Entry(name=name, target=target, features=features, packages=("ortools",), install=_SOLVERS)
 
 
@@ -96,7 +96,7 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             _ortools("ortools", "OrtoolsSolver", _LINEAR | {Feature.CONTINUOUS}),
             Entry(
                 name="pulp",
-                target="qsync_opt.formulations.solvers.pulp_solver:PulpSolver",
+                target="qsync_opt.formulations.linear.solvers.pulp_solver:PulpSolver",
                 features=_LINEAR | {Feature.CONTINUOUS},
                 packages=("pulp",),
                 install=_SOLVERS,
@@ -108,37 +108,37 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
         Kind.FORMULATION: (
             Entry(
                 name="greedy",
-                target="qsync_opt.formulations.greedy:GreedyFormulation",
+                target="qsync_opt.formulations.training.greedy:GreedyFormulation",
                 features=_CERTIFIED | {Feature.SOLVER},
             ),
             Entry(
                 name="qsync",
-                target="qsync_opt.formulations.paper_greedy:QsyncFormulation",
+                target="qsync_opt.formulations.training.paper_greedy:QsyncFormulation",
                 features=frozenset({Feature.SOLVER, Feature.TIME_LIMIT}),
             ),
             Entry(
                 name="exact",
-                target="qsync_opt.formulations.exact:ExactFormulation",
+                target="qsync_opt.formulations.training.exact:ExactFormulation",
                 features=_CERTIFIED | {Feature.SOLVER},
             ),
             Entry(
                 name="ilp",
-                target="qsync_opt.formulations.whole_program:IlpFormulation",
+                target="qsync_opt.formulations.training.ilp.solve:IlpFormulation",
                 features=frozenset({Feature.PROOF, Feature.SOLVER, Feature.GAP, Feature.TIME_LIMIT}),
             ),
             Entry(
                 name="textbook",
-                target="qsync_opt.formulations.textbook:TextbookFormulation",
+                target="qsync_opt.formulations.training.textbook:TextbookFormulation",
                 features=frozenset({Feature.SOLVER, Feature.GAP, Feature.TIME_LIMIT}),
             ),
             Entry(
                 name="exhaustive",
-                target="qsync_opt.formulations.exhaustive:ExhaustiveFormulation",
+                target="qsync_opt.formulations.training.exhaustive:ExhaustiveFormulation",
                 features=frozenset({Feature.PROOF, Feature.TIME_LIMIT}),
             ),
         ),
         Kind.INDICATOR: tuple(
-            Entry(name=name, target=f"qsync_opt.indicators:{factory}", features=frozenset())
+            Entry(name=name, target=f"qsync_opt.sensitivity.indicators:{factory}", features=frozenset())
             for name, factory in (
                 ("statistics", "StatisticsIndicator"),
                 ("weights", "WeightIndicator"),
@@ -149,8 +149,8 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
             )
         ),
         Kind.COST_MODEL: (
-            Entry(name="profile", target="qsync_opt.cost_models:ProfileCosts", features=frozenset()),
-            Entry(name="roofline", target="qsync_opt.cost_models:RooflineCosts", features=frozenset()),
+            Entry(name="profile", target="qsync_opt.costs.sources:ProfileCosts", features=frozenset()),
+            Entry(name="roofline", target="qsync_opt.costs.sources:RooflineCosts", features=frozenset()),
         ),
         Kind.RUNTIME: (
             Entry(

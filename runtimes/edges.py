@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qsync_opt.graph import OpGraph, TensorSpec
-from qsync_opt.precision import PrecisionFormats
+from qsync_opt.model.graph import OpGraph, TensorSpec
+from qsync_opt.numerics.formats import PrecisionFormats
 
 MAX_SIZES = 6
 """Sizes that a cast is measured at: the smallest, the largest, and some between."""

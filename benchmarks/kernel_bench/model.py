@@ -28,9 +28,9 @@ from torch import Tensor, nn
 import qsync_opt
 from qsync_opt.kernels import ops
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.apply import ApplyOptions
-from qsync_opt.runtimes.torch.apply_checks import operator_kind
-from qsync_opt.runtimes.torch.interception import intercepted
+from qsync_opt.runtimes.torch.execution.checks import operator_kind
+from qsync_opt.runtimes.torch.execution.plans import ApplyOptions
+from qsync_opt.runtimes.torch.interception.interception import intercepted
 
 WARM_UPS, STEPS = 4, 12
 PRECISIONS = ("BF16", "INT8", "FP8")

@@ -16,7 +16,7 @@ from layer import EIGHT, SHAPES, Network, _apart, _eight, _half, _options, _step
 from measuring import median_eager_s, median_s
 from torch import nn
 
-from qsync_opt.kernels import library
+from qsync_opt.kernels.compilation import library
 
 RECIPES = ("tensorwise", "rowwise")
 PARTITION = 16

@@ -15,12 +15,12 @@ from work import Clock, significant
 
 from qsync_opt.kernels import ops
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.capabilities import device_formats
-from qsync_opt.runtimes.torch.interception import OperatorCall, intercepted
-from qsync_opt.runtimes.torch.product_calls import operand_slots, replace_operands
-from qsync_opt.runtimes.torch.statistics import collect_statistics, full_precision
-from qsync_opt.statistics import OperatorKind, OperatorStatistics
-from qsync_opt.variances import NoiseOptions, variances
+from qsync_opt.runtimes.torch.execution.capabilities import device_formats
+from qsync_opt.runtimes.torch.interception.interception import OperatorCall, intercepted
+from qsync_opt.runtimes.torch.sensitivity.products import operand_slots, replace_operands
+from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics, full_precision
+from qsync_opt.sensitivity.statistics import OperatorKind, OperatorStatistics
+from qsync_opt.sensitivity.variances import NoiseOptions, variances
 
 RESULTS = ("output", "weight_gradient", "input_gradient")
 LOW, HIGH = 0.9, 1.1

@@ -21,11 +21,11 @@ from plans import HIGH
 from subjects import Batch, Subject, subject_of
 from torch import Tensor, nn
 
-from qsync_opt.graph import OpGraph
-from qsync_opt.graph_file import load_graph
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.apply import ApplyOptions
-from qsync_opt.variances import NoiseOptions
+from qsync_opt.model.graph import OpGraph
+from qsync_opt.model.graph_file import load_graph
+from qsync_opt.runtimes.torch.execution.plans import ApplyOptions
+from qsync_opt.sensitivity.variances import NoiseOptions
 
 LAST = 50
 """Steps at the end whose training loss is averaged."""

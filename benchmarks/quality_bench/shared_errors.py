@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from qsync_opt.graph import OpGraph, Role
 from qsync_opt.kernels import ops
-from qsync_opt.runtimes.torch.apply import AppliedPlan, ApplyOptions
-from qsync_opt.runtimes.torch.operator_calls import OperatorCall
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.runtimes.torch.execution.plans import AppliedPlan, ApplyOptions
+from qsync_opt.runtimes.torch.interception.operator_calls import OperatorCall
 
 Errors = dict[int, Tensor]
 """Of one operator: of the gradient of its n-th argument that has one, and at -1 of its result."""

@@ -20,13 +20,13 @@ from runs import Job, Setting, cached_subject, mean_square_rate
 from subjects import train_briefly
 
 import qsync_opt
-from qsync_opt.graph import Role
-from qsync_opt.graph_file import save_graph
-from qsync_opt.indicator import sensitivities
 from qsync_opt.kernels import ops
-from qsync_opt.runtimes.torch.capabilities import device_formats
-from qsync_opt.runtimes.torch.capture import capture
-from qsync_opt.runtimes.torch.statistics import collect_statistics
+from qsync_opt.model.graph import Role
+from qsync_opt.model.graph_file import save_graph
+from qsync_opt.runtimes.torch.capture.model import capture
+from qsync_opt.runtimes.torch.execution.capabilities import device_formats
+from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
+from qsync_opt.sensitivity.scores import sensitivities
 
 PLANNERS = ("progress", "probed", "hessian", "fisher", "random")
 PEER = "fisher"

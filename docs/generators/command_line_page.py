@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from qsync_opt.cli import build_parser
+from qsync_opt.cli.app import build_parser
 
 
 def _cell(text: str) -> str:

@@ -10,9 +10,9 @@ Source: partition crossover (Whitley et al. 2009), with parts chosen by ratio as
 
 import numpy as np
 
+from qsync_opt.formulations.assignment.compiled import compiled
+from qsync_opt.formulations.assignment.core.union import root
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
-from qsync_opt.formulations.assignment.union import root
-from qsync_opt.formulations.compiled import compiled
 
 _LARGE_PART = 300
 """Nodes of a part from which on it is cut."""

@@ -7,7 +7,7 @@ Source: ours.
 
 import numpy as np
 
-from qsync_opt.formulations.assignment.condense import Condensed
+from qsync_opt.formulations.assignment.core.condense import Condensed
 from qsync_opt.formulations.assignment.dual import DualResult
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Ints
 

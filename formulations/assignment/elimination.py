@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from qsync_opt.formulations.assignment.compiled import compiled, loops_pay, plain_work
 from qsync_opt.formulations.assignment.model import AssignmentModel, Floats, Ints
 from qsync_opt.formulations.assignment.schedule import Schedule, plan
-from qsync_opt.formulations.compiled import compiled, loops_pay, plain_work
 
 
 class Elimination:

@@ -14,8 +14,8 @@ Source: Kelley's cutting planes, read as Dantzig-Wolfe; standard.
 
 import numpy as np
 
+from qsync_opt.formulations.assignment.compiled import compiled
 from qsync_opt.formulations.assignment.model import Floats, Ints
-from qsync_opt.formulations.compiled import compiled
 
 _TOLERANCE = 1e-11
 _ROUNDING = 1e-13

@@ -6,7 +6,7 @@ Axes: N nodes, E edges, Z table entries, S loads, R limit rows, T stored load te
 import numpy as np
 
 from qsync_opt.formulations.assignment.arrays import Bools, Floats, Ints
-from qsync_opt.formulations.compiled import compiled
+from qsync_opt.formulations.assignment.compiled import compiled
 
 
 def _price_plain(

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qsync_opt.formulations.assignment.compiled import compiled
 from qsync_opt.formulations.assignment.model import AssignmentModel, Ints
-from qsync_opt.formulations.compiled import compiled
 
 MAX_TABLE_ENTRIES = 1 << 17
 """A table larger than this is never formed: the graph is relaxed instead (see ``relaxation``)."""

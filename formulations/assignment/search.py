@@ -17,7 +17,7 @@ import numpy as np
 
 from qsync_opt.formulations.assignment.blend import blend
 from qsync_opt.formulations.assignment.branching import SHARE, fractional_join, split_count, widest_choice
-from qsync_opt.formulations.assignment.core_search import CoreSearch
+from qsync_opt.formulations.assignment.core.search import CoreSearch
 from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
 from qsync_opt.formulations.assignment.effort import Effort
 from qsync_opt.formulations.assignment.incumbent import Incumbent

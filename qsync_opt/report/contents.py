@@ -1,4 +1,4 @@
-"""Everything a report says, gathered and computed once; how it looks is `qsync_opt.report.page`'s business."""
+"""Everything a report says, gathered and computed once; how it looks is `qsync_opt.report.page_part`'s business."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qsync_opt.baselines import uniform_plan
-from qsync_opt.evaluation import Evaluation, evaluate
-from qsync_opt.explanation import Explainer, Explanation
-from qsync_opt.plan import Plan
-from qsync_opt.problem import Problem
-from qsync_opt.replay import Timeline, replay
 from qsync_opt.report.fronts import Fronts, Progress, check_front, compute_fronts
 from qsync_opt.report.measured import Measured
 from qsync_opt.report.memory_curve import MemoryCurve, memory_curve
+from qsync_opt.training.baselines import uniform_plan
+from qsync_opt.training.evaluation import Evaluation, evaluate
+from qsync_opt.training.explanation import Explainer, Explanation
+from qsync_opt.training.plan import Plan
+from qsync_opt.training.problem import Problem
+from qsync_opt.training.replay import Timeline, replay
 
 DEFAULT_FRONT = "greedy"
 LOWEST = "lowest"

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.pareto import GAPS, Front, pareto_front
-from qsync_opt.planner import solve
-from qsync_opt.problem import Problem
-from qsync_opt.solution import Solution
+from qsync_opt.training.pareto import GAPS, Front, pareto_front
+from qsync_opt.training.planner import solve
+from qsync_opt.training.problem import Problem
+from qsync_opt.training.solution import Solution
 
 NO_FRONT = "none"
 POINTS = 30
@@ -53,7 +53,7 @@ def compute_fronts(
         UnsupportedError: No such front.
         SolverError: A plan does not hold what was claimed of it.
 
-    Source: ours; the fronts are those of `qsync_opt.pareto`.
+    Source: ours; the fronts are those of `qsync_opt.training.pareto`.
     """
     check_front(name)
     if name == NO_FRONT:

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from qsync_opt.estimates import estimate_lines
-from qsync_opt.evaluation import DeviceEvaluation
-from qsync_opt.quantities import format_memory, format_sensitivity, format_time
+from qsync_opt.costs.estimates import estimate_lines
+from qsync_opt.io.quantities import format_memory, format_sensitivity, format_time
 from qsync_opt.report import words
 from qsync_opt.report.contents import LOWEST, Report
 from qsync_opt.report.fronts import NO_FRONT
+from qsync_opt.training.evaluation import DeviceEvaluation
 
 SLOTS = ("INT8", "FP8", "BF16", "FP16", "TF32", "FP32")
 """Formats that have a colour of their own (class ``p0`` and so on), others share the next three."""

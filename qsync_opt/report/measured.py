@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.jsonio import Fields, check_integer, read_json, split_extras
-from qsync_opt.problem import Problem
+from qsync_opt.io.codec import Fields, check_integer, read_json, split_extras
+from qsync_opt.training.problem import Problem
 
 MEASURED_FORMAT = "qsync-measured/1"
 

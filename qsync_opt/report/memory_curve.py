@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.evaluation import BYTES_PER_KIB, CastTime, DeviceEvaluation, cast_buffer_kib
-from qsync_opt.jsonio import check_integer
-from qsync_opt.memory import MEMORY_KEY, OPERATORS_KEY, MemoryBreakdown, StaticMemory, memory_breakdown
-from qsync_opt.problem import Problem
+from qsync_opt.io.codec import check_integer
+from qsync_opt.training.evaluation import BYTES_PER_KIB, CastTime, DeviceEvaluation, cast_buffer_kib
+from qsync_opt.training.memory import MEMORY_KEY, OPERATORS_KEY, MemoryBreakdown, StaticMemory, memory_breakdown
+from qsync_opt.training.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ def memory_curve(problem: Problem, device: DeviceEvaluation) -> MemoryCurve | No
     Raises:
         ProblemError: The notes contradict the problem.
 
-    Source: ours; the life of an activation follows `qsync_opt.memory`.
+    Source: ours; the life of an activation follows `qsync_opt.training.memory`.
     """
     static_bytes = _static_bytes(problem, device.name)
     if static_bytes is None:

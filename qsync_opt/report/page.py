@@ -1,91 +1,213 @@
-"""The page of a report: one HTML file that holds its own style, code and figures, and asks no network for anything.
+"""A report's figures as the JSON that its page carries: columns rather than objects, to stay small.
 
-Names in a problem are untrusted. Markup made here goes through `html.escape`; the figures travel as JSON in which no
-``<`` is left; the page's code builds its elements from text only; and a content policy lets nothing run or load but
-the style and the code of this package, known by their hashes.
+Operators, formats, devices and kinds are referred to by their position. Times are in ns, memory in KiB or bytes as the
+names say.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-import os
-import re
-from collections.abc import Iterable
-from functools import cache
-from html import escape
-from importlib.resources import files
+from typing import Any
 
-import qsync_opt
-from qsync_opt.errors import ProblemError
-from qsync_opt.jsonio import write_text
-from qsync_opt.report.columns import report_json
+from qsync_opt.model.graph import Role
 from qsync_opt.report.contents import Report
-from qsync_opt.report.markup import front_markup, memory_markup, summary_markup, timeline_markup
+from qsync_opt.report.markup import slot
+from qsync_opt.report.memory_curve import MemoryCurve
+from qsync_opt.training.evaluation import DeviceEvaluation, OperatorTime, cast_buffer_kib
+from qsync_opt.training.explanation import Alternative, Explanation
+from qsync_opt.training.pareto import Front
+from qsync_opt.training.replay import COMMUNICATION, COMPUTE, TimelineEvent
 
-_SCRIPTS = ("base.js", "model.js", "table.js", "charts.js", "timeline.js", "main.js")
-_STYLES = ("report.css", "parts.css")
-_TOKEN = re.compile(r"\{\{(\w+)\}\}")
+REPORT_FORMAT = "qsync-report/1"
+ROLES = tuple(role.value for role in Role)
+KINDS = ("forward", "backward", "forward cast", "backward cast", "all-reduce", "optimizer")
+"""Kinds of timeline events, as `replay` names them."""
 
 
-def report_html(report: Report, *, note: str = "") -> str:
-    """Return the page of a report.
+def report_json(report: Report) -> dict[str, Any]:
+    """Return the data of a report's page.
 
-    Args:
-        report: The report.
-        note: Stands at the end, such as from which files and when the page was made.
+    Every figure is one that `evaluate`, `Explainer`, `replay` or a front gave; the page computes only sums and shares.
     """
-    style, script = _joined(_STYLES), _joined(_SCRIPTS)
-    parts = {
-        "policy": _policy(style, script),
-        "version": escape(qsync_opt.__version__),
-        "name": escape(report.problem.name),
-        "style": style,
-        "script": script,
-        "summary": summary_markup(report),
-        "front": front_markup(report),
-        "timeline": timeline_markup(report),
-        "memory": memory_markup(report),
-        "footer": escape(f"Made by qsync-opt {qsync_opt.__version__}. {note}".strip()),
-        "data": json_for_html(report_json(report)),
+    problem, evaluation = report.problem, report.evaluation
+    return {
+        "format": REPORT_FORMAT,
+        "name": problem.name,
+        "formats": list(problem.formats),
+        "slots": [slot(list(problem.formats), name) for name in problem.formats],
+        "roles": list(ROLES),
+        "kinds": list(KINDS),
+        "operators": _operators(report),
+        "devices": [_device(report, device) for device in evaluation.devices.values()],
+        "objective": evaluation.objective,
+        "iteration_ns": evaluation.iteration_ns,
+        "latency_limit_ns": evaluation.latency_limit_ns,
+        "feasible": evaluation.feasible,
+        "violations": list(evaluation.violations),
+        "fronts": _fronts(report),
+        "uniform": [
+            {
+                "label": row.label,
+                "objective": row.evaluation.objective,
+                "iteration_ns": row.evaluation.iteration_ns,
+                "memory_kib": list(row.evaluation.memory_kib.values()),
+                "feasible": row.evaluation.feasible,
+            }
+            for row in report.uniform
+        ],
+        "timeline": _timeline(report),
+        "measured": _measured(report),
     }
-    # One pass, so that a token inside of a part stays as it is.
-    return _TOKEN.sub(lambda match: parts[match[1]], _resource("report.html"))
 
 
-def write_report(report: Report, path: str | os.PathLike[str], *, note: str = "") -> int:
-    """Write the page of a report, whole or not at all, and return its size in bytes.
-
-    Raises:
-        ProblemError: The file cannot be written.
-    """
-    text = report_html(report, note=note)
-    write_text(path, text, error=ProblemError)
-    return len(text.encode())
-
-
-def json_for_html(data: object) -> str:
-    """JSON that can stand in a script element: nothing in it can end the element or begin a comment."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+def _operators(report: Report) -> dict[str, Any]:
+    operators = report.problem.operators
+    position = {operator.name: i for i, operator in enumerate(operators)}
+    return {
+        "name": [operator.name for operator in operators],
+        "type": [operator.type for operator in operators],
+        "role": [ROLES.index(operator.role) for operator in operators],
+        "inputs": [[position[name] for name in operator.inputs] for operator in operators],
+        "elements": [operator.output_elements for operator in operators],
+        "bucket": [operator.bucket for operator in operators],
+    }
 
 
-def _policy(style: str, script: str) -> str:
-    return (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+def _device(report: Report, device: DeviceEvaluation) -> dict[str, Any]:
+    formats = {name: i for i, name in enumerate(report.problem.formats)}
+    explanations = report.explanations[device.name]
+    times = device.operators
+    return {
+        "name": device.name,
+        "count": report.problem.device(device.name).count,
+        "memory_kib": device.memory_kib,
+        "memory_limit_kib": device.memory_limit_kib,
+        "sensitivity": device.sensitivity,
+        "forward_end_ns": device.forward_end_ns,
+        "backward_end_ns": device.backward_end_ns,
+        "operators": {
+            "precision": [formats[time.precision] for time in times],
+            "forward_ns": [time.forward_ns for time in times],
+            "backward_ns": [time.backward_ns for time in times],
+            "cast_ns": [
+                time.forward_total_ns - time.forward_ns + time.backward_total_ns - time.backward_ns for time in times
+            ],
+            "memory_kib": [explanation.memory_kib for explanation in explanations],
+            "buffer_kib": [_buffers_kib(report, time) for time in times],
+            "sensitivity": [explanation.sensitivity for explanation in explanations],
+            "reason": [explanation.reason for explanation in explanations],
+            "alternatives": [_alternatives(explanation, formats) for explanation in explanations],
+        },
+        "memory": _memory(report.memory[device.name]),
+    }
+
+
+def _buffers_kib(report: Report, time: OperatorTime) -> int:
+    """KiB of the cast buffers of an operator's inputs."""
+    problem = report.problem
+    return sum(
+        cast_buffer_kib(problem, problem.operators[problem.index(cast.producer)], cast.target)
+        for cast in time.forward_casts
     )
 
 
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+def _alternatives(explanation: Explanation, formats: dict[str, int]) -> list[list[Any]]:
+    return [_alternative(alternative, formats) for alternative in explanation.alternatives]
 
 
-def _joined(names: Iterable[str]) -> str:
-    return "\n".join(map(_resource, names))
+def _alternative(alternative: Alternative, formats: dict[str, int]) -> list[Any]:
+    """Precision, change of iteration ns, computing ns, KiB, sensitivity, casts and followers; the limits it breaks."""
+    return [
+        formats[alternative.precision],
+        alternative.iteration_change_ns,
+        alternative.compute_change_ns,
+        alternative.memory_change_kib,
+        alternative.sensitivity_change,
+        len(alternative.added_casts) - len(alternative.removed_casts),
+        len(alternative.pushed),
+        [limit.text for limit in alternative.broken],
+    ]
 
 
-@cache
-def _resource(name: str) -> str:
-    return (files("qsync_opt.report") / "page" / name).read_text(encoding="utf-8")
+def _memory(curve: MemoryCurve | None) -> dict[str, Any] | None:
+    if curve is None:
+        return None
+    parts = curve.breakdown
+    return {
+        "times_ns": list(curve.times_ns),
+        "held_bytes": list(curve.held_bytes),
+        "peak_ns": curve.peak_ns,
+        "peak_operator": curve.peak_operator,
+        "parameters_bytes": parts.parameters_bytes,
+        "optimizer_bytes": parts.optimizer_bytes,
+        "buckets_bytes": parts.buckets_bytes,
+        "gradients_bytes": parts.gradients_bytes,
+        "transient_bytes": parts.transient_bytes,
+        "activations_bytes": parts.activations_bytes,
+        "casts_bytes": parts.casts_bytes,
+        "total_bytes": parts.total_bytes,
+    }
+
+
+def _fronts(report: Report) -> dict[str, Any] | None:
+    fronts = report.fronts
+    if fronts is None:
+        return None
+    return {
+        "method": fronts.method,
+        "best": {"objective": fronts.best.objective, "bound": fronts.best.bound},
+        "latency": _points(fronts.latency),
+        "memory": [_points(front) for front in fronts.memory.values()],
+    }
+
+
+def _points(front: Front) -> list[list[Any]]:
+    """Sensitivity, bound, iteration ns and the KiB of every device, one list per point."""
+    return [[p.objective, p.bound, p.iteration_ns, list(p.memory_kib.values())] for p in front.points]
+
+
+def _timeline(report: Report) -> list[dict[str, Any]]:
+    """One lane per worker and stream, its events in columns; ``what`` is an operator, or a bucket for all-reduces."""
+    position = {operator.name: i for i, operator in enumerate(report.problem.operators)}
+    lanes: dict[tuple[str, str], list[TimelineEvent]] = {}
+    for event in report.timeline.events:
+        lanes.setdefault((event.worker, event.stream), []).append(event)
+    workers = list(dict.fromkeys(worker for worker, _ in lanes))
+    return [
+        {
+            "device": workers.index(worker),
+            "stream": stream,
+            "kind": [KINDS.index(event.kind) for event in lanes[worker, stream]],
+            "what": [_what(event, position) for event in lanes[worker, stream]],
+            "label": [event.name if event.kind.endswith("cast") else "" for event in lanes[worker, stream]],
+            "start_ns": [event.start_ns for event in lanes[worker, stream]],
+            "duration_ns": [event.duration_ns for event in lanes[worker, stream]],
+            "waited_for": [event.details.get("waited_for", "") for event in lanes[worker, stream]]
+            if stream == COMMUNICATION
+            else [],
+        }
+        for worker in workers
+        for stream in (COMPUTE, COMMUNICATION)
+        if (worker, stream) in lanes
+    ]
+
+
+def _what(event: TimelineEvent, position: dict[str, int]) -> int:
+    if event.kind == "optimizer":
+        return -1
+    if event.kind == "all-reduce":
+        return int(event.details["bucket"])
+    if event.kind == "forward cast":
+        return position[str(event.details["consumer"])]
+    return position[str(event.details["producer"]) if event.kind == "backward cast" else event.name]
+
+
+def _measured(report: Report) -> dict[str, Any] | None:
+    measured = report.measured
+    if measured is None:
+        return None
+    devices = report.evaluation.devices
+    found = [measured.devices.get(name) for name in devices]
+    return {
+        "iteration_ns": measured.iteration_ns,
+        "peak_memory_bytes": [None if device is None else device.peak_memory_bytes for device in found],
+    }

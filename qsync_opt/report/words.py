@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from qsync_opt.evaluation import DeviceEvaluation, Evaluation
-from qsync_opt.explanation import broken_limits
-from qsync_opt.quantities import format_gap, format_memory, format_sensitivity, format_time
+from qsync_opt.io.quantities import format_gap, format_memory, format_sensitivity, format_time
 from qsync_opt.report.contents import LOWEST, Report
-from qsync_opt.solution import PROOF_GAP, TerminationStatus, relative_gap
+from qsync_opt.training.evaluation import DeviceEvaluation, Evaluation
+from qsync_opt.training.explanation import broken_limits
+from qsync_opt.training.solution import PROOF_GAP, TerminationStatus, relative_gap
 
 _CLAIM_AGREES = 1e-6
 """Largest relative difference between the objective that a plan file notes and the evaluated one."""
@@ -107,7 +107,7 @@ def proof_words(report: Report) -> str:
             objective, report.fronts.best.bound, f"bound computed for this report by {report.fronts.method}"
         )
     claim = report.plan.solution or {}
-    bound, claimed = _number(claim.get("bound")), _number(claim.get("objective"))
+    bound, claimed = _as_number(claim.get("bound")), _as_number(claim.get("objective"))
     if bound is None or claimed is None:
         return "How far it is from the best plan is not known: the plan file has no bound, and none was computed."
     if not math.isclose(claimed, objective, rel_tol=_CLAIM_AGREES, abs_tol=1e-12):
@@ -207,7 +207,7 @@ def _listed(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + f" and {parts[-1]}" if parts else ""
 
 
-def _number(value: object) -> float | None:
+def _as_number(value: object) -> float | None:
     """A number that a plan file claims, or None: claims are not checked when a plan is read."""
     if not isinstance(value, int | float):
         return None

@@ -15,10 +15,10 @@ from google.protobuf.message import EncodeError
 from onnx import TensorProto, numpy_helper, shape_inference
 
 from qsync_opt.errors import ModelError, first_line
-from qsync_opt.graph import OpGraph
-from qsync_opt.onnx_functions import inline_functions
-from qsync_opt.onnx_reader import EXTERNAL_FAILURES, load_proto, read_onnx
-from qsync_opt.roles import RoleTable
+from qsync_opt.model.graph import OpGraph
+from qsync_opt.model.onnx.onnx_functions import inline_functions
+from qsync_opt.model.onnx.reader import EXTERNAL_FAILURES, load_proto, read_onnx
+from qsync_opt.model.roles import RoleTable
 
 LARGEST_BYTES = 2**31 - 1
 """Protocol buffers hold no more, and a model is handed to its session as one."""

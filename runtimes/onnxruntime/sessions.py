@@ -14,9 +14,9 @@ import onnxruntime as ort
 from google.protobuf.message import EncodeError
 
 import qsync_opt
-from qsync_opt.device_profile import DeviceIdentity
+from qsync_opt.costs.profile import DeviceIdentity
 from qsync_opt.errors import ModelError, UnsupportedError
-from qsync_opt.jsonio import check_integer
+from qsync_opt.io.codec import check_integer
 from qsync_opt.runtimes.onnxruntime.prepared import Array
 from qsync_opt.runtimes.processor import processor_name
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from qsync_opt.kernels import backend
-from qsync_opt.runtimes.torch import capabilities
+from qsync_opt.runtimes.torch.execution import capabilities
 
 
 def describe_devices() -> list[dict[str, Any]]:

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from qsync_opt.evaluation import evaluate
-from qsync_opt.plan import Plan
-from qsync_opt.planner import solve
-from qsync_opt.problem_file import load_problem
 from qsync_opt.registry import BUILT_IN, Kind
-from qsync_opt.solution import TerminationStatus
-from qsync_opt.testing import INSTANCES, Instance, check_formulation, check_solution, check_solver
+from qsync_opt.testing.problems import INSTANCES, Instance, check_formulation, check_solution, check_solver
+from qsync_opt.training.evaluation import evaluate
+from qsync_opt.training.plan import Plan
+from qsync_opt.training.planner import solve
+from qsync_opt.training.problem_file import load_problem
+from qsync_opt.training.solution import TerminationStatus
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "instances"
 RECORDED = {path.stem: path for path in sorted(DATA.glob("*.json"))}

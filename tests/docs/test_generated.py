@@ -97,7 +97,7 @@ def test_formulas_become_mathml():
 def test_every_command_is_on_the_page_of_the_command_line():
     import command_line_page
 
-    from qsync_opt.cli import COMMANDS
+    from qsync_opt.cli.app import COMMANDS
 
     page = command_line_page.command_line_page()
     for command in COMMANDS:

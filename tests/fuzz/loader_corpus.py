@@ -18,21 +18,20 @@ import numpy as np
 import yaml
 from onnx import TensorProto, helper, numpy_helper
 
-from qsync_opt import cluster, device_profile, graph_file, plan, problem_file, sensitivity_values, statistics_file
-from qsync_opt.conformance import sample_graph
-from qsync_opt.datasheets import data_sheet
-from qsync_opt.evaluation import evaluate
-from qsync_opt.formulations.front import FrontPoint
-from qsync_opt.front_cache import FrontCache
-from qsync_opt.graph import Role
-from qsync_opt.jsonio import parse_json
-from qsync_opt.measurement_cache import MeasurementCache
-from qsync_opt.onnx_reader import read_onnx, read_weights
+from qsync_opt.cluster import cluster
+from qsync_opt.cluster.datasheets import data_sheet
+from qsync_opt.costs import profile as device_profile
+from qsync_opt.costs.roofline import roofline_profile
+from qsync_opt.formulations.training.front import FrontPoint
+from qsync_opt.io.cache import MeasurementCache
+from qsync_opt.io.codec import parse_json
+from qsync_opt.model import graph_file
+from qsync_opt.model.graph import Role
+from qsync_opt.model.onnx.reader import read_onnx, read_weights
+from qsync_opt.numerics.rounding import Rounding  # noqa: F401  (statistics name its fields)
 from qsync_opt.report.measured import load_measured
-from qsync_opt.roofline import roofline_profile
-from qsync_opt.rounding import Rounding  # noqa: F401  (statistics name its fields)
-from qsync_opt.sample_problems import random_plan, random_problem
-from qsync_opt.statistics import (
+from qsync_opt.sensitivity import sensitivity_values, statistics_file
+from qsync_opt.sensitivity.statistics import (
     Gain,
     ModelStatistics,
     OperatorKind,
@@ -42,6 +41,11 @@ from qsync_opt.statistics import (
     Signal,
     TensorStatistics,
 )
+from qsync_opt.testing.conformance import sample_graph
+from qsync_opt.testing.sample_problems import random_plan, random_problem
+from qsync_opt.training import plan, problem_file
+from qsync_opt.training.evaluation import evaluate
+from qsync_opt.training.front_cache import FrontCache
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = """\
@@ -128,7 +132,7 @@ def _front(path: Path) -> object:
     problem = random_problem(random.Random(3))
     cache = FrontCache(path.parent / "front", problem, 0.0, FrontPoint)
     limits = {device.name: device.memory_limit_kib for device in problem.devices}
-    from qsync_opt.front_cache import _key
+    from qsync_opt.training.front_cache import _key
 
     os.replace(path, cache._cache._path(_key(7, limits)))
     return cache.get(7, limits)
@@ -141,7 +145,7 @@ def _read_onnx(path: Path) -> object:
 
 
 def _choices(path: Path) -> object:
-    from qsync_opt.kernels.matmul_choices import read_choices
+    from qsync_opt.kernels.matmul.tiles import read_choices
 
     return read_choices(path)
 
@@ -221,7 +225,7 @@ def onnx_models() -> list[bytes]:
     tensor.external_data.add(key="location", value="weights.bin")
     tensor.external_data.add(key="offset", value="0")
     tensor.external_data.add(key="length", value="432")
-    second.metadata_props.add(key="qsync_opt.graph", value=json.dumps(graph_file.graph_to_json(sample_graph())))
+    second.metadata_props.add(key="qsync_opt.model.graph", value=json.dumps(graph_file.graph_to_json(sample_graph())))
     return [first.SerializeToString(), second.SerializeToString()]
 
 
@@ -284,8 +288,8 @@ def loaders(*, core_only: bool = False) -> list[Loader]:
         found.append(Loader("onnx with weights", "onnx", onnx_models(), _runnable))
     if importlib.util.find_spec("torch"):
         # Before memory and time are limited.
-        importlib.import_module("qsync_opt.kernels.matmul_choices")
-        importlib.import_module("qsync_opt.runtimes.torch.job_file")
+        importlib.import_module("qsync_opt.kernels.matmul.tiles")
+        importlib.import_module("qsync_opt.runtimes.torch.job.file")
         table = json.loads(next((ROOT / "kernels" / "tables").glob("*.json")).read_text())
         table["choices"] = table["choices"][:3]
         spec = {
@@ -323,7 +327,7 @@ def _job_seed(profile: dict[str, Any], sensitivities: dict[str, Any]) -> dict[st
 
 
 def _job(path: Path) -> None:
-    from qsync_opt.runtimes.torch.job_file import load_job
+    from qsync_opt.runtimes.torch.job.file import load_job
 
     load_job(path)
 
@@ -333,7 +337,7 @@ def _front_seed(problem: Any, point: dict[str, Any]) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         cache = FrontCache(Path(folder), problem, 0.0, FrontPoint)
-        from qsync_opt.front_cache import _key
+        from qsync_opt.training.front_cache import _key
 
         key = _key(7, {device.name: device.memory_limit_kib for device in problem.devices})
         cache._cache.put(key, {"point": point})

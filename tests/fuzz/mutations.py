@@ -138,7 +138,7 @@ _NAMES = [
     b"", b"x", b"w", b"y", b"a", b"MatMul", b"Loop", b"If", b"Scan", b"Constant", b"Concat", b"Expand", b"Range", b"Einsum",
     b"ConstantOfShape", b"Tile", b"LSTM", b"Attention", b"ij,jk->ik", b"...ij->ij", b"i" * 500, b"->", b",,,", b"com.microsoft",
     b"../../etc/passwd", b"/dev/zero", b"/etc/hostname", b"location", b"offset", b"-1", b"99999999999999999999", b"\xff\xfe",
-    b"\x00", b"qsync_opt.graph", b"qsync_opt.operator", b"call_function[target=torch.ops.aten.linear.default](args = ())",
+    b"\x00", b"qsync_opt.model.graph", b"qsync_opt.operator", b"call_function[target=torch.ops.aten.linear.default](args = ())",
     b"pkg.torch.onnx.fx_node", b"pkg.torch.onnx.name_scopes", b"['', 'a', 'b']", b"[" * 200, b"1e999", b"{}",
 ]  # fmt: skip
 

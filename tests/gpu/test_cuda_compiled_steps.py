@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import qsync_opt
-from qsync_opt.kernels import float_modes
-from qsync_opt.runtimes.torch.apply import apply, undo
-from qsync_opt.runtimes.torch.compiled_peak import compiled_plan_peak
-from qsync_opt.runtimes.torch.compiled_recording import compiled_inside, record_compiled_plan
-from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper
-from qsync_opt.step_trace import BACKWARD
+from qsync_opt.kernels.autograd import float_modes
+from qsync_opt.runtimes.torch.execution.plans import apply, undo
+from qsync_opt.runtimes.torch.steps.compiled import compiled_inside, record_compiled_plan
+from qsync_opt.runtimes.torch.steps.compiled_peak import compiled_plan_peak
+from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper
+from qsync_opt.steps.trace import BACKWARD
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning:torch")]
 CUDA = torch.device("cuda")

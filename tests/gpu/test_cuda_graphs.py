@@ -11,10 +11,10 @@ from torch import nn
 from qsync_opt.errors import NotReadyError
 from qsync_opt.kernels import ops
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply, undo
-from qsync_opt.runtimes.torch.graphs import FirstPass, graphed
-from qsync_opt.runtimes.torch.host_bound import host_share
-from qsync_opt.runtimes.torch.measure import TrainingExample
+from qsync_opt.runtimes.torch.execution.graphs import FirstPass, graphed
+from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply, undo
+from qsync_opt.runtimes.torch.job.host_bound import host_share
+from qsync_opt.runtimes.torch.support.iteration import TrainingExample
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

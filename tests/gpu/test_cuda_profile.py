@@ -2,11 +2,11 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.runtimes.torch.allocations import allocations_of
-from qsync_opt.runtimes.torch.capture import capture_model
-from qsync_opt.runtimes.torch.measure import TrainingExample, measure_iteration
-from qsync_opt.runtimes.torch.profiler import profile
-from qsync_opt.runtimes.torch.stopwatch import make_stopwatch
+from qsync_opt.runtimes.torch.capture.model import capture_model
+from qsync_opt.runtimes.torch.profiling.profiler import profile
+from qsync_opt.runtimes.torch.support.iteration import TrainingExample, measure_iteration
+from qsync_opt.runtimes.torch.support.memory import allocations_of
+from qsync_opt.runtimes.torch.support.timing import make_stopwatch
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qsync_opt.runtimes.torch.allocations import allocation_of
-from qsync_opt.runtimes.torch.arriving_noise import Seen
-from qsync_opt.runtimes.torch.derivative_sums import DerivativeSums
-from qsync_opt.runtimes.torch.gradient_probe import probe_gains
-from qsync_opt.runtimes.torch.late_moments import LateMoments
-from qsync_opt.runtimes.torch.statistics import collect_statistics, full_precision
+from qsync_opt.runtimes.torch.sensitivity.probes.derivative_sums import DerivativeSums
+from qsync_opt.runtimes.torch.sensitivity.probes.gradient import probe_gains
+from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import Seen
+from qsync_opt.runtimes.torch.sensitivity.records.moments import LateMoments
+from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics, full_precision
+from qsync_opt.runtimes.torch.support.memory import allocation_of
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -42,7 +42,7 @@ def _signs(x: Tensor, key: tuple[int, ...], count: int | None = None) -> Tensor:
 def test_gains_are_those_of_the_host(monkeypatch):
     torch.manual_seed(0)
     model, batch = Net(), (torch.randn(32, 3, 12, 12), torch.arange(32) % 10)
-    monkeypatch.setattr("qsync_opt.runtimes.torch.gradient_probe.signs_like", _signs)
+    monkeypatch.setattr("qsync_opt.runtimes.torch.sensitivity.probes.gradient.signs_like", _signs)
     found = []
     for device in (torch.device("cpu"), CUDA):
         model.to(device)

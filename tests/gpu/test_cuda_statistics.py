@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qsync_opt.precision import formats_for
-from qsync_opt.runtimes.torch import replays
-from qsync_opt.runtimes.torch.statistics import collect_statistics
-from qsync_opt.statistics_file import statistics_to_json
-from qsync_opt.variances import NoiseOptions, variances
+from qsync_opt.numerics.formats import formats_for
+from qsync_opt.runtimes.torch.sensitivity import replays
+from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
+from qsync_opt.sensitivity.statistics_file import statistics_to_json
+from qsync_opt.sensitivity.variances import NoiseOptions, variances
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.graph import Role
-from qsync_opt.runtimes.torch.apply import apply, undo
-from qsync_opt.runtimes.torch.capture import capture
-from qsync_opt.runtimes.torch.measure import TrainingExample
-from qsync_opt.runtimes.torch.step_profile import profile_steps
-from qsync_opt.runtimes.torch.step_recording import RecordingOptions
-from qsync_opt.step_predictor import StepPredictor
+from qsync_opt.model.graph import Role
+from qsync_opt.runtimes.torch.capture.model import capture
+from qsync_opt.runtimes.torch.execution.plans import apply, undo
+from qsync_opt.runtimes.torch.steps.profile import profile_steps
+from qsync_opt.runtimes.torch.steps.recording import RecordingOptions
+from qsync_opt.runtimes.torch.support.iteration import TrainingExample
+from qsync_opt.steps.predictor import StepPredictor
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from qsync_opt.kernels import ops
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.apply import ApplyOptions, apply
+from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

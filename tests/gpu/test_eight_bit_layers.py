@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_opt.kernels import backend, layers, library, matmul_choices, ops
-from qsync_opt.kernels.feed_forward import feed_forward
+from qsync_opt.kernels import backend, layers, ops
+from qsync_opt.kernels.autograd.feed_forward import feed_forward
+from qsync_opt.kernels.compilation import library
+from qsync_opt.kernels.matmul import tiles as matmul_choices
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize_ops import quantize_by_amax
-from qsync_opt.kernels.weight_cache import forget_weights, kept_bytes
+from qsync_opt.kernels.quantize.operators import quantize_by_amax
+from qsync_opt.kernels.quantize.weight_cache import forget_weights, kept_bytes
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

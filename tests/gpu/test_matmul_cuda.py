@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels import library, matmul, matmul_choices, matmul_tuning
+from qsync_opt.kernels.compilation import library
+from qsync_opt.kernels.matmul import scaled as matmul
+from qsync_opt.kernels.matmul import tiles as matmul_choices
+from qsync_opt.kernels.matmul import tuning as matmul_tuning
 
 pytestmark = [
     pytest.mark.gpu,

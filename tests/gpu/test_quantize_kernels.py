@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from qsync_opt.kernels import library
-from qsync_opt.kernels.formats import FORMATS, format_of
-from qsync_opt.kernels.quantize_ops import (
+from qsync_opt.kernels.compilation import library
+from qsync_opt.kernels.quantize.formats import FORMATS, format_of
+from qsync_opt.kernels.quantize.operators import (
     GRANULARITIES,
     ROUNDINGS,
     UNIT,

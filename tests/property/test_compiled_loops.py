@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsync_opt import solve
-from qsync_opt.formulations import compiled
-from qsync_opt.formulations.assignment import blend, condense, frontier_loops, master, schedule, walk_loops
+from qsync_opt.formulations.assignment import blend, compiled, master, schedule
+from qsync_opt.formulations.assignment.core import condense, frontier_loops
+from qsync_opt.formulations.assignment.core import paths_loops as walk_loops
 from qsync_opt.formulations.assignment.elimination import Elimination
-from qsync_opt.formulations.collapse import collapse
+from qsync_opt.formulations.training.collapse import collapse
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 sys.path.insert(0, BENCHMARKS)

@@ -1,8 +1,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsync_opt.rounding import Granularity, Rounding, noise_kinds
-from qsync_opt.statistics import (
+from qsync_opt.numerics.rounding import Granularity, Rounding, noise_kinds
+from qsync_opt.sensitivity.merging import merge_statistics
+from qsync_opt.sensitivity.statistics import (
     ModelStatistics,
     OperatorKind,
     OperatorStatistics,
@@ -10,8 +11,7 @@ from qsync_opt.statistics import (
     RoundingFactor,
     TensorStatistics,
 )
-from qsync_opt.statistics_file import statistics_from_json, statistics_to_json
-from qsync_opt.statistics_merge import merge_statistics
+from qsync_opt.sensitivity.statistics_file import statistics_from_json, statistics_to_json
 
 values = st.floats(min_value=0, max_value=1e6, allow_subnormal=False).map(lambda x: round(x, 6))
 

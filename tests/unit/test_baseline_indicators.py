@@ -1,10 +1,9 @@
 import pytest
 
-from qsync_opt.baseline_indicators import fisher_score, hessian_increase, random_score, weight_variance
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.noise_propagation import Distances
-from qsync_opt.sensitivity_table import IndicatorKind, OperatorSensitivity, SensitivityTable
-from qsync_opt.statistics import (
+from qsync_opt.sensitivity.baselines import fisher_score, hessian_increase, random_score, weight_variance
+from qsync_opt.sensitivity.propagation import Distances
+from qsync_opt.sensitivity.statistics import (
     Curvature,
     GradientNoise,
     OperatorKind,
@@ -12,7 +11,8 @@ from qsync_opt.statistics import (
     ProductSizes,
     TensorStatistics,
 )
-from qsync_opt.variances import Noise, OperatorVariances
+from qsync_opt.sensitivity.table import IndicatorKind, OperatorSensitivity, SensitivityTable
+from qsync_opt.sensitivity.variances import Noise, OperatorVariances
 
 
 def tensor(elements, mean_square=1.0):

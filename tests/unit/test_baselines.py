@@ -1,9 +1,9 @@
 import pytest
 
-from qsync_opt.baselines import uniform_plan
 from qsync_opt.errors import ProblemError
-from qsync_opt.evaluation import evaluate
-from qsync_opt.problem_file import load_problem
+from qsync_opt.training.baselines import uniform_plan
+from qsync_opt.training.evaluation import evaluate
+from qsync_opt.training.problem_file import load_problem
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_opt.blocks import identical_blocks, joined
 from qsync_opt.errors import ProblemError, SolverError
-from qsync_opt.planner import solve
 from qsync_opt.registry import Feature, Kind, create
-from qsync_opt.testing import chain
+from qsync_opt.testing.problems import chain
+from qsync_opt.training.blocks import identical_blocks, joined
+from qsync_opt.training.planner import solve
 
 
 def renamed(problem, names):

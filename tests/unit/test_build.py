@@ -5,17 +5,10 @@ from typing import Any
 
 import pytest
 
-from qsync_opt.baselines import uniform_plan
-from qsync_opt.buckets import BucketOptions
-from qsync_opt.build import build_problem
-from qsync_opt.device_profile import DeviceProfile
+from qsync_opt.costs.profile import DeviceProfile
 from qsync_opt.errors import ProblemError
-from qsync_opt.evaluation import evaluate
-from qsync_opt.graph import OpGraph, Role
-from qsync_opt.plan import Plan
-from qsync_opt.problem import Problem
-from qsync_opt.problem_file import load_problem
-from qsync_opt.synthetic import (
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.testing.synthetic import (
     FORWARD_NS,
     make_cluster,
     make_graph,
@@ -24,6 +17,13 @@ from qsync_opt.synthetic import (
     make_sensitivities,
     residual_graph,
 )
+from qsync_opt.training.baselines import uniform_plan
+from qsync_opt.training.buckets import BucketOptions
+from qsync_opt.training.build import build_problem
+from qsync_opt.training.evaluation import evaluate
+from qsync_opt.training.plan import Plan
+from qsync_opt.training.problem import Problem
+from qsync_opt.training.problem_file import load_problem
 
 SMALL_BUCKETS = BucketOptions(first_bytes=1, cap_bytes=1)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from qsync_opt.cli import main
-from qsync_opt.testing import chain, no_memory
+from qsync_opt.cli.app import main
+from qsync_opt.testing.problems import chain, no_memory
 
-COMMAND = [sys.executable, "-c", "import sys; from qsync_opt.cli import main; sys.exit(main())"]
+COMMAND = [sys.executable, "-c", "import sys; from qsync_opt.cli.app import main; sys.exit(main())"]
 
 
 def _run(capfd, *arguments):
@@ -153,7 +153,7 @@ def test_verbose_stands_before_the_command_or_after_it(problem_file, place):
     arguments = ["-v", *arguments] if place == "before" else [*arguments, "--verbose"]
     done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=250, check=True)
     assert json.loads(done.stdout)["objective"] == 0.25
-    assert "INFO qsync_opt.planner: solving chain by exact\n" in done.stderr
+    assert "INFO qsync_opt.training.planner: solving chain by exact\n" in done.stderr
     quiet = [argument for argument in arguments if argument not in ("-v", "--verbose")]
     done = subprocess.run([*COMMAND, *quiet], capture_output=True, text=True, timeout=250, check=True)
     assert done.stderr == ""
@@ -240,7 +240,7 @@ def test_an_interrupt_before_the_command_is_known_ends_cleanly(capfd, monkeypatc
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("qsync_opt.cli.build_parser", interrupted)
+    monkeypatch.setattr("qsync_opt.cli.app.build_parser", interrupted)
     assert _run(capfd, "solve", "p.json") == (130, "", "qsync-opt: interrupted\n")
 
 
@@ -290,13 +290,13 @@ def test_names_beyond_the_terminal_are_written_all_the_same(tmp_path):
 
 def test_native_chatter_stays_off_standard_output(problem_file):
     script = (
-        "import os, sys, qsync_opt.cli, qsync_opt.planner as planner\n"
+        "import os, sys, qsync_opt.cli.app, qsync_opt.training.planner as planner\n"
         "real = planner.solve\n"
         "def noisy(*arguments, **options):\n"
         "    os.write(1, b'native note\\n')\n"
         "    return real(*arguments, **options)\n"
         "planner.solve = noisy\n"
-        "sys.exit(qsync_opt.cli.main())\n"
+        "sys.exit(qsync_opt.cli.app.main())\n"
     )
     arguments = [sys.executable, "-c", script, "solve", str(problem_file), "--json"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=250, check=True)
@@ -316,14 +316,14 @@ def test_each_solver_as_a_process_prints_one_object(problem_file, solver):
 def test_interrupt_ends_cleanly(instance_path, tmp_path, solver):
     plan = tmp_path / "plan.json"
     script = (
-        "import sys, qsync_opt.cli\n"
-        "from qsync_opt.formulations.whole_program import run\n"
-        "import qsync_opt.formulations.whole_program as program\n"
+        "import sys, qsync_opt.cli.app\n"
+        "from qsync_opt.formulations.training.ilp.solve import run\n"
+        "import qsync_opt.formulations.training.ilp.solve as program\n"
         "def loud(*arguments, **options):\n"
         "    print('solving', file=sys.stderr, flush=True)\n"
         "    return run(*arguments, **options)\n"
         "program.run = loud\n"
-        "sys.exit(qsync_opt.cli.main())\n"
+        "sys.exit(qsync_opt.cli.app.main())\n"
     )
     # This takes seconds, and the interrupt is sent when the native solver is about to start.
     arguments = ["solve", str(instance_path("bertl-mix")), "--method", "ilp", "--solver", solver]
@@ -349,7 +349,7 @@ def test_interrupt_ends_cleanly(instance_path, tmp_path, solver):
 def test_interrupt_while_a_solver_is_loaded_ends_cleanly(problem_file, tmp_path):
     # ortools' native part calls this function while the import machinery loads it, and prints what is raised there.
     script = (
-        "import os, signal, sys, google.protobuf.descriptor_pool as pool, qsync_opt.cli\n"
+        "import os, signal, sys, google.protobuf.descriptor_pool as pool, qsync_opt.cli.app\n"
         "default = pool.Default\n"
         "def interrupted():\n"
         "    if 'importlib' not in sys._getframe(1).f_code.co_filename:\n"
@@ -360,7 +360,7 @@ def test_interrupt_while_a_solver_is_loaded_ends_cleanly(problem_file, tmp_path)
         "    return default()\n"
         "pool.Default = interrupted\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "sys.exit(qsync_opt.cli.main())\n"
+        "sys.exit(qsync_opt.cli.app.main())\n"
     )
     arguments = ["solve", str(problem_file), "--method", "ilp", "--solver", "ortools"]
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=300)

@@ -13,16 +13,16 @@ from dataclasses import replace
 import pytest
 
 import qsync_opt
-import qsync_opt.doctor as doctor
+import qsync_opt.cli.doctor as doctor
 from qsync_opt import evaluate, load_plan, uniform_plan
-from qsync_opt.cli import main
+from qsync_opt.cli.app import main
 from qsync_opt.errors import ProblemError
-from qsync_opt.explanation import Explainer
-from qsync_opt.explanation_overview import overview
 from qsync_opt.registry import Kind, entries
-from qsync_opt.testing import buckets, diamond, no_memory
+from qsync_opt.testing.problems import buckets, diamond, no_memory
+from qsync_opt.training.explanation import Explainer
+from qsync_opt.training.explanation_overview import overview
 
-COMMAND = [sys.executable, "-c", "import sys; from qsync_opt.cli import main; sys.exit(main())"]
+COMMAND = [sys.executable, "-c", "import sys; from qsync_opt.cli.app import main; sys.exit(main())"]
 
 
 def run(capfd, *arguments):
@@ -239,14 +239,14 @@ def test_pareto_refuses_what_makes_no_sense(capfd, files):
 def test_an_interrupted_front_keeps_its_points_and_goes_on(instance_path, tmp_path):
     """Ctrl-C after some points: exit status 130, nothing half-written, and the next run starts from the cache."""
     script = (
-        "import sys, qsync_opt.cli\n"
-        "import qsync_opt.front_cache as cache\n"
+        "import sys, qsync_opt.cli.app\n"
+        "import qsync_opt.training.front_cache as cache\n"
         "real = cache.FrontCache.put\n"
         "def loud(self, *arguments):\n"
         "    real(self, *arguments)\n"
         "    print('kept', file=sys.stderr, flush=True)\n"
         "cache.FrontCache.put = loud\n"
-        "sys.exit(qsync_opt.cli.main())\n"
+        "sys.exit(qsync_opt.cli.app.main())\n"
     )
     arguments = ["pareto", str(instance_path("bertb-native")), "--points", "2000", "--cache", str(tmp_path / "cache")]
     process = subprocess.Popen(
@@ -366,7 +366,7 @@ def test_completion_scripts_name_everything(capfd, tmp_path, shell, check):
 def test_help_loads_nothing_heavy():
     code = (
         "import sys\n"
-        "from qsync_opt.cli import main\n"
+        "from qsync_opt.cli.app import main\n"
         "try:\n"
         "    main(['--help'])\n"
         "except SystemExit:\n"

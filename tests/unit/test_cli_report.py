@@ -3,8 +3,8 @@ import os
 
 import pytest
 
-from qsync_opt.cli import main
-from qsync_opt.testing import chain
+from qsync_opt.cli.app import main
+from qsync_opt.testing.problems import chain
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from qsync_opt.compiled_memory import (
+from qsync_opt.steps.courses import (
     Block,
     Placed,
     backward_moment,

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_opt.course_lookup import CourseLookup
 from qsync_opt.errors import ProblemError
-from qsync_opt.graph import Role
-from qsync_opt.step_costs import Case, CaseCost, RecordedCourses, StepCosts
-from qsync_opt.step_flow import StepFlow
-from qsync_opt.step_predictor import StepPredictor
-from qsync_opt.synthetic import residual_graph
-from qsync_opt.synthetic_steps import random_step_costs
+from qsync_opt.model.graph import Role
+from qsync_opt.steps.cases import StepFlow
+from qsync_opt.steps.costs import Case, CaseCost, RecordedCourses, StepCosts
+from qsync_opt.steps.course_lookup import CourseLookup
+from qsync_opt.steps.predictor import StepPredictor
+from qsync_opt.testing.synthetic import residual_graph
+from qsync_opt.testing.synthetic_steps import random_step_costs
 
 
 def _cases(precisions):

@@ -7,15 +7,16 @@ from html.parser import HTMLParser
 
 import pytest
 
-from qsync_opt import Plan, figures, pareto_front, solve, tables, uniform_plan
-from qsync_opt.display import COLORS, OTHER_COLOR, color
+from qsync_opt import Plan, pareto_front, solve, uniform_plan
+from qsync_opt.costs.estimates import ESTIMATES_KEY
 from qsync_opt.errors import NotInstalledError, SolverError, UnsupportedError
-from qsync_opt.estimates import ESTIMATES_KEY
-from qsync_opt.evaluation import evaluate
-from qsync_opt.pareto import _checked
-from qsync_opt.precision import FORMATS
-from qsync_opt.synthetic import residual_graph
-from qsync_opt.testing import buckets, diamond, no_memory
+from qsync_opt.numerics.formats import FORMATS
+from qsync_opt.report import figures, tables
+from qsync_opt.report.display import COLORS, OTHER_COLOR, color
+from qsync_opt.testing.problems import buckets, diamond, no_memory
+from qsync_opt.testing.synthetic import residual_graph
+from qsync_opt.training.evaluation import evaluate
+from qsync_opt.training.pareto import _checked
 
 VOID = {"br", "hr", "img", "meta"}
 
@@ -149,7 +150,7 @@ def test_figures_draw_what_they_should(problem, plan, tmp_path):
 
 
 def test_the_front_as_svg_stays_within_itself(problem):
-    from qsync_opt.front_svg import front_svg
+    from qsync_opt.report.front_svg import front_svg
 
     front = pareto_front(replace(problem, name='a "b" <c>'), points=None, method="exact")
     root = ElementTree.fromstring(front_svg(front))

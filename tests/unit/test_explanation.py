@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.evaluation import evaluate
-from qsync_opt.explanation import BrokenLimit, Explainer
-from qsync_opt.graph import Role
-from qsync_opt.plan import Plan
-from qsync_opt.sample_problems import operator, random_plan, random_problem
-from qsync_opt.testing import buckets, chain, shared_casts
+from qsync_opt.model.graph import Role
+from qsync_opt.testing.problems import buckets, chain, shared_casts
+from qsync_opt.testing.sample_problems import operator, random_plan, random_problem
+from qsync_opt.training.evaluation import evaluate
+from qsync_opt.training.explanation import BrokenLimit, Explainer
+from qsync_opt.training.plan import Plan
 
 
 def _plan(problem, **choices):

@@ -15,17 +15,17 @@ from pathlib import Path
 import pytest
 
 import qsync_opt
-from qsync_opt.conformance import sample_graph
-from qsync_opt.datasheets import data_sheet
-from qsync_opt.device_profile import load_profile
+from qsync_opt.cluster.datasheets import data_sheet
+from qsync_opt.costs.profile import load_profile
+from qsync_opt.costs.roofline import roofline_profile
 from qsync_opt.errors import ProblemError, QSyncError
-from qsync_opt.front_cache import FrontCache
-from qsync_opt.measurement_cache import MeasurementCache
-from qsync_opt.plan import Plan, load_plan
-from qsync_opt.planner import solve
-from qsync_opt.problem_file import load_problem
-from qsync_opt.roofline import roofline_profile
-from qsync_opt.testing import chain, diamond
+from qsync_opt.io.cache import MeasurementCache
+from qsync_opt.testing.conformance import sample_graph
+from qsync_opt.testing.problems import chain, diamond
+from qsync_opt.training.front_cache import FrontCache
+from qsync_opt.training.plan import Plan, load_plan
+from qsync_opt.training.planner import solve
+from qsync_opt.training.problem_file import load_problem
 
 ENVIRONMENT = {"device": "here"}
 
@@ -49,15 +49,15 @@ def python(code, *arguments, **options):
 WRITERS = """
 import json, sys
 import qsync_opt
-from qsync_opt.cli import main
-from qsync_opt.conformance import sample_graph
-from qsync_opt.datasheets import data_sheet
+from qsync_opt.cli.app import main
+from qsync_opt.testing.conformance import sample_graph
+from qsync_opt.cluster.datasheets import data_sheet
 from qsync_opt.errors import QSyncError
-from qsync_opt.measurement_cache import MeasurementCache
-from qsync_opt.plan import Plan
-from qsync_opt.replay import replay
-from qsync_opt.roofline import roofline_profile
-from qsync_opt.synthetic import stacked_problem
+from qsync_opt.io.cache import MeasurementCache
+from qsync_opt.training.plan import Plan
+from qsync_opt.training.replay import replay
+from qsync_opt.costs.roofline import roofline_profile
+from qsync_opt.testing.synthetic import stacked_problem
 
 what, path, limit, source = sys.argv[1:]
 problem = stacked_problem(20)
@@ -134,7 +134,7 @@ def test_the_command_line_says_in_one_line_that_the_disk_is_full(tmp_path):
     with small_disk(folder):
         (folder / "filler").write_bytes(bytes(64 * 1024))
         command = ["solve", str(tmp_path / "problem.json"), "--output", str(folder / "plan.json")]
-        result = python("import sys; from qsync_opt.cli import main; sys.exit(main(sys.argv[1:]))", *command)
+        result = python("import sys; from qsync_opt.cli.app import main; sys.exit(main(sys.argv[1:]))", *command)
         assert result.returncode == 2 and result.stderr.count("\n") == 1
         assert "plan.json" in result.stderr and "No space left" in result.stderr
         assert [entry.name for entry in folder.iterdir()] == ["filler"]
@@ -143,7 +143,7 @@ def test_the_command_line_says_in_one_line_that_the_disk_is_full(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_results_that_cannot_be_printed_are_an_error(tmp_path):
     chain().problem.save(tmp_path / "problem.json")
-    code = "import sys; from qsync_opt.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from qsync_opt.cli.app import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-P", "-c", code, "solve", str(tmp_path / "problem.json"), "--json"]
     with open("/dev/full", "w") as full_device:
         result = subprocess.run(command, stdout=full_device, stderr=subprocess.PIPE, text=True, timeout=250)
@@ -172,7 +172,7 @@ def test_a_full_cache_costs_the_measurement_and_not_the_job(tmp_path, caplog):
 WRITE_FOREVER = """
 import itertools, sys
 from pathlib import Path
-from qsync_opt.plan import Plan
+from qsync_opt.training.plan import Plan
 plans = [
     Plan(problem="large", devices={"T4": {f"operator {i}": p for i in range(3000)}}) for p in ("FP16", "INT8")
 ]
@@ -268,7 +268,7 @@ def test_a_changed_number_is_told_from_a_meant_change(tmp_path):
 HAMMER = """
 import logging, random, sys
 logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-from qsync_opt.measurement_cache import MeasurementCache
+from qsync_opt.io.cache import MeasurementCache
 folder, seed = sys.argv[1], int(sys.argv[2])
 source = random.Random(seed)
 print("ready", flush=True)
@@ -304,7 +304,7 @@ def test_jobs_that_share_a_cache_read_whole_measurements_only(tmp_path):
 READ_ONLY = """
 import logging, os, sys
 logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-from qsync_opt.measurement_cache import MeasurementCache
+from qsync_opt.io.cache import MeasurementCache
 if os.getuid() == 0:
     os.setgid(65534)
     os.setuid(65534)  # to root, no folder is read-only
@@ -348,7 +348,7 @@ def test_a_cache_that_cannot_be_written_is_read(open_folder):
 
 CLOSED = """
 import os, sys
-from qsync_opt.measurement_cache import MeasurementCache
+from qsync_opt.io.cache import MeasurementCache
 if os.getuid() == 0:
     os.setgid(65534)
     os.setuid(65534)  # root looks into every folder
@@ -375,7 +375,7 @@ def test_a_cache_of_another_user_is_measured_again(open_folder):
 OVER_READ_ONLY = """
 import os, sys
 from qsync_opt.errors import ProblemError
-from qsync_opt.whole_files import write_text
+from qsync_opt.io.files import write_text
 if os.getuid() == 0:
     os.setgid(65534)
     os.setuid(65534)  # root may write to every file
@@ -408,12 +408,12 @@ def test_versions_do_not_read_each_others_measurements(tmp_path, monkeypatch):
     front = FrontCache(tmp_path, problem, 0.0, None)
     front.put(7, limits, None)
     assert FrontCache(tmp_path, problem, 0.0, None).get(7, limits) == (None,)
-    monkeypatch.setattr("qsync_opt.front_cache.__version__", "99.0")
+    monkeypatch.setattr("qsync_opt.training.front_cache.__version__", "99.0")
     assert FrontCache(tmp_path, problem, 0.0, None).get(7, limits) is None
 
     # A profile's measurements name the version in the device's identity, with those of the libraries.
     torch = pytest.importorskip("torch")
-    from qsync_opt.runtimes.torch.identity import identify
+    from qsync_opt.runtimes.torch.support.identity import identify
 
     here = {"device": identify(torch.device("cpu")).to_json()}
     MeasurementCache(tmp_path, here).put("fc", {"ns": 1})

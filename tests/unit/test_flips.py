@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from qsync_opt.flips import flipped_variance
-from qsync_opt.statistics import FLIP_RATIOS
+from qsync_opt.sensitivity.rectifiers import flipped_variance
+from qsync_opt.sensitivity.statistics import FLIP_RATIOS
 
 ROOTS = tuple(100.0 * math.sqrt(ratio) for ratio in FLIP_RATIOS)
 

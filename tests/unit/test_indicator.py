@@ -3,12 +3,11 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
-from qsync_opt.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
-from qsync_opt.indicator import sensitivities
-from qsync_opt.precision import PrecisionFormats
-from qsync_opt.rounding import Granularity
-from qsync_opt.sensitivity_table import IndicatorKind, OperatorSensitivity, SensitivityTable
-from qsync_opt.statistics import (
+from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
+from qsync_opt.numerics.formats import PrecisionFormats
+from qsync_opt.numerics.rounding import Granularity
+from qsync_opt.sensitivity.scores import sensitivities
+from qsync_opt.sensitivity.statistics import (
     FLIP_RATIOS,
     Gain,
     MeasuredErrors,
@@ -20,8 +19,9 @@ from qsync_opt.statistics import (
     Signal,
     TensorStatistics,
 )
-from qsync_opt.variances import NoiseOptions
-from qsync_opt.whole_plan import plan_variance
+from qsync_opt.sensitivity.table import IndicatorKind, OperatorSensitivity, SensitivityTable
+from qsync_opt.sensitivity.variances import NoiseOptions
+from qsync_opt.sensitivity.whole_plan import plan_variance
 
 
 def borders(name: str) -> PrecisionFormats:

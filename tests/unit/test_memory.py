@@ -2,16 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_opt.baselines import uniform_plan
-from qsync_opt.build import build_problem
-from qsync_opt.costs import MeasuredCost
+from qsync_opt.costs.costs import MeasuredCost
 from qsync_opt.errors import ProblemError
-from qsync_opt.evaluation import evaluate
-from qsync_opt.graph import OpGraph, Role
-from qsync_opt.memory import MemoryModel, memory_breakdown, model_memory, storage_roots
-from qsync_opt.pricing import device_tables
-from qsync_opt.problem import Problem
-from qsync_opt.synthetic import (
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.testing.synthetic import (
     make_cluster,
     make_graph,
     make_operator,
@@ -19,6 +13,12 @@ from qsync_opt.synthetic import (
     make_sensitivities,
     residual_graph,
 )
+from qsync_opt.training.baselines import uniform_plan
+from qsync_opt.training.build import build_problem
+from qsync_opt.training.evaluation import evaluate
+from qsync_opt.training.memory import MemoryModel, memory_breakdown, model_memory, storage_roots
+from qsync_opt.training.pricing import device_tables
+from qsync_opt.training.problem import Problem
 
 BIG, SMALL = 64 * 256, 64 * 64
 

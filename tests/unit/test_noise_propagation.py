@@ -2,9 +2,9 @@ import math
 
 import pytest
 
-from qsync_opt.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
-from qsync_opt.noise_propagation import Effect, Propagation, distances
-from qsync_opt.statistics import (
+from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
+from qsync_opt.sensitivity.propagation import Effect, Propagation, distances
+from qsync_opt.sensitivity.statistics import (
     ModelStatistics,
     OperatorKind,
     OperatorStatistics,

@@ -10,10 +10,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from qsync_opt.errors import ModelError
-from qsync_opt.graph import OpGraph, Role
-from qsync_opt.onnx_graph import GRAPH_KEY
-from qsync_opt.onnx_reader import read_onnx
-from qsync_opt.roles import RoleTable
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.model.onnx.graph import GRAPH_KEY
+from qsync_opt.model.onnx.reader import read_onnx
+from qsync_opt.model.roles import RoleTable
 
 
 def model(

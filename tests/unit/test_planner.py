@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import ProblemError, SolverError, UnsupportedError
-from qsync_opt.evaluation import evaluate
-from qsync_opt.formulations.exhaustive import ExhaustiveFormulation
-from qsync_opt.planner import fastest, solve
-from qsync_opt.problem_file import load_problem
+from qsync_opt.formulations.training.exhaustive import ExhaustiveFormulation
 from qsync_opt.registry import BUILT_IN, Kind
-from qsync_opt.solution import Answer, TerminationStatus
-from qsync_opt.testing import buckets, cast_coupling, chain, late_peers, no_memory, no_time
+from qsync_opt.testing.problems import buckets, cast_coupling, chain, late_peers, no_memory, no_time
+from qsync_opt.training.evaluation import evaluate
+from qsync_opt.training.planner import fastest, solve
+from qsync_opt.training.problem_file import load_problem
+from qsync_opt.training.solution import Answer, TerminationStatus
 
 
 class _Claims:
@@ -172,14 +172,14 @@ def test_the_fastest_plan_keeps_memory_and_counts_communication():
 
 
 def test_the_fastest_plan_is_proved_without_a_solver(monkeypatch):
-    monkeypatch.setattr("qsync_opt.planner.default_solver", lambda: None)
+    monkeypatch.setattr("qsync_opt.training.planner.default_solver", lambda: None)
     found = fastest(chain().problem)
     assert (found.iteration_ns, found.proved, found.bound_ns) == (9000, True, 9000)
     assert found.method == "bound and fix"
 
 
 def test_without_a_solver_the_papers_allocator_claims_no_proof(monkeypatch):
-    monkeypatch.setattr("qsync_opt.formulations.paper_greedy.default_solver", lambda: None)
+    monkeypatch.setattr("qsync_opt.formulations.training.paper_greedy.default_solver", lambda: None)
     assert solve(chain().problem, "qsync").objective == 0.25
     solution = solve(no_memory().problem, "qsync")
     assert solution.termination is TerminationStatus.ERROR
@@ -189,7 +189,7 @@ def test_without_a_solver_the_papers_allocator_claims_no_proof(monkeypatch):
 
 
 def test_the_default_proves_without_a_solver(monkeypatch):
-    monkeypatch.setattr("qsync_opt.formulations.exact.default_solver", lambda: None)
+    monkeypatch.setattr("qsync_opt.formulations.training.exact.default_solver", lambda: None)
     for method in ("greedy", "exact"):
         assert solve(chain().problem, method).termination is TerminationStatus.OPTIMAL
         solution = solve(no_memory().problem, method)

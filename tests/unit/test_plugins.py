@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from qsync_opt.cluster import DeviceType
-from qsync_opt.conformance import expect
-from qsync_opt.cost_models import ProfileCosts, RooflineCosts
+from qsync_opt.cluster.cluster import DeviceType
+from qsync_opt.costs.sources import ProfileCosts, RooflineCosts
 from qsync_opt.errors import ProblemError
-from qsync_opt.indicators import WeightIndicator
 from qsync_opt.registry import Kind
-from qsync_opt.testing import check_cost_model, check_indicator
+from qsync_opt.sensitivity.indicators import WeightIndicator
+from qsync_opt.testing.conformance import expect
+from qsync_opt.testing.problems import check_cost_model, check_indicator
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = DeviceType(name="T4", count=1, memory_limit_bytes=2**34, precisions=("INT8", "FP16", "FP32"))
@@ -67,7 +67,7 @@ def test_an_indicator_without_a_usable_label_is_found():
 def test_faulty_cost_models_are_found():
     class OtherGraph(RooflineCosts):
         def profile(self, graph, device):
-            from qsync_opt.synthetic import make_profile, residual_graph
+            from qsync_opt.testing.synthetic import make_profile, residual_graph
 
             return make_profile(residual_graph())
 
@@ -89,8 +89,8 @@ def test_groups_are_named_after_the_kind():
     assert {kind.group for kind in Kind} == {
         "qsync_opt.solvers",
         "qsync_opt.formulations",
-        "qsync_opt.indicators",
-        "qsync_opt.cost_models",
+        "qsync_opt.sensitivity.indicators",
+        "qsync_opt.costs.sources",
         "qsync_opt.runtimes",
     }
     with pytest.raises(AssertionError, match="words"):
@@ -114,7 +114,7 @@ def test_the_example_package_installs_and_conforms(tmp_path):
         "conformance checks passed",
         "diamond: optimal with own 0.1.0, objective 2.0",
     ]
-    doctor = [sys.executable, "-c", "import sys; from qsync_opt.cli import main; sys.exit(main())", "doctor"]
+    doctor = [sys.executable, "-c", "import sys; from qsync_opt.cli.app import main; sys.exit(main())", "doctor"]
     listed = subprocess.run([*doctor, "--require", "own"], env=environment, capture_output=True, text=True, timeout=250)
     assert listed.returncode == 0, listed.stdout
     assert "from own-solver" in listed.stdout

@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.graph import Role
-from qsync_opt.propagation import follow, ladder, missing_casts, propagate
-from qsync_opt.sample_problems import cost
-from qsync_opt.testing import diamond
+from qsync_opt.model.graph import Role
+from qsync_opt.testing.problems import diamond
+from qsync_opt.testing.sample_problems import cost
+from qsync_opt.training.propagation import follow, ladder, missing_casts, propagate
 
 
 def test_ladder_is_sorted_by_rank_not_by_the_file():

@@ -13,8 +13,8 @@ import qsync_opt
 
 def test_importing_loads_neither_torch_nor_a_solver():
     code = (
-        "import sys, qsync_opt, qsync_opt.planner, qsync_opt.cli\n"
-        "qsync_opt.cli.build_parser()\n"
+        "import sys, qsync_opt, qsync_opt.training.planner, qsync_opt.cli.app\n"
+        "qsync_opt.cli.app.build_parser()\n"
         "bad = {'torch', 'ortools', 'pulp', 'onnx', 'scipy'} & {name.split('.')[0] for name in sys.modules}\n"
         "assert not bad, bad\n"
     )
@@ -82,7 +82,7 @@ def test_the_documented_calls_work(instance_path, tmp_path):
 
 
 def test_examples_in_docstrings_hold():
-    import qsync_opt.planner
+    import qsync_opt.training.planner
 
-    result = doctest.testmod(qsync_opt.planner)
+    result = doctest.testmod(qsync_opt.training.planner)
     assert (result.failed, result.attempted > 0) == (0, True)

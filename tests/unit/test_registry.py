@@ -71,7 +71,7 @@ def test_refusals_list_who_has_the_feature():
 
 
 def test_other_packages_register_by_entry_point(foreign):
-    foreign(mine="qsync_opt.formulations.exhaustive:ExhaustiveFormulation")
+    foreign(mine="qsync_opt.formulations.training.exhaustive:ExhaustiveFormulation")
     assert "mine" in entries(Kind.FORMULATION)
     assert type(create(Kind.FORMULATION, "mine")).__name__ == "ExhaustiveFormulation"
     assert features(Kind.FORMULATION, "mine") == frozenset()

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.evaluation import evaluate
-from qsync_opt.plan import Plan
-from qsync_opt.planner import solve
-from qsync_opt.replanning import plan_changes, replan
-from qsync_opt.sample_problems import random_problem
-from qsync_opt.testing import chain
+from qsync_opt.testing.problems import chain
+from qsync_opt.testing.sample_problems import random_problem
+from qsync_opt.training.evaluation import evaluate
+from qsync_opt.training.plan import Plan
+from qsync_opt.training.planner import solve
+from qsync_opt.training.replanning import plan_changes, replan
 
 
 def scaled(problem, factors):

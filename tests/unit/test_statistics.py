@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.rounding import Rounding
-from qsync_opt.statistics import (
+from qsync_opt.numerics.rounding import Rounding
+from qsync_opt.sensitivity.merging import merge_statistics
+from qsync_opt.sensitivity.statistics import (
     Gain,
     ModelStatistics,
     OperatorKind,
@@ -15,8 +16,12 @@ from qsync_opt.statistics import (
     Signal,
     TensorStatistics,
 )
-from qsync_opt.statistics_file import load_statistics, save_statistics, statistics_from_json, statistics_to_json
-from qsync_opt.statistics_merge import merge_statistics
+from qsync_opt.sensitivity.statistics_file import (
+    load_statistics,
+    save_statistics,
+    statistics_from_json,
+    statistics_to_json,
+)
 
 
 def operand(elements: int, square_sum: float, *, amax: float = 4.0, factor: float = 0.9) -> TensorStatistics:

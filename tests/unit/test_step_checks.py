@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.graph import Role
-from qsync_opt.step_predictor import StepPredictor
-from qsync_opt.synthetic import make_graph, make_operator, residual_graph
-from qsync_opt.synthetic_steps import random_step_costs
-from qsync_opt.two_queues import Work
+from qsync_opt.model.graph import Role
+from qsync_opt.steps.predictor import StepPredictor
+from qsync_opt.steps.queues import Work
+from qsync_opt.testing.synthetic import make_graph, make_operator, residual_graph
+from qsync_opt.testing.synthetic_steps import random_step_costs
 
 GRAPH = residual_graph()
 COSTS = random_step_costs(GRAPH, ("BF16", "FP32"))

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_opt.cluster_step import cluster_step, network_tails, slowed_segments, worker_step
 from qsync_opt.errors import ProblemError
-from qsync_opt.graph import OpGraph, Role
-from qsync_opt.lifetimes import Kept, Lifetimes
-from qsync_opt.step_costs import Case, StepCosts, load_step_costs
-from qsync_opt.step_flow import StepFlow
-from qsync_opt.step_predictor import StepPredictor
-from qsync_opt.synthetic import random_graph, residual_graph, stacked_graph
-from qsync_opt.synthetic_steps import random_step_costs
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.steps.cases import StepFlow
+from qsync_opt.steps.cluster import cluster_step, network_tails, slowed_segments, worker_step
+from qsync_opt.steps.costs import Case, StepCosts, load_step_costs
+from qsync_opt.steps.lifetimes import Kept, Lifetimes
+from qsync_opt.steps.predictor import StepPredictor
+from qsync_opt.testing.synthetic import random_graph, residual_graph, stacked_graph
+from qsync_opt.testing.synthetic_steps import random_step_costs
 
 PRECISIONS = ("INT8", "BF16", "TF32", "FP32")
 

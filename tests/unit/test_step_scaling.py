@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_opt.graph import Role
-from qsync_opt.precision import formats_for
-from qsync_opt.step_bridge import profile_from_steps
-from qsync_opt.step_flow import StepFlow
-from qsync_opt.step_predictor import StepPredictor
-from qsync_opt.step_scaling import scaled_costs, scaled_operators
-from qsync_opt.synthetic import stacked_graph
-from qsync_opt.synthetic_steps import random_step_costs
-from qsync_opt.two_queues import Work
+from qsync_opt.model.graph import Role
+from qsync_opt.numerics.formats import formats_for
+from qsync_opt.steps.bridge import profile_from_steps
+from qsync_opt.steps.cases import StepFlow
+from qsync_opt.steps.predictor import StepPredictor
+from qsync_opt.steps.queues import Work
+from qsync_opt.steps.step_scaling import scaled_costs, scaled_operators
+from qsync_opt.testing.synthetic import stacked_graph
+from qsync_opt.testing.synthetic_steps import random_step_costs
 
 PRECISIONS = ("INT8", "BF16", "FP32")
 

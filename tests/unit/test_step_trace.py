@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.step_trace import (
+from qsync_opt.steps.trace import (
     Change,
     Kernel,
     Launch,

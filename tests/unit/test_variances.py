@@ -5,10 +5,16 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.precision import PrecisionFormats
-from qsync_opt.rounding import Granularity, Rounding
-from qsync_opt.statistics import MeasuredErrors, OperatorKind, OperatorStatistics, ProductSizes, TensorStatistics
-from qsync_opt.variances import NoiseOptions, overflow_reason, variances
+from qsync_opt.numerics.formats import PrecisionFormats
+from qsync_opt.numerics.rounding import Granularity, Rounding
+from qsync_opt.sensitivity.statistics import (
+    MeasuredErrors,
+    OperatorKind,
+    OperatorStatistics,
+    ProductSizes,
+    TensorStatistics,
+)
+from qsync_opt.sensitivity.variances import NoiseOptions, overflow_reason, variances
 
 N, K, M = 64, 512, 256
 BF16 = PrecisionFormats(output="BF16", gradient_input="BF16", gradient_output="BF16")

@@ -5,14 +5,14 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from qsync_opt.conformance import sample_graph, sample_knowledge
 from qsync_opt.errors import ModelError, ProblemError
-from qsync_opt.onnx_reader import read_onnx, read_weights
-from qsync_opt.plugins import ModelKnowledge
-from qsync_opt.precision import formats_for
-from qsync_opt.testing import check_indicator
-from qsync_opt.weight_indicator import weight_sensitivities
-from qsync_opt.weights import weight_statistics
+from qsync_opt.model.onnx.reader import read_onnx, read_weights
+from qsync_opt.model.weights import weight_statistics
+from qsync_opt.numerics.formats import formats_for
+from qsync_opt.runtime import ModelKnowledge
+from qsync_opt.sensitivity.weights import weight_sensitivities
+from qsync_opt.testing.conformance import sample_graph, sample_knowledge
+from qsync_opt.testing.problems import check_indicator
 
 FORMATS = formats_for(("INT8", "BF16", "FP32"), "BF16")
 

@@ -7,7 +7,7 @@
 // Contract: INT8 sums are exact in INT32; beyond 131,071 terms, or with block scales, FP32 sums of exact blocks of 128.
 // FP8 (from compute
 // capability 8.9) sums are FP32. Scales and bias in FP32, one rounding to the result's type.
-// Specification: `product` in kernels/matmul.py.
+// Specification: `product` in kernels/matmul/scaled.py.
 #pragma once
 
 #include <type_traits>

@@ -6,7 +6,7 @@
 // Traffic: (kRows + kColumns) * 128 bytes of codes per tile and 128 k, less what the cluster shares; the result once.
 // Contract: INT8 sums are exact in INT32. FP8 sums are the tensor core's (FP32 with a shortened mantissa), or with
 // kPromote FP32 sums over blocks of 128 k. Scales and bias in FP32, one rounding to the result's type.
-// Specification: `product` in kernels/matmul.py.
+// Specification: `product` in kernels/matmul/scaled.py.
 #pragma once
 
 #include "matmul_sm90_output.cuh"

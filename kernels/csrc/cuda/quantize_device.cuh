@@ -1,6 +1,6 @@
 // What a thread does to a few elements: load, draw noise, round to a format, decode. No torch here.
 //
-// The numerical contract is that of kernels/quantize_ops.py, bit for bit: the same scales, noise and codes as the plain
+// The numerical contract is that of kernels/quantize/operators.py, bit for bit: the same scales, noise and codes as the plain
 // PyTorch implementation.
 #pragma once
 

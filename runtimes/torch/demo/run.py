@@ -16,20 +16,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from qsync_opt.baselines import uniform_plan
-from qsync_opt.build import build_problem
-from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, Network
-from qsync_opt.device_profile import DeviceProfile, load_profile
+from qsync_opt.cluster.cluster import Cluster, DeviceRole, DeviceType, Network
+from qsync_opt.costs.profile import DeviceProfile, load_profile
 from qsync_opt.errors import SolverError
-from qsync_opt.evaluation import evaluate
-from qsync_opt.graph import OpGraph, Role
-from qsync_opt.graph_file import load_graph
-from qsync_opt.indicator import sensitivities
-from qsync_opt.plan import Plan
-from qsync_opt.planner import solve
-from qsync_opt.problem import Problem
-from qsync_opt.replay import replay, write_trace
-from qsync_opt.runtimes.ports import free_port
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.model.graph_file import load_graph
+from qsync_opt.runtimes.host import free_port
 from qsync_opt.runtimes.torch.demo.launch import Event, Workers
 from qsync_opt.runtimes.torch.demo.report import (
     DemoResult,
@@ -40,8 +32,16 @@ from qsync_opt.runtimes.torch.demo.report import (
     write_report,
 )
 from qsync_opt.runtimes.torch.demo.settings import INFERENCE, TRAINER, WORKERS, DemoOptions, WorkerSpec
-from qsync_opt.solution import Solution
-from qsync_opt.statistics_file import load_statistics
+from qsync_opt.sensitivity.scores import sensitivities
+from qsync_opt.sensitivity.statistics_file import load_statistics
+from qsync_opt.training.baselines import uniform_plan
+from qsync_opt.training.build import build_problem
+from qsync_opt.training.evaluation import evaluate
+from qsync_opt.training.plan import Plan
+from qsync_opt.training.planner import solve
+from qsync_opt.training.problem import Problem
+from qsync_opt.training.replay import replay, write_trace
+from qsync_opt.training.solution import Solution
 
 WORKER_MODULE = "qsync_opt.runtimes.torch.demo.worker"
 TRAINER_MEMORY_BYTES = 64 << 30

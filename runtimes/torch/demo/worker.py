@@ -19,20 +19,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.graph_file import save_graph
-from qsync_opt.plan import load_plan
-from qsync_opt.runtimes.torch.apply import apply
-from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
-from qsync_opt.runtimes.torch.ddp import measure_all_reduce, process_group
+from qsync_opt.model.graph_file import save_graph
+from qsync_opt.runtimes.torch.capture.model import CapturedModel, capture_model
+from qsync_opt.runtimes.torch.ddp.process_group import measure_all_reduce, process_group
 from qsync_opt.runtimes.torch.demo.launch import emit
 from qsync_opt.runtimes.torch.demo.model import Gpt
 from qsync_opt.runtimes.torch.demo.settings import INFERENCE, TRAINER, WORKERS, DemoOptions, WorkerSpec, load_spec
 from qsync_opt.runtimes.torch.demo.text import Batches, standard_library_text
-from qsync_opt.runtimes.torch.measure import TrainingExample, measure_iteration
-from qsync_opt.runtimes.torch.profiler import profile
-from qsync_opt.runtimes.torch.statistics import collect_statistics
-from qsync_opt.runtimes.torch.stopwatch import cpu_clock
-from qsync_opt.statistics_file import save_statistics
+from qsync_opt.runtimes.torch.execution.plans import apply
+from qsync_opt.runtimes.torch.profiling.profiler import profile
+from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
+from qsync_opt.runtimes.torch.support.iteration import TrainingExample, measure_iteration
+from qsync_opt.runtimes.torch.support.timing import cpu_clock
+from qsync_opt.sensitivity.statistics_file import save_statistics
+from qsync_opt.training.plan import load_plan
 
 ALONE_STEPS = 12
 PROFILE_REPEATS = 3

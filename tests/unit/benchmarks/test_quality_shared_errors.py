@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from qsync_opt.runtimes.torch.apply import ApplyOptions
-from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.capture.model import capture
+from qsync_opt.runtimes.torch.execution.plans import ApplyOptions
 
 pytestmark = pytest.mark.usefixtures("quality_modules")
 

@@ -3,14 +3,14 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_opt.evaluation import evaluate_device, iteration_time
-from qsync_opt.formulations.device_model import build_assignment, read_back
-from qsync_opt.formulations.linear_assignment import Choice, Product
-from qsync_opt.formulations.segments import peers_ns, segments
-from qsync_opt.graph import Role
-from qsync_opt.problem import Communication
-from qsync_opt.propagation import propagate
-from qsync_opt.testing import INSTANCES, buckets, chain, diamond, random_plan, random_problem, shared_casts
+from qsync_opt.formulations.training.ilp.assignment import Choice, Product
+from qsync_opt.formulations.training.ilp.device_model import build_assignment, read_back
+from qsync_opt.formulations.training.segments import peers_ns, segments
+from qsync_opt.model.graph import Role
+from qsync_opt.testing.problems import INSTANCES, buckets, chain, diamond, random_plan, random_problem, shared_casts
+from qsync_opt.training.evaluation import evaluate_device, iteration_time
+from qsync_opt.training.problem import Communication
+from qsync_opt.training.propagation import propagate
 
 
 def _check(problem, device, choices):

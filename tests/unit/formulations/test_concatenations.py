@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from qsync_opt import solve
-from qsync_opt.evaluation import evaluate_device, iteration_time
 from qsync_opt.formulations.assignment.relaxation import relax
-from qsync_opt.formulations.collapse import collapse
-from qsync_opt.propagation import propagate
+from qsync_opt.formulations.training.collapse import collapse
+from qsync_opt.training.evaluation import evaluate_device, iteration_time
+from qsync_opt.training.propagation import propagate
 
 BENCHMARKS = str(Path(__file__).parents[3] / "benchmarks")
 sys.path.insert(0, BENCHMARKS)

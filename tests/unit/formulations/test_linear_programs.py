@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from qsync_opt import solve
-from qsync_opt.formulations.device_model import build_assignment
-from qsync_opt.formulations.ilp import Goal, Units, linearize
-from qsync_opt.formulations.linear_assignment import Assignment, Choice, Limit, Product
-from qsync_opt.formulations.linear_model import LinearModel
-from qsync_opt.formulations.linear_solver import LinearOptions, LinearStatus
-from qsync_opt.formulations.solvers.ortools_solver import OrtoolsSolver
-from qsync_opt.formulations.textbook import build_textbook
-from qsync_opt.testing import INSTANCES, diamond
+from qsync_opt.formulations.linear.model import LinearModel
+from qsync_opt.formulations.linear.solver import LinearOptions, LinearStatus
+from qsync_opt.formulations.linear.solvers.ortools_solver import OrtoolsSolver
+from qsync_opt.formulations.training.ilp.assignment import Assignment, Choice, Limit, Product
+from qsync_opt.formulations.training.ilp.device_model import build_assignment
+from qsync_opt.formulations.training.ilp.program import Goal, Units, linearize
+from qsync_opt.formulations.training.textbook import build_textbook
+from qsync_opt.testing.problems import INSTANCES, diamond
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 

@@ -3,9 +3,9 @@ import math
 import pytest
 
 from qsync_opt.errors import SolverError
-from qsync_opt.formulations.linear_model import LinearModel
-from qsync_opt.formulations.linear_solver import LinearOptions, LinearStatus
-from qsync_opt.formulations.solvers import ortools_solver, pulp_solver
+from qsync_opt.formulations.linear.model import LinearModel
+from qsync_opt.formulations.linear.solver import LinearOptions, LinearStatus
+from qsync_opt.formulations.linear.solvers import ortools_solver, pulp_solver
 from qsync_opt.registry import BUILT_IN, Kind
 
 NAMES = [entry.name for entry in BUILT_IN[Kind.SOLVER]]

@@ -7,11 +7,11 @@ import random
 import pytest
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.evaluation import evaluate
-from qsync_opt.plan import Plan
-from qsync_opt.planner import fastest, solve
-from qsync_opt.problem_file import load_problem
-from qsync_opt.testing import chain, random_problem
+from qsync_opt.testing.problems import chain, random_problem
+from qsync_opt.training.evaluation import evaluate
+from qsync_opt.training.plan import Plan
+from qsync_opt.training.planner import fastest, solve
+from qsync_opt.training.problem_file import load_problem
 
 
 @pytest.mark.parametrize("method", ["exact", "greedy", "exhaustive"])

@@ -3,7 +3,8 @@ import stat
 import pytest
 import torch
 
-from qsync_opt.kernels import build, toolchain
+from qsync_opt.kernels.compilation import builder as build
+from qsync_opt.kernels.compilation import toolchain
 
 
 @pytest.fixture(autouse=True)

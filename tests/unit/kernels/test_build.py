@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from qsync_opt.errors import NotInstalledError, NotReadyError, UnsupportedError
-from qsync_opt.kernels import backend, build, compiler, library, toolchain
+from qsync_opt.kernels import backend
+from qsync_opt.kernels.compilation import builder as build
+from qsync_opt.kernels.compilation import compiler, library, toolchain
 
 UNIT = build.UNITS["quantize"]
 
@@ -118,14 +120,14 @@ def test_the_cache_follows_the_users_folders(monkeypatch, tmp_path):
 
 
 def test_every_unit_has_sources_and_no_source_is_orphaned():
-    folder = Path(build.__file__).resolve().parent / "csrc" / "cuda"
+    folder = build.CSRC / "cuda"
     names = [path.name for path in folder.iterdir() if path.suffix in (".cu", ".cpp")]
     assert all(any(name.startswith(unit) for unit in build.UNITS) for name in names)
     assert build.sources(UNIT, build.TARGETS)
 
 
 def test_no_unit_includes_a_header_of_another():
-    folder = Path(build.__file__).resolve().parent / "csrc"
+    folder = build.CSRC
     for unit in build.UNITS.values():
         allowed = {path.name for path in build._headers(unit)}
         ours = {path.name for path in folder.rglob("*.cuh")} | {path.name for path in folder.rglob("*.h")}

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from qsync_opt.errors import NotReadyError
-from qsync_opt.kernels import build, compile_check, compiler
+from qsync_opt.kernels.compilation import builder as build
+from qsync_opt.kernels.compilation import compile_check, compiler
 
 UNIT = build.UNITS["quantize"]
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_opt.kernels import eight_bit_convolution, ops
-from qsync_opt.kernels.eight_bit_convolution import phases
+from qsync_opt.kernels import ops
+from qsync_opt.kernels.autograd import convolution_eight as eight_bit_convolution
+from qsync_opt.kernels.autograd.convolution_eight import phases
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize import Quantized
-from qsync_opt.kernels.weight_cache import forget_weights, kept_bytes
+from qsync_opt.kernels.quantize.quantize import Quantized
+from qsync_opt.kernels.quantize.weight_cache import forget_weights, kept_bytes
 
 # Function, input, weight, stride, padding, dilation, groups.
 CASES = {

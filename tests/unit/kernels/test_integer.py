@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels import backend, integer
-from qsync_opt.kernels.integer import exact_convolution, int8_bmm, int8_mm
+from qsync_opt.kernels import backend
+from qsync_opt.kernels.matmul import integer
+from qsync_opt.kernels.matmul.integer import exact_convolution, int8_bmm, int8_mm
 
 
 def _codes(*shape):

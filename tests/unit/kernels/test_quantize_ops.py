@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels.formats import FORMATS, format_of
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize import quantize_int8
-from qsync_opt.kernels.quantize_ops import (
+from qsync_opt.kernels.quantize.formats import FORMATS, format_of
+from qsync_opt.kernels.quantize.operators import (
     BLOCK,
     GRANULARITIES,
     ROUNDINGS,
@@ -16,7 +15,8 @@ from qsync_opt.kernels.quantize_ops import (
     recast_matrix,
     spread,
 )
-from qsync_opt.kernels.random_bits import stepped_key, stream_key
+from qsync_opt.kernels.quantize.quantize import quantize_int8
+from qsync_opt.kernels.quantize.random_bits import stepped_key, stream_key
 
 DTYPES = tuple(FORMATS)
 

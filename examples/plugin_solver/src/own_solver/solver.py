@@ -8,8 +8,8 @@ from typing import Any
 
 from ortools.math_opt.python import mathopt
 
-from qsync_opt.formulations.linear_model import LinearModel
-from qsync_opt.formulations.linear_solver import LinearOptions, LinearResult, LinearStatus
+from qsync_opt.formulations.linear.model import LinearModel
+from qsync_opt.formulations.linear.solver import LinearOptions, LinearResult, LinearStatus
 from qsync_opt.registry import Feature
 
 TOLERANCE = 1e-9
@@ -21,7 +21,7 @@ Bounds = dict[int, tuple[float, float]]
 
 
 class OwnSolver:
-    """What `qsync_opt.formulations.linear_solver.LinearSolver` asks for."""
+    """What `qsync_opt.formulations.linear.solver.LinearSolver` asks for."""
 
     FEATURES = frozenset({Feature.PROOF, Feature.GAP, Feature.TIME_LIMIT, Feature.CONTINUOUS})
     name = "own"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from qsync_opt.formulations.assignment.core import Core
+from qsync_opt.formulations.assignment.core.core import Core
 from qsync_opt.formulations.assignment.model import AssignmentModel, Derived, assemble
 
 

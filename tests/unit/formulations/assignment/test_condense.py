@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from qsync_opt.formulations.assignment.branching import split_count
-from qsync_opt.formulations.assignment.condense import Condensed, condense
-from qsync_opt.formulations.assignment.core import Core, CoreEdge, CoreNode
+from qsync_opt.formulations.assignment.core.condense import Condensed, condense
+from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreNode
+from qsync_opt.formulations.assignment.core.frontier import search
+from qsync_opt.formulations.assignment.core.program import close
 from qsync_opt.formulations.assignment.dual import DualResult, Priced
-from qsync_opt.formulations.assignment.frontier import search
 from qsync_opt.formulations.assignment.model import assemble
-from qsync_opt.formulations.assignment.program import close
 from qsync_opt.registry import Kind, create
 
 ROWS = 2

@@ -4,16 +4,17 @@ import numpy as np
 import pytest
 
 from qsync_opt.formulations.assignment import blend as blending
-from qsync_opt.formulations.assignment import frontier, schedule
+from qsync_opt.formulations.assignment import schedule
 from qsync_opt.formulations.assignment.blend import blend
-from qsync_opt.formulations.assignment.core import extract
+from qsync_opt.formulations.assignment.core import frontier
+from qsync_opt.formulations.assignment.core.core import extract
+from qsync_opt.formulations.assignment.core.frontier import _narrow, search
+from qsync_opt.formulations.assignment.core.program import close
 from qsync_opt.formulations.assignment.effort import Effort
-from qsync_opt.formulations.assignment.frontier import _narrow, search
 from qsync_opt.formulations.assignment.model import AssignmentModel
-from qsync_opt.formulations.assignment.program import close
 from qsync_opt.formulations.assignment.relaxation import relax
 from qsync_opt.formulations.assignment.search import BoundAndFix
-from qsync_opt.formulations.solvers.ortools_solver import OrtoolsSolver
+from qsync_opt.formulations.linear.solvers.ortools_solver import OrtoolsSolver
 
 
 def best_of(model, labellings):

@@ -5,13 +5,14 @@ import itertools
 import numpy as np
 import pytest
 
-from qsync_opt.formulations.assignment import level_loops, levels, walk_loops
-from qsync_opt.formulations.assignment import walk as module
-from qsync_opt.formulations.assignment.condense import condense
-from qsync_opt.formulations.assignment.core import Core, CoreEdge, CoreNode
-from qsync_opt.formulations.assignment.layers import lay_out
-from qsync_opt.formulations.assignment.walk import walk
-from qsync_opt.formulations.compiled import LOOPS, Loop
+from qsync_opt.formulations.assignment.compiled import LOOPS, Loop
+from qsync_opt.formulations.assignment.core import level_loops, levels
+from qsync_opt.formulations.assignment.core import paths as module
+from qsync_opt.formulations.assignment.core import paths_loops as walk_loops
+from qsync_opt.formulations.assignment.core.condense import condense
+from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreNode
+from qsync_opt.formulations.assignment.core.layers import lay_out
+from qsync_opt.formulations.assignment.core.paths import walk
 
 
 def make_core(seed: int) -> Core:
@@ -135,7 +136,7 @@ def test_steps_that_are_decided_leave_the_layers(truth):
 
 
 def test_a_core_that_is_too_wide_is_left_to_others(monkeypatch):
-    monkeypatch.setattr("qsync_opt.formulations.assignment.layers._MOST_ARCS", 4)
+    monkeypatch.setattr("qsync_opt.formulations.assignment.core.layers._MOST_ARCS", 4)
     assert walk(make_core(0), np.inf, (10,)) is None
 
 

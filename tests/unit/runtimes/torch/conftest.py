@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qsync_opt.runtimes.torch.capture import capture_model
-from qsync_opt.runtimes.torch.ddp import free_port
+from qsync_opt.runtimes.torch.capture.model import capture_model
+from qsync_opt.runtimes.torch.ddp.process_group import free_port
 from qsync_opt.runtimes.torch.example_models import example
 
 

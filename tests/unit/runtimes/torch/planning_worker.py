@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
 from qsync_opt.errors import QSyncError
-from qsync_opt.runtimes.torch.apply import apply
-from qsync_opt.runtimes.torch.ddp import process_group
-from qsync_opt.runtimes.torch.job_options import PlanningOptions
-from qsync_opt.runtimes.torch.planning import auto_plan
+from qsync_opt.runtimes.torch.ddp.process_group import process_group
+from qsync_opt.runtimes.torch.execution.plans import apply
+from qsync_opt.runtimes.torch.job.options import PlanningOptions
+from qsync_opt.runtimes.torch.job.planning import auto_plan
 
 
 class Net(nn.Module):

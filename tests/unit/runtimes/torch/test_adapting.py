@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from qsync_opt.errors import ProblemError, QSyncError
-from qsync_opt.evaluation import evaluate
-from qsync_opt.plan import Plan
-from qsync_opt.runtimes.torch.adapting import PlanAdapter
-from qsync_opt.runtimes.torch.apply import apply
-from qsync_opt.runtimes.torch.job_file import load_job, save_job, with_speed, with_workers
-from qsync_opt.runtimes.torch.job_options import PlanningOptions
-from qsync_opt.runtimes.torch.planning import plan_job
+from qsync_opt.runtimes.torch.execution.plans import apply
+from qsync_opt.runtimes.torch.job.adapting import PlanAdapter
+from qsync_opt.runtimes.torch.job.file import load_job, save_job, with_speed, with_workers
+from qsync_opt.runtimes.torch.job.options import PlanningOptions
+from qsync_opt.runtimes.torch.job.planning import plan_job
+from qsync_opt.training.evaluation import evaluate
+from qsync_opt.training.plan import Plan
 
 
 @pytest.fixture(scope="module")

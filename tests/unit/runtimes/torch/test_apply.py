@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
-from qsync_opt.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.apply import ApplyOptions, apply, undo
-from qsync_opt.runtimes.torch.apply_checks import operator_kind
-from qsync_opt.runtimes.torch.capture import capture
-from qsync_opt.runtimes.torch.interception import intercepted
+from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
+from qsync_opt.runtimes.torch.capture.model import capture
+from qsync_opt.runtimes.torch.execution.checks import operator_kind
+from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.interception.interception import intercepted
 
 
 class Mlp(nn.Module):

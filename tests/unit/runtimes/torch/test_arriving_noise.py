@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from qsync_opt.flips import flipped_variance
-from qsync_opt.indicator import sensitivities
-from qsync_opt.runtimes.torch.arriving_noise import Arriving, Seen, noisy_passes
-from qsync_opt.runtimes.torch.capabilities import device_formats
-from qsync_opt.runtimes.torch.capture import capture
-from qsync_opt.runtimes.torch.gradient_probe import probe_gains
-from qsync_opt.runtimes.torch.interception import intercepted
-from qsync_opt.runtimes.torch.statistics import collect_statistics
+from qsync_opt.runtimes.torch.capture.model import capture
+from qsync_opt.runtimes.torch.execution.capabilities import device_formats
+from qsync_opt.runtimes.torch.interception.interception import intercepted
+from qsync_opt.runtimes.torch.sensitivity.probes.gradient import probe_gains
+from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import Arriving, Seen, noisy_passes
+from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
+from qsync_opt.sensitivity.rectifiers import flipped_variance
+from qsync_opt.sensitivity.scores import sensitivities
 
 DRAWS = 60
 

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from qsync_opt.graph import OpGraph, Role
-from qsync_opt.onnx_reader import read_onnx
-from qsync_opt.roles import RoleTable
-from qsync_opt.runtimes.torch.capture import CapturedModel, capture
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.model.onnx.reader import read_onnx
+from qsync_opt.model.roles import RoleTable
+from qsync_opt.runtimes.torch.capture.model import CapturedModel, capture
 from qsync_opt.runtimes.torch.example_models import NAMES, Example
 
 TOKENS = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -104,7 +104,7 @@ def test_the_calls_can_be_run_again(one_known: tuple[Example, CapturedModel]) ->
 def test_names_are_the_same_in_another_process(tmp_path: Path, known: Known) -> None:
     script = tmp_path / "names.py"
     script.write_text(
-        "from qsync_opt.runtimes.torch.capture import capture\n"
+        "from qsync_opt.runtimes.torch.capture.model import capture\n"
         "from qsync_opt.runtimes.torch.example_models import example\n"
         "chosen = example('resnet50', small=True)\n"
         "print(capture(chosen.model, (), chosen.kwargs, name='resnet50').fingerprint())\n"
@@ -361,7 +361,7 @@ def test_outputs_of_unknown_types_do_not_matter() -> None:
 def test_tf32_of_convolutions_alone_may_be_set():
     script = """
 import torch
-from qsync_opt.runtimes.torch.capture import capture_model
+from qsync_opt.runtimes.torch.capture.model import capture_model
 for precision in ("ieee", "tf32"):
     torch.backends.cudnn.conv.fp32_precision = precision
     torch.backends.cudnn.rnn.fp32_precision = "ieee"

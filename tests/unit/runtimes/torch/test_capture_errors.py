@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import ModelError
-from qsync_opt.graph import Role
-from qsync_opt.roles import RoleTable
-from qsync_opt.runtimes.torch.capture import capture
-from qsync_opt.runtimes.torch.exporting import save_onnx
+from qsync_opt.model.graph import Role
+from qsync_opt.model.roles import RoleTable
+from qsync_opt.runtimes.torch.capture.export import save_onnx
+from qsync_opt.runtimes.torch.capture.model import capture
 
 X = torch.ones(2, 4)
 

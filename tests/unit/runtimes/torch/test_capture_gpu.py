@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.runtimes.torch.capture import capture, capture_model
+from qsync_opt.runtimes.torch.capture.model import capture, capture_model
 from qsync_opt.runtimes.torch.example_models import example
 
 pytestmark = pytest.mark.gpu

@@ -5,8 +5,13 @@ import torch
 import torch.distributed as dist
 
 from qsync_opt.errors import NotReadyError, ProblemError
-from qsync_opt.runtimes.torch import collectives
-from qsync_opt.runtimes.torch.collectives import CollectiveCost, measure_collectives, measure_slowdown, never_falling
+from qsync_opt.runtimes.torch.ddp import collectives
+from qsync_opt.runtimes.torch.ddp.collectives import (
+    CollectiveCost,
+    measure_collectives,
+    measure_slowdown,
+    never_falling,
+)
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 COST = CollectiveCost(

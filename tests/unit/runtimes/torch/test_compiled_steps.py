@@ -11,24 +11,27 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
-from qsync_opt.compiled_trace import HostCall
-from qsync_opt.device_profile import DeviceIdentity
+from qsync_opt.costs.profile import DeviceIdentity
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.kernels import float_modes
-from qsync_opt.runtimes.torch import compiled_recording, compiled_schedule, job_steps, job_timing
-from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply
-from qsync_opt.runtimes.torch.capture import capture
-from qsync_opt.runtimes.torch.compiled_recording import call_of, compiled_inside, outermost, record_compiled_plan
-from qsync_opt.runtimes.torch.compiled_schedule import annotated_operators, read_schedules, running_nodes
-from qsync_opt.runtimes.torch.job_options import PlanningOptions
-from qsync_opt.runtimes.torch.job_ways import Way
-from qsync_opt.runtimes.torch.measure import TrainingExample
-from qsync_opt.runtimes.torch.planning import auto_plan
-from qsync_opt.runtimes.torch.step_profile import fit_samples, record_plan
-from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper
-from qsync_opt.step_costs import StepCosts
-from qsync_opt.step_predictor import StepPredictor
-from qsync_opt.step_trace import BACKWARD, FORWARD, Range
+from qsync_opt.kernels.autograd import float_modes
+from qsync_opt.runtimes.torch.capture.model import capture
+from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply
+from qsync_opt.runtimes.torch.job import steps as job_steps
+from qsync_opt.runtimes.torch.job import timing as job_timing
+from qsync_opt.runtimes.torch.job.candidates import Way
+from qsync_opt.runtimes.torch.job.options import PlanningOptions
+from qsync_opt.runtimes.torch.job.planning import auto_plan
+from qsync_opt.runtimes.torch.steps import compiled as compiled_recording
+from qsync_opt.runtimes.torch.steps import compiled_schedule
+from qsync_opt.runtimes.torch.steps.compiled import call_of, compiled_inside, outermost, record_compiled_plan
+from qsync_opt.runtimes.torch.steps.compiled_schedule import annotated_operators, read_schedules, running_nodes
+from qsync_opt.runtimes.torch.steps.profile import fit_samples, record_plan
+from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper
+from qsync_opt.runtimes.torch.support.iteration import TrainingExample
+from qsync_opt.steps.compiled.trace import HostCall
+from qsync_opt.steps.costs import StepCosts
+from qsync_opt.steps.predictor import StepPredictor
+from qsync_opt.steps.trace import BACKWARD, FORWARD, Range
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),

@@ -5,16 +5,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from qsync_opt.buckets import BucketOptions, gradient_buckets
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
-from qsync_opt.runtimes.torch.capture import capture
-from qsync_opt.runtimes.torch.ddp import (
+from qsync_opt.runtimes.torch.capture.model import capture
+from qsync_opt.runtimes.torch.ddp.process_group import (
     bucket_assignment,
     fit_all_reduce,
     free_port,
     measure_all_reduce,
     process_group,
 )
+from qsync_opt.training.buckets import BucketOptions, gradient_buckets
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 

@@ -6,15 +6,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels import eight_bit, ops
-from qsync_opt.kernels.formats import E4M3, INT8
+from qsync_opt.kernels import ops
+from qsync_opt.kernels.autograd import products_eight as eight_bit
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.precision import formats_for
-from qsync_opt.rounding import Granularity
-from qsync_opt.runtimes.torch.gradient_probe import probe_gains
-from qsync_opt.runtimes.torch.statistics import collect_statistics
-from qsync_opt.statistics_file import statistics_from_json, statistics_to_json
-from qsync_opt.variances import NoiseOptions, variances
+from qsync_opt.kernels.quantize.formats import E4M3, INT8
+from qsync_opt.numerics.formats import formats_for
+from qsync_opt.numerics.rounding import Granularity
+from qsync_opt.runtimes.torch.sensitivity.probes.gradient import probe_gains
+from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
+from qsync_opt.sensitivity.statistics_file import statistics_from_json, statistics_to_json
+from qsync_opt.sensitivity.variances import NoiseOptions, variances
 
 FORMATS = formats_for(("INT8", "FP8"), "BF16")
 FORMATS_16 = formats_for(("INT8", "BF16"), "BF16")

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import ModelError, ProblemError
-from qsync_opt.runtimes.torch.apply import apply
-from qsync_opt.runtimes.torch.checkpoint_files import MANIFEST, MANIFEST_FORMAT, begin, file_facts, files_in, finish
-from qsync_opt.runtimes.torch.checkpoints import Checkpoints
+from qsync_opt.runtimes.torch.checkpoints.checkpoints import Checkpoints
+from qsync_opt.runtimes.torch.checkpoints.files import MANIFEST, MANIFEST_FORMAT, begin, file_facts, files_in, finish
+from qsync_opt.runtimes.torch.execution.plans import apply
 
 
 class Job:
@@ -124,7 +124,7 @@ def test_killed_between_taking_the_old_one_away_and_putting_the_new_one_in_its_p
         replace(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr("qsync_opt.runtimes.torch.checkpoint_files.os.replace", killed)
+        patch.setattr("qsync_opt.runtimes.torch.checkpoints.files.os.replace", killed)
         with pytest.raises(KeyboardInterrupt):
             finish(begin(folder, 1), 1, {}, 1)
     assert not path.exists()

@@ -3,9 +3,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_opt.runtimes.torch.gradient_noise import GradientScatter
-from qsync_opt.runtimes.torch.statistics import collect_statistics
-from qsync_opt.statistics_merge import merge_statistics
+from qsync_opt.runtimes.torch.sensitivity.records.gradient_noise import GradientScatter
+from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
+from qsync_opt.sensitivity.merging import merge_statistics
 
 
 class Net(nn.Module):

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.runtimes.torch import job_timing
-from qsync_opt.runtimes.torch.apply import ApplyOptions, applied_plan, apply
-from qsync_opt.runtimes.torch.job_ways import Way, choose, everywhere
-from qsync_opt.runtimes.torch.measure import TrainingExample
+from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply
+from qsync_opt.runtimes.torch.job import timing as job_timing
+from qsync_opt.runtimes.torch.job.candidates import Way, choose, everywhere
+from qsync_opt.runtimes.torch.support.iteration import TrainingExample
 
 LIMIT = 1 << 40
 

@@ -10,18 +10,24 @@ from hypothesis import strategies as st
 from torch import nn
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.runtimes.torch import job_racing
-from qsync_opt.runtimes.torch.apply import applied_plan
-from qsync_opt.runtimes.torch.job_file import load_job, save_job, with_speed, with_workers
-from qsync_opt.runtimes.torch.job_finalists import best_step, finalists, predicted_step_ns, rounds_of, timed_together
-from qsync_opt.runtimes.torch.job_measuring import Job, example_of
-from qsync_opt.runtimes.torch.job_options import PlanningOptions
-from qsync_opt.runtimes.torch.job_steps import profile_job_steps
-from qsync_opt.runtimes.torch.job_ways import StepTime, Way, choose, everywhere, step_ns
-from qsync_opt.runtimes.torch.measure import TrainingExample
-from qsync_opt.runtimes.torch.paired_rounds import paired_medians
-from qsync_opt.runtimes.torch.planning import auto_plan, plan_job
-from qsync_opt.runtimes.torch.sized_batches import batch_size, sized, split
+from qsync_opt.runtimes.torch.execution.plans import applied_plan
+from qsync_opt.runtimes.torch.job import racing as job_racing
+from qsync_opt.runtimes.torch.job.candidates import StepTime, Way, choose, everywhere, step_ns
+from qsync_opt.runtimes.torch.job.file import load_job, save_job, with_speed, with_workers
+from qsync_opt.runtimes.torch.job.job_finalists import (
+    best_step,
+    finalists,
+    predicted_step_ns,
+    rounds_of,
+    timed_together,
+)
+from qsync_opt.runtimes.torch.job.measuring import Job, example_of
+from qsync_opt.runtimes.torch.job.options import PlanningOptions
+from qsync_opt.runtimes.torch.job.paired_rounds import paired_medians
+from qsync_opt.runtimes.torch.job.planning import auto_plan, plan_job
+from qsync_opt.runtimes.torch.job.sized_batches import batch_size, sized, split
+from qsync_opt.runtimes.torch.job.steps import profile_job_steps
+from qsync_opt.runtimes.torch.support.iteration import TrainingExample
 
 HUGE = 1 << 60
 NAMES = ("a/linear", "b/linear")
@@ -572,7 +578,7 @@ def test_a_precision_that_the_device_refuses_is_left_out(job, monkeypatch, caplo
         return real(self)
 
     monkeypatch.setattr(TrainingExample, "forward", forward)
-    from qsync_opt.runtimes.torch.capture import capture_model
+    from qsync_opt.runtimes.torch.capture.model import capture_model
 
     graph = capture_model(job.model, job.example.args, {}).graph
     found = profile_job_steps(job.example, graph, None, precisions=("BF16", "INT8"))

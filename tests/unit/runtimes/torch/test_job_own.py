@@ -7,14 +7,14 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsync_opt.baselines import uniform_plan
-from qsync_opt.evaluation import evaluate_device
-from qsync_opt.graph import Role
-from qsync_opt.propagation import propagate
-from qsync_opt.runtimes.torch.job_own import own_plans
-from qsync_opt.runtimes.torch.job_timing import own_ways, ways_of
-from qsync_opt.runtimes.torch.job_ways import OWN, OWN_UNSCALED, SIZED_NOISE, Way, everywhere
-from qsync_opt.testing import buckets, random_problem
+from qsync_opt.model.graph import Role
+from qsync_opt.runtimes.torch.job.candidates import OWN, OWN_UNSCALED, SIZED_NOISE, Way, everywhere
+from qsync_opt.runtimes.torch.job.job_own import own_plans
+from qsync_opt.runtimes.torch.job.timing import own_ways, ways_of
+from qsync_opt.testing.problems import buckets, random_problem
+from qsync_opt.training.baselines import uniform_plan
+from qsync_opt.training.evaluation import evaluate_device
+from qsync_opt.training.propagation import propagate
 
 
 def evaluated(problem, device, plan):

@@ -3,15 +3,15 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.indicator import sensitivities
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.horizon import divides_by_squares
-from qsync_opt.runtimes.torch.job_measuring import Job, example_of
-from qsync_opt.runtimes.torch.job_options import PlanningOptions
-from qsync_opt.runtimes.torch.job_sensitivities import job_indicator, noise_of
-from qsync_opt.runtimes.torch.planning import auto_plan
-from qsync_opt.runtimes.torch.statistics import collect_statistics
-from qsync_opt.variances import NoiseOptions
+from qsync_opt.runtimes.torch.job.horizon import divides_by_squares
+from qsync_opt.runtimes.torch.job.job_sensitivities import job_indicator, noise_of
+from qsync_opt.runtimes.torch.job.measuring import Job, example_of
+from qsync_opt.runtimes.torch.job.options import PlanningOptions
+from qsync_opt.runtimes.torch.job.planning import auto_plan
+from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
+from qsync_opt.sensitivity.scores import sensitivities
+from qsync_opt.sensitivity.variances import NoiseOptions
 
 
 def make():

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.runtimes.torch import loss_scaling
-from qsync_opt.runtimes.torch.apply import apply
-from qsync_opt.runtimes.torch.ddp import free_port, process_group
-from qsync_opt.runtimes.torch.loss_scaling import LossScaler
+from qsync_opt.runtimes.torch.ddp.process_group import free_port, process_group
+from qsync_opt.runtimes.torch.execution import loss_scaling
+from qsync_opt.runtimes.torch.execution.loss_scaling import LossScaler
+from qsync_opt.runtimes.torch.execution.plans import apply
 
 
 @pytest.fixture(scope="module")

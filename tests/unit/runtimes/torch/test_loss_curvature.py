@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_opt.runtimes.torch import loss_curvature
-from qsync_opt.runtimes.torch.random_signs import RandomSigns
+from qsync_opt.runtimes.torch.sensitivity.random_signs import RandomSigns
+from qsync_opt.runtimes.torch.sensitivity.records import loss_curvature
 
 
 def call(function, *args, **kwargs):

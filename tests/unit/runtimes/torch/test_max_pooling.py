@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_opt.flips import flipped_variance
-from qsync_opt.indicator import sensitivities
-from qsync_opt.runtimes.torch.arriving_noise import noisy_passes
-from qsync_opt.runtimes.torch.capabilities import device_formats
-from qsync_opt.runtimes.torch.capture import capture
-from qsync_opt.runtimes.torch.gradient_probe import probe_gains
-from qsync_opt.runtimes.torch.max_pooling import contest, pool_call
-from qsync_opt.runtimes.torch.statistics import collect_statistics
+from qsync_opt.runtimes.torch.capture.model import capture
+from qsync_opt.runtimes.torch.execution.capabilities import device_formats
+from qsync_opt.runtimes.torch.sensitivity.probes.gradient import probe_gains
+from qsync_opt.runtimes.torch.sensitivity.probes.max_pooling import contest, pool_call
+from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import noisy_passes
+from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
+from qsync_opt.sensitivity.rectifiers import flipped_variance
+from qsync_opt.sensitivity.scores import sensitivities
 
 POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 

@@ -6,16 +6,19 @@ import pytest
 import torch
 from torch import nn
 
+from qsync_opt.costs.estimates import estimate_lines
 from qsync_opt.errors import NotReadyError, ProblemError, SolverError, UnsupportedError
-from qsync_opt.estimates import estimate_lines
-from qsync_opt.evaluation import evaluate
-from qsync_opt.measurement_cache import default_cache_folder
-from qsync_opt.runtimes.torch import job_measuring, job_sensitivities, job_steps, planning, step_profile
-from qsync_opt.runtimes.torch.apply import applied_plan, apply, undo
-from qsync_opt.runtimes.torch.job_options import PlanningOptions, cache_folder
-from qsync_opt.runtimes.torch.job_plan import Alternative, verdict
-from qsync_opt.runtimes.torch.planning import auto_plan, plan_job
-from qsync_opt.runtimes.torch.trial import Trial
+from qsync_opt.io.cache import default_cache_folder
+from qsync_opt.runtimes.torch.execution.plans import applied_plan, apply, undo
+from qsync_opt.runtimes.torch.job import job_sensitivities, planning
+from qsync_opt.runtimes.torch.job import measuring as job_measuring
+from qsync_opt.runtimes.torch.job import steps as job_steps
+from qsync_opt.runtimes.torch.job.options import PlanningOptions, cache_folder
+from qsync_opt.runtimes.torch.job.plan import Alternative, verdict
+from qsync_opt.runtimes.torch.job.planning import auto_plan, plan_job
+from qsync_opt.runtimes.torch.profiling.trial import Trial
+from qsync_opt.runtimes.torch.steps import profile as step_profile
+from qsync_opt.training.evaluation import evaluate
 
 
 class Net(nn.Module):

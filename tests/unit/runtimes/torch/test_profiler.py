@@ -8,21 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qsync_opt.baselines import uniform_plan
-from qsync_opt.build import build_problem
-from qsync_opt.device_profile import DeviceProfile, load_profile
+from qsync_opt.costs.profile import DeviceProfile, load_profile
 from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
-from qsync_opt.evaluation import evaluate
-from qsync_opt.graph import Role
 from qsync_opt.kernels import ops
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch import profile_run
-from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
-from qsync_opt.runtimes.torch.measure import TrainingExample
-from qsync_opt.runtimes.torch.operator_bench import OperatorBench
-from qsync_opt.runtimes.torch.profiler import profile, wanted_formats
-from qsync_opt.runtimes.torch.stopwatch import Elapsed, make_stopwatch
-from qsync_opt.synthetic import make_cluster, make_sensitivities
+from qsync_opt.model.graph import Role
+from qsync_opt.runtimes.torch.capture.model import CapturedModel, capture_model
+from qsync_opt.runtimes.torch.profiling import profile_run
+from qsync_opt.runtimes.torch.profiling.operators import OperatorBench
+from qsync_opt.runtimes.torch.profiling.profiler import profile, wanted_formats
+from qsync_opt.runtimes.torch.support.iteration import TrainingExample
+from qsync_opt.runtimes.torch.support.timing import Elapsed, make_stopwatch
+from qsync_opt.testing.synthetic import make_cluster, make_sensitivities
+from qsync_opt.training.baselines import uniform_plan
+from qsync_opt.training.build import build_problem
+from qsync_opt.training.evaluation import evaluate
 
 
 class Block(nn.Module):
@@ -274,7 +274,7 @@ def test_quantization_is_counted_once(gpt: Any, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(ops, "execute", execute)
     monkeypatch.setattr(ops, "cast", cast)
-    monkeypatch.setattr("qsync_opt.runtimes.torch.profiler.make_stopwatch", lambda device: watch)
+    monkeypatch.setattr("qsync_opt.runtimes.torch.profiling.profiler.make_stopwatch", lambda device: watch)
     result = profile(captured, "cpu", progress=False, repeats=2)
     costs = result.cost("blocks.0.up/linear")
     assert costs["BF16"].forward_ns == costs["FP32"].forward_ns == 1_000_000

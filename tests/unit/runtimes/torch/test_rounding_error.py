@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.precision import formats_for
-from qsync_opt.rounding import Granularity, noise_kinds
-from qsync_opt.runtimes.torch import reductions, rounding_error
-from qsync_opt.runtimes.torch.attention_error import attention_call, attention_errors
-from qsync_opt.runtimes.torch.rounding_error import Wanted, answered, paired_errors, stacked_errors
-from qsync_opt.runtimes.torch.statistics import collect_statistics
-from qsync_opt.variances import NoiseOptions, variances
+from qsync_opt.numerics.formats import formats_for
+from qsync_opt.numerics.rounding import Granularity, noise_kinds
+from qsync_opt.runtimes.torch.sensitivity import errors as rounding_error
+from qsync_opt.runtimes.torch.sensitivity import reductions
+from qsync_opt.runtimes.torch.sensitivity.attention_error import attention_call, attention_errors
+from qsync_opt.runtimes.torch.sensitivity.errors import Wanted, answered, paired_errors, stacked_errors
+from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
+from qsync_opt.sensitivity.variances import NoiseOptions, variances
 
 KINDS = (*noise_kinds(scaled=True), "E5M2/tensor")
 # Mantissa bits, smallest exponent of a normal number, largest number.

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_opt.runtimes.torch.operator_calls import OperatorCall
-from qsync_opt.runtimes.torch.second_derivatives import batch_norm_twice, product_twice
+from qsync_opt.runtimes.torch.interception.operator_calls import OperatorCall
+from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import batch_norm_twice, product_twice
 
 
 def _twice(run, operands, *, seed=3):

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_opt.runtimes.torch.operator_calls import OperatorCall
-from qsync_opt.runtimes.torch.reductions import channel_variances
-from qsync_opt.runtimes.torch.signal_numbers import normalized, signals_on_host
+from qsync_opt.runtimes.torch.interception.operator_calls import OperatorCall
+from qsync_opt.runtimes.torch.sensitivity.records.signals import normalized, signals_on_host
+from qsync_opt.runtimes.torch.sensitivity.reductions import channel_variances
 
 
 def _growth(seen):

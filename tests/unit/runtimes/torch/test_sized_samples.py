@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.precision import formats_for
-from qsync_opt.rounding import Granularity
-from qsync_opt.runtimes.torch.rounding_error import fixed_point_errors, stacked_errors
-from qsync_opt.runtimes.torch.sized_samples import (
+from qsync_opt.numerics.formats import formats_for
+from qsync_opt.numerics.rounding import Granularity
+from qsync_opt.runtimes.torch.sensitivity.errors import fixed_point_errors, stacked_errors
+from qsync_opt.runtimes.torch.sensitivity.samples import (
     Positions,
     even_positions,
     even_runs,
@@ -16,8 +16,8 @@ from qsync_opt.runtimes.torch.sized_samples import (
     runs_by_size,
     weights_by_size,
 )
-from qsync_opt.runtimes.torch.statistics import collect_statistics
-from qsync_opt.variances import NoiseOptions, variances
+from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
+from qsync_opt.sensitivity.variances import NoiseOptions, variances
 
 
 @pytest.fixture(autouse=True)

@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt.errors import ModelError, ProblemError
-from qsync_opt.precision import PrecisionFormats
-from qsync_opt.rounding import Granularity, Rounding
-from qsync_opt.runtimes.torch.capture import capture
-from qsync_opt.runtimes.torch.statistics import collect_statistics
-from qsync_opt.statistics import OperatorKind
-from qsync_opt.statistics_file import statistics_from_json, statistics_to_json
-from qsync_opt.statistics_merge import merge_statistics
-from qsync_opt.variances import NoiseOptions, variances
+from qsync_opt.numerics.formats import PrecisionFormats
+from qsync_opt.numerics.rounding import Granularity, Rounding
+from qsync_opt.runtimes.torch.capture.model import capture
+from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
+from qsync_opt.sensitivity.merging import merge_statistics
+from qsync_opt.sensitivity.statistics import OperatorKind
+from qsync_opt.sensitivity.statistics_file import statistics_from_json, statistics_to_json
+from qsync_opt.sensitivity.variances import NoiseOptions, variances
 
 FULL = PrecisionFormats(output="FP32", gradient_input="FP32", gradient_output="FP32")
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.graph import Role
-from qsync_opt.runtimes.torch.apply import apply, undo
-from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.model.graph import Role
+from qsync_opt.runtimes.torch.capture.model import capture
 from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
-from qsync_opt.runtimes.torch.measure import TrainingExample
-from qsync_opt.runtimes.torch.step_labels import read_events
-from qsync_opt.runtimes.torch.step_profile import profile_steps
-from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper, trace_steps
-from qsync_opt.step_predictor import StepPredictor
-from qsync_opt.step_trace import PHASES
+from qsync_opt.runtimes.torch.execution.plans import apply, undo
+from qsync_opt.runtimes.torch.steps.profile import profile_steps
+from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper, trace_steps
+from qsync_opt.runtimes.torch.steps.step_labels import read_events
+from qsync_opt.runtimes.torch.support.iteration import TrainingExample
+from qsync_opt.steps.predictor import StepPredictor
+from qsync_opt.steps.trace import PHASES
 
 FEW = RecordingOptions(warm_up=2, repeats=2, traced=2, clip_norm=1.0)
 

@@ -8,23 +8,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qsync_opt.cli import main
+from qsync_opt.cli.app import main
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
-from qsync_opt.graph import Role
-from qsync_opt.graph_file import save_graph
-from qsync_opt.plan import Plan
-from qsync_opt.runtimes.torch import step_profile
-from qsync_opt.runtimes.torch.apply import applied_plan, apply, undo
-from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.model.graph import Role
+from qsync_opt.model.graph_file import save_graph
+from qsync_opt.runtimes.torch.capture.model import capture
 from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
-from qsync_opt.runtimes.torch.measure import TrainingExample
-from qsync_opt.runtimes.torch.step_labels import read_events, step_labels
-from qsync_opt.runtimes.torch.step_profile import profile_steps, record_plan, record_steps
-from qsync_opt.runtimes.torch.step_recording import RecordingOptions, Stepper
-from qsync_opt.step_costs import StepCosts
-from qsync_opt.step_predictor import StepPredictor
-from qsync_opt.step_scaling import scaled_operators
-from qsync_opt.step_trace import FORWARD, PHASES, charge
+from qsync_opt.runtimes.torch.execution.plans import applied_plan, apply, undo
+from qsync_opt.runtimes.torch.steps import profile as step_profile
+from qsync_opt.runtimes.torch.steps.profile import profile_steps, record_plan, record_steps
+from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper
+from qsync_opt.runtimes.torch.steps.step_labels import read_events, step_labels
+from qsync_opt.runtimes.torch.support.iteration import TrainingExample
+from qsync_opt.steps.costs import StepCosts
+from qsync_opt.steps.predictor import StepPredictor
+from qsync_opt.steps.step_scaling import scaled_operators
+from qsync_opt.steps.trace import FORWARD, PHASES, charge
+from qsync_opt.training.plan import Plan
 
 FEW = RecordingOptions(warm_up=1, repeats=1, traced=1)
 

@@ -2,10 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.runtimes.torch.capture import capture
-from qsync_opt.runtimes.torch.measure import TrainingExample
-from qsync_opt.runtimes.torch.statistics import collect_statistics
-from qsync_opt.runtimes.torch.unchanged import model_unchanged
+from qsync_opt.runtimes.torch.capture.model import capture
+from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
+from qsync_opt.runtimes.torch.support.iteration import TrainingExample
+from qsync_opt.runtimes.torch.support.unchanged import model_unchanged
 
 X = torch.ones(2, 4)
 

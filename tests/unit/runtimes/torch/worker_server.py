@@ -11,8 +11,8 @@ import runpy
 import sys
 import warnings
 
-import qsync_opt.runtimes.torch.capture
-import qsync_opt.runtimes.torch.planning  # noqa: F401  (loaded for the scripts)
+import qsync_opt.runtimes.torch.capture.model
+import qsync_opt.runtimes.torch.job.planning  # noqa: F401  (loaded for the scripts)
 
 
 def redirect(path, number):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.jsonio import write_json
+from qsync_opt.io.codec import write_json
 from qsync_opt.runtimes.torch.demo.model import GptConfig
 from qsync_opt.runtimes.torch.demo.settings import DemoOptions, WorkerSpec, load_spec
 

@@ -1,0 +1,76 @@
+"""What a solver must be able to do for a formulation: take a linear model, give back a point, a bound and a status."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+from qsync_opt.formulations.linear.model import LinearModel
+
+
+class LinearStatus(enum.StrEnum):
+    """Why a solver stopped, in one vocabulary for all of them."""
+
+    OPTIMAL = "optimal"
+    """The point is best, to the relative gap that was asked for."""
+    LIMIT = "limit"
+    """A limit (time, memory, interrupt) ended it; there may be a point."""
+    INFEASIBLE = "infeasible"
+    UNBOUNDED = "unbounded"
+    INFEASIBLE_OR_UNBOUNDED = "infeasible_or_unbounded"
+    ERROR = "error"
+    """Anything else; ``native`` keeps the solver's own words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearOptions:
+    """How to solve: limits in seconds, gaps at which to stop, and a seed for repeatable runs.
+
+    ``node_limit`` bounds the solver's search tree; a solver that cannot count its nodes sets it aside. Without
+    ``restarts`` a solver that can be told so does not begin its tree anew when it has fixed many columns.
+    """
+
+    time_limit_s: float | None = None
+    relative_gap: float = 0.0
+    absolute_gap: float = 0.0
+    node_limit: int | None = None
+    restarts: bool = True
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearResult:
+    """A solver's claim: nothing in it has been checked.
+
+    ``values`` has one number per column, or is None; ``bound`` is a lower bound on the objective, or None.
+    """
+
+    status: LinearStatus
+    values: tuple[float, ...] | None
+    bound: float | None
+    native: str
+
+
+class LinearSolver(Protocol):
+    """A solver of linear models with whole columns.
+
+    ``name`` and ``version`` identify it in results. ``continuous`` is False for solvers that take whole columns and
+    whole coefficients only.
+    """
+
+    name: str
+    continuous: bool
+
+    @property
+    def version(self) -> str:
+        """Version of the solver or of the package that holds it."""
+        ...
+
+    def solve(self, model: LinearModel, options: LinearOptions) -> LinearResult:
+        """Minimise.
+
+        Raises:
+            SolverError: The solver itself failed; its exception is the cause.
+        """
+        ...

@@ -1,0 +1,67 @@
+"""Proved optima by bound and fix: price the limits, rule out what prices settle, search the rest to the end.
+
+    minimise    sum of sensitivities
+    subject to  R_k(x) <= latency limit - optimizer - sum of all-reduces from k on, for every bucket k and the end,
+                memory(x) <= memory limit, dependent operators follow their inputs
+
+R_k is a sum over operators and casts, so for prices of these rows the least priced cost is found exactly by dynamic
+programming over the graph of operators, and is a lower bound. Choices whose least priced cost reaches the best known
+plan are ruled out for good. What is left is searched by dynamic programming over partial plans, bounded by tables that
+keep one row exactly and price the others; where plans that share the bound disagree about a join, the two cases are
+taken apart. Proof is to a relative gap of 1e-6 or better.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qsync_opt.formulations.assignment.effort import PASSES, SOLVER_PASSES, Effort
+from qsync_opt.formulations.linear.solver import LinearSolver
+from qsync_opt.formulations.training.certified import plan_certified
+from qsync_opt.formulations.training.greedy import greedy_effort
+from qsync_opt.registry import Kind, create, default_solver
+from qsync_opt.training.problem import Problem
+from qsync_opt.training.solution import Answer, SolveOptions
+
+_ENOUGH = 5e-7
+"""Half of what counts as proved: closer than this, no dear search is begun."""
+_FIRST_PASSES = 2
+
+
+def exact_effort(gap: float, solver: LinearSolver | None) -> Effort:
+    """How hard to search for a proof; ``solver`` closes what bounded searches leave open, if there is one."""
+    passes = PASSES if solver is None else SOLVER_PASSES
+    return Effort(gap=gap, enough=_ENOUGH, passes=passes, join_passes=2, solver=solver)
+
+
+def _first_effort(gap: float) -> Effort:
+    """A first plan as of `greedy`, without its widest searches and splits: what they find the proof finds anyway."""
+    effort = greedy_effort(gap)
+    return replace(effort, passes=effort.passes[:_FIRST_PASSES], joins_only=True, tree_passes=None)
+
+
+class ExactFormulation:
+    """Optimal plans with proof; see the module.
+
+    What these searches leave open goes to a solver of linear programs: the one that is named, or the first that is
+    installed. Without any, wider and wider searches take its place.
+
+    Source: ours; cutting planes, reduced-cost fixing and bounded dynamic programming are standard.
+    """
+
+    def solve(self, problem: Problem, options: SolveOptions) -> Answer:
+        """Plan every device type; see `Formulation.solve`."""
+        choice = options.solver or default_solver()
+        solver: LinearSolver | None = None if choice is None else create(Kind.SOLVER, choice)
+        answer = plan_certified(
+            problem,
+            [_first_effort(options.gap), exact_effort(options.gap, solver)],
+            time_limit_s=options.time_limit_s,
+            start=options.start,
+            tied=options.tied,
+        )
+        return answer if options.solver is None or solver is None else replace(answer, solver=_label(solver))
+
+
+def _label(solver: LinearSolver) -> str:
+    return f"{solver.name} {solver.version}"

@@ -1,0 +1,204 @@
+"""Proved optima: the integer program of `ilp` on each device type, scaled around the greedy plan."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from qsync_opt.errors import NotInstalledError, SolverError
+from qsync_opt.formulations.linear.solver import LinearOptions, LinearSolver, LinearStatus
+from qsync_opt.formulations.training.ilp.assignment import Assignment, Choice
+from qsync_opt.formulations.training.ilp.device_model import build_assignment, read_back
+from qsync_opt.formulations.training.ilp.least import Run, run
+from qsync_opt.formulations.training.ilp.least_part import explain_infeasible
+from qsync_opt.formulations.training.paper_greedy import fast_start, keeps_limits, recover
+from qsync_opt.formulations.training.segments import peers_ns
+from qsync_opt.registry import Kind, create, default_solver
+from qsync_opt.training.problem import Problem, ProblemDevice
+from qsync_opt.training.solution import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
+
+_OBJECTIVE_SCALE = 1e3
+"""The incumbent's cost in units of the objective: solvers' absolute gaps of about 1e-6 are then 1e-9 of it."""
+_FALL = 1e3
+"""When the incumbent falls by more than this, the scale was wrong and the solve is repeated."""
+_START_SHARE = 0.1
+"""Most of the time limit that the search for a plan to scale by may take."""
+_NO_SOLVER = "method 'ilp' needs a solver and none is installed; install one: pip install 'qsync-opt[solvers]'"
+
+
+@dataclass(slots=True)
+class _DeviceAnswer:
+    """What is known of one device; ``labels`` and ``cost`` are None without a plan, ``bound`` is always valid.
+
+    ``cost`` and ``bound`` are above ``lowest``, which every plan pays: their differences are far smaller than it at
+    times, and would drown in its rounding.
+    """
+
+    status: LinearStatus
+    lowest: float
+    labels: Mapping[str, str] | None = None
+    cost: float | None = None
+    bound: float = 0.0
+    build_seconds: float = 0.0
+    solve_seconds: float = 0.0
+
+
+class IlpFormulation:
+    """The integer linear program, solved to a proved optimum or to the gap or time that is asked for.
+
+    Source: `ilp`; the reductions around an incumbent are ours.
+    """
+
+    def solve(self, problem: Problem, options: SolveOptions) -> Answer:
+        """Plan every device type; see `Formulation.solve`."""
+        started = time.monotonic()
+        deadline = math.inf if options.time_limit_s is None else started + options.time_limit_s
+        choice = options.solver or default_solver()
+        if choice is None:
+            raise NotInstalledError(_NO_SOLVER)
+        solver: LinearSolver = create(Kind.SOLVER, choice)
+        label = f"{solver.name} {solver.version}"
+        if peers_ns(problem) > problem.latency_limit_ns:
+            return _infeasible(problem, solver, deadline, label, [])
+        answers: list[_DeviceAnswer] = []
+        for left, device in zip(range(len(problem.devices), 0, -1), problem.devices, strict=True):
+            share = math.inf if math.isinf(deadline) else max(0.0, deadline - time.monotonic()) / left
+            answers.append(_solve_device(problem, device, solver, options.gap, time.monotonic() + share))
+            if answers[-1].status is LinearStatus.INFEASIBLE:
+                return _infeasible(problem, solver, deadline, label, answers)
+        return _merge(problem, answers, label, options.gap)
+
+
+def _infeasible(
+    problem: Problem, solver: LinearSolver, deadline: float, label: str, answers: list[_DeviceAnswer]
+) -> Answer:
+    verdict = explain_infeasible(problem, solver, deadline)
+    reason = "the solver proved that no plan keeps the limits; there was no time to find out which limit is at fault"
+    return Answer(
+        termination=TerminationStatus.INFEASIBLE,
+        solver=label,
+        build_seconds=sum(answer.build_seconds for answer in answers),
+        solve_seconds=sum(answer.solve_seconds for answer in answers),
+        reason=verdict.reason if verdict is not None and verdict.proved else reason,
+    )
+
+
+def _merge(problem: Problem, answers: list[_DeviceAnswer], label: str, gap: float) -> Answer:
+    """Device types share only the latency limit, so objectives and bounds add up."""
+    bound = math.fsum(part for answer in answers for part in (answer.lowest, answer.bound))
+    held = all(answer.labels is not None for answer in answers)
+    objective = math.fsum(part for answer in answers for part in (answer.lowest, answer.cost or 0.0)) if held else None
+    reached = relative_gap(objective, bound)
+    if reached is not None and reached <= PROOF_GAP:
+        termination = TerminationStatus.OPTIMAL
+    elif all(answer.status is LinearStatus.OPTIMAL for answer in answers) or (reached is not None and reached <= gap):
+        termination = TerminationStatus.FEASIBLE
+    elif any(answer.status is LinearStatus.ERROR for answer in answers) and not held:
+        termination = TerminationStatus.ERROR
+    else:
+        termination = TerminationStatus.TIME_LIMIT
+    return Answer(
+        termination=termination,
+        devices={
+            device.name: read_back(problem, device, dict(answer.labels or {}))
+            for device, answer in zip(problem.devices, answers, strict=True)
+        }
+        if held
+        else None,
+        objective=objective,
+        bound=bound,
+        solver=label,
+        build_seconds=sum(answer.build_seconds for answer in answers),
+        solve_seconds=sum(answer.solve_seconds for answer in answers),
+        reason=None if held else "no plan within the limits was found in the time allowed, which proves nothing",
+    )
+
+
+def _solve_device(
+    problem: Problem, device: ProblemDevice, solver: LinearSolver, gap: float, deadline: float
+) -> _DeviceAnswer:
+    started = time.monotonic()
+    assignment = build_assignment(problem, device)
+    shifted, lowest = _shift(assignment)
+    answer = _DeviceAnswer(LinearStatus.LIMIT, lowest, build_seconds=time.monotonic() - started)
+    started = time.monotonic()
+    # On large problems the start could take all the time that the solver should have.
+    start_by = started + _START_SHARE * max(0.0, deadline - started)
+    state = fast_start(problem, device, start_by)
+    if keeps_limits(state):
+        recover(state, passes=None, deadline=start_by)
+        chosen = state.choices()
+        answer.labels = {node.name: chosen[node.name] for _, node in shifted.choices}
+        answer.cost = shifted.cost(shifted.states(answer.labels))
+    answer.solve_seconds = time.monotonic() - started
+    while time.monotonic() < deadline:
+        if answer.cost == 0.0:
+            answer.status = LinearStatus.OPTIMAL  # nothing can be below every minimum
+            return answer
+        scale = _highest(shifted) if answer.cost is None else answer.cost
+        left_s = deadline - time.monotonic()
+        found = run(
+            shifted,
+            solver,
+            cost_unit=max(scale / _OBJECTIVE_SCALE, sys.float_info.min),  # a share of the least float is 0
+            allowed=_allowed(shifted, answer.cost),
+            options=LinearOptions(time_limit_s=None if math.isinf(left_s) else left_s, relative_gap=gap),
+        )
+        if _take(answer, found, solver) or answer.cost is None or answer.cost * _FALL >= scale:
+            return answer
+    return answer
+
+
+def _take(answer: _DeviceAnswer, found: Run, solver: LinearSolver) -> bool:
+    """Fold a solver's answer in; return True if nothing more is to be learnt."""
+    answer.build_seconds += found.build_seconds
+    answer.solve_seconds += found.solve_seconds
+    answer.status = found.status
+    if found.status in (LinearStatus.INFEASIBLE, LinearStatus.INFEASIBLE_OR_UNBOUNDED):
+        if answer.labels is not None:
+            raise SolverError(f"{solver.name} calls a problem infeasible ({found.native}) that has a plan at hand")
+        answer.status = LinearStatus.INFEASIBLE  # costs are never negative, so it is not unbounded
+        return True
+    if found.status in (LinearStatus.UNBOUNDED, LinearStatus.ERROR):
+        raise SolverError(f"{solver.name} failed: {found.native}; use another solver")
+    if found.bound is not None:
+        # Labels left out for costing more than the incumbent do not weaken the bound below the incumbent itself.
+        ceiling = answer.cost if answer.cost is not None else math.inf
+        answer.bound = max(answer.bound, min(found.bound, ceiling))
+    if found.value is not None and (answer.cost is None or found.value < answer.cost):
+        answer.labels, answer.cost = found.labels, found.value
+    if answer.cost is not None:
+        answer.bound = min(answer.bound, answer.cost)
+    return found.status is not LinearStatus.OPTIMAL
+
+
+def _shift(assignment: Assignment) -> tuple[Assignment, float]:
+    """The assignment with every choice's least cost taken out, and the sum of what was taken.
+
+    The scale of the objective is then set by what can be decided, not by what every plan pays.
+    """
+    nodes = tuple(
+        replace(node, cost_S=node.cost_S - node.cost_S.min()) if isinstance(node, Choice) else node
+        for node in assignment.nodes
+    )
+    least = math.fsum([assignment.constant_cost, *(float(node.cost_S.min()) for _, node in assignment.choices)])
+    return replace(assignment, nodes=nodes, constant_cost=0.0), least
+
+
+def _highest(shifted: Assignment) -> float:
+    """A positive scale where there is no plan to scale by."""
+    return max((float(node.cost_S.max()) for node in shifted.nodes), default=0.0) or 1.0
+
+
+def _allowed(shifted: Assignment, budget: float | None) -> dict[str, frozenset[str]] | None:
+    """Labels that a plan better than the incumbent can take: each other one alone costs more than ``budget``."""
+    if budget is None:
+        return None
+    most = budget * (1 + 1e-9)
+    return {
+        node.name: frozenset(label for label, own in zip(node.labels, node.cost_S, strict=True) if own <= most)
+        for _, node in shifted.choices
+    }

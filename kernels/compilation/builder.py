@@ -1,0 +1,234 @@
+"""Compile the CUDA kernels: one shared library per unit and list of targets, built once and kept on disk.
+
+A unit is the sources ``csrc/cuda/<unit>*.cu`` and ``.cpp``. A source whose name ends in ``_sm75``, ``_sm80``, ``_sm89``
+or ``_sm90`` (or has it followed by another word: ``matmul_sm90_int8.cu``) is compiled only for the targets of that code
+path. A library's name holds a digest of everything it depends on; it is written to a temporary name and renamed, under
+a lock, so that processes that build at the same time neither disturb each other nor build twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import hashlib
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qsync_opt.errors import NotReadyError, QSyncError, UnsupportedError
+from qsync_opt.io.cache import default_cache_folder
+from qsync_opt.kernels.compilation import compiler
+from qsync_opt.kernels.compilation.toolchain import find_toolchain
+
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
+CACHE_VARIABLE = "QSYNC_KERNEL_CACHE"
+TARGET_VARIABLE = "QSYNC_KERNEL_TARGET"
+TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a")
+# Which targets compile a source that belongs to one code path.
+_PATHS: dict[str, tuple[str, ...]] = {
+    "75": ("sm_75",),
+    "80": ("sm_80", "sm_86", "sm_89"),
+    "89": ("sm_89",),
+    "90": ("sm_90a",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Kernels that are compiled and loaded together.
+
+    Attributes:
+        name: Stem that its sources' names begin with.
+        targets: Targets it has a code path for.
+    """
+
+    name: str
+    targets: tuple[str, ...] = TARGETS
+
+
+UNITS: dict[str, Unit] = {
+    unit.name: unit
+    for unit in (
+        Unit(name="quantize"),
+        Unit(name="matmul"),
+        Unit(name="convolution"),
+    )
+}
+
+
+def target_of(capability: tuple[int, int]) -> str:
+    """The target whose code a card of a compute capability runs.
+
+    ``QSYNC_KERNEL_TARGET`` overrides it, for trying an older target's code path on a newer card (through PTX).
+
+    Raises:
+        UnsupportedError: The card is older than every target, or the variable names none.
+    """
+    forced = os.environ.get(TARGET_VARIABLE)
+    if forced:
+        if forced not in TARGETS:
+            raise UnsupportedError(f"{TARGET_VARIABLE}={forced!r}: allowed are {', '.join(TARGETS)}")
+        return forced
+    if capability[0] == 9:
+        return "sm_90a"  # code for 9.0a runs nowhere else, not even on later cards
+    numbers = {target: divmod(int(target[3:]), 10) for target in TARGETS if not target.endswith("a")}
+    fitting = [target for target, number in numbers.items() if number <= capability]
+    if not fitting:
+        raise UnsupportedError(
+            f"a card of compute capability {capability[0]}.{capability[1]}: kernels need 7.5 or later"
+        )
+    return fitting[-1]
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept: ``QSYNC_KERNEL_CACHE``, else ``kernels`` in `default_cache_folder`."""
+    given = os.environ.get(CACHE_VARIABLE)
+    if given:
+        return Path(given)
+    return default_cache_folder() / "kernels"
+
+
+def sources(unit: Unit, targets: Sequence[str]) -> dict[Path, tuple[str, ...]]:
+    """The unit's source files, each with those of ``targets`` that it is compiled for."""
+    found = sorted(path for path in (CSRC / "cuda").glob(f"{unit.name}*") if path.suffix in (".cu", ".cpp"))
+    chosen: dict[Path, tuple[str, ...]] = {}
+    for path in found:
+        paths = re.search(r"_sm(\d+)(?:_|$)", path.stem)
+        allowed = _PATHS[paths[1]] if paths else TARGETS
+        fitting = tuple(target for target in targets if target in allowed)
+        if fitting:
+            chosen[path] = fitting
+    return chosen
+
+
+def _headers(unit: Unit) -> list[Path]:
+    """Headers that the unit's sources may include: all but those that bear another unit's name."""
+    others = tuple(name for name in UNITS if name != unit.name)
+    found = (path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh"))
+    return [path for path in found if not path.name.startswith(others)]
+
+
+def _digest(unit: Unit, targets: Sequence[str]) -> str:
+    tools = find_toolchain()
+    digest = hashlib.sha256()
+    facts = [unit.name, *targets, tools.nvcc_version, tools.torch_version]
+    digest.update("\0".join(facts).encode())
+    for path in sorted([*sources(unit, targets), *_headers(unit), Path(__file__), Path(compiler.__file__)]):
+        digest.update(f"{path.name}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def library_path(unit: Unit, targets: Sequence[str]) -> Path:
+    """File of the unit's library for some targets, whether it is built yet or not."""
+    return cache_folder() / f"{unit.name}-{'-'.join(targets)}-{_digest(unit, targets)}.so"
+
+
+def _compile(unit: Unit, targets: Sequence[str], output: Path, jobs: int) -> None:
+    tools = find_toolchain()
+    flags = compiler.flags(targets, CSRC)
+    chosen = sources(unit, targets)
+    if not chosen:
+        raise NotReadyError(f"unit {unit.name} has no source for {', '.join(targets)} in {CSRC / 'cuda'}")
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f"{unit.name}-") as folder:
+        objects = {path: Path(folder) / f"{path.name}.o" for path in chosen}
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            runs = [
+                pool.submit(
+                    compiler.run,
+                    [tools.nvcc, "-c", path, "-o", objects[path], *flags, *map(compiler.code, fitting)],
+                    f"{path.name} for {', '.join(fitting)}",
+                )
+                for path, fitting in chosen.items()
+            ]
+            for run in runs:
+                run.result()
+        libraries = tools.torch_folder / "lib"
+        names = [
+            name for name in ("torch", "torch_cpu", "torch_cuda", "c10") if (libraries / f"lib{name}.so").is_file()
+        ]
+        linked = Path(folder) / output.name
+        # Only libraries that the result names are searched when it is loaded, used or not at link time.
+        options = [
+            "-Xlinker=--no-as-needed",
+            f"-L{libraries}",
+            *(f"-l{name}" for name in names),
+            *map(compiler.code, targets),
+        ]
+        compiler.run([tools.nvcc, "-shared", *objects.values(), "-o", linked, *options], f"unit {unit.name}")
+        linked.replace(output)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file ``path``; a second process waits here until the first has built."""
+    import fcntl
+
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def build(unit: Unit, targets: Sequence[str], jobs: int | None = None) -> Path:
+    """The unit's library for some targets, compiled if the cache has none.
+
+    Args:
+        unit: What to build.
+        targets: Of :data:`TARGETS`; the library holds code for each.
+        jobs: Compilers to run at once; None takes ``QSYNC_KERNEL_JOBS`` or the number of CPUs.
+
+    Returns:
+        Path of a shared library for ``torch.ops.load_library``.
+
+    Raises:
+        NotInstalledError: nvcc or torch's headers are missing.
+        NotReadyError: A source does not compile; the text holds the compiler's first error.
+        UnsupportedError: A target that the unit has no code path for.
+    """
+    strange = [target for target in targets if target not in unit.targets]
+    if strange or not targets:
+        allowed = ", ".join(unit.targets)
+        raise UnsupportedError(f"unit {unit.name} for {', '.join(strange) or 'no target'}: allowed are {allowed}")
+    output = library_path(unit, targets)
+    if output.is_file():
+        return output
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(output.with_suffix(".lock")):
+            if not output.is_file():
+                _compile(unit, targets, output, compiler.jobs(jobs))
+    except OSError as error:
+        raise NotReadyError(
+            f"cannot keep kernels in {output.parent}: {error.strerror}; name another folder in {CACHE_VARIABLE}"
+        ) from error
+    return output
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build units ahead of time, each target as a library of its own."""
+    parser = argparse.ArgumentParser(prog="qsync_opt.kernels.compilation", description=main.__doc__)
+    parser.add_argument("--unit", action="append", choices=tuple(UNITS), help="default: every unit that has sources")
+    parser.add_argument("--target", action="append", choices=TARGETS, help="default: every target of the unit")
+    parser.add_argument("--jobs", type=int, help="compilers to run at once")
+    chosen = parser.parse_args(arguments)
+    try:
+        for unit in (UNITS[name] for name in chosen.unit or UNITS):
+            if not chosen.unit and not sources(unit, unit.targets):
+                continue
+            for target in chosen.target or unit.targets:
+                if chosen.unit is None and target not in unit.targets:
+                    continue
+                begin = time.perf_counter()
+                path = build(unit, (target,), chosen.jobs)
+                sys.stdout.write(f"{unit.name} {target}: {path} ({time.perf_counter() - begin:.0f} s)\n")
+                sys.stdout.flush()
+    except QSyncError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0

@@ -1,0 +1,109 @@
+"""Compile every CUDA source for every target as quickly as the compiler can, link it, and keep nothing.
+
+A source is compiled once for all of its targets, so that its host part is compiled once; only sources whose host part
+depends on the targets (they name ``QSYNC_HAS_``) are compiled for each target by itself, as a build does. The compiler
+leaves out its expensive optimizations where it can be told to, so nothing here says how fast or how large the code of
+`qsync_opt.kernels.compilation.builder` is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from qsync_opt.errors import QSyncError
+from qsync_opt.kernels.compilation import builder as build
+from qsync_opt.kernels.compilation import compiler
+from qsync_opt.kernels.compilation.toolchain import find_toolchain
+
+
+def _quick_options() -> list[str]:
+    """Options that make this compiler quick; ``--Ofast-compile`` is younger than the oldest compiler that builds."""
+    text = subprocess.run([find_toolchain().nvcc, "--help"], capture_output=True, text=True, check=False).stdout
+    return ["--Ofast-compile=max"] if "--Ofast-compile" in text else []
+
+
+def _compile(path: Path, targets: Sequence[str], output: Path, options: Sequence[str]) -> None:
+    flags = [flag for flag in compiler.flags(targets, build.CSRC) if flag != "-O3"]
+    code = map(compiler.code, targets)
+    compiler.run(
+        [find_toolchain().nvcc, "-c", path, "-o", output, *flags, *options, *code],
+        f"{path.name} for {', '.join(targets)}",
+    )
+
+
+def _link(unit: build.Unit, target: str, objects: Sequence[Path], output: Path) -> None:
+    what = f"unit {unit.name} for {target}"
+    compiler.run([find_toolchain().nvcc, "-shared", *objects, "-o", output, compiler.code(target)], what)
+
+
+def check(units: Sequence[build.Unit], folder: Path, jobs: int | None = None) -> int:
+    """Compile all sources of some units for all of their targets, and link each unit for each target.
+
+    Args:
+        units: What to compile.
+        folder: Where objects and libraries go.
+        jobs: Compilers to run at once; None takes ``QSYNC_KERNEL_JOBS`` or the number of CPUs.
+
+    Returns:
+        How many pairs of a source and a target were compiled.
+
+    Raises:
+        NotInstalledError: nvcc or torch's headers are missing.
+        NotReadyError: A source does not compile or a unit does not link; the text holds the compiler's first error.
+    """
+    options = _quick_options()
+    compiles: dict[Path, tuple[Path, tuple[str, ...]]] = {}  # by object: source and targets
+    for unit in units:
+        for path, targets in build.sources(unit, unit.targets).items():
+            alone = "QSYNC_HAS_" in path.read_text(encoding="utf-8")
+            for group in [(target,) for target in targets] if alone else [targets]:
+                compiles[folder / f"{path.name}-{'-'.join(group)}.o"] = (path, group)
+    # Those for most targets first: they take longest, and all processors are busy to the end.
+    order = sorted(compiles, key=lambda output: -len(compiles[output][1]))
+    with concurrent.futures.ThreadPoolExecutor(compiler.jobs(jobs)) as pool:
+        runs = [pool.submit(_compile, *compiles[output], output, options) for output in order]
+        try:
+            for run in runs:
+                run.result()
+            for unit in units:
+                for target in unit.targets:
+                    chosen = build.sources(unit, (target,))
+                    parts = [output for output, (path, group) in compiles.items() if path in chosen and target in group]
+                    runs.append(pool.submit(_link, unit, target, parts, folder / f"{unit.name}-{target}.so"))
+            for run in runs:
+                run.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return sum(len(group) for _, group in compiles.values())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile everything and keep nothing: ``python -P -m qsync_opt.kernels.compilation.compile_check``."""
+    parser = argparse.ArgumentParser(prog="qsync_opt.kernels.compilation.compile_check", description=main.__doc__)
+    parser.add_argument("--jobs", type=int, help="compilers to run at once")
+    chosen = parser.parse_args(arguments)
+    begin = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory(prefix="qsync-kernels-") as folder:
+            count = check(tuple(build.UNITS.values()), Path(folder), chosen.jobs)
+    except QSyncError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    targets = ", ".join(build.TARGETS)
+    sys.stdout.write(
+        f"{count} pairs of source and target compile, and {len(build.UNITS)} units link for {targets} "
+        f"({time.perf_counter() - begin:.0f} s)\n"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

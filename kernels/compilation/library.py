@@ -1,0 +1,102 @@
+"""The operators ``torch.ops.qsync_opt.*``: how they are declared, and how their CUDA code is loaded.
+
+An operator is declared in Python: schema, plain-PyTorch implementation (the specification, and what CPUs run) and
+fake kernel. Its CUDA implementation is registered by the compiled library of its unit, which :func:`activate` builds
+and loads before the first call on a card. Where it cannot be built, the plain implementation is registered for CUDA in
+its place, and :func:`reason` says why.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from qsync_opt.errors import NotInstalledError, NotReadyError, UnsupportedError
+from qsync_opt.kernels.compilation import builder as build
+
+NAMESPACE = "qsync_opt"
+_FRAGMENT: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+_PLAIN: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
+# Per unit, "" if its CUDA code is loaded, else why it is not.
+_STATE: dict[str, str] = {}
+
+
+def define(schema: str, *, unit: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Declare an operator.
+
+    Args:
+        schema: Name and signature: ``"double(Tensor x) -> Tensor"``.
+        unit: Unit whose library registers the CUDA implementation, under the same name.
+        plain: The operator in plain PyTorch: the specification, and the implementation on CPU.
+        fake: Shapes, strides and types of the results without computing them.
+
+    Returns:
+        The operator, an ``OpOverload``.
+    """
+    _FRAGMENT.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.split("(", 1)[0]
+    _FRAGMENT.impl(name, plain, "CPU")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_FRAGMENT)
+    _PLAIN.setdefault(unit, []).append((name, plain))
+    return getattr(torch.ops.qsync_opt, name).default
+
+
+def define_opaque(schema: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Declare an operator that is the same Python on every device and that no compiler looks into.
+
+    Args:
+        schema: As of `define`.
+        plain: The operator; it calls functions of torch.
+        fake: As of `define`.
+
+    Returns:
+        The operator, an ``OpOverload``.
+    """
+    _FRAGMENT.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.split("(", 1)[0]
+    for key in ("CPU", "CUDA"):
+        _FRAGMENT.impl(name, plain, key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_FRAGMENT)
+    return getattr(torch.ops.qsync_opt, name).default
+
+
+def present_targets() -> tuple[str, ...]:
+    """Targets of the cards that torch sees, without repetition."""
+    capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return tuple(sorted({build.target_of(capability) for capability in capabilities}))
+
+
+def _load(unit: str) -> str:
+    """Build and load; return why it could not be done, or nothing."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA card"
+    try:
+        torch.ops.load_library(build.build(build.UNITS[unit], present_targets()))  # type: ignore[no-untyped-call]
+    except (NotInstalledError, NotReadyError, UnsupportedError) as error:
+        return str(error)
+    return ""
+
+
+@torch.compiler.assume_constant_result
+def activate(unit: str) -> bool:
+    """Make the unit's operators callable on CUDA tensors, building its library on first use.
+
+    Returns:
+        True if the compiled code runs there, False if the plain implementation does.
+    """
+    if unit not in _STATE:
+        _STATE[unit] = _load(unit)
+        if _STATE[unit] and torch.cuda.is_available():
+            for name, plain in _PLAIN.get(unit, ()):
+                _FRAGMENT.impl(name, plain, "CUDA")
+    return not _STATE[unit]
+
+
+@functools.cache
+def reason(unit: str) -> str:
+    """Why a unit's compiled code does not run here, with what to install; empty if it does."""
+    activate(unit)
+    return _STATE[unit]

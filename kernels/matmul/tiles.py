@@ -1,0 +1,210 @@
+"""Which tile each product is cut into: the tables that come with the package and those tuned on this machine.
+
+A choice never changes what is computed beyond the order of FP32 sums. It is looked up by the codes, shape and number of
+multiprocessors; a product that no table has gets the estimate of the compiled code, the same on every run. ``tune``
+measures, keeps the fastest choice in a file of the user's cache folder, and uses it from then on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.io.codec import Fields, read_json, write_json
+from qsync_opt.kernels.compilation import builder as build
+from qsync_opt.kernels.compilation import library
+
+CHOICES_FORMAT = "qsync-matmul-choices/1"
+TABLES = Path(__file__).resolve().parents[1] / "tables"
+CODES: dict[torch.dtype, int] = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+_CODE_NAMES = ("INT8", "E4M3", "E5M2")
+_KIND_NUMBERS = ("result_bytes", "batch", "rows", "columns", "depth", "multiprocessors")
+_CHOICE_NUMBERS = ("variant", "splits", "group")
+
+_FRAGMENT: Any = torch.library.Library(library.NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+_FRAGMENT.define("scaled_mm_remember(int[] key, int variant, int splits, int group) -> ()")
+_FRAGMENT.define("scaled_mm_choice(int[] key) -> int[]")
+_FRAGMENT.define("scaled_mm_variants(int b_code, bool promoting) -> int[]")
+_FRAGMENT.define("stream_multiprocessors(Tensor like) -> int")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductKind:
+    """Products that are cut alike.
+
+    Attributes:
+        a: Codes of the first operand: ``"INT8"``, ``"E4M3"`` or ``"E5M2"``.
+        b: Codes of the second.
+        result_bytes: Of an element of the result, 2 or 4.
+        promoting: Whether blocks of 128 terms are summed separately (block scales, accurate FP8).
+        batch: Matrices.
+        rows: Of the result.
+        columns: Of the result.
+        depth: Length of the contraction.
+        multiprocessors: That the stream may use: of the card, or of a partition of it.
+    """
+
+    a: str
+    b: str
+    result_bytes: int
+    promoting: bool
+    batch: int
+    rows: int
+    columns: int
+    depth: int
+    multiprocessors: int
+
+    def __post_init__(self) -> None:
+        for name in ("a", "b"):
+            if getattr(self, name) not in _CODE_NAMES:
+                raise UnsupportedError(
+                    f"product kind: {name}={getattr(self, name)!r}; allowed are {', '.join(_CODE_NAMES)}"
+                )
+        if self.result_bytes not in (2, 4):
+            raise UnsupportedError(f"product kind: result_bytes={self.result_bytes}; allowed are 2 and 4")
+        for name in ("batch", "rows", "columns", "depth", "multiprocessors"):
+            if getattr(self, name) < 1:
+                raise UnsupportedError(f"product kind: {name}={getattr(self, name)}; a number from 1 is needed")
+
+    def key(self) -> list[int]:
+        """The numbers that the compiled code looks choices up by."""
+        codes = [_CODE_NAMES.index(self.a), _CODE_NAMES.index(self.b)]
+        shape = [self.batch, self.rows, self.columns, self.depth, self.multiprocessors]
+        return [*codes, self.result_bytes, int(self.promoting), *shape]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How a product is cut.
+
+    Attributes:
+        variant: Index of the tile in ``csrc/cuda/matmul_sm90_tiles.h``.
+        splits: Parts of the contraction that are summed separately, then added.
+        group: Rows of tiles that are walked together.
+    """
+
+    variant: int
+    splits: int = 1
+    group: int = 8
+
+    def __post_init__(self) -> None:
+        if self.variant < 0 or self.splits < 1 or self.group < 1:
+            raise UnsupportedError(f"{self}: variant is from 0, splits and group are from 1")
+
+
+def kind_of(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, promoting: bool = False) -> ProductKind:
+    """The kind of a product of CUDA codes (.., N, K) and (.., M, K) on the current stream."""
+    names = {dtype: _CODE_NAMES[number] for dtype, number in CODES.items()}
+    if a.dtype not in names or b.dtype not in names:
+        raise UnsupportedError(f"a product of {a.dtype} and {b.dtype}; allowed are {', '.join(map(str, names))}")
+    activate()
+    return ProductKind(
+        a=names[a.dtype],
+        b=names[b.dtype],
+        result_bytes=out_dtype.itemsize,
+        promoting=promoting,
+        batch=a.shape[0] if a.dim() == 3 else 1,
+        rows=a.shape[-2],
+        columns=b.shape[-2],
+        depth=a.shape[-1],
+        multiprocessors=torch.ops.qsync_opt.stream_multiprocessors(a),
+    )
+
+
+def device_name(index: int | None = None) -> str:
+    """Name of a card as its tables' files have it."""
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(index).lower()).strip("-")
+
+
+def cache_file() -> Path:
+    """Where ``tune`` keeps choices for the current card."""
+    return build.cache_folder() / f"matmul-{device_name()}.json"
+
+
+def read_choices(path: Path) -> dict[ProductKind, Choice]:
+    """Read a table of choices.
+
+    Raises:
+        ProblemError: The file cannot be used; the text names the place.
+    """
+    data = Fields(read_json(path, [CHOICES_FORMAT]), str(path))
+    data.version(CHOICES_FORMAT)
+    choices: dict[ProductKind, Choice] = {}
+    for number, entry in enumerate(data.sequence("choices")):
+        fields = Fields(entry, f"{path}: choices[{number}]")
+        promoting = fields.take("promoting")
+        if not isinstance(promoting, bool):
+            fields.fail(f"promoting is {promoting!r}, but it must be true or false")
+        try:
+            kind = ProductKind(
+                a=fields.text("a"),
+                b=fields.text("b"),
+                promoting=promoting,
+                **{name: fields.integer(name) for name in _KIND_NUMBERS},
+            )
+            choice = Choice(**{name: fields.integer(name) for name in _CHOICE_NUMBERS})
+        except UnsupportedError as error:
+            raise ProblemError(f"{fields.where}: {error}") from error
+        fields.finish()
+        choices[kind] = choice
+    data.finish()
+    return choices
+
+
+def write_choices(path: Path, choices: Mapping[ProductKind, Choice]) -> None:
+    """Write a table of choices, sorted, whole or not at all."""
+    entries = [{**asdict(kind), **asdict(choice)} for kind, choice in choices.items()]
+    entries.sort(key=lambda entry: tuple(entry.values()))
+    write_json(path, {"format": CHOICES_FORMAT, "choices": entries})
+
+
+def remember(kind: ProductKind, choice: Choice) -> None:
+    """Use a choice for products of a kind from now on, in this process."""
+    torch.ops.qsync_opt.scaled_mm_remember(kind.key(), choice.variant, choice.splits, choice.group)
+
+
+def forget(kind: ProductKind) -> None:
+    """Use the estimate for products of a kind from now on, in this process."""
+    torch.ops.qsync_opt.scaled_mm_remember(kind.key(), -1, 1, 1)
+
+
+def choice_of(kind: ProductKind) -> Choice | None:
+    """What products of a kind use now; None where the compiled code has one tile only."""
+    activate()
+    found = torch.ops.qsync_opt.scaled_mm_choice(kind.key())
+    return Choice(variant=found[0], splits=found[1], group=found[2]) if found else None
+
+
+def variants(b: str, *, promoting: bool) -> list[int]:
+    """Indices of the tiles that products have whose second operand has codes ``b``."""
+    activate()
+    found: list[int] = torch.ops.qsync_opt.scaled_mm_variants(_CODE_NAMES.index(b), promoting)
+    return found
+
+
+_LOADED: list[bool] = []
+
+
+@torch.compiler.assume_constant_result
+def activate() -> bool:
+    """Load the compiled products and, the first time, the tables for this machine's card.
+
+    Returns:
+        Whether the compiled products run (else the plain ones do).
+    """
+    if not _LOADED:
+        compiled = library.activate("matmul")
+        if compiled:
+            for path in (TABLES / f"matmul-{device_name()}.json", cache_file()):
+                if path.is_file():
+                    for kind, choice in read_choices(path).items():
+                        remember(kind, choice)
+        _LOADED.append(compiled)
+    return _LOADED[0]

@@ -1,0 +1,366 @@
+"""The operators ``qsync_opt::quantize``, ``dequantize`` and ``recast`` on matrices, and how to call them.
+
+The plain implementations below are the specification; CUDA gives the same scales and codes bit for bit, except that the
+codes of a slice that holds NaN or an infinity mean nothing anywhere (its scale is NaN, and so is all computed from it).
+
+Axis letters: N rows, K columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qsync_opt.errors import UnsupportedError
+from qsync_opt.kernels.compilation import library
+from qsync_opt.kernels.quantize.formats import amax, format_of, scale_from
+from qsync_opt.kernels.quantize.random_bits import signed, stepped_key
+from qsync_opt.kernels.quantize.rounding import factor_of, fp8_codes, int8_codes
+
+BLOCK = 128
+UNIT = "quantize"
+GRANULARITIES = ("tensor", "row", "channel", "block")
+ROUNDINGS = ("nearest", "stochastic")
+_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class QuantizedMatrix(NamedTuple):
+    """Codes (N, K), FP32 scales, and the codes transposed, (K, N) and dense, if they were asked for.
+
+    Scales are (1, 1) per tensor, (N, 1) per row, (1, K) per channel (column), (N, ceil(K / 128)) per block.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    transposed: Tensor | None
+
+
+def _dims(granularity: str) -> tuple[int, ...] | None:
+    return {"tensor": None, "row": (1,), "channel": (0,)}[granularity]
+
+
+def _block_count(columns: int) -> int:
+    return -(-columns // BLOCK)
+
+
+def spread(scale: Tensor, rows: int, columns: int) -> Tensor:
+    """Scales of any granularity so that they broadcast against (rows, columns): blocks are repeated."""
+    if scale.shape[1] in (1, columns):
+        return scale
+    return scale.repeat_interleave(BLOCK, 1)[:, :columns]
+
+
+def _block_amax(x: Tensor) -> Tensor:
+    rows, columns = x.shape
+    blocks = _block_count(columns)
+    if x.numel() == 0:
+        return x.new_zeros((rows, blocks), dtype=torch.float32)
+    padded = torch.nn.functional.pad(x, (0, blocks * BLOCK - columns))
+    return amax(padded.view(rows, blocks, BLOCK), (2,)).squeeze(2)
+
+
+def _quantize(
+    x: Tensor,
+    format: torch.dtype,
+    granularity: str,
+    rounding: str,
+    key: int,
+    step: Tensor | None,
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Plain PyTorch: ``codes = round(x * factor_of(scale))``; element (n, k) draws noise number n K + k."""
+    largest = _block_amax(x) if granularity == "block" else amax(x, _dims(granularity))
+    return _codes(x, scale_from(largest, format_of(format)), format, rounding, key, step, transposed)
+
+
+def _codes(
+    x: Tensor, scale: Tensor, format: torch.dtype, rounding: str, key: int, step: Tensor | None, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    form = format_of(format)
+    factor = spread(factor_of(scale, form, rounding), *x.shape)
+    stream = stepped_key(key, step) if rounding == "stochastic" else None
+    dense = x.contiguous()
+    if format is torch.int8:
+        codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+        int8_codes(codes.view(-1), dense, factor, stream)
+    else:
+        codes = fp8_codes(dense.to(torch.float32) * factor, form, stream)
+    turned = codes.view(torch.uint8).t().contiguous().view(format) if transposed else codes.new_empty(0)
+    return codes, scale, turned
+
+
+def plain_by_amax(
+    x: Tensor,
+    amax: Tensor,
+    format: torch.dtype,
+    rounding: str,
+    key: int,
+    step: Tensor | None,
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Plain PyTorch: as ``quantize`` per tensor, with the largest magnitude given."""
+    return _codes(x, scale_from(amax.reshape(1, 1), format_of(format)), format, rounding, key, step, transposed)
+
+
+def _quantize_by_amax_fake(
+    x: Tensor,
+    amax: Tensor,
+    format: torch.dtype,
+    rounding: str,
+    key: int,
+    step: Tensor | None,
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _quantize_fake(x, format, "tensor", rounding, key, step, transposed)
+
+
+def _quantize_fake(
+    x: Tensor,
+    format: torch.dtype,
+    granularity: str,
+    rounding: str,
+    key: int,
+    step: Tensor | None,
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns = x.shape
+    high = rows if granularity in ("row", "block") else 1
+    wide = {"channel": columns, "block": (columns + BLOCK - 1) // BLOCK}.get(granularity, 1)
+    codes = x.new_empty((rows, columns), dtype=format)
+    turned = x.new_empty((columns, rows) if transposed else (0,), dtype=format)
+    return codes, x.new_empty((high, wide), dtype=torch.float32), turned
+
+
+def _dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Plain PyTorch: the product with the scale is formed in FP32 and rounded once."""
+    return codes.to(torch.float32).mul_(spread(scale, *codes.shape)).to(dtype)
+
+
+def _dequantize_fake(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(codes.shape, dtype=dtype)
+
+
+def _recast(codes: Tensor, format: torch.dtype, ratio: float, rounding: str, key: int, step: Tensor | None) -> Tensor:
+    """Plain PyTorch: codes of ``format`` for ``ratio`` times the codes given."""
+    form = format_of(format)
+    stream = stepped_key(key, step) if rounding == "stochastic" else None
+    values = codes.contiguous().to(torch.float32)
+    values = values.mul_(torch.tensor(ratio, dtype=torch.float32, device=codes.device))
+    if format is not torch.int8:
+        return fp8_codes(values, form, stream)
+    result = torch.empty(codes.shape, dtype=torch.int8, device=codes.device)
+    int8_codes(result.view(-1), values, None, stream)
+    return result
+
+
+def _recast_fake(
+    codes: Tensor, format: torch.dtype, ratio: float, rounding: str, key: int, step: Tensor | None
+) -> Tensor:
+    return torch.empty(codes.shape, dtype=format, device=codes.device)
+
+
+_OPERATORS: dict[str, Any] = {
+    "quantize": library.define(
+        "quantize(Tensor x, ScalarType format, str granularity, str rounding, int key, Tensor? step, bool transposed)"
+        " -> (Tensor, Tensor, Tensor)",
+        unit=UNIT,
+        plain=_quantize,
+        fake=_quantize_fake,
+    ),
+    "quantize_by_amax": library.define(
+        "quantize_by_amax(Tensor x, Tensor amax, ScalarType format, str rounding, int key, Tensor? step,"
+        " bool transposed) -> (Tensor, Tensor, Tensor)",
+        unit=UNIT,
+        plain=plain_by_amax,
+        fake=_quantize_by_amax_fake,
+    ),
+    "dequantize": library.define(
+        "dequantize(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
+        unit=UNIT,
+        plain=_dequantize,
+        fake=_dequantize_fake,
+    ),
+    "recast": library.define(
+        "recast(Tensor codes, ScalarType format, float ratio, str rounding, int key, Tensor? step) -> Tensor",
+        unit=UNIT,
+        plain=_recast,
+        fake=_recast_fake,
+    ),
+}
+_PLAIN: dict[str, Any] = {
+    "quantize": _quantize,
+    "quantize_by_amax": plain_by_amax,
+    "dequantize": _dequantize,
+    "recast": _recast,
+}
+
+
+def _operator(name: str, device: torch.device, backend: str) -> Any:
+    """The operator, ready on the device; its plain implementation for ``backend="reference"``."""
+    if device.type == "cuda" and backend != "reference":
+        compiled = library.activate(UNIT)
+        if backend == "compiled" and not compiled:
+            raise UnsupportedError(f"backend 'compiled': {name} runs in plain PyTorch here: {library.reason(UNIT)}")
+    elif backend == "reference":
+        return _PLAIN[name]
+    return _OPERATORS[name]
+
+
+def _check_choice(what: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UnsupportedError(f"{what}={value!r}: allowed are {', '.join(allowed)}")
+
+
+def quantize_matrix(
+    x: Tensor,
+    format: torch.dtype,
+    *,
+    granularity: str = "tensor",
+    rounding: str = "stochastic",
+    key: int = 0,
+    step: Tensor | None = None,
+    transposed: bool = False,
+    backend: str = "auto",
+) -> QuantizedMatrix:
+    """8-bit codes and scales of a matrix, without waiting for the device.
+
+    Per row or block it is read once; per tensor or channel, or per row with the transposition, twice. The fast kernels
+    want columns in multiples of 16 bytes and, for the transposition, rows in multiples of four; others run any layout.
+
+    Args:
+        x: FP32, BF16 or FP16, (N, K), any strides (read in place, not copied).
+        format: ``torch.int8``, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        granularity: One scale per ``"tensor"``, ``"row"``, ``"channel"`` (column) or ``"block"`` of 128 elements of a
+            row.
+        rounding: ``"nearest"`` (ties to even) or ``"stochastic"``.
+        key: Of the random stream (:func:`~qsync_opt.kernels.quantize.random_bits.stream_key`).
+        step: One int64 on the device of ``x`` that is mixed into the key; raised in place between the replays of a
+            CUDA graph, it gives each its own noise.
+        transposed: Also write the codes transposed; not for blocks, whose scales do not follow.
+        backend: ``"auto"``, ``"compiled"`` (an error where CUDA code cannot run) or ``"reference"``.
+
+    Returns:
+        Codes and scales; the scale of a slice of zeros is the smallest normal number, of one with NaN or an infinity
+        NaN.
+
+    Raises:
+        UnsupportedError: An argument outside what is named above.
+
+    Source: Stochastic rounding as in S. Gupta et al., "Deep learning with limited numerical precision", ICML 2015;
+        kernels and noise are ours.
+    """
+    if x.dim() != 2 or x.dtype not in _SOURCES:
+        raise UnsupportedError(
+            f"quantize: a {x.dim()}-dimensional {x.dtype} tensor; a float32, bfloat16 or float16 matrix"
+        )
+    format_of(format)
+    _check_choice("granularity", granularity, GRANULARITIES)
+    _check_choice("rounding", rounding, ROUNDINGS)
+    if transposed and granularity == "block":
+        raise UnsupportedError("quantize: blocks have no transposed copy: quantize the transposed matrix by itself")
+    return quantize_unchecked(x, format, granularity, rounding, key, step, transposed, backend)
+
+
+def quantize_unchecked(
+    x: Tensor,
+    format: torch.dtype,
+    granularity: str,
+    rounding: str,
+    key: int,
+    step: Tensor | None,
+    transposed: bool,
+    backend: str,
+) -> QuantizedMatrix:
+    """:func:`quantize_matrix` for callers that keep to what it allows by themselves."""
+    operator = _operator("quantize", x.device, backend)
+    codes, scale, turned = operator(x, format, granularity, rounding, signed(key), step, transposed)
+    return QuantizedMatrix(codes, scale, turned if transposed else None)
+
+
+def quantize_by_amax(
+    x: Tensor,
+    largest: Tensor,
+    format: torch.dtype,
+    *,
+    rounding: str = "stochastic",
+    key: int = 0,
+    step: Tensor | None = None,
+    transposed: bool = False,
+    backend: str = "auto",
+) -> QuantizedMatrix:
+    """:func:`quantize_matrix` per tensor in one pass, where the operator that made ``x`` found its largest magnitude.
+
+    Args:
+        x: As there, as are all arguments but the next.
+        largest: FP32, one element on the device of ``x``: no magnitude in ``x`` may be above it.
+        format: See there.
+        rounding: See there.
+        key: See there.
+        step: See there.
+        transposed: See there.
+        backend: See there.
+    """
+    if x.dim() != 2 or x.dtype not in _SOURCES or largest.numel() != 1 or largest.dtype is not torch.float32:
+        raise UnsupportedError(
+            f"quantize: a {x.dim()}-dimensional {x.dtype} tensor with {largest.numel()} magnitudes of {largest.dtype}; "
+            "a float32, bfloat16 or float16 matrix with one of float32 is needed"
+        )
+    format_of(format)
+    _check_choice("rounding", rounding, ROUNDINGS)
+    operator = _operator("quantize_by_amax", x.device, backend)
+    codes, scale, turned = operator(x, largest, format, rounding, signed(key), step, transposed)
+    return QuantizedMatrix(codes, scale, turned if transposed else None)
+
+
+def dequantize_matrix(codes: Tensor, scale: Tensor, dtype: torch.dtype, *, backend: str = "auto") -> Tensor:
+    """Values of codes (N, K) in FP32, BF16 or FP16: the product with the scale in FP32, rounded once.
+
+    Raises:
+        UnsupportedError: Another element type, or scales that do not belong to such codes.
+    """
+    format_of(codes.dtype)
+    if codes.dim() != 2 or dtype not in _SOURCES:
+        raise UnsupportedError(
+            f"dequantize: {codes.dim()}-dimensional codes to {dtype}; a matrix to float32, bfloat16, float16"
+        )
+    rows, columns = codes.shape
+    allowed = ((1, 1), (rows, 1), (1, columns), (rows, _block_count(columns)))
+    if tuple(scale.shape) not in allowed:
+        raise UnsupportedError(
+            f"dequantize: scales {tuple(scale.shape)} of codes {rows, columns}: allowed are {allowed}"
+        )
+    result: Tensor = _operator("dequantize", codes.device, backend)(codes, scale, dtype)
+    return result
+
+
+def recast_matrix(
+    codes: Tensor,
+    scale: Tensor,
+    format: torch.dtype,
+    *,
+    rounding: str = "nearest",
+    key: int = 0,
+    step: Tensor | None = None,
+    backend: str = "auto",
+) -> QuantizedMatrix:
+    """Codes of another 8-bit format with the same granularity: the range of each slice is kept, not measured again.
+
+    Args:
+        codes: (N, K) of an 8-bit format.
+        scale: Their scales, any granularity.
+        format: Of the result.
+        rounding: As for :func:`quantize_matrix`, as are ``key``, ``step`` and ``backend``.
+        key: See there.
+        step: See there.
+        backend: See there.
+
+    Returns:
+        Codes, and scales multiplied by the ratio of the formats' largest values.
+    """
+    source, target = format_of(codes.dtype), format_of(format)
+    _check_choice("rounding", rounding, ROUNDINGS)
+    ratio = target.largest / source.largest
+    result = _operator("recast", codes.device, backend)(codes, format, ratio, rounding, signed(key), step)
+    return QuantizedMatrix(result, scale * (source.largest / target.largest), None)

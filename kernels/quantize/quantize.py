@@ -1,0 +1,167 @@
+"""Quantizers of tensors of any shape: from floating point to codes and scales and back, unbiased or to nearest.
+
+INT8: symmetric, zero point 0, codes in [-127, 127], ``scale = amax / 127`` of the slice that shares it.
+FP8 (E4M3): codes are ``float8_e4m3fn``, ``scale = amax / 448``.
+
+Special values: a slice of zeros gets the smallest normal scale and codes 0. A slice that holds NaN or an infinity gets
+the scale NaN, so that everything computed from it is NaN and a gradient scaler notices; its codes mean nothing.
+A slice so small that ``amax / 127`` is below the smallest normal number uses that number as its scale.
+
+Axis letters: N rows, K contraction, M columns or output channels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qsync_opt.kernels.compilation import library
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.kernels.quantize.formats import E4M3, INT8, EightBits, amax, scale_from
+from qsync_opt.kernels.quantize.operators import UNIT, dequantize_matrix, quantize_matrix, quantize_unchecked
+from qsync_opt.kernels.quantize.random_bits import stepped_key, stream_key
+from qsync_opt.kernels.quantize.rounding import CHUNK, factor_of, fp8_codes, int8_codes
+
+INT8_MAX = 127
+
+
+class Quantized(NamedTuple):
+    """Codes and the FP32 scales that broadcast against them: ``value = codes * scale``."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+def _dense_order(x: Tensor) -> list[int]:
+    """The dimensions of ``x`` from the slowest to the fastest in memory."""
+    strides = x.stride()
+    order: list[int] = []
+    for dim in range(x.dim()):  # sorted() cannot be traced where a size is symbolic; comparisons can
+        place = len(order)
+        while place and strides[order[place - 1]] < strides[dim]:
+            place -= 1
+        order.insert(place, dim)
+    return order
+
+
+def _back(order: list[int]) -> list[int]:
+    back = [0] * len(order)
+    for position, dim in enumerate(order):
+        back[dim] = position
+    return back
+
+
+def int8_scale(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
+    """Scale of each slice of ``x`` that is spanned by ``dims`` (None: all), FP32, sizes 1 along ``dims``."""
+    return scale_from(amax(x, dims), INT8)
+
+
+def _on_card(
+    x: Tensor, dims: tuple[int, ...] | None, form: EightBits, options: KernelOptions, key: int
+) -> Quantized | None:
+    """The quantizer of matrices, where memory order makes ``dims`` the rows or the columns of one; else None."""
+    if x.dim() == 2 and x.is_contiguous() and not torch.compiler.is_compiling():
+        granularity = "tensor" if dims is None or len(dims) == 2 else "row" if dims == (1,) else "channel"
+        found = quantize_unchecked(
+            x, form.dtype, granularity, options.rounding, key, options.step, False, options.backend
+        )
+        return Quantized(found.codes, found.scale)
+    order = _dense_order(x)
+    dense = x.permute(order).contiguous()
+    shared = [dims is None or dim in dims for dim in order]
+    split = sum(1 for keep in shared if not keep)
+    if all(shared):
+        granularity, matrix = "tensor", dense.reshape(1, -1)
+    elif not any(shared[:split]):
+        granularity, matrix = "row", dense.reshape(math.prod(dense.shape[:split]), math.prod(dense.shape[split:]))
+    elif not any(shared[len(shared) - split :]):
+        lead = len(shared) - split
+        granularity, matrix = "channel", dense.reshape(math.prod(dense.shape[:lead]), math.prod(dense.shape[lead:]))
+    else:
+        return None
+    result = quantize_matrix(
+        matrix, form.dtype, granularity=granularity, rounding=options.rounding, key=key, step=options.step
+    )
+    sizes = [1 if together else size for together, size in zip(shared, dense.shape, strict=True)]
+    back = _back(order)
+    return Quantized(result.codes.view(dense.shape).permute(back), result.scale.view(sizes).permute(back))
+
+
+def _quantize(
+    x: Tensor, dims: tuple[int, ...] | None, form: EightBits, options: KernelOptions | None, stream: int
+) -> Quantized:
+    options = options or KernelOptions()
+    key = stream_key(options.seed, options.offset, stream)
+    if x.device.type == "cuda" and options.backend != "reference" and library.activate(UNIT):
+        found = _on_card(x, dims, form, options, key)
+        if found is not None:
+            return found
+    order = _dense_order(x)
+    dense = x.permute(order).contiguous()
+    scale = scale_from(amax(x, dims), form)
+    inverse = factor_of(scale, form, options.rounding).permute(order)
+    noise = stepped_key(key, options.step) if options.rounding == "stochastic" else None
+    if form is INT8:
+        codes = torch.empty(dense.shape, dtype=torch.int8, device=x.device)
+        if inverse.numel() == 1 or dense.device.type != "cpu" or dense.numel() <= CHUNK:
+            int8_codes(codes.view(-1), dense, inverse, noise)
+        else:
+            int8_codes(codes.view(-1), dense * inverse, None, noise)
+    else:
+        codes = fp8_codes(dense.to(torch.float32) * inverse, form, noise)
+    return Quantized(codes.permute(_back(order)), scale)
+
+
+def quantize_int8(
+    x: Tensor, dims: tuple[int, ...] | None = None, options: KernelOptions | None = None, stream: int = 0
+) -> Quantized:
+    """INT8 codes of ``x`` and their scales.
+
+    Args:
+        x: Floating tensor of any shape and layout; one that is not dense in any order of its dimensions is copied.
+        dims: Dimensions that share a scale; None for one scale in all. For rows of (N, K): ``(1,)``.
+        options: Rounding, seed and offset; the default rounds stochastically from seed 0.
+        stream: Number of this draw among those of one operator call (input 0, weight 1).
+
+    Returns:
+        Codes of the shape and memory layout of ``x`` (dense), and FP32 scales that broadcast against them. The noise
+        of an element depends on its place in memory order, on seed, offset and stream, and on nothing else.
+
+    Source: Stochastic rounding as in S. Gupta et al., "Deep learning with limited numerical precision", ICML 2015;
+        the counter-based noise is ours.
+    """
+    return _quantize(x, dims, INT8, options, stream)
+
+
+def quantize_fp8(
+    x: Tensor, dims: tuple[int, ...] | None = None, options: KernelOptions | None = None, stream: int = 0
+) -> Quantized:
+    """E4M3 codes of ``x`` and their scales; arguments and result as for :func:`quantize_int8`."""
+    return _quantize(x, dims, E4M3, options, stream)
+
+
+def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
+    """Values of the codes in ``dtype``, rounded once (the product with the scale is formed in FP32)."""
+    codes, scale = quantized
+    on_host = scale.device.type == "cpu" and not torch.compiler.is_compiling()  # a number of the host breaks a graph
+    if scale.numel() == 1 and on_host and codes.dtype is torch.int8:
+        # Codes are exact in 16 bits; the product with a Python number is formed in FP32 and rounded once.
+        return codes.to(dtype).mul_(scale.item())
+    if codes.device.type == "cuda" and codes.dim() == 2:
+        # A transposed matrix is dequantized in its own memory order.
+        turned = codes.stride(0) < codes.stride(1)
+        matrix, factors = (codes.t(), scale.t()) if turned else (codes, scale)
+        values = dequantize_matrix(matrix, factors, dtype)
+        return values.t() if turned else values
+    if codes.device.type == "cuda" and codes.dim() > 2:
+        # In memory order a tensor is a matrix whose rows have a scale each, or one of a single row.
+        order = _dense_order(codes)
+        dense, factors = codes.permute(order), scale.permute(order)
+        rows = 1 if scale.numel() == 1 else dense.shape[0]
+        if dense.is_contiguous() and scale.numel() == factors.shape[0] == rows and dense.numel() > 0:
+            values = dequantize_matrix(dense.reshape(rows, -1), factors.reshape(rows, 1), dtype)
+            return values.view(dense.shape).permute(_back(order))
+    return codes.to(torch.float32).mul_(scale).to(dtype)

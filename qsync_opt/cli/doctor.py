@@ -1,0 +1,180 @@
+"""What can this machine do, and what is to be installed for more? Imports nothing to find out what is missing."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from qsync_opt.registry import Entry, Kind, entries
+
+DOCTOR_FORMAT = "qsync-doctor/1"
+_COMPILERS = {"C++ compiler": ("c++", "g++", "clang++"), "nvcc": ("nvcc",)}
+_VERSION_SECONDS = 30
+
+
+class Health(enum.StrEnum):
+    """State of one thing that was looked at."""
+
+    OK = "ok"
+    MISSING = "missing"
+    """Not there; something cannot be done without it."""
+    BROKEN = "broken"
+    """There, but it does not work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing: what it is for, its version or place, and what to do where it is missing or broken."""
+
+    area: str
+    name: str
+    health: Health
+    detail: str = ""
+    advice: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        return {
+            **self.data,
+            "area": self.area,
+            "name": self.name,
+            "health": self.health.value,
+            "detail": self.detail,
+            "advice": self.advice,
+        }
+
+
+_PACKAGES: tuple[tuple[str, str, str, str], ...] = (
+    # area, distribution, module, what to do without it
+    ("core", "numpy", "numpy", "pip install numpy"),
+    ("core", "onnx", "onnx", "pip install onnx"),
+    ("core", "PyYAML", "yaml", "pip install pyyaml"),
+    ("core", "rich", "rich", "pip install rich"),
+    ("torch", "torch", "torch", "pip install 'qsync-opt[torch]'; needed to capture, profile and apply"),
+    ("torch", "onnxscript", "onnxscript", "pip install 'qsync-opt[torch]'; needed to capture a torch model"),
+    ("onnxruntime", "onnxruntime", "onnxruntime", "pip install 'qsync-opt[onnxruntime]'"),
+    ("fast", "numba", "numba", "pip install 'qsync-opt[fast]'; the solvers are then quicker, with the same plans"),
+    ("figures", "matplotlib", "matplotlib", "pip install 'qsync-opt[figures]'; needed for qsync_opt.report.figures"),
+    ("figures", "pandas", "pandas", "pip install 'qsync-opt[figures]'; needed for to_pandas"),
+)
+
+
+def examine() -> tuple[Finding, ...]:
+    """Look at packages, solvers, plug-ins, compilers and devices.
+
+    Returns:
+        What was found, in reading order. An installed package that fails to load is a finding and not an error.
+
+    Source: ours.
+    """
+    found = [
+        Finding(
+            area="core",
+            name="python",
+            health=Health.OK,
+            detail=platform.python_version(),
+            data={"platform": platform.platform(), "processors": os.cpu_count()},
+        )
+    ]
+    found += [_package(*row) for row in _PACKAGES]
+    for kind in Kind:
+        found += _attempt(kind, "registry", partial(_plugins, kind))
+    found += [_compiler(name, programs) for name, programs in _COMPILERS.items()]
+    if importlib.util.find_spec("torch") is not None:
+        found += _attempt("device", "torch devices", _devices)
+    if importlib.util.find_spec("onnxruntime") is not None:
+        found += _attempt("onnxruntime", "execution providers", _providers)
+    return tuple(found)
+
+
+def _package(area: str, distribution: str, module: str, advice: str) -> Finding:
+    if importlib.util.find_spec(module) is None:
+        return Finding(area=area, name=distribution, health=Health.MISSING, advice=advice)
+    try:
+        version = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        version = "version unknown"
+    return Finding(area=area, name=distribution, health=Health.OK, detail=version)
+
+
+def _plugins(kind: Kind) -> list[Finding]:
+    """Every registered name: those of this package need packages, those of others must be importable."""
+    found = []
+    for entry in entries(kind).values():
+        if entry.origin != "qsync_opt":
+            found += _attempt(kind, entry.name, partial(_foreign, kind, entry))
+        elif entry.available:
+            versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in entry.packages)
+            found.append(Finding(area=kind, name=entry.name, health=Health.OK, detail=versions or "built in"))
+        else:
+            missing = ", ".join(p for p in entry.packages if importlib.util.find_spec(p) is None)
+            detail = f"needs {missing}"
+            found.append(
+                Finding(area=kind, name=entry.name, health=Health.MISSING, detail=detail, advice=entry.install)
+            )
+    return found
+
+
+def _foreign(kind: Kind, entry: Entry) -> list[Finding]:
+    entry.load()
+    return [Finding(area=kind, name=entry.name, health=Health.OK, detail=f"from {entry.origin}")]
+
+
+def _attempt(area: str, name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
+    """What ``look`` finds; whatever stops it is itself what was found."""
+    try:
+        return look()
+    except Exception as failure:  # a broken installation can fail in any way, and is reported
+        reason = " ".join(f"{type(failure).__name__}: {failure}".split())
+        advice = "reinstall it; the command pip check names packages that do not fit together"
+        return [Finding(area=area, name=name, health=Health.BROKEN, detail=reason, advice=advice)]
+
+
+def _compiler(name: str, programs: tuple[str, ...]) -> Finding:
+    path = next((found for program in programs if (found := shutil.which(program))), None)
+    if path is None:
+        advice = {
+            "C++ compiler": "install g++ or clang++ to build the compiled kernels",
+            "nvcc": "install the CUDA toolkit to build the compiled GPU kernels",
+        }[name]
+        return Finding(area="compiler", name=name, health=Health.MISSING, advice=advice)
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as failure:
+        return Finding(area="compiler", name=name, health=Health.BROKEN, detail=str(failure), advice=f"repair {path}")
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    version = next((line for line in lines if "release" in line), lines[0] if lines else "version unknown")
+    return Finding(area="compiler", name=name, health=Health.OK, detail=f"{version.strip()} ({path})")
+
+
+def _devices() -> list[Finding]:
+    torch_doctor = importlib.import_module("qsync_opt.runtimes.torch.doctor")  # runtimes are reached by name
+    found = []
+    for device in torch_doctor.describe_devices():
+        detail = f"{device['name']}: {', '.join(device['precisions'])}"
+        found.append(Finding(area="device", name=device["device"], health=Health.OK, detail=detail, data=device))
+    build = torch_doctor.describe_build()
+    if not build["cuda_available"]:
+        cause = "this torch is built without CUDA" if build["cuda"] is None else "torch sees no card"
+        advice = "install a driver and a torch with CUDA to profile GPUs; plans from profiles or estimates need none"
+        found.append(Finding(area="device", name="cuda", health=Health.MISSING, detail=cause, advice=advice))
+    return found
+
+
+def _providers() -> list[Finding]:
+    onnxruntime = importlib.import_module("onnxruntime")
+    providers = list(onnxruntime.get_available_providers())
+    return [
+        Finding(area="onnxruntime", name="execution providers", health=Health.OK, detail=", ".join(providers)),
+    ]

@@ -1,0 +1,350 @@
+"""What was measured about one model on one device: the profile that plans are priced with.
+
+Times are integer nanoseconds, memory is in bytes. Operators that cost the same share one measurement: ``operators``
+maps each name to a measurement key, ``measurements`` maps the key to a cost per precision.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Self
+
+from qsync_opt.costs.costs import CostFit, MeasuredCost
+from qsync_opt.errors import ProblemError
+from qsync_opt.io.codec import Fields, check_integer, check_name, read_json, write_json
+from qsync_opt.model.graph import OpGraph
+from qsync_opt.numerics.formats import FORMATS, PrecisionFormats
+
+PROFILE_FORMAT = "qsync-profile/1"
+DEVICE_KINDS = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceIdentity:
+    """Which device and which software a measurement holds for; equal identities may share measurements."""
+
+    name: str
+    kind: str
+    threads: int
+    versions: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "device name")
+        if self.kind not in DEVICE_KINDS:
+            raise ProblemError(
+                f"device {self.name!r}: kind is {self.kind!r}, but allowed are {', '.join(DEVICE_KINDS)}"
+            )
+        check_integer(self.threads, f"device {self.name!r}: threads", minimum=1)
+        for library, version in self.versions.items():
+            check_name(library, f"device {self.name!r}: library")
+            check_name(version, f"device {self.name!r}: version of {library}")
+        object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of this identity."""
+        return {"name": self.name, "kind": self.kind, "threads": self.threads, "versions": dict(self.versions)}
+
+    @classmethod
+    def from_fields(cls, data: Fields) -> Self:
+        """Read an identity from its JSON object."""
+        identity = cls(
+            name=data.text("name"),
+            kind=data.text("kind"),
+            threads=data.integer("threads", minimum=1),
+            versions=data.mapping("versions"),
+        )
+        data.finish()
+        return identity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerCost:
+    """One optimizer step over all parameters, the clearing of gradients, state kept and memory used in passing."""
+
+    name: str
+    step_ns: int
+    zero_grad_ns: int
+    state_bytes: int
+    workspace_bytes: int
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "optimizer name")
+        for name in ("step_ns", "zero_grad_ns", "state_bytes", "workspace_bytes"):
+            check_integer(getattr(self, name), f"optimizer {self.name!r}: {name}")
+
+    @classmethod
+    def from_fields(cls, data: Fields) -> Self:
+        """Read the cost from its JSON object."""
+        cost = cls(
+            name=data.text("name"),
+            step_ns=data.integer("step_ns"),
+            zero_grad_ns=data.integer("zero_grad_ns"),
+            state_bytes=data.integer("state_bytes"),
+            workspace_bytes=data.integer("workspace_bytes"),
+        )
+        data.finish()
+        return cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationCheck:
+    """One uniform plan: measured whole, added up from operators and casts, and predicted with the fitted overhead."""
+
+    precision: str
+    forward_ns: int
+    backward_ns: int
+    summed_forward_ns: int
+    summed_backward_ns: int
+    predicted_forward_ns: int
+    predicted_backward_ns: int
+
+    def __post_init__(self) -> None:
+        check_name(self.precision, "whole iteration: precision")
+        for f in fields(self):
+            if f.name != "precision":
+                check_integer(getattr(self, f.name), f"whole iteration in {self.precision}: {f.name}")
+
+    @classmethod
+    def from_fields(cls, data: Fields) -> Self:
+        """Read the comparison from its JSON object."""
+        times = {f.name: data.integer(f.name) for f in fields(cls) if f.name != "precision"}
+        check = cls(precision=data.text("precision"), **times)
+        data.finish()
+        return check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationOverhead:
+    """What a whole iteration costs beyond its operators, per operator: interpreter, interception, autograd engine.
+
+    Fitted to whole iterations (`qsync_opt.training.calibration`), which are kept beside it
+    so that the residual can be told.
+    """
+
+    forward_ns_per_operator: int = 0
+    backward_ns_per_operator: int = 0
+    iterations: tuple[IterationCheck, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_integer(self.forward_ns_per_operator, "overhead: forward_ns_per_operator")
+        check_integer(self.backward_ns_per_operator, "overhead: backward_ns_per_operator")
+
+    @property
+    def residual(self) -> float:
+        """Largest relative error of a whole iteration's forward plus backward pass, the overhead included."""
+        errors = (
+            abs(i.predicted_forward_ns + i.predicted_backward_ns - i.forward_ns - i.backward_ns)
+            / max(1, i.forward_ns + i.backward_ns)
+            for i in self.iterations
+        )
+        return max(errors, default=0.0)
+
+    @classmethod
+    def from_fields(cls, data: Fields) -> Self:
+        """Read the overhead from its JSON object."""
+        overhead = cls(
+            forward_ns_per_operator=data.integer("forward_ns_per_operator"),
+            backward_ns_per_operator=data.integer("backward_ns_per_operator"),
+            iterations=tuple(
+                IterationCheck.from_fields(Fields(item, f"{data.where}: iterations[{position}]"))
+                for position, item in enumerate(data.sequence("iterations"))
+            ),
+        )
+        data.finish()
+        return overhead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """Everything measured about one model on one device.
+
+    ``casts`` has a fit for each pair ``"A>B"`` of formats, ``gradient_sums`` one for each format in which the
+    gradients of a result with several users are added up. ``options`` are those of the kernels that were measured.
+    """
+
+    device: DeviceIdentity
+    model: str
+    fingerprint: str
+    options: Mapping[str, str | int | float | bool]
+    formats: Mapping[str, PrecisionFormats]
+    measurements: Mapping[str, Mapping[str, MeasuredCost]]
+    operators: Mapping[str, str]
+    casts: Mapping[str, CostFit]
+    gradient_sums: Mapping[str, CostFit]
+    optimizer: OptimizerCost
+    overhead: IterationOverhead = field(default_factory=IterationOverhead)
+
+    def __post_init__(self) -> None:
+        check_name(self.model, "profile: model")
+        check_name(self.fingerprint, "profile: fingerprint")
+        for name, value in self.options.items():
+            check_name(name, "profile: option")
+            is_plain = value is None or isinstance(value, str | int | float)
+            if not is_plain or (isinstance(value, float) and not math.isfinite(value)):
+                raise ProblemError(
+                    f"profile: option {name!r} is {value!r}, but allowed are a text, a finite number, true, false, null"
+                )
+        for precision, borders in self.formats.items():
+            for name in (precision, borders.output, borders.gradient_input, borders.gradient_output):
+                _check_format(name, f"profile: formats of {precision!r}")
+        for name, key in self.operators.items():
+            check_name(name, "profile: operator")
+            check_name(key, f"profile: measurement of operator {name!r}")
+            if key not in self.measurements:
+                raise ProblemError(f"profile: operator {name!r} refers to measurement {key!r}, which is not there")
+        for key, costs in self.measurements.items():
+            if not costs:
+                raise ProblemError(f"profile: measurement {key!r} has no precision; at least one is needed")
+            for precision in costs:
+                if precision not in self.formats:
+                    raise ProblemError(
+                        f"profile: measurement {key!r} has precision {precision!r}, but the device's formats are "
+                        f"{', '.join(self.formats)}"
+                    )
+        for pair in self.casts:
+            source, separator, target = pair.partition(">")
+            if not separator:
+                raise ProblemError(f"profile: cast {pair!r} is not a pair of formats such as 'FP32>BF16'")
+            for name in (source, target):
+                _check_format(name, f"profile: cast {pair!r}")
+        for name in self.gradient_sums:
+            _check_format(name, "profile: gradient_sums")
+        for name in ("options", "formats", "operators", "casts", "gradient_sums"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+        frozen = {key: MappingProxyType(dict(costs)) for key, costs in self.measurements.items()}
+        object.__setattr__(self, "measurements", MappingProxyType(frozen))
+
+    def cost(self, operator: str) -> Mapping[str, MeasuredCost]:
+        """Cost of ``operator`` per precision.
+
+        Raises:
+            ProblemError: The profile has no such operator.
+        """
+        key = self.operators.get(operator)
+        if key is None:
+            raise ProblemError(
+                f"profile of {self.device.name!r} for model {self.model!r} has no entry for operator {operator!r}; "
+                "profile the model again"
+            )
+        return self.measurements[key]
+
+    def describe(self) -> str:
+        """One line for people: device, what was measured, how well whole iterations are predicted."""
+        threads = (
+            f", {self.device.threads} thread{'s' * (self.device.threads > 1)}" if self.device.kind == "cpu" else ""
+        )
+        text = (
+            f"{self.device.name}{threads}: {len(self.operators)} operators ({len(self.measurements)} measured) in "
+            f"{', '.join(self.formats)}"
+        )
+        if not self.overhead.iterations:
+            return text
+        return f"{text}; whole iterations predicted within {100 * self.overhead.residual:.1f} %"
+
+    def check_graph(self, graph: OpGraph) -> None:
+        """Refuse a graph that this profile was not measured on.
+
+        Raises:
+            ProblemError: Fingerprints differ; the text names the first operators that do.
+        """
+        if self.fingerprint == graph.fingerprint():
+            return
+        pairs = itertools.zip_longest(self.operators, (operator.name for operator in graph))
+        different = [(mine, theirs) for mine, theirs in pairs if mine != theirs][:3]
+        shown = "; ".join(
+            f"the profile has {mine!r} where the graph has {theirs!r}".replace("None", "nothing")
+            for mine, theirs in different
+        )
+        raise ProblemError(
+            f"profile of {self.device.name!r} is of another model ({self.model!r}, the graph is {graph.name!r}): "
+            f"{shown or 'operators have equal names but other shapes, kinds or parameters'}; profile this model"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of this profile."""
+        overhead = _plain(self.overhead)
+        overhead["iterations"] = [_plain(i) for i in self.overhead.iterations]
+        return {
+            "format": PROFILE_FORMAT,
+            "device": self.device.to_json(),
+            "model": self.model,
+            "fingerprint": self.fingerprint,
+            "options": dict(self.options),
+            "formats": {name: _plain(borders) for name, borders in self.formats.items()},
+            "optimizer": _plain(self.optimizer),
+            "overhead": overhead,
+            "casts": {pair: _plain(fit) for pair, fit in self.casts.items()},
+            "gradient_sums": {name: _plain(fit) for name, fit in self.gradient_sums.items()},
+            "measurements": {
+                key: {precision: cost.to_json() for precision, cost in costs.items()}
+                for key, costs in self.measurements.items()
+            },
+            "operators": dict(self.operators),
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile as JSON, whole or not at all."""
+        write_json(path, self.to_json(), digest=True)
+
+    @classmethod
+    def from_json(cls, data: Any, where: str = "profile") -> Self:
+        """Read a profile from its parsed JSON object; ``where`` names it in errors.
+
+        Raises:
+            ProblemError: Unknown, missing or unusable entry.
+        """
+        reader = Fields(data, where)
+        if reader.take("format") != PROFILE_FORMAT:
+            reader.fail(f"format is {reader.take('format')!r}, but allowed is {PROFILE_FORMAT!r}")
+        measurements = Fields(reader.take("measurements"), f"{where}: measurements")
+        profile = cls(
+            device=DeviceIdentity.from_fields(Fields(reader.take("device"), f"{where}: device")),
+            model=reader.text("model"),
+            fingerprint=reader.text("fingerprint"),
+            options=reader.mapping("options"),
+            formats={name: _read_formats(child) for name, child in reader.children("formats")},
+            optimizer=OptimizerCost.from_fields(Fields(reader.take("optimizer"), f"{where}: optimizer")),
+            overhead=IterationOverhead.from_fields(Fields(reader.take("overhead"), f"{where}: overhead")),
+            casts={pair: CostFit.from_fields(child) for pair, child in reader.children("casts")},
+            gradient_sums={name: CostFit.from_fields(child) for name, child in reader.children("gradient_sums")},
+            measurements={
+                key: {precision: MeasuredCost.from_fields(cost) for precision, cost in measurements.children(key)}
+                for key in reader.mapping("measurements")
+            },
+            operators=reader.mapping("operators"),
+        )
+        reader.finish()
+        return profile
+
+
+def load_profile(path: str | os.PathLike[str]) -> DeviceProfile:
+    """Read a profile file.
+
+    Raises:
+        ProblemError: Missing or truncated file, other format version, unknown key, NaN, negative or missing cost.
+    """
+    return DeviceProfile.from_json(read_json(path, [PROFILE_FORMAT]), os.fspath(path))
+
+
+def _check_format(name: str, what: str) -> None:
+    if name not in FORMATS:
+        raise ProblemError(f"{what}: unknown format {name!r}; allowed are {', '.join(FORMATS)}")
+
+
+def _read_formats(data: Fields) -> PrecisionFormats:
+    borders = PrecisionFormats(
+        output=data.text("output"),
+        gradient_input=data.text("gradient_input"),
+        gradient_output=data.text("gradient_output"),
+    )
+    data.finish()
+    return borders
+
+
+def _plain(item: Any) -> dict[str, Any]:
+    return {f.name: getattr(item, f.name) for f in fields(item)}

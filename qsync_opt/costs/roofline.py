@@ -1,0 +1,287 @@
+"""What would a model cost on a GPU that nobody has profiled? A roofline estimate, labelled as one everywhere.
+
+A kernel takes the longer of two times, its operations at the peak of its precision and its bytes at the memory
+bandwidth, each at an assumed share of the data sheet's figure, plus a constant. What operators keep for the backward
+pass follows from their kind. An estimate ranks precisions and finds what is memory bound; it knows neither the
+kernels' real efficiency at a shape nor the host, so a measured profile should replace it before its times are trusted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from qsync_opt.cluster.datasheets import DataSheet
+from qsync_opt.costs.costs import MI_ELEMENTS, CostFit, MeasuredCost
+from qsync_opt.costs.estimates import ESTIMATE_OPTION
+from qsync_opt.costs.profile import DeviceIdentity, DeviceProfile, OptimizerCost
+from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.io.codec import check_integer, check_number
+from qsync_opt.model.graph import DTYPE_BYTES, Operator, OpGraph, Role, TensorSpec
+from qsync_opt.model.operator_kinds import (
+    ATTENTION,
+    BYTE_MASKS,
+    INDEX_MASKS,
+    LOOKUPS,
+    PRODUCTS,
+    SAVES_NOTHING,
+    SAVES_OUTPUT,
+)
+from qsync_opt.model.roles import base_kind
+from qsync_opt.numerics.formats import PrecisionFormats, formats_for, number_format
+
+MODEL_VERSION = "1"
+"""Changes when the estimates do."""
+STORAGE_BYTES = 4
+"""Of a parameter and of its gradient (FP32)."""
+OPTIMIZERS: dict[str, tuple[int, int]] = {"adamw": (2, 7), "momentum": (1, 5), "sgd": (0, 3)}
+"""Optimizer to (state tensors per parameter, tensors that one step reads or writes per parameter)."""
+_ATTENTION_BACKWARD = 2.5
+"""Backward products of attention per forward product: five for two, since scores are computed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumptions:
+    """What a roofline cannot know.
+
+    The ``efficiency`` values are shares of the data sheet's figures that a kernel reaches: of large matrix products on
+    one H200, 16- and 32-bit ones were measured at 0.65 to 0.85 and 8-bit ones at 0.4, its copies at 0.87. A kernel
+    occupies the device for ``kernel_ns`` beside its work. An operator occupies the host for ``launch_ns`` in each pass:
+    eager PyTorch took about 40 microseconds there (benchmarks/results/roofline.json), a captured graph takes next to
+    none. Quantization is taken to run at memory bandwidth, which fused kernels come near and eager PyTorch does not:
+    there uniform 8-bit plans were measured four to five times slower than estimated. ``optimizer`` is one of
+    `OPTIMIZERS`.
+    """
+
+    efficiency: float = 0.7
+    efficiency_8bit: float = 0.45
+    memory_efficiency: float = 0.85
+    kernel_ns: int = 2000
+    launch_ns: int = 40_000
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if "efficiency" in f.name:
+                value = getattr(self, f.name)
+                check_number(value, f"roofline: {f.name}")
+                if not 0 < value <= 1:
+                    raise ProblemError(f"roofline: {f.name} is {value!r}, but it is a share: above 0 and at most 1")
+        check_integer(self.kernel_ns, "roofline: kernel_ns")
+        check_integer(self.launch_ns, "roofline: launch_ns")
+        if self.optimizer not in OPTIMIZERS:
+            raise UnsupportedError(
+                f"roofline: optimizer is {self.optimizer!r}, but allowed are {', '.join(OPTIMIZERS)}; profile the "
+                "device for any other"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One pass of an operator: operations, bytes moved, kernels."""
+
+    flops: float
+    num_bytes: int
+    kernels: int
+
+
+def roofline_profile(graph: OpGraph, sheet: DataSheet, *, assumptions: Assumptions | None = None) -> DeviceProfile:
+    """Estimate what `profile` would measure.
+
+    Args:
+        graph: The model.
+        sheet: The device, such as ``data_sheet("T4")``.
+        assumptions: Efficiencies, launch costs and optimizer.
+
+    Returns:
+        A profile whose ``estimated_by`` option says what it is; `build_problem` labels the problem with it.
+
+    Source: Williams, Waterman and Patterson, "Roofline" (CACM 2009); what is kept for backward is ours.
+    """
+    model = _Roofline(sheet, assumptions or Assumptions())
+    formats = formats_for(sheet.peak_flops, sheet.half_format)
+    costs = {operator.name: model.costs(graph, operator, formats) for operator in graph}
+    num_parameters = sum(parameter.spec.elements for parameter in graph.parameters)
+    states, touched = OPTIMIZERS[model.assumptions.optimizer]
+    pairs = [(a, b) for a in formats for b in formats if a != b]
+    return DeviceProfile(
+        device=DeviceIdentity(name=sheet.name, kind="cuda", threads=1, versions={"roofline": MODEL_VERSION}),
+        model=graph.name,
+        fingerprint=graph.fingerprint(),
+        options={
+            ESTIMATE_OPTION: f"roofline from the {sheet.source}",
+            **{f.name: getattr(model.assumptions, f.name) for f in fields(model.assumptions)},
+        },
+        formats=formats,
+        measurements=costs,
+        operators={operator.name: operator.name for operator in graph},
+        casts={f"{a}>{b}": model.fit(_cast_bytes(a, b)) for a, b in pairs},
+        gradient_sums={name: model.fit(3 * number_format(name).num_bytes) for name in formats if _stored(name)},
+        optimizer=OptimizerCost(
+            name=model.assumptions.optimizer,
+            step_ns=model.memory_ns(touched * STORAGE_BYTES * num_parameters),
+            zero_grad_ns=0,
+            state_bytes=states * STORAGE_BYTES * num_parameters,
+            workspace_bytes=0,
+        ),
+    )
+
+
+def _stored(name: str) -> bool:
+    """True for the formats that gradients are delivered in."""
+    return number_format(name).bits > 8 and name != "TF32"
+
+
+def _cast_bytes(source: str, target: str) -> int:
+    """Bytes that a cast moves per element; FP32 and TF32 are the same tensor, 8-bit targets need the largest first."""
+    if {source, target} == {"FP32", "TF32"}:
+        return 0
+    read = number_format(source).num_bytes
+    return read * (2 if number_format(target).bits == 8 else 1) + number_format(target).num_bytes
+
+
+def _elements(specs: tuple[TensorSpec, ...]) -> int:
+    return sum(spec.elements for spec in specs if spec.is_floating)
+
+
+def _other_bytes(specs: tuple[TensorSpec, ...]) -> int:
+    return sum(spec.elements * DTYPE_BYTES[spec.dtype] for spec in specs if not spec.is_floating)
+
+
+class _Roofline:
+    """One device under some assumptions."""
+
+    def __init__(self, sheet: DataSheet, assumptions: Assumptions) -> None:
+        self.sheet = sheet
+        self.assumptions = assumptions
+
+    def memory_ns(self, num_bytes: float) -> int:
+        return round(1e9 * num_bytes / (self.sheet.bandwidth_bytes_per_s * self.assumptions.memory_efficiency))
+
+    def fit(self, bytes_per_element: int) -> CostFit:
+        base_ns = self.assumptions.kernel_ns if bytes_per_element else 0
+        return CostFit(base_ns=base_ns, ns_per_mi_elements=self.memory_ns(bytes_per_element * MI_ELEMENTS))
+
+    def time_ns(self, work: _Work, precision: str) -> int:
+        if not work.kernels:
+            return 0
+        share = self.assumptions.efficiency_8bit if number_format(precision).bits == 8 else self.assumptions.efficiency
+        compute_ns = round(1e9 * work.flops / (self.sheet.peak_flops[precision] * share))
+        return work.kernels * self.assumptions.kernel_ns + max(compute_ns, self.memory_ns(work.num_bytes))
+
+    def costs(
+        self, graph: OpGraph, operator: Operator, formats: dict[str, PrecisionFormats]
+    ) -> dict[str, MeasuredCost]:
+        """Cost of an operator in every precision that it can run in."""
+        kind = base_kind(operator.op_type).lower()
+        if operator.role is Role.ADJUSTABLE:
+            allowed = [name for name in formats if _can_run(kind, name)]
+        elif operator.role is Role.DEPENDENT:
+            allowed = [name for name in formats if _stored(name)]
+        else:
+            allowed = ["FP32"]
+        return {name: self._cost(graph, operator, kind, name, formats[name]) for name in allowed}
+
+    def _cost(
+        self, graph: OpGraph, operator: Operator, kind: str, precision: str, borders: PrecisionFormats
+    ) -> MeasuredCost:
+        product = operator.role is Role.ADJUSTABLE and kind not in LOOKUPS
+        backward_precision = precision if number_format(precision).bits > 8 else borders.gradient_input
+        if product:
+            forward, backward = _product_work(graph, operator, kind, precision, borders)
+        elif kind in LOOKUPS and operator.role is Role.ADJUSTABLE:
+            forward, backward = _lookup_work(graph, operator, borders)
+        else:
+            forward, backward = _streaming_work(operator, kind, number_format(borders.output).num_bytes)
+        saved_bytes, saves_inputs, saves_output = _kept(graph, operator, kind, precision, product)
+        launch_ns = self.assumptions.launch_ns
+        return MeasuredCost(
+            forward_ns=self.time_ns(forward, precision),
+            backward_ns=self.time_ns(backward, backward_precision),
+            host_forward_ns=launch_ns,
+            host_backward_ns=launch_ns if operator.inputs or operator.parameters else 0,
+            saved_bytes=saved_bytes,
+            saves_inputs=saves_inputs,
+            saves_output=saves_output,
+            alias_input=0 if operator.inputs and not operator.num_bytes else None,
+        )
+
+
+def _can_run(kind: str, precision: str) -> bool:
+    """Which precisions kinds of operators have kernels for; the 8-bit ones need a matrix product."""
+    if kind in LOOKUPS or kind in ATTENTION:
+        return precision in ("BF16", "FP16", "FP32")
+    if precision == "FP8":
+        return kind in ("linear", "addmm", "mm", "gemm", "matmul")
+    if precision == "TF32":
+        return kind in PRODUCTS or kind.startswith("conv")
+    return precision != "INT8" or kind in PRODUCTS
+
+
+def _parameter_elements(graph: OpGraph, operator: Operator) -> int:
+    sizes = {parameter.name: parameter.spec.elements for parameter in graph.parameters}
+    return sum(sizes[name] for name in operator.parameters)
+
+
+def _product_work(
+    graph: OpGraph, operator: Operator, kind: str, precision: str, borders: PrecisionFormats
+) -> tuple[_Work, _Work]:
+    """A matrix product or convolution: weights are read in FP32 and cast, then one gradient product per operand."""
+    width = number_format(precision).num_bytes
+    weights = _parameter_elements(graph, operator)
+    activations = max(0, _elements(operator.input_specs) - weights)
+    result = operator.output_elements * number_format(borders.output).num_bytes
+    lowered = width < STORAGE_BYTES
+    weight_bytes = weights * (STORAGE_BYTES + 2 * width if lowered else STORAGE_BYTES)
+    if width == 1:
+        weight_bytes += weights * STORAGE_BYTES  # the largest magnitude is looked for first
+    forward = _Work(
+        operator.flops, activations * width + weight_bytes + result, 1 + (lowered and weights > 0) + 2 * (width == 1)
+    )
+    # Inputs of the model need no gradient.
+    operands = sum(graph[source].op_type != "input" for source in operator.inputs) + bool(weights)
+    products = _ATTENTION_BACKWARD if kind in ATTENTION else float(operands)
+    back_width = number_format(borders.gradient_input).num_bytes
+    one = (activations + weights + operator.output_elements) * back_width
+    moved = operands * one + weights * STORAGE_BYTES
+    return forward, _Work(operator.flops * products, moved, operands + (lowered and weights > 0))
+
+
+def _lookup_work(graph: OpGraph, operator: Operator, borders: PrecisionFormats) -> tuple[_Work, _Work]:
+    """Rows of a table: only those are read; the gradient is as large as the table."""
+    rows, width = operator.output_elements, number_format(borders.output).num_bytes
+    table = _parameter_elements(graph, operator)
+    forward = _Work(0, rows * (STORAGE_BYTES + width) + _other_bytes(operator.input_specs), 1 + (width < STORAGE_BYTES))
+    return forward, _Work(0, rows * (width + 2 * STORAGE_BYTES) + table * STORAGE_BYTES, 2)
+
+
+def _streaming_work(operator: Operator, kind: str, width: int) -> tuple[_Work, _Work]:
+    """Everything else moves its tensors once forward; backward also reads the gradient of the result."""
+    if not operator.num_bytes:
+        return _Work(0, 0, 0), _Work(0, 0, 0)
+    tensors = _elements(operator.input_specs) + _elements(operator.output_specs)
+    moved = tensors * width + _other_bytes(operator.input_specs) + _other_bytes(operator.output_specs)
+    if not operator.inputs or not operator.is_floating:
+        return _Work(operator.flops, moved, 1), _Work(0, 0, 0)
+    backward = moved if kind in SAVES_NOTHING else moved + operator.output_elements * width
+    return _Work(operator.flops, moved, 1), _Work(2 * operator.flops, backward, 1)
+
+
+def _kept(
+    graph: OpGraph, operator: Operator, kind: str, precision: str, product: bool
+) -> tuple[int, tuple[int, ...], bool]:
+    """Own saved bytes, saved inputs and whether the result is saved, by kind of operator."""
+    every = tuple(range(len(operator.inputs)))
+    weights = _parameter_elements(graph, operator)
+    width = number_format(precision).num_bytes
+    if product:
+        if width == 1:
+            activations = max(0, _elements(operator.input_specs) - weights)
+            return activations + weights, (), False
+        return (weights * width if width < STORAGE_BYTES else 0), every, kind in ATTENTION
+    if not operator.is_floating or not operator.num_bytes or kind in LOOKUPS or kind in SAVES_NOTHING:
+        return 0, (), False
+    if kind in BYTE_MASKS:
+        return operator.output_elements, (), False
+    if kind in INDEX_MASKS:
+        return operator.output_elements * DTYPE_BYTES["int64"], every[:1], False
+    return (0, (), True) if kind in SAVES_OUTPUT else (0, every, False)

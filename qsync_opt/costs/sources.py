@@ -1,0 +1,36 @@
+"""Where costs come from: a measured profile, or a roofline estimate where there is none."""
+
+from __future__ import annotations
+
+from qsync_opt.cluster.cluster import DeviceType
+from qsync_opt.cluster.datasheets import data_sheet
+from qsync_opt.costs.profile import DeviceProfile, load_profile
+from qsync_opt.costs.roofline import Assumptions, roofline_profile
+from qsync_opt.errors import ProblemError
+from qsync_opt.model.graph import OpGraph
+
+
+class ProfileCosts:
+    """Measured: the profile that the cluster file names."""
+
+    def profile(self, graph: OpGraph, device: DeviceType) -> DeviceProfile:
+        """Read the profile; see `CostModel.profile`."""
+        if device.profile is None:
+            raise ProblemError(
+                f"device type {device.name!r} has no profile; add profile: FILE in the cluster file, or estimate its "
+                "costs with the cost model 'roofline'"
+            )
+        found = load_profile(device.profile)
+        found.check_graph(graph)
+        return found
+
+
+class RooflineCosts:
+    """Estimated from the data sheet of the device type's ``hardware``, or of the GPU that it is named after."""
+
+    def __init__(self, assumptions: Assumptions | None = None) -> None:
+        self._assumptions = assumptions
+
+    def profile(self, graph: OpGraph, device: DeviceType) -> DeviceProfile:
+        """Estimate the profile; see `CostModel.profile`."""
+        return roofline_profile(graph, data_sheet(device.hardware or device.name), assumptions=self._assumptions)

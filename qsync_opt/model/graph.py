@@ -1,0 +1,283 @@
+"""What a model is to this package: operators in execution order and the tensors that flow between them.
+
+Knows neither ONNX nor torch. Axis letters: none; sizes are in elements or bytes as the names say. Files of
+``"format": "qsync-graph/1"`` are written and read by ``graph_file``.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from qsync_opt.errors import ModelError
+
+
+class Role(enum.StrEnum):
+    """How an operator gets its precision."""
+
+    ADJUSTABLE = "adjustable"
+    """The plan picks one."""
+    DEPENDENT = "dependent"
+    """It follows its inputs: the highest rank that they deliver."""
+    FIXED = "fixed"
+    """It always runs in one precision (FP32); lower inputs are cast up."""
+
+
+# Bytes per element of the element types that graphs carry (names as in numpy and torch).
+DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
+    {
+        "bool": 1,
+        "uint8": 1,
+        "uint16": 2,
+        "uint32": 4,
+        "uint64": 8,
+        "int8": 1,
+        "int16": 2,
+        "int32": 4,
+        "int64": 8,
+        "float8_e4m3fn": 1,
+        "float8_e4m3fnuz": 1,
+        "float8_e5m2": 1,
+        "float8_e5m2fnuz": 1,
+        "bfloat16": 2,
+        "float16": 2,
+        "float32": 4,
+        "float64": 8,
+        "complex64": 8,
+        "complex128": 16,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Shape and element type of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ModelError(f"unknown element type {self.dtype!r}: allowed are {', '.join(DTYPE_BYTES)}")
+        if any(size < 0 for size in self.shape):
+            raise ModelError(f"negative size in shape {self.shape}: every size must be known and at least 0")
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes it occupies when stored densely."""
+        return self.elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def is_floating(self) -> bool:
+        """True for the element types that precision plans are about; complex ones are pairs of them."""
+        return "float" in self.dtype or self.dtype.startswith("complex")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """One trainable parameter, named as in ``Module.named_parameters`` (tied weights appear once)."""
+
+    name: str
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One torch-level operation of the forward pass (or one ONNX node of a foreign file).
+
+    ``inputs`` names the operators whose *floating-point* output it reads, once per tensor argument, in argument order;
+    integer and boolean dataflow carries no precision and is not listed, and neither is the 0-dim or empty operand of a
+    dependent operator that has larger ones (it decides no format). ``input_specs`` and ``output_specs`` describe
+    all tensor arguments (parameters and integer tensors included) and results. ``flops`` counts the forward
+    multiply-adds of matrix products and convolutions as two each and is 0 for every other kind, whose cost is memory
+    traffic; ``num_bytes`` is what a forward pass reads and writes in the exported types (0 where no data moves).
+    ``signature`` is equal for two operators exactly when they cost the same: kind, shapes, types and attributes.
+    """
+
+    name: str
+    op_type: str
+    module: str
+    role: Role
+    inputs: tuple[str, ...]
+    input_specs: tuple[TensorSpec, ...]
+    output_specs: tuple[TensorSpec, ...]
+    parameters: tuple[str, ...]
+    onnx_nodes: tuple[str, ...]
+    flops: int
+    num_bytes: int
+    signature: str
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.op_type:
+            raise ModelError(f"operator {self.name!r} of type {self.op_type!r}: name and type must not be empty")
+        if self.flops < 0 or self.num_bytes < 0:
+            raise ModelError(
+                f"operator {self.name!r} has {self.flops} FLOPs and {self.num_bytes} bytes: both must be at least 0"
+            )
+
+    @property
+    def output_elements(self) -> int:
+        """Elements of all floating-point results together."""
+        return sum(spec.elements for spec in self.output_specs if spec.is_floating)
+
+    @property
+    def is_floating(self) -> bool:
+        """True if any result is floating point, so that the operator delivers a format."""
+        return any(spec.is_floating for spec in self.output_specs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpGraph:
+    """Operators in forward execution order; every input stands before its user.
+
+    ``parameters`` are in registration order, which is what gradient buckets are built from.
+    """
+
+    name: str
+    operators: tuple[Operator, ...]
+    parameters: tuple[ParameterSpec, ...] = ()
+    _index: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    _consumers: Mapping[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.operators:
+            raise ModelError(f"graph {self.name!r} has no operators: a model with at least one operation is needed")
+        index: dict[str, int] = {}
+        consumers: dict[str, list[str]] = {}
+        known_parameters = {p.name for p in self.parameters}
+        for position, operator in enumerate(self.operators):
+            if operator.name in index:
+                raise ModelError(
+                    f"operator {operator.name!r} is named twice in graph {self.name!r}: names must be unique"
+                )
+            for source in operator.inputs:
+                if source not in index:
+                    raise ModelError(
+                        f"operator {operator.name!r} reads {source!r}, which does not come before it: "
+                        "operators must be in execution order"
+                    )
+                consumers[source].append(operator.name)
+            for parameter in operator.parameters:
+                if parameter not in known_parameters:
+                    raise ModelError(f"operator {operator.name!r} uses unknown parameter {parameter!r}")
+            index[operator.name] = position
+            consumers[operator.name] = []
+        object.__setattr__(self, "_index", MappingProxyType(index))
+        object.__setattr__(
+            self, "_consumers", MappingProxyType({name: tuple(users) for name, users in consumers.items()})
+        )
+
+    def __len__(self) -> int:
+        return len(self.operators)
+
+    def __iter__(self) -> Iterator[Operator]:
+        return iter(self.operators)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._index
+
+    def __getitem__(self, name: str) -> Operator:
+        return self.operators[self.index(name)]
+
+    def index(self, name: str) -> int:
+        """Position of operator ``name`` in execution order."""
+        try:
+            return self._index[name]
+        except KeyError:
+            raise ModelError(f"graph {self.name!r} has no operator {name!r}") from None
+
+    def consumers(self, name: str) -> tuple[str, ...]:
+        """Names of the operators that read the floating-point output of ``name``, once per argument."""
+        self.index(name)
+        return self._consumers[name]
+
+    def by_role(self, role: Role) -> tuple[Operator, ...]:
+        """Operators of one role, in execution order."""
+        return tuple(operator for operator in self.operators if operator.role is role)
+
+    def lifted_kinds(self) -> tuple[str, ...]:
+        """Kinds of fixed operators whose inputs a runtime must cast to FP32, sorted.
+
+        Not those of which only some are fixed: these read FP32 weights, so that torch delivers FP32 by itself, and the
+        others of the kind must be left alone. What yields integers (positions, masks, sizes) needs no cast at all.
+        """
+        fixed = {operator.op_type for operator in self.by_role(Role.FIXED) if operator.is_floating}
+        return tuple(sorted(fixed - {operator.op_type for operator in self.by_role(Role.DEPENDENT)}))
+
+    def distances_to_input(self) -> Mapping[str, int]:
+        """How many adjustable operators lie before each operator on the longest path from the model's inputs.
+
+        Returns:
+            Operator name to count, the operator itself excluded; operators that read no other stand at 0.
+
+        Source:
+            Ours: the longest path, so that a residual shortcut does not make an operator look shallow, counted over
+            operators whose precision the plan picks, because only these add quantization noise.
+        """
+        distance: dict[str, int] = {}
+        for operator in self.operators:
+            distance[operator.name] = max((self._reach(distance, source) for source in operator.inputs), default=0)
+        return MappingProxyType(distance)
+
+    def distances_to_loss(self) -> Mapping[str, int]:
+        """How many adjustable operators lie behind each operator on the longest path to the model's results.
+
+        Returns:
+            Operator name to count, the operator itself excluded; operators that no other reads stand at 0.
+
+        Source:
+            Ours, as in ``distances_to_input``.
+        """
+        distance: dict[str, int] = {}
+        for operator in reversed(self.operators):
+            users = self._consumers[operator.name]
+            distance[operator.name] = max((self._reach(distance, user) for user in users), default=0)
+        return MappingProxyType(distance)
+
+    def _reach(self, distance: Mapping[str, int], name: str) -> int:
+        return distance[name] + (self[name].role is Role.ADJUSTABLE)
+
+    def fingerprint(self) -> str:
+        """Hex digest of names, kinds, edges and shapes: equal on every rank that captured the same model."""
+        rows = [
+            [
+                o.name,
+                o.op_type,
+                list(o.inputs),
+                [[list(s.shape), s.dtype] for s in o.output_specs],
+                list(o.parameters),
+            ]
+            for o in self.operators
+        ]
+        return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+    def to_pandas(self) -> Any:
+        """A pandas table with one row per operator. See `qsync_opt.report.tables`.
+
+        Raises:
+            NotInstalledError: pandas is missing; the text holds the install line.
+        """
+        from qsync_opt.report.tables import graph_table
+
+        return graph_table(self)
+
+    def __repr__(self) -> str:
+        from qsync_opt.report.display import graph_text
+
+        return graph_text(self)
+
+    def _repr_html_(self) -> str:
+        from qsync_opt.report.display import graph_html
+
+        return graph_html(self)

@@ -1,0 +1,268 @@
+"""How do the nodes of an ONNX model become operators? Groups them, finds edges and sizes; knows records, not onnx."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from qsync_opt.errors import ModelError
+from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
+from qsync_opt.model.graph_file import parse_graph
+from qsync_opt.model.onnx.onnx_model import OnnxModel, OnnxNode, node_flops
+from qsync_opt.model.roles import ROLE_TABLE, RoleTable, decide_role
+
+GRAPH_KEY = "qsync_opt.model.graph"
+"""Key of the model's metadata under which ``capture`` keeps the graph (JSON, without the nodes)."""
+OPERATOR_KEY = "qsync_opt.operator"
+"""Key of a node's metadata under which ``capture`` keeps the name of its operator."""
+
+_CALL_KEY = "pkg.torch.onnx.fx_node"
+_SCOPES_KEY = "pkg.torch.onnx.name_scopes"
+_TARGET = re.compile(r"call_function\[target=(?:torch\.ops\.)?([\w.]+)\]")
+# Kinds that move no data, or none worth counting.
+_VIEWS = frozenset(
+    ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Constant", "Shape", "Size", "SequenceAt")
+)
+
+
+def match_graph(model: OnnxModel, where: str) -> OpGraph:
+    """Return the graph in the model's metadata, with the nodes of each operator, checked against these nodes.
+
+    Raises:
+        ModelError: The metadata is unusable, a node belongs to no operator, the products among the nodes are not
+            those of the operators, or data flows between nodes in a way that it does not between operators.
+    """
+    graph = parse_graph(model.metadata[GRAPH_KEY], where=f"metadata {GRAPH_KEY} of {where}")
+    nodes: dict[str, list[OnnxNode]] = {operator.name: [] for operator in graph}
+    for node in model.nodes:
+        owner = node.metadata.get(OPERATOR_KEY)
+        if owner not in nodes:
+            raise ModelError(
+                f"ONNX node {node.name!r} in {where} belongs to {owner!r}, which is no operator of its graph"
+            )
+        nodes[owner].append(node)
+    _check_products(graph, nodes, model, where)
+    _check_dataflow(graph, model, where)
+    operators = tuple(replace(o, onnx_nodes=tuple(node.name for node in nodes[o.name])) for o in graph)
+    return OpGraph(name=graph.name, operators=operators, parameters=graph.parameters)
+
+
+def _check_products(graph: OpGraph, nodes: dict[str, list[OnnxNode]], model: OnnxModel, where: str) -> None:
+    for operator in graph:
+        # The kinds that plans are about; what else multiplies is decomposed in different ways.
+        if ROLE_TABLE.get(operator.op_type) is not Role.ADJUSTABLE:
+            continue
+        # In which order three tensors or more are contracted, and with how many operations, is the library's choice.
+        if operator.op_type == "einsum" and sum(spec.is_floating for spec in operator.input_specs) > 2:
+            continue
+        flops = sum(node_flops(node, model) for node in nodes[operator.name])
+        if flops != operator.flops:
+            raise ModelError(
+                f"operator {operator.name!r} has {operator.flops} FLOPs, but its nodes in {where} have {flops}"
+            )
+
+
+def _check_dataflow(graph: OpGraph, model: OnnxModel, where: str) -> None:
+    """Every floating-point edge between nodes of two operators must be a path between these operators."""
+    ancestors: dict[str, int] = {}  # a set of operators as the bits of an integer
+    for position, operator in enumerate(graph):
+        bits = 1 << position
+        for source in operator.inputs:
+            bits |= ancestors[source]
+        ancestors[operator.name] = bits
+    producers: dict[str, str] = {}
+    for node in model.nodes:
+        owner = node.metadata[OPERATOR_KEY]
+        for value in node.inputs:
+            source = producers.get(value, owner)
+            if not ancestors[owner] >> graph.index(source) & 1:
+                raise ModelError(
+                    f"ONNX node {node.name!r} in {where} reads {value!r} of operator {source!r}, "
+                    f"but operator {owner!r} does not depend on that one"
+                )
+        # Constants may be shared between operators, and 0-dim values decide no precision.
+        if any(value for value in node.inputs):
+            producers.update((value, owner) for value in node.outputs if _carries_precision(model, value))
+
+
+def _carries_precision(model: OnnxModel, value: str) -> bool:
+    spec = model.specs.get(value)
+    return spec is not None and spec.is_floating and len(spec.shape) > 0
+
+
+def build_graph(model: OnnxModel, roles: RoleTable) -> tuple[OpGraph, set[str]]:
+    """Return the graph of a model without operators in its metadata, and the kinds that the role table lacks.
+
+    Raises:
+        ModelError: A shape is not known, no operators, or a role pattern that fits none.
+    """
+    builder = _Builder(model, roles)
+    parameters = []
+    for name in model.parameters:
+        spec = model.specs[name]
+        assert spec is not None
+        parameters.append(ParameterSpec(name=name, spec=spec))
+    graph = OpGraph(name=model.name, operators=tuple(builder.operators()), parameters=tuple(parameters))
+    roles.check_patterns(tuple(operator.name for operator in graph))
+    return graph, builder.unknown
+
+
+class _Builder:
+    def __init__(self, model: OnnxModel, roles: RoleTable) -> None:
+        self.unknown: set[str] = set()
+        self._model = model
+        self._roles = roles
+        self._groups = _grouped(model.nodes)
+        self._producers: dict[str, str] = {}
+        # Values that do not depend on the inputs: what is computed from them is in FP32 whatever the plan says.
+        self._constants = set(model.states)
+        self._users: dict[str, set[str]] = {}
+        for name, nodes in self._groups.items():
+            for node in nodes:
+                for value in node.inputs:
+                    self._users.setdefault(value, set()).add(name)
+
+    def operators(self) -> Iterable[Operator]:
+        for value in self._model.inputs:
+            spec = self._model.specs.get(value)
+            if spec is not None and spec.is_floating:
+                yield self._input(value, spec)
+        for name, nodes in self._groups.items():
+            yield self._operator(name, nodes)
+
+    def _input(self, value: str, spec: TensorSpec) -> Operator:
+        name = f"input/{value}"
+        self._producers[value] = name
+        return Operator(
+            name=name,
+            op_type="input",
+            module="",
+            role=Role.FIXED,
+            inputs=(),
+            input_specs=(),
+            output_specs=(spec,),
+            parameters=(),
+            onnx_nodes=(),
+            flops=0,
+            num_bytes=0,
+            signature=_signature("input", (spec,), ()),
+        )
+
+    def _operator(self, name: str, nodes: Sequence[OnnxNode]) -> Operator:
+        kind, module = _kind_and_module(nodes)
+        inner = {value for node in nodes for value in node.outputs}
+        reads = [v for node in nodes for v in node.inputs if v and v not in inner]
+        outputs = [v for v in inner if self._users.get(v, set()) - {name} or v in self._model.outputs]
+        outputs = sorted(outputs or inner, key=[v for node in nodes for v in node.outputs].index)
+        input_specs, output_specs = self._specs(nodes, reads), self._specs(nodes, outputs)
+        role = self._role(name, kind, nodes, reads, output_specs)
+        if all(node.kind == "Constant" for node in nodes):
+            self._constants.update(inner)
+        self._producers.update((value, name) for value in inner)
+        moved = (
+            0 if all(node.kind in _VIEWS for node in nodes) else sum(s.num_bytes for s in input_specs + output_specs)
+        )
+        return Operator(
+            name=name,
+            op_type=kind,
+            module=module,
+            role=role,
+            inputs=self._edges(reads, role),
+            input_specs=input_specs,
+            output_specs=output_specs,
+            parameters=tuple(dict.fromkeys(value for value in reads if value in self._model.parameters)),
+            onnx_nodes=tuple(node.name for node in nodes),
+            flops=sum(node_flops(node, self._model) for node in nodes),
+            num_bytes=moved,
+            signature=_signature(kind, (*input_specs, *output_specs), [(n.kind, dict(n.attributes)) for n in nodes]),
+        )
+
+    def _specs(self, nodes: Sequence[OnnxNode], values: Iterable[str]) -> tuple[TensorSpec, ...]:
+        # Sizes of integer tensors (shapes, indices) may depend on the data; no precision hangs on them.
+        needed = [v for v in values if not self._model.unfixed.get(v, "float").startswith(("int", "uint", "bool"))]
+        specs = [self._model.spec(value, nodes[0]) for value in needed]
+        return tuple(spec for spec in specs if spec is not None)
+
+    def _role(
+        self, name: str, kind: str, nodes: Sequence[OnnxNode], reads: Sequence[str], outputs: Sequence[TensorSpec]
+    ) -> Role:
+        listed = self._roles.lookup(name, kind)
+        floating = [value for value in reads if (s := self._model.specs.get(value)) is not None and s.is_floating]
+        sequences = any(self._model.specs.get(value, True) is None for value in reads)
+        activations = [value for value in floating if value not in self._constants]
+        if kind == "Gather" and listed is Role.DEPENDENT and name not in self._roles.by_name and not activations:
+            listed = Role.ADJUSTABLE  # rows of a weight: what torch calls an embedding
+        delivers_floating = any(spec.is_floating for spec in outputs)
+        if listed is None and (delivers_floating or activations):
+            self.unknown.add(kind)
+        return decide_role(
+            listed,
+            delivers_floating=delivers_floating,
+            reads_floating=bool(activations) or sequences,
+            reads_state=any(_carries_precision(self._model, value) for value in floating if value not in activations),
+            casts_to_full=any(node.kind == "Cast" for node in nodes),
+        )
+
+    def _edges(self, reads: Sequence[str], role: Role) -> tuple[str, ...]:
+        sources: list[str] = []
+        large = any(_carries_precision(self._model, value) for value in reads if value not in self._constants)
+        for value in reads:
+            spec = self._model.specs.get(value)
+            if value in self._constants or value not in self._producers or (spec is not None and not spec.is_floating):
+                continue
+            # Type promotion lets 0-dim operands follow the others.
+            if role is Role.DEPENDENT and large and spec is not None and not spec.shape:
+                continue
+            sources.append(self._producers[value])
+        return tuple(sources)
+
+
+def _grouped(nodes: Sequence[OnnxNode]) -> dict[str, list[OnnxNode]]:
+    """Put together the nodes of one torch call; a node without torch's metadata stands alone."""
+    by_call: dict[str, list[OnnxNode]] = {}
+    for node in nodes:
+        by_call.setdefault(node.metadata.get(_CALL_KEY, f"\0{node.outputs}"), []).append(node)
+    order = {id(node): position for position, node in enumerate(nodes)}
+    groups: dict[str, list[OnnxNode]] = {}
+    occurrences: dict[str, int] = {}
+    # A group stands where its last node stands: constants that it shares with a later one come early.
+    for members in sorted(by_call.values(), key=lambda members: order[id(members[-1])]):
+        base = _base_name(members)
+        occurrence = occurrences.get(base, 0)
+        occurrences[base] = occurrence + 1
+        groups[base if occurrence == 0 else f"{base}_{occurrence}"] = members
+    return groups
+
+
+def _base_name(nodes: Sequence[OnnxNode]) -> str:
+    if _CALL_KEY not in nodes[0].metadata:
+        return nodes[0].name
+    kind, module = _kind_and_module(nodes)
+    return f"{module}/{kind}" if module else kind
+
+
+def _kind_and_module(nodes: Sequence[OnnxNode]) -> tuple[str, str]:
+    """Kind of operator and module path: as torch has them where its metadata is there, else the node's type."""
+    first = nodes[0]
+    target = _TARGET.search(first.metadata.get(_CALL_KEY, ""))
+    if target is None:
+        return first.kind, ""
+    parts = target[1].split(".")
+    kind = parts[1] if parts[0] == "aten" else parts[-1] if parts[0] == "operator" else ".".join(parts[:-1])
+    if ROLE_TABLE.get(kind) is not Role.ADJUSTABLE:
+        # An optimizer may have fused a product into a call of another kind, as a convolution into its normalization.
+        kind = next((node.kind for node in nodes if ROLE_TABLE.get(node.kind) is Role.ADJUSTABLE), kind)
+    try:
+        scopes = ast.literal_eval(first.metadata.get(_SCOPES_KEY, "[]"))
+    except (SyntaxError, ValueError):
+        scopes = []
+    return kind, str(scopes[-2]) if isinstance(scopes, list) and len(scopes) > 1 else ""
+
+
+def _signature(kind: str, specs: Iterable[TensorSpec], attributes: Sequence[object]) -> str:
+    text = json.dumps([kind, [[spec.dtype, spec.shape] for spec in specs], attributes], default=str, sort_keys=True)
+    return f"{kind}:{hashlib.sha256(text.encode()).hexdigest()[:24]}"

@@ -1,0 +1,226 @@
+"""Which operators may a plan lower, which follow their inputs, and which stay in FP32? One table, open to the user.
+
+Torch operations are listed by the name of their ATen operator (lower case; an in-place form ``relu_`` counts as
+``relu``), ONNX operators by their type (capitals). A kind in no list is unknown: it is kept fixed and named once in
+a warning. On top of the table, ``decide_role`` applies what torch's type promotion makes of a dependent operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+
+from qsync_opt.errors import ModelError
+from qsync_opt.model.graph import Role
+
+# The plan picks their precision: the kinds that the kernels can execute in several.
+ADJUSTABLE = """
+    linear matmul mm bmm addmm baddbmm einsum embedding scaled_dot_product_attention
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+    MatMul Gemm Conv ConvTranspose Einsum Attention
+"""
+
+# They always run in FP32. First normalizations, softmax and losses, whose sums and quotients need the mantissa; then
+# functions whose result leaves the range of FP16 or loses its meaning near 0; then accumulations; last, products and
+# indexed writes for which there is no low-precision implementation here or that refuse operands of unlike types.
+FIXED = """
+    input
+    layer_norm rms_norm group_norm instance_norm batch_norm local_response_norm normalize cosine_similarity
+    native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional
+    softmax log_softmax softmin gumbel_softmax multi_margin_loss
+    cross_entropy_loss nll_loss nll_loss_nd nll_loss2d mse_loss l1_loss smooth_l1_loss huber_loss kl_div
+    binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss ctc_loss
+    cosine_embedding_loss hinge_embedding_loss margin_ranking_loss triplet_margin_loss soft_margin_loss
+    multilabel_margin_loss multilabel_soft_margin_loss
+    exp exp2 expm1 log log2 log10 log1p logsumexp logcumsumexp logaddexp logaddexp2 pow square reciprocal rsqrt
+    acos asin cosh sinh tan acosh asinh atanh erfc erfinv lgamma digamma softplus logit xlogy
+    sum nansum cumsum prod cumprod norm linalg_norm linalg_vector_norm linalg_matrix_norm frobenius_norm
+    var std var_mean std_mean dist cdist pdist renorm trace histc
+    mv dot vdot inner outer addmv addr addbmm tensordot bilinear chain_matmul linalg_multi_dot kron
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell embedding_bag prelu
+    index_put index_add index_copy index_fill scatter scatter_add scatter_reduce masked_scatter
+    linalg_inv linalg_solve linalg_cholesky linalg_qr linalg_svd linalg_eigh linalg_det inverse
+    view_as_complex complex polar _weight_norm _weight_norm_interface
+    fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 stft istft
+
+    LayerNormalization RMSNormalization GroupNormalization InstanceNormalization BatchNormalization LRN
+    LpNormalization MeanVarianceNormalization SimplifiedLayerNormalization SkipLayerNormalization
+    Softmax LogSoftmax Hardmax SoftmaxCrossEntropyLoss NegativeLogLikelihoodLoss
+    Exp Log Pow Reciprocal Acos Asin Cosh Sinh Tan Acosh Asinh Atanh Softplus
+    ReduceSum ReduceProd ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceSumSquare CumSum Sum
+    LSTM GRU RNN PRelu ScatterElements ScatterND Scatter TensorScatter Det DFT STFT MelWeightMatrix
+    QuantizeLinear DequantizeLinear DynamicQuantizeLinear MatMulInteger ConvInteger QLinearMatMul QLinearConv
+"""
+
+# Kinds that multiply matrices or convolve, so that they have FLOPs; all adjustable ones but the look-up are such.
+_PRODUCTS = """
+    linear matmul mm bmm addmm baddbmm einsum scaled_dot_product_attention
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+    mv dot vdot inner outer addmv addr addbmm tensordot bilinear chain_matmul linalg_multi_dot kron cdist
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+"""
+ATEN_PRODUCTS = frozenset(_PRODUCTS.split())
+
+# They keep their input's format by type promotion: element-wise, data movement, selection, pooling, sources of data.
+DEPENDENT = """
+    relu relu6 gelu silu mish hardtanh hardswish hardsigmoid leaky_relu elu selu celu glu rrelu threshold
+    sigmoid logsigmoid log_sigmoid tanh tanhshrink softshrink hardshrink softsign
+    add sub rsub mul div true_divide floor_divide remainder fmod neg negative abs sign sgn positive addcmul addcdiv
+    lerp clamp clamp_min clamp_max clip minimum maximum fmin fmax floor ceil round trunc frac nan_to_num
+    sqrt erf sinc sin cos atan atan2 arctan2 view_as_real real imag conj resolve_conj angle
+    dropout dropout1d alpha_dropout feature_dropout feature_alpha_dropout native_dropout bernoulli
+    view _unsafe_view reshape reshape_as view_as flatten unflatten squeeze unsqueeze permute transpose swapaxes
+    swapdims movedim moveaxis t numpy_T mT adjoint matrix_H expand expand_as broadcast_to repeat repeat_interleave
+    tile roll flip rot90 contiguous clone alias detach lift_fresh lift_fresh_copy to type_as _to_copy copy
+    select slice narrow split split_with_sizes chunk tensor_split unsafe_split unsafe_chunk hsplit vsplit dsplit
+    unbind getitem cat concat concatenate stack hstack vstack dstack column_stack unfold im2col fold col2im
+    diagonal diag diag_embed as_strided channel_shuffle pixel_shuffle pixel_unshuffle pad constant_pad_nd
+    reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
+    index index_select gather take take_along_dim masked_select masked_fill where tril triu
+    fill zero zeros zeros_like ones ones_like full full_like empty empty_like new_zeros new_ones new_full new_empty
+    new_tensor tensor scalar_tensor eye arange linspace logspace rand rand_like randn randn_like randint randint_like
+    randperm multinomial normal uniform exponential normal_functional item
+    mean median amax amin max min aminmax argmax argmin topk sort argsort kthvalue cummax cummin mode unique
+    avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d max_pool2d_with_indices
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d lp_pool1d lp_pool2d
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d upsample_linear1d
+    upsample_trilinear3d _upsample_nearest_exact2d grid_sampler grid_sampler_2d affine_grid_generator
+    eq ne lt le gt ge equal isnan isinf isfinite isin isclose allclose logical_and logical_or logical_xor logical_not
+    bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift any all count_nonzero
+    nonzero one_hot bucketize searchsorted meshgrid cartesian_prod cumulative_trapezoid
+    __and__ __or__ __xor__ __lshift__ __rshift__
+
+    Relu LeakyRelu Elu Selu Celu ThresholdedRelu Gelu Swish Mish HardSwish HardSigmoid Sigmoid Tanh Softsign Shrink
+    Add Sub Mul Div Mod Neg Abs Sign Clip Min Max Mean Floor Ceil Round Sqrt Erf Sin Cos Atan BitShift
+    Dropout Identity Reshape Flatten Squeeze Unsqueeze Transpose Expand Tile Concat Split SplitToSequence SequenceAt
+    SequenceConstruct SequenceEmpty SequenceInsert SequenceErase SequenceLength ConcatFromSequence Slice Gather
+    GatherElements GatherND Pad Where Compress Cast CastLike Constant ConstantOfShape Range Shape Size EyeLike
+    RandomNormal RandomNormalLike RandomUniform RandomUniformLike Bernoulli Multinomial OneHot NonZero Trilu
+    ReduceMean ReduceMax ReduceMin ArgMax ArgMin TopK Unique ReverseSequence RotaryEmbedding
+    AveragePool MaxPool GlobalAveragePool GlobalMaxPool GlobalLpPool LpPool MaxUnpool MaxRoiPool RoiAlign
+    Resize Upsample GridSample AffineGrid DepthToSpace SpaceToDepth Col2Im CenterCropPad Optional OptionalGetElement
+    Equal Greater GreaterOrEqual Less LessOrEqual And Or Xor Not BitwiseAnd BitwiseOr BitwiseXor BitwiseNot
+    IsNaN IsInf NonMaxSuppression
+"""
+
+
+def _table() -> Mapping[str, Role]:
+    table: dict[str, Role] = {}
+    for role, kinds in ((Role.ADJUSTABLE, ADJUSTABLE), (Role.FIXED, FIXED), (Role.DEPENDENT, DEPENDENT)):
+        for kind in kinds.split():
+            if kind in table:
+                raise ModelError(f"operation {kind!r} stands twice in the role table: {table[kind]} and {role}")
+            table[kind] = role
+    return MappingProxyType(table)
+
+
+ROLE_TABLE: Mapping[str, Role] = _table()
+"""Kind of operator to role, as the package ships it."""
+
+
+def base_kind(op_type: str) -> str:
+    """Return the kind that the table lists for ``op_type``: in-place forms count as their pure forms."""
+    return op_type[:-1] if op_type.endswith("_") and not op_type.endswith("__") else op_type
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleTable:
+    """The shipped table with a user's changes on top.
+
+    ``by_type`` maps a kind of operator to a role. ``by_name`` maps patterns of operator names (as in ``fnmatch``:
+    ``*`` also crosses dots and slashes) to roles; the first pattern in order that fits wins, and names win over kinds.
+    Only kinds that the shipped table calls adjustable can be made adjustable: nothing else can be executed in
+    several precisions. Make a dependent kind fixed as a whole (``by_type``): at run time FP32 is enforced by kind.
+
+    Example:
+        >>> table = RoleTable(by_type={"embedding": Role.FIXED}, by_name={"head/*": Role.FIXED})
+        >>> table.lookup("head/linear", "linear"), table.lookup("body/linear", "linear")
+        (<Role.FIXED: 'fixed'>, <Role.ADJUSTABLE: 'adjustable'>)
+    """
+
+    by_type: Mapping[str, Role] = field(default_factory=dict)
+    by_name: Mapping[str, Role] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_type", _checked_roles(self.by_type, "operation"))
+        object.__setattr__(self, "by_name", _checked_roles(self.by_name, "name pattern"))
+        for kind, role in self.by_type.items():
+            if role is Role.ADJUSTABLE:
+                _check_adjustable(kind, f"operation {kind!r}")
+
+    def overridden(
+        self, *, by_type: Mapping[str, Role] | None = None, by_name: Mapping[str, Role] | None = None
+    ) -> RoleTable:
+        """Return a table with further changes, which win over the present ones."""
+        names = dict(by_name or {})
+        names.update((pattern, role) for pattern, role in self.by_name.items() if pattern not in names)
+        return replace(self, by_type={**self.by_type, **(by_type or {})}, by_name=names)
+
+    def lookup(self, name: str, op_type: str) -> Role | None:
+        """Return the role listed for an operator, or None if its kind is unknown.
+
+        Raises:
+            ModelError: A name pattern makes an operator adjustable whose kind cannot be.
+        """
+        kind = base_kind(op_type)
+        for pattern, role in self.by_name.items():
+            if fnmatchcase(name, pattern):
+                if role is Role.ADJUSTABLE:
+                    _check_adjustable(kind, f"operator {name!r} (pattern {pattern!r})")
+                return role
+        return self.by_type.get(op_type, self.by_type.get(kind, ROLE_TABLE.get(kind)))
+
+    def check_patterns(self, names: tuple[str, ...]) -> None:
+        """Refuse a name pattern that fits no operator.
+
+        Raises:
+            ModelError: It names the pattern.
+        """
+        for pattern in self.by_name:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ModelError(
+                    f"role pattern {pattern!r} fits no operator: names look like {names[0]!r} and {names[-1]!r}"
+                )
+
+
+def _checked_roles(roles: Mapping[str, Role], what: str) -> Mapping[str, Role]:
+    checked: dict[str, Role] = {}
+    for key, role in roles.items():
+        if role not in {member.value for member in Role}:
+            raise ModelError(f"{what} {key!r} is given role {role!r}: allowed are {', '.join(Role)}")
+        checked[key] = Role(role)
+    return MappingProxyType(checked)
+
+
+def _check_adjustable(kind: str, what: str) -> None:
+    if ROLE_TABLE.get(kind) is not Role.ADJUSTABLE:
+        raise ModelError(f"{what} cannot be adjustable: only these can: {', '.join(ADJUSTABLE.split())}")
+
+
+def decide_role(
+    listed: Role | None, *, delivers_floating: bool, reads_floating: bool, reads_state: bool, casts_to_full: bool
+) -> Role:
+    """Return the role an operator really has, given the one its kind is listed with.
+
+    Args:
+        listed: From ``RoleTable.lookup``; None stands for an unknown kind.
+        delivers_floating: Whether any result is floating point.
+        reads_floating: Whether it reads a floating-point result of another operator.
+        reads_state: Whether it reads a floating-point parameter, buffer or constant of at least one dimension.
+        casts_to_full: Whether it converts to FP32 by name (``x.float()``).
+
+    Returns:
+        ``listed``, except: unknown kinds, integer operators and sources of floating-point data are fixed, and so is a
+        dependent operator that reads FP32 state or converts to FP32, because type promotion gives it an FP32 result
+        whatever its other inputs deliver.
+    """
+    if listed is None or not (delivers_floating or reads_floating):
+        return Role.FIXED
+    if listed is Role.ADJUSTABLE:
+        return Role.ADJUSTABLE if delivers_floating else Role.FIXED
+    if listed is Role.DEPENDENT and delivers_floating and (reads_state or casts_to_full or not reads_floating):
+        return Role.FIXED
+    return listed

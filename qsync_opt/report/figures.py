@@ -1,0 +1,181 @@
+"""Pictures of plans and problems by one call each; they need matplotlib (``pip install 'qsync-opt[figures]'``).
+
+Every function returns a ``matplotlib.figure.Figure`` that no window holds: show it, or ``figure.savefig("x.svg")``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from qsync_opt.errors import NotInstalledError
+from qsync_opt.io.quantities import format_memory, format_time
+from qsync_opt.numerics.formats import FORMATS
+from qsync_opt.report.display import color
+from qsync_opt.training.evaluation import evaluate
+from qsync_opt.training.memory import memory_breakdown
+from qsync_opt.training.replay import replay
+
+if TYPE_CHECKING:
+    from qsync_opt.training.pareto import Front
+    from qsync_opt.training.plan import Plan
+    from qsync_opt.training.problem import Problem
+
+_KINDS = {
+    "forward": "#2171b5",
+    "backward": "#6baed6",
+    "forward cast": "#d94801",
+    "backward cast": "#fd8d3c",
+    "all-reduce": "#41ab5d",
+    "optimizer": "#807dba",
+}
+_PARTS = ("parameters", "gradients", "optimizer", "buckets", "activations", "casts", "transient")
+_WIDTH = 10.0
+
+
+def _figure(rows: int, height: float) -> tuple[Any, Any]:
+    """A figure with some rows of axes, without the state that pyplot keeps."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise NotInstalledError("figures need matplotlib, which is not installed: pip install 'qsync-opt[figures]'")
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(_WIDTH, height), layout="constrained")
+    return figure, figure.subplots(rows, 1, squeeze=False)[:, 0]
+
+
+def _ticks(axis: Any, form: Callable[[float], str]) -> None:
+    """Label an axis with quantities that carry their units."""
+    axis.set_major_formatter(importlib.import_module("matplotlib.ticker").FuncFormatter(lambda value, _: form(value)))
+
+
+def _boxes(named: dict[str, str]) -> list[Any]:
+    """Handles of a legend: a box per name and color."""
+    patches = importlib.import_module("matplotlib.patches")
+    return [patches.Patch(color=shade, label=name) for name, shade in named.items()]
+
+
+def plan_figure(plan: Plan, problem: Problem | None = None) -> Any:
+    """Draw a plan: operators in order from left to right, one strip per device type, colored by precision.
+
+    Args:
+        plan: The plan.
+        problem: Its problem: dependent and fixed operators are then shown too.
+
+    Raises:
+        NotInstalledError: matplotlib is missing.
+        ProblemError: The plan does not fit the problem.
+    """
+    devices = plan.devices if problem is None else plan.resolve(problem)
+    figure, axes = _figure(len(devices), 0.8 + 0.9 * len(devices))
+    for ax, (device, choices) in zip(axes, devices.items(), strict=True):
+        shades = [color(precision) for precision in choices.values()]
+        ax.bar(range(len(shades)), 1.0, width=1.0, align="edge", color=shades)
+        ax.set(xlim=(0, max(1, len(shades))), ylim=(0, 1), yticks=[], ylabel=device)
+    axes[-1].set_xlabel("operator, in forward order")
+    used = {precision for choices in devices.values() for precision in choices.values()}
+    ordered = sorted(used, key=lambda name: FORMATS[name].rank if name in FORMATS else len(FORMATS))
+    figure.legend(
+        handles=_boxes({name: color(name) for name in ordered}), loc="outside upper right", ncols=max(1, len(ordered))
+    )
+    return figure
+
+
+def front_figure(front: Front) -> Any:
+    """Draw a front: what is traded from left to right, sensitivity upwards; hollow points break a limit.
+
+    Raises:
+        NotInstalledError: matplotlib is missing.
+    """
+    figure, (ax,) = _figure(1, 5.0)
+    ax.step(
+        [point.use for point in front.points],
+        [point.objective for point in front.points],
+        where="pre",
+        color="#2171b5",
+        linewidth=1.0,
+    )
+    for kept in (True, False):
+        chosen = [point for point in front.points if point.feasible is kept]
+        ax.plot(
+            [point.use for point in chosen],
+            [point.objective for point in chosen],
+            "o",
+            color="#2171b5",
+            markerfacecolor="#2171b5" if kept else "none",
+            label="keeps all limits" if kept else "breaks a limit",
+        )
+    ax.axvline(front.limit, color="#b42318", linestyle="--", label="limit")
+    what = "iteration time" if front.device is None else f"memory of {front.device}"
+    ax.set(xlabel=what, ylabel="sensitivity", title=front.problem.name)
+    _ticks(ax.xaxis, format_time if front.device is None else format_memory)
+    ax.legend()
+    return figure
+
+
+def timeline_figure(problem: Problem, plan: Plan) -> Any:
+    """Draw the predicted iteration: a lane per device type and stream; what is blank is waiting.
+
+    Raises:
+        NotInstalledError: matplotlib is missing.
+        ProblemError: The plan does not fit the problem.
+    """
+    timeline = replay(problem, plan)
+    lanes = list(dict.fromkeys((event.worker, event.stream) for event in timeline.events))
+    figure, (ax,) = _figure(1, 1.4 + 0.5 * len(lanes))
+    for position, lane in enumerate(lanes):
+        events = [event for event in timeline.events if (event.worker, event.stream) == lane]
+        ax.broken_barh(
+            [(event.start_ns, event.duration_ns) for event in events],
+            (position - 0.4, 0.8),
+            facecolors=[_KINDS[event.kind] for event in events],
+        )
+    ax.set(yticks=range(len(lanes)), yticklabels=[f"{worker}\n{stream}" for worker, stream in lanes])
+    ax.set(
+        xlim=(0, timeline.iteration_ns), xlabel="time", title=f"{problem.name}: {format_time(timeline.iteration_ns)}"
+    )
+    ax.invert_yaxis()
+    _ticks(ax.xaxis, format_time)
+    shown = {event.kind for event in timeline.events}
+    handles = _boxes({kind: shade for kind, shade in _KINDS.items() if kind in shown})
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    return figure
+
+
+def memory_figure(problem: Problem, plan: Plan) -> Any:
+    """Draw the predicted memory of each device type by purpose, with its limit.
+
+    A problem that does not say what its memory is made of gets one bar per device type.
+
+    Raises:
+        NotInstalledError: matplotlib is missing.
+        ProblemError: The plan does not fit the problem.
+    """
+    evaluation = evaluate(problem, plan)
+    figure, (ax,) = _figure(1, 1.4 + 0.6 * len(evaluation.devices))
+    shades = importlib.import_module("matplotlib").colormaps["tab10"]
+    drawn: dict[str, str] = {}
+    for position, device in enumerate(evaluation.devices.values()):
+        left = 0.0
+        for part, kib in _memory_parts(problem, device).items():
+            shade = shades(_PARTS.index(part)) if part in _PARTS else color("FP32")
+            ax.barh(position, kib, left=left, color=shade, height=0.6)
+            drawn[part] = shade
+            left += kib
+        ax.plot([device.memory_limit_kib] * 2, [position - 0.4, position + 0.4], color="#b42318", linestyle="--")
+    ax.set(
+        yticks=range(len(evaluation.devices)), yticklabels=list(evaluation.devices), xlabel="memory", ylim=(-0.6, None)
+    )
+    ax.set_title(f"{problem.name}: memory of one worker, limits dashed")
+    _ticks(ax.xaxis, format_memory)
+    figure.legend(handles=_boxes(drawn), loc="outside lower center", ncols=max(1, len(drawn)))
+    return figure
+
+
+def _memory_parts(problem: Problem, device: Any) -> dict[str, float]:
+    """KiB by purpose, or the whole under one name."""
+    from qsync_opt.training.memory import MEMORY_KEY
+
+    if ("devices", device.name, MEMORY_KEY) not in problem.extras:
+        return {"all": float(device.memory_kib)}
+    found = memory_breakdown(problem, device)
+    return {part: getattr(found, f"{part}_bytes") / 1024 for part in _PARTS}

@@ -1,0 +1,81 @@
+"""The indicators that come with this package, by what they need to know: statistics, weights, or nothing.
+
+Each has a name in the registry. Those of statistics are ``statistics``, which weighs noise by what was collected, and
+one for every `IndicatorKind`, with the defaults of `sensitivities` for what a kind takes beside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.model.graph import OpGraph
+from qsync_opt.numerics.formats import PrecisionFormats
+from qsync_opt.runtime import ModelKnowledge
+from qsync_opt.sensitivity.scores import sensitivities
+from qsync_opt.sensitivity.table import IndicatorKind, SensitivityTable
+from qsync_opt.sensitivity.weights import FROM_FORMATS, FROM_WEIGHTS, weight_sensitivities
+
+Table = Mapping[str, Mapping[str, float]]
+
+
+class StatisticsIndicator:
+    """The variance that each operator adds to the gradient, from statistics collected on real batches."""
+
+    estimate = None
+
+    def __init__(self, kind: IndicatorKind | None = None) -> None:
+        self._kind = kind
+
+    def sensitivities(
+        self, graph: OpGraph, knowledge: ModelKnowledge, device_formats: Mapping[str, PrecisionFormats]
+    ) -> SensitivityTable:
+        """Compute them; see `Indicator.sensitivities`."""
+        if knowledge.statistics is None:
+            name = "statistics" if self._kind is None else str(self._kind)
+            raise ProblemError(
+                f"the indicator {name!r} needs statistics of {graph.name!r}; collect them with "
+                "qsync_opt.collect_statistics (on the command line: --statistics FILE), or use the indicator 'weights'"
+            )
+        return sensitivities(graph, knowledge.statistics, device_formats, kind=self._kind)
+
+
+class WeightIndicator:
+    """An estimate from the values of the weights alone."""
+
+    estimate = FROM_WEIGHTS
+
+    def sensitivities(
+        self, graph: OpGraph, knowledge: ModelKnowledge, device_formats: Mapping[str, PrecisionFormats]
+    ) -> Table:
+        """Estimate them; see `Indicator.sensitivities`."""
+        if knowledge.weights is None:
+            raise ProblemError(
+                f"the indicator 'weights' needs the values of the weights of {graph.name!r}; read them with "
+                "qsync_opt.read_weights, or use the indicator 'formats'"
+            )
+        return weight_sensitivities(graph, device_formats, knowledge.weights)
+
+
+class FormatIndicator:
+    """An estimate from the number formats alone: nothing of the model is looked at but its shapes."""
+
+    estimate = FROM_FORMATS
+
+    def sensitivities(
+        self, graph: OpGraph, knowledge: ModelKnowledge, device_formats: Mapping[str, PrecisionFormats]
+    ) -> Table:
+        """Estimate them; see `Indicator.sensitivities`."""
+        return weight_sensitivities(graph, device_formats, None)
+
+
+propagated = functools.partial(StatisticsIndicator, IndicatorKind.PROPAGATED)
+probed = functools.partial(StatisticsIndicator, IndicatorKind.PROBED)
+loss = functools.partial(StatisticsIndicator, IndicatorKind.LOSS)
+progress = functools.partial(StatisticsIndicator, IndicatorKind.PROGRESS)
+depth = functools.partial(StatisticsIndicator, IndicatorKind.DEPTH)
+hessian = functools.partial(StatisticsIndicator, IndicatorKind.HESSIAN)
+fisher = functools.partial(StatisticsIndicator, IndicatorKind.FISHER)
+weight = functools.partial(StatisticsIndicator, IndicatorKind.WEIGHT)
+random = functools.partial(StatisticsIndicator, IndicatorKind.RANDOM)

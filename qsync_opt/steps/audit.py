@@ -1,0 +1,209 @@
+"""Was the prediction right? A recorded step beside the predicted one, by worker, phase and operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.steps.predictor import PlannedStep, StepPredictor
+from qsync_opt.steps.queues import NOTHING, Work
+from qsync_opt.steps.trace import BACKWARD, CLIP, COPIES, FORWARD, Span, StepEvents, StepSpans, charge
+from qsync_opt.training.replay import NS_PER_US, Timeline, TimelineEvent, trace_json
+
+_NOTHING = Span()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditedOperator:
+    """One operator in one pass: predicted and measured nanoseconds on the device (cpu: on the host)."""
+
+    operator: str
+    phase: str
+    precision: str
+    predicted_ns: int
+    measured_ns: int
+
+    @property
+    def difference_ns(self) -> int:
+        """Predicted less measured."""
+        return self.predicted_ns - self.measured_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditedWorker:
+    """One worker: its operators, the largest differences first, and its phases as (predicted, measured) nanoseconds.
+
+    ``where`` is ``"device"``, or ``"host"`` for a worker without kernels, whose times a profiler lengthens.
+    """
+
+    name: str
+    where: str
+    phases: Mapping[str, tuple[int, int]]
+    operators: tuple[AuditedOperator, ...]
+
+    @property
+    def total(self) -> tuple[int, int]:
+        """Predicted and measured nanoseconds of everything in the step."""
+        return sum(predicted for predicted, _ in self.phases.values()), sum(found for _, found in self.phases.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return {
+            "worker": self.name,
+            "where": self.where,
+            "predicted_ns": self.total[0],
+            "measured_ns": self.total[1],
+            "phases": {
+                name: {"predicted_ns": predicted, "measured_ns": measured}
+                for name, (predicted, measured) in self.phases.items()
+            },
+            "operators": [asdict(row) | {"difference_ns": row.difference_ns} for row in self.operators],
+        }
+
+
+def audit_worker(name: str, predictor: StepPredictor, step: PlannedStep, events: StepEvents) -> AuditedWorker:
+    """Compare the last recorded step of a worker with the predicted one.
+
+    Args:
+        name: Of the worker.
+        predictor: Of its device.
+        step: Its plan, worked out.
+        events: Recorded inside ``step_labels``.
+
+    Raises:
+        ProblemError: The trace has no labelled step, or is of another model or plan.
+    """
+    spans = charge(events)[-1]
+    _check_model_and_plan(name, predictor, step, spans)
+    on_device = any(span.kernels for span in spans.spans.values())
+    rows = []
+    for operator, cost in zip(predictor.graph, step.costs, strict=True):
+        for phase, work in ((FORWARD, cost.forward), (BACKWARD, cost.backward)):
+            span = spans.spans.get((phase, operator.name), _NOTHING)
+            predicted, measured = _times(work, span, spans, on_device)
+            if predicted or measured:
+                rows.append(
+                    AuditedOperator(
+                        operator=operator.name,
+                        phase=phase,
+                        precision=step.plan.get(operator.name, ""),
+                        predicted_ns=predicted,
+                        measured_ns=measured,
+                    )
+                )
+    phases: dict[str, tuple[int, int]] = {}
+    for phase in (FORWARD, BACKWARD):
+        mine = [row for row in rows if row.phase == phase]
+        phases[phase] = (sum(row.predicted_ns for row in mine), sum(row.measured_ns for row in mine))
+    for label, work in predictor.costs.phases.items():
+        phase, _, end = label.partition("|")
+        span = spans.spans.get((phase, "|end" if end else ""), _NOTHING)
+        phases[label if label not in phases else f"{label}|begin"] = _times(work, span, spans, on_device)
+    for label in (COPIES, CLIP):
+        if label not in phases and (label, "") in spans.spans:  # what the recorded steps did not do
+            phases[label] = _times(NOTHING, spans.spans[label, ""], spans, on_device)
+    rows.sort(key=lambda row: -abs(row.difference_ns))
+    return AuditedWorker(name=name, where="device" if on_device else "host", phases=phases, operators=tuple(rows))
+
+
+def _check_model_and_plan(name: str, predictor: StepPredictor, step: PlannedStep, spans: StepSpans) -> None:
+    """Refuse a trace of another model, and one whose labels name other precisions than the plan."""
+    strange = [operator for operator in spans.order if operator not in predictor.graph]
+    if strange:
+        raise ProblemError(
+            f"the trace of {name!r} has operator {strange[0]!r}, which model {predictor.graph.name!r} lacks; "
+            "give the trace of this model"
+        )
+    if not spans.order:
+        raise ProblemError(
+            f"the trace of {name!r} has no operators in its last step; record it inside step_labels(model, graph)"
+        )
+    others = {o: ran for o, ran in spans.precisions.items() if step.plan.get(o, ran) != ran}
+    if others:
+        operator, ran = next(iter(others.items()))
+        raise ProblemError(
+            f"the trace of {name!r} is of another plan: {operator!r} ran in {ran}, but the plan says "
+            f"{step.plan[operator]} ({len(others)} operators differ); give the plan that it ran under"
+        )
+
+
+def _times(work: Work, span: Span, spans: StepSpans, on_device: bool) -> tuple[int, int]:
+    """Predicted and measured; on the device gaps between kernels count on both sides. A cpu is its own device."""
+    if not on_device:
+        return work.device, span.host_ns
+    return work.device, span.device_ns + round(spans.gap_ns * len(span.kernels))
+
+
+def predicted_timeline(name: str, predictor: StepPredictor, step: PlannedStep) -> Timeline:
+    """The predicted step of one worker by itself, from a standstill: a lane for its host and one for its device."""
+    phases, operators = predictor.costs.phases, predictor.graph.operators
+    pieces = [("copies", "copies", phases["copies"])] if "copies" in phases else []
+    pieces += [("begin", "forward", phases["forward"])]
+    pieces += [(o.name, "forward", cost.forward) for o, cost in zip(operators, step.costs, strict=True)]
+    pieces += [("end", "forward", phases["forward|end"]), ("begin", "backward", phases["backward"])]
+    pieces += [
+        (o.name, "backward", cost.backward) for o, cost in zip(reversed(operators), reversed(step.costs), strict=True)
+    ]
+    pieces += [("end", "backward", phases["backward|end"])]
+    pieces += [(label, label, phases[label]) for label in ("clip", "optimizer", "zero_grad") if label in phases]
+    events = []
+    now = (0, 0)
+    for what, kind, work in pieces:
+        after = work.run(*now)
+        lanes = [("host", now[0], work.host)]
+        if work.device:
+            lanes.append(("compute", after[1] - work.device, work.device))
+        for stream, start, duration in lanes:
+            details = {"precision": step.plan[what]} if what in step.plan else {}
+            events.append(
+                TimelineEvent(
+                    worker=name,
+                    stream=stream,
+                    name=what,
+                    kind=kind,
+                    start_ns=start,
+                    duration_ns=duration,
+                    details=details,
+                )
+            )
+        now = after
+    return Timeline(name=predictor.graph.name, iteration_ns=max(now), events=tuple(events))
+
+
+def overlay_json(timelines: Sequence[Timeline], measured: Mapping[str, StepEvents]) -> dict[str, Any]:
+    """A trace file with predicted and measured lanes side by side, each step beginning at zero.
+
+    Args:
+        timelines: Predicted, one per worker.
+        measured: Recorded events by worker.
+    """
+    rows: list[dict[str, Any]] = []
+    for timeline in timelines:
+        shift = len({row["pid"] for row in rows})
+        rows += [row | {"pid": row["pid"] + shift} for row in trace_json(timeline)["traceEvents"]]
+    for name, events in measured.items():
+        pid = len({row["pid"] for row in rows})
+        rows.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"{name} (measured)"}})
+        lanes = {"host": 0, "compute": 1, "other streams": 2}
+        rows += [
+            {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}}
+            for lane, tid in lanes.items()
+        ]
+        last = charge(events)[-1]
+        beside = set(last.other_streams)
+        # The device may run a kernel long after the host has gone on: it belongs to the step that launched it.
+        launched = {x.correlation for x in events.launches if last.start_ns <= x.start < last.end_ns}
+        for r in events.ranges:
+            if last.start_ns <= r.start < last.end_ns:
+                rows.append(_row(pid, 0, r.label.rpartition("|")[2], r.start - last.start_ns, r.end - r.start))
+        for kernel in events.kernels:
+            if kernel.correlation in launched:
+                lane = 2 if kernel in beside else 1
+                rows.append(_row(pid, lane, kernel.name, kernel.start - last.start_ns, kernel.end - kernel.start))
+    return {"displayTimeUnit": "ns", "traceEvents": rows}
+
+
+def _row(pid: int, tid: int, name: str, start_ns: int, duration_ns: int) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": start_ns / NS_PER_US, "dur": duration_ns / NS_PER_US}

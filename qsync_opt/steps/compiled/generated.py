@@ -1,0 +1,280 @@
+"""How much memory does the code need that a compiler generated for a training step, allocation by allocation?
+
+Inductor writes a function ``call`` per pass: it allocates results (``empty_strided_cuda``), gives a result the memory
+of one that is no longer needed (``buf7 = buf2; del buf2``), calls kernels, and deletes what nothing reads any more.
+Read as text, statement by statement, it says what is in use at any time without anything being run. What the forward
+pass returns beside the model's own results is what it saved for the backward pass, which deletes it when it is done
+with it.
+
+Nothing here depends on a device. What libraries need besides for the time of a call is not in the code and is given.
+
+Source: ours; the rules of the code are those of torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from qsync_opt.errors import UnsupportedError
+from qsync_opt.steps.courses import ROUNDED_BYTES
+
+_ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int16": 2,
+    "uint16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "float32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float64": 8,
+    "complex64": 8,
+}
+_TANGENT = "tangents_"
+"""How arguments of the backward pass begin that are gradients of the model's results."""
+
+
+class GeneratedPass(NamedTuple):
+    """The code of a pass.
+
+    Attributes:
+        text: The module that the compiler wrote.
+        sizes: Bytes of the results of calls of libraries, by name.
+    """
+
+    text: str
+    sizes: Mapping[str, int]
+
+
+class Peak(NamedTuple):
+    """Bytes in use at most beyond what was there before the step, in which pass, and by which statement."""
+
+    peak_bytes: int
+    phase: str
+    statement: str
+
+
+@dataclass(slots=True)
+class _Storage:
+    num_bytes: int
+    holders: int = 0
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What is in use while the code of a pass is followed."""
+
+    sizes: Mapping[str, int]
+    now: int
+    peak: int = 0
+    statement: str = ""
+    names: dict[str, list[_Storage]] = field(default_factory=dict)
+
+    def allocate(self, num_bytes: int, statement: str) -> _Storage:
+        found = _Storage(_rounded(num_bytes))
+        self.now += found.num_bytes
+        if self.now > self.peak:
+            self.peak, self.statement = self.now, statement
+        return found
+
+    def bind(self, name: str, storages: Iterable[_Storage]) -> None:
+        new = list(storages)
+        for storage in new:
+            storage.holders += 1
+        self.drop(name)
+        self.names[name] = new
+
+    def drop(self, name: str) -> None:
+        for storage in self.names.pop(name, ()):
+            self.release(storage)
+
+    def release(self, storage: _Storage) -> None:
+        storage.holders -= 1
+        if storage.holders == 0:
+            self.now -= storage.num_bytes
+
+
+def step_peak(forward: GeneratedPass, backward: GeneratedPass, *, tangents_held: bool) -> Peak:
+    """Most memory that the passes of a step have in use beyond what was there before: gradients are theirs.
+
+    Args:
+        forward: Code of the forward pass. Of what it returns to the model's caller, only the loss is held on to.
+        backward: Code of the backward pass.
+        tangents_held: Whether gradients of the model's results stay to the end of the backward pass, not only until
+            the code has read them.
+
+    Raises:
+        UnsupportedError: The code is not what this was written for.
+    """
+    try:
+        first = _Pass(forward.sizes, 0)
+        known = [_Storage(0, 1) for _ in _arguments(forward.text)]  # parameters and the batch are there before
+        returned = _followed(first, forward.text, known)
+        wanted, specs = _arguments(backward.text), _argument_bytes(backward.text)
+        tangents = sum(name.startswith(_TANGENT) for name in wanted)
+        saved = returned[len(returned) - (len(wanted) - tangents) :]
+        for storages in returned:
+            for storage in storages:
+                storage.holders += 1
+        for name in list(first.names):
+            first.drop(name)
+        for storages in returned[: len(returned) - len(saved)]:
+            for storage in storages:
+                first.release(storage)
+        second = _Pass(backward.sizes, first.now)
+        given = [storages[0] if storages else _Storage(0, 1) for storages in saved]
+        given += [second.allocate(specs.get(name, 0), name) for name in wanted if name.startswith(_TANGENT)]
+        if tangents_held:
+            for storage in given[len(saved) :]:
+                storage.holders += 1
+        # The pass alone holds on to what was saved; each of its arguments does so once.
+        for storages in saved:
+            for storage in storages:
+                storage.holders -= 1
+        _followed(second, backward.text, given)
+    except (AttributeError, IndexError, KeyError, SyntaxError, TypeError, ValueError) as failure:
+        raise UnsupportedError(
+            f"the compiler's code cannot be followed ({type(failure).__name__}: {failure}); that of torch 2.11 to 2.13 "
+            "can be"
+        ) from failure
+    return max(
+        (Peak(first.peak, "forward", first.statement), Peak(second.peak, "backward", second.statement)),
+        key=lambda peak: peak.peak_bytes,
+    )
+
+
+def _followed(state: _Pass, text: str, given: Sequence[_Storage]) -> list[list[_Storage]]:
+    """Follow the code of a pass; what it returns, one entry per result."""
+    statements = _statements(_function(text, "call").body)
+    members = _members(statements)
+    state.peak = max(state.peak, state.now)
+    returned: list[list[_Storage]] = []
+    for statement in statements:
+        told = ast.unparse(statement)
+        if isinstance(statement, ast.Assign):
+            target: Any = statement.targets[0]
+            if isinstance(target, ast.Tuple):
+                for name, storage in zip(target.elts, given, strict=True):
+                    state.bind(name.id, [storage])  # type: ignore[attr-defined]
+            elif isinstance(target, ast.Name):
+                _assign(state, target.id, statement.value, members, told)
+        elif isinstance(statement, ast.Delete):
+            for deleted in statement.targets:
+                if isinstance(deleted, ast.Name):
+                    state.drop(deleted.id)
+        elif isinstance(statement, ast.Return) and isinstance(statement.value, ast.Tuple):
+            returned = [_shown(state, value) for value in statement.value.elts]
+    return returned
+
+
+def _assign(state: _Pass, name: str, value: Any, members: Mapping[str, list[str]], told: str) -> None:
+    if isinstance(value, ast.Call):
+        called = ast.unparse(value.func)
+        if called.startswith("empty_strided"):
+            state.bind(name, [state.allocate(_strided_bytes(value.args[0], value.args[1], value.args[2]), told)])
+        elif called == "reinterpret_tensor" or _is_view(called):
+            state.bind(name, _shown(state, value.args[0]))
+        elif name in state.sizes:
+            state.bind(name, [state.allocate(state.sizes[name], told)])
+        else:  # what it delivers gets names later, and comes into being here
+            state.drop(name)
+            for member in members.get(name, ()):
+                if member not in state.sizes:
+                    raise KeyError(f"size of {member} in {told}")
+                state.bind(f"{name}[{member}]", [state.allocate(state.sizes[member], told)])
+    elif isinstance(value, (ast.Name, ast.Subscript)):
+        source = value.value if isinstance(value, ast.Subscript) else value
+        member = f"{getattr(source, 'id', '')}[{name}]"
+        if member in state.names:
+            state.bind(name, state.names[member])
+            state.drop(member)
+        elif isinstance(value, ast.Name):
+            state.bind(name, state.names.get(value.id, ()))
+
+
+def _is_view(called: str) -> bool:
+    """Whether a call of a library shows its first operand's data."""
+    return ".view." in called or called.endswith((".view_dtype", ".as_strided.default", ".permute.default"))
+
+
+def _shown(state: _Pass, value: Any) -> list[_Storage]:
+    """Storages of an expression that moves no data."""
+    while isinstance(value, ast.Call) and value.args:
+        value = value.args[0]
+    return list(state.names.get(value.id, ())) if isinstance(value, ast.Name) else []
+
+
+def _members(statements: Sequence[ast.stmt]) -> dict[str, list[str]]:
+    """Which results are taken out of which, or are another name of it."""
+    found: dict[str, list[str]] = {}
+    for statement in statements:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, (ast.Name, ast.Subscript)):
+            value, part = statement.value, statement.targets[0]
+            whole = value.value if isinstance(value, ast.Subscript) else value
+            if isinstance(whole, ast.Name) and isinstance(part, ast.Name):
+                found.setdefault(whole.id, []).append(part.id)
+    return found
+
+
+def _function(text: str, name: str) -> ast.FunctionDef:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return node
+    raise ValueError(f"no function {name!r}")
+
+
+def _statements(body: Iterable[ast.stmt]) -> list[ast.stmt]:
+    """Statements in the order in which they run; those inside of a ``with`` are as others."""
+    return list(_flat(body))
+
+
+def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        if isinstance(statement, ast.With):
+            yield from _flat(statement.body)
+        else:
+            yield statement
+
+
+def _arguments(text: str) -> list[str]:
+    """Names of the arguments of a pass, in order."""
+    for statement in _statements(_function(text, "call").body):
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Tuple):
+            return [name.id for name in statement.targets[0].elts]  # type: ignore[attr-defined]
+    raise ValueError("a pass without arguments")
+
+
+def _argument_bytes(text: str) -> dict[str, int]:
+    """Bytes of the arguments, from the example that the compiler writes for them."""
+    found = {}
+    for node in ast.walk(ast.parse(text)):
+        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
+            continue
+        call, name = node.value, node.targets[0]
+        if isinstance(name, ast.Name) and ast.unparse(call.func) == "rand_strided":
+            dtype = next(word.value for word in call.keywords if word.arg == "dtype")
+            found[name.id] = _strided_bytes(call.args[0], call.args[1], dtype)
+    return found
+
+
+def _strided_bytes(shape: ast.expr, stride: ast.expr, dtype: Any) -> int:
+    """Bytes of the storage of a tensor of such a shape and stride."""
+    sizes, strides = ast.literal_eval(shape), ast.literal_eval(stride)
+    if math.prod(sizes) == 0:
+        return 0
+    reach = 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
+    return int(reach * _ITEM_BYTES[dtype.attr])
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // ROUNDED_BYTES) * ROUNDED_BYTES

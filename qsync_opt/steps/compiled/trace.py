@@ -1,0 +1,279 @@
+"""Who spent the time of a compiled training step? Kernels of a compiled graph, charged to the operators inside them.
+
+A compiler fuses operators across the borders that costs are charged to. It can say, however, in which order a compiled
+graph runs its kernels and which operators are in each (`Scheduled`). A kernel's time is divided among its operators by
+the bytes that they make it move: what an operator reads is its own, and what is written is charged to whom it is
+written for, so that the cast of a result to a reader's format, which is fused into the writer, costs the reader.
+
+The trace has no labels of operators. What a graph called on the host is laid beside what it was to call: fused kernels
+one by one, calls of libraries by name between them. A fused kernel too many or too few is an error, for then nothing
+can be said about any of them.
+
+Of memory, what each operator has in use when the passes need most is kept: a compiler computes gradients of weights
+when it likes, so that operators do not take turns, and what they leave behind says nothing about the peak.
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.steps.courses import Block, Placed, backward_moment, blocks, forward_moment, written_for
+from qsync_opt.steps.trace import (
+    BACKWARD,
+    BEGIN,
+    CLIP,
+    END,
+    FORWARD,
+    OPTIMIZER,
+    ZERO_GRAD,
+    Change,
+    Range,
+    Span,
+    Spans,
+    StepEvents,
+    StepSpans,
+    Window,
+    fill,
+    phase_label,
+    waits_of,
+)
+
+_LATER = (CLIP, OPTIMIZER, ZERO_GRAD)
+_AHEAD = 3
+"""What is allocated is looked for in what so many calls write, for a compiler allocates some of it before it calls."""
+
+
+class Scheduled(NamedTuple):
+    """One thing that a compiled graph does.
+
+    Attributes:
+        fused: Whether it is a kernel of the compiler's own; else a call of a library, or nothing.
+        calls: Names under which a library's call may be seen, without namespace.
+        shares: Operators in it, and the share of each; they add up to 1. Empty if no operator is known.
+        writes: What it writes for others: the operator that wants it, and its bytes.
+    """
+
+    fused: bool
+    calls: tuple[str, ...]
+    shares: tuple[tuple[str, float], ...]
+    writes: tuple[tuple[str, int], ...] = ()
+
+
+class HostCall(NamedTuple):
+    """An operation, or a compiler's kernel, that the host launched inside a compiled graph."""
+
+    start: int
+    end: int
+    name: str
+    fused: bool
+
+
+class ChargedStep(NamedTuple):
+    """A step charged to operators, and the blocks of memory that its passes had in use."""
+
+    spans: StepSpans
+    blocks: tuple[Block, ...]
+
+
+class CompiledEvents(NamedTuple):
+    """Events of a trace: as of any step, the stretches in which compiled graphs ran, and what the host called."""
+
+    events: StepEvents
+    graphs: Sequence[Range]
+    calls: Sequence[HostCall]
+
+
+def matched(schedule: Sequence[Scheduled], calls: Sequence[HostCall]) -> list[Scheduled | None]:
+    """What each call of a graph was.
+
+    Args:
+        schedule: Of the graph, in its order.
+        calls: What the host called while the graph ran, none inside another, by time.
+
+    Returns:
+        One entry per call; None where a library's call is not in the schedule (a part of what is before it).
+
+    Raises:
+        ProblemError: The graph launched another number of fused kernels than it was to.
+    """
+    expected = [i for i, entry in enumerate(schedule) if entry.fused]
+    seen = [i for i, call in enumerate(calls) if call.fused]
+    if len(expected) != len(seen):
+        raise ProblemError(
+            f"a compiled graph was to launch {len(expected)} fused kernels and launched {len(seen)}; its steps cannot "
+            "be charged to operators"
+        )
+    found: list[Scheduled | None] = [None] * len(calls)
+    for entry, call in zip(expected, seen, strict=True):
+        found[call] = schedule[entry]
+    borders = zip([-1, *expected], [*expected, len(schedule)], [-1, *seen], [*seen, len(calls)], strict=True)
+    for first, last, begin, end in borders:
+        place = first + 1
+        for i in range(begin + 1, end):
+            name = calls[i].name.rpartition("::")[2]
+            there = next((k for k in range(place, last) if name in schedule[k].calls), None)
+            if there is not None:
+                found[i], place = schedule[there], there + 1
+    return found
+
+
+def charge_compiled(
+    trace: CompiledEvents,
+    forward: Sequence[Sequence[Scheduled]],
+    backward: Sequence[Sequence[Scheduled]],
+    order: Sequence[str],
+) -> list[ChargedStep]:
+    """Charge the events of compiled steps to operators, step by step.
+
+    Args:
+        trace: With the phases labelled.
+        forward: What the graphs of the forward pass do, in the order in which they run.
+        backward: What those of the backward pass do.
+        order: Operators of the model in the order of the forward pass.
+
+    Returns:
+        One entry per step, in order.
+
+    Raises:
+        ProblemError: A pass ran another number of graphs, or not the kernels that it was to run.
+    """
+    marks = {phase_label(phase): phase for phase in (FORWARD, BACKWARD, *_LATER)}
+    phases = [r for r in trace.events.ranges if r.label in marks]
+    starts = [i for i, r in enumerate(phases) if marks[r.label] == FORWARD]
+    if not starts:
+        raise ProblemError(f"the trace has no range {phase_label(FORWARD)!r}; record it with labelled phases")
+    waits = waits_of(trace.events.launches)
+    steps = []
+    for i, first in enumerate(starts):
+        last = starts[i + 1] if i + 1 < len(starts) else len(phases)
+        end = phases[last].start if last < len(phases) else phases[last - 1].end
+        found = {marks[r.label]: r for r in phases[first:last]}
+        if BACKWARD not in found:
+            raise ProblemError(f"the trace has a step without range {phase_label(BACKWARD)!r}")
+        windows: list[Window] = []
+        entries: dict[str, Scheduled] = {}
+        _pass_windows(trace, FORWARD, found[FORWARD], found[BACKWARD].start, forward, windows, entries)
+        later = sorted((found[p] for p in _LATER if p in found), key=lambda r: r.start)
+        until = later[0].start if later else end
+        _pass_windows(trace, BACKWARD, found[BACKWARD], until, backward, windows, entries)
+        for k, phase in enumerate(later):
+            stop = later[k + 1].start if k + 1 < len(later) else end
+            windows.append(Window(phase.start, stop, (marks[phase.label], BEGIN)))
+        windows.sort()
+        begin = found[FORWARD].start
+        peak, later_bytes = _peaks(trace.events.changes, begin, until, end)
+        events = replace(trace.events, changes=[c for c in trace.events.changes if begin <= c.time <= peak])
+        spans = fill(events, windows, waits, tuple(order))
+        spans.spans.setdefault((OPTIMIZER, BEGIN), Span()).changes = [later_bytes]
+        waited = any(begin <= time < found[BACKWARD].end for time in trace.events.waits)
+        most = max(spans.peak_bytes, later_bytes)
+        whole = replace(spans, spans=_divided(spans.spans, entries), waits=waited, peak_bytes=most)
+        placed = _placed([c for c in trace.events.changes if begin <= c.time < until], windows, entries, order)
+        steps.append(ChargedStep(whole, blocks(placed, len(order))))
+    return steps
+
+
+def _placed(
+    changes: Sequence[Change], windows: Sequence[Window], entries: Mapping[str, Scheduled], order: Sequence[str]
+) -> list[Placed]:
+    """Changes of memory, with whom they are charged to and when they come about."""
+    positions = {name: i for i, name in enumerate(order)}
+    count = len(order)
+    found: list[Placed] = []
+    waiting = iter(changes)
+    change = next(waiting, None)
+    forward, backward = -1, count
+    writes = {label: list(entry.writes) for label, entry in entries.items()}
+    labels = list(entries)
+    follows = {label: labels[i : i + _AHEAD] for i, label in enumerate(labels)}
+    for window in windows:
+        phase, label = window.key
+        entry = entries.get(label)
+        main = entry.shares[0][0] if entry is not None else ""
+        if entry is not None and not entry.fused and main in positions:
+            if phase == FORWARD:
+                forward = max(forward, positions[main])
+            else:
+                backward = min(backward, positions[main])
+        moment = forward_moment(forward) if phase == FORWARD else backward_moment(backward, count)
+        while change is not None and change.time < window.end:
+            whose = ""
+            if change.num_bytes > 0:
+                whose = written_for(change.num_bytes, [writes[k] for k in follows.get(label, ())], main)
+            found.append(Placed(change.num_bytes, change.address, whose, moment))
+            change = next(waiting, None)
+    return found
+
+
+def _peaks(changes: Sequence[Change], begin: int, until: int, end: int) -> tuple[int, int]:
+    """When most memory is in use from ``begin`` to ``until``, and how much at most from there to ``end``."""
+    mine = [change for change in changes if begin <= change.time < end]
+    used = list(itertools.accumulate((change.num_bytes for change in mine), initial=0))[1:]
+    passes = [(total, -change.time) for change, total in zip(mine, used, strict=True) if change.time < until]
+    most, when = max(passes, default=(0, -begin))
+    later = [total for change, total in zip(mine, used, strict=True) if change.time >= until]
+    return (-when if most > 0 else begin - 1), max(0, *later) if later else 0
+
+
+def _pass_windows(
+    trace: CompiledEvents,
+    phase: str,
+    whole: Range,
+    until: int,
+    schedules: Sequence[Sequence[Scheduled]],
+    windows: list[Window],
+    entries: dict[str, Scheduled],
+) -> None:
+    """Windows of a pass: before its graphs, one per call of them, and after them.
+
+    What comes between two graphs (gradients are accumulated, and handed to DistributedDataParallel) follows the one
+    before it. A call's window begins where the call before it ended, because that is where what it writes is allocated.
+    """
+    graphs = [g for g in trace.graphs if whole.start <= g.start < whole.end]
+    if len(graphs) != len(schedules):
+        raise ProblemError(f"the {phase} pass ran {len(graphs)} compiled graphs, but {len(schedules)} were compiled")
+    now, current = whole.start, ""
+    for graph, schedule in zip(graphs, schedules, strict=True):
+        windows.append(Window(now, graph.start, (phase, current or BEGIN)))
+        now = graph.start
+        calls = [call for call in trace.calls if graph.start <= call.start < graph.end]
+        for call, entry in zip(calls, matched(schedule, calls), strict=True):
+            if entry is not None and entry.shares:
+                current = f"{phase} {len(entries)}"
+                entries[current] = entry
+            windows.append(Window(now, call.end, (phase, current or BEGIN)))
+            now = call.end
+        windows.append(Window(now, graph.end, (phase, current or BEGIN)))
+        now = graph.end
+    windows.append(Window(now, until, (phase, END)))
+
+
+def _divided(spans: Spans, entries: dict[str, Scheduled]) -> Spans:
+    """Spans of calls, divided among the operators of each."""
+    found: Spans = {}
+    for (phase, name), span in spans.items():
+        entry = entries.get(name)
+        shares = ((name, 1.0),) if entry is None else entry.shares
+        given = 0
+        for k, (operator, share) in enumerate(shares):
+            target = found.setdefault((phase, operator), Span())
+            host = span.host_ns - given if k + 1 == len(shares) else round(share * span.host_ns)
+            given += host
+            target.kernels += [
+                (target.host_ns + round(share * offset), round(share * duration), kernel)
+                for offset, duration, kernel in span.kernels
+                if share > 0.0
+            ]
+            target.host_ns += host
+            if k == 0:
+                target.calls += span.calls
+                target.launches += span.launches
+                target.changes += span.changes
+                target.blocked_ns += span.blocked_ns
+    return found

@@ -1,0 +1,321 @@
+"""How long does a worker's step take under a plan that was never run, and how much memory does it need?
+
+Times are those of two queues (`qsync_opt.steps.queues`), put together from observed cases (`qsync_opt.steps.costs`). A
+case that was never met is made of the nearest one that was, with casts for the inputs in which they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.io.codec import check_integer, near_match
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.steps.cases import StepFlow
+from qsync_opt.steps.costs import Case, CaseCost, StepCosts, on_one_queue
+from qsync_opt.steps.course_lookup import CourseLookup
+from qsync_opt.steps.courses import Course, moments
+from qsync_opt.steps.lifetimes import Lifetimes
+from qsync_opt.steps.memory import StepMemory, compiled_step_memory, step_memory
+from qsync_opt.steps.queues import Work, compose
+from qsync_opt.steps.step_checks import check_places, check_step_costs
+from qsync_opt.steps.step_composing import CaseComposer
+from qsync_opt.steps.step_cycle import Around
+
+_Entry = tuple[CaseCost, str, int, int, int]
+"""Cost of a case, format delivered, time on the host, on the device forward and backward."""
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A plan on one worker, as the predictor holds it: format delivered and cost per operator, in order; sums of them.
+
+    ``host_ns`` is the time on the host of forward and backward pass, ``device_ns`` the time on the device of each
+    segment.
+    """
+
+    plan: dict[str, str]
+    formats: list[str]
+    costs: list[CaseCost]
+    host_ns: int
+    device_ns: list[int]
+
+
+class StepPredictor:
+    """Predicts steps of one model on one device.
+
+    Args:
+        graph: The model.
+        costs: Recorded on the device.
+        borders: Positions of operators (in forward order) in whose backward pass a gradient bucket is completed, in
+            the order of the backward pass; the work is cut behind each.
+        slowed: Nanoseconds by which each segment takes longer on the device, because all-reduces run beside it
+            (`qsync_opt.steps.cluster.slowed_segments`); empty: by none.
+        micro_batches: Forward and backward passes per step, whose gradients are added up; buckets are reduced in the
+            last one alone.
+
+    Raises:
+        ProblemError: The costs are of another model, or there is no micro-batch.
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        costs: StepCosts,
+        borders: Sequence[int] = (),
+        slowed: Sequence[int] = (),
+        *,
+        micro_batches: int = 1,
+    ) -> None:
+        costs.check_graph(graph)
+        check_step_costs(costs, f"step costs of {costs.device.name!r}")
+        check_integer(micro_batches, "micro_batches", minimum=1)
+        self.micro_batches = micro_batches
+        self.graph = graph
+        self.costs = costs = on_one_queue(costs) if costs.device.kind == "cpu" else costs
+        self._flow = StepFlow(graph, costs.half_format)
+        check_places(
+            costs,
+            {self._flow.signature(i): len(found) for i, found in enumerate(self._flow.inputs)},
+            moments(len(graph)),
+        )
+        self._lifetimes = Lifetimes(graph, costs.roots, costs.held)
+        self._courses = CourseLookup(costs.courses, self._flow.users)
+        self._cases: dict[Case, CaseCost] = dict(costs.cases)
+        self._composer = CaseComposer(graph, costs, self._flow)
+        self._position = {operator.name: i for i, operator in enumerate(graph)}
+        self._set_borders(borders)
+        self._around = Around(costs.phases, micro_batches)
+        self._slowed = tuple(slowed) or (0,) * self.segments
+        self._slowed_ns = sum(self._slowed)
+        if len(self._slowed) != self.segments or not all(n >= 0 for n in self._slowed):
+            raise ProblemError(
+                f"segments slowed down by {list(slowed)} ns: {self.segments} numbers from 0 are needed, one per segment"
+            )
+
+    def _set_borders(self, borders: Sequence[int]) -> None:
+        count = len(self.graph)
+        if list(borders) != sorted(set(borders), reverse=True) or any(not 0 <= b < count for b in borders):
+            raise ProblemError(
+                f"bucket borders {list(borders)} are not falling positions below {count}, as backward meets them"
+            )
+        self._borders = tuple(borders)
+        self._tables: list[dict[tuple[str, ...], _Entry]] = [{} for _ in range(count)]
+        self._slots = []
+        for position, operator in enumerate(self.graph):
+            first, *others = self._flow.inputs[position] or (-1,)
+            # Backward of an operator belongs to the first segment whose border it does not lie before.
+            segment = sum(position < border for border in borders)
+            name = operator.name if operator.role is Role.ADJUSTABLE else ""
+            self._slots.append((name, first, tuple(others), self._tables[position], segment))
+
+    @property
+    def composed(self) -> Mapping[Case, Case]:
+        """Cases that were never met, and of which one that was each is made."""
+        return self._composer.composed
+
+    @property
+    def segments(self) -> int:
+        """Number of pieces that forward and backward pass are cut into: one per border, and the rest."""
+        return len(self._borders) + 1
+
+    def cost(self, position: int, case: Case) -> CaseCost:
+        """Cost of a case; where it was never met, of the nearest one with casts.
+
+        Raises:
+            ProblemError: The operator was never met in this precision.
+        """
+        known = self._cases.get(case)
+        if known is None:
+            known = self._cases[case] = self._composer.compose(position, case)
+        return known
+
+    def _slow_entry(self, position: int, key: tuple[str, ...]) -> _Entry:
+        cost = self.cost(position, Case(self._flow.signature(position), key[0], key[1:]))
+        host = cost.forward.host + cost.backward.host
+        entry = (cost, cost.output, host, cost.forward.device, cost.backward.device)
+        self._tables[position][key] = entry
+        return entry
+
+    def plan(self, plan: Mapping[str, str]) -> PlannedStep:
+        """Work a plan out in full.
+
+        Args:
+            plan: Precision of every adjustable operator.
+
+        Raises:
+            ProblemError: It leaves an adjustable operator out, names one that the model lacks, or one was never
+                recorded in its precision.
+        """
+        if not plan.keys() <= self._position.keys():
+            self._refuse(next(name for name in plan if name not in self._position))
+        begin = [self.costs.phases[label] for label in ("forward", "forward|end", "backward")]
+        host = sum(work.host for work in begin)
+        forward = sum(work.device for work in begin)
+        devices = list(self._slowed)
+        formats: list[str] = []
+        costs: list[CaseCost] = []
+        for position, (name, first, others, table, segment) in enumerate(self._slots):
+            if name and name not in plan:
+                raise ProblemError(f"the plan leaves out adjustable operator {name!r}; name a precision")
+            precision = plan[name] if name else ""
+            key: tuple[str, ...]
+            if first < 0:
+                key = (precision,)
+            elif not others:
+                key = (precision, formats[first])
+            else:
+                key = (precision, formats[first], *[formats[source] for source in others])
+            entry = table.get(key) or self._slow_entry(position, key)
+            cost, output, host_ns, forward_ns, backward_ns = entry
+            costs.append(cost)
+            formats.append(output)
+            host += host_ns
+            forward += forward_ns
+            devices[segment] += backward_ns
+        devices[0] += forward
+        return PlannedStep(plan=dict(plan), formats=formats, costs=costs, host_ns=host, device_ns=devices)
+
+    def change(self, step: PlannedStep, name: str, precision: str) -> None:
+        """Give one operator another precision; what follows from it is worked out again, and nothing else.
+
+        Raises:
+            ProblemError: The operator is no adjustable one of the model, or it was never recorded in this precision, or
+                one that follows it was not in the format that it then gets. The step stays as it was.
+        """
+        if self._slots[self._position.get(name, 0)][0] != name:
+            self._refuse(name)
+        before = step.plan[name]
+        step.plan[name] = precision
+        try:
+            self._follow(step, self._position[name])
+        except ProblemError:
+            step.plan[name] = before
+            self._follow(step, self._position[name])
+            raise
+
+    def _refuse(self, name: str) -> NoReturn:
+        what = "is not adjustable" if name in self._position else f"is not in model {self.graph.name!r}"
+        adjustable = [own for own, *_ in self._slots if own]
+        raise ProblemError(
+            f"operator {name!r} {what}, so no plan gives it a precision{near_match(name, adjustable)}; name adjustable "
+            "operators of this model"
+        )
+
+    def _follow(self, step: PlannedStep, position: int) -> None:
+        """Work out anew what an operator costs, and whatever follows from what it delivers."""
+        waiting = [position]
+        formats, costs = step.formats, step.costs
+        while waiting:
+            position = min(waiting)
+            waiting.remove(position)
+            own, _, _, table, segment = self._slots[position]
+            inputs = self._flow.inputs[position]
+            key = (step.plan[own] if own else "", *[formats[source] for source in inputs])
+            cost, output, host_ns, forward_ns, backward_ns = table.get(key) or self._slow_entry(position, key)
+            before = costs[position]
+            if cost is before:
+                continue
+            costs[position] = cost
+            step.host_ns += host_ns - before.forward.host - before.backward.host
+            step.device_ns[0] += forward_ns - before.forward.device
+            step.device_ns[segment] += backward_ns - before.backward.device
+            if output != formats[position]:
+                formats[position] = output
+                waiting += [user for user in self._flow.users[position] if user not in waiting]
+
+    def steady_ns(self, step: PlannedStep, tails: Sequence[tuple[int, int]] = ()) -> int:
+        """Time that one step of this worker takes at least when steps follow one another without a pause.
+
+        It is the longest of three cycles: the host's, the device's own, and the one through the network, where a bucket
+        is ready at the end of a segment and the collectives from it on follow. In a cluster the slowest worker's time
+        is everybody's: a cycle that runs through several workers is never longer than the longest of theirs, because
+        what a worker does before and after the network adds up. `qsync_opt.steps.cluster` plays the same step by step.
+
+        Args:
+            step: A plan worked out.
+            tails: For each bucket its segment, and the time of its all-reduce and all later ones.
+
+        A host that waits for its device in every step cannot run ahead: then it is the time of a single step.
+
+        Source: maximum cycle mean of a max-plus linear system (Baccelli et al., 1992).
+        """
+        if self.costs.graphs == 1:
+            tails = [(self.segments - 1, tail) for _, tail in tails]
+        if self.costs.waits and self.costs.device.kind != "cpu":
+            return self._around.standing_ns(self.lead_of(step), self.segments_of(step), tails)
+        host, device = self._around.steady_ns(step.host_ns, step.device_ns, self._slowed_ns, tails)
+        share = self.resting_share(step.plan)
+        if share < 1.0:
+            # On a cpu the host is the device, and all of it is less when the plan stands aside.
+            host, device = round(share * host), round((share if self.costs.device.kind == "cpu" else 1.0) * device)
+        return max(host, device)
+
+    def captured_ns(self, step: PlannedStep, tails: Sequence[tuple[int, int]] = ()) -> int:
+        """As `steady_ns`, when forward and backward pass are replayed as CUDA graphs (`qsync_opt.graphed`).
+
+        The host launches them at once, so it counts with the optimizer alone; gradients are handed over after the whole
+        backward pass, so no all-reduce overlaps it.
+        """
+        return self._around.captured_ns(sum(step.device_ns) - self._slowed_ns, tails)
+
+    def resting_share(self, plan: Mapping[str, str]) -> float:
+        """Share of the host's time that a plan takes: less than 1 for one of FP32 alone, which stands aside."""
+        if self.costs.resting_share >= 1.0 or any(precision != "FP32" for precision in plan.values()):
+            return 1.0
+        return self.costs.resting_share
+
+    def segments_of(self, step: PlannedStep) -> list[Work]:
+        """Work of each segment, launches and all."""
+        phases, costs = self.costs.phases, step.costs
+        pieces = [phases["forward"], *[cost.forward for cost in costs], phases["forward|end"], phases["backward"]]
+        found, after = [], len(costs)
+        for border, slowed in zip((*self._borders, 0), self._slowed, strict=True):
+            pieces += [cost.backward for cost in reversed(costs[border:after])]
+            whole = compose(pieces)  # where the device waits for the host it has the time that it loses
+            found.append(whole._replace(device=whole.device + slowed))
+            pieces, after = [], border
+        return found
+
+    def lead_of(self, step: PlannedStep) -> Work:
+        """What comes before the last micro-batch of a step: the ones before it, and copies from the host's memory."""
+        return self._around.lead(
+            lambda: [s._replace(device=s.device - n) for s, n in zip(self.segments_of(step), self._slowed, strict=True)]
+        )
+
+    def memory(self, step: PlannedStep) -> StepMemory:
+        """Peak memory of a step under a plan that was worked out.
+
+        Of a compiled step that was not recorded it is the larger of two estimates, with the memory of operators in the
+        recorded plans that are most alike around them, and in the mean of all: too little is worse than too much.
+        """
+        if not self.costs.graphs:
+            return step_memory(self.graph, self.costs, self._lifetimes, step.costs, self.micro_batches)
+        cases = [
+            self._flow.case(position, step.plan.get(operator.name, ""), step.formats)
+            for position, operator in enumerate(self.graph)
+        ]
+
+        def with_courses(courses: Sequence[Course]) -> StepMemory:
+            return compiled_step_memory(self.graph, self.costs, step.costs, courses, self.micro_batches)
+
+        nearest = with_courses(self._courses.courses(cases, step.costs))
+        if self._courses.recorded(cases):
+            return nearest
+        mean = with_courses([cost.course for cost in step.costs])
+        return max(nearest, mean, key=lambda memory: memory.peak_bytes)
+
+    def signature(self, position: int) -> str:
+        """Signature of an operator in its cases."""
+        return self._flow.signature(position)
+
+    def cost_at(self, position: int, precision: str, arrival: str) -> CaseCost:
+        """Cost of an operator whose floating inputs all arrive in one format."""
+        inputs = (arrival,) * len(self._flow.inputs[position])
+        return self.cost(position, Case(self._flow.signature(position), precision, inputs))
+
+    def precisions(self, name: str) -> tuple[str, ...]:
+        """Precisions in which an operator was recorded, coarsest first."""
+        return self._composer.precisions(self._flow.signature(self._position[name]))

@@ -1,0 +1,186 @@
+"""Which gradients are all-reduced together, and in which order: the buckets of DistributedDataParallel.
+
+DistributedDataParallel regroups parameters after its first iteration in the order in which gradients became ready, so
+that order, not the one of registration, is what a training run sees. A bucket is closed once it has reached its size:
+1 MiB for the first one, so that communication starts early, 25 MiB for the others. With ``find_unused_parameters=True``
+it never regroups: then the buckets are those of the registration order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.io.codec import check_integer, check_number
+from qsync_opt.model.graph import OpGraph, ParameterSpec
+
+FIRST_BUCKET_BYTES = 1024 * 1024
+BUCKET_BYTES = 25 * 1024 * 1024
+_TRANSPOSED = frozenset({"linear", "addmm"})
+"""Kinds that transpose their weight first, so that its gradient takes one more node than that of the bias."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketOptions:
+    """How DistributedDataParallel groups gradients.
+
+    ``first_bytes`` and ``cap_bytes`` are the sizes at which the first and the other buckets are closed; with
+    ``gradient_as_view`` gradients live in the buckets instead of beside them; with ``find_unused`` buckets keep the
+    order of registration. `of_ddp` takes the arguments of DistributedDataParallel.
+    """
+
+    first_bytes: int = FIRST_BUCKET_BYTES
+    cap_bytes: int = BUCKET_BYTES
+    gradient_as_view: bool = False
+    find_unused: bool = False
+
+    def __post_init__(self) -> None:
+        check_integer(self.first_bytes, "buckets: first_bytes", minimum=1)
+        check_integer(self.cap_bytes, "buckets: cap_bytes", minimum=1)
+
+    @classmethod
+    def of_ddp(
+        cls,
+        *,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
+    ) -> Self:
+        """Options of a DistributedDataParallel that was built with these arguments.
+
+        Only with its default cap is the first bucket smaller than the others. One whose graph is static regroups even
+        if it is to find unused parameters.
+
+        Raises:
+            ProblemError: The cap is no number, or below one byte.
+        """
+        sizes = {}
+        if bucket_cap_mb is not None:
+            check_number(bucket_cap_mb, "buckets: bucket_cap_mb")
+            if int(bucket_cap_mb * 2**20) < 1:
+                raise ProblemError(
+                    f"buckets: bucket_cap_mb is {bucket_cap_mb}, but at least one byte (2**-20) is needed"
+                )
+            sizes = dict.fromkeys(("first_bytes", "cap_bytes"), int(bucket_cap_mb * 2**20))
+        return cls(
+            gradient_as_view=gradient_as_bucket_view, find_unused=find_unused_parameters and not static_graph, **sizes
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientBucket:
+    """Gradients that are all-reduced in one go; ``operator`` is the one whose backward completes them."""
+
+    parameters: tuple[str, ...]
+    num_bytes: int
+    operator: str
+
+
+def gradient_users(graph: OpGraph) -> dict[str, tuple[int, int]]:
+    """First and last position, in forward order, at which each used parameter is read.
+
+    Backward runs in reverse, so the gradient starts to exist at the last position and is complete at the first.
+    """
+    users: dict[str, tuple[int, int]] = {}
+    for position, operator in enumerate(graph):
+        for parameter in operator.parameters:
+            users[parameter] = (users.get(parameter, (position, position))[0], position)
+    return users
+
+
+def gradient_buckets(graph: OpGraph, options: BucketOptions | None = None) -> tuple[GradientBucket, ...]:
+    """Buckets in the order in which they become ready and are launched.
+
+    A shared parameter is ready when the last of its users in the backward pass is done. Parameters that no operator
+    reads come last and are counted as ready at the end of backward; DistributedDataParallel trains with such only with
+    ``find_unused``, which has them ready before the backward pass.
+
+    Args:
+        graph: The model.
+        options: Sizes at which buckets are closed, and in which order they are filled.
+
+    Returns:
+        One bucket per group; gradients are counted in the parameters' own type. Empty for a model without parameters.
+        A bucket that was ready before one in front of it waits for that one: its operator is that one's.
+
+    Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 3.2, and torch's reducer (``reducer.cpp``).
+    """
+    options = options or BucketOptions()
+    users = gradient_users(graph)
+    done = {name: first for name, (first, _) in users.items()}
+    if options.find_unused:
+        # Filled from the parameter that was registered first, then reversed, so that the small one is launched last.
+        groups = _filled(graph.parameters, options)[::-1]
+        early = len(graph) - 1
+    else:
+        groups = _filled(_by_readiness(graph, done), options)
+        early = 0
+    buckets: list[GradientBucket] = []
+    position = len(graph) - 1
+    for group in groups:
+        position = min(position, *(done.get(parameter.name, early) for parameter in group))
+        buckets.append(
+            GradientBucket(
+                parameters=tuple(parameter.name for parameter in group),
+                num_bytes=sum(parameter.spec.num_bytes for parameter in group),
+                operator=graph.operators[position].name,
+            )
+        )
+    return tuple(buckets)
+
+
+def _by_readiness(graph: OpGraph, done: Mapping[str, int]) -> list[ParameterSpec]:
+    """Parameters in the order in which their gradients are ready; those that nobody reads come last."""
+    within: dict[str, int] = {}
+    for position, operator in enumerate(graph):
+        names = reversed(operator.parameters) if operator.op_type in _TRANSPOSED else operator.parameters
+        within |= {name: k for k, name in enumerate(names) if done[name] == position}
+    registration = list(reversed(graph.parameters))
+    return sorted(registration, key=lambda p: (-done.get(p.name, -1), within.get(p.name, 0)))
+
+
+def _filled(order: Sequence[ParameterSpec], options: BucketOptions) -> list[list[ParameterSpec]]:
+    """Groups of parameters, each closed by the one with which it reaches its size."""
+    groups: list[list[ParameterSpec]] = []
+    group: list[ParameterSpec] = []
+    size = 0
+    for parameter in order:
+        group.append(parameter)
+        size += parameter.spec.num_bytes
+        if size >= (options.cap_bytes if groups else options.first_bytes):
+            groups.append(group)
+            group, size = [], 0
+    return [*groups, group] if group else groups
+
+
+def merge_by_operator(buckets: tuple[GradientBucket, ...]) -> tuple[tuple[GradientBucket, ...], ...]:
+    """Group buckets that the same operator completes.
+
+    They are ready at the same moment and go over the network one after the other, so one bucket with the sum of their
+    times says the same; the problem format has room for one bucket per operator.
+
+    Source: ours.
+    """
+    groups: dict[str, list[GradientBucket]] = {}
+    for bucket in buckets:
+        groups.setdefault(bucket.operator, []).append(bucket)
+    return tuple(tuple(group) for group in groups.values())
+
+
+def operator_buckets(graph: OpGraph, groups: tuple[tuple[GradientBucket, ...], ...]) -> Mapping[str, int | None]:
+    """Index of the group that waits for each operator, or None.
+
+    The completing operator decides when a group is ready. Another operator with parameters is mapped to the group that
+    holds the last of them, which is complete at the same time or later, so nothing is moved by it; an operator that
+    completes one group and contributes to another keeps the one that it completes.
+    """
+    index = {parameter: k for k, group in enumerate(groups) for bucket in group for parameter in bucket.parameters}
+    mapped: dict[str, int | None] = {
+        operator.name: max((index[p] for p in operator.parameters), default=None) for operator in graph
+    }
+    for k, group in enumerate(groups):
+        mapped[group[0].operator] = k
+    return mapped

@@ -1,0 +1,314 @@
+"""From graph, profiles, sensitivities and cluster to a `Problem`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from qsync_opt.cluster.cluster import Cluster, DeviceRole, DeviceType
+from qsync_opt.costs.costs import MeasuredCost
+from qsync_opt.costs.estimates import estimate_extras
+from qsync_opt.costs.profile import DeviceProfile, load_profile
+from qsync_opt.errors import ProblemError
+from qsync_opt.io.codec import check_number
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.numerics.formats import FORMATS, PrecisionFormats
+from qsync_opt.sensitivity.sensitivity_values import SensitivityValues
+from qsync_opt.sensitivity.table import SensitivityTable
+from qsync_opt.training import planner
+from qsync_opt.training.buckets import BucketOptions, gradient_buckets, merge_by_operator, operator_buckets
+from qsync_opt.training.evaluation import BYTES_PER_KIB, evaluate, evaluate_device
+from qsync_opt.training.memory import MemoryModel, model_memory
+from qsync_opt.training.plan import Plan
+from qsync_opt.training.pricing import device_tables, price_operators, problem_inputs, problem_role
+from qsync_opt.training.problem import CastCost, Communication, OperatorCost, Problem, ProblemDevice, ProblemOperator
+from qsync_opt.training.propagation import propagate
+
+Sensitivities = Mapping[str, Mapping[str, float]]
+"""Operator to precision to sensitivity of one worker."""
+Excluded = Mapping[str, Mapping[str, str]]
+"""Operator to precision to the reason why it must not get it."""
+Fastest = Callable[[Problem], Plan | None]
+"""Finds the fastest plan that fits into memory, whatever the latency limit; None if no plan fits."""
+SEARCH_SECONDS = 60.0
+"""How long the planner may look for the fastest plan when nothing else was said."""
+
+_UNLIMITED_KIB = 2**50
+
+
+def build_problem(
+    graph: OpGraph,
+    profiles: Mapping[str, DeviceProfile],
+    sensitivities: Sensitivities,
+    cluster: Cluster,
+    *,
+    slack: float = 0.0,
+    cast_sharing: str = "edge",
+    buckets: BucketOptions | None = None,
+    latency_limit_ns: int | None = None,
+    fastest: Fastest | None = None,
+    excluded: Excluded | None = None,
+    sensitivity_estimate: str | None = None,
+    by_device: Mapping[str, Sensitivities] | None = None,
+) -> Problem:
+    """Build the precision-allocation problem of a model on a cluster.
+
+    Args:
+        graph: The model.
+        profiles: Profile per device type; where one is missing, the path in the cluster file is read.
+        sensitivities: For each adjustable operator and precision the sensitivity of one worker; it is multiplied by
+            the count of the type, because the gradient's variance adds up over workers. FP32 may be left out (0).
+        cluster: Device types and network.
+        slack: Lengthens the iteration time of the fastest plan to the latency limit (0.1: by ten percent).
+        cast_sharing: ``"edge"`` or ``"producer"``, how the runtime casts an output with several users.
+        buckets: How DistributedDataParallel groups gradients.
+        latency_limit_ns: Limit on the iteration time; None: that of the fastest plan that fits, times 1 + slack.
+        fastest: Finds that plan; None: the planner's way.
+        excluded: Precisions that an operator must not get, each with the reason in words; they leave its table. None:
+            those that ``sensitivities`` names, if it is a `SensitivityTable` or `SensitivityValues`.
+        sensitivity_estimate: What the sensitivities were estimated by, if not from collected statistics.
+        by_device: Sensitivities of single device types, in place of ``sensitivities``: border formats differ between
+            types (8-bit operators answer in FP16 on a T4, in BF16 on an A10), and with them the noise.
+
+    Returns:
+        The problem, named after the graph. Each device notes under ``x-memory`` what its static memory is made of, and
+        under ``x-memory-operators`` which operators it is charged to; ``x-estimates`` names the device types whose
+        profile is an estimate, and what ``sensitivity_estimate`` says.
+
+    Raises:
+        ProblemError: A device type without profile, a profile of another model (the first operators that differ are
+            named), a precision that the profile lacks, a missing or unusable sensitivity.
+
+    Source: QSync's cost mapper (IPDPS 2024) as a problem file; casts are priced per edge, memory by
+        `qsync_opt.training.memory`, launches by `qsync_opt.training.pricing`.
+    """
+    check_number(slack, "slack")
+    by_device = by_device or {}
+    for name in by_device:
+        cluster.device(name)  # sensitivities for a type that the cluster lacks are a misspelling
+    buckets = buckets or BucketOptions()
+    used = _profiles(graph, profiles, cluster)
+    distributed = cluster.num_workers > 1
+    groups = merge_by_operator(gradient_buckets(graph, buckets)) if distributed else ()
+    bucket_of = operator_buckets(graph, groups) if groups else dict.fromkeys((o.name for o in graph), None)
+    operators = tuple(
+        ProblemOperator(
+            name=operator.name,
+            type=operator.op_type,
+            role=problem_role(operator),
+            inputs=problem_inputs(operator),
+            output_elements=operator.output_elements,
+            bucket=bucket_of[operator.name],
+        )
+        for operator in graph
+    )
+    devices: dict[str, ProblemDevice] = {}
+    extras: dict[tuple[str, ...], object] = {**estimate_extras(used, sensitivity_estimate)}
+    for device in cluster.devices:
+        table = by_device.get(device.name, sensitivities)
+        shown = table if device.role is DeviceRole.PLANNED else None
+        refused = _excluded(table) if excluded is None else excluded
+        devices[device.name], memory = _device(
+            graph, device, used[device.name], shown, refused, distributed, buckets.gradient_as_view
+        )
+        if device.role is DeviceRole.PLANNED:
+            extras |= memory.notes(device.name)
+    allreduce_ns = tuple(
+        sum(cluster.network.allreduce_ns(bucket.num_bytes, cluster.num_workers) for bucket in group) for group in groups
+    )
+    optimizers = [profile.optimizer for profile in used.values()]
+    problem = Problem(
+        name=graph.name,
+        formats={
+            f.name: f.num_bytes for f in sorted(FORMATS.values(), key=lambda f: f.rank) if _occurs(f.name, devices)
+        },
+        operators=operators,
+        communication=Communication(allreduce_ns=allreduce_ns, peer_ready_ns=(0,) * len(groups)),
+        optimizer_ns=max(optimizer.step_ns + optimizer.zero_grad_ns for optimizer in optimizers),
+        latency_limit_ns=latency_limit_ns or 0,
+        devices=tuple(devices.values()),
+        cast_sharing=cast_sharing,
+    )
+    problem = _without_peers(problem, cluster)
+    problem = replace(problem, extras=extras)
+    if latency_limit_ns is not None:
+        return problem
+    return replace(problem, latency_limit_ns=_latency_limit_ns(problem, slack, fastest))
+
+
+def _excluded(table: Sensitivities) -> Excluded:
+    return table.excluded if isinstance(table, SensitivityTable | SensitivityValues) else {}
+
+
+def _profiles(graph: OpGraph, profiles: Mapping[str, DeviceProfile], cluster: Cluster) -> dict[str, DeviceProfile]:
+    """Profile of each device type, checked against the graph."""
+    for name in profiles:
+        cluster.device(name)  # a profile for a type that the cluster lacks is a misspelling
+    used: dict[str, DeviceProfile] = {}
+    for device in cluster.devices:
+        profile = profiles.get(device.name)
+        if profile is None and device.profile is None:
+            raise ProblemError(
+                f"device type {device.name!r} has no profile; hand one over, or add profile: FILE in the cluster file"
+            )
+        used[device.name] = profile if profile is not None else load_profile(device.profile or "")
+        used[device.name].check_graph(graph)
+    return used
+
+
+def _device(
+    graph: OpGraph,
+    device: DeviceType,
+    profile: DeviceProfile,
+    sensitivities: Sensitivities | None,
+    excluded: Excluded,
+    distributed: bool,
+    gradient_as_view: bool,
+) -> tuple[ProblemDevice, MemoryModel]:
+    """One device type as it stands in a problem; ``sensitivities`` None counts none (fixed precision)."""
+    tables = device_tables(graph, profile, device)
+    if device.role is DeviceRole.PLANNED:
+        tables = {name: _allowed(name, table, excluded.get(name, {})) for name, table in tables.items()}
+    times = price_operators(graph, profile, tables)
+    memory = model_memory(
+        graph,
+        profile,
+        tables,
+        distributed=distributed,
+        gradient_as_view=gradient_as_view,
+    )
+    operators = {}
+    for operator in graph:
+        table = {}
+        for precision in tables[operator.name]:
+            forward_ns, backward_ns = times[operator.name][precision]
+            needed = sensitivities is not None and problem_role(operator) is Role.ADJUSTABLE
+            table[precision] = OperatorCost(
+                forward_ns=forward_ns,
+                backward_ns=backward_ns,
+                memory_kib=memory.kib(operator.name, precision),
+                sensitivity=device.count * _sensitivity(sensitivities or {}, operator.name, precision)
+                if needed
+                else 0.0,
+            )
+        operators[operator.name] = table
+    used = {precision for table in operators.values() for precision in table}
+    return (
+        ProblemDevice(
+            name=device.name,
+            count=device.count,
+            memory_limit_kib=device.memory_limit_bytes // BYTES_PER_KIB,
+            precisions={name: borders for name, borders in profile.formats.items() if name in used},
+            casts=_casts(profile, used),
+            operators=operators,
+        ),
+        memory,
+    )
+
+
+def _allowed(operator: str, table: Mapping[str, MeasuredCost], excluded: Mapping[str, str]) -> dict[str, MeasuredCost]:
+    """A table without the excluded precisions."""
+    kept = {precision: cost for precision, cost in table.items() if precision not in excluded}
+    if not kept:
+        reasons = "; ".join(f"{precision}: {excluded[precision]}" for precision in table)
+        raise ProblemError(
+            f"operator {operator!r} must get none of its precisions ({reasons}); allow a finer one in the cluster"
+        )
+    return kept
+
+
+def _casts(profile: DeviceProfile, used: set[str]) -> dict[tuple[str, str], CastCost]:
+    """Fitted casts between the formats that the used precisions deliver, want and compute in."""
+    formats = used | {name for precision in used for name in _border_formats(profile.formats[precision])}
+    casts = {}
+    for pair, fit in profile.casts.items():
+        source, _, target = pair.partition(">")
+        if source in formats and target in formats:
+            casts[source, target] = CastCost(base_ns=fit.base_ns, ns_per_mi_elements=fit.ns_per_mi_elements)
+    return casts
+
+
+def _border_formats(borders: PrecisionFormats) -> tuple[str, str, str]:
+    return borders.output, borders.gradient_input, borders.gradient_output
+
+
+def _occurs(name: str, devices: Mapping[str, ProblemDevice]) -> bool:
+    return any(
+        name == precision or name in _border_formats(borders)
+        for device in devices.values()
+        for precision, borders in device.precisions.items()
+    )
+
+
+def _sensitivity(sensitivities: Sensitivities, operator: str, precision: str) -> float:
+    by_precision = sensitivities.get(operator)
+    if by_precision is None:
+        raise ProblemError(
+            f"there is no sensitivity for adjustable operator {operator!r}; collect statistics on this model again"
+        )
+    if precision not in by_precision:
+        if precision == "FP32":
+            return 0.0
+        raise ProblemError(
+            f"operator {operator!r} has no sensitivity for {precision}, only for {', '.join(by_precision)}; "
+            "compute it for all precisions of the cluster"
+        )
+    check_number(by_precision[precision], f"sensitivity of {operator!r} in {precision}")
+    return by_precision[precision]
+
+
+def _without_peers(problem: Problem, cluster: Cluster) -> Problem:
+    """Turn the device types of fixed precision into the times at which they have each bucket ready.
+
+    The format has no end of backward for them. Where theirs comes after the last bucket of all (parameters only near
+    the end of the model), the last bucket is held back, since the iteration cannot end before.
+    """
+    ready = [0] * len(problem.communication.allreduce_ns)
+    for device in cluster.fixed:
+        table = problem.device(device.name)
+        choices = {operator.name: next(iter(table.operators[operator.name])) for operator in problem.adjustable}
+        replayed = evaluate_device(problem, table, propagate(problem, table, choices))
+        ready = [max(known, own) for known, own in zip(ready, replayed.bucket_ready_ns, strict=True)]
+        if ready:
+            ready[-1] = max(ready[-1], replayed.backward_end_ns - problem.communication.allreduce_ns[-1])
+    kept = tuple(problem.device(device.name) for device in cluster.planned)
+    communication = replace(problem.communication, peer_ready_ns=tuple(ready))
+    formats = {
+        name: num_bytes for name, num_bytes in problem.formats.items() if _occurs(name, {d.name: d for d in kept})
+    }
+    return replace(problem, devices=kept, communication=communication, formats=formats)
+
+
+def _latency_limit_ns(problem: Problem, slack: float, fastest: Fastest | None) -> int:
+    """Iteration time of the fastest plan that fits into memory, times 1 + slack.
+
+    Where nothing fits, memory is set aside: solving will then say which memory limit is too low, not the latency.
+    """
+    search = fastest or _planner_fastest
+    unlimited = replace(problem, latency_limit_ns=_slowest_ns(problem))
+    plan = search(unlimited)
+    if plan is None:
+        roomy = tuple(replace(device, memory_limit_kib=_UNLIMITED_KIB) for device in problem.devices)
+        plan = search(replace(unlimited, devices=roomy))
+    if plan is None:
+        raise ProblemError(f"no fastest plan was found for {problem.name!r}; give latency_limit_ns")
+    return math.floor(evaluate(unlimited, plan).iteration_ns * (1.0 + slack))
+
+
+def _planner_fastest(problem: Problem) -> Plan | None:
+    found = planner.fastest(problem, time_limit_s=SEARCH_SECONDS)
+    return None if found is None else found.plan
+
+
+def _slowest_ns(problem: Problem) -> int:
+    """A time that no plan can exceed."""
+    communication = problem.communication
+    total_ns = sum(communication.allreduce_ns) + max(communication.peer_ready_ns, default=0) + problem.optimizer_ns
+    for device in problem.devices:
+        for operator in problem.operators:
+            table = device.operators[operator.name].values()
+            total_ns += max(cost.forward_ns for cost in table) + max(cost.backward_ns for cost in table)
+            elements = [problem.operators[problem.index(source)].output_elements for source in operator.inputs]
+            total_ns += 2 * sum(cast.time_ns(n) for cast in device.casts.values() for n in elements)
+    return total_ns

@@ -1,0 +1,115 @@
+"""What differs between two plans, and what the difference costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qsync_opt.training.evaluation import Evaluation, evaluate
+from qsync_opt.training.plan import Plan
+from qsync_opt.training.problem import Problem
+
+DIFFERENCE_FORMAT = "qsync-plan-difference/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One operator that two plans treat differently; a precision is None where a plan does not name the operator."""
+
+    operator: str
+    before: str | None
+    after: str | None
+    decided: bool = True
+    """False for an operator that no plan decides on: it follows its inputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDifference:
+    """What changes from one plan to another, by device type; with a problem also both evaluations."""
+
+    first: Plan
+    second: Plan
+    changes: Mapping[str, tuple[Change, ...]]
+    before: Evaluation | None = None
+    after: Evaluation | None = None
+
+    @property
+    def equal(self) -> bool:
+        """True if no operator changes on any device type."""
+        return not any(self.changes.values())
+
+    def counts(self, device: str) -> dict[tuple[str | None, str | None], int]:
+        """How many decided operators of a device type change between each two precisions."""
+        return dict(Counter((c.before, c.after) for c in self.changes[device] if c.decided))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object; ``cost`` is null without a problem."""
+        cost = None
+        if self.before is not None and self.after is not None:
+            cost = {"first": self.before.to_json(), "second": self.after.to_json()}
+        return {
+            "format": DIFFERENCE_FORMAT,
+            "equal": self.equal,
+            "devices": {
+                device: [
+                    {"operator": c.operator, "before": c.before, "after": c.after, "decided": c.decided}
+                    for c in changes
+                ]
+                for device, changes in self.changes.items()
+            },
+            "cost": cost,
+        }
+
+
+def compare_plans(first: Plan, second: Plan, problem: Problem | None = None) -> PlanDifference:
+    """Compare two plans operator by operator.
+
+    Args:
+        first: The plan before.
+        second: The plan after.
+        problem: Their problem: dependent operators are then compared too, and both plans are evaluated.
+
+    Returns:
+        The changes, in the problem's order or else in that of the plans; device types of either plan.
+
+    Raises:
+        ProblemError: A plan does not fit the problem.
+
+    Source: ours.
+    """
+    if problem is None:
+        names = dict.fromkeys((*first.devices, *second.devices))
+        return PlanDifference(
+            first=first,
+            second=second,
+            changes={name: _changes(first.devices.get(name, {}), second.devices.get(name, {})) for name in names},
+        )
+    resolved_first, resolved_second = first.resolve(problem), second.resolve(problem)
+    decided = {operator.name for operator in problem.adjustable}
+    return PlanDifference(
+        first=first,
+        second=second,
+        changes={
+            device.name: _changes(resolved_first[device.name], resolved_second[device.name], decided)
+            for device in problem.devices
+        },
+        before=evaluate(problem, first),
+        after=evaluate(problem, second),
+    )
+
+
+def _changes(
+    first: Mapping[str, str], second: Mapping[str, str], decided: set[str] | None = None
+) -> tuple[Change, ...]:
+    return tuple(
+        Change(
+            operator=name,
+            before=first.get(name),
+            after=second.get(name),
+            decided=decided is None or name in decided,
+        )
+        for name in dict.fromkeys((*first, *second))
+        if first.get(name) != second.get(name)
+    )

@@ -1,0 +1,296 @@
+"""What a plan costs: iteration time, memory and sensitivity, by rules alone; no solver and no formulation is asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.training.plan import Plan
+from qsync_opt.training.problem import Problem, ProblemDevice, ProblemOperator
+
+NS_PER_S = 10**9
+BYTES_PER_KIB = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastTime:
+    """One cast that really happens: ``producer`` and ``consumer`` are the two ends of its edge.
+
+    ``charged_to`` is the operator whose forward (or backward) it lengthens.
+    """
+
+    producer: str
+    consumer: str
+    source: str
+    target: str
+    duration_ns: int
+    charged_to: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTime:
+    """One operator on one device: its precision, its own two durations, and the casts charged to each."""
+
+    name: str
+    precision: str
+    forward_ns: int
+    backward_ns: int
+    forward_casts: tuple[CastTime, ...]
+    backward_casts: tuple[CastTime, ...]
+
+    @property
+    def forward_total_ns(self) -> int:
+        """Own forward and the casts of its inputs."""
+        return self.forward_ns + sum(cast.duration_ns for cast in self.forward_casts)
+
+    @property
+    def backward_total_ns(self) -> int:
+        """Own backward and the casts of the gradients that its users deliver."""
+        return self.backward_ns + sum(cast.duration_ns for cast in self.backward_casts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceEvaluation:
+    """One device type under a plan.
+
+    ``operators`` are in forward order; forward starts at 0 and backward runs in reverse right after it.
+    ``bucket_ready_ns`` is R_k: when the device's last gradient of bucket k is done, 0 for a bucket that waits for none
+    of its operators.
+    """
+
+    name: str
+    operators: tuple[OperatorTime, ...]
+    forward_end_ns: int
+    backward_end_ns: int
+    bucket_ready_ns: tuple[int, ...]
+    memory_kib: int
+    memory_limit_kib: int
+    sensitivity: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A whole plan: what it costs and which limits it breaks.
+
+    ``bucket_start_ns`` is S_k: when the all-reduce of bucket k starts. ``violations`` are texts, empty if feasible.
+    """
+
+    objective: float
+    iteration_ns: int
+    latency_limit_ns: int
+    devices: Mapping[str, DeviceEvaluation]
+    bucket_start_ns: tuple[int, ...]
+    violations: tuple[str, ...]
+
+    @property
+    def feasible(self) -> bool:
+        """True if every limit holds."""
+        return not self.violations
+
+    @property
+    def iteration_s(self) -> float:
+        """Iteration time in seconds."""
+        return self.iteration_ns / NS_PER_S
+
+    @property
+    def memory_kib(self) -> dict[str, int]:
+        """Memory of each device type in KiB."""
+        return {name: device.memory_kib for name, device in self.devices.items()}
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """Memory of each device type in bytes."""
+        return {name: device.memory_kib * BYTES_PER_KIB for name, device in self.devices.items()}
+
+    @property
+    def sensitivity(self) -> dict[str, float]:
+        """Sensitivity of each device type; their sum is the objective."""
+        return {name: device.sensitivity for name, device in self.devices.items()}
+
+    def to_json(self) -> dict[str, object]:
+        """The keys that ``qsync-opt evaluate --json`` prints."""
+        return {
+            "objective": self.objective,
+            "iteration_ns": self.iteration_ns,
+            "memory_kib": self.memory_kib,
+            "sensitivity": self.sensitivity,
+            "feasible": self.feasible,
+            "violations": list(self.violations),
+        }
+
+    def to_pandas(self) -> Any:
+        """A pandas table with one row per device type and operator. See `qsync_opt.report.tables`.
+
+        Raises:
+            NotInstalledError: pandas is missing; the text holds the install line.
+        """
+        from qsync_opt.report.tables import evaluation_table
+
+        return evaluation_table(self)
+
+
+def evaluate(problem: Problem, plan: Plan) -> Evaluation:
+    """Time, memory, sensitivity and feasibility of a plan.
+
+    Args:
+        problem: The problem.
+        plan: A plan for it.
+
+    Returns:
+        The evaluation; times in nanoseconds, memory in KiB, both exact integers.
+
+    Raises:
+        ProblemError: The plan does not belong to the problem, or contradicts it, or is none.
+
+    Source: QSync's cost mapper and replayer (IPDPS 2024); casts are priced per edge, and the two serial streams are
+        evaluated in closed form.
+    """
+    if not isinstance(plan, Plan):
+        raise ProblemError(
+            f"plan is a {type(plan).__name__}, but a Plan is needed: solution.plan (None where none was found), or "
+            "load_plan(path)"
+        )
+    precisions = plan.resolve(problem)
+    devices = {device.name: evaluate_device(problem, device, precisions[device.name]) for device in problem.devices}
+    starts, iteration_ns = iteration_time(problem, tuple(devices.values()))
+    violations = [
+        f"memory of {device.name!r}: {device.memory_kib} KiB, but the limit is {device.memory_limit_kib} KiB"
+        for device in devices.values()
+        if device.memory_kib > device.memory_limit_kib
+    ]
+    if iteration_ns > problem.latency_limit_ns:
+        violations.append(f"iteration time: {iteration_ns} ns, but the limit is {problem.latency_limit_ns} ns")
+    return Evaluation(
+        objective=math.fsum(time.sensitivity for time in devices.values()),
+        iteration_ns=iteration_ns,
+        latency_limit_ns=problem.latency_limit_ns,
+        devices=MappingProxyType(devices),
+        bucket_start_ns=starts,
+        violations=tuple(violations),
+    )
+
+
+def iteration_time(problem: Problem, devices: tuple[DeviceEvaluation, ...]) -> tuple[tuple[int, ...], int]:
+    """Start of each bucket's all-reduce, and the iteration time, in ns.
+
+    With one device it is the iteration time that this device and the fixed-precision peers alone would have.
+    """
+    starts: list[int] = []
+    free_ns = 0
+    communication = problem.communication
+    for k, allreduce_ns in enumerate(communication.allreduce_ns):
+        ready_ns = max((device.bucket_ready_ns[k] for device in devices), default=0)
+        start_ns = max(ready_ns, communication.peer_ready_ns[k], free_ns)
+        starts.append(start_ns)
+        free_ns = start_ns + allreduce_ns
+    computed_ns = max((device.backward_end_ns for device in devices), default=0)
+    return tuple(starts), max(free_ns, computed_ns) + problem.optimizer_ns
+
+
+def evaluate_device(problem: Problem, device: ProblemDevice, precisions: Mapping[str, str]) -> DeviceEvaluation:
+    """One device under the precisions of *all* its operators (`Plan.resolve` or `propagate` give them)."""
+    forward, backward, buffers_kib = _casts(problem, device, precisions)
+    times, costs, forward_end_ns = [], [], 0
+    for operator in problem.operators:
+        name = operator.name
+        precision = precisions[name]
+        cost = device.operators[name][precision]
+        time = OperatorTime(
+            name=name,
+            precision=precision,
+            forward_ns=cost.forward_ns,
+            backward_ns=cost.backward_ns,
+            forward_casts=tuple(forward.get(name, ())),
+            backward_casts=tuple(backward.get(name, ())),
+        )
+        times.append(time)
+        costs.append(cost)
+        forward_end_ns += time.forward_total_ns if time.forward_casts else cost.forward_ns
+    ready = [0] * len(problem.communication.allreduce_ns)
+    now_ns = forward_end_ns
+    for operator, time in zip(reversed(problem.operators), reversed(times), strict=True):
+        now_ns += time.backward_total_ns if time.backward_casts else time.backward_ns
+        if operator.bucket is not None:
+            ready[operator.bucket] = now_ns
+    return DeviceEvaluation(
+        name=device.name,
+        operators=tuple(times),
+        forward_end_ns=forward_end_ns,
+        backward_end_ns=now_ns,
+        bucket_ready_ns=tuple(ready),
+        memory_kib=sum(cost.memory_kib for cost in costs) + buffers_kib,
+        memory_limit_kib=device.memory_limit_kib,
+        sensitivity=math.fsum(cost.sensitivity for cost in costs),
+    )
+
+
+def edge_casts(
+    device: ProblemDevice,
+    producer: ProblemOperator,
+    consumer: ProblemOperator,
+    given_precision: str,
+    wanted_precision: str,
+) -> tuple[CastTime | None, CastTime | None]:
+    """Forward and backward cast of one edge, each None where the formats at its two ends agree.
+
+    The forward cast is charged to the consumer, the backward cast to the producer. ``given_precision`` is the
+    producer's, ``wanted_precision`` the consumer's. That casts of one output may be shared is the caller's business.
+    """
+    given, wanted = device.precisions[given_precision], device.precisions[wanted_precision]
+
+    def cast(source: str, target: str, charged_to: str) -> CastTime | None:
+        if source == target:
+            return None
+        return CastTime(
+            producer=producer.name,
+            consumer=consumer.name,
+            source=source,
+            target=target,
+            duration_ns=device.cast_ns(source, target, producer.output_elements),
+            charged_to=charged_to,
+        )
+
+    forward = cast(given.output, wanted_precision, consumer.name)
+    return forward, cast(wanted.gradient_output, given.gradient_input, producer.name)
+
+
+def cast_buffer_kib(problem: Problem, producer: ProblemOperator, target: str) -> int:
+    """Memory that a forward cast of an operator's output to a format takes, in KiB."""
+    return -(-producer.output_elements * problem.formats[target] // BYTES_PER_KIB)
+
+
+def _casts(
+    problem: Problem, device: ProblemDevice, precisions: Mapping[str, str]
+) -> tuple[dict[str, list[CastTime]], dict[str, list[CastTime]], int]:
+    """Casts by the operator they are charged to, forward and backward, and the KiB of all cast buffers."""
+    forward: dict[str, list[CastTime]] = {}
+    backward: dict[str, list[CastTime]] = {}
+    buffers_kib = 0
+    shared: set[tuple[str, str]] = set()
+    # Of most edges both ends agree.
+    agree = {
+        (low, high)
+        for low, before in device.precisions.items()
+        for high, after in device.precisions.items()
+        if before.output == high and after.gradient_output == before.gradient_input
+    }
+    for consumer in problem.operators:
+        wanted = precisions[consumer.name]
+        for name in consumer.inputs:
+            given = precisions[name]
+            if (given, wanted) in agree:
+                continue
+            producer = problem.operators[problem.index(name)]
+            there, back = edge_casts(device, producer, consumer, given, wanted)
+            cast_before = problem.cast_sharing == "producer" and (name, wanted) in shared
+            if there is not None and not cast_before:
+                shared.add((name, wanted))
+                buffers_kib += cast_buffer_kib(problem, producer, wanted)
+                forward.setdefault(consumer.name, []).append(there)
+            if back is not None:
+                backward.setdefault(name, []).append(back)
+    return forward, backward, buffers_kib

@@ -1,0 +1,226 @@
+"""What does sensitivity cost, in time or in the memory of a device type? The front as one object, its plans checked."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from qsync_opt.errors import SolverError, UnsupportedError
+from qsync_opt.io.codec import write_json
+from qsync_opt.training.evaluation import evaluate
+from qsync_opt.training.front_cache import FrontCache
+from qsync_opt.training.plan import Plan
+from qsync_opt.training.problem import Problem
+from qsync_opt.training.solution import relative_gap
+
+FRONT_FORMAT = "qsync-front/1"
+GAPS: Mapping[str, float] = MappingProxyType({"greedy": 1e-2, "exact": 0.0})
+"""Method of a front to the relative gap of its points."""
+_AGREEMENT = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TradeOff:
+    """One point of a front, as its plan evaluates to.
+
+    ``use`` is what is traded: the iteration time in ns, or the memory of the front's device type in KiB. ``bound`` is a
+    sensitivity that no plan of this use is below. ``feasible`` is about the problem's own limits.
+    """
+
+    use: int
+    iteration_ns: int
+    memory_kib: Mapping[str, int]
+    objective: float
+    bound: float
+    feasible: bool
+    plan: Plan
+
+    @property
+    def gap(self) -> float | None:
+        """Relative distance from bound to objective."""
+        return relative_gap(self.objective, self.bound)
+
+    @property
+    def precisions(self) -> dict[str, dict[str, int]]:
+        """How many operators run in each precision, by device type."""
+        return {name: dict(Counter(plan.values())) for name, plan in self.plan.devices.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object, the plan left out."""
+        return {
+            "use": self.use,
+            "iteration_ns": self.iteration_ns,
+            "memory_kib": dict(self.memory_kib),
+            "objective": self.objective,
+            "bound": self.bound,
+            "gap": self.gap,
+            "feasible": self.feasible,
+            "precisions": self.precisions,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """Trade-offs from the largest use to the least; ``device`` is None for a front against time.
+
+    ``reused`` tells how many points came from the cache.
+    """
+
+    problem: Problem
+    device: str | None
+    method: str
+    points: tuple[TradeOff, ...]
+    reused: int = 0
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    @property
+    def against(self) -> str:
+        """What is traded: ``"latency"`` or ``"memory"``."""
+        return "latency" if self.device is None else "memory"
+
+    @property
+    def limit(self) -> int:
+        """The problem's own limit on what is traded, in ns or KiB."""
+        if self.device is None:
+            return self.problem.latency_limit_ns
+        return self.problem.device(self.device).memory_limit_kib
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        return {
+            "format": FRONT_FORMAT,
+            "problem": self.problem.name,
+            "against": self.against,
+            "device": self.device,
+            "method": self.method,
+            "reused_points": self.reused,
+            "points": [point.to_json() for point in self.points],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON file, whole or not at all."""
+        write_json(path, self.to_json())
+
+    def to_pandas(self) -> Any:
+        """The points as a table; see `qsync_opt.report.tables`."""
+        from qsync_opt.report.tables import front_table
+
+        return front_table(self)
+
+    def __repr__(self) -> str:
+        from qsync_opt.report.display import front_text
+
+        return front_text(self)
+
+    def _repr_html_(self) -> str:
+        from qsync_opt.report.display import front_html
+
+        return front_html(self)
+
+
+def pareto_front(
+    problem: Problem,
+    against: str = "latency",
+    *,
+    device: str | None = None,
+    method: str = "greedy",
+    points: int | None = 30,
+    cache: str | os.PathLike[str] | None = None,
+    progress: Callable[[int, int, int], None] | None = None,
+) -> Front:
+    """Find plans that trade sensitivity for time or memory; each reuses the work of the one before.
+
+    Args:
+        problem: The problem; its limit on what is traded is set aside.
+        against: ``"latency"`` or ``"memory"``.
+        device: Whose memory; needed where several device types are planned.
+        method: ``"greedy"``, or ``"exact"`` to prove every point.
+        points: How many limits to try; None for every point there is (against latency only).
+        cache: Folder in which points are kept, so that an interrupted front goes on; None keeps them nowhere.
+        progress: Called with how many limits were tried, how many there are (0: not known) and how many were cached.
+
+    Returns:
+        The front; empty if no plan keeps the other limits.
+
+    Raises:
+        UnsupportedError: An option has a value that is not allowed.
+        SolverError: A plan is not what the front claims of it.
+        KeyboardInterrupt: With a text that says what the cache kept.
+
+    Source: the epsilon-constraint method, see `qsync_opt.formulations.training.front`.
+    """
+    if method not in GAPS:
+        raise UnsupportedError(f"method of a front is {method!r}, but allowed are {', '.join(GAPS)}")
+    device = _device(problem, against, device, points)
+    fronts = import_module("qsync_opt.formulations.training.front")  # formulations are reached by name only
+    store = FrontCache(None if cache is None else Path(cache), problem, GAPS[method], fronts.FrontPoint)
+    common = {
+        "gap": GAPS[method],
+        "store": store,
+        "progress": None if progress is None else lambda done, total: progress(done, total, store.num_reused),
+    }
+    try:
+        if device is None:
+            found = fronts.latency_front(problem, points=points, **common)
+        else:
+            found = fronts.memory_front(problem, device, points=points, **common)
+    except KeyboardInterrupt:
+        kept = f"{store.num_new + store.num_reused} points are kept in {cache}; the same call goes on from there"
+        raise KeyboardInterrupt("no point is kept, there was no cache" if cache is None else kept) from None
+    checked = tuple(_checked(problem, point, device) for point in found)
+    return Front(problem=problem, device=device, method=method, points=checked, reused=store.num_reused)
+
+
+def _device(problem: Problem, against: str, device: str | None, points: int | None) -> str | None:
+    """The device type whose memory is traded, or None for time."""
+    if against not in ("latency", "memory"):
+        raise UnsupportedError(f"a front against {against!r} is not known; allowed are latency and memory")
+    if against == "latency":
+        if device is not None:
+            raise UnsupportedError(
+                f"device {device!r} is for a front against memory; time is that of all device types, leave it out"
+            )
+        return None
+    if points is None:
+        raise UnsupportedError("every point there is can be had against latency only; give a number of points")
+    names = [planned.name for planned in problem.devices]
+    if device is not None:
+        return problem.device(device).name
+    if len(names) > 1:
+        raise UnsupportedError(
+            f"a front against memory is that of one device type; the problem has {', '.join(names)}; name one of them "
+            "(--device NAME)"
+        )
+    return names[0]
+
+
+def _checked(problem: Problem, point: Any, device: str | None) -> TradeOff:
+    """A point as its plan evaluates to, which must be what the front claims."""
+    found = evaluate(problem, point.plan)
+    agrees = (
+        found.iteration_ns == point.iteration_ns
+        and found.memory_kib == dict(point.memory_kib)
+        and abs(found.objective - point.objective) <= _AGREEMENT * max(abs(found.objective), 1e-300)
+    )
+    if not agrees:
+        raise SolverError(
+            f"the front claims {point.iteration_ns} ns and sensitivity {point.objective!r} for a plan that takes "
+            f"{found.iteration_ns} ns and has {found.objective!r}; if it came from the cache, empty that folder"
+        )
+    return TradeOff(
+        use=found.iteration_ns if device is None else found.memory_kib[device],
+        iteration_ns=found.iteration_ns,
+        memory_kib=MappingProxyType(found.memory_kib),
+        objective=found.objective,
+        bound=point.bound,
+        feasible=found.feasible,
+        plan=point.plan,
+    )

@@ -1,0 +1,190 @@
+"""What was decided: for each device type, the precision of each operator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.io.codec import (
+    Extras,
+    Fields,
+    are_plain_names,
+    check_name,
+    merge_extras,
+    read_json,
+    split_extras,
+    write_json,
+)
+from qsync_opt.model.graph import Role
+from qsync_opt.training.problem import Problem, ProblemDevice
+from qsync_opt.training.propagation import propagate
+
+PLAN_FORMAT = "qsync-plan/1"
+_SHOWN = 3
+"""How many differing operators an error names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Device type to operator to precision.
+
+    ``problem`` is the name of the problem it was made for. Every adjustable operator of every device is named;
+    dependent and fixed ones may be. ``solution`` tells where the plan came from and is never trusted.
+    """
+
+    problem: str
+    devices: Mapping[str, Mapping[str, str]]
+    solution: Mapping[str, Any] | None = None
+    extras: Extras = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ProblemError("the plan has no devices; it must name at least one device type")
+        check_name(self.problem, "plan: problem name")
+        for device, plan in self.devices.items():
+            check_name(device, "plan: device name")
+            if not isinstance(plan, Mapping):
+                raise ProblemError(f"plan for device {device!r} is {plan!r}, but it must map operator to precision")
+            if are_plain_names(plan) and are_plain_names(plan.values()):
+                continue
+            for operator, precision in plan.items():
+                check_name(operator, f"plan for device {device!r}: operator name")
+                if not isinstance(precision, str) or not precision:
+                    raise ProblemError(
+                        f"plan for device {device!r}: operator {operator!r} has {precision!r}, "
+                        "but a precision is a text such as 'FP16'"
+                    )
+        devices = {device: MappingProxyType(dict(plan)) for device, plan in self.devices.items()}
+        object.__setattr__(self, "devices", MappingProxyType(devices))
+        object.__setattr__(self, "extras", MappingProxyType(dict(self.extras)))
+        if self.solution is not None:
+            object.__setattr__(self, "solution", MappingProxyType(dict(self.solution)))
+
+    def resolve(self, problem: Problem) -> dict[str, dict[str, str]]:
+        """Precision of every operator, device by device, with dependent and fixed operators recomputed.
+
+        Args:
+            problem: The problem that the plan is for.
+
+        Returns:
+            Device to operator to precision, in the problem's order.
+
+        Raises:
+            ProblemError: The plan is for other devices or operators, picks a precision that a table lacks, or
+                contradicts what a dependent or fixed operator gets; the first differing operators are named.
+
+        Source: ours.
+        """
+        for name in self.devices:
+            problem.device(name)  # an unknown device type is an error there
+        result = {}
+        for device in problem.devices:
+            if device.name not in self.devices:
+                raise ProblemError(
+                    f"the plan has no device type {device.name!r} of problem {problem.name!r}; "
+                    f"it has {', '.join(self.devices)}"
+                )
+            result[device.name] = self._resolve_device(problem, device)
+        return result
+
+    def _resolve_device(self, problem: Problem, device: ProblemDevice) -> dict[str, str]:
+        plan = self.devices[device.name]
+        known = {operator.name for operator in problem.operators}
+        unknown = [name for name in plan if name not in known]
+        absent = [operator.name for operator in problem.adjustable if operator.name not in plan]
+        if unknown or absent:
+            raise ProblemError(
+                f"the plan (made for {self.problem!r}) does not fit problem {problem.name!r}, device {device.name!r}: "
+                + "; ".join(
+                    text
+                    for names, text in (
+                        (unknown, f"it names {_some(unknown)}, which the problem lacks"),
+                        (absent, f"it lacks the adjustable {_some(absent)}"),
+                    )
+                    if names
+                )
+                + "; name a precision for each adjustable operator, or make a plan for this problem"
+            )
+        resolved = propagate(problem, device, plan)
+        for operator in problem.operators:
+            stated, found = plan.get(operator.name, resolved[operator.name]), resolved[operator.name]
+            if stated != found:
+                why = "its table allows" if operator.role is Role.FIXED else "its inputs make it run in"
+                raise ProblemError(
+                    f"plan for device {device.name!r}: {operator.role} operator {operator.name!r} is planned at "
+                    f"{stated}, but {why} {found}; leave it out or correct it"
+                )
+        return resolved
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain JSON data, extension keys included."""
+        data: dict[str, Any] = {
+            "format": PLAN_FORMAT,
+            "problem": self.problem,
+            "devices": {device: dict(plan) for device, plan in self.devices.items()},
+        }
+        if self.solution is not None:
+            data["solution"] = dict(self.solution)
+        return merge_extras(data, self.extras)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan file, whole or not at all."""
+        write_json(path, self.to_json(), digest=True)
+
+    def to_pandas(self) -> Any:
+        """A pandas table with one row per device type and operator. See `qsync_opt.report.tables`.
+
+        Raises:
+            NotInstalledError: pandas is missing; the text holds the install line.
+        """
+        from qsync_opt.report.tables import plan_table
+
+        return plan_table(self)
+
+    def __repr__(self) -> str:
+        from qsync_opt.report.display import plan_text
+
+        return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        from qsync_opt.report.display import plan_html
+
+        return plan_html(self)
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read and check a plan file.
+
+    Raises:
+        ProblemError: The file is missing, truncated, of another format version, or holds anything but a plan.
+
+    Source: the plan file format of this package, "qsync-plan/1".
+    """
+    data = read_json(path, (PLAN_FORMAT,))
+    try:
+        return plan_from_json(data)
+    except ProblemError as failure:
+        raise ProblemError(f"{os.fspath(path)}: {failure}") from failure
+
+
+def plan_from_json(data: Any) -> Plan:
+    """Build a `Plan` from the JSON data of a plan file; see `load_plan`."""
+    clean, extras = split_extras(data)
+    fields = Fields(clean, "plan")
+    fields.version(PLAN_FORMAT)
+    solution = fields.take_or("solution", None)
+    if solution is not None and not isinstance(solution, dict):
+        fields.fail("solution must be an object or null")
+    devices = {device: {name: plan.text(name) for name in plan} for device, plan in fields.children("devices")}
+    plan = Plan(problem=fields.text("problem"), devices=devices, solution=solution, extras=extras)
+    fields.finish()
+    return plan
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

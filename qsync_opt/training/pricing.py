@@ -1,0 +1,203 @@
+"""What each operator of a graph costs on one device type, in the integers of a problem file.
+
+Beyond the measured time of an operator itself this adds what the graph decides: gradients that are summed where a
+result has several users, and the host's share of an iteration.
+
+Host and device run side by side on a GPU: the host launches work ahead, and the device waits only where the host is
+behind. The problem format has one time per operator. So each uniform plan is played through with both queues, and an
+operator is charged by how much it moves the end of the device's queue: its device time where the host is ahead, its
+launch where the device is starving. Over a uniform plan the charges add up to the exact time of the two queues.
+On a cpu both are one, and the overhead of an iteration is simply added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from qsync_opt.cluster.cluster import DeviceRole, DeviceType
+from qsync_opt.costs.costs import MeasuredCost
+from qsync_opt.costs.profile import DeviceProfile
+from qsync_opt.errors import ProblemError
+from qsync_opt.model.graph import Operator, OpGraph, Role
+from qsync_opt.numerics.formats import number_format
+
+GETITEM = "getitem"
+"""Kind of the operators that take one result of an operator with several."""
+Times = dict[str, dict[str, tuple[int, int]]]
+"""Operator to precision to (forward, backward) nanoseconds."""
+
+
+def problem_role(operator: Operator) -> Role:
+    """Role of an operator in a problem: without floating inputs or result nothing can be followed, so it is fixed."""
+    if operator.role is Role.DEPENDENT and not (operator.inputs and operator.is_floating):
+        return Role.FIXED
+    return operator.role
+
+
+def problem_inputs(operator: Operator) -> tuple[str, ...]:
+    """Inputs that carry a format: an operator without floating result reads its inputs in whatever format they are."""
+    return operator.inputs if operator.is_floating else ()
+
+
+def device_tables(graph: OpGraph, profile: DeviceProfile, device: DeviceType) -> dict[str, dict[str, MeasuredCost]]:
+    """What each operator may run in on a device type, with its measured cost.
+
+    Adjustable operators get the precisions that the cluster file allows and the profile has; dependent ones the formats
+    that those deliver, and FP32; fixed ones FP32 (or the finest there is). On a type of fixed precision an adjustable
+    operator that cannot run in it takes the next finer one, as the runtime does.
+
+    Raises:
+        ProblemError: The profile lacks an operator or a precision, or nothing is left for an adjustable operator.
+    """
+    for precision in device.precisions:
+        if precision not in profile.formats:
+            raise ProblemError(
+                f"device type {device.name!r}: precision {precision!r} is asked for, but the profile of "
+                f"{profile.device.name!r} has {', '.join(profile.formats)}; remove it or profile it"
+            )
+    delivered = {profile.formats[precision].output for precision in device.precisions} | {"FP32"}
+    tables = {}
+    for operator in graph:
+        costs = profile.cost(operator.name)
+        role = problem_role(operator)
+        if role is Role.DEPENDENT:
+            chosen = [precision for precision in costs if precision in delivered]
+        elif role is Role.FIXED:
+            chosen = [_finest_at(costs, "FP32")]
+        elif device.role is DeviceRole.FIXED:
+            chosen = [_finest_at(costs, device.precisions[0])]
+        else:
+            chosen = [precision for precision in costs if precision in device.precisions]
+        if not chosen:
+            raise ProblemError(
+                f"device type {device.name!r}: operator {operator.name!r} was profiled in {', '.join(costs)}, but the "
+                f"cluster allows {', '.join(device.precisions)}; allow one of them"
+            )
+        tables[operator.name] = {precision: costs[precision] for precision in sorted(chosen, key=_rank)}
+    return tables
+
+
+def _rank(precision: str) -> int:
+    return number_format(precision).rank
+
+
+def _finest_at(costs: Mapping[str, MeasuredCost], precision: str) -> str:
+    """The coarsest precision of a table that is at least as fine as ``precision``, else the finest."""
+    ladder = sorted(costs, key=_rank)
+    return next((step for step in ladder if _rank(step) >= _rank(precision)), ladder[-1])
+
+
+def uniform_precisions(
+    graph: OpGraph, profile: DeviceProfile, tables: Mapping[str, Mapping[str, MeasuredCost]], precision: str
+) -> dict[str, str]:
+    """Precision of every operator when each adjustable one runs in ``precision``, or the next finer that it has.
+
+    Args:
+        graph: The model.
+        profile: Gives the formats that operators deliver.
+        tables: What each operator may run in.
+        precision: The one precision.
+
+    Source: ours; dependent operators follow the rule of the problem format.
+    """
+    result: dict[str, str] = {}
+    for operator in graph:
+        table = tables[operator.name]
+        role = problem_role(operator)
+        if role is Role.ADJUSTABLE:
+            result[operator.name] = _finest_at(table, precision)
+        elif role is Role.FIXED:
+            result[operator.name] = next(iter(table))
+        else:
+            outputs = [profile.formats[result[source]].output for source in problem_inputs(operator)]
+            result[operator.name] = _finest_at(table, max(outputs, key=_rank))
+    return result
+
+
+def price_operators(graph: OpGraph, profile: DeviceProfile, tables: Mapping[str, Mapping[str, MeasuredCost]]) -> Times:
+    """Forward and backward time of every operator in every precision of its table.
+
+    Raises:
+        ProblemError: A sum of gradients is needed in a format that the profile has no cost for.
+
+    Source: the two queues follow dPRO's replayer (MLSys 2022); charging them to operators is ours.
+    """
+    overhead = profile.overhead
+    times: Times = {}
+    for operator in graph:
+        times[operator.name] = {
+            precision: (cost.forward_ns, cost.backward_ns + _gradient_sums_ns(graph, profile, operator, precision))
+            for precision, cost in tables[operator.name].items()
+        }
+    if profile.device.kind == "cpu":
+        return {
+            name: {
+                precision: (
+                    forward_ns + overhead.forward_ns_per_operator,
+                    backward_ns + overhead.backward_ns_per_operator,
+                )
+                for precision, (forward_ns, backward_ns) in table.items()
+            }
+            for name, table in times.items()
+        }
+    return _with_launches(graph, profile, tables, times)
+
+
+def _gradient_sums_ns(graph: OpGraph, profile: DeviceProfile, operator: Operator, precision: str) -> int:
+    """Time to add up the gradients that several users of a result deliver; the first one needs no addition."""
+    # A getitem reads one of several results, whose gradients are put side by side and not added.
+    users = [
+        u for u in map(graph.__getitem__, graph.consumers(operator.name)) if u.is_floating and u.op_type != GETITEM
+    ]
+    if len(users) < 2 or not operator.is_floating:
+        return 0
+    wanted = profile.formats[precision].gradient_input
+    fit = profile.gradient_sums.get(wanted)
+    if fit is None:
+        raise ProblemError(
+            f"profile of {profile.device.name!r} has no gradient_sums for {wanted}, but the gradients of "
+            f"{operator.name!r} are summed in it; profile the model again"
+        )
+    return (len(users) - 1) * fit.ns(operator.output_elements)
+
+
+def _with_launches(
+    graph: OpGraph,
+    profile: DeviceProfile,
+    tables: Mapping[str, Mapping[str, MeasuredCost]],
+    times: Times,
+) -> Times:
+    """Charge launches where the device waits for them (see the module's text)."""
+    charged: dict[tuple[str, str, bool], int] = {}
+    for precision in {precision for table in tables.values() for precision in table}:
+        uniform = uniform_precisions(graph, profile, tables, precision)
+        host_ns = device_ns = 0
+        for operator, forward in _passes(graph):
+            chosen = uniform[operator.name]
+            cost = tables[operator.name][chosen]
+            launch_ns = cost.host_forward_ns if forward else cost.host_backward_ns
+            overhead = profile.overhead
+            host_ns += launch_ns + (overhead.forward_ns_per_operator if forward else overhead.backward_ns_per_operator)
+            end_ns = max(host_ns, device_ns) + times[operator.name][chosen][0 if forward else 1]
+            key = (operator.name, chosen, forward)
+            # An operator that occurs in several uniform plans is charged the most that it ever moves the end.
+            charged[key] = max(charged.get(key, 0), end_ns - device_ns)
+            device_ns = end_ns
+    return {
+        name: {
+            precision: (
+                charged.get((name, precision, True), forward_ns),
+                charged.get((name, precision, False), backward_ns),
+            )
+            for precision, (forward_ns, backward_ns) in table.items()
+        }
+        for name, table in times.items()
+    }
+
+
+def _passes(graph: OpGraph) -> Iterator[tuple[Operator, bool]]:
+    """Operators of the forward pass in order, then those of the backward pass."""
+    for operator in graph:
+        yield operator, True
+    for operator in reversed(graph.operators):
+        yield operator, False

@@ -1,0 +1,375 @@
+"""What is asked: a model's operators, what each costs on each device type at each precision, and the limits.
+
+Times are integer nanoseconds and memory integer KiB (1024 bytes), so that every implementation computes the same
+integers. A `Problem` validates itself when it is made, whether from a file or in code.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.io.codec import (
+    Extras,
+    check_integer,
+    check_name,
+    check_number,
+    near_match,
+    write_json,
+)
+from qsync_opt.model.graph import Role
+from qsync_opt.numerics.formats import PrecisionFormats
+from qsync_opt.training.problem_sums import check_sums
+from qsync_opt.training.propagation import missing_casts
+
+PROBLEM_FORMAT = "qsync-problem/1"
+NO_LIMIT_NS = 2**60
+"""A latency limit that no step reaches."""
+MI_ELEMENTS = 2**20
+"""Cast slopes are per this many elements."""
+CAST_SHARINGS = ("edge", "producer")
+"""How casts of one output are counted: per edge, or once per target format."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemOperator:
+    """One operator: its role, whose outputs it reads, and which all-reduce bucket waits for its gradient."""
+
+    name: str
+    type: str
+    role: Role
+    inputs: tuple[str, ...] = ()
+    output_elements: int
+    bucket: int | None = None
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "operator name")
+        what = f"operator {self.name!r}"
+        if not isinstance(self.type, str) or not self.type:
+            raise ProblemError(f"{what}: type is {self.type!r}, but it must be a text that is not empty")
+        try:
+            object.__setattr__(self, "role", Role(self.role))
+        except ValueError:
+            near = near_match(str(self.role), Role)
+            raise ProblemError(f"{what}: role is {self.role!r}{near}; allowed are {', '.join(Role)}") from None
+        object.__setattr__(self, "inputs", tuple(self.inputs))
+        check_integer(self.output_elements, f"{what}: output_elements")
+        if self.bucket is not None:
+            check_integer(self.bucket, f"{what}: bucket (an index, or null)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communication:
+    """The all-reduce of each gradient bucket, in launch order.
+
+    ``allreduce_ns`` is its duration, ``peer_ready_ns`` when the devices whose precision is fixed have it ready.
+    """
+
+    allreduce_ns: tuple[int, ...] = ()
+    peer_ready_ns: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("allreduce_ns", "peer_ready_ns"):
+            values = tuple(getattr(self, name))
+            for i, value in enumerate(values):
+                check_integer(value, f"communication: {name}[{i}]")
+            object.__setattr__(self, name, values)
+        if len(self.allreduce_ns) != len(self.peer_ready_ns):
+            raise ProblemError(
+                f"communication: allreduce_ns has {len(self.allreduce_ns)} buckets and peer_ready_ns "
+                f"{len(self.peer_ready_ns)}, but both must have one value per bucket"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastCost:
+    """Time to cast n elements: ``base_ns + ns_per_mi_elements * n // 2**20``."""
+
+    base_ns: int
+    ns_per_mi_elements: int
+
+    def __post_init__(self) -> None:
+        check_integer(self.base_ns, "base_ns")
+        check_integer(self.ns_per_mi_elements, "ns_per_mi_elements")
+
+    def time_ns(self, elements: int) -> int:
+        """Nanoseconds to cast ``elements`` elements, rounded down."""
+        return self.base_ns + self.ns_per_mi_elements * elements // MI_ELEMENTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorCost:
+    """What one operator costs at one precision on one device type; casts are not in it."""
+
+    forward_ns: int
+    backward_ns: int
+    memory_kib: int
+    sensitivity: float
+
+    def __post_init__(self) -> None:
+        check_integer(self.forward_ns, "forward_ns")
+        check_integer(self.backward_ns, "backward_ns")
+        check_integer(self.memory_kib, "memory_kib")
+        check_number(self.sensitivity, "sensitivity")
+        object.__setattr__(self, "sensitivity", float(self.sensitivity))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemDevice:
+    """A device type that gets a plan; all ``count`` workers of the type share it.
+
+    ``casts`` is keyed by (from, to) format. ``operators`` has a table for every operator of the problem: precision to
+    cost.
+    """
+
+    name: str
+    count: int
+    memory_limit_kib: int
+    precisions: Mapping[str, PrecisionFormats]
+    casts: Mapping[tuple[str, str], CastCost]
+    operators: Mapping[str, Mapping[str, OperatorCost]]
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "device name")
+        what = f"device {self.name!r}"
+        check_integer(self.count, f"{what}: count", minimum=1)
+        check_integer(self.memory_limit_kib, f"{what}: memory_limit_kib")
+        if not self.precisions:
+            raise ProblemError(f"{what}: precisions is empty, but a device needs at least one")
+        for operator, table in self.operators.items():
+            if not table:
+                raise ProblemError(f"{what}: operator {operator!r} has an empty table; give at least one precision")
+            for precision in table:
+                if precision not in self.precisions:
+                    raise ProblemError(
+                        f"{what}: operator {operator!r} has a cost for {precision!r}, which the device lacks; "
+                        f"allowed are {', '.join(self.precisions)}"
+                    )
+        object.__setattr__(self, "precisions", MappingProxyType(dict(self.precisions)))
+        object.__setattr__(self, "casts", MappingProxyType(dict(self.casts)))
+        tables = {name: MappingProxyType(dict(table)) for name, table in self.operators.items()}
+        object.__setattr__(self, "operators", MappingProxyType(tables))
+
+    def cast_ns(self, source: str, target: str, elements: int) -> int:
+        """Nanoseconds to cast ``elements`` elements from format ``source`` to ``target``; 0 if they are the same.
+
+        Raises:
+            ProblemError: The device has no cost for the pair.
+        """
+        if source == target:
+            return 0
+        try:
+            return self.casts[source, target].time_ns(elements)
+        except KeyError:
+            raise ProblemError(
+                f"device {self.name!r}: casts lacks the needed {source}>{target}; add '{source}>{target}'"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimum:
+    """A recorded optimum, for tests and reports; never used in solving.
+
+    ``devices`` maps device to operator to precision.
+    """
+
+    objective: float
+    bound: float
+    devices: Mapping[str, Mapping[str, str]]
+
+    def __post_init__(self) -> None:
+        check_number(self.objective, "optimum: objective")
+        check_number(self.bound, "optimum: bound")
+        plans = {device: MappingProxyType(dict(plan)) for device, plan in self.devices.items()}
+        object.__setattr__(self, "devices", MappingProxyType(plans))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A whole precision-allocation problem, checked.
+
+    ``formats`` maps number formats, from the lowest rank to the highest, to bytes per element. ``operators`` are in
+    forward execution order; backward runs in reverse. ``extras`` holds the file's ``x-*`` keys by path.
+
+    Raises:
+        ProblemError: Any rule of the problem format is broken; the text names the operator or device.
+
+    Source: the problem file format of this package, "qsync-problem/1"; the problem is QSync's (IPDPS 2024).
+    """
+
+    name: str
+    formats: Mapping[str, int]
+    operators: tuple[ProblemOperator, ...]
+    communication: Communication
+    optimizer_ns: int
+    latency_limit_ns: int
+    devices: tuple[ProblemDevice, ...]
+    cast_sharing: str = "edge"
+    optimum: Optimum | None = None
+    extras: Extras = field(default_factory=dict)
+    _ranks: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    _index: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    _devices: Mapping[str, ProblemDevice] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "problem name")
+        check_integer(self.optimizer_ns, "optimizer_ns")
+        check_integer(self.latency_limit_ns, "latency_limit_ns")
+        if self.cast_sharing not in CAST_SHARINGS:
+            raise ProblemError(
+                f"cast_sharing is {self.cast_sharing!r}, but allowed are {' or '.join(map(repr, CAST_SHARINGS))}"
+            )
+        object.__setattr__(self, "operators", tuple(self.operators))
+        object.__setattr__(self, "devices", tuple(self.devices))
+        object.__setattr__(self, "formats", MappingProxyType(dict(self.formats)))
+        object.__setattr__(self, "extras", MappingProxyType(dict(self.extras)))
+        if not self.formats:
+            raise ProblemError("formats is empty, but a problem needs at least one number format")
+        for name, num_bytes in self.formats.items():
+            check_name(name, "format name")
+            if ">" in name:
+                raise ProblemError(f"format name is {name!r}, but '>' separates the two formats of a cast")
+            check_integer(num_bytes, f"formats: bytes per element of {name}", minimum=1)
+        object.__setattr__(self, "_ranks", MappingProxyType({name: r for r, name in enumerate(self.formats)}))
+        object.__setattr__(self, "_index", MappingProxyType(self._check_operators()))
+        object.__setattr__(self, "_devices", MappingProxyType(self._check_devices()))
+
+    def _check_operators(self) -> dict[str, int]:
+        if not self.operators:
+            raise ProblemError(f"problem {self.name!r} has no operators; an empty model has nothing to plan")
+        index: dict[str, int] = {}
+        names = {operator.name for operator in self.operators}
+        buckets = len(self.communication.allreduce_ns)
+        for position, operator in enumerate(self.operators):
+            if operator.name in index:
+                raise ProblemError(f"operator {operator.name!r} is named twice; names must be unique")
+            for source in operator.inputs:
+                if source not in index:
+                    fault = (
+                        "which comes later or is itself; operators must stand in forward execution order"
+                        if source in names
+                        else f"which is no operator{near_match(str(source), index)}; name one that stands before it"
+                    )
+                    raise ProblemError(f"operator {operator.name!r} reads {source!r}, {fault}")
+            if operator.bucket is not None and operator.bucket >= buckets:
+                raise ProblemError(
+                    f"operator {operator.name!r}: bucket is {operator.bucket}, but communication has {buckets} "
+                    "buckets; allowed are null and indices below that"
+                )
+            index[operator.name] = position
+        return index
+
+    def _check_devices(self) -> dict[str, ProblemDevice]:
+        if not self.devices:
+            raise ProblemError("devices is empty; give at least one device type that gets a plan")
+        devices: dict[str, ProblemDevice] = {}
+        for device in self.devices:
+            if device.name in devices:
+                raise ProblemError(f"device {device.name!r} is named twice; names must be unique")
+            self._check_formats(device)
+            self._check_tables(device)
+            devices[device.name] = device
+        for device in self.devices:
+            check_sums(self, device)
+            for source, target, producer, consumer in missing_casts(self, device):
+                raise ProblemError(
+                    f"device {device.name!r}: the cast {source}>{target} is needed between {producer!r} and "
+                    f"{consumer!r}, but casts lacks it; add '{source}>{target}'"
+                )
+        return devices
+
+    def _check_formats(self, device: ProblemDevice) -> None:
+        """Precisions, border formats and casts must name formats of this problem."""
+        what = f"device {device.name!r}"
+        used: list[tuple[str, str]] = []
+        for precision, borders in device.precisions.items():
+            used.append((precision, "precisions"))
+            used += [
+                (borders.output, f"output of {precision}"),
+                (borders.gradient_input, f"gradient_input of {precision}"),
+                (borders.gradient_output, f"gradient_output of {precision}"),
+            ]
+        for source, target in device.casts:
+            used += [(source, f"cast {source}>{target}"), (target, f"cast {source}>{target}")]
+        for name, place in used:
+            if name not in self._ranks:
+                raise ProblemError(
+                    f"{what}: {place} names the format {name!r}, which formats lacks; allowed are "
+                    f"{', '.join(self.formats)}"
+                )
+
+    def _check_tables(self, device: ProblemDevice) -> None:
+        """Every operator needs a table, and a fixed one exactly one precision."""
+        what = f"device {device.name!r}"
+        for operator in self.operators:
+            table = device.operators.get(operator.name)
+            if table is None:
+                raise ProblemError(
+                    f"{what}: {operator.role} operator {operator.name!r} has no table; every operator needs its costs"
+                )
+            if operator.role is Role.FIXED and len(table) != 1:
+                raise ProblemError(
+                    f"{what}: fixed operator {operator.name!r} has costs for {', '.join(table)}, but a fixed operator "
+                    "has exactly one precision; keep one, or make it adjustable"
+                )
+        for name in device.operators:
+            if name not in self._index:
+                raise ProblemError(f"{what}: there is a table for {name!r}, which is no operator of this problem")
+
+    def index(self, operator: str) -> int:
+        """Position of an operator in forward order."""
+        try:
+            return self._index[operator]
+        except KeyError:
+            raise ProblemError(
+                f"problem {self.name!r} has no operator {operator!r}{near_match(operator, self._index)}"
+            ) from None
+
+    def device(self, name: str) -> ProblemDevice:
+        """The device type called ``name``."""
+        try:
+            return self._devices[name]
+        except KeyError:
+            raise ProblemError(
+                f"problem {self.name!r} has no device type {name!r}{near_match(name, self._devices)}; it has "
+                f"{', '.join(self._devices)}"
+            ) from None
+
+    def rank(self, format_name: str) -> int:
+        """Rank of a number format: its position in ``formats``, 0 is the lowest."""
+        return self._ranks[format_name]
+
+    @property
+    def adjustable(self) -> tuple[ProblemOperator, ...]:
+        """The operators that a plan decides on, in forward order."""
+        return tuple(operator for operator in self.operators if operator.role is Role.ADJUSTABLE)
+
+    def to_json(self) -> dict[str, Any]:
+        """The problem as plain JSON data, extension keys included."""
+        from qsync_opt.training.problem_file import problem_to_json
+
+        return problem_to_json(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the problem file, whole or not at all."""
+        write_json(path, self.to_json())
+
+    def to_pandas(self) -> Any:
+        """A pandas table with one row per device type, operator and precision; see `qsync_opt.report.tables`."""
+        from qsync_opt.report.tables import problem_table
+
+        return problem_table(self)
+
+    def __repr__(self) -> str:
+        from qsync_opt.report.display import problem_text
+
+        return problem_text(self)
+
+    def _repr_html_(self) -> str:
+        from qsync_opt.report.display import problem_html
+
+        return problem_html(self)

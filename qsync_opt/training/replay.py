@@ -1,0 +1,202 @@
+"""When what happens in one iteration: the predicted timeline of a plan, and a trace file that Perfetto opens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from qsync_opt.errors import ProblemError
+from qsync_opt.io.codec import check_integer, write_json
+from qsync_opt.training.evaluation import CastTime, DeviceEvaluation, Evaluation, OperatorTime, evaluate
+from qsync_opt.training.plan import Plan
+from qsync_opt.training.problem import Problem
+
+COMPUTE = "compute"
+COMMUNICATION = "communication"
+NS_PER_US = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineEvent:
+    """Something that occupies one lane for a while; ``details`` are shown beside it in a viewer."""
+
+    worker: str
+    stream: str
+    name: str
+    kind: str
+    start_ns: int
+    duration_ns: int
+    details: Mapping[str, str | int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_integer(self.start_ns, f"event {self.name!r}: start_ns")
+        check_integer(self.duration_ns, f"event {self.name!r}: duration_ns")
+        object.__setattr__(self, "details", MappingProxyType(dict(self.details)))
+
+    @property
+    def end_ns(self) -> int:
+        """When the lane is free again."""
+        return self.start_ns + self.duration_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One iteration. Events of a lane (worker and stream) follow one another; the last one ends at ``iteration_ns``."""
+
+    name: str
+    iteration_ns: int
+    events: tuple[TimelineEvent, ...]
+
+    def __post_init__(self) -> None:
+        busy: dict[tuple[str, str], TimelineEvent] = {}
+        for event in self.events:
+            lane = (event.worker, event.stream)
+            before = busy.get(lane)
+            if before is not None and event.start_ns < before.end_ns:
+                raise ProblemError(
+                    f"timeline {self.name!r}: {event.name!r} starts at {event.start_ns} ns on {lane}, before "
+                    f"{before.name!r} ends at {before.end_ns} ns"
+                )
+            busy[lane] = event
+        end_ns = max((event.end_ns for event in self.events), default=0)
+        if end_ns != self.iteration_ns:
+            raise ProblemError(
+                f"timeline {self.name!r} ends at {end_ns} ns, but the iteration takes {self.iteration_ns} ns"
+            )
+
+
+def replay(problem: Problem, plan: Plan) -> Timeline:
+    """Lay out one iteration of a plan event by event.
+
+    Each device type has a compute lane (casts, operators, optimizer) and a communication lane with the all-reduce of
+    each bucket, at the same time on all. One worker stands for all of its type.
+
+    Args:
+        problem: The problem.
+        plan: A plan for it.
+
+    Returns:
+        The timeline; its end is the iteration time that `evaluate` gives.
+
+    Raises:
+        ProblemError: The plan does not belong to the problem.
+
+    Source: QSync's replayer and dPRO's (MLSys 2022), with the two serial streams of the problem format.
+    """
+    evaluation = evaluate(problem, plan)
+    events: list[TimelineEvent] = []
+    counts = {device.name: device.count for device in problem.devices}
+    for device in evaluation.devices.values():
+        worker = f"{device.name} (one of {counts[device.name]})"
+        events += _compute(worker, device)
+        events += _all_reduces(worker, problem, evaluation)
+        events.append(
+            TimelineEvent(
+                worker=worker,
+                stream=COMPUTE,
+                name="optimizer",
+                kind="optimizer",
+                start_ns=evaluation.iteration_ns - problem.optimizer_ns,
+                duration_ns=problem.optimizer_ns,
+            )
+        )
+    return Timeline(name=problem.name, iteration_ns=evaluation.iteration_ns, events=tuple(events))
+
+
+def _compute(worker: str, device: DeviceEvaluation) -> Iterator[TimelineEvent]:
+    now_ns = 0
+    for operator in device.operators:
+        for event in _steps(worker, operator, "forward", operator.forward_casts, operator.forward_ns, now_ns):
+            yield event
+            now_ns = event.end_ns
+    for operator in reversed(device.operators):
+        for event in _steps(worker, operator, "backward", operator.backward_casts, operator.backward_ns, now_ns):
+            yield event
+            now_ns = event.end_ns
+
+
+def _steps(
+    worker: str, operator: OperatorTime, kind: str, casts: tuple[CastTime, ...], duration_ns: int, now_ns: int
+) -> Iterator[TimelineEvent]:
+    """The casts that an operator waits for, then the operator itself."""
+    for cast in casts:
+        yield TimelineEvent(
+            worker=worker,
+            stream=COMPUTE,
+            name=f"{cast.source} > {cast.target}",
+            kind=f"{kind} cast",
+            start_ns=now_ns,
+            duration_ns=cast.duration_ns,
+            details={"producer": cast.producer, "consumer": cast.consumer},
+        )
+        now_ns += cast.duration_ns
+    yield TimelineEvent(
+        worker=worker,
+        stream=COMPUTE,
+        name=operator.name,
+        kind=kind,
+        start_ns=now_ns,
+        duration_ns=duration_ns,
+        details={"precision": operator.precision, "casts": len(casts)},
+    )
+
+
+def _all_reduces(worker: str, problem: Problem, evaluation: Evaluation) -> Iterator[TimelineEvent]:
+    communication = problem.communication
+    free_ns = 0
+    for k, start_ns in enumerate(evaluation.bucket_start_ns):
+        ready = {device.name: device.bucket_ready_ns[k] for device in evaluation.devices.values()}
+        ready["devices of fixed precision"] = communication.peer_ready_ns[k]
+        ready["the bucket before"] = free_ns
+        yield TimelineEvent(
+            worker=worker,
+            stream=COMMUNICATION,
+            name=f"all-reduce {k}",
+            kind="all-reduce",
+            start_ns=start_ns,
+            duration_ns=communication.allreduce_ns[k],
+            details={"bucket": k, "waited_for": max(ready, key=lambda name: ready[name])},
+        )
+        free_ns = start_ns + communication.allreduce_ns[k]
+
+
+def trace_json(timeline: Timeline) -> dict[str, Any]:
+    """Return a timeline in Chrome's trace event format: one process per worker, one thread per stream.
+
+    Source: "Trace Event Format" (Google); complete events (``X``), times in microseconds.
+    """
+    workers = list(dict.fromkeys(event.worker for event in timeline.events))
+    streams = list(dict.fromkeys(event.stream for event in timeline.events))
+    rows: list[dict[str, Any]] = []
+    for pid, worker in enumerate(workers):
+        rows.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": worker}})
+        rows += [
+            {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": stream}}
+            for tid, stream in enumerate(streams)
+        ]
+    rows += [
+        {
+            "ph": "X",
+            "name": event.name,
+            "cat": event.kind,
+            "pid": workers.index(event.worker),
+            "tid": streams.index(event.stream),
+            "ts": event.start_ns / NS_PER_US,
+            "dur": event.duration_ns / NS_PER_US,
+            "args": dict(event.details),
+        }
+        for event in timeline.events
+    ]
+    return {"displayTimeUnit": "ns", "otherData": {"name": timeline.name}, "traceEvents": rows}
+
+
+def write_trace(path: str | os.PathLike[str], timeline: Timeline) -> None:
+    """Write a timeline as a trace that https://ui.perfetto.dev and chrome://tracing open.
+
+    Raises:
+        ProblemError: The file cannot be written.
+    """
+    write_json(path, trace_json(timeline))

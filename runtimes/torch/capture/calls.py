@@ -1,0 +1,201 @@
+"""What exactly was called? A recorded call of one operator, enough to run it again on tensors made up for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from qsync_opt.errors import ModelError
+from qsync_opt.model.graph import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorArgument:
+    """A tensor argument without its data.
+
+    ``stride`` is in elements. ``state`` is the name of the parameter or buffer it is, None for an activation;
+    ``is_parameter`` tells these two apart, trainable or not. ``requires_gradient`` is what backward asks for.
+    ``upper`` is the exclusive bound of the values an index may take, None where any value will do.
+    """
+
+    spec: TensorSpec
+    stride: tuple[int, ...]
+    state: str | None = None
+    is_parameter: bool = False
+    requires_gradient: bool = False
+    upper: int | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type as torch has it."""
+        dtype = getattr(torch, self.spec.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def meta(self) -> torch.Tensor:
+        """Return a tensor of this shape, type and stride on the meta device."""
+        return torch.empty_strided(self.spec.shape, self.stride, dtype=self.dtype, device="meta")
+
+    def random(self, device: torch.device | str, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Return a tensor of this shape, type and stride with made-up values: normal, valid indices, or True.
+
+        Masks are True everywhere, because an attention row with nothing to attend to has no finite result.
+        """
+        if self.spec.is_floating:
+            # One flat storage seen through the strides: expanded dimensions (stride 0) come out as they were.
+            last = sum((size - 1) * step for size, step in zip(self.spec.shape, self.stride, strict=True))
+            storage = torch.randn(max(last + 1, 0), generator=generator, device=device).to(self.dtype)
+            return storage.as_strided(self.spec.shape, self.stride).detach().requires_grad_(self.requires_gradient)
+        if self.dtype is torch.bool:
+            return torch.ones(self.spec.shape, dtype=torch.bool, device=device)
+        high = 1 if self.upper is None else self.upper
+        return torch.randint(high, self.spec.shape, generator=generator, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCall:
+    """One call of the captured forward pass.
+
+    ``target`` is the ATen overload (or ``operator.getitem``); tensors in ``args`` and ``kwargs``, also inside lists,
+    are ``TensorArgument``. ``is_view`` says that the result shares an argument's memory, so that no data moves.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    is_view: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kwargs", MappingProxyType(dict(self.kwargs)))
+
+    def tensors(self) -> Iterator[TensorArgument]:
+        """All tensor arguments, in argument order."""
+        return _tensors((*self.args, *self.kwargs.values()))
+
+    def build(self, make: Callable[[TensorArgument], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword arguments with ``make`` applied to every tensor argument."""
+        args = tuple(_replaced(argument, make) for argument in self.args)
+        return args, {key: _replaced(argument, make) for key, argument in self.kwargs.items()}
+
+    def random_arguments(
+        self, device: torch.device | str, generator: torch.Generator | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments with made-up values on ``device``, ready for ``target(*args, **kwargs)``."""
+        args, kwargs = self.build(lambda argument: argument.random(device, generator))
+        return args, {key: torch.device(device) if key == "device" else value for key, value in kwargs.items()}
+
+    def description(self) -> str:
+        """Text that is equal for two calls exactly when they do the same work on the same kinds of tensors."""
+        args, kwargs = self.build(_describe)
+        return json.dumps([str(self.target), args, kwargs], default=str, sort_keys=True)
+
+    def signature(self, op_type: str) -> str:
+        """Return a short form of ``description``, headed by the kind of operator."""
+        return f"{op_type}:{hashlib.sha256(self.description().encode()).hexdigest()[:24]}"
+
+
+def _tensors(value: Any) -> Iterator[TensorArgument]:
+    if isinstance(value, TensorArgument):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _replaced(value: Any, make: Callable[[TensorArgument], Any]) -> Any:
+    if isinstance(value, TensorArgument):
+        return make(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_replaced(item, make) for item in value)
+    return value
+
+
+def _describe(argument: TensorArgument) -> list[Any]:
+    kind = "activation" if argument.state is None else "parameter" if argument.is_parameter else "buffer"
+    return [argument.spec.dtype, argument.spec.shape, argument.stride, kind, argument.requires_gradient]
+
+
+def index_bound(op_type: str, tensors: tuple[torch.Tensor, ...]) -> int | None:
+    """Return the exclusive bound of the integer arguments of an operator, None if it takes no index.
+
+    Args:
+        op_type: Kind of operator.
+        tensors: All tensor arguments in argument order, as exported (no data needed).
+    """
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    if not floating:
+        return None
+    match op_type:
+        case "embedding" | "embedding_bag":
+            return floating[0].shape[0]
+        case "cross_entropy_loss" | "nll_loss" | "nll_loss_nd" | "nll_loss2d":
+            return floating[0].shape[1] if floating[0].dim() > 1 else floating[0].shape[0]
+        case "gather" | "index" | "index_select" | "take_along_dim" | "take" | "scatter" | "scatter_add" | "index_add":
+            return min(floating[0].shape, default=1)
+    return None
+
+
+def count_flops(name: str, call: RecordedCall) -> int:
+    """Return the forward floating-point operations of a call's products and convolutions, a multiply-add being two.
+
+    The call runs on the meta device under torch's own counter, with the products counted besides that it leaves out.
+
+    Raises:
+        ModelError: The call cannot be run on tensors without data.
+    """
+    args, kwargs = call.build(TensorArgument.meta)
+    kwargs = {key: torch.device("meta") if key == "device" else value for key, value in kwargs.items()}
+    try:
+        # The kernel for fused attention is chosen by device, and not every one is known to the counter.
+        with (
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            FlopCounterMode(display=False, custom_mapping=_OTHER_PRODUCTS) as counter,
+        ):
+            call.target(*args, **kwargs)
+    except RuntimeError as error:
+        raise ModelError(f"the operations of {name!r} cannot be counted: {error}") from error
+    return int(counter.get_total_flops())
+
+
+def _matrix_vector(a_shape: Any, b_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return int(2 * a_shape[0] * a_shape[1])
+
+
+def _added_matrix_vector(c_shape: Any, a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
+    return int(2 * a_shape[0] * a_shape[1])
+
+
+def _vector_vector(a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
+    return int(2 * a_shape[0])
+
+
+def _trilinear(
+    a_shape: Any, b_shape: Any, c_shape: Any, a_new: Any, b_new: Any, c_new: Any, sums: Any, *_: Any, **__: Any
+) -> int:
+    """Each operand gets new dimensions of size 1; then all are multiplied and summed."""
+    expanded = []
+    for shape, new in ((a_shape, a_new), (b_shape, b_new), (c_shape, c_new)):
+        sizes = list(shape)
+        for position in sorted(new):
+            sizes.insert(position, 1)
+        expanded.append(sizes)
+    return 2 * math.prod(int(max(sizes)) for sizes in zip(*expanded, strict=True))
+
+
+_OTHER_PRODUCTS: dict[Any, Any] = {
+    torch.ops.aten.mv: _matrix_vector,
+    torch.ops.aten.addmv: _added_matrix_vector,
+    torch.ops.aten.dot: _vector_vector,
+    torch.ops.aten.vdot: _vector_vector,
+    torch.ops.aten._trilinear: _trilinear,
+}

@@ -1,0 +1,205 @@
+"""What does a PyTorch model consist of? Captures a model in training mode as an operator graph, by way of ONNX.
+
+The model runs once (to see it run, and what runs), is exported with torch.export and the dynamo exporter to ONNX, and
+the ONNX model is read back: its nodes carry the operator they belong to, its metadata the operators themselves, those
+included that leave no node behind. Nothing of the model changes: mode, buffers and random state are put back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from qsync_opt.errors import ModelError
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.model.graph_file import graph_to_json
+from qsync_opt.model.onnx.graph import GRAPH_KEY, OPERATOR_KEY
+from qsync_opt.model.onnx.reader import read_onnx
+from qsync_opt.model.roles import ROLE_TABLE, RoleTable
+from qsync_opt.runtimes.torch.capture.calls import RecordedCall
+from qsync_opt.runtimes.torch.capture.export import export_onnx, export_program, locating, save_onnx, training_mode
+from qsync_opt.runtimes.torch.capture.operators import Operators, read_operators
+from qsync_opt.runtimes.torch.capture.program import flatten
+from qsync_opt.runtimes.torch.interception.interception import OperatorCall, intercepted
+from qsync_opt.runtimes.torch.support.unchanged import model_unchanged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedModel:
+    """A captured model: its operators, and what is needed to run each of them by itself.
+
+    ``program`` is the ``torch.export.ExportedProgram`` at the level of torch operations. ``calls`` has the call of
+    every operator of ``graph``, by name.
+    """
+
+    graph: OpGraph
+    program: Any
+    calls: Mapping[str, RecordedCall]
+
+
+def capture_model(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    roles: RoleTable | None = None,
+    name: str | None = None,
+    onnx_path: str | os.PathLike[str] | None = None,
+) -> CapturedModel:
+    """Capture the operators of one training forward pass.
+
+    Args:
+        model: In FP32, on any device. One in evaluation mode is captured in training mode and then put back.
+        args: Positional arguments of the forward pass, as in training; shapes are taken as fixed. Pass the labels
+            too where the model computes its loss.
+        kwargs: Keyword arguments of the forward pass.
+        roles: The role table with changes; None is the shipped one.
+        name: Of the graph; None is the class name of the model.
+        onnx_path: Where the ONNX file is kept, its weights beside it if large; None keeps none.
+
+    Returns:
+        The graph, the exported program, and the call of each operator.
+
+    Raises:
+        ModelError: The forward pass or one of the exporters fails (with the reason and the module where it stopped),
+            a parameter is not FP32, or what was exported is not what runs.
+
+    Source:
+        Ours. The exporters are torch.export and torch.onnx.
+    """
+    kwargs = kwargs or {}
+    _check_model(model, args)
+    with training_mode(model):
+        seen = _run_once(model, args, kwargs)
+        with model_unchanged(model):  # tracing leaves its own tensors where the forward pass assigns buffers
+            program = export_program(model, args, kwargs)
+    flatten(program)
+    operators = read_operators(program, model, roles or RoleTable(), name or type(model).__name__)
+    _compare(operators.graph, seen)
+    graph = _through_onnx(program, operators, onnx_path)
+    return CapturedModel(graph=graph, program=program, calls=MappingProxyType(operators.calls))
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    roles: RoleTable | None = None,
+    name: str | None = None,
+    onnx_path: str | os.PathLike[str] | None = None,
+) -> OpGraph:
+    """Return the operator graph of one training forward pass; all as in ``capture_model``, without the calls."""
+    return capture_model(model, args, kwargs, roles=roles, name=name, onnx_path=onnx_path).graph
+
+
+def _check_model(model: nn.Module, args: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"cannot capture a {type(model).__name__}: a torch.nn.Module is needed")
+    if not isinstance(args, tuple):
+        raise ModelError(
+            f"args is a {type(args).__name__}: a tuple of the forward pass's positional arguments is needed"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype is not torch.float32:
+            raise ModelError(
+                f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}: master weights must be float32, "
+                "use model.float() before capture"
+            )
+        if parameter.device.type == "meta":
+            raise ModelError(f"parameter {name!r} is on the meta device: give the model its weights before capture")
+
+
+def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Run one forward pass and return the names of the adjustable kinds of operators that run, in order."""
+    seen: list[str] = []
+
+    def note(call: OperatorCall) -> Any:
+        if ROLE_TABLE.get(call.op_type) is Role.ADJUSTABLE:
+            seen.append(call.name)
+        return call.run()
+
+    with (
+        torch.no_grad(),
+        model_unchanged(model),
+        locating(model, "the forward pass failed"),
+        intercepted(model, note),
+    ):
+        model(*args, **kwargs)
+    return tuple(seen)
+
+
+def _compare(graph: OpGraph, seen: tuple[str, ...]) -> None:
+    """Refuse a graph whose adjustable kinds of operators are not those that ran.
+
+    Other kinds are left out: some torch functions run as one where the export shows the operations inside.
+    """
+    captured = tuple(operator.name for operator in graph if ROLE_TABLE.get(operator.op_type) is Role.ADJUSTABLE)
+    if captured == seen:
+        return
+    position = next(
+        (i for i, (left, right) in enumerate(zip(captured, seen, strict=False)) if left != right),
+        min(len(captured), len(seen)),
+    )
+    exported, ran = (names[position] if position < len(names) else "nothing more" for names in (captured, seen))
+    raise ModelError(
+        f"the exported model is not the one that runs: operator {position} is {exported!r} in the export and {ran!r} "
+        "at run time; the forward pass must do the same on every call, whatever its data and mode"
+    )
+
+
+def _through_onnx(program: Any, operators: Operators, path: str | os.PathLike[str] | None) -> OpGraph:
+    """Export to ONNX and read the result back, which also checks that its nodes agree with the operators."""
+    onnx_program = export_onnx(program)
+    model = onnx_program.model
+    model.metadata_props[GRAPH_KEY] = json.dumps(graph_to_json(operators.graph), separators=(",", ":"))
+    owners = _owners(onnx_program.exported_program, operators)
+    for node in model.graph:
+        node.metadata_props[OPERATOR_KEY] = owners[_called(node)]
+    with tempfile.TemporaryDirectory(prefix="qsync-opt-") as folder:
+        if path is not None:
+            return read_onnx(save_onnx(onnx_program, Path(path)))
+        # Weights would only be written to be skipped.
+        file = Path(folder) / "model.onnx"
+        onnx_program.save(file, include_initializers=False, keep_initializers_as_inputs=True)
+        return read_onnx(file)
+
+
+def _owners(decomposed: Any, operators: Operators) -> dict[str, str]:
+    """Map each call of the program that was translated to the operator it stems from."""
+    owners: dict[str, str] = {}
+    for node in decomposed.graph.nodes:
+        if node.op != "call_function":
+            continue
+        origin = node.meta.get("from_node")
+        names = [node.name]
+        while origin:
+            names.append(origin[-1].name)
+            origin = origin[-1].from_node
+        # The innermost origin is the node of the program before decomposition.
+        found = [operators.by_node[name] for name in reversed(names) if name in operators.by_node]
+        if not found:
+            raise ModelError(
+                f"the ONNX exporter made call {node.name!r} ({node.target}) out of no operator of the model"
+            )
+        owners[node.name] = found[0]
+    return owners
+
+
+def _called(node: Any) -> str:
+    """Name of the program's call that an ONNX node was translated from."""
+    text = node.metadata_props.get("pkg.torch.onnx.fx_node", "")
+    call = re.match(r"%(\w+)", text)
+    if call is None:
+        raise ModelError(f"the ONNX exporter left node {node.name!r} ({node.op_type}) without the call it stems from")
+    return call[1]

@@ -1,0 +1,220 @@
+"""Which operators does an exported program consist of? Names, roles, edges, sizes and calls, read from its graph.
+
+One operator for each call that yields a tensor, in execution order, and one of kind ``input`` for each floating-point
+argument of the model, so that casts of inputs have a place.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from qsync_opt.errors import ModelError
+from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
+from qsync_opt.model.roles import ATEN_PRODUCTS, ROLE_TABLE, RoleTable, base_kind, decide_role
+from qsync_opt.runtimes.torch.capture.calls import RecordedCall, TensorArgument, count_flops, index_bound
+from qsync_opt.runtimes.torch.capture.dataflow import Dataflow, is_floating, is_in_place, tensor_spec, tensors_of
+from qsync_opt.runtimes.torch.capture.program import module_path
+from qsync_opt.runtimes.torch.interception.interception import operator_name
+
+INPUT = "input"
+"""Kind of the operators that stand for the model's floating-point arguments."""
+
+# Kinds that read only the rows or elements they select, not the whole of their first argument.
+_SELECTING = frozenset({"embedding", "embedding_bag", "index_select", "index", "gather", "take", "take_along_dim"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operators:
+    """Operators of a program: their graph without ONNX nodes, their calls, and the operator of each program node."""
+
+    graph: OpGraph
+    calls: dict[str, RecordedCall]
+    by_node: dict[str, str]
+
+
+def read_operators(program: Any, model: nn.Module, roles: RoleTable, name: str) -> Operators:
+    """Return the operators of the flattened ``program`` that ``model`` was exported to.
+
+    Raises:
+        ModelError: A shape or element type that cannot be planned, no operators, or a role pattern that fits none.
+    """
+    reader = _Reader(program, model, roles)
+    for node in program.graph.nodes:
+        reader.take(node)
+    if all(operator.op_type == INPUT for operator in reader.operators):
+        raise ModelError(f"model {name!r} does nothing: its forward pass has no tensor operation to plan")
+    parameters = tuple(
+        ParameterSpec(name=key, spec=TensorSpec(shape=tuple(parameter.shape), dtype=_dtype_name(parameter.dtype)))
+        for key, parameter in model.named_parameters()
+        if parameter.requires_grad
+    )
+    graph = OpGraph(name=name, operators=tuple(reader.operators), parameters=parameters)
+    roles.check_patterns(tuple(operator.name for operator in graph))
+    if reader.unknown:
+        warnings.warn(
+            f"operations unknown to the role table are kept in FP32: {', '.join(sorted(reader.unknown))}; "
+            "RoleTable(by_type={...}) gives them a role",
+            stacklevel=4,
+        )
+    return Operators(graph=graph, calls=reader.calls, by_node=reader.by_node)
+
+
+class _Reader:
+    def __init__(self, program: Any, model: nn.Module, roles: RoleTable) -> None:
+        self.operators: list[Operator] = []
+        self.calls: dict[str, RecordedCall] = {}
+        self.by_node: dict[str, str] = {}
+        self.unknown: set[str] = set()
+        self._roles = roles
+        self._flow = Dataflow(program, model)
+        self._occurrences: dict[tuple[str, str], int] = {}
+        self._flops: dict[str, int] = {}
+        first = {id(module): path for path, module in model.named_modules()}
+        self._paths = {path: first[id(module)] for path, module in model.named_modules(remove_duplicate=False)}
+
+    def take(self, node: fx.Node) -> None:
+        """Take in the next node; one that yields no tensor (an assertion, a size) has nothing to plan."""
+        tensors = tensors_of(node)
+        if node.op == "call_function" and tensors:
+            kind = _kind(node)
+            path = module_path(node)
+            path = self._paths.get(path, path)
+            self._add(node, kind, path, self._name(path, kind))
+            self._flow.advance(node)
+        elif node.op == "placeholder" and tensors and self._flow.state(node) is None and is_floating(tensors[0]):
+            self._add(node, INPUT, "", self._name(INPUT, node.name))
+
+    def _name(self, path: str, suffix: str) -> str:
+        occurrence = self._occurrences.get((path, suffix), 0)
+        self._occurrences[path, suffix] = occurrence + 1
+        return operator_name(path, suffix, occurrence)
+
+    def _add(self, node: fx.Node, kind: str, path: str, name: str) -> None:
+        call = self._call(node, kind)
+        # Of the tuple that it takes apart, getitem reads one tensor.
+        reads = call.args[0][call.args[1] : call.args[1] + 1] if kind == "getitem" else tuple(call.tensors())
+        outputs = tuple(tensor_spec(tensor, node) for tensor in tensors_of(node))
+        role = self._role(node, kind, name, outputs)
+        signature = call.signature(kind)
+        self.operators.append(
+            Operator(
+                name=name,
+                op_type=kind,
+                module=path,
+                role=role,
+                inputs=self._inputs(node, role),
+                input_specs=tuple(read.spec for read in reads),
+                output_specs=outputs,
+                parameters=_unique(read.state for read in reads if read.is_parameter and read.requires_gradient),
+                onnx_nodes=(),
+                flops=self._count_flops(name, kind, signature, call),
+                num_bytes=_count_bytes(kind, reads, outputs, call.is_view),
+                signature=signature,
+            )
+        )
+        self.calls[name] = call
+        self.by_node[node.name] = name
+
+    def _call(self, node: fx.Node, kind: str) -> RecordedCall:
+        if node.op == "placeholder":
+            return RecordedCall(target=torch.empty_like, args=(self._flow.argument(node),), is_view=True)
+        assert callable(node.target)
+        tensors = tuple(tensor for read in self._flow.reads(node) for tensor in tensors_of(read))
+        upper = index_bound(base_kind(kind), tensors)
+
+        def describe(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return self._flow.argument(value, upper) if tensors_of(value) else value.meta.get("val")
+            if isinstance(value, (list, tuple)):
+                return tuple(describe(item) for item in value)
+            return value
+
+        return RecordedCall(
+            target=node.target,
+            args=tuple(describe(argument) for argument in node.args),
+            kwargs={key: describe(argument) for key, argument in node.kwargs.items()},
+            is_view=self._flow.shares_memory(node),
+        )
+
+    def _role(self, node: fx.Node, kind: str, name: str, outputs: Sequence[TensorSpec]) -> Role:
+        listed = self._roles.lookup(name, kind)
+        reads = [] if node.op == "placeholder" else self._floating_reads(node)
+        activations = [read for read in reads if self._flow.state(read) is None]
+        delivers_floating = any(spec.is_floating for spec in outputs)
+        if listed is None and (delivers_floating or activations):
+            self.unknown.add(kind)
+        # What writes into an activation keeps that one's format, whatever else it reads.
+        keeps_format = is_in_place(node) and bool(activations) and reads[0] is activations[0]
+        return decide_role(
+            listed,
+            delivers_floating=delivers_floating,
+            reads_floating=bool(activations),
+            reads_state=not keeps_format
+            and any(tensors_of(read)[0].dim() > 0 for read in reads if read not in activations),
+            casts_to_full=any(_is_floating_type(value) for value in (*node.args, *node.kwargs.values())),
+        )
+
+    def _floating_reads(self, node: fx.Node) -> list[fx.Node]:
+        """Nodes of the floating-point tensors that a call reads, once per argument."""
+        reads = self._flow.reads(node)
+        if node.target is operator.getitem:
+            return [read for read in reads if is_floating(tensors_of(read)[int(node.args[1])])]  # type: ignore[arg-type]
+        return [read for read in reads if any(map(is_floating, tensors_of(read)))]
+
+    def _inputs(self, node: fx.Node, role: Role) -> tuple[str, ...]:
+        if node.op == "placeholder":
+            return ()
+        reads = [read for read in self._floating_reads(node) if self._flow.state(read) is None]
+        if role is Role.DEPENDENT:
+            # Type promotion lets 0-dim operands follow the others; empty ones (a cache's beginning) are made to.
+            deciding = [read for read in reads if tensors_of(read)[0].dim() > 0 and tensors_of(read)[0].numel() > 0]
+            reads = deciding or reads
+        return tuple(self.by_node[self._flow.source(read).name] for read in reads)
+
+    def _count_flops(self, name: str, kind: str, signature: str, call: RecordedCall) -> int:
+        if base_kind(kind) in ROLE_TABLE and base_kind(kind) not in ATEN_PRODUCTS:
+            return 0
+        if signature not in self._flops:
+            self._flops[signature] = count_flops(name, call)
+        return self._flops[signature]
+
+
+def _kind(node: fx.Node) -> str:
+    """Kind of a call: the name of its ATen operator, with the namespace in front for those of other libraries."""
+    if node.target is operator.getitem:
+        return "getitem"
+    if not isinstance(node.target, torch._ops.OpOverload):
+        raise ModelError(
+            f"the exported program calls {node.target}, which is no tensor operation: {node.format_node()}"
+        )
+    namespace, _, name = node.target._schema.name.partition("::")
+    return name if namespace == "aten" else f"{namespace}.{name}"
+
+
+def _is_floating_type(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value.is_floating_point
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _unique(names: Iterable[str | None]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name in names if name is not None))
+
+
+def _count_bytes(kind: str, reads: Sequence[TensorArgument], outputs: Sequence[TensorSpec], is_view: bool) -> int:
+    """Bytes that one forward pass reads and writes; a tensor passed twice is read once."""
+    written = sum(spec.num_bytes for spec in outputs)
+    if is_view or kind == "getitem":
+        return 0
+    if base_kind(kind) in _SELECTING:
+        return 2 * written + sum(read.spec.num_bytes for read in reads if not read.spec.is_floating)
+    return written + sum(read.spec.num_bytes for read in reads)

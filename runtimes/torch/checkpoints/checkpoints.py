@@ -1,0 +1,398 @@
+"""Checkpoints of a job under a plan: weights under the plain model's names, the plan, and where the rounding is.
+
+Tensors are written by ``torch.distributed.checkpoint`` as safetensors, the rest is JSON: no file of a checkpoint can
+execute anything when it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import qsync_opt
+from qsync_opt.errors import ModelError, NotInstalledError, ProblemError, first_line
+from qsync_opt.io.codec import Fields, check_integer, read_json, write_json
+from qsync_opt.runtimes.torch.checkpoints.files import (
+    begin,
+    check_files,
+    file_facts,
+    files_in,
+    finish,
+    manifest_of,
+    restore,
+    step_folder,
+    steps_in,
+)
+from qsync_opt.runtimes.torch.checkpoints.resuming import (
+    RankState,
+    Resumed,
+    as_now,
+    carry_out,
+    decide,
+    digest_of_ranks,
+    plan_of_ranks,
+    require_same_operators,
+)
+from qsync_opt.runtimes.torch.checkpoints.state import (
+    OTHER,
+    RANDOM,
+    blank_optimizer_tensors,
+    blank_tensors,
+    buffer_names,
+    load_optimizers,
+    model_tensors,
+    optimizer_state,
+    random_states,
+    require_same_optimizers,
+    require_same_tensors,
+    saved_sizes,
+    separate,
+    set_random_states,
+    taking_back,
+)
+from qsync_opt.runtimes.torch.checkpoints.state_values import join_state, split_state
+from qsync_opt.runtimes.torch.ddp.agreement import (
+    broadcast_json,
+    digest,
+    gather_json,
+    others_needed,
+    require_agreement,
+    together,
+    world,
+)
+from qsync_opt.runtimes.torch.job.plan import JobPlan
+from qsync_opt.runtimes.torch.support.models import bare_model
+
+CHECKPOINT_FORMAT = "qsync-checkpoint/1"
+STATE = "state.json"
+_LOGGER = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """Checkpoints of one job in one folder, which all its ranks can read and write.
+
+    Every rank makes one and calls :meth:`save` and :meth:`load` at the same places. Kept are: the model's
+    ``state_dict``, the optimizers, whatever else has one, the precisions that every rank runs under with their hash,
+    the place of the rounding in its random stream, and torch's own random states of every rank. Gradients are not: save
+    after the optimizer's step, not between the parts of an accumulated one. Buffers that differ between ranks are kept
+    as rank 0 has them, which is how ``DistributedDataParallel`` goes on with them.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        *,
+        plan: JobPlan | None = None,
+        keep: int = 2,
+        **others: Any,
+    ) -> None:
+        """Name the folder and what is to be kept; nothing is read or written yet.
+
+        Args:
+            folder: Of this job alone; made if it is missing.
+            model: With or without a plan, also inside ``DistributedDataParallel`` or ``torch.compile``.
+            optimizer: One, several, or none.
+            plan: What `auto_plan` gave for this start of the job. It tells when the checkpoint's plan no longer fits
+                into memory, and how ranks are called that run without a plan because none was worthwhile.
+            keep: How many checkpoints stay.
+            others: Anything more with ``state_dict`` and ``load_state_dict`` (a scheduler, a scaler), by a name of its
+                own. It must be equal on all ranks.
+
+        Raises:
+            NotInstalledError: safetensors is missing.
+            ModelError: One of ``others`` has no ``state_dict``.
+            ProblemError: ``keep`` is below 1.
+        """
+        if importlib.util.find_spec("safetensors") is None:
+            raise NotInstalledError("safetensors is missing, which checkpoints need: pip install 'qsync-opt[torch]'")
+        check_integer(keep, "keep", minimum=1)
+        for name, other in others.items():
+            if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
+                raise ModelError(
+                    f"{name} is a {type(other).__name__}: what has state_dict() and load_state_dict() can be kept"
+                )
+        self._folder = Path(folder)
+        self._model = model
+        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._plan = plan
+        self._keep = keep
+        self._others = others
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of which there is a checkpoint, ascending."""
+        return steps_in(self._folder)
+
+    def save(self, step: int) -> Path:
+        """Write a checkpoint; it is there when this returns, and not at all if it fails or is interrupted.
+
+        Args:
+            step: How many training steps are done. A checkpoint of the same step is replaced.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            ProblemError: It cannot be written (the disk is full, say); the older checkpoints are as they were.
+            ModelError: Something has state that a file cannot hold.
+            NotReadyError: Another rank failed, with what it said.
+        """
+        check_integer(step, "step")
+        rank, size = world()
+        tensors, values = together(self._collect)
+        shapes = [[name, [*tensor.shape]] for name, tensor in model_tensors(bare_model(self._model))[0].items()]
+        require_agreement(
+            "the step or the model to be saved",
+            {"step": step, "model": digest(shapes)},
+            "save the same model at the same step on all ranks",
+        )
+        ranks = gather_json(RankState.of(self._model, rank, self._plan).to_json())
+
+        def prepare() -> str | None:
+            return None if rank else str(begin(self._folder, step))
+
+        temporary = Path(broadcast_json(together(prepare)))
+
+        def write() -> None:
+            with _translated(f"the checkpoint of step {step} was not written"):
+                writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
+                save(tensors, storage_writer=writer, no_dist=size == 1)
+                if rank == 0:
+                    write_json(temporary / STATE, self._described(step, ranks, values))
+
+        together(write)
+
+        def hashes() -> Any:
+            with _translated(f"the checkpoint of step {step} was not written"):
+                return {
+                    name: dict(fact) for name, fact in file_facts(temporary, files_in(temporary)[rank::size]).items()
+                }
+
+        facts = {name: fact for part in gather_json(together(hashes)) for name, fact in part.items()}
+
+        def complete() -> None:
+            with _translated(f"the checkpoint of step {step} was not written"):
+                if rank == 0:
+                    finish(temporary, step, facts, self._keep)
+
+        together(complete)
+        return step_folder(self._folder, step)
+
+    def load(self, step: int | None = None, *, plan: str = "checkpoint", model_only: bool = False) -> Resumed | None:
+        """Go on from a checkpoint, if there is one.
+
+        If the job has as many ranks of the same device types as before, the checkpoint's plan goes on (it is put on
+        the model, in place of another one if need be) and training continues as if it had not stopped: bit for bit on
+        a CPU. On another cluster, or where the checkpoint's plan no longer fits into memory, the present plan stays,
+        and the result says what changed.
+
+        Args:
+            step: Which; None: the last one.
+            plan: ``"present"`` keeps the present plan also on the same cluster.
+            model_only: Load parameters and buffers and nothing else; the present plan stays.
+
+        Returns:
+            What was found and done, equal on all ranks; None if the folder has no checkpoint and no ``step`` was asked
+            for.
+
+        Raises:
+            ProblemError: There is no checkpoint of that step, or it is damaged: nothing was loaded, and the text names
+                an older one.
+            ModelError: It is of another model; the first parameters or operators that differ are named.
+            NotReadyError: Another rank failed, with what it said.
+        """
+        if plan not in ("checkpoint", "present"):
+            raise ProblemError(f"plan is {plan!r}: allowed are 'checkpoint' and 'present'")
+        rank, _ = world()
+        found = broadcast_json(together(lambda: self._chosen(step) if rank == 0 else None))
+        if found is None:
+            return None
+        path = step_folder(self._folder, found)
+        state = together(lambda: self._checked(path))
+        saved = [RankState.from_fields(Fields(entry, f"{path}: rank {i}")) for i, entry in enumerate(state["ranks"])]
+        present = [
+            RankState.from_fields(Fields(entry, f"rank {i}"))
+            for i, entry in enumerate(gather_json(RankState.of(self._model, rank, self._plan).to_json()))
+        ]
+        together(lambda: require_same_operators(saved, present, state["versions"]))
+        saved = as_now(saved, present)
+        tight = broadcast_json(self._tight(state["memory_bytes"]) if rank == 0 else None)
+        resumed = decide(found, saved, present, tight, "present" if model_only else plan)
+        wanted = together(lambda: self._wanted(path, state, model_only))
+        together(lambda: self._read(path, state["values"], wanted, model_only))
+        if not model_only:
+            together(lambda: carry_out(self._model, rank, saved, resumed))
+        if rank == 0:
+            _LOGGER.log(logging.WARNING if resumed.replanned else logging.INFO, "%s", resumed.describe())
+        return resumed
+
+    def _collect(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """This rank's share of the tensors, and everything that is no tensor."""
+        rank, _ = world()
+        model = bare_model(self._model)
+        tensors, extra = model_tensors(model)
+        optimizer, told = optimizer_state(model, self._optimizers)
+        others: dict[str, Tensor] = {}
+        values = {name: split_state(o.state_dict(), f"{OTHER}.{name}", others) for name, o in self._others.items()}
+        tensors.update(optimizer)
+        if rank:
+            # What DistributedDataParallel lets differ between ranks goes on from rank 0.
+            for name in buffer_names(model):
+                tensors.pop(name, None)
+        else:
+            tensors.update(others)
+        tensors.update(random_states(model, rank))
+        return separate(tensors), {"model": extra, "optimizers": told, "others": values}
+
+    def _described(self, step: int, ranks: list[Any], values: dict[str, Any]) -> dict[str, Any]:
+        states = [RankState.from_fields(Fields(entry, "rank")) for entry in ranks]
+        plan = plan_of_ranks(states)
+        return {
+            "format": CHECKPOINT_FORMAT,
+            "step": step,
+            "versions": {"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
+            "plan": None if plan is None else plan.to_json(),
+            "digest": digest_of_ranks(states),
+            "memory_bytes": {} if self._plan is None else dict(self._plan.memory_bytes),
+            "ranks": ranks,
+            "values": values,
+        }
+
+    def _chosen(self, step: int | None) -> int | None:
+        restore(self._folder)
+        steps = self.steps
+        if step is None:
+            return steps[-1] if steps else None
+        if step not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise ProblemError(f"there is no checkpoint of step {step} in {str(self._folder)!r}: there are {there}")
+        return step
+
+    def _checked(self, path: Path) -> dict[str, Any]:
+        """The JSON part of a checkpoint, after all files were compared with the manifest (each rank checks a share)."""
+        rank, size = world()
+        try:
+            facts = manifest_of(path)
+            check_files(path, facts, sorted(facts)[rank::size])
+            return _state_of(path)
+        except ProblemError as failure:
+            older = [step for step in self.steps if step_folder(self._folder, step) != path]
+            advice = f"load(step={older[-1]}) takes an older one" if older else "there is no other one"
+            raise ProblemError(f"{failure}; nothing was loaded: {advice}, or remove the folder") from failure
+
+    def _tight(self, needed_bytes: dict[str, int]) -> list[str]:
+        """Device types in whose memory the checkpoint's plan does not fit now, as far as rank 0 knows their limits."""
+        if self._plan is None or self._plan.model is None:
+            return []
+        limits = {device.name: device.memory_limit_bytes for device in self._plan.model.cluster.devices}
+        return [name for name, needed in needed_bytes.items() if name in limits and needed > limits[name]]
+
+    def _wanted(self, path: Path, state: dict[str, Any], model_only: bool) -> dict[str, Tensor]:
+        """Tensors to load into; refuses a checkpoint of something else, before any rank waits for another one."""
+        rank, _ = world()
+        where = f"the checkpoint {str(path)!r}"
+        model = bare_model(self._model)
+        values = state["values"]
+        sizes = saved_sizes(path, sum(entry.stat().st_size for entry in path.iterdir()))
+        wanted, _ = model_tensors(model)
+        require_same_tensors(wanted, sizes, where)
+        others = [values["model"]]
+        if not model_only:
+            require_same_optimizers(model, self._optimizers, values["optimizers"], where)
+            if missing := values["others"].keys() ^ self._others.keys():
+                names = ", ".join(sorted(missing))
+                raise ModelError(f"{where} and this job differ in {names}: give the same names to Checkpoints")
+            wanted.update(blank_optimizer_tensors(model, values["optimizers"], sizes))
+            mine = f"{RANDOM}.{rank}."
+            wanted.update({name: torch.empty(s, dtype=d) for name, (s, d) in sizes.items() if name.startswith(mine)})
+            others.append(values["others"])
+        wanted.update(blank_tensors(others, sizes))
+        return wanted
+
+    def _read(self, path: Path, values: dict[str, Any], wanted: dict[str, Tensor], model_only: bool) -> None:
+        rank, size = world()
+        where = f"the checkpoint {str(path)!r}"
+        model = bare_model(self._model)
+        with _translated(f"{where} was not loaded"):
+            load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=size == 1)
+        if values["model"]:
+            with taking_back("the model", where):
+                model.load_state_dict({**model.state_dict(), **join_state(values["model"], wanted, where)})
+        if model_only:
+            return
+        load_optimizers(model, self._optimizers, values["optimizers"], wanted, where)
+        for name, other in self._others.items():
+            state = join_state(values["others"][name], wanted, where)
+            with taking_back(name, where):
+                other.load_state_dict(state)
+        with taking_back("torch's generator", where):
+            set_random_states(model, rank, wanted)
+
+
+def _state_of(path: Path) -> dict[str, Any]:
+    """The JSON part of a checkpoint, checked but for the values, which `join_state` checks."""
+    state: dict[str, Any] = read_json(path / STATE, (CHECKPOINT_FORMAT,))
+    fields = Fields(state, str(path / STATE))
+    fields.version(CHECKPOINT_FORMAT)
+    if (step := fields.integer("step")) != int(path.name.removeprefix("step-")):
+        fields.fail(f"it is of step {step}, but the folder is named {path.name!r}: give the folder its name back")
+    fields.take("plan")
+    digest = fields.text("digest")
+    fields.mapping("versions")
+    memory = Fields(fields.mapping("memory_bytes"), f"{path / STATE}: memory_bytes")
+    for name in memory:
+        memory.integer(name)
+    ranks = [
+        RankState.from_fields(Fields(entry, f"{path}: rank {i}")) for i, entry in enumerate(fields.sequence("ranks"))
+    ]
+    if digest_of_ranks(ranks) != digest:
+        fields.fail("the plan is not the one that was saved: its digest differs")
+    values = Fields(fields.mapping("values"), f"{path / STATE}: values")
+    for name in ("model", "others"):
+        values.mapping(name)
+    values.sequence("optimizers")
+    values.finish()
+    fields.finish()
+    return state
+
+
+@contextlib.contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """Failures of the file system and of torch's own checkpoints, as this package says them.
+
+    A job of one process needs no process group: torch's warning about that is kept back.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            with others_needed():
+                yield
+    except CheckpointException as failure:
+        rank, (cause, _) = next(iter(failure.failures.items()))
+        if isinstance(cause, ProblemError | ModelError):
+            raise cause from failure
+        raise ProblemError(f"{what}: rank {rank}: {_reason(cause)}") from failure
+    except OSError as failure:
+        raise ProblemError(f"{what}: {_reason(failure)}") from failure
+
+
+def _reason(cause: BaseException) -> str:
+    if isinstance(cause, OSError):
+        advice = "free space or give another folder; the older checkpoints are as they were"
+        return f"{cause.strerror or cause}; {advice}"
+    return f"{type(cause).__name__}: {first_line(cause)}"

@@ -1,0 +1,225 @@
+"""Checkpoints as folders: written beside, renamed when whole, and never read when anything in them differs.
+
+A checkpoint is a folder ``step-00000100`` of safetensors files, ``state.json`` and ``manifest.json``, which lists every
+other file with its size and SHA-256. It is written as ``.step-00000100.tmp``; the rename at the end is what makes it
+a checkpoint. So a job that is killed while it writes leaves the older checkpoints as they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qsync_opt.errors import ProblemError, reason_of
+from qsync_opt.io.codec import Fields, read_json, write_json
+
+MANIFEST_FORMAT = "qsync-manifest/1"
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFT_OVER = re.compile(r"\.step-\d{8,}\.(tmp|old)")
+_LOGGER = logging.getLogger(__name__)
+_PIECE_BYTES = 1 << 22
+
+FileFact = Mapping[str, Any]
+"""Size in bytes and SHA-256 of a file."""
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return folder / f"step-{step:08d}"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of which there is a checkpoint, ascending.
+
+    Raises:
+        ProblemError: The folder cannot be read.
+    """
+    found = (_NAME.fullmatch(name) for name in _entries(folder) if os.path.isdir(folder / name))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _entries(folder: Path) -> list[str]:
+    """Names in a folder, none if it is not there."""
+    if not os.path.isdir(folder):  # Path.is_dir raises where the name is too long, or is in another user's folder
+        return []
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as failure:
+        raise ProblemError(
+            f"cannot read the folder {str(folder)!r}: {failure.strerror or failure}; give one that may be read"
+        ) from failure
+
+
+def restore(folder: Path) -> None:
+    """Put a checkpoint back that was being replaced by one of the same step when the job was killed.
+
+    `finish` takes the old one away before it puts the new one in its place; between the two there is none.
+
+    Raises:
+        ProblemError: The folder cannot be written.
+    """
+    for name in _entries(folder):
+        if name.endswith(".old") and _LEFT_OVER.fullmatch(name):
+            final = folder / name[1 : -len(".old")]
+            if not final.exists():
+                try:
+                    os.replace(folder / name, final)
+                except OSError as failure:
+                    raise ProblemError(
+                        f"cannot put the checkpoint {str(folder / name)!r} back in its place: "
+                        f"{failure.strerror or failure}; rename it to {final.name!r}"
+                    ) from failure
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty folder to write the checkpoint of a step into; what an interrupted job left is removed.
+
+    Raises:
+        ProblemError: The folder cannot be written.
+    """
+    try:
+        os.fspath(folder).encode()  # safetensors takes no other names
+        folder.mkdir(parents=True, exist_ok=True)
+        restore(folder)
+        for entry in folder.iterdir():
+            if _LEFT_OVER.fullmatch(entry.name):
+                shutil.rmtree(entry)
+        temporary = folder / f".{step_folder(folder, step).name}.tmp"
+        temporary.mkdir()
+    except (OSError, ValueError) as failure:  # ValueError: a null character, or bytes that are no text
+        raise ProblemError(
+            f"cannot write checkpoints into {str(folder)!r}: {reason_of(failure)}; give a folder that may be written"
+        ) from failure
+    return temporary
+
+
+def files_in(path: Path) -> list[str]:
+    """Names of the files of a checkpoint but for the manifest, sorted."""
+    return [name for name in _entries(path) if name != MANIFEST]
+
+
+def file_facts(path: Path, names: Sequence[str]) -> dict[str, FileFact]:
+    """Size and hash of some files of a checkpoint."""
+    facts: dict[str, FileFact] = {}
+    for name in names:
+        sha, size = hashlib.sha256(), 0
+        with open(path / name, "rb") as stream:
+            while piece := stream.read(_PIECE_BYTES):
+                sha.update(piece)
+                size += len(piece)
+        facts[name] = {"bytes": size, "sha256": sha.hexdigest()}
+    return facts
+
+
+def finish(temporary: Path, step: int, facts: Mapping[str, FileFact], keep: int) -> Path:
+    """Write the manifest, make the folder a checkpoint, and remove those that are too many.
+
+    Args:
+        temporary: From `begin`, with everything written.
+        step: Its step.
+        facts: Of every file in it.
+        keep: How many checkpoints stay, this one included; those with the highest steps do.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    write_json(temporary / MANIFEST, {"format": MANIFEST_FORMAT, "files": {n: dict(facts[n]) for n in sorted(facts)}})
+    folder = temporary.parent
+    _flush(temporary / MANIFEST)
+    _flush(temporary)
+    final = step_folder(folder, step)
+    old = folder / f".{final.name}.old"
+    if final.exists():
+        os.replace(final, old)
+    os.replace(temporary, final)
+    _flush(folder)
+    if old.exists():
+        shutil.rmtree(old)
+    if later := [other for other in steps_in(folder) if other > step]:
+        _LOGGER.warning(
+            "%r has checkpoints of later steps than %d, up to %d: load() takes these; remove them if the job went back",
+            str(folder),
+            step,
+            later[-1],
+        )
+    for other in steps_in(folder)[:-keep]:
+        if other != step:
+            shutil.rmtree(step_folder(folder, other))
+    return final
+
+
+def _flush(path: Path) -> None:
+    """Have what was written reach the disk, so that the rename does not come before its contents."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _plain_file_bytes(path: Path) -> int:
+    """Size of a file; pipes and devices, which may have no end, are refused.
+
+    Raises:
+        ProblemError: It is one of these, or missing.
+    """
+    try:
+        found = path.stat()
+    except (OSError, ValueError) as failure:  # ValueError: a null character
+        raise ProblemError(f"cannot read {str(path)!r}: {reason_of(failure)}") from failure
+    if not stat.S_ISREG(found.st_mode):
+        raise ProblemError(f"{str(path)!r} is no ordinary file, as those of a checkpoint are")
+    return found.st_size
+
+
+def manifest_of(path: Path) -> dict[str, FileFact]:
+    """What a checkpoint must hold: file to size and hash.
+
+    Raises:
+        ProblemError: No manifest or a damaged one; or the folder has files that are not in it, or lacks some.
+    """
+    _plain_file_bytes(path / MANIFEST)
+    fields = Fields(read_json(path / MANIFEST, (MANIFEST_FORMAT,)), str(path / MANIFEST))
+    fields.version(MANIFEST_FORMAT)
+    facts: dict[str, FileFact] = {}
+    for name, entry in fields.children("files"):
+        if Path(name).name != name:
+            fields.fail(f"files name {name!r}, but a file of this folder is needed")
+        facts[name] = {"bytes": entry.integer("bytes"), "sha256": entry.text("sha256")}
+        entry.finish()
+    fields.finish()
+    there = set(files_in(path))
+    if there != facts.keys():
+        missing, unknown = sorted(facts.keys() - there), sorted(there - facts.keys())
+        what = f"lacks {missing[0]!r}" if missing else f"has {unknown[0]!r}, which its manifest does not name"
+        raise ProblemError(f"the checkpoint {str(path)!r} {what}")
+    return facts
+
+
+def check_files(path: Path, facts: Mapping[str, FileFact], names: Sequence[str]) -> None:
+    """Compare files of a checkpoint with its manifest.
+
+    Raises:
+        ProblemError: One of them is not what was written.
+    """
+    for name in names:
+        try:
+            size = _plain_file_bytes(path / name)
+            if size != facts[name]["bytes"]:
+                raise ProblemError(
+                    f"the checkpoint {str(path)!r} is damaged: {name} has {size} bytes instead of "
+                    f"{facts[name]['bytes']}"
+                )
+            found = file_facts(path, [name])[name]
+        except OSError as failure:
+            raise ProblemError(f"cannot read {str(path / name)!r}: {failure.strerror or failure}") from failure
+        if found["sha256"] != facts[name]["sha256"]:
+            raise ProblemError(f"the checkpoint {str(path)!r} is damaged: {name} was changed after it was written")

@@ -1,0 +1,269 @@
+"""Which plan goes on when a job is resumed: the checkpoint's, or the one that was just made for another cluster?"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+import qsync_opt
+from qsync_opt.errors import ModelError, NotReadyError
+from qsync_opt.io.codec import Fields
+from qsync_opt.runtimes.torch.ddp.agreement import digest
+from qsync_opt.runtimes.torch.execution.plans import (
+    AUTOCAST_TYPES,
+    AppliedPlan,
+    ApplyOptions,
+    applied_plan,
+    apply,
+    undo,
+)
+from qsync_opt.runtimes.torch.job.plan import JobPlan
+from qsync_opt.training.plan import Plan
+from qsync_opt.training.replanning import Change
+
+_LOGGER = logging.getLogger(__name__)
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """How one rank computes, and where its rounding is.
+
+    ``device_type`` is None on a rank without a plan. ``precisions`` are of its adjustable operators, None if no plan
+    is applied. ``seed`` and ``offset`` are those of the kernels, ``step`` is their counter on the device if they have
+    one. ``autocast`` is as in `ApplyOptions`.
+    """
+
+    device_type: str | None
+    precisions: Mapping[str, str] | None
+    seed: int
+    offset: int
+    step: int | None
+    autocast: str | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, rank: int, plan: JobPlan | None) -> RankState:
+        """What a rank's model runs under now."""
+        applied = applied_plan(model)
+        if applied is None:
+            name = None if plan is None else plan.device_type
+            return cls(device_type=name, precisions=None, seed=0, offset=0, step=None)
+        kernels = applied.options.kernels
+        return cls(
+            device_type=applied.device_type or (plan.device_type if plan else f"rank {rank}"),
+            precisions=applied.precisions,
+            seed=kernels.seed,
+            offset=kernels.offset,
+            step=None if kernels.step is None else int(kernels.step),
+            autocast=applied.options.autocast,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON data."""
+        return {
+            "device_type": self.device_type,
+            "precisions": None if self.precisions is None else dict(self.precisions),
+            "seed": self.seed,
+            "offset": self.offset,
+            "step": self.step,
+            **({} if self.autocast is None else {"autocast": self.autocast}),
+        }
+
+    @classmethod
+    def from_fields(cls, data: Fields) -> RankState:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ProblemError: It is something else.
+        """
+        device_type, precisions, step = data.take("device_type"), data.take("precisions"), data.take("step")
+        if device_type is not None and not isinstance(device_type, str):
+            data.fail(f"device_type is {device_type!r}, but it must be a text or null")
+        if precisions is not None and not (
+            isinstance(precisions, dict) and all(isinstance(name, str) for name in precisions.values())
+        ):
+            data.fail("precisions must map operator to precision, or be null")
+        if step is not None:
+            data.integer("step")
+        smallest = -(2**63)
+        seed, offset = data.integer("seed", minimum=smallest), data.integer("offset", minimum=smallest)
+        autocast = data.take_or("autocast", None)
+        if autocast not in (None, *AUTOCAST_TYPES):
+            data.fail(f"autocast is {autocast!r}, but allowed are {', '.join(AUTOCAST_TYPES)} and null")
+        data.finish()
+        return cls(
+            device_type=device_type, precisions=precisions, seed=seed, offset=offset, step=step, autocast=autocast
+        )
+
+
+def plan_of_ranks(ranks: Sequence[RankState]) -> Plan | None:
+    """The plan that some ranks run under together, None if none of them has one."""
+    devices = {r.device_type: r.precisions for r in ranks if r.device_type is not None and r.precisions is not None}
+    return Plan(problem="checkpoint", devices=devices) if devices else None
+
+
+def digest_of_ranks(ranks: Sequence[RankState]) -> str:
+    """Fingerprint of what all ranks run under."""
+    told = [rank.to_json() for rank in ranks]
+    return digest([[data["device_type"], data["precisions"], *filter(None, [data.get("autocast")])] for data in told])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """What `Checkpoints.load` found and did.
+
+    Attributes:
+        step: Of the checkpoint.
+        plan: Under which the job goes on, of all ranks; None without one.
+        replanned: True if that is not the checkpoint's, because the cluster is another one (or it was asked for).
+        changes: Device type to operator to precision before (None: not planned) and after; empty if nothing changed.
+        reason: In words.
+    """
+
+    step: int
+    plan: Plan | None
+    replanned: bool
+    reason: str
+    changes: Mapping[str, Mapping[str, Change]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        nested = {device: MappingProxyType(dict(changes)) for device, changes in self.changes.items()}
+        object.__setattr__(self, "changes", MappingProxyType(nested))
+
+    def describe(self) -> str:
+        """A few lines for people."""
+        rows = [f"resumed at step {self.step}: {self.reason}"]
+        for device, changed in self.changes.items():
+            shown = [f"{name} {before or 'unplanned'} > {after}" for name, (before, after) in changed.items()]
+            more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+            rows.append(f"  {device}: {', '.join(shown[:_SHOWN])}{more}")
+        return "\n".join(rows)
+
+
+def require_same_operators(
+    saved: Sequence[RankState], present: Sequence[RankState], versions: Mapping[str, str]
+) -> None:
+    """Refuse a checkpoint whose plan names other operators than the present one.
+
+    Raises:
+        ModelError: The text names the first operators that differ, and the version that wrote the checkpoint if it is
+            another one.
+    """
+    before, after = ({name for r in ranks for name in r.precisions or ()} for ranks in (saved, present))
+    if not before or not after or before == after:
+        return
+    parts = [
+        f"{', '.join(repr(name) for name in sorted(names)[:_SHOWN])} {where}"
+        for names, where in ((before - after, "in the checkpoint only"), (after - before, "in this model only"))
+        if names
+    ]
+    mine = {"qsync_opt": qsync_opt.__version__}
+    other = {name: version for name, version in versions.items() if mine.get(name, version) != version}
+    by = f" (written by {', '.join(f'{name} {version}' for name, version in other.items())})" if other else ""
+    raise ModelError(
+        f"the checkpoint is of another model{by}: planned operators differ, {'; '.join(parts)}; build the model that "
+        "was trained, or load the weights alone with torch.distributed.checkpoint"
+    )
+
+
+def as_now(saved: Sequence[RankState], present: Sequence[RankState]) -> list[RankState]:
+    """The ranks of a checkpoint in the order of the present ones, where as many of each device type are there.
+
+    A restart may number the workers anew; what a rank goes on from is then what another one of its type left.
+    """
+    left: dict[str | None, list[RankState]] = {}
+    for state in saved:
+        left.setdefault(state.device_type, []).append(state)
+    found = [left[state.device_type].pop(0) for state in present if left.get(state.device_type)]
+    return found if len(found) == len(saved) == len(present) else list(saved)
+
+
+def decide(
+    step: int, saved: Sequence[RankState], present: Sequence[RankState], tight: Sequence[str], wanted: str
+) -> Resumed:
+    """Which plan goes on.
+
+    Args:
+        step: Of the checkpoint.
+        saved: Its ranks, by `as_now`.
+        present: The ranks of this job, before anything is loaded.
+        tight: Device types whose memory is now too small for the checkpoint's plan.
+        wanted: ``"checkpoint"``: its plan goes on if the cluster is the same. ``"present"``: the present one does.
+    """
+    before, after = plan_of_ranks(saved), plan_of_ranks(present)
+    types = [[rank.device_type for rank in ranks] for ranks in (saved, present)]
+    same_plan = digest_of_ranks(saved) == digest_of_ranks(present)
+    if same_plan:
+        return Resumed(step=step, plan=after, replanned=False, reason="the plan is the one of the checkpoint")
+    if wanted == "checkpoint" and types[0] == types[1] and not tight:
+        return Resumed(
+            step=step, plan=before, replanned=False, reason="the cluster is the same: the checkpoint's plan goes on"
+        )
+    if wanted == "present":
+        reason = "the present plan was asked for"
+    elif types[0] != types[1]:
+        reason = f"the cluster is another one ({_ranks(types[0])} before, {_ranks(types[1])} now): it was planned anew"
+    else:
+        reason = f"the checkpoint's plan no longer fits into the memory of {', '.join(tight)}: it was planned anew"
+    return Resumed(step=step, plan=after, replanned=True, reason=reason, changes=_changes(before, after))
+
+
+def _ranks(types: Sequence[str | None]) -> str:
+    counts: dict[str, int] = {}
+    for name in types:
+        counts[name or "without a plan"] = counts.get(name or "without a plan", 0) + 1
+    return ", ".join(f"{count} x {name}" for name, count in counts.items())
+
+
+def _changes(before: Plan | None, after: Plan | None) -> dict[str, dict[str, Change]]:
+    if after is None:
+        return {}
+    result = {}
+    for device, precisions in after.devices.items():
+        old = {} if before is None else before.devices.get(device, {})
+        changed = {name: (old.get(name), now) for name, now in precisions.items() if old.get(name) != now}
+        if changed:
+            result[device] = changed
+    return result
+
+
+def carry_out(model: nn.Module, rank: int, saved: Sequence[RankState], resumed: Resumed) -> None:
+    """Put the plan that goes on, and the checkpoint's place in the random stream, on one rank's model."""
+    own = saved[rank] if rank < len(saved) else None
+    applied = applied_plan(model)
+    if own is not None and not resumed.replanned:
+        applied = _adopted(model, applied, own)
+    if applied is None:
+        return
+    if own is not None and own.precisions is not None:
+        applied.go_on_at(own.seed, own.offset, own.step)
+        return
+    # A rank that the checkpoint does not know: no noise of before may come again, so it begins where the last one was.
+    kernels = applied.options.kernels
+    offset = max((state.offset for state in saved), default=0)
+    counters = [state.step for state in saved if state.step is not None]
+    applied.go_on_at(kernels.seed, max(offset, kernels.offset), max(counters, default=None))
+
+
+def _adopted(model: nn.Module, applied: AppliedPlan | None, own: RankState) -> AppliedPlan | None:
+    """The checkpoint's plan on the model, in place of another one or none."""
+    carried_out = (None, None) if applied is None else (applied.precisions, applied.options.autocast)
+    if carried_out == (own.precisions, own.autocast):
+        return applied
+    options = replace(ApplyOptions() if applied is None else applied.options, autocast=own.autocast)
+    graph = None if applied is None else applied.graph
+    if applied is not None:
+        undo(model)
+    if own.precisions is None:
+        return None
+    apply(model, own.precisions, graph=graph, options=options)
+    fresh = applied_plan(model)
+    if fresh is None:
+        raise NotReadyError("the plan was taken off while the checkpoint was loaded: load from one thread only")
+    fresh.device_type = own.device_type
+    return fresh

@@ -1,0 +1,333 @@
+"""What a training job must keep: tensors under the names of the plain model, everything else as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from qsync_opt.errors import ModelError, ProblemError, QSyncError, first_line
+from qsync_opt.runtimes.torch.checkpoints.state_values import join_state, split_state, tensors_named
+from qsync_opt.runtimes.torch.support.models import plain_name
+
+MODEL, OPTIMIZER, OTHER, RANDOM = "model", "optimizer", "other", "random"
+"""First parts of the tensors' names."""
+_SHOWN = 3
+
+
+def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], Any]:
+    """Tensors of the model's ``state_dict`` by ``model.<name>``, and the rest of it (extra state) as JSON.
+
+    Raises:
+        ModelError: A lazy module has no parameters yet.
+    """
+    tensors: dict[str, Tensor] = {}
+    rest = {}
+    for name, value in model.state_dict().items():
+        if nn.parameter.is_lazy(value):
+            raise ModelError(
+                f"the parameter {plain_name(name)!r} has no shape yet: run one batch through the model, whose lazy "
+                "modules make their parameters then, before checkpoints are saved or loaded"
+            )
+        if isinstance(value, Tensor):
+            tensors[f"{MODEL}.{plain_name(name)}"] = value
+        else:
+            rest[name] = split_state(value, f"{MODEL}.{plain_name(name)}", tensors)
+    return tensors, rest
+
+
+def buffer_names(model: nn.Module) -> set[str]:
+    """Names of the model's buffers in a checkpoint."""
+    return {f"{MODEL}.{plain_name(name)}" for name, _ in model.named_buffers(remove_duplicate=False)}
+
+
+def separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as safetensors holds them: contiguous, and tied weights as copies, because the plain model has both.
+
+    Raises:
+        ModelError: One is of a kind that safetensors has no form for.
+    """
+    seen: set[tuple[torch.device, int]] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if (kind := _unkeepable(local)) is not None:
+            raise ModelError(
+                f"{name!r} is {kind}, which a checkpoint cannot hold: make it a dense one of another type, or leave it "
+                "out of state_dict() (a buffer with persistent=False)"
+            )
+        place = (local.device, local.untyped_storage().data_ptr())
+        if not local.is_contiguous():  # in the format channels_last, say
+            tensor = tensor.contiguous()
+        elif place in seen and local.numel():
+            tensor = tensor.clone()
+        seen.add(place)
+        result[name] = tensor
+    return result
+
+
+def _unkeepable(tensor: Tensor) -> str | None:
+    """What makes safetensors refuse a tensor, None for others."""
+    if tensor.layout is not torch.strided:
+        return "sparse"
+    if tensor.is_meta:
+        return "on the device meta, without values"
+    if tensor.is_quantized or tensor.dtype in (torch.complex32, torch.complex128):
+        return f"of type {tensor.dtype}"
+    return None
+
+
+def optimizer_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], Any]:
+    """States of optimizers, keyed by the names of the parameters instead of their numbers.
+
+    Parameters of theirs that are not the model's (of a loss, say) are kept with them.
+    """
+    tensors: dict[str, Tensor] = {}
+    told = []
+    for number, optimizer in enumerate(optimizers):
+        names = _names(model, optimizer)
+        state = optimizer.state_dict()
+        place = f"{OPTIMIZER}.{number}"
+        groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
+        rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+        told.append(
+            {
+                "state": {
+                    names[index]: split_state(values, f"{place}.{names[index]}", tensors)
+                    for index, values in state["state"].items()
+                },
+                "param_groups": split_state(groups, f"{place}.groups", tensors),
+                "rest": split_state(rest, f"{place}.rest", tensors),
+                "outside": split_state(_outside(model, optimizer), f"{place}.outside", tensors),
+            }
+        )
+    return tensors, told
+
+
+def require_same_optimizers(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], told: Any, where: str
+) -> None:
+    """Refuse optimizers that are not those of the checkpoint.
+
+    Raises:
+        ModelError: Their number or their parameters are others.
+        ProblemError: ``told`` is not what `optimizer_state` makes.
+    """
+    if len(told) != len(optimizers):
+        raise ModelError(f"{where} has {len(told)} optimizers and this job {len(optimizers)}: give as many")
+    for number, (optimizer, entry) in enumerate(zip(optimizers, told, strict=True)):
+        if not (
+            isinstance(entry, dict) and isinstance(entry.get("state"), dict) and _is_groups(entry.get("param_groups"))
+        ):
+            raise ProblemError(f"{where}: optimizer {number} is not as this package writes it; give a whole checkpoint")
+        groups = _grouped(model, optimizer)
+        known = {name for group in groups for name in group}
+        saved = [group["params"] for group in entry["param_groups"]]
+        count = sum(map(len, saved))
+        unknown = [name for name in (*chain.from_iterable(saved), *entry["state"]) if name not in known]
+        what = None
+        if unknown or count != len(known):
+            what = f"it has {unknown[0]!r}" if unknown else f"it has {count} parameters and not {len(known)}"
+        elif sorted(map(sorted, saved)) != sorted(map(sorted, groups)):
+            what = f"its {len(saved)} groups hold others than the {len(groups)} here"
+        if what is not None:
+            raise ModelError(
+                f"optimizer {number} of {where} is for other parameters: {what}; build the optimizer as before"
+            )
+
+
+def load_optimizers(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], told: Any, tensors: Mapping[str, Tensor], where: str
+) -> None:
+    """Give optimizers their states back, after `require_same_optimizers`.
+
+    Raises:
+        ProblemError: ``told`` is not what `optimizer_state` makes.
+        ModelError: An optimizer does not take it.
+    """
+    for number, (optimizer, entry) in enumerate(zip(optimizers, told, strict=True)):
+        numbers = {name: index for index, name in _names(model, optimizer).items()}
+        state, groups = (join_state(entry[key], tensors, where) for key in ("state", "param_groups"))
+        rest = join_state(entry.get("rest", {}), tensors, where)
+        # torch goes by position: states would go to other parameters if these stood in another order before.
+        found = {tuple(sorted(group["params"])): group for group in groups}
+        present = []
+        for own, names in zip(optimizer.param_groups, _grouped(model, optimizer), strict=True):
+            group = {**found[tuple(sorted(names))], "params": [numbers[name] for name in names]}
+            present.append(group | ({"param_names": own["param_names"]} if "param_names" in own else {}))
+        with taking_back(f"optimizer {number}", where):
+            optimizer.load_state_dict(
+                {
+                    **rest,
+                    "state": {numbers[name]: values for name, values in state.items()},
+                    "param_groups": present,
+                }
+            )
+        kept = join_state(entry.get("outside", {}), tensors, where)
+        with torch.no_grad():
+            for name, parameter in _outside(model, optimizer).items():
+                if name in kept:
+                    parameter.copy_(kept[name])
+
+
+@contextlib.contextmanager
+def taking_back(what: str, where: str) -> Iterator[None]:
+    """Say which part of a job does not take its state back; such parts raise whatever they meet.
+
+    Raises:
+        ModelError: In place of that.
+    """
+    try:
+        yield
+    except QSyncError:
+        raise
+    except Exception as failure:
+        raise ModelError(
+            f"{what} does not take its state from {where} ({type(failure).__name__}: {first_line(failure)}): build it "
+            "as before, then load again, as other parts of the job have theirs already"
+        ) from failure
+
+
+def _is_groups(groups: Any) -> bool:
+    return isinstance(groups, list) and all(isinstance(g, dict) and _is_texts(g.get("params")) for g in groups)
+
+
+def _is_texts(names: Any) -> bool:
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+
+
+def _grouped(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Names of an optimizer's parameters by group."""
+    names = iter(_names(model, optimizer).values())
+    return [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
+
+
+def _outside(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Parameters of an optimizer that the model does not have, by the name that `_names` gives them."""
+    own = {id(parameter) for parameter in model.parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = _names(model, optimizer)
+    return {names[i]: parameter for i, parameter in enumerate(parameters) if id(parameter) not in own}
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """Name of each parameter of an optimizer by the number that its ``state_dict`` gives it."""
+    by_identity = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    names: dict[int, str] = {}
+    for position, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            names[len(names)] = by_identity.get(id(parameter), f"parameter {place} of group {position}")
+    return names
+
+
+def saved_sizes(path: Path, most_bytes: int) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shapes and types of the tensors that a checkpoint holds, by name.
+
+    Args:
+        path: The checkpoint's folder.
+        most_bytes: Of all its files: a tensor that is said to be larger is not in them.
+
+    Raises:
+        ProblemError: Its files are not as this package writes them.
+    """
+    where = f"the checkpoint {str(path)!r}"
+    try:
+        known = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+        sizes = {n: (e.size, e.properties.dtype) for n, e in known.items() if isinstance(e, TensorStorageMetadata)}
+        wrong = [n for n, (s, d) in sizes.items() if min(s, default=0) < 0 or s.numel() * d.itemsize > most_bytes]
+    except Exception as failure:  # safetensors and torch raise whatever a malformed file makes happen in them
+        raise ProblemError(
+            f"{where} has tensors that cannot be read ({type(failure).__name__}: {first_line(failure)[:200]}); "
+            "nothing was loaded: give a checkpoint that this package wrote"
+        ) from failure
+    if wrong:
+        raise ProblemError(
+            f"{where} says that {wrong[0]!r} has the shape {tuple(sizes[wrong[0]][0])}, which its files do not hold; "
+            "nothing was loaded: give a checkpoint that this package wrote"
+        )
+    return sizes
+
+
+def blank_optimizer_tensors(
+    model: nn.Module, told: Any, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, Tensor]:
+    """Tensors to load optimizer states into: laid out as the parameters that they belong to, others on the CPU."""
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    blanks = {}
+    for number, entry in enumerate(told if isinstance(told, list) else []):
+        owner = {
+            key: name
+            for name, values in (entry.get("state") or {}).items()
+            for key in tensors_named(values)
+            if name in parameters
+        }
+        for key in tensors_named(entry):
+            if key not in sizes or not key.startswith(f"{OPTIMIZER}.{number}."):
+                raise ProblemError(f"the checkpoint names the tensor {key!r}, which it does not have")
+            size, dtype = sizes[key]
+            like = parameters.get(owner.get(key, ""))
+            if like is not None and like.shape == size and like.dim():
+                blanks[key] = torch.empty_like(like, dtype=dtype, requires_grad=False)
+            else:
+                blanks[key] = torch.empty(size, dtype=dtype)
+    return blanks
+
+
+def blank_tensors(data: Any, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+    """Tensors on the CPU to load what `join_state` will ask for."""
+    blanks = {}
+    for key in tensors_named(data):
+        if key not in sizes:
+            raise ProblemError(f"the checkpoint names the tensor {key!r}, which it does not have")
+        blanks[key] = torch.empty(sizes[key][0], dtype=sizes[key][1])
+    return blanks
+
+
+def require_same_tensors(
+    mine: Mapping[str, Tensor], sizes: Mapping[str, tuple[torch.Size, torch.dtype]], where: str
+) -> None:
+    """Refuse a checkpoint of another model.
+
+    Raises:
+        ModelError: The text names the first parameters or buffers that differ.
+    """
+    saved = {name for name in sizes if name.startswith(f"{MODEL}.")}
+    plain = len(MODEL) + 1
+    different = [f"{name[plain:]!r} is in the checkpoint only" for name in sorted(saved - mine.keys())]
+    different += [f"{name[plain:]!r} is in the model only" for name in sorted(mine.keys() - saved)]
+    different += [
+        f"{name[plain:]!r} is {tuple(sizes[name][0])} in the checkpoint and {tuple(tensor.shape)} in the model"
+        for name, tensor in mine.items()
+        if name in saved and sizes[name][0] != tensor.shape
+    ]
+    if different:
+        more = f" and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+        raise ModelError(
+            f"{where} is of another model: {'; '.join(different[:_SHOWN])}{more}; build the model that was trained"
+        )
+
+
+def random_states(model: nn.Module, rank: int) -> dict[str, Tensor]:
+    """States of this rank's generators: of the CPU and, if the model lies on one, of the card."""
+    states = {f"{RANDOM}.{rank}.cpu": torch.get_rng_state()}
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        states[f"{RANDOM}.{rank}.cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_states(model: nn.Module, rank: int, tensors: Mapping[str, Tensor]) -> None:
+    """Put this rank's generators where they were, as far as the checkpoint has them."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if (state := tensors.get(f"{RANDOM}.{rank}.cpu")) is not None:
+        torch.set_rng_state(state)
+    if device.type == "cuda" and (state := tensors.get(f"{RANDOM}.{rank}.cuda")) is not None:
+        torch.cuda.set_rng_state(state, device)

@@ -1,0 +1,217 @@
+"""Hybrid data parallelism on one host: process groups, gradient buckets, and what an all-reduce costs.
+
+Workers of one group may run under different plans: gradients are FP32 on all of them, so that their buckets agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
+from qsync_opt.runtimes.host import free_port as free_port
+
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_CAP_BYTES = 25 << 20
+_RELEASE_S = 0.2
+"""Seconds that threads of a process group get to finish before it is left."""
+_MEASURING_ROUNDS = 4
+
+
+def bucket_assignment(
+    parameters: Sequence[Tensor], first_bucket_bytes: int = FIRST_BUCKET_BYTES, cap_bytes: int = BUCKET_CAP_BYTES
+) -> list[int]:
+    """Index of the all-reduce bucket of each parameter, as ``DistributedDataParallel`` builds them.
+
+    Gradients become ready in about the reverse of the registration order, so buckets are filled from the last
+    parameter to the first: bucket 0 closes when it holds at least ``first_bucket_bytes``, every later one when it
+    holds at least ``cap_bytes``. Parameters of different element types or devices fill separate buckets. This is the
+    layout that DDP settles on after its first backward pass, if gradients became ready in reverse registration order;
+    for the first pass it fills buckets from the other end.
+
+    Args:
+        parameters: In registration order, without duplicates; those that need no gradient are in no bucket.
+        first_bucket_bytes: Size at which bucket 0 closes; ``cap_bytes`` where DDP was given a ``bucket_cap_mb``.
+        cap_bytes: Size at which later buckets close (``bucket_cap_mb`` of DDP times 2**20).
+
+    Returns:
+        One index per parameter, in order of reduction; -1 for a parameter without gradient.
+
+    Raises:
+        UnsupportedError: A limit that is not positive.
+
+    Source: The algorithm of ``torch.distributed._compute_bucket_assignment_by_size``, written anew so that it also
+        serves where torch's distributed package is not built.
+    """
+    if first_bucket_bytes <= 0 or cap_bytes <= 0:
+        raise UnsupportedError(f"bucket limits {first_bucket_bytes} and {cap_bytes} bytes: both must be above 0")
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    closed: dict[tuple[torch.dtype, torch.device], int] = {}
+    buckets: list[list[int]] = []
+    positions = [i for i in range(len(parameters) - 1, -1, -1) if parameters[i].requires_grad]
+    rank_in_order = {position: rank for rank, position in enumerate(positions)}
+    for position in positions:
+        parameter = parameters[position]
+        key = (parameter.dtype, parameter.device)
+        members, size = open_buckets.get(key, ([], 0))
+        members, size = [*members, position], size + parameter.numel() * parameter.element_size()
+        open_buckets[key] = (members, size)
+        if size >= (cap_bytes if closed.get(key) else first_bucket_bytes):
+            buckets.append(members)
+            closed[key] = closed.get(key, 0) + 1
+            del open_buckets[key]
+    buckets.extend(members for members, _ in open_buckets.values())
+    buckets.sort(key=lambda members: min(rank_in_order[position] for position in members))
+    result = [-1] * len(parameters)
+    for index, members in enumerate(buckets):
+        for position in members:
+            result[position] = index
+    return result
+
+
+@contextlib.contextmanager
+def process_group(
+    rank: int, world_size: int, port: int, *, backend: str = "gloo", timeout_s: float = 120.0
+) -> Iterator[None]:
+    """Join a process group on this host for the time of the block, and leave it also after an error.
+
+    Args:
+        rank: Number of this worker.
+        world_size: Number of workers.
+        port: The same free port on all of them.
+        backend: ``"gloo"`` (CPU, also mixed hosts) or ``"nccl"`` (one CUDA device per worker).
+        timeout_s: How long a worker waits for the others, in seconds.
+
+    Raises:
+        UnsupportedError: torch was built without the backend.
+        NotReadyError: A process group exists already.
+    """
+    available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
+    if backend not in available or not available[backend]():
+        there = ", ".join(name for name, check in available.items() if check()) or "none"
+        raise UnsupportedError(f"process group backend {backend!r} is not there: this torch has {there}")
+    if dist.is_initialized():
+        raise NotReadyError("a default process group exists already: leave it before joining another")
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    try:
+        yield
+    finally:
+        # A thread of gloo frees the tensors of the last collective after everybody has its result, for which it wants
+        # the interpreter. Whoever lets go of the group's last reference meanwhile (DistributedDataParallel holds one)
+        # waits for that thread without giving the interpreter up: both wait for ever. So it is given up here first.
+        time.sleep(_RELEASE_S)
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduceModel:
+    """Time of an all-reduce as ``latency_s + bytes / bandwidth_bytes_per_s``, with how well that fits.
+
+    ``relative_residual`` is the root mean square of (measured - fitted) / measured over the sizes tried.
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    relative_residual: float
+    world_size: int
+    sizes_bytes: tuple[int, ...]
+    measured_s: tuple[float, ...]
+
+    def predict_s(self, num_bytes: int) -> float:
+        """Predicted time of an all-reduce of ``num_bytes`` per worker, in seconds."""
+        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+
+
+def fit_all_reduce(sizes_bytes: Sequence[int], measured_s: Sequence[float], world_size: int) -> AllReduceModel:
+    """Fit latency and bandwidth to measured times by least squares of the relative error.
+
+    Relative, because sizes span decades and a plain fit would see the largest alone.
+
+    Raises:
+        ProblemError: Fewer than two different sizes, a size below zero, or a time that is not positive or not finite.
+    """
+    if len(sizes_bytes) != len(measured_s) or len(set(sizes_bytes)) < 2:
+        raise ProblemError(f"{len(set(sizes_bytes))} sizes and {len(measured_s)} times: at least two pairs are needed")
+    if min(sizes_bytes) < 0:
+        raise ProblemError(f"an all-reduce of {min(sizes_bytes)} bytes was measured: sizes must be at least 0")
+    for second in measured_s:
+        if not (second > 0 and math.isfinite(second)):
+            raise ProblemError(f"an all-reduce of {second} s was measured: times must be finite and above 0")
+    times = torch.tensor(measured_s, dtype=torch.float64)
+    columns = torch.tensor([[1.0, float(size)] for size in sizes_bytes], dtype=torch.float64) / times[:, None]
+    latency, inverse = torch.linalg.lstsq(columns, torch.ones_like(times)[:, None]).solution.flatten().tolist()
+    if latency < 0:  # noise at the small sizes: the best line through the origin is the honest model
+        latency, inverse = 0.0, float(columns[:, 1].sum() / columns[:, 1].square().sum())
+    if inverse <= 0:
+        raise ProblemError("all-reduce times do not grow with size: measure larger sizes or more repetitions")
+    residual = (columns @ torch.tensor([latency, inverse], dtype=torch.float64) - 1).square().mean().sqrt()
+    return AllReduceModel(
+        latency_s=latency,
+        bandwidth_bytes_per_s=1 / inverse,
+        relative_residual=float(residual),
+        world_size=world_size,
+        sizes_bytes=tuple(sizes_bytes),
+        measured_s=tuple(measured_s),
+    )
+
+
+def measure_all_reduce(
+    sizes_bytes: Sequence[int] = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24),
+    *,
+    repetitions: int = 5,
+    device: torch.device | str = "cpu",
+) -> AllReduceModel:
+    """Time FP32 all-reduces of some sizes in the default process group and fit the model; every worker must call it.
+
+    A repetition counts with the slowest worker's time, a size with the median of its repetitions. On a busy host the
+    times may not grow with size; then repetitions are added, up to four times as many.
+
+    Raises:
+        NotReadyError: There is no process group, or it has one worker.
+        ProblemError: The times do not grow with size even so.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        raise NotReadyError("no process group of at least two workers: measure inside process_group(...)")
+    payloads = [torch.zeros(max(size // 4, 1), device=torch.device(device)) for size in sizes_bytes]
+    for payload in payloads:
+        dist.all_reduce(payload)
+    times: list[list[float]] = [[] for _ in payloads]
+    # Every worker holds the same times, so that all of them stop in the same round.
+    for rounds_left in range(_MEASURING_ROUNDS - 1, -1, -1):
+        for payload, repeated in zip(payloads, times, strict=True):
+            repeated.extend(_timed_all_reduce(payload) for _ in range(repetitions))
+        medians = [statistics.median(repeated) for repeated in times]
+        if medians[-1] > medians[0] or not rounds_left:
+            break
+    return fit_all_reduce(sizes_bytes, medians, dist.get_world_size())
+
+
+def _timed_all_reduce(payload: Tensor) -> float:
+    dist.barrier()
+    _wait_for(payload)
+    start = time.perf_counter()
+    dist.all_reduce(payload)
+    _wait_for(payload)
+    slowest = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=payload.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def _wait_for(tensor: Tensor) -> None:
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)

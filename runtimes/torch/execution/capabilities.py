@@ -1,0 +1,28 @@
+"""What a torch device can compute in, and the formats at the borders of an operator there."""
+
+from __future__ import annotations
+
+import torch
+
+from qsync_opt.kernels import backend, ops
+from qsync_opt.numerics.formats import PrecisionFormats, formats_for
+
+# Which kinds of operators a plan may adjust.
+ADJUSTABLE = ops.ADJUSTABLE
+
+
+def device_formats(device: torch.device | str) -> dict[str, PrecisionFormats]:
+    """Precisions of a device with their border formats, from the coarsest to the finest.
+
+    ``cpu``: INT8, BF16, FP32. ``cuda`` by compute capability: 7.0 FP16, FP32; 7.5 also INT8; 8.0 also BF16 and TF32;
+    8.9 also FP8.
+
+    Raises:
+        UnsupportedError: A device that is neither.
+    """
+    return formats_for(backend.device_precisions(device), backend.half_format(device))
+
+
+def operator_precisions(op_type: str, device: torch.device | str) -> tuple[str, ...]:
+    """Precisions in which an operator of this kind can run on a device; fixed and unknown kinds: FP32 alone."""
+    return ops.precisions_of(op_type, device)

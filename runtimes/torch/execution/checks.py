@@ -1,0 +1,170 @@
+"""Is this model one that a plan can be applied to, and is the plan for it?"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from qsync_opt.errors import ModelError, UnsupportedError
+from qsync_opt.kernels import ops
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.numerics.formats import number_format
+
+_SHOWN = 3
+
+
+def some_names(names: list[str]) -> str:
+    """The first few of some names, for an error's text."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(repr(name) for name in names[:_SHOWN]) + more
+
+
+def operator_kind(name: str) -> str | None:
+    """Kind of an adjustable operator from its name, None if the name is not of one."""
+    last = name.rsplit("/", 1)[-1]
+    if last in ops.ADJUSTABLE:
+        return last
+    kind = re.sub(r"_\d+$", "", last)
+    return kind if kind in ops.ADJUSTABLE else None
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Where all of a model lies.
+
+    Raises:
+        ModelError: It lies on several devices.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if len(devices) > 1:
+        raise ModelError(f"the model lies on several devices ({', '.join(devices)}): a plan is for a model on one")
+    return torch.device(devices[0]) if devices else torch.device("cpu")
+
+
+def check_master_weights(model: nn.Module) -> None:
+    """Refuse parameters that are not FP32."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype is not torch.float32:
+            raise ModelError(
+                f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}: a plan needs FP32 master "
+                "weights; call model.float() before, or undo(model) to do without the plan"
+            )
+
+
+def _fsdp() -> Any:
+    """Torch's package of sharding wrappers; None if it is not in use: loading it to find that out takes seconds."""
+    return sys.modules.get("torch.distributed.fsdp")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` or ``FullyShardedDataParallel`` holds some of the model's parameters."""
+    fsdp = _fsdp()
+    if fsdp is None:
+        return False
+    return any(isinstance(module, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)) for module in model.modules())
+
+
+def check_sharding(model: nn.Module, weights: str = "call") -> None:
+    """Refuse wrappers that hand operators other weights than the FP32 ones.
+
+    Args:
+        model: To look through.
+        weights: As in `KernelOptions`.
+
+    Raises:
+        UnsupportedError: There is such a wrapper; the text names it.
+    """
+    fsdp = _fsdp()
+    if fsdp is None:
+        return
+    for path, module in model.named_modules():
+        name = path or "the root"
+        if isinstance(module, fsdp.FullyShardedDataParallel):
+            raise UnsupportedError(
+                f"module {name!r} is wrapped in FullyShardedDataParallel, which flattens parameters: operators have no "
+                "names there; use fully_shard (FSDP2) instead"
+            )
+        if isinstance(module, fsdp.FSDPModule):
+            policy = getattr(module._get_fsdp_state(), "_mp_policy", None)
+            given = getattr(policy, "param_dtype", None)
+            if given not in (None, torch.float32):
+                raise UnsupportedError(
+                    f"module {name!r} is sharded with param_dtype={given}: a plan decides each operator's precision "
+                    "and needs the FP32 weights; leave param_dtype out of MixedPrecisionPolicy (reduce_dtype may stay)"
+                )
+            if weights == "step":
+                raise UnsupportedError(
+                    f"module {name!r} is sharded and kernel option weights='step': gathering fills a weight without "
+                    "saying that it was written to, so that old codes would be used; use weights='call'"
+                )
+
+
+def check_names(model: nn.Module, plan: Mapping[str, str], graph: OpGraph | None) -> None:
+    """Refuse a plan for another model, naming the first operators that differ."""
+    paths = {path for path, _ in model.named_modules()}
+    unknown = [name for name in plan if (name.rsplit("/", 1)[0] if "/" in name else "") not in paths]
+    if graph is not None:
+        unknown = [name for name in plan if name not in graph]
+    if unknown:
+        where = "graph" if graph is not None else "model"
+        raise ModelError(
+            f"the plan is for another model: it names {some_names(unknown)}, which this {where} does not have"
+        )
+    if graph is None:
+        return
+    planned = [parameter.name for parameter in graph.parameters]
+    names = {name for name, _ in model.named_parameters()}
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    # A graph has the trained ones alone; what was frozen since is still the same model.
+    different = [a for a in planned if a not in names] or [a for a in trained if a not in set(planned)]
+    if planned and different:
+        raise ModelError(f"the graph is of another model: parameters differ, first {some_names(different)}")
+
+
+def check_precisions(plan: Mapping[str, str], graph: OpGraph | None, device: torch.device) -> dict[str, str]:
+    """Precision of each adjustable operator of the plan, every one possible on the device.
+
+    Raises:
+        ModelError: Without a graph: no name of the plan is one that capture gives, as in plans of plain ONNX files.
+        UnsupportedError: The device lacks a planned precision, or an operator cannot run at it.
+    """
+    adjustable = {}
+    for name, precision in plan.items():
+        number_format(precision)
+        kind = operator_kind(name)
+        role = Role.ADJUSTABLE if graph is None else graph[name].role
+        if kind is None or role is not Role.ADJUSTABLE:
+            if role is Role.FIXED and precision != "FP32":
+                raise UnsupportedError(
+                    f"operator {name!r} cannot run in {precision}: its role is fixed, it runs in FP32"
+                )
+            continue
+        if not ops.supports(kind, precision, device):
+            allowed = ", ".join(ops.precisions_of(kind, device))
+            raise UnsupportedError(f"operator {name!r} cannot run in {precision} on {device}: allowed are {allowed}")
+        adjustable[name] = precision
+    if plan and graph is None and not any(map(operator_kind, plan)):
+        raise ModelError(
+            f"the plan is for another model: it names {some_names(list(plan))}, and an operator of a captured model is "
+            "named by module and kind, as 'layers.0/linear'; plan the graph that capture_model makes of this model"
+        )
+    return adjustable
+
+
+def check_autocast(adjustable: Mapping[str, str], wanted: str | None, device: torch.device) -> None:
+    """Refuse ``torch.autocast`` as the way to carry out a plan that says more than it can."""
+    if wanted is None:
+        return
+    for name, precision in adjustable.items():
+        kind = operator_kind(name)
+        possible = kind is not None and ops.supports(kind, wanted, device)
+        if precision != wanted and (possible or precision != "FP32"):
+            raise UnsupportedError(
+                f"operator {name!r} is planned in {precision}, but torch.autocast runs all in {wanted}: leave the "
+                "option autocast out for a plan that mixes precisions"
+            )

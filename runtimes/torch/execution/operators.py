@@ -1,0 +1,121 @@
+"""Operators of a plan that is at work: everything decided once that does not change from pass to pass.
+
+The same results as `qsync_opt.kernels.ops.execute` gives, bit for bit: whatever is not as usual (another device, an
+argument by name, a list of tensors) is handed to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsync_opt.errors import NotReadyError, UnsupportedError
+from qsync_opt.kernels import ops
+from qsync_opt.kernels.arguments import CONVOLUTIONS
+from qsync_opt.kernels.autograd import float_modes
+from qsync_opt.kernels.autograd.linear import linear
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.runtimes.torch.execution.fixed_operators import run_fixed
+from qsync_opt.runtimes.torch.interception.leaf_modules import HALF
+from qsync_opt.runtimes.torch.interception.operator_calls import OperatorCall, Run
+
+_DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16, "FP16": torch.float16}
+
+
+def refuse_autocast(name: str, precision: str) -> None:
+    """Raise: an operator was met under autocast.
+
+    Raises:
+        NotReadyError: Always.
+    """
+    raise NotReadyError(
+        f"operator {name!r} runs under torch.autocast, which would override its precision "
+        f"{precision}: leave autocast while a plan is applied"
+    )
+
+
+def refuse_transforms(name: str) -> None:
+    """Raise inside a transform of ``torch.func``, which cannot see into kernels in 8 bits.
+
+    Args:
+        name: Of an operator that is planned in 8 bits.
+
+    Raises:
+        UnsupportedError: A transform is at work.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError(
+            f"the model runs inside a transform of torch.func (vmap, grad, jvp, ...), which the kernels of operator "
+            f"{name!r} in 8 bits cannot be put through: keep INT8 and FP8 out of the plan (precisions=('FP32', 'BF16'))"
+        )
+
+
+def fixed(name: str, op_type: str) -> Run:
+    """How a fixed operator runs: in FP32."""
+
+    def run(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        for value in args:
+            if isinstance(value, Tensor):
+                if value.dtype in HALF:
+                    break
+            elif isinstance(value, (tuple, list)) and any(isinstance(part, Tensor) for part in value):
+                break
+        else:
+            if not kwargs:
+                return function(*args)
+        return run_fixed(OperatorCall(name, op_type, "", function, args, kwargs))
+
+    return run
+
+
+def floating(name: str, op_type: str, precision: str, device: torch.device) -> Run:
+    """How an operator runs in FP32, TF32, BF16 or FP16 on the device of its model."""
+    dtype = _DTYPES.get(precision, torch.float32)
+    kind, on_cuda = device.type, device.type == "cuda"
+    takes_mode = on_cuda and op_type in ops.TF32_OPERATORS and dtype is torch.float32
+    family = "conv" if op_type in CONVOLUTIONS else "matmul"
+    kept = ops.types_left(dtype)
+    general = precision == "TF32" or op_type in ("embedding", "einsum")
+    ops.require(op_type, precision, device)
+
+    def run(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if torch.is_autocast_enabled(kind):
+            refuse_autocast(name, precision)
+        first = args[0] if args else None
+        if general or kwargs or not isinstance(first, Tensor) or first.is_cuda is not on_cuda:
+            return ops.execute(op_type, precision, function, args, kwargs)
+        if takes_mode and float_modes.current_mode(family) != "ieee":
+            return ops.execute(op_type, precision, function, args, kwargs)
+        return function(
+            *[
+                value.to(dtype)
+                if isinstance(value, Tensor) and value.dtype not in kept and value.is_floating_point()
+                else value
+                for value in args
+            ]
+        )
+
+    return run
+
+
+def eight_bits(
+    name: str, op_type: str, precision: str, device: torch.device, options: Callable[[], KernelOptions]
+) -> Run:
+    """How an operator runs in INT8 or FP8; ``options`` are asked for in every call."""
+    kind, on_cuda = device.type, device.type == "cuda"
+    ops.require(op_type, precision, device)
+    is_linear = op_type == "linear"
+
+    def run(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if torch.is_autocast_enabled(kind):
+            refuse_autocast(name, precision)
+        if is_linear and ops.is_plain_linear(op_type, args, kwargs):
+            x = args[0]
+            if x.is_cuda is on_cuda and x.is_floating_point():
+                return linear(x, args[1], args[2] if len(args) > 2 else None, precision, options())
+        return ops.execute(op_type, precision, function, args, kwargs, options())
+
+    return run

@@ -1,0 +1,397 @@
+"""Put a plan on a model for one device type, and take it off again.
+
+The model keeps its class, FP32 parameters and ``state_dict``; only the calls inside its forward pass obey the plan, so
+that ``DistributedDataParallel`` and optimizers work unchanged. Gradients reach the parameters, and with them the
+all-reduce, in FP32 on every rank.
+
+What runs how: a planned operator runs at its precision. An adjustable operator that the plan does not name runs in FP32
+and is named once in a warning. A fixed operator (normalisation, softmax, losses and such) gets its 16-bit inputs cast
+up to FP32. Everything else follows its inputs by torch's type promotion. In-place operations keep the type of the
+tensor they write to, as in plain torch. What the model, or a part of it that the script calls, returns is cast
+up to FP32, unless it returns its own loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from qsync_opt.errors import ModelError, NotReadyError
+from qsync_opt.kernels import backend, ops
+from qsync_opt.kernels.arguments import CONVOLUTIONS
+from qsync_opt.kernels.autograd import float_modes
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.kernels.quantize.random_bits import signed
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.runtimes.torch.execution.apply_options import AUTOCAST_TYPES as AUTOCAST_TYPES
+from qsync_opt.runtimes.torch.execution.apply_options import ApplyOptions as ApplyOptions
+from qsync_opt.runtimes.torch.execution.apply_options import DevicePlans as DevicePlans
+from qsync_opt.runtimes.torch.execution.apply_options import of_device_type
+from qsync_opt.runtimes.torch.execution.audit import StepAudit
+from qsync_opt.runtimes.torch.execution.capturable import check_capturable
+from qsync_opt.runtimes.torch.execution.checks import (
+    check_autocast,
+    check_master_weights,
+    check_names,
+    check_precisions,
+    check_sharding,
+    model_device,
+    some_names,
+)
+from qsync_opt.runtimes.torch.execution.fixed_operators import any_half, lifted, run_fixed
+from qsync_opt.runtimes.torch.execution.graphs import FirstPass
+from qsync_opt.runtimes.torch.execution.operators import eight_bits, fixed, floating, refuse_autocast, refuse_transforms
+from qsync_opt.runtimes.torch.interception.interception import Interception, OperatorCall, interception_of
+from qsync_opt.runtimes.torch.interception.operator_calls import Run
+from qsync_opt.runtimes.torch.job.plan import JobPlan
+from qsync_opt.runtimes.torch.support.models import bare_model
+from qsync_opt.runtimes.torch.support.outputs import full_precision
+
+
+def _seed(name: str, seed: int, rank: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{rank}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _warn_compiled(name: str) -> bool:
+    """Say while a model is compiled, not while it runs, that an operator is in no plan."""
+    warnings.warn(f"adjustable operator {name!r} is not in the plan and runs in FP32", stacklevel=2)
+    return True
+
+
+class AppliedPlan:
+    """A plan at work on a model: decides for every operator call how it runs.
+
+    ``audit`` compares the first steps with the prediction, if the plan came with one. ``counter`` is one integer on the
+    device, the number of passes, which a compiled graph draws its noise by. ``device_type`` is the entry of
+    the plan that is carried out, None if it has no name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        precisions: Mapping[str, str],
+        graph: OpGraph | None,
+        options: ApplyOptions,
+        device_type: str | None = None,
+        lifted_kinds: tuple[str, ...] = (),
+    ) -> None:
+        device = model_device(model)
+        self._model = model
+        held = ((m._parameters, n, p) for m in model.modules() for n, p in m._parameters.items() if p is not None)
+        self._first, self._first_name = next(((found, n) for found, n, p in held if p.is_floating_point()), ({}, ""))
+        self.device_type = device_type
+        self.graph = graph
+        rank = options.rank
+        if rank is None:
+            initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+            rank = torch.distributed.get_rank() if initialized else 0
+        self.precisions = dict(precisions)
+        self._options = options
+        self._device = device
+        self._rank = rank
+        self._fixed = frozenset() if graph is None else frozenset(o.name for o in graph.by_role(Role.FIXED))
+        # A compiled or captured graph is the same in every pass: this counter on the device makes its noise new.
+        own = options.kernels.step is None
+        self.counter = options.kernels.step
+        if own:
+            self.counter = torch.full((), signed(options.kernels.offset), dtype=torch.int64, device=device)
+        self._kernels, self._traced_kernels = self._stream_options(device, rank)
+        self._counts_passes = own and bool(self._kernels)
+        self.audit: StepAudit | None = None
+        self._unplanned: list[str] = []
+        self._checked = False
+        # With FP32 everywhere and no 16-bit tensor in sight nothing has to be decided after the first pass.
+        self._changes_nothing = set(self.precisions.values()) <= {"FP32"}
+        self._families: set[str] = set()
+        self.interception = Interception(
+            model,
+            self,
+            kinds=lifted_kinds,
+            on_pass_begin=self._begin_pass,
+            on_pass_end=self._end_pass,
+            recurrent_inputs=lifted,
+        )
+        if options.autocast is not None:
+            self.interception.at_rest = self._under_autocast
+        if options.outputs == "FP32" and not self._changes_nothing:  # else 16 bits are the model's own
+            self.interception.finish = full_precision
+        self.interception.prepares_evaluation = options.evaluate_in == "plan"
+
+    @property
+    def options(self) -> ApplyOptions:
+        """As given to `apply`, with the random stream where the next forward pass will be.
+
+        A plan that takes over goes on from here.
+        """
+        kernels = self._options.kernels
+        offset = kernels.offset + self.interception.passes
+        if self._counts_passes and self.counter is not None:
+            offset = int(self.counter)  # passes of a compiled graph are counted here alone
+        return replace(self._options, kernels=kernels.at(seed=kernels.seed, offset=offset))
+
+    @property
+    def half_formats(self) -> frozenset[str]:
+        """16-bit formats that gradients pass through: ``"BF16"``, ``"FP16"``, both or none."""
+        planned = {"BF16", "FP16"} & set(self.precisions.values())
+        return frozenset(planned | {kernels.half_format for kernels in self._kernels.values()})
+
+    def go_on_at(self, seed: int, offset: int, step: int | None = None) -> None:
+        """Move the rounding to a place in the random stream; the next forward pass begins there.
+
+        Args:
+            seed: As in `KernelOptions`.
+            offset: As in `KernelOptions`, of the next forward pass.
+            step: Value for the kernels' own counter on the device, if they were given one; None leaves it as it is.
+        """
+        kernels = self._options.kernels.at(seed=seed, offset=offset - self.interception.passes)
+        self._options = replace(self._options, kernels=kernels)
+        self._kernels, self._traced_kernels = self._stream_options(self._device, self._rank)
+        self.interception.forget_prepared()
+        counted = offset if kernels.step is None else step
+        if counted is not None and self.counter is not None:
+            self.counter.fill_(signed(counted))
+
+    def _stream_options(
+        self, device: torch.device, rank: int
+    ) -> tuple[dict[str, KernelOptions], dict[str, KernelOptions]]:
+        """Kernel options of each 8-bit operator, with a seed of its own; and the same for a compiled graph."""
+        base = self._options.kernels
+        result, traced = {}, {}
+        for name, precision in self.precisions.items():
+            if precision in ("INT8", "FP8"):
+                half, seed = backend.half_format(device), _seed(name, base.seed, rank)
+                result[name] = dataclasses.replace(base, half_format=half, seed=seed)
+                traced[name] = dataclasses.replace(result[name], offset=0, step=self.counter)
+        self._seeds = {name: str(kernels.seed) for name, kernels in traced.items()}
+        return result, traced
+
+    def __call__(self, call: OperatorCall) -> Any:
+        """Run one operator as the plan wants."""
+        precision = self.precisions.get(call.name)
+        if not (torch.compiler.is_compiling() or self._checked):
+            self._note(call)
+        if precision is None:
+            if call.op_type not in ops.ADJUSTABLE:
+                return run_fixed(call)
+            precision = "FP32"
+            if call.name not in self._fixed:
+                if torch.compiler.is_compiling():
+                    _warn_compiled(call.name)
+                elif call.name not in self._unplanned:
+                    self._unplanned.append(call.name)
+        elif not self.interception.training and self._options.evaluate_in == "FP32":
+            precision = "FP32"
+        kernels = self._kernels.get(call.name)
+        if kernels is not None:
+            if not self.interception.training:
+                kernels = kernels.nearest()
+            elif torch.compiler.is_compiling():  # the whole model, or one module of an eager pass
+                # A seed read as an integer could become a symbol, and has more bits than symbols may.
+                kernels = self._traced_kernels[call.name].at(seed=int(self._seeds[call.name]), offset=0)
+            elif self.interception.traced:
+                kernels = self._traced_kernels[call.name]
+            else:
+                kernels = kernels.at(seed=kernels.seed, offset=kernels.offset + self.interception.pass_index)
+        if torch.is_autocast_enabled(self._device.type):
+            refuse_autocast(call.name, precision)
+        return ops.execute(call.op_type, precision, call.function, call.args, call.kwargs, kernels)
+
+    def _prepare(self, name: str, op_type: str) -> Run:
+        """How an operator runs in every pass from now on, as :meth:`__call__` would run it."""
+        if name not in self.precisions and op_type not in ops.ADJUSTABLE:
+            return fixed(name, op_type)
+        precision = self.precisions.get(name, "FP32")
+        kernels = self._kernels.get(name)
+        if kernels is None:
+            return floating(name, op_type, precision, self._device)
+        interception, nearest = self.interception, kernels.nearest()
+        seed, offset = kernels.seed, kernels.offset
+
+        def options() -> KernelOptions:
+            return kernels.at(seed=seed, offset=offset + interception.pass_index) if interception.training else nearest
+
+        return eight_bits(name, op_type, precision, self._device, options)
+
+    def _note(self, call: OperatorCall) -> None:
+        if call.op_type in ops.ADJUSTABLE:
+            self._families.add("conv" if call.op_type in CONVOLUTIONS else "matmul")
+        if any_half((call.args, tuple(call.kwargs.values()))):
+            self._changes_nothing = False
+
+    def _may_rest(self) -> bool:
+        """Whether torch by itself does just what the plan says; asked before every pass, because modes may change."""
+        if torch.is_autocast_enabled(self._device.type):
+            return False  # refused at the first operator
+        return self._device.type == "cpu" or all(
+            float_modes.current_mode(family) == "ieee" for family in self._families
+        )
+
+    def _under_autocast(self, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """What the forward pass runs in where torch's own mixed precision carries the plan out."""
+        wanted = AUTOCAST_TYPES[str(self._options.autocast)]
+        kind = self._device.type
+        if torch.is_autocast_enabled(kind):
+            if torch.get_autocast_dtype(kind) is not wanted:
+                raise NotReadyError(
+                    f"the model runs under torch.autocast in {torch.get_autocast_dtype(kind)}, but its plan is "
+                    f"{self._options.autocast}: leave autocast while a plan is applied"
+                )
+            return contextlib.nullcontext()  # a part that is computed again in the backward pass
+        if not module.training and self._options.evaluate_in == "FP32":
+            return contextlib.nullcontext()
+        return torch.autocast(kind, dtype=wanted)
+
+    def _begin_pass(self) -> None:
+        if not torch.compiler.is_compiling():
+            if self._kernels:
+                refuse_transforms(next(iter(self._kernels)))
+            first = self._first.get(self._first_name)
+            if first is not None and first.dtype is not torch.float32:  # cast since, as by model.half()
+                check_master_weights(self._model)
+        if self._counts_passes and self.counter is not None:
+            self.counter.add_(1)
+
+    def _end_pass(self, path: str) -> None:
+        """After the first whole forward pass: was every planned operator met, and was every one met planned?"""
+        # While a pass is compiled, nothing that changes between passes may be looked at: it would be compiled again.
+        tracing = torch.compiler.is_compiling()
+        if path or (not tracing and self._checked):
+            return
+        seen = set(self.interception.seen)
+        missing = [name for name in self.precisions if name not in seen]
+        if missing:
+            raise ModelError(
+                f"the first forward pass did not meet {some_names(missing)} of the plan: if the model skips layers "
+                "at times, run all of them in one forward pass first (model.eval(), or no chance of skipping), not "
+                "compiled; else the plan is for another model: undo it and capture this model again"
+            )
+        if tracing:
+            return
+        self._checked = True
+        if type(self).__call__ is AppliedPlan.__call__:
+            self.interception.prepare = self._prepare
+        if self._changes_nothing:
+            self.interception.may_rest = self._may_rest
+        if self._unplanned:
+            warnings.warn(
+                f"{len(self._unplanned)} adjustable operators are not in the plan and run in FP32: "
+                f"{some_names(self._unplanned)}",
+                stacklevel=2,
+            )
+
+
+def apply(
+    model: nn.Module,
+    plan: Mapping[str, str] | DevicePlans,
+    device_type: str | None = None,
+    *,
+    graph: OpGraph | None = None,
+    options: ApplyOptions | None = None,
+) -> nn.Module:
+    """Make a model run under a plan, until :func:`undo`.
+
+    Args:
+        model: FP32 model on the device that it will run on; also one that ``DistributedDataParallel`` wraps already, or
+            that ``torch.compile`` has.
+        plan: Operator to precision, or a plan with such a mapping per device type. A `JobPlan` that is not worthwhile
+            changes nothing.
+        device_type: Which entry of the plan; may be left out if there is one only.
+        graph: The captured graph; with it the plan is compared to the model name by name at once, without it module
+            paths are compared now and operators after the first forward pass.
+        options: Kernels and evaluation.
+
+    Returns:
+        The same model, changed in place.
+
+    Raises:
+        ModelError: The plan or graph is of another model (the first differing operators are named), the plan lacks
+            the device type, parameters are not FP32, or what is given is no model or no plan. Raised also by the first
+            forward pass, if it does not meet an operator of the plan, and by any if the model was cast since.
+        UnsupportedError: The device lacks a planned precision, or an operator cannot run at it; or ``autocast`` is
+            wanted for a plan that mixes precisions, or ``captured`` for a model that cannot be.
+        NotReadyError: A plan is applied already. Raised also by a forward pass under ``torch.autocast``, and by an
+            attempt to copy or pickle the model before ``undo``.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> model = apply(model, {"0/linear": "BF16", "2/linear": "INT8"})
+        >>> third = torch.full((1, 4), 1 / 3)
+        >>> y = model[0](third)
+        >>> bool((y == y.bfloat16()).all()), y.dtype, model(third).dtype
+        (True, torch.float32, torch.float32)
+        >>> y = undo(model)[0](third)
+        >>> bool((y == y.bfloat16()).all())
+        False
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"cannot apply a plan to a {type(model).__name__}: a torch.nn.Module is needed")
+    if isinstance(plan, JobPlan) and not plan.worthwhile:
+        return model
+    bare = bare_model(model)
+    if interception_of(bare) is not None:
+        raise NotReadyError("a plan is applied to this model already: undo(model) before applying another")
+    precisions = of_device_type(plan, device_type)
+    options = options or ApplyOptions()
+    check_master_weights(bare)
+    check_sharding(bare, options.kernels.weights)
+    check_names(bare, precisions, graph)
+    adjustable = check_precisions(precisions, graph, model_device(bare))
+    if isinstance(plan, JobPlan):
+        autocast, captured = plan.autocast.get(plan.device_type), plan.device_type in plan.captured
+        options = replace(options, autocast=autocast, captured=captured)
+    if options.captured:
+        check_capturable(bare)
+    check_autocast(adjustable, options.autocast, model_device(bare))
+    name = device_type
+    if name is None and isinstance(plan, DevicePlans):
+        name = next(iter(plan.devices))
+    kinds = () if graph is None else graph.lifted_kinds()
+    if graph is None and isinstance(plan, JobPlan):
+        kinds = plan.lifted_kinds  # of the graph, which rank 0 alone has
+    applied = AppliedPlan(bare, adjustable, graph, options, name, kinds)
+    if options.captured:
+        applied.interception.graphs = FirstPass(applied.interception, bare)
+    if isinstance(plan, JobPlan):
+        # The memory of graphs is not allocated in steps, and batches by speed are not the one that was planned with.
+        like_planned = not options.captured and len(set(plan.shares.values())) <= 1
+        applied.audit = StepAudit(
+            bare,
+            predicted_ns=plan.expected_ns or plan.iteration_ns,
+            predicted_bytes=plan.memory_bytes[plan.device_type] if like_planned else None,
+        )
+    return model
+
+
+def applied_plan(model: nn.Module) -> AppliedPlan | None:
+    """The plan at work on a model (also inside ``DistributedDataParallel``), None if there is none."""
+    interception = interception_of(bare_model(model))
+    handler = None if interception is None else interception.handler
+    return handler if isinstance(handler, AppliedPlan) else None
+
+
+def undo(model: nn.Module) -> nn.Module:
+    """Take the plan off: the model runs as before :func:`apply`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        NotReadyError: No plan is applied, or the model is in the middle of a forward pass.
+    """
+    applied = applied_plan(model)
+    if applied is None:
+        raise NotReadyError("no plan is applied to this model: apply(model, plan) comes first")
+    applied.interception.remove()
+    if applied.audit is not None:
+        applied.audit.stop()
+    return model

@@ -1,0 +1,104 @@
+"""What stands before the ``forward`` of each module of an intercepted model."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from qsync_opt.errors import NotReadyError
+from qsync_opt.runtimes.torch.interception.leaf_modules import leaf_of
+
+if TYPE_CHECKING:
+    from qsync_opt.runtimes.torch.interception.interception import Interception
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_modes_active: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+class Forward:
+    """Stands before one module's ``forward`` and tells the interception when the module runs.
+
+    Made by `forward_of`, which gives each one code of its own.
+    """
+
+    def __init__(self, interception: Interception, path: str, module: nn.Module) -> None:
+        self.interception = interception
+        self.path = path
+        self.module = module
+        self.inner: Callable[..., Any] = module.forward
+        # What the instance itself had before; None when forward comes from the class.
+        self.shadowed = module.__dict__.get("forward")
+        self.recurrent = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+        self.leaf = None if self.shadowed is not None else leaf_of(module)
+        # Callers that inspect the signature of forward (as trainers do) see the original.
+        functools.update_wrapper(self, self.inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module: as a pass if none runs, as part of it else."""
+        interception = self.interception
+        if interception.resting:
+            return self.inner(*args, **kwargs)
+        if self.recurrent and interception.recurrent_inputs is not None:
+            args = interception.recurrent_inputs(args)
+            kwargs = {name: interception.recurrent_inputs(value) for name, value in kwargs.items()}
+        if interception.path is None:
+            if interception.graphs is not None and not torch.compiler.is_compiling() and not self.path:
+                result = interception.graphs.run(args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            return interception.outermost(self, args, kwargs)
+        if not torch.compiler.is_compiling() and interception.thread != get_ident():
+            self._refuse_threads()
+        leaf = self.leaf
+        if (
+            leaf is not None
+            and not torch.compiler.is_compiling()
+            and interception.prepared_pass
+            and len(args) == 1
+            and not kwargs
+            and type(args[0]) in _PLAIN
+            and _modes_active() == 1
+        ):
+            return interception.run_leaf(self, leaf, args[0])
+        outer = interception.path
+        interception.enter(self.path, args)
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            interception.path = outer
+
+    def _refuse_threads(self) -> NoReturn:
+        raise NotReadyError(
+            f"module {self.path or 'the root'!r} runs in two threads at once, but a plan follows one pass at a time: "
+            "let the threads take turns, and use DistributedDataParallel in place of DataParallel"
+        )
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise NotReadyError(
+            f"module {self.path or 'the root'!r} cannot be copied or pickled while its operators are intercepted: "
+            "undo the plan first, and apply it to the copy"
+        )
+
+    __deepcopy__ = _refuse
+    __copy__ = _refuse
+    __reduce_ex__ = _refuse
+
+
+def forward_of(interception: Interception, path: str, module: nn.Module) -> Forward:
+    """A `Forward` whose ``__call__`` is a copy: ``torch.compile`` counts by code how often something was compiled.
+
+    With one code for all modules and plans, a job that compiles its layers one by one, or moves between plans, would
+    soon have reached the number (8) from which on torch compiles no more.
+    """
+    whole = Forward.__call__
+    code = whole.__code__.replace(co_name=f"forward of {path}" if path else "forward")
+    call = types.FunctionType(code, whole.__globals__, whole.__name__, whole.__defaults__, whole.__closure__)
+    call.__kwdefaults__ = whole.__kwdefaults__
+    kind: type[Forward] = type("Forward", (Forward,), {"__call__": call, "__doc__": Forward.__doc__})
+    return kind(interception, path, module)

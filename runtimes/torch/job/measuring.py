@@ -1,0 +1,227 @@
+"""The measuring stages of planning a job: each runs on all ranks, and fails on all if it fails on one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from qsync_opt.cluster.cluster import Cluster, DeviceType, Network
+from qsync_opt.costs.estimates import MEASURED_OPTION
+from qsync_opt.costs.profile import DeviceProfile
+from qsync_opt.errors import ModelError, NotReadyError, QSyncError, UnsupportedError, first_line
+from qsync_opt.runtimes.torch.capture.model import CapturedModel
+from qsync_opt.runtimes.torch.ddp.agreement import gather_json, together, world
+from qsync_opt.runtimes.torch.ddp.process_group import measure_all_reduce
+from qsync_opt.runtimes.torch.execution.checks import is_sharded
+from qsync_opt.runtimes.torch.interception.interception import check_not_scripted, interception_of
+from qsync_opt.runtimes.torch.job.options import PlanningOptions, cache_folder
+from qsync_opt.runtimes.torch.job.steps import profile_job_steps
+from qsync_opt.runtimes.torch.profiling.profiler import profile
+from qsync_opt.runtimes.torch.support.device_memory import memory_budget
+from qsync_opt.runtimes.torch.support.identity import identify
+from qsync_opt.runtimes.torch.support.iteration import Loss, TrainingExample
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is planned, on this rank. ``optimizer`` is never stepped itself; None: AdamW."""
+
+    model: nn.Module
+    example: TrainingExample
+    options: PlanningOptions
+    optimizer: torch.optim.Optimizer | None = None
+
+    def check(self) -> None:
+        """Refuse a model that a plan is applied to, or that no rank can run by itself.
+
+        Raises:
+            NotReadyError: A plan is applied.
+            UnsupportedError: A module is scripted, or parameters are sharded.
+        """
+        if interception_of(self.model) is not None:
+            raise NotReadyError("a plan is applied to this model already: undo(model) before planning anew")
+        for path, module in self.model.named_modules():
+            check_not_scripted(path, module)
+        if is_sharded(self.model):
+            raise UnsupportedError(
+                "the model is sharded, but each kind of device is measured by one of its workers alone: call auto_plan "
+                "with the whole model, then fully_shard, then apply"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTypes:
+    """Device types of the job: name to the ranks that have it, and this rank's."""
+
+    ranks: Mapping[str, tuple[int, ...]]
+    memory_bytes: Mapping[str, int]
+    mine: str
+
+
+def example_of(model: nn.Module, batch: Any, loss: Loss | None) -> TrainingExample:
+    """A batch as users pass it: a mapping of keyword arguments, a tuple or list of positional ones, or the only one."""
+    if isinstance(batch, Mapping):
+        return TrainingExample(model=model, kwargs=batch, loss=loss)
+    args = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
+    return TrainingExample(model=model, args=args, loss=loss)
+
+
+def require_one_model(captured: CapturedModel) -> None:
+    """Refuse ranks that hold different models, naming the first operators that differ."""
+    prints = gather_json(captured.graph.fingerprint())
+    if len(set(prints)) == 1:
+        return
+    names = gather_json([f"{operator.name} {operator.signature}" for operator in captured.graph])
+    other = next(rank for rank, found in enumerate(prints) if found != prints[0])
+    pairs = [(a, b) for a, b in zip(names[0], names[other], strict=False) if a != b]
+    shown = "; ".join(f"{a!r} on rank 0, {b!r} on rank {other}" for a, b in pairs[:3])
+    lengths = f"{len(names[0])} operators on rank 0, {len(names[other])} on rank {other}"
+    raise ModelError(f"the ranks hold different models or batch shapes: {shown or lengths}; build the same on all")
+
+
+def find_device_types(device: torch.device, options: PlanningOptions) -> DeviceTypes:
+    """Group the ranks by device; ranks are of one type if hardware, threads and versions are equal.
+
+    Args:
+        device: This rank's.
+        options: Name and memory of it, where they are given.
+
+    Returns:
+        The types. The memory limit of one is the smallest of its ranks.
+
+    Raises:
+        UnsupportedError: The memory limit that was asked for cannot be.
+    """
+    rank, size = world()
+
+    def facts() -> dict[str, Any]:
+        identity = identify(device, options.device_type)
+        return {"identity": identity.to_json(), "memory": memory_budget(device, options.memory)}
+
+    told = gather_json(together(facts))
+    ranks: dict[str, list[int]] = {}
+    seen: dict[str, Any] = {}
+    for number, fact in enumerate(told):
+        identity = fact["identity"]
+        base = identity["name"]
+        name, suffix = base, 2
+        while name in seen and seen[name] != identity:  # the same name for other hardware or threads
+            name, suffix = f"{base} #{suffix}", suffix + 1
+        seen[name] = identity
+        ranks.setdefault(name, []).append(number)
+    memory = {name: min(told[number]["memory"] for number in members) for name, members in ranks.items()}
+    mine = next(name for name, members in ranks.items() if rank in members)
+    if rank == 0:
+        _LOGGER.info("%d workers of %d device types: %s", size, len(ranks), ", ".join(ranks))
+    return DeviceTypes(ranks={name: tuple(members) for name, members in ranks.items()}, memory_bytes=memory, mine=mine)
+
+
+def measure_profiles(
+    job: Job, captured: CapturedModel, types: DeviceTypes, optimizer: torch.optim.Optimizer | None
+) -> dict[str, DeviceProfile]:
+    """Profile of each type, measured by its first rank; all types at the same time."""
+    rank, size = world()
+    recorded = job.options.compiled or job.example.device.type == "cuda"
+    steps = job.options.costs == "steps" or (job.options.costs == "auto" and recorded)
+    group = _own_group() if size > 1 and any(gather_json(steps)) else None
+
+    def measure() -> Any:
+        if rank != types.ranks[types.mine][0]:
+            return None
+        return (
+            _by_steps(job, captured, optimizer, group) if steps else _by_operator(job, captured, optimizer)
+        ).to_json()
+
+    try:
+        told = gather_json(together(measure))
+    finally:
+        if group is not None:
+            dist.destroy_process_group(group)
+    return {
+        name: DeviceProfile.from_json(told[ranks[0]], f"profile of {name!r}") for name, ranks in types.ranks.items()
+    }
+
+
+def _own_group() -> Any:
+    """A process group of this rank alone; every rank must call it."""
+    rank, size = world()
+    groups = [dist.new_group([member]) for member in range(size)]
+    return groups[rank]
+
+
+def _by_operator(job: Job, captured: CapturedModel, optimizer: torch.optim.Optimizer | None) -> DeviceProfile:
+    return profile(
+        captured,
+        job.example.device,
+        precisions=job.options.precisions,
+        options=job.options.kernels,
+        optimizer=optimizer,
+        example=job.example,
+        cache_dir=cache_folder(job.options.cache_dir),
+        progress=job.options.progress,
+        name=job.options.device_type,
+    )
+
+
+def _by_steps(job: Job, captured: CapturedModel, optimizer: torch.optim.Optimizer | None, group: Any) -> DeviceProfile:
+    """From recorded steps; operator by operator where those cannot be had, which the profile then says."""
+    try:
+        return profile_job_steps(
+            job.example,
+            captured.graph,
+            optimizer,
+            precisions=job.options.precisions,
+            kernels=job.options.kernels,
+            cache_dir=cache_folder(job.options.cache_dir),
+            group=group,
+            budget_s=job.options.profile_seconds,
+            progress=job.options.progress,
+            name=job.options.device_type,
+            compiled=job.options.compiled,
+        )
+    except (QSyncError, RuntimeError) as failure:
+        reason = first_line(failure)
+    _LOGGER.warning("operators are measured one by one, because no training steps were recorded: %s", reason)
+    found = _by_operator(job, captured, optimizer)
+    text = f"operator by operator, because no training steps could be recorded: {reason}"
+    return replace(found, options={**found.options, MEASURED_OPTION: text})
+
+
+def measure_network(device: torch.device) -> Network:
+    """Time all-reduces on the real process group."""
+    _, size = world()
+    if size == 1:
+        return Network(latency_s=0.0, bandwidth_bytes_per_s=1e12, source="a single worker communicates with nobody")
+    found = together(lambda: measure_all_reduce(device=device))
+    # The fit is of whole all-reduces; a ring sends 2 (N - 1) messages of 1 / N of the bytes each.
+    messages = 2 * (size - 1)
+    return Network(
+        latency_s=found.latency_s / messages,
+        bandwidth_bytes_per_s=found.bandwidth_bytes_per_s * messages / size,
+        source=f"measured on {size} workers, relative residual {found.relative_residual:.2f}",
+    )
+
+
+def job_cluster(types: DeviceTypes, profiles: Mapping[str, DeviceProfile], network: Network) -> Cluster:
+    """The job's workers as a cluster; every type is planned."""
+    return Cluster(
+        name="job",
+        devices=tuple(
+            DeviceType(
+                name=name,
+                count=len(ranks),
+                memory_limit_bytes=types.memory_bytes[name],
+                precisions=tuple(profiles[name].formats),
+            )
+            for name, ranks in types.ranks.items()
+        ),
+        network=network,
+    )

@@ -1,0 +1,241 @@
+"""What was planned for a running job: the plan, how it compares, and everything needed to plan it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from qsync_opt.cluster.cluster import Cluster
+from qsync_opt.costs.estimates import MEASURED_OPTION, estimated_by
+from qsync_opt.costs.profile import DeviceProfile
+from qsync_opt.errors import ProblemError
+from qsync_opt.model.graph import OpGraph
+from qsync_opt.runtimes.torch.job.candidates import StepTime, Way
+from qsync_opt.sensitivity.sensitivity_values import SensitivityValues
+from qsync_opt.training.baselines import uniform_plan
+from qsync_opt.training.build import build_problem
+from qsync_opt.training.evaluation import evaluate
+from qsync_opt.training.plan import Plan
+from qsync_opt.training.problem import Problem
+from qsync_opt.training.solution import Solution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobModel:
+    """Everything that was measured about a job; from it a problem is built without measuring again.
+
+    ``sensitivities`` are by device type. ``cluster`` has the memory limits as they are now. ``ways`` are the times of
+    the whole model by device type, empty if they were not taken, and ``steps`` those of whole training steps.
+    """
+
+    graph: OpGraph
+    profiles: Mapping[str, DeviceProfile]
+    sensitivities: Mapping[str, SensitivityValues]
+    cluster: Cluster
+    ways: Mapping[str, tuple[Way, ...]] = field(default_factory=dict)
+    steps: tuple[StepTime, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("profiles", "sensitivities", "ways"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    def problem(self, *, slack: float = 0.0) -> Problem:
+        """The problem as things are now.
+
+        Args:
+            slack: As in `build_problem`.
+
+        Raises:
+            ProblemError: As in `build_problem`.
+        """
+        first = next(iter(self.sensitivities.values()))
+        return build_problem(self.graph, self.profiles, first, self.cluster, slack=slack, by_device=self.sensitivities)
+
+    def with_memory(self, limits_bytes: Mapping[str, int]) -> JobModel:
+        """The same job with other memory limits for some device types.
+
+        Raises:
+            ProblemError: No such device type, or a limit below 1 byte.
+        """
+        for name in limits_bytes:
+            self.cluster.device(name)
+        devices = tuple(
+            replace(device, memory_limit_bytes=limits_bytes.get(device.name, device.memory_limit_bytes))
+            for device in self.cluster.devices
+        )
+        return replace(self, cluster=replace(self.cluster, devices=devices))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A plan that needs no solver, beside the one that was found: one precision everywhere.
+
+    Iteration time in nanoseconds, total sensitivity, and whether it keeps the memory limits.
+    """
+
+    name: str
+    iteration_ns: int
+    sensitivity: float
+    fits: bool
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Alternative:
+        """Read what `dataclasses.asdict` wrote."""
+        return cls(**data)
+
+
+def alternatives(problem: Problem, *, fp32_share: float = 1.0) -> tuple[Alternative, ...]:
+    """Every uniform plan of a problem, from the finest precision to the coarsest.
+
+    Args:
+        problem: Prices every plan as one that is carried out.
+        fp32_share: How much of that remains of the iteration time of FP32 alone, under which a plan stands aside.
+
+    Source:
+        The baselines of QSync (IPDPS 2024).
+    """
+    found = []
+    for precision in reversed(list(problem.formats)):
+        if not any(precision in table for device in problem.devices for table in device.operators.values()):
+            continue
+        evaluation = evaluate(problem, uniform_plan(problem, precision))
+        fits = all(d.memory_kib <= d.memory_limit_kib for d in evaluation.devices.values())
+        found.append(
+            Alternative(
+                name=precision,
+                iteration_ns=round((fp32_share if precision == "FP32" else 1.0) * evaluation.iteration_ns),
+                sensitivity=evaluation.objective,
+                fits=fits,
+            )
+        )
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlan:
+    """The plan of a job as one worker holds it; `apply` takes it as it is.
+
+    ``device_type`` is this worker's. ``worthwhile`` is False if training in FP32 is as good; `apply` then leaves the
+    model alone. ``reason`` says so in words, ``alternatives`` are what it was compared with. ``iteration_ns`` is
+    predicted from the costs of operators; ``expected_ns`` from times of the whole model, None if they were not taken.
+    ``taken`` names the way of every device type where such times decided, ``autocast`` has the format of those that
+    run under ``torch.autocast``, ``captured`` names those whose passes are replayed as CUDA graphs, and ``shares`` the
+    share of the global batch for one worker of each type. ``measured`` says per device type how its costs were
+    measured, and what of them was not; ``sensitivity_unit`` what sensitivities are in. ``problem``, ``solution`` and
+    ``model`` are on rank 0 only, None elsewhere. ``lifted_kinds`` are the captured graph's (`OpGraph.lifted_kinds`).
+    """
+
+    plan: Plan
+    device_type: str
+    iteration_ns: int
+    memory_bytes: Mapping[str, int]
+    sensitivity: float
+    bound: float | None
+    worthwhile: bool
+    reason: str
+    alternatives: tuple[Alternative, ...]
+    digest: str
+    expected_ns: int | None = None
+    taken: Mapping[str, str] = field(default_factory=dict)
+    autocast: Mapping[str, str] = field(default_factory=dict)
+    captured: tuple[str, ...] = ()
+    shares: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, str] = field(default_factory=dict)
+    problem: Problem | None = None
+    solution: Solution | None = None
+    model: JobModel | None = None
+    host_shares: Mapping[str, float] = field(default_factory=dict)
+    """Per device type with a card, the share of a pass under the plan in which the host still launches."""
+    sensitivity_unit: str = "squared gradient"
+    lifted_kinds: tuple[str, ...] = ()
+    stages_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that `auto_plan` took on this rank, by stage."""
+
+    def __post_init__(self) -> None:
+        if self.device_type not in self.plan.devices:
+            raise ProblemError(
+                f"the plan has no device type {self.device_type!r}: it has {', '.join(self.plan.devices)}"
+            )
+        object.__setattr__(self, "captured", tuple(self.captured))
+        object.__setattr__(self, "lifted_kinds", tuple(self.lifted_kinds))
+        for name in ("memory_bytes", "taken", "autocast", "shares", "measured", "stages_s"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    @property
+    def devices(self) -> Mapping[str, Mapping[str, str]]:
+        """This worker's device type, operator and precision: what `apply` carries out here."""
+        return MappingProxyType({self.device_type: self.plan.devices[self.device_type]})
+
+    def describe(self) -> str:
+        """A few lines for people: what was decided and what it was compared with."""
+        rows = [self.reason, *host_bound_words(self.host_shares)]
+        for other in self.alternatives:
+            fits = "" if other.fits else ", does not fit into memory"
+            rows.append(
+                f"  all {other.name}: {other.iteration_ns / 1e6:.2f} ms, sensitivity {other.sensitivity:.4g}{fits}"
+            )
+        rows.append(
+            f"  plan: {self.iteration_ns / 1e6:.2f} ms, sensitivity {self.sensitivity:.4g} ({self.sensitivity_unit})"
+        )
+        rows += [f"  costs on {name}: {text}" for name, text in self.measured.items()]
+        for name, way in self.taken.items():
+            rows.append(f"  {name}: {way}")
+        if self.expected_ns is not None:
+            rows.append(f"  a step is expected to take {self.expected_ns / 1e6:.2f} ms")
+        if self.stages_s:
+            told = ", ".join(f"{name} {spent:.1f}" for name, spent in self.stages_s.items() if spent >= 0.05)
+            rows.append(f"  planned in {sum(self.stages_s.values()):.1f} s{f': {told}' if told else ''}")
+        return "\n".join(rows)
+
+
+def how_measured(profile: DeviceProfile) -> str:
+    """How the costs of a profile were measured, and what of them is an estimate, in words."""
+    how = str(profile.options.get(MEASURED_OPTION, "operator by operator"))
+    estimate = estimated_by(profile)
+    return how if estimate is None else f"{how}; {estimate}"
+
+
+HOST_BOUND = 0.9
+"""Share of a pass that the host launches in, from which on a device waits for it."""
+
+
+def host_bound_words(shares: Mapping[str, float]) -> list[str]:
+    """A line for each device type that waits for its host, with what takes that away.
+
+    Args:
+        shares: Per device type, as `JobPlan` has them.
+    """
+    return [
+        f"  {name} waits for its host, which launches operators for {share:.0%} of a pass: capture the passes after "
+        "apply (qsync_opt.graphed(model, batch)), let auto_plan time them captured (PlanningOptions(capture=True)), or "
+        "compile the model"
+        for name, share in shares.items()
+        if share >= HOST_BOUND
+    ]
+
+
+def verdict(
+    iteration_ns: int, sensitivity: float, others: tuple[Alternative, ...], least_gain: float
+) -> tuple[bool, str]:
+    """Whether a plan is worth applying, and why.
+
+    FP32 is left alone if it fits and the plan is not faster by ``least_gain`` (a share of FP32's iteration time):
+    predictions are no better than a few percent, and a plan that runs nothing differently costs its interception.
+
+    Source:
+        Ours.
+    """
+    full = next((other for other in others if other.name == "FP32"), None)
+    if full is None:
+        return True, "a plan was found; FP32 is not possible on every device"
+    if not full.fits:
+        return True, "a plan was found; training in FP32 would not fit into memory"
+    gain = 1 - iteration_ns / max(1, full.iteration_ns)  # times of a device that is said to be endlessly fast are 0
+    if gain >= least_gain:
+        return True, f"the plan is predicted to be {gain:.1%} faster per iteration than FP32"
+    return False, (
+        f"no plan is predicted to be faster than FP32 by {least_gain:.0%} (the best by {max(gain, 0.0):.1%}, at a "
+        f"sensitivity of {sensitivity:.3g}): the model is left alone"
+    )

@@ -1,0 +1,308 @@
+"""Profile a job by its own training steps, and leave the model as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import hashlib
+import json
+import logging
+import statistics
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from qsync_opt.costs.estimates import ESTIMATE_OPTION, FP32_SHARE_OPTION, MEASURED_OPTION
+from qsync_opt.costs.profile import DeviceProfile
+from qsync_opt.errors import first_line
+from qsync_opt.io.cache import MeasurementCache
+from qsync_opt.io.progress import Report
+from qsync_opt.kernels import backend, ops
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.numerics.formats import PrecisionFormats
+from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.profiling.profile_run import option_values
+from qsync_opt.runtimes.torch.profiling.profiler import wanted_formats
+from qsync_opt.runtimes.torch.steps.profile import record_steps
+from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper
+from qsync_opt.runtimes.torch.support.identity import identify
+from qsync_opt.runtimes.torch.support.iteration import TrainingExample
+from qsync_opt.runtimes.torch.support.optimizers import kind_of, rebuilt, state_bytes
+from qsync_opt.runtimes.torch.support.unchanged import model_unchanged
+from qsync_opt.steps.bridge import profile_from_steps
+from qsync_opt.steps.cases import StepFlow
+from qsync_opt.steps.costs import StepCosts
+from qsync_opt.steps.predictor import StepPredictor
+from qsync_opt.steps.step_scaling import scaled_operators
+
+METHOD = 2
+"""Version of the way of recording; steps recorded in another way are not taken from the cache."""
+_LOGGER = logging.getLogger(__name__)
+_BLOCK_NS = 0.4e9
+"""About how long the steps of one plan may take that are timed in a row."""
+
+
+def profile_job_steps(
+    example: TrainingExample,
+    graph: OpGraph,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    precisions: tuple[str, ...] | None = None,
+    kernels: KernelOptions | None = None,
+    cache_dir: Any = None,
+    group: Any = None,
+    budget_s: float | None = None,
+    progress: Report | bool | None = None,
+    name: str | None = None,
+    compiled: bool = False,
+) -> DeviceProfile:
+    """A profile from recorded training steps; parameters, buffers, gradients and random state are put back.
+
+    Args:
+        example: The bare model with a batch. While steps are recorded a copy of its parameters is in the host's memory.
+        graph: Of the model.
+        optimizer: One of its kind and settings, without state, steps the model; it is left alone itself. None: AdamW.
+        precisions: As in `profile_steps`.
+        kernels: As in `profile_steps`.
+        cache_dir: Folder of measurements; None keeps none.
+        group: Process group of this worker alone for ``DistributedDataParallel`` around the model; None: without.
+        budget_s: As in `profile_steps`.
+        progress: As in `profile`.
+        name: Of the device.
+        compiled: As in `profile_steps`.
+
+    Returns:
+        The profile. Its options say how it was measured, and what was scaled for lack of memory.
+
+    Raises:
+        QSyncError: As in `profile_steps` and `profile_from_steps`.
+    """
+    device = example.device
+    kernels = dataclasses.replace(kernels or KernelOptions(), half_format=backend.half_format(device))
+    formats = wanted_formats(device, precisions)
+    environment = {
+        "device": identify(device, name).to_json(),
+        "options": option_values(kernels),
+        "method": f"steps {METHOD}",
+        "distributed": group is not None,
+    }
+    cache = MeasurementCache(cache_dir, environment)
+    key = f"{'compiled ' * compiled}steps {graph.fingerprint()} in {','.join(formats)} with {_settings(optimizer)}"
+    known = cache.get(key)
+    if known is None:
+        try:
+            with _memory_given_back(device):
+                costs, state = _recorded(
+                    example, graph, optimizer, tuple(formats), kernels, group, budget_s, progress, name, compiled
+                )
+        except RuntimeError as failure:
+            running = precisions_that_run(example, graph, tuple(formats), kernels)
+            # 8 bits ask for a 16-bit format at their borders, with or without the asking.
+            if "FP32" not in running or len(wanted_formats(device, running)) == len(formats):
+                raise
+            lost = ", ".join(precision for precision in formats if precision not in running)
+            _LOGGER.warning("%s does not run on this device and is left out: %s", lost, first_line(failure))
+            return profile_job_steps(
+                example,
+                graph,
+                optimizer,
+                precisions=running,
+                kernels=kernels,
+                cache_dir=cache_dir,
+                group=group,
+                budget_s=budget_s,
+                progress=progress,
+                name=name,
+                compiled=compiled,
+            )
+        known = {"costs": costs.to_json(), "state_bytes": state, "signatures": _signatures(graph, costs)}
+        cache.put(key, known)
+    costs = _of_this_batch(graph, StepCosts.from_json(known["costs"], "recorded steps"), known["signatures"])
+    return _described(graph, costs, formats, int(known["state_bytes"]))
+
+
+def precisions_that_run(
+    example: TrainingExample, graph: OpGraph, precisions: tuple[str, ...], kernels: KernelOptions
+) -> tuple[str, ...]:
+    """Those of some precisions in which a pass of the model runs, each tried in every operator that has it.
+
+    A library may choose a kernel that the device refuses: parts of a card cannot hold every one that the whole can. A
+    precision for which memory does not suffice is not refused.
+    """
+    running = []
+    with model_unchanged(example.model):
+        for precision in precisions:
+            plan = {
+                operator.name: precision if ops.supports(operator.op_type, precision, example.device) else "FP32"
+                for operator in graph.by_role(Role.ADJUSTABLE)
+            }
+            apply(example.model, plan, graph=graph, options=ApplyOptions(kernels=kernels))
+            try:
+                example.forward().backward()  # type: ignore[no-untyped-call]
+                if example.device.type == "cuda":
+                    torch.cuda.synchronize(example.device)
+            except torch.cuda.OutOfMemoryError:
+                running.append(precision)
+            except RuntimeError as failure:
+                _LOGGER.warning("%s does not run: %s", precision, first_line(failure))
+            else:
+                running.append(precision)
+            finally:
+                undo(example.model)
+                example.model.zero_grad()
+    return tuple(running)
+
+
+def _signatures(graph: OpGraph, costs: StepCosts) -> list[str]:
+    flow = StepFlow(graph, costs.half_format)
+    return [flow.signature(i) for i in range(len(graph))]
+
+
+def _of_this_batch(graph: OpGraph, costs: StepCosts, recorded: list[str]) -> StepCosts:
+    """Costs recorded with another batch of the same shapes: signatures of inputs differ with their values."""
+    now: dict[str, set[str]] = {}
+    for before, after in zip(recorded, _signatures(graph, costs), strict=True):
+        now.setdefault(before, set()).add(after)
+    cases = {
+        case._replace(signature=signature): cost
+        for case, cost in costs.cases.items()
+        for signature in sorted(now.get(case.signature, {case.signature}))
+    }
+    return dataclasses.replace(costs, cases=cases)
+
+
+def _settings(optimizer: torch.optim.Optimizer | None) -> str:
+    if optimizer is None:
+        return "AdamW"
+    groups = [
+        [[list(p.shape) for p in group["params"]], {k: repr(v) for k, v in group.items() if k != "params"}]
+        for group in optimizer.param_groups
+    ]
+    return f"{kind_of(optimizer)} {hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).hexdigest()[:24]}"
+
+
+@contextlib.contextmanager
+def _memory_given_back(device: torch.device) -> Iterator[None]:
+    """What was around the model refers to itself in circles; its buckets shall be gone before the job goes on."""
+    try:
+        yield
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _recorded(
+    example: TrainingExample,
+    graph: OpGraph,
+    optimizer: torch.optim.Optimizer | None,
+    formats: tuple[str, ...],
+    kernels: KernelOptions,
+    group: Any,
+    budget_s: float | None,
+    progress: Report | bool | None,
+    name: str | None,
+    compiled: bool,
+) -> tuple[StepCosts, int]:
+    """Costs, and the bytes of the optimizer's state."""
+    own = own_optimizer(optimizer, example.model)
+    with parameters_put_back(example.model, own), model_unchanged(example.model):
+        wrapped = example.model if group is None else DistributedDataParallel(example.model, process_group=group)
+        stepped = dataclasses.replace(example, model=wrapped)
+        # What was scaled is in the profile, which the plan quotes.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            records = record_steps(
+                stepped,
+                graph,
+                own,
+                precisions=formats,
+                options=_options(Stepper(stepped, own)),
+                kernels=kernels,
+                progress=progress,
+                name=name,
+                budget_s=budget_s,
+                compiled=compiled,
+            )
+        return records.fit(graph), state_bytes(own)
+
+
+def _options(stepper: Stepper) -> RecordingOptions:
+    """As many steps as there is time for."""
+    try:
+        stepper.step()
+        step_ns = stepper.steady_ns(1)
+    except torch.cuda.OutOfMemoryError:
+        return RecordingOptions(warm_up=1, repeats=2, traced=1)
+    repeats = max(2, min(6, round(_BLOCK_NS / step_ns)))
+    return RecordingOptions(warm_up=2 if repeats > 2 else 1, repeats=repeats, traced=1)
+
+
+def own_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> torch.optim.Optimizer:
+    """One without state over the model's parameters."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if optimizer is None:
+        return torch.optim.AdamW(parameters)
+    mine = {id(p) for p in parameters}
+    if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        return rebuilt(optimizer, [dict(group) for group in optimizer.param_groups])
+    return rebuilt(optimizer, [{"params": parameters}])
+
+
+@contextlib.contextmanager
+def parameters_put_back(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+    """Give parameters back the values they had, bit for bit; meanwhile those are in the host's memory.
+
+    Args:
+        model: Whose parameters.
+        optimizer: That will step them, and perhaps others (of a loss, say).
+    """
+    stepped = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
+    parameters = list({id(p): p for p in (*model.parameters(), *stepped)}.values())
+    values = [p.detach().to("cpu", copy=True) for p in parameters]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.copy_(value)
+
+
+def _described(graph: OpGraph, costs: StepCosts, formats: dict[str, PrecisionFormats], state: int) -> DeviceProfile:
+    profile = profile_from_steps(graph, costs, formats, state_bytes=state)
+    errors = [abs(check.time_error) for check in costs.checks]
+    options: dict[str, str | int | float | bool] = {
+        MEASURED_OPTION: f"{'compiled ' * (costs.graphs > 0)}training steps recorded under {len(costs.checks)} plans, "
+        "whose times are predicted within "
+        f"{statistics.fmean(errors):.1%} on average and {max(errors):.1%} at most"
+    }
+    options[FP32_SHARE_OPTION] = _fp32_share(graph, costs)
+    scaled = scaled_operators(graph, costs)
+    if scaled:
+        options[ESTIMATE_OPTION] = "; ".join(
+            f"{precision} of {_some(names)} was scaled from {source}, because it did not fit into memory"
+            for (precision, source), names in scaled.items()
+        )
+    return dataclasses.replace(profile, options={**profile.options, **options})
+
+
+def _fp32_share(graph: OpGraph, costs: StepCosts) -> float:
+    """Time of a step under a plan of FP32 alone, which stands aside, as a share of one that is carried out."""
+    fine = dict.fromkeys((operator.name for operator in graph.by_role(Role.ADJUSTABLE)), "FP32")
+    aside, carried_out = (
+        predictor.steady_ns(predictor.plan(fine))
+        for predictor in (
+            StepPredictor(graph, costs),
+            StepPredictor(graph, dataclasses.replace(costs, resting_share=1.0)),
+        )
+    )
+    return aside / max(1, carried_out)
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more operators"

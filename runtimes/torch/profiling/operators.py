@@ -1,0 +1,261 @@
+"""What does one operator cost in one precision? Its recorded call, run again and again on made-up tensors.
+
+Adjustable operators run through ``kernels.ops.execute``, as under a plan; the others are called as they were recorded,
+in each format that they may run in. Activations arrive in the format that the runtime would hand over, so that their
+casts are not in the time; an 8-bit operator quantizes inside, and what that costs is taken off again by the caller,
+because it is priced on the edge.
+
+All results of a round are kept until their backward passes have run, in reverse order: memory is then fresh in forward
+and reused in backward, as in a training step, and page faults are counted where a step has them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from qsync_opt.costs.costs import MeasuredCost
+from qsync_opt.kernels import ops
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.model.graph import Operator, Role
+from qsync_opt.runtimes.timing import steady_medians
+from qsync_opt.runtimes.torch.capture.calls import RecordedCall, TensorArgument
+from qsync_opt.runtimes.torch.support.memory import allocations_of, storage_of
+from qsync_opt.runtimes.torch.support.timing import Elapsed, Stopwatch
+
+DTYPES: dict[str, torch.dtype] = {
+    "BF16": torch.bfloat16,
+    "FP16": torch.float16,
+    "TF32": torch.float32,
+    "FP32": torch.float32,
+}
+ROUND_BYTES = 32 * 2**20
+"""Results that one round may keep alive; larger operators run in more, shorter rounds."""
+_FREE_KINDS = frozenset({"input", "getitem"})
+"""Kinds that only name a tensor: no work, no memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """One run, ready to be started: the work, its floating activations as passed, and where gradients are wanted."""
+
+    work: Callable[[], Any]
+    activations: tuple[Tensor, ...]
+    state: tuple[Tensor, ...]
+    wanted: tuple[Tensor, ...]
+
+
+class OperatorBench:
+    """Runs one recorded call in one precision.
+
+    Args:
+        operator: The operator, for its kind and role.
+        call: Its recorded call.
+        precision: To run it in.
+        device: Where.
+        options: Of the 8-bit kernels.
+    """
+
+    def __init__(
+        self,
+        operator: Operator,
+        call: RecordedCall,
+        precision: str,
+        device: torch.device,
+        options: KernelOptions,
+    ) -> None:
+        self._operator = operator
+        self._call = call
+        self._precision = precision
+        self._device = device
+        self._options = options
+        half = DTYPES[options.half_format]
+        self._arrival = torch.float32 if operator.role is Role.FIXED else DTYPES.get(precision, half)
+        schema = call.target._schema if isinstance(call.target, torch._ops.OpOverload) else None
+        self._in_place = schema is not None and schema.is_mutable
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def measure(self, stopwatch: Stopwatch, repeats: int) -> MeasuredCost:
+        """Time and memory; from rounds of ``repeats`` runs, the first of which does not count."""
+        if self._operator.op_type in _FREE_KINDS:
+            return MeasuredCost(forward_ns=0, backward_ns=0, alias_input=0 if self._operator.inputs else None)
+        memory = self._memory()
+        per_run = max(1, sum(spec.num_bytes for spec in self._operator.output_specs) + memory.saved_bytes)
+        count = max(2, min(repeats, ROUND_BYTES // per_run))
+        rotated = [self._tensors() for _ in range(min(count, _ROTATED))]
+        # The first round touches all of its memory for the first time; those page faults are no part of a step.
+        self._round(stopwatch, rotated, count)
+        idle = _idle_backward(stopwatch, self._device)
+        times = steady_medians(lambda: self._round(stopwatch, rotated, count))
+        forward, host_forward, backward, host_backward = times
+        return replace(
+            memory,
+            forward_ns=_whole(forward),
+            host_forward_ns=_whole(host_forward),
+            backward_ns=_whole(backward - idle[0]),
+            host_backward_ns=_whole(host_backward - idle[1]),
+        )
+
+    def _tensors(self) -> list[Tensor]:
+        """Make up the tensor arguments, in argument order."""
+
+        def make(argument: TensorArgument) -> Tensor:
+            tensor = argument.random(self._device, self._generator)
+            is_activation = argument.state is None and argument.dtype is torch.float32
+            # 0-dim operands follow the others by type promotion, whatever their own type.
+            if is_activation and (tensor.dim() > 0 or self._operator.role is Role.ADJUSTABLE):
+                return tensor.detach().to(self._arrival).requires_grad_(argument.requires_gradient)
+            return tensor
+
+        return [make(argument) for argument in self._call.tensors()]
+
+    def _run(self, tensors: Sequence[Tensor]) -> _Run:
+        """Put the call together; an operator that writes into an argument gets copies: none may hold an earlier run."""
+        passed = [t.clone() if self._in_place and t.is_floating_point() else t for t in tensors]
+        remaining = iter(passed)
+        args, kwargs = self._call.build(lambda _: next(remaining))
+        kwargs = {key: self._device if key == "device" else value for key, value in kwargs.items()}
+        work = functools.partial(self._call.target, *args, **kwargs)
+        if self._operator.role is Role.ADJUSTABLE:
+            arguments = (self._operator.op_type, self._precision, self._call.target, args, kwargs, self._options)
+            work = functools.partial(ops.execute, *arguments)
+        pairs = list(zip(self._call.tensors(), passed, strict=True))
+        return _Run(
+            work=work,
+            activations=tuple(t for argument, t in pairs if argument.state is None and argument.spec.is_floating),
+            state=tuple(t for argument, t in pairs if argument.state is not None),
+            wanted=tuple(t for t in tensors if t.requires_grad),
+        )
+
+    def _round(self, stopwatch: Stopwatch, rotated: Sequence[list[Tensor]], count: int) -> list[tuple[float, ...]]:
+        """``count`` forward passes, then their backward passes in reverse; device and host time of each, per run."""
+        forward: list[Elapsed] = []
+        backward: list[Elapsed] = []
+        kept: list[tuple[_Run, Any]] = []
+        for i in range(count):
+            run = self._run(rotated[i % len(rotated)])
+            # A view moves no data: what it costs is the interpreter's and in no cache that a flush models.
+            stopwatch.settle(flush=not self._call.is_view)
+            result, elapsed = stopwatch.time(run.work)
+            forward.append(elapsed)
+            kept.append((run, result))
+            del result
+        while kept:
+            run, result = kept.pop()
+            work = _backward(run, result)
+            del result
+            stopwatch.settle()
+            backward.append(stopwatch.time(work)[1] if work is not None else _NOTHING)
+        pairs = zip(forward, reversed(backward), strict=True)
+        return [(f.device_ns, f.host_ns, b.device_ns, b.host_ns) for f, b in pairs]
+
+    def _memory(self) -> MeasuredCost:
+        """What is kept for backward and what is allocated in passing; the times are left at zero.
+
+        In passing means: the peak less what is kept (forward) or handed on (backward).
+        """
+        run = self._run(self._tensors())
+        saved: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.append(tensor.detach())
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = run.work()
+        cost = self._kept(run, list(_flat(result)), saved)
+        del result
+        run = self._run(self._tensors())
+        handed_on: list[int] = []
+
+        def backward(result: Any) -> None:
+            if (work := _backward(run, result)) is not None:
+                parts = [part for gradient in work() if gradient is not None for part in _stored(gradient)]
+                delivered = {storage_of(t): t.untyped_storage().nbytes() for t in parts}
+                handed_on.append(sum(delivered.values()))
+
+        _, (first, second) = allocations_of([lambda _: run.work(), backward], self._device)
+        return replace(
+            cost,
+            forward_workspace_bytes=max(0, first.peak_bytes - first.kept_bytes),
+            backward_workspace_bytes=max(0, second.peak_bytes - sum(handed_on)),
+        )
+
+    def _kept(self, run: _Run, results: Sequence[Tensor], saved: Sequence[Tensor]) -> MeasuredCost:
+        """Sort saved tensors by whose storage they are: parameters', inputs', the result's, or the operator's own."""
+        positions = self._positions(run)
+        state = {storage_of(tensor) for tensor in run.state}
+        outputs = {storage_of(tensor) for tensor in results}
+        keys = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
+        own = [size for key, size in keys.items() if key not in positions and key not in outputs and key not in state]
+        return MeasuredCost(
+            forward_ns=0,
+            backward_ns=0,
+            saved_bytes=sum(own),
+            saves_inputs=tuple(sorted({positions[key] for key in keys if key in positions})),
+            saves_output=any(key in outputs and key not in positions for key in keys),
+            alias_input=next((positions[key] for key in outputs if key in positions), None),
+        )
+
+    def _positions(self, run: _Run) -> dict[int, int]:
+        """Storage of each activation that has an edge -> its position among the operator's inputs."""
+        edges = run.activations
+        if len(edges) > len(self._operator.inputs):
+            edges = tuple(tensor for tensor in edges if tensor.dim() > 0)
+        return {storage_of(tensor): position for position, tensor in reversed(list(enumerate(edges)))}
+
+
+_NOTHING = Elapsed(device_ns=0.0)
+_IDLE_RUNS = 20
+_ROTATED = 4
+"""Sets of arguments that runs take turns with."""
+
+
+def _idle_backward(stopwatch: Stopwatch, device: torch.device) -> tuple[float, ...]:
+    """What a call of the autograd engine costs that has nothing to do; a step calls it once, not once per operator."""
+    x = torch.zeros(1, device=device, requires_grad=True)
+    y = x.view(1)
+    g = torch.zeros(1, device=device)
+
+    def run_round() -> list[tuple[float, ...]]:
+        rows: list[tuple[float, ...]] = []
+        for _ in range(_IDLE_RUNS):
+            # Without a head start of the host, the device's time would be the host's.
+            stopwatch.settle(flush=False)
+            elapsed = stopwatch.time(lambda: torch.autograd.grad([y], [x], [g]))[1]
+            rows.append((elapsed.device_ns, elapsed.host_ns))
+        return rows
+
+    return steady_medians(run_round)
+
+
+def _whole(time_ns: float) -> int:
+    return max(0, round(time_ns))
+
+
+def _flat(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for item in result:
+            yield from _flat(item)
+
+
+def _stored(gradient: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with memory of their own that hold a gradient: of a look-up's sparse one, indices and values."""
+    return (gradient._indices(), gradient._values()) if gradient.is_sparse else (gradient,)
+
+
+def _backward(run: _Run, result: Any) -> Callable[[], tuple[Tensor | None, ...]] | None:
+    """Backward pass of one run with made-up gradients, ready to be started; None where no gradient flows."""
+    outputs = [tensor for tensor in _flat(result) if tensor.requires_grad]
+    if not outputs or not run.wanted:
+        return None
+    gradients = [torch.full_like(tensor, 1e-3) for tensor in outputs]
+    return lambda: torch.autograd.grad(outputs, run.wanted, gradients, allow_unused=True)

@@ -1,0 +1,382 @@
+"""How far does noise really reach? Gains of every operator's tensors, by differentiating the gradient once more.
+
+Let u be a random vector of signs over all parameters and s = <u, gradient of the loss>. The derivative of s for
+any tensor t of the forward or backward pass is J^T u, J being the Jacobian that turns noise on t into noise on the
+gradient; the mean over u of its square is, element by element, the variance that one unit of noise there adds to the
+whole gradient. One double backward pass per u yields it for all tensors of all operators at once: through every
+nonlinearity, residual branch, normalization, shared weight and the loss itself, exact to first order.
+
+The derivative of a rectifier jumps where its input crosses zero, which no derivative sees, yet flips of rectifiers are
+what small noise mostly does in a network of them. The mask by which a rectifier multiplies its gradient is therefore a
+tensor of its own: the square of its J^T u, element by element, times the chance that normal noise of some size pushes
+that element over zero, is the variance that the flips of this rectifier add (`Probed.flips`). Noise is spread over
+the elements as it was seen to arrive there (`noisy_passes`). Max-pooling is treated likewise: the share of a window's
+gradient that goes to the second largest element is a tensor of its own, which noise changes from 0 to 1.
+
+A step that is differentiated twice keeps three to seven times what a training step keeps. Where a batch can be divided,
+only some of its samples are therefore probed; see ``probe_parts``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from qsync_opt.errors import ModelError, first_line
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.runtimes.torch.interception.interception import Interception
+from qsync_opt.runtimes.torch.interception.operator_calls import Handler, OperatorCall
+from qsync_opt.runtimes.torch.sensitivity.probes.derivative_sums import Key, Sums
+from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_before
+from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import KINKED, Seen, noisy_passes
+from qsync_opt.runtimes.torch.sensitivity.probes.taps import GainTapper, nothing_like
+from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, dense_lookup
+from qsync_opt.runtimes.torch.sensitivity.random_signs import signs_like
+from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, norm, shares_of_mean
+from qsync_opt.sensitivity.statistics import Gain
+
+LossOf = Callable[[], Tensor]
+_SMALL = 1 << 16
+"""Elements at most of a parameter whose random signs are kept."""
+
+
+class Probed(NamedTuple):
+    """Gains per operator and tensor; per rectifier, what its flips add at the ratios of ``FLIP_RATIOS``.
+
+    ``noise`` is the noise-to-signal ratio at the input of each rectifier when all products round operands to INT8, and
+    ``shift`` the squared norm by which the mean gradient moves then, beyond what independent flips move it.
+    """
+
+    gains: dict[str, dict[str, Gain]]
+    flips: dict[str, tuple[float, ...]]
+    noise: Mapping[str, float]
+    shift: float = 0.0
+
+
+@contextlib.contextmanager
+def tapped(model: nn.Module, handler: Handler) -> Iterator[None]:
+    """Within the block, the handler sees every operator, rectifier and max-pool of the model.
+
+    Raises:
+        ModelError: An operator runs where autograd is off: what noise does from there on cannot be followed.
+    """
+
+    def watched(call: OperatorCall) -> Any:
+        if call.op_type in ADJUSTABLE and not torch.is_grad_enabled():
+            raise ModelError(
+                f"operator {call.name!r} runs without gradients, where probing cannot follow its noise: freeze "
+                "parameters by requires_grad_(False) instead of torch.no_grad(), checkpoint with use_reentrant=False, "
+                "or collect without probes"
+            )
+        if call.op_type == "embedding":
+            call.args, call.kwargs = dense_lookup(call.function, call.args, call.kwargs)
+        return handler(call)
+
+    interception = Interception(model, watched, kinds=KINKED)
+    try:
+        yield
+    finally:
+        interception.remove()
+
+
+class ProbeMemoryError(ModelError):
+    """Memory was missing for a step that is differentiated twice."""
+
+
+@contextlib.contextmanager
+def twice_differentiable(option: str) -> Iterator[None]:
+    """Say what is missing when a step cannot be differentiated twice: memory, or a second derivative.
+
+    Raises:
+        ModelError: Some operation has no second derivative, or memory was missing.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = first_line(error)
+        if isinstance(error, torch.cuda.OutOfMemoryError) or "allocate memory" in said:
+            raise ProbeMemoryError(
+                f"there is not enough memory to differentiate the model twice, which probing needs ({said}): collect "
+                f"with smaller batches, or with {option}=0"
+            ) from error
+        raise ModelError(
+            f"the model cannot be differentiated twice, which probing needs ({said}): collect with {option}=0"
+        ) from error
+
+
+class _Projection(torch.autograd.Function):
+    """Sum of a gradient times random signs, of which only the derivative is asked for: the signs, drawn there.
+
+    The sum itself is not made; 0 stands for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, signs: Callable[[], Tensor], weighted: bool) -> Tensor:
+        ctx.signs, ctx.weighted = signs, weighted
+        return nothing_like(gradient.new_empty(()))
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        signs: Tensor = ctx.signs()
+        return signs * factor if ctx.weighted else signs, None, None
+
+
+class _Signs:
+    """Random signs for all parameters: of small ones drawn together and kept, of others drawn when they are needed."""
+
+    def __init__(self, parameters: Sequence[Tensor], key: tuple[int, ...]) -> None:
+        self._parameters, self._key = parameters, key
+        self._kept: dict[int, Tensor] = {}
+        small = [i for i, p in enumerate(parameters) if p.numel() <= _SMALL]
+        for some in by_place(small, lambda i: parameters[i]).values():
+            sizes = [parameters[i].numel() for i in some]
+            drawn = signs_like(parameters[some[0]], (*key, -1), sum(sizes))
+            for i, part in zip(some, torch.split(drawn, sizes), strict=True):
+                self._kept[i] = part.view(parameters[i].shape)
+
+    def of(self, index: int) -> Tensor:
+        """Of a parameter; not to be written into."""
+        known = self._kept.get(index)
+        return signs_like(self._parameters[index], (*self._key, index)) if known is None else known
+
+
+@dataclass
+class _Projected:
+    """What hooks of the parameters leave of the gradient: its sum with random signs, one for each probe."""
+
+    signs: Sequence[_Signs]
+    roots: Mapping[int, Tensor] | None
+    adaptive: bool
+    first: bool = True
+    sums: list[list[Tensor]] = field(default_factory=list)
+    progress: list[Tensor] = field(default_factory=list)
+    weights: dict[int, Tensor] = field(default_factory=dict)
+
+    def hook(self, index: int) -> Callable[[Tensor | None], Tensor | None]:
+        """Of one parameter."""
+
+        def hook(gradient: Tensor | None) -> Tensor | None:
+            if gradient is None:  # differentiated again, where nothing depends on the parameter any more
+                return None
+            if self.first and gradient.requires_grad:
+                self.sums.append([self._project(index, gradient, signs) for signs in self.signs])
+            return nothing_like(gradient)  # nothing of a gradient's size is kept
+
+        return hook
+
+    def _project(self, index: int, gradient: Tensor, signs: _Signs) -> Tensor:
+        found: Tensor = _Projection.apply(  # type: ignore[no-untyped-call]
+            gradient, functools.partial(signs.of, index), self.adaptive
+        )
+        return found * self._weight(index, gradient) if self.adaptive else found
+
+    def _weight(self, index: int, gradient: Tensor) -> Tensor:
+        """By what a parameter's gradient is multiplied so that its variance is the progress of Adam that it costs.
+
+        The square of it is ``1 / (2 rms_p sum of (elements rms))`` over the parameters, see
+        ``qsync_opt.sensitivity.expected_loss``; 0 where all of a gradient is 0. The sum is left to the end.
+        """
+        given = None if self.roots is None else self.roots.get(index)
+        with torch.no_grad():
+            root = norm(gradient.detach()).double() / gradient.numel() ** 0.5 if given is None else given
+            self.progress.append(root * gradient.numel())
+            found = torch.where(root > 0, (2 * root).rsqrt(), 0.0).to(gradient.dtype)
+            self.weights[index] = found
+            return found
+
+
+class Sliced(NamedTuple):
+    """What one probed loss shows: sums by operator, tensor and call, and by rectifier; and what rectifiers read."""
+
+    sums: dict[Key, Sums]
+    flips: dict[str, list[float]]
+    rectified: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """How losses are probed.
+
+    Attributes:
+        wanted: Limits the operators; None is all adjustable ones.
+        probes: Random vectors.
+        seed: Of these.
+        adaptive: See ``probe_gains``.
+        roots: Root mean squares of gradients by the parameter's number; by default those of the loss.
+        keep: From a tensor and its number of elements to whether some elements of its derivative are kept.
+    """
+
+    wanted: frozenset[str] | None
+    probes: int
+    seed: int = 0
+    adaptive: bool = False
+    roots: Mapping[int, Tensor] | None = None
+    keep: Callable[[Key, int], bool] | None = None
+
+    def of(self, model: nn.Module, loss_of: LossOf, seen: Seen) -> Sliced:
+        """Squared derivatives of one loss, and noise as it was seen to arrive at its rectifiers.
+
+        Raises:
+            ModelError: Some operation of the model has no second derivative, or memory was missing.
+        """
+        copied: frozenset[str] = frozenset()
+        while True:
+            tapper = GainTapper(self.wanted, seen.arriving, keep=self.keep, copied=copied)
+            try:
+                with twice_differentiable("probes"):
+                    progress = self._differentiate(model, loss_of, tapper)
+                if tapper.written <= copied:
+                    sums, flips = tapper.found(self.probes)
+                    if self.adaptive:
+                        _per_progress(
+                            sums, flips, float(torch.stack(progress).sum()) / self.probes if progress else 0.0
+                        )
+                    return Sliced(sums, flips, dict(tapper.rectified))
+                copied |= tapper.written
+            finally:
+                tapper.forget()
+
+    def _differentiate(self, model: nn.Module, loss_of: LossOf, tapper: GainTapper) -> list[Tensor]:
+        """Let the tapper see derivatives; returns what each parameter adds to Adam's progress."""
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        signs = [_Signs(parameters, (self.seed, probe)) for probe in range(self.probes)]
+        projected = _Projected(signs, self.roots, self.adaptive)
+        handles = [p.register_hook(projected.hook(i)) for i, p in enumerate(parameters)]  # type: ignore[no-untyped-call]
+        try:
+            with tapped(model, tapper), sdpa_kernel(SDPBackend.MATH):
+                loss = loss_of()
+                # What can be differentiated only once is marked as such only if what arrives at it requires a gradient.
+                start = torch.ones_like(loss, requires_grad=True)
+                torch.autograd.grad(loss, parameters, start, create_graph=True, allow_unused=True)
+            del loss
+            tapper.first = projected.first = False
+            tapper.weights = {id(parameters[i]): weight for i, weight in projected.weights.items()}
+            projections = [torch.stack(row).sum() for row in zip(*projected.sums, strict=True)]
+            projected.sums.clear()
+            if not projections:
+                raise RuntimeError("its gradient does not depend on anything")
+            leaves = leaves_before(projections)
+            while projections:
+                tapper.last = len(projections) == 1
+                torch.autograd.grad(projections.pop(), leaves, allow_unused=True, retain_graph=not tapper.last)
+                tapper.settle()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return projected.progress
+
+
+def _per_progress(sums: Mapping[Key, Sums], flips: Mapping[str, list[float]], progress: float) -> None:
+    if progress <= 0:
+        raise ModelError(
+            "every gradient of the batch is zero, so that there is no progress of which noise could cost a share: pass "
+            "a batch and a loss that the model learns from, or collect with adaptive_probes=0"
+        )
+    for known in sums.values():
+        known.plain, known.fixed, known.floating = (x / progress for x in (known.plain, known.fixed, known.floating))
+        known.scale /= progress
+    for row in flips.values():
+        row[:] = [value / progress for value in row]
+
+
+def gain_of(found: Sums) -> Gain:
+    """Mean over an operator's tensor with two weights; weights that are all zero count as none."""
+    return Gain(
+        uniform=weighted(found.plain, found.fixed, found.fixed_weight, found.elements),
+        floating=weighted(found.plain, found.floating, found.values, found.elements),
+    )
+
+
+def weighted(plain: float, sums: float, weights: float, elements: int) -> float:
+    """A sum of so many elements by weights of mean 1."""
+    return sums * elements / weights if weights > 0 else plain
+
+
+def wanted_of(graph: OpGraph | None) -> frozenset[str] | None:
+    """The operators that gains are wanted of; None is all."""
+    return None if graph is None else frozenset(operator.name for operator in graph.by_role(Role.ADJUSTABLE))
+
+
+def rectifies(graph: OpGraph | None) -> bool:
+    """Whether there may be rectifiers or max-pools."""
+    return graph is None or any(operator.op_type in KINKED for operator in graph)
+
+
+def probe_gains(
+    model: nn.Module,
+    loss_of: LossOf,
+    *,
+    graph: OpGraph | None = None,
+    probes: int,
+    seed: int = 0,
+    adaptive: bool = False,
+    roots: Mapping[int, Tensor] | None = None,
+    seen: Seen | None = None,
+) -> Probed:
+    """Gains of every tensor of every adjustable operator for one batch, and what flips of rectifiers add.
+
+    Needs the memory of a forward and backward pass that is differentiated again, several times that of a training
+    step; see ``probe_parts`` for less. Dropout draws anew in each pass.
+
+    Args:
+        model: The model.
+        loss_of: Runs the model on the batch and returns the loss.
+        graph: Limits the operators to its adjustable ones.
+        probes: Random vectors; the relative error of a gain shrinks with their number and with the tensor's size.
+        seed: Of the random vectors.
+        adaptive: Count the variance of every parameter's gradient by the share of Adam's progress that it costs.
+        roots: Root mean squares of the gradients by the parameter's number, among those that are trained; by default
+            those of the loss.
+        seen: Noise at rectifiers; by default it is looked at now.
+
+    Returns:
+        Operator to tensor to gain; rectifier to flips.
+
+    Raises:
+        ModelError: Some operation of the model has no second derivative, or memory was missing; an operator runs
+            without gradients; with ``adaptive``, every gradient is zero.
+
+    Source:
+        Ours; the estimator of a squared norm from random signs is Hutchinson's.
+    """
+    wanted = wanted_of(graph)
+    if seen is None:
+        seen = noisy_passes(model, loss_of, wanted, shift=not adaptive) if rectifies(graph) else Seen({}, 0.0)
+    probe = Probe(wanted=wanted, probes=probes, seed=seed, adaptive=adaptive, roots=roots)
+    found = probe.of(model, loss_of, seen)
+    return put_together({key: gain_of(sums) for key, sums in found.sums.items()}, found.flips, seen, [found])
+
+
+def put_together(
+    gains: Mapping[Key, Gain], flips: Mapping[str, Sequence[float]], seen: Seen, found: Sequence[Sliced]
+) -> Probed:
+    """Calls of one operator added up; flips have the mean that they move in the last place.
+
+    Statistics know the mean over the calls of an operator. A call whose tensor is larger than that is noisier, too, so
+    its gain counts by the tensor's mean square over the mean of all calls.
+    """
+    together: dict[str, dict[str, Gain]] = {}
+    squares = {key: sum(part.sums[key].values / max(1, part.sums[key].elements) for part in found) for key in gains}
+    shares = shares_of_mean(squares)
+    for key, gain in gains.items():
+        name, tensor, _ = key
+        gain = Gain(uniform=gain.uniform * shares[key], floating=gain.floating * shares[key])
+        known = together.setdefault(name, {}).get(tensor)
+        if known is not None:
+            gain = Gain(uniform=known.uniform + gain.uniform, floating=known.floating + gain.floating)
+        together[name][tensor] = gain
+    # Flips that are independent move the mean too: by -P or P at an element.
+    shift = seen.shift - sum(row[-1] for row in flips.values())
+    return Probed(
+        together,
+        {name: tuple(row[:-1]) for name, row in flips.items()},
+        {name: arriving.ratio for name, arriving in seen.arriving.items()},
+        max(0.0, shift),
+    )

@@ -1,0 +1,326 @@
+"""Where does noise arrive at rectifiers and max-pools, how much, and where does it move the gradient? By noisy passes.
+
+How often an element flips depends on the noise *there*: a batch normalization enlarges the channels of small variance,
+and their noise with them; an image with large activations is noisier than others; what a residual branch brings lands
+on its own channels. With one size of noise for a whole tensor, flips of ResNet-50 are a third too few. So the step is
+run once as it is and a few times with both operands of every product rounded to INT8, stochastically, and what differs
+at the input of each rectifier is kept: its mean square per image and channel, and altogether. Of a max-pool it is kept
+by how much noise changes the gap between the two largest elements of a window.
+
+The gradients of the noisy passes tell by how much the *mean* gradient moves: of two independent draws, the product of
+the two deviations is the squared norm of that shift in expectation. Noise of zero mean shifts it because the mean
+gradient is that of the loss which the noise smooths; what noise makes an element of ``z`` larger also opens its
+rectifier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qsync_opt.kernels.arguments import CONVOLUTIONS
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.kernels.quantize.quantize import dequantize, quantize_int8
+from qsync_opt.runtimes.torch.interception.interception import Interception, OperatorCall
+from qsync_opt.runtimes.torch.sensitivity.probes.max_pooling import (
+    MAX_POOLS,
+    Contest,
+    LastRectified,
+    contest,
+    pool_call,
+)
+from qsync_opt.runtimes.torch.sensitivity.products import BILINEAR, operand_slots, replace_operands
+from qsync_opt.runtimes.torch.sensitivity.reductions import norms, square_sum, strided, totals
+
+RECTIFIERS = ("relu", "relu_")
+"""Operators whose derivative jumps at zero."""
+KINKED = (*RECTIFIERS, *MAX_POOLS)
+"""Operators whose derivative jumps."""
+PASSES = 6
+"""Passes with noise. With two, the root of a mean square of few elements comes out a tenth too small, and the shift is
+known to a fifth of the variance; with six to a twentieth."""
+
+_ELEMENTS = 1 << 14
+"""Elements at most of each parameter's gradient that tell by how much the mean gradient moves."""
+
+
+class Arriving(NamedTuple):
+    """Noise at the input of a rectifier or max-pool.
+
+    Attributes:
+        ratio: Its energy over that of the signal, all calls together.
+        spread: Mean square, per call, broadcasting against the input: per sample and channel where there are
+            positions, else per element, over the batch. Of a max-pool that of the gaps between contestants, per sample
+            and channel, (..., 1).
+    """
+
+    ratio: float
+    spread: tuple[Tensor, ...]
+
+    def of_some(self, chosen: range, share: float) -> Arriving:
+        """Of some samples that are such a share of those that were seen; where they are not told apart, their mean."""
+        samples = round(len(chosen) / share)
+
+        def some(spread: Tensor) -> Tensor:
+            if spread.shape[0] in (1, samples):
+                return spread if spread.shape[0] == 1 else spread[chosen.start : chosen.stop : chosen.step]
+            return spread.mean(0, keepdim=True)
+
+        return Arriving(self.ratio, tuple(some(spread) for spread in self.spread))
+
+
+class Seen(NamedTuple):
+    """What noisy passes showed.
+
+    Attributes:
+        arriving: Noise at each rectifier and max-pool; empty if the step has none.
+        shift: Squared norm by which the mean of the gradient moves; an estimate, so that it may be negative.
+    """
+
+    arriving: Mapping[str, Arriving]
+    shift: float
+
+
+class _Watch:
+    """Handler of an interception: rounds operands in all passes but the first, and compares what rectifiers read."""
+
+    def __init__(self, wanted: frozenset[str] | None, passes: int) -> None:
+        self._wanted, self._passes = wanted, passes
+        self.draw = -1
+        self.exact: dict[str, list[Tensor]] = {}
+        self._contests: dict[str, list[Contest]] = {}
+        self._rectified = LastRectified()
+        self.spread: dict[str, list[Tensor]] = {}
+        self._gaps: dict[str, list[Tensor]] = {}
+        self._met: dict[str, int] = {}
+        self._seeds: dict[str, int] = {}
+        self.recomputing: Callable[[], bool] = lambda: False
+
+    def begin(self, draw: int) -> None:
+        """A new pass; -1 is the one without noise."""
+        self.draw, self._met = draw, {}
+
+    def __call__(self, call: OperatorCall) -> Any:
+        if call.op_type in KINKED:
+            if self.recomputing():  # by activation checkpointing: the same numbers again
+                return call.run()
+            return self._pool(call) if call.op_type in MAX_POOLS else self._rectify(call)
+        if self.draw < 0 or call.op_type not in BILINEAR or not (self._wanted is None or call.name in self._wanted):
+            return call.run()
+        slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
+        seed = self._seeds.setdefault(call.name, len(self._seeds))  # by name: a recomputation rounds alike
+        options = KernelOptions(seed=seed, offset=self.draw)
+        rounded = []
+        for stream, slot in enumerate(slots):
+            dims = _weight_slices(call.op_type, slot.tensor) if stream == 1 else None
+            plain = slot.tensor.detach()
+            values = dequantize(quantize_int8(plain, dims, options, stream), plain.dtype)
+            if torch.is_grad_enabled():
+                values = _Through.apply(slot.tensor, values)  # type: ignore[no-untyped-call]
+            rounded.append(values)
+        args, kwargs = replace_operands(call.args, call.kwargs, slots, rounded)
+        return call.run(*args, **kwargs)
+
+    def _rectify(self, call: OperatorCall) -> Any:
+        z: Tensor = call.args[0] if call.args else call.kwargs["input"]
+        read = z.detach().clone() if call.writes else z
+        self._compare(call.traced_name, read, _per_channel)
+        result = call.run()
+        self._rectified.keep(result, read)
+        return result
+
+    def _pool(self, call: OperatorCall) -> Any:
+        given = pool_call(call.op_type, call.args, call.kwargs)
+        if given is not None:
+            x, window = given
+            ranked, name = self._rectified.ranks(x), call.traced_name
+            if self.draw < 0:
+                self._contests.setdefault(name, []).append(contest(ranked, window))
+            number, known = self._met.get(name, 0), self._contests.get(name, [])
+            if number < len(known):
+                leading = x.shape[: -len(window.kernel)]
+                self._compare(name, x, lambda _: _of_gaps(known[number], ranked).view(*leading, 1))
+        return call.run()
+
+    @torch.no_grad()
+    def _compare(self, name: str, z: Tensor, spread_of: Callable[[Tensor], Tensor]) -> None:
+        number = self._met.get(name, 0)
+        self._met[name] = number + 1
+        if self.draw < 0:
+            self.exact.setdefault(name, []).append(z.clone())
+            return
+        known = self.exact.get(name, [])
+        if number >= len(known) or known[number].shape != z.shape:
+            return  # the step took another way
+        squares = (z - known[number]).square_()
+        spread = spread_of(squares)
+        sums = [(self.spread, spread)]
+        if spread_of is not _per_channel:  # whose mean is that of all
+            sums.append((self._gaps, squares.mean()))
+        for place, value in sums:
+            found = place.setdefault(name, [])
+            if number == len(found):
+                found.append(value)
+            else:
+                found[number] += value
+
+    def forget(self) -> None:
+        """Keep no activation."""
+        self.exact.clear()
+        self._contests.clear()
+        self._rectified.forget()
+
+    def found(self) -> dict[str, Arriving]:
+        """What arrived, over all passes with noise; one transfer to the host."""
+        names = list(self.spread)
+        if not names:
+            return {}
+        calls = [(name, number) for name in names for number in range(len(self.spread[name]))]
+        exact = [self.exact[name][number] for name, number in calls]
+        noisy = [(self._gaps.get(name) or self.spread[name])[number] for name, number in calls]
+        signal, noise = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+        host = torch.stack([x.double() for x in (*norms(exact), *totals(noisy))]).tolist()
+        for (name, _), z, x, root, total in zip(
+            calls, exact, noisy, host[: len(calls)], host[len(calls) :], strict=True
+        ):
+            signal[name] += root**2
+            noise[name] += total / x.numel() * z.numel() / self._passes
+        ratios = {name: noise[name] / signal[name] if signal[name] else 0.0 for name in names}
+        spreads = [spread for name in names for spread in self.spread[name]]
+        rest = iter(torch._foreach_div(spreads, float(self._passes)))
+        return {
+            name: Arriving(ratios[name] if math.isfinite(ratios[name]) else 0.0, tuple(next(rest) for _ in spread))
+            for name, spread in self.spread.items()
+        }
+
+
+def _per_channel(squares: Tensor) -> Tensor:
+    return squares.mean(tuple(range(2, squares.dim())) if squares.dim() > 3 else 0, keepdim=True)
+
+
+def _of_gaps(known: Contest, ranked: Tensor) -> Tensor:
+    """Mean square, over the windows where something is at stake, of what changed."""
+    counted = known.gap.isfinite() & (known.gap > 0)
+    squares = torch.where(counted, (known.gap_in(ranked) - known.gap).square_(), 0.0)
+    return squares.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
+
+
+def _weight_slices(op_type: str, tensor: Tensor) -> tuple[int, ...] | None:
+    """Dimensions of a second operand that share a scale, one per output channel where it is a weight."""
+    if op_type in CONVOLUTIONS or op_type == "linear":
+        return tuple(range(1, tensor.dim()))
+    return (0,) if tensor.dim() == 2 and op_type != "einsum" else None
+
+
+class _Shift:
+    """Squared norm of the mean deviation of a gradient, from independent draws and some elements of each parameter."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._parts: dict[int, Tensor] = {}
+        self._exact: Tensor | None = None
+        self._sum: Tensor | None = None
+        self._squares: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within the block gradients are looked at where autograd hands them over; nothing of their size is kept."""
+
+        def hooked(index: int) -> Callable[[Tensor], Tensor]:
+            def hook(g: Tensor) -> Tensor:
+                some = strided(g, _ELEMENTS)
+                self._parts[index] = some * math.sqrt(g.numel() / some.numel())
+                return g.new_zeros(()).expand_as(g)
+
+            return hook
+
+        handles = [p.register_hook(hooked(i)) for i, p in enumerate(self._parameters)]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def add(self) -> None:
+        """The pass is over: another draw, but for the first, which is the one without noise."""
+        if not self._parts:
+            return
+        found = torch.cat([self._parts[i] for i in sorted(self._parts)])
+        self._parts.clear()
+        if self._exact is None:
+            self._exact, self._sum = found, torch.zeros_like(found)
+            return
+        assert self._sum is not None
+        deviation = found.sub_(self._exact)
+        self._sum += deviation
+        self._squares.append(square_sum(deviation))
+
+    def estimate(self) -> float:
+        """Mean over pairs of draws of the product of their deviations."""
+        draws = len(self._squares)
+        if self._sum is None or draws < 2:
+            return 0.0
+        return float((square_sum(self._sum) - torch.stack(self._squares).sum()) / (draws * (draws - 1)))
+
+
+class _Through(torch.autograd.Function):
+    """Values in place of others, whose gradient is that of those."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, None
+
+
+def noisy_passes(
+    model: nn.Module,
+    loss_of: Callable[[], Tensor],
+    wanted: frozenset[str] | None = None,
+    *,
+    shift: bool = True,
+    passes: int = PASSES,
+) -> Seen:
+    """What rounding operands of all products to INT8 does at a step's rectifiers and pools, and to the mean gradient.
+
+    Takes one training step and some with rounding; what rectifiers read is kept meanwhile. Every pass draws the
+    same random numbers for the model's own use, and leaves the generators as they were.
+
+    Args:
+        model: The model.
+        loss_of: Runs the model on the batch and returns the loss.
+        wanted: Limits the operators that round; None is all.
+        shift: Without it the passes are forward passes, a third of the work.
+        passes: How many with rounding.
+
+    Source:
+        Ours.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    watch, shifted = _Watch(wanted, passes), _Shift(parameters)
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    interception = Interception(model, watch, kinds=KINKED)
+    watch.recomputing = lambda: interception.recomputing
+    try:
+        for draw in range(-1, passes):
+            watch.begin(draw)
+            with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(shift):
+                loss = loss_of()
+            if not watch.exact:
+                return Seen({}, 0.0)
+            if not shift:
+                continue
+            with shifted.watching():
+                torch.autograd.grad(loss, parameters, allow_unused=True)
+            shifted.add()
+        return Seen(watch.found(), shifted.estimate())
+    finally:
+        interception.remove()
+        watch.forget()  # whatever still refers to the handler keeps no activation

@@ -1,0 +1,148 @@
+"""From the numbers that one call of one operator left behind to its statistics."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from qsync_opt.errors import ModelError
+from qsync_opt.numerics.rounding import GRADIENT_KINDS, Granularity, Rounding, closed_form_variance, noise_kinds
+from qsync_opt.sensitivity.statistics import (
+    GRADIENTS,
+    SHAPES,
+    MeasuredErrors,
+    ProductSizes,
+    RoundingFactor,
+    TensorStatistics,
+)
+
+SCALED_KINDS = noise_kinds(scaled=True)
+CAST_KINDS = noise_kinds(scaled=False)
+OUTPUT_GRADIENT_KINDS = tuple(GRADIENT_KINDS.values())
+INTEGER_KINDS = tuple(kind for kind in SCALED_KINDS if kind.startswith("INT8/"))
+"""Fixed-point rounding of an operand, by granularity."""
+RESULT_KINDS = (*CAST_KINDS, *OUTPUT_GRADIENT_KINDS)
+"""Rounding of the gradient of a result."""
+
+
+def checked(operator: str, values: dict[str, float], batch: int) -> dict[str, float]:
+    """The values, all of them finite.
+
+    Raises:
+        ModelError: One of them is not; the text names operator, tensor and batch.
+    """
+    if all(map(math.isfinite, values.values())):
+        return values
+    for key, value in sorted(values.items(), key=lambda item: "/" in item[0]):  # tensors before sums over two
+        if value == float("inf") and key.startswith("measured."):
+            continue  # a format that cannot hold the operands
+        if not -float("inf") < value < float("inf"):
+            tensor = key.partition(".")[0].replace("_", " ")
+            raise ModelError(
+                f"operator {operator!r}: {tensor} is not finite in batch {batch}; "
+                "statistics need finite values in full precision; check the batch, the loss and the weights"
+            )
+    return values
+
+
+def alignments(
+    sizes: ProductSizes, factor: float, tensors: dict[str, TensorStatistics], values: dict[str, float]
+) -> dict[str, float]:
+    """Exact sums of noise times signal over what the mean-field formulas give, per path and shape.
+
+    Args:
+        sizes: Of the product.
+        factor: By which the result is multiplied.
+        tensors: Statistics of the tensors by name.
+        values: What was found, by name.
+    """
+    squares = {name: tensors[name].mean_square for name in ("first", "second", "output_gradient")}
+    square_factor = factor**2
+
+    def ratio(key: str, *means: float) -> float:
+        scale = float(sizes.volume)
+        for mean in means:
+            scale *= mean
+        return square_factor * values.get(key, 0.0) / scale if scale else 0.0
+
+    found = {}
+    for shape in SHAPES:
+        noise = {
+            name: squares[name] if shape == "floating" else _mean_error(name, f"INT8/{shape}", values, squares[name])
+            for name in ("first", "second")
+        }
+        first, second = (("xw/floating",) * 2) if shape == "floating" else (f"xw/first/{shape}", f"xw/second/{shape}")
+        found[f"first>output/{shape}"] = ratio(first, noise["first"], squares["second"])
+        found[f"second>output/{shape}"] = ratio(second, noise["second"], squares["first"])
+        found[f"first>second_gradient/{shape}"] = ratio(f"xg/{shape}", noise["first"], squares["output_gradient"])
+        found[f"second>first_gradient/{shape}"] = ratio(f"gw/{shape}", noise["second"], squares["output_gradient"])
+    # Both ends of these paths are squares: the same sum, whichever of the two is noisy.
+    found["gradient>second_gradient/floating"] = found["first>second_gradient/floating"]
+    found["gradient>first_gradient/floating"] = found["second>first_gradient/floating"]
+    if "xg/gradient" in values:
+        error = values[f"output_gradient.{GRADIENT_KINDS['INT8']}.{Rounding.STOCHASTIC}"]
+        found["gradient>second_gradient/tensor"] = ratio("xg/gradient", squares["first"], error)
+        found["gradient>first_gradient/tensor"] = ratio("gw/gradient", squares["second"], error)
+    return found
+
+
+@functools.cache
+def _keys(tensor: str, *, scaled: bool) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Kinds of rounding of a tensor, each with its errors' names by rounding."""
+    kinds = dict.fromkeys((*(SCALED_KINDS if scaled else CAST_KINDS), *OUTPUT_GRADIENT_KINDS))
+    return tuple((kind, tuple(f"{tensor}.{kind}.{rounding}" for rounding in Rounding)) for kind in kinds)
+
+
+def _mean_error(tensor: str, kind: str, values: dict[str, float], mean_square: float) -> float:
+    """Mean squared error of a whole tensor under stochastic rounding."""
+    return _scaled(values.get(f"{tensor}.{kind}.{Rounding.STOCHASTIC}", 0.0), tensor, kind, values, mean_square)
+
+
+def _scaled(error: float, tensor: str, kind: str, values: dict[str, float], mean_square: float) -> float:
+    """Mean squared error of a whole tensor from that of a part: scaled by what the error grows with.
+
+    Errors of floating formats grow with the square of the element, those of fixed-point with a scale per row with the
+    square of the row's largest magnitude.
+    """
+    whole = part = 1.0
+    if not kind.startswith("INT8"):
+        whole, part = mean_square, values.get(f"{tensor}.sample.square", mean_square)
+    elif kind == f"INT8/{Granularity.ROW}":
+        whole = values[f"{tensor}.amax.{Granularity.ROW}"]
+        part = values.get(f"{tensor}.sample.row", whole)
+    return error * whole / part if part else error
+
+
+def tensor_statistics(name: str, elements: int, values: dict[str, float]) -> TensorStatistics:
+    """Statistics of one tensor of so many elements from what was found, by name."""
+    square_sum = values.get(f"{name}.square_sum", 0.0)
+    mean_square = square_sum / elements
+    amaxes = {str(g): values[f"{name}.amax.{g}"] for g in Granularity if f"{name}.amax.{g}" in values}
+    factors = {}
+    for kind, keys in _keys(name, scaled=bool(amaxes)):
+        if keys[-1] not in values:
+            continue
+        ratios = {}
+        for rounding, key in zip(Rounding, keys, strict=True):
+            closed = closed_form_variance(kind, rounding, mean_square=mean_square, mean_square_amax=amaxes)
+            error = _scaled(values[key], name, kind, values, mean_square)
+            ratios[str(rounding)] = error / closed if closed else 0.0
+        factors[kind] = RoundingFactor(**ratios)
+    return TensorStatistics(
+        elements=elements,
+        amax=max(values.get(f"{name}.greatest", 0.0), -values.get(f"{name}.least", 0.0)),
+        square_sum=square_sum,
+        mean_square_amax=amaxes,
+        rounding=factors,
+    )
+
+
+def measured_errors(values: dict[str, float]) -> dict[str, MeasuredErrors]:
+    """Errors that were measured rather than derived, by format; not of formats that cannot hold the operands."""
+    formats = dict.fromkeys(
+        key.split(".")[1] for key, value in values.items() if key.startswith("measured.") and value < float("inf")
+    )
+    return {
+        name: MeasuredErrors(**{target: values[f"measured.{name}.{target}"] for target in ("output", *GRADIENTS)})
+        for name in formats
+    }

@@ -1,0 +1,379 @@
+"""A few real training steps in full precision, watched: statistics of every adjustable operator of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qsync_opt.errors import ModelError
+from qsync_opt.kernels.autograd.float_modes import fp32_mode
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.runtimes.torch.interception.interception import Interception, OperatorCall
+from qsync_opt.runtimes.torch.sensitivity.attention_error import attention_call
+from qsync_opt.runtimes.torch.sensitivity.batch_statistics import statistics_of_batch, with_probes
+from qsync_opt.runtimes.torch.sensitivity.probes.max_pooling import MAX_POOLS
+from qsync_opt.runtimes.torch.sensitivity.probes.prober import Prober
+from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_slots, product_of, replace_operands
+from qsync_opt.runtimes.torch.sensitivity.records.batch import WHILE_ACTIVATIONS_ARE_KEPT, cast_waiting
+from qsync_opt.runtimes.torch.sensitivity.records.gradient_noise import GradientScatter
+from qsync_opt.runtimes.torch.sensitivity.records.lookup_record import measure_lookup
+from qsync_opt.runtimes.torch.sensitivity.records.loss_curvature import loss_curvature
+from qsync_opt.runtimes.torch.sensitivity.records.moments import LateMoments
+from qsync_opt.runtimes.torch.sensitivity.records.operator import OperatorRecord
+from qsync_opt.runtimes.torch.sensitivity.records.signals import Norms, SignalTensors, normalized
+from qsync_opt.runtimes.torch.sensitivity.replays import Replays
+from qsync_opt.runtimes.torch.support.unchanged import model_unchanged
+from qsync_opt.sensitivity.merging import merge_statistics
+from qsync_opt.sensitivity.statistics import (
+    GRADIENTS,
+    ModelStatistics,
+    OperatorKind,
+    check_loss_scale,
+)
+
+Step = Callable[[nn.Module, Any], Tensor]
+# Element-wise operators and means whose norms tell how noise is diluted; named as the capture names them.
+_SIGNAL_KINDS = (
+    *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "masked_fill", "cat"),
+    *("relu", "relu_", "gelu", "silu", "silu_", "tanh", "sigmoid"),
+    "batch_norm",
+    *("mean", "avg_pool2d", "adaptive_avg_pool2d", *MAX_POOLS),
+)
+_KINDS = {"embedding": OperatorKind.LOOKUP, "scaled_dot_product_attention": OperatorKind.ATTENTION}
+
+
+def default_step(model: nn.Module, batch: Any) -> Tensor:
+    """Run ``model(**batch)``, ``model(*batch)`` or ``model(batch)`` and return the loss it computes itself.
+
+    Raises:
+        ModelError: The model returns no scalar: neither itself, nor as ``.loss``, nor first in a tuple or mapping.
+    """
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, list | tuple):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, list | tuple) and loss:
+        loss = loss[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ModelError(
+            f"the model returned {type(output).__name__} without a scalar loss: pass step=, a function of model and "
+            "batch that returns the loss"
+        )
+    return loss
+
+
+class _Collector:
+    """Handler of an interception: runs every operator as it is and measures the adjustable ones."""
+
+    def __init__(
+        self, model: nn.Module, graph: OpGraph | None, sample: int, replays: Replays, loss_scale: float
+    ) -> None:
+        self._wanted = None if graph is None else {operator.name for operator in graph.by_role(Role.ADJUSTABLE)}
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._sample, self._replays, self._loss_scale = sample, replays, loss_scale
+        self.records: dict[str, list[OperatorRecord]] = {}
+        self.signals: dict[str, list[SignalTensors]] = {}
+        self._norms = Norms()
+        self.late = LateMoments()
+
+    def __call__(self, call: OperatorCall) -> Any:
+        if call.op_type not in ADJUSTABLE:
+            return self._watch_signal(call)
+        if self._wanted is not None and call.name not in self._wanted:
+            return call.run()
+        slots = operand_slots(call.name, call.op_type, call.function, call.args, call.kwargs)
+        kind = _KINDS.get(call.op_type, OperatorKind.PRODUCT)
+        lead = (None,) if kind is OperatorKind.LOOKUP else ()  # a lookup's table is its second operand
+        record = OperatorRecord(
+            name=call.name,
+            op_type=call.op_type,
+            kind=kind,
+            sample=self._sample,
+            parameters=(*lead, *(self._parameter(slot.tensor) for slot in slots)),
+            replays=self._replays,
+            late=self.late,
+            loss_scale=self._loss_scale,
+            differentiated=torch.is_grad_enabled(),
+        )
+        taps = [_tap(record, name, slot.tensor) for name, slot in zip(GRADIENTS[len(lead) :], slots, strict=False)]
+        args, kwargs = replace_operands(call.args, call.kwargs, slots, taps)
+        with torch.no_grad():
+            if call.op_type.startswith("conv"):
+                record.put("first.norm", self._norms.of(slots[0].tensor))
+            _measure_operands(record, call, args, kwargs, taps)
+        output = call.run(*args, **kwargs)
+        with torch.no_grad():
+            record.plain("output", _full(output), self._norms.of(output))
+        if output.requires_grad:
+            output.register_hook(functools.partial(_on_gradient, record, "output_gradient"))
+        self.records.setdefault(call.name, []).append(record)
+        return output
+
+    def _parameter(self, tensor: Tensor) -> str | None:
+        """Name of the parameter that a tensor is, or is a view of."""
+        base = tensor._base
+        return self._names.get(id(tensor)) or (None if base is None else self._names.get(id(base)))
+
+    def _watch_signal(self, call: OperatorCall) -> Any:
+        output = call.run()
+        entering = next((x for x in (*call.args, *call.kwargs.values()) if _is_floating(x)), None)
+        if entering is not None and _is_floating(output) and output.numel() > 0:
+            seen = {"entering": self._norms.of(entering), "leaving": self._norms.of(output)}
+            if output.numel() == 1 and output.requires_grad and entering.numel() > 1:
+                seen["curvature"] = loss_curvature(call, _full(entering))
+            if call.op_type == "batch_norm":
+                seen |= normalized(call, entering, output)
+            self.signals.setdefault(call.traced_name, []).append((output.numel(), seen))
+        return output
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _full(x: Tensor) -> Tensor:
+    """Values in FP32, cut off from autograd."""
+    return x.detach().to(torch.float32)
+
+
+def _tap(record: OperatorRecord, gradient: str, tensor: Tensor) -> Tensor:
+    """An alias of an operand whose gradient is what this operator alone contributes."""
+    if tensor.dtype not in (torch.float32, torch.float64):
+        raise ModelError(
+            f"operator {record.name!r} reads {str(tensor.dtype).removeprefix('torch.')}: statistics are collected in "
+            "full precision; convert the model with model.float() and do without autocast"
+        )
+    if not tensor.requires_grad:
+        return tensor
+    record.needs_gradient[gradient] = tensor.numel()
+    if not torch.is_grad_enabled():
+        return tensor
+    lookup = record.kind is OperatorKind.LOOKUP
+    alias: Tensor = _Alias.apply(tensor) if lookup else tensor.view_as(tensor)  # type: ignore[no-untyped-call]
+    alias.register_hook(functools.partial(_on_gradient, record, gradient))  # type: ignore[no-untyped-call]
+    return alias
+
+
+def _on_gradient(record: OperatorRecord, name: str, gradient: Tensor) -> None:
+    with torch.no_grad():
+        if name == "output_gradient":
+            record.output_gradient(_full(gradient))
+        else:
+            record.plain(name, _full(gradient.to_dense() if gradient.is_sparse else gradient))
+
+
+class _Alias(torch.autograd.Function):
+    """The same tensor, whose gradient is handed on whatever its layout: that of a look-up's table may be sparse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _measure_operands(
+    record: OperatorRecord, call: OperatorCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: list[Tensor]
+) -> None:
+    if record.kind is OperatorKind.PRODUCT:
+        product = product_of(call.op_type, call.function, _detached(args), _detached(kwargs))
+        record.product(product)
+    elif record.kind is OperatorKind.LOOKUP:
+        swapped = call.function is torch.embedding
+        indices = args[1] if swapped else (args[0] if args else kwargs["input"])
+        padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
+        if padding is not None and padding < 0:
+            padding = None if swapped else padding + operands[0].shape[0]
+        measure_lookup(record, _full(operands[0]), indices, padding)
+    else:
+        attention = attention_call(_detached(args), _detached(kwargs))
+        record.attention = attention
+        record.products = attention.sizes()
+        for name, operand in zip(("first", "second", "third"), operands, strict=True):
+            record.moments(name, _full(operand))
+
+
+def _detached(values: Any) -> Any:
+    """Arguments with every floating tensor in FP32 and cut off from autograd."""
+    if _is_floating(values):
+        return _full(values)
+    if isinstance(values, Mapping):
+        return {key: _detached(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(_detached(value) for value in values)
+    return values
+
+
+@contextlib.contextmanager
+def _watched(model: nn.Module, collector: _Collector) -> Iterator[None]:
+    interception = Interception(model, collector, kinds=_SIGNAL_KINDS)
+    try:
+        yield
+    finally:
+        interception.remove()
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """No autocast and no TF32 within the block."""
+    with contextlib.ExitStack() as stack:
+        for device_type in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        for family in ("matmul", "conv"):
+            stack.enter_context(fp32_mode(family, "ieee"))
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse models whose operators would get other names or whose gradients would leave the process.
+
+    Raises:
+        ModelError: The model is wrapped for data-parallel training.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ModelError(f"the model is wrapped in {type(model).__name__}: pass the model inside it, model.module")
+
+
+def _check_seen(statistics: ModelStatistics, graph: OpGraph | None) -> None:
+    if not statistics.operators:
+        raise ModelError("no adjustable operator ran: does the step call the model that was passed?")
+    if graph is None:
+        return
+    missing = [operator.name for operator in graph.by_role(Role.ADJUSTABLE) if operator.name not in statistics]
+    if missing:
+        raise ModelError(
+            f"{len(missing)} adjustable operators of graph {graph.name!r} did not run, the first is {missing[0]!r}: "
+            "the batches must take the path through the model that was captured"
+        )
+
+
+def collect_statistics(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    step: Step | None = None,
+    graph: OpGraph | None = None,
+    probes: int = 0,
+    curvature_probes: int = 0,
+    sample_elements: int = 1 << 17,
+    adaptive_probes: int = 0,
+    whole_batches: bool = False,
+    loss_scale: float = 1.0,
+    progress: Callable[[int], None] | None = None,
+) -> ModelStatistics:
+    """Statistics of every adjustable operator over some batches, forward and backward in full precision.
+
+    The model is left as it was: parameters, buffers, gradients, mode and random state. Hooks see one tensor at a time;
+    no activation is kept longer than autograd keeps it. Two calls with the same model and batches give the same result.
+
+    Args:
+        model: In the mode it is trained in, with FP32 parameters, not wrapped for data-parallel training.
+        batches: What ``step`` takes, at least one; all of one shape.
+        step: Function of model and batch that returns the loss; by default the model computes it itself.
+        graph: Captured from the model; its adjustable operators, and only they, are then measured.
+        probes: Random vectors per batch for the gains that ``kind="probed"`` of the indicator wants; 0 for none. Each
+            batch is then also differentiated twice, some of its samples at a time: two quarters of it, each about four
+            steps of so many samples, and four forward passes of all if there are rectifiers or max-pools. 2 to 8 are
+            enough.
+        adaptive_probes: Random vectors per batch for the gains that ``kind="progress"`` wants, at the same cost.
+        whole_batches: Probe all samples of each batch together: exacter, with several times the memory of a
+            training step, and with ``shift``, which ``plan_variance`` wants of models with rectifiers. Batches that
+            cannot be divided are probed so anyway.
+        curvature_probes: Random vectors per batch for the traces that ``kind="hessian"`` of the indicator wants; 0 for
+            none. 8 to 64 are needed, each about as dear as a training step.
+        sample_elements: About how many elements of an activation are looked at one by one for their rounding error;
+            they are evenly spaced. Norms and largest magnitudes always take all elements.
+        loss_scale: By which the loss is multiplied where gradients are FP16 (``torch.amp.GradScaler.get_scale()``, a
+            power of two): what underflows in FP16 is found at that scale. Nothing else depends on it.
+        progress: Called after each batch with the number of batches done.
+
+    Returns:
+        Statistics in order of first execution, to be saved, merged with those of other ranks, or turned into
+        sensitivities.
+
+    Raises:
+        ModelError: No batches; no loss; a value that is not finite; an operator of the graph that did not run;
+            operands that are not FP32; the model is wrapped.
+        ProblemError: Batches of different shapes; a loss scale that is no power of two.
+
+    Source:
+        What is collected follows QSync (IPDPS 2024), section on the indicator; squared norms, output gradients instead
+        of weight gradients, rounding factors and alignments are ours.
+    """
+    check_model(model)
+    for name, value, least in (
+        ("sample_elements", sample_elements, 1),
+        ("probes", probes, 0),
+        ("adaptive_probes", adaptive_probes, 0),
+        ("curvature_probes", curvature_probes, 0),
+    ):
+        if value < least:
+            raise ModelError(f"{name} is {value}: at least {least} is needed")
+    check_loss_scale(loss_scale, "loss_scale")
+    run = step or default_step
+    total: ModelStatistics | None = None
+    silent: dict[str, None] = {}
+    replays = Replays()
+    with model_unchanged(model), full_precision(), GradientScatter(model) as scatter:
+        for number, batch in enumerate(batches):
+            collector = _Collector(model, graph, sample_elements, replays, loss_scale)
+            with _watched(model, collector):
+                loss = run(model, batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise ModelError(f"the step returned {kind}: it must return the loss, a tensor with one element")
+            if not loss.requires_grad:
+                raise ModelError("the loss does not depend on any trainable parameter: nothing can be measured")
+            cast_waiting(itertools.chain.from_iterable(collector.records.values()), WHILE_ACTIVATIONS_ARE_KEPT)
+            with scatter.batch():
+                loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+            roots = scatter.roots() if adaptive_probes else {}
+            silent |= {
+                name: None for name, records in collector.records.items() if all(r.lacks_gradient for r in records)
+            }
+            collector.late.flush()
+            if isinstance(batches, Sized) and len(batches) == 1:
+                scatter.forget()  # one batch alone does not scatter
+            found = statistics_of_batch(collector.records, collector.signals, number, graph)
+            del collector
+            if probes or adaptive_probes or curvature_probes:
+                prober = Prober(model, run, batch, found, graph, number, divide=not whole_batches)
+                found = with_probes(
+                    found,
+                    prober.gains(probes),
+                    prober.gains(adaptive_probes, adaptive=roots),
+                    prober.curvatures(curvature_probes),
+                )
+            total = found if total is None else merge_statistics([total, found])
+            if progress is not None:
+                progress(number + 1)
+        noise = scatter.noise()
+    if total is None:
+        raise ModelError("no batches: at least one is needed to collect statistics")
+    total = dataclasses.replace(total, gradient_noise=noise)
+    _check_seen(total, graph)
+    if silent:
+        names = ", ".join(repr(name) for name in silent)
+        warnings.warn(
+            f"the loss does not depend on the result of {names}: counted with a gradient of zero, so their "
+            "precision does not matter",
+            stacklevel=2,
+        )
+    return total

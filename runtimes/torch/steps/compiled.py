@@ -1,0 +1,188 @@
+"""Record training steps of a compiled model under a plan (`step_recording` is for models that run as they are)."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+
+from qsync_opt.errors import ProblemError, UnsupportedError, first_line
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.model.graph import OpGraph
+from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.interception.interception import OperatorCall
+from qsync_opt.runtimes.torch.steps.compiled_schedule import annotated_operators, collected_schedules, read_schedules
+from qsync_opt.runtimes.torch.steps.recording import FORMAT_OF, RecordingOptions, Stepper, trace_steps
+from qsync_opt.runtimes.torch.steps.step_labels import FUSED, observed_operators, read_events
+from qsync_opt.runtimes.torch.support.models import bare_model
+from qsync_opt.steps.compiled.trace import ChargedStep, CompiledEvents, HostCall, Scheduled, charge_compiled
+from qsync_opt.steps.sample import StepSample
+from qsync_opt.steps.trace import LAUNCHES, PREFIX, Range
+
+_GRAPH = "## Call CompiledFxGraph"
+_ATTEMPTS = 3
+"""Traces of a plan at most."""
+
+
+@contextlib.contextmanager
+def compiled_inside(model: nn.Module, backend: str = "inductor") -> Iterator[None]:
+    """The model compiled in place, as one graph per pass, below ``DistributedDataParallel`` if that is around it.
+
+    What was compiled before in this process is forgotten (`torch.compiler.reset`), before and after.
+    """
+    bare = bare_model(model)
+    before: Any = bare._compiled_call_impl
+    torch.compiler.reset()
+    bare.compile(fullgraph=True, dynamic=False, backend=backend)
+    try:
+        yield
+    finally:
+        bare._compiled_call_impl = before
+        torch.compiler.reset()
+        gc.collect()  # graphs are cycles, and what they hold counts as memory in use
+
+
+def record_compiled_plan(
+    stepper: Stepper,
+    graph: OpGraph,
+    label: str,
+    plan: Mapping[str, str],
+    options: RecordingOptions | None = None,
+    kernels: KernelOptions | None = None,
+) -> StepSample:
+    """Record compiled steps under one plan; it is applied and compiled before, and taken off afterwards.
+
+    Raises:
+        UnsupportedError: The model cannot be compiled as one graph per pass.
+        ProblemError: What the graphs ran on the device is not what the compiler said.
+    """
+    model, options = stepper.example.model, options or RecordingOptions()
+    apply(model, dict(plan), graph=graph, options=ApplyOptions(kernels=kernels or KernelOptions()))
+    try:
+        outputs = _delivered_formats(stepper, graph)
+        with (
+            compiled_inside(model),
+            annotated_operators(model, graph),
+            collected_schedules() as schedulers,
+        ):
+            for _ in range(options.warm_up):
+                stepper.step()
+            schedules = read_schedules(schedulers)
+            schedulers.clear()
+            before_ns = stepper.host_unit_ns()
+            host_ns, wholes = stepper.host_ns(options.repeats)
+            iteration_ns = statistics.median(stepper.paced_ns(options.repeats))
+            # From a standstill the host takes longer than when steps follow one another; then it takes a step at most.
+            share = min(1.0, iteration_ns / sum(host_ns.values()))
+            host_ns = {phase: share * time for phase, time in host_ns.items()}
+            after_ns = stepper.host_unit_ns()
+            resident, peak = stepper.peak_bytes()
+            order = tuple(operator.name for operator in graph)
+            spans = _traced(stepper, options.traced, schedules, order, memory=False).spans
+            memory = _traced(stepper, 1, schedules, order, memory=True)
+    except TorchDynamoException as failure:
+        raise UnsupportedError(
+            f"the model cannot be compiled as one graph: {first_line(failure)}; "
+            "torch.compile(model, fullgraph=True) says where it breaks, and steps of the model as it is can be recorded"
+        ) from failure
+    finally:
+        undo(model)
+    return StepSample(
+        name=label,
+        precisions=dict(plan),
+        outputs=outputs,
+        spans=spans,
+        memory=memory.spans,
+        kept={},
+        host_ns=host_ns,
+        iteration_ns=iteration_ns,
+        resident_bytes=resident,
+        peak_bytes=peak,
+        latencies_ns=tuple(wholes),
+        host_unit_ns=(before_ns + after_ns) / 2,
+        graphs=len(schedules[0]),
+        blocks=memory.blocks,
+    )
+
+
+def _traced(
+    stepper: Stepper,
+    steps: int,
+    schedules: tuple[Sequence[Sequence[Scheduled]], Sequence[Sequence[Scheduled]]],
+    order: Sequence[str],
+    *,
+    memory: bool,
+) -> ChargedStep:
+    """The last of some traced steps; a trace that lacks kernels is made again, for the profiler loses some at times."""
+    for _ in range(_ATTEMPTS - 1):
+        events = read_compiled_events(trace_steps(stepper, steps, memory=memory), memory=memory)
+        with contextlib.suppress(ProblemError):
+            return charge_compiled(events, *schedules, order)[-1]
+    events = read_compiled_events(trace_steps(stepper, steps, memory=memory), memory=memory)
+    return charge_compiled(events, *schedules, order)[-1]
+
+
+def read_compiled_events(profiler: torch.profiler.profile, *, memory: bool = False) -> CompiledEvents:
+    """The events of a finished profiler around compiled steps."""
+    finished: Any = profiler.profiler
+    cpu = torch._C._autograd.DeviceType.CPU
+    graphs, calls = [], []
+    for event in finished.kineto_results.events():
+        name = event.name()
+        if event.device_type() != cpu or name.startswith((PREFIX, "[", *LAUNCHES)):
+            continue
+        start = event.start_ns()
+        end = start + event.duration_ns()
+        if name.startswith(_GRAPH):
+            graphs.append(Range(start, end, name))
+        elif (call := call_of(start, end, name)) is not None:
+            calls.append(call)
+    graphs.sort()
+    return CompiledEvents(read_events(profiler, memory=memory), graphs, outermost(calls, graphs))
+
+
+def call_of(start: int, end: int, name: str) -> HostCall | None:
+    """A range on the host as a call, if it is an operation or a compiler's kernel.
+
+    A profiler shows its own overhead on the host too ("Activity Buffer Request"), over calls that go on beneath it.
+    """
+    fused = any(mark in name for mark in FUSED)
+    return HostCall(start, end, name, fused) if fused or "::" in name else None
+
+
+def outermost(calls: Sequence[HostCall], graphs: Sequence[Range]) -> list[HostCall]:
+    """Calls that graphs make, without those that are made inside others."""
+    found: list[HostCall] = []
+    waiting = iter(sorted(calls, key=lambda call: (call.start, -call.end)))
+    call = next(waiting, None)
+    for graph in graphs:
+        until = graph.start
+        while call is not None and call.start < graph.end:
+            if call.start >= until and call.end <= graph.end:
+                found.append(call)
+                until = call.end
+            call = next(waiting, None)
+    return found
+
+
+def _delivered_formats(stepper: Stepper, graph: OpGraph) -> dict[str, str]:
+    """Formats that operators deliver, seen in a pass that is not compiled; a compiled one computes the same."""
+    found: dict[str, str] = {}
+
+    def around(call: OperatorCall, run: Callable[[], Any]) -> Any:
+        result = run()
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, Tensor) and value.dtype in FORMAT_OF:
+                found[call.name] = FORMAT_OF[value.dtype]
+        return result
+
+    bare = bare_model(stepper.example.model)
+    with torch.no_grad(), observed_operators(bare, graph, around):
+        bare(*stepper.example.args, **stepper.example.kwargs)
+    return {name: kind for name, kind in found.items() if name in graph}

@@ -1,0 +1,385 @@
+"""Profile a model by its own training steps: record some plans, fit what each operator costs in each case."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qsync_opt.costs.costs import CostFit
+from qsync_opt.costs.profile import DeviceIdentity
+from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError, first_line
+from qsync_opt.io.progress import Report, reporting
+from qsync_opt.kernels import backend, ops
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.runtimes.torch.execution.capabilities import device_formats
+from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.interception.interception import interception_of
+from qsync_opt.runtimes.torch.profiling.profiler import wanted_formats
+from qsync_opt.runtimes.torch.steps.cast_times import time_casts
+from qsync_opt.runtimes.torch.steps.compiled import record_compiled_plan
+from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper, record_step
+from qsync_opt.runtimes.torch.support.identity import identify
+from qsync_opt.runtimes.torch.support.iteration import TrainingExample
+from qsync_opt.runtimes.torch.support.models import bare_model
+from qsync_opt.steps.cases import StepFlow
+from qsync_opt.steps.costs import StepCosts
+from qsync_opt.steps.fitting import checked, fit_step_costs, kernel_paces
+from qsync_opt.steps.plans import MIXED, covering_plans
+from qsync_opt.steps.predictor import StepPredictor
+from qsync_opt.steps.sample import StepSample
+from qsync_opt.steps.step_scaling import scaled_costs
+
+_FAR_ABOVE = 2.0
+"""A step that takes this many times the host's part of it is not paced by the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecords:
+    """What `profile_steps` fits costs to: recorded steps by plan, and casts timed by themselves."""
+
+    device: DeviceIdentity
+    half_format: str
+    samples: tuple[StepSample, ...]
+    casts: Mapping[str, CostFit]
+    cast_host_ns: int
+    available: Mapping[str, Sequence[str]]
+
+    def fit(self, graph: OpGraph) -> StepCosts:
+        """The costs of all cases that occur, with the residual of every recorded plan.
+
+        What no plan could be recorded with for lack of memory is scaled (`qsync_opt.steps.step_scaling`).
+        """
+        costs = fit_samples(
+            graph,
+            self.samples,
+            self.device,
+            half_format=self.half_format,
+            casts=self.casts,
+            cast_host_ns=self.cast_host_ns,
+        )
+        return scaled_costs(graph, costs, self.available)
+
+
+def profile_steps(
+    example: TrainingExample,
+    graph: OpGraph,
+    optimizer: torch.optim.Optimizer,
+    *,
+    precisions: Sequence[str] | None = None,
+    mixed: int = 2,
+    options: RecordingOptions | None = None,
+    kernels: KernelOptions | None = None,
+    progress: Report | bool | None = None,
+    name: str | None = None,
+    budget_s: float | None = None,
+    compiled: bool = False,
+) -> StepCosts:
+    """Record a model's training steps under a few plans and fit the costs of all cases that occur.
+
+    Args:
+        example: The model (``DistributedDataParallel`` may be around it) with a batch. Steps are trained: parameters
+            and the optimizer's state change. A batch in the host's memory is copied to the device in every step.
+        graph: Of the model.
+        optimizer: Steps it.
+        precisions: Those that plans may use; None: all of the device. FP32 is always among them.
+        mixed: Plans to record beside the uniform ones.
+        options: How many steps of each.
+        kernels: Of the 8-bit kernels; as they will be used in training.
+        progress: As in `profile`.
+        name: Of the device, where that of the hardware does not tell it from others (a partition of a card).
+        budget_s: Seconds after which no further mixed plan is begun; None: all are recorded.
+        compiled: Compile the model under every plan, as one graph for the forward and one for the backward pass, below
+            ``DistributedDataParallel``: the costs are those of a model that is compiled so after `apply`. Whatever was
+            compiled before in this process is compiled again.
+
+    Returns:
+        The costs, with the residual of every recorded plan in ``checks``.
+
+    Raises:
+        UnsupportedError: The device has no such precision; or the model is compiled already, which leaves no operators
+            that anything could be charged to; or it cannot be compiled as one graph per pass.
+        ProblemError: No compiled step could be charged to operators. A plan of which that is so is left out with a
+            warning; what only it had is scaled and marked as below.
+        NotReadyError: No plan fits into the device's memory. A uniform plan that does not is recorded in parts, a few
+            operators at a time and the others as coarse as they get; what even so does not fit is scaled from another
+            precision and marked (`CaseCost.scaled_from`). A warning names both.
+
+    Source: QSync and dPRO profile whole runs as well (IPDPS 2024, MLSys 2022) and match kernels by name and order;
+        charging by autograd's numbers, cases, and the two queues are ours.
+    """
+    return record_steps(
+        example,
+        graph,
+        optimizer,
+        precisions=precisions,
+        mixed=mixed,
+        options=options,
+        kernels=kernels,
+        progress=progress,
+        name=name,
+        budget_s=budget_s,
+        compiled=compiled,
+    ).fit(graph)
+
+
+def record_steps(
+    example: TrainingExample,
+    graph: OpGraph,
+    optimizer: torch.optim.Optimizer,
+    *,
+    precisions: Sequence[str] | None = None,
+    mixed: int = 2,
+    options: RecordingOptions | None = None,
+    kernels: KernelOptions | None = None,
+    progress: Report | bool | None = None,
+    name: str | None = None,
+    budget_s: float | None = None,
+    compiled: bool = False,
+) -> StepRecords:
+    """What `profile_steps` does before it fits; arguments and errors are the same."""
+    refuse_compiled(example.model)
+    device = example.device
+    formats = wanted_formats(device, precisions) if precisions is not None else device_formats(device)
+    kernels = dataclasses.replace(kernels or KernelOptions(), half_format=backend.half_format(device))
+    available = {
+        operator.name: [p for p in formats if ops.supports(operator.op_type, p, device)]
+        for operator in graph.by_role(Role.ADJUSTABLE)
+    }
+    plans = covering_plans(graph, available, mixed=mixed, half_format=kernels.half_format)
+    clip_norm = None if options is None else options.clip_norm
+    # Copies of the batch lie outside of compiled graphs, and of what is recorded of them.
+    stepper = Stepper(example.moved() if compiled else example, optimizer, clip_norm)
+    recorder = _Recorder(stepper, graph, options, kernels, compiled)
+    start = time.perf_counter()
+    with reporting(progress, "steps") as report:
+        for done, (label, plan) in enumerate(plans.items()):
+            report(done, len(plans) + 1, label)
+            late = budget_s is not None and time.perf_counter() - start > budget_s
+            if not (late and label.startswith(MIXED)):
+                recorder.record(label, plan)
+        recorder.record_lost_in_parts(available)
+        if not compiled:
+            recorder.time_hosts_again(
+                budget_s and start + budget_s, lambda label: report(len(plans), len(plans) + 1, label)
+            )
+        report(len(plans), len(plans) + 1, "casts")
+        # A compiler fuses casts: one that was not met costs next to nothing.
+        casts, cast_host_ns = ({}, 0) if compiled else time_casts(device, tuple(formats), kernels)
+        report(len(plans) + 1, len(plans) + 1, "done")
+    return StepRecords(
+        device=identify(device, name),
+        half_format=kernels.half_format,
+        samples=tuple(recorder.samples),
+        casts=casts,
+        cast_host_ns=cast_host_ns,
+        available=available,
+    )
+
+
+def refuse_compiled(model: torch.nn.Module) -> None:
+    """Refuse a model of which a part is compiled.
+
+    Raises:
+        UnsupportedError: It is; the text names the part.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise UnsupportedError(
+                f"module {name or type(module).__name__!r} is compiled: its operators are fused, so that no step can "
+                "be charged to them; give the model as it is before torch.compile, and compiled=True for the costs of "
+                "compiled steps"
+            )
+
+
+class _Recorder:
+    """Records plans; those that run out of memory in parts."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        graph: OpGraph,
+        options: RecordingOptions | None,
+        kernels: KernelOptions,
+        compiled: bool,
+    ) -> None:
+        self._stepper, self._graph, self._options, self._kernels = stepper, graph, options, kernels
+        self._compiled = compiled
+        self._record = record_compiled_plan if compiled else record_plan
+        flow = StepFlow(graph, kernels.half_format)
+        self._signature = {operator.name: flow.signature(i) for i, operator in enumerate(graph)}
+        self._met: set[tuple[str, str]] = set()
+        self.samples: list[StepSample] = []
+        self._lost: dict[str, Mapping[str, str]] = {}
+
+    def record(self, label: str, plan: Mapping[str, str]) -> bool:
+        """Record a plan; False if memory does not suffice, or if a compiled step cannot be charged to operators."""
+        sample = None
+        try:
+            with contextlib.suppress(torch.cuda.OutOfMemoryError):
+                sample = self._record(self._stepper, self._graph, label, plan, self._options, self._kernels)
+        except ProblemError as error:
+            if not self._compiled:
+                raise
+            warnings.warn(f"plan {label!r} is left out: {first_line(error)}", stacklevel=2)
+            self._stepper.optimizer.zero_grad()
+            return False
+        if sample is None:  # outside of the handler: the exception's frames would keep the step's tensors
+            self._stepper.optimizer.zero_grad()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self._lost.setdefault(label, plan)
+            return False
+        self.samples.append(sample)
+        self._met |= {(self._signature[name], precision) for name, precision in plan.items()}
+        return True
+
+    def time_hosts_again(self, deadline: float | None, report: Callable[[str], None]) -> None:
+        """Time the host under every plan some more; the median of all rounds counts."""
+        options = self._options or RecordingOptions()
+        rounds = {sample.name: [(sample.host_ns, sample.iteration_ns)] for sample in self.samples}
+        for _ in range(options.rounds - 1):
+            for sample in self.samples:
+                if deadline is not None and time.perf_counter() > deadline:
+                    break
+                if sample.iteration_ns < _FAR_ABOVE * sum(sample.host_ns.values()):
+                    report(f"{sample.name}, host")
+                    rounds[sample.name].append(time_host(self._stepper, self._graph, sample, options, self._kernels))
+        self.samples = [_over_rounds(sample, rounds[sample.name]) for sample in self.samples]
+
+    def record_lost_in_parts(self, available: Mapping[str, Sequence[str]]) -> None:
+        """Record what the lost uniform plans have, some operators at a time on top of the plan that needs the least.
+
+        Raises:
+            NotReadyError: Nothing was recorded at all.
+        """
+        if not self._lost:
+            return
+        lost, device = dict(self._lost), self._stepper.device
+        what = f"not enough memory on {device} to record {', '.join(lost)}"
+        if not self.samples:
+            raise NotReadyError(f"{what}, so nothing was recorded; use a smaller batch")
+        base = min(self.samples, key=lambda sample: sample.memory.peak_bytes).precisions
+        for label, plan in lost.items():
+            if not label.startswith(MIXED):
+                self._record_parts(label, plan, base)
+        missing = {
+            f"{name} in {precision}"
+            for name, precisions in available.items()
+            for precision in precisions
+            if (self._signature[name], precision) not in self._met
+        }
+        parts = sum(", part " in sample.name for sample in self.samples)
+        told = f"; {parts} parts of them were recorded instead" if parts else ""
+        if missing:
+            shown = sorted(missing)[:3] + ["..."] * (len(missing) > 3)
+            told += f"; {len(missing)} costs are scaled from other precisions ({', '.join(shown)})"
+        warnings.warn(f"{what}{told}", stacklevel=4)
+
+    def _record_parts(self, label: str, plan: Mapping[str, str], base: Mapping[str, str]) -> None:
+        names = list(plan)
+        # The whole was tried: begin with its halves.
+        waiting = [names[: len(names) // 2], names[len(names) // 2 :]] if len(names) > 1 else []
+        number = 0
+        while waiting:
+            part = waiting.pop(0)
+            if all((self._signature[name], plan[name]) in self._met for name in part):
+                continue
+            number += 1
+            if not self.record(f"{label}, part {number}", {**base, **{name: plan[name] for name in part}}):
+                half = len(part) // 2
+                waiting[:0] = [part[:half], part[half:]] if half else []
+
+
+def record_plan(
+    stepper: Stepper,
+    graph: OpGraph,
+    label: str,
+    plan: Mapping[str, str],
+    options: RecordingOptions | None = None,
+    kernels: KernelOptions | None = None,
+) -> StepSample:
+    """Record steps under one plan; it is applied before and taken off afterwards."""
+    model = stepper.example.model
+    apply(model, dict(plan), graph=graph, options=ApplyOptions(kernels=kernels or KernelOptions()))
+    try:
+        interception = interception_of(bare_model(model))
+        assert interception is not None
+        # A plan of FP32 alone would stand aside; in other plans FP32 costs the host what carrying out a plan costs.
+        may_rest, interception.may_rest = interception.may_rest, None
+        sample = record_step(stepper, graph, name=label, precisions=plan, options=options)
+        if set(plan.values()) != {"FP32"}:
+            return sample
+        interception.may_rest = may_rest
+        stepper.step()
+        stepper.step()
+        repeats = (options or RecordingOptions()).repeats
+        phases, _ = stepper.host_ns(repeats)
+        iteration_ns = statistics.median(stepper.paced_ns(repeats))
+        return dataclasses.replace(sample, resting_ns=sum(phases.values()), iteration_ns=iteration_ns)
+    finally:
+        undo(model)
+
+
+def time_host(
+    stepper: Stepper, graph: OpGraph, sample: StepSample, options: RecordingOptions, kernels: KernelOptions
+) -> tuple[dict[str, float], float]:
+    """Time on the host by phase under a plan that was recorded before, and of steps that do not wait; nanoseconds."""
+    model = stepper.example.model
+    apply(model, dict(sample.precisions), graph=graph, options=ApplyOptions(kernels=kernels))
+    try:
+        interception = interception_of(bare_model(model))
+        assert interception is not None
+        interception.may_rest = None  # as in `record_plan`
+        for _ in range(options.warm_up):
+            stepper.step()
+        phases, _ = stepper.host_ns(options.repeats)
+        return phases, statistics.median(stepper.paced_ns(options.repeats))
+    finally:
+        undo(model)
+
+
+def _over_rounds(sample: StepSample, rounds: Sequence[tuple[Mapping[str, float], float]]) -> StepSample:
+    """A sample whose times are the medians of all rounds."""
+    return dataclasses.replace(
+        sample,
+        host_ns={phase: statistics.median(host[phase] for host, _ in rounds) for phase in sample.host_ns},
+        host_rounds_ns=tuple(sum(host.values()) for host, _ in rounds),
+        # A plan of FP32 alone stood aside when its steps were timed; now it does not.
+        iteration_ns=sample.iteration_ns if sample.resting_ns else statistics.median(pace for _, pace in rounds),
+    )
+
+
+def fit_samples(
+    graph: OpGraph,
+    samples: Sequence[StepSample],
+    device: DeviceIdentity,
+    *,
+    half_format: str,
+    casts: Mapping[str, CostFit] | None = None,
+    cast_host_ns: int = 0,
+) -> StepCosts:
+    """Fit costs to samples and put the residual of each beside them."""
+
+    def fit(paces: Mapping[str, float] | None) -> tuple[StepCosts, dict[str, tuple[int, int]]]:
+        costs = fit_step_costs(
+            graph, samples, device, half_format=half_format, casts=casts, cast_host_ns=cast_host_ns, paces=paces
+        )
+        predictor, predicted = StepPredictor(graph, costs), {}
+        for sample in samples:
+            step = predictor.plan(sample.precisions)
+            predicted[sample.name] = (predictor.steady_ns(step), predictor.memory(step).peak_bytes)
+        return costs, predicted
+
+    costs, predicted = fit(None)
+    paces = kernel_paces(samples, {name: time_ns for name, (time_ns, _) in predicted.items()})
+    if paces and device.kind != "cpu":
+        costs, predicted = fit(paces)
+    return checked(costs, predicted, samples)

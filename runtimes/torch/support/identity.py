@@ -1,0 +1,28 @@
+"""Which device and which software is a measurement for?"""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+import qsync_opt
+from qsync_opt.costs.profile import DeviceIdentity
+from qsync_opt.runtimes.processor import processor_name
+
+
+def identify(device: torch.device, name: str | None = None) -> DeviceIdentity:
+    """Return the identity of a device with the versions that its times depend on.
+
+    Args:
+        device: ``cpu`` or a CUDA device.
+        name: In place of the hardware's own, where that does not tell it from others (a partition of a card).
+    """
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "qsync_opt": qsync_opt.__version__}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        versions["cuda"] = str(torch.version.cuda)
+        hardware = f"{properties.name} ({properties.multi_processor_count} SMs)"
+    else:
+        hardware = processor_name()
+    return DeviceIdentity(name=name or hardware, kind=device.type, threads=torch.get_num_threads(), versions=versions)
