@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "kernel_bench"))
 
 from qsync_opt.io.codec import write_json
-from qsync_opt.kernels.compilation.toolchain import find_toolchain
+from qsync_opt.kernels.compilation.compiler import find_toolchain
 
 SECTIONS = ("quantize", "product", "layer", "peer", "convolution", "trained_convolution", "model")
 FORMAT = "qsync-bench-kernels/1"

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.model.graph_file import load_graph, save_graph
+from qsync_opt.model.graph import OpGraph, load_graph, save_graph
 from qsync_opt.runtimes.torch.capture.model import capture
 from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
 from qsync_opt.runtimes.torch.example_models import Classifier, resnet

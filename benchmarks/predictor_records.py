@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from qsync_opt.costs.costs import CostFit
-from qsync_opt.costs.profile import DeviceIdentity
+from qsync_opt.costs.profile import CostFit, DeviceIdentity
 from qsync_opt.io.codec import Fields
 from qsync_opt.runtimes.torch.steps.profile import StepRecords
 from qsync_opt.steps.courses import Block

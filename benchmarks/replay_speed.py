@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from qsync_opt.io.codec import write_json
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.model.graph_file import load_graph
+from qsync_opt.model.graph import OpGraph, Role, load_graph
 from qsync_opt.steps.cluster import bucket_borders, bucket_segments, network_tails
 from qsync_opt.steps.predictor import PlannedStep, StepPredictor
-from qsync_opt.testing.synthetic_steps import random_step_costs
+from qsync_opt.testing.synthetic import random_step_costs
 from qsync_opt.training.buckets import gradient_buckets
 
 RESULTS = Path(__file__).parent / "results"

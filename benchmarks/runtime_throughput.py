@@ -20,8 +20,7 @@ import qsync_opt
 from qsync_opt.runtimes.torch.ddp.agreement import broadcast_json, gather_json
 from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
 from qsync_opt.runtimes.torch.example_models import example
-from qsync_opt.runtimes.torch.job.candidates import Way
-from qsync_opt.runtimes.torch.job.paired_rounds import paired_medians
+from qsync_opt.runtimes.torch.job.candidates import Way, paired_medians
 from qsync_opt.runtimes.torch.job.plan import JobPlan
 
 BATCHES = {"bert-base": 32, "gpt2": 32, "resnet50": 64, "vit-base": 32, "gpt-small": 64}

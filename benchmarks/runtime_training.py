@@ -26,8 +26,8 @@ from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
 from qsync_opt.runtimes.torch.execution.capabilities import operator_precisions
 from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.job.candidates import Way
-from qsync_opt.runtimes.torch.support.device_memory import memory_budget
 from qsync_opt.runtimes.torch.support.iteration import default_loss
+from qsync_opt.runtimes.torch.support.memory import memory_budget
 
 Batch = dict[str, Tensor]
 LOGGER = logging.getLogger("qsync_opt.benchmark")

@@ -13,10 +13,16 @@ from typing import Any
 
 from qsync_opt.errors import SolverError
 from qsync_opt.formulations.linear.model import LinearModel
-from qsync_opt.formulations.training.ilp.device_model import build_assignment, read_back
+from qsync_opt.formulations.training.ilp.assignment import build_assignment, read_back
 from qsync_opt.formulations.training.ilp.program import Units, linearize
-from qsync_opt.formulations.training.incremental import DeviceState, Move
-from qsync_opt.formulations.training.paper_greedy import adjustable_positions, fast_start, keeps_limits, recover
+from qsync_opt.formulations.training.paper_greedy import (
+    DeviceState,
+    Move,
+    adjustable_positions,
+    fast_start,
+    keeps_limits,
+    recover,
+)
 from qsync_opt.training.problem import Problem, ProblemDevice
 
 _OBJECTIVE_SCALE = 1e4

@@ -27,7 +27,7 @@ from qsync_opt.formulations.assignment.compiled import prepare
 from qsync_opt.formulations.training.front import Sweep, latency_front
 from qsync_opt.registry import Kind, create
 from qsync_opt.testing.problems import chain
-from qsync_opt.training.baselines import uniform_plan
+from qsync_opt.training.plan import uniform_plan
 from qsync_opt.training.problem import Problem
 from qsync_opt.training.solution import PROOF_GAP, relative_gap
 

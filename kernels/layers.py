@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import ops
-from qsync_opt.kernels.autograd.differentiation import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.autograd.feed_forward import feed_forward
+from qsync_opt.kernels.autograd.float_modes import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize.formats import E4M3, INT8
 from qsync_opt.kernels.quantize.operators import dequantize_matrix, quantize_matrix

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from qsync_opt.model.graph import Operator as Operator
     from qsync_opt.model.graph import OpGraph as OpGraph
     from qsync_opt.model.graph import Role as Role
-    from qsync_opt.model.graph_file import load_graph as load_graph
+    from qsync_opt.model.graph import load_graph as load_graph
     from qsync_opt.model.onnx.reader import read_onnx as read_onnx
     from qsync_opt.model.onnx.reader import read_weights as read_weights
     from qsync_opt.model.roles import RoleTable as RoleTable
@@ -33,34 +33,33 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.capture.model import capture as capture
     from qsync_opt.runtimes.torch.capture.model import capture_model as capture_model
     from qsync_opt.runtimes.torch.checkpoints.checkpoints import Checkpoints as Checkpoints
-    from qsync_opt.runtimes.torch.checkpoints.plan_state import PlanState as PlanState
-    from qsync_opt.runtimes.torch.execution.apply_options import ApplyOptions as ApplyOptions
+    from qsync_opt.runtimes.torch.checkpoints.resuming import PlanState as PlanState
     from qsync_opt.runtimes.torch.execution.graphs import graphed as graphed
     from qsync_opt.runtimes.torch.execution.loss_scaling import LossScaler as LossScaler
+    from qsync_opt.runtimes.torch.execution.plans import ApplyOptions as ApplyOptions
     from qsync_opt.runtimes.torch.execution.plans import apply as apply
     from qsync_opt.runtimes.torch.execution.plans import undo as undo
     from qsync_opt.runtimes.torch.job.adapting import PlanAdapter as PlanAdapter
-    from qsync_opt.runtimes.torch.job.horizon import noise_horizon as noise_horizon
+    from qsync_opt.runtimes.torch.job.adapting import PlanRefresher as PlanRefresher
+    from qsync_opt.runtimes.torch.job.measuring import noise_horizon as noise_horizon
     from qsync_opt.runtimes.torch.job.options import PlanningOptions as PlanningOptions
     from qsync_opt.runtimes.torch.job.plan import JobPlan as JobPlan
     from qsync_opt.runtimes.torch.job.planning import auto_plan as auto_plan
-    from qsync_opt.runtimes.torch.job.refresh import PlanRefresher as PlanRefresher
     from qsync_opt.runtimes.torch.profiling.profiler import profile as profile
     from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics as collect_statistics
     from qsync_opt.runtimes.torch.steps.profile import profile_steps as profile_steps
     from qsync_opt.runtimes.torch.support.iteration import TrainingExample as TrainingExample
     from qsync_opt.runtimes.torch.support.iteration import measure_iteration as measure_iteration
+    from qsync_opt.sensitivity.rectifiers import plan_variance as plan_variance
     from qsync_opt.sensitivity.scores import sensitivities as sensitivities
-    from qsync_opt.sensitivity.statistics_file import load_statistics as load_statistics
-    from qsync_opt.sensitivity.statistics_file import save_statistics as save_statistics
+    from qsync_opt.sensitivity.statistics import load_statistics as load_statistics
+    from qsync_opt.sensitivity.statistics import save_statistics as save_statistics
     from qsync_opt.sensitivity.table import SensitivityTable as SensitivityTable
     from qsync_opt.sensitivity.weights import weight_sensitivities as weight_sensitivities
-    from qsync_opt.sensitivity.whole_plan import plan_variance as plan_variance
     from qsync_opt.steps.bridge import profile_from_steps as profile_from_steps
     from qsync_opt.steps.costs import StepCosts as StepCosts
     from qsync_opt.steps.costs import load_step_costs as load_step_costs
     from qsync_opt.steps.predictor import StepPredictor as StepPredictor
-    from qsync_opt.training.baselines import uniform_plan as uniform_plan
     from qsync_opt.training.blocks import identical_blocks as identical_blocks
     from qsync_opt.training.build import build_problem as build_problem
     from qsync_opt.training.comparison import compare_plans as compare_plans
@@ -73,6 +72,7 @@ if TYPE_CHECKING:
     from qsync_opt.training.pareto import pareto_front as pareto_front
     from qsync_opt.training.plan import Plan as Plan
     from qsync_opt.training.plan import load_plan as load_plan
+    from qsync_opt.training.plan import uniform_plan as uniform_plan
     from qsync_opt.training.planner import FastestPlan as FastestPlan
     from qsync_opt.training.planner import fastest as fastest
     from qsync_opt.training.planner import solve as solve
@@ -95,20 +95,20 @@ _PUBLIC = {
     "OpGraph": "qsync_opt.model.graph",
     "Operator": "qsync_opt.model.graph",
     "Role": "qsync_opt.model.graph",
-    "load_graph": "qsync_opt.model.graph_file",
+    "load_graph": "qsync_opt.model.graph",
     "read_onnx": "qsync_opt.model.onnx.reader",
     "RoleTable": "qsync_opt.model.roles",
     "Cluster": "qsync_opt.cluster.cluster",
     "load_cluster": "qsync_opt.cluster.cluster",
     "DeviceProfile": "qsync_opt.costs.profile",
     "load_profile": "qsync_opt.costs.profile",
-    "load_statistics": "qsync_opt.sensitivity.statistics_file",
-    "save_statistics": "qsync_opt.sensitivity.statistics_file",
+    "load_statistics": "qsync_opt.sensitivity.statistics",
+    "save_statistics": "qsync_opt.sensitivity.statistics",
     "sensitivities": "qsync_opt.sensitivity.scores",
-    "plan_variance": "qsync_opt.sensitivity.whole_plan",
+    "plan_variance": "qsync_opt.sensitivity.rectifiers",
     "SensitivityTable": "qsync_opt.sensitivity.table",
     "build_problem": "qsync_opt.training.build",
-    "uniform_plan": "qsync_opt.training.baselines",
+    "uniform_plan": "qsync_opt.training.plan",
     "identical_blocks": "qsync_opt.training.blocks",
     "memory_breakdown": "qsync_opt.training.memory",
     "write_trace": "qsync_opt.training.replay",
@@ -134,13 +134,13 @@ _PUBLIC = {
     "capture": "qsync_opt.runtimes.torch.capture.model",
     "capture_model": "qsync_opt.runtimes.torch.capture.model",
     "collect_statistics": "qsync_opt.runtimes.torch.sensitivity.statistics",
-    "noise_horizon": "qsync_opt.runtimes.torch.job.horizon",
+    "noise_horizon": "qsync_opt.runtimes.torch.job.measuring",
     "profile": "qsync_opt.runtimes.torch.profiling.profiler",
     "TrainingExample": "qsync_opt.runtimes.torch.support.iteration",
     "measure_iteration": "qsync_opt.runtimes.torch.support.iteration",
     "apply": "qsync_opt.runtimes.torch.execution.plans",
     "undo": "qsync_opt.runtimes.torch.execution.plans",
-    "ApplyOptions": "qsync_opt.runtimes.torch.execution.apply_options",
+    "ApplyOptions": "qsync_opt.runtimes.torch.execution.plans",
     "graphed": "qsync_opt.runtimes.torch.execution.graphs",
     "CostModel": "qsync_opt.runtime",
     "Runtime": "qsync_opt.runtime",
@@ -157,9 +157,9 @@ _PUBLIC = {
     "auto_plan": "qsync_opt.runtimes.torch.job.planning",
     "PlanningOptions": "qsync_opt.runtimes.torch.job.options",
     "JobPlan": "qsync_opt.runtimes.torch.job.plan",
-    "PlanRefresher": "qsync_opt.runtimes.torch.job.refresh",
+    "PlanRefresher": "qsync_opt.runtimes.torch.job.adapting",
     "PlanAdapter": "qsync_opt.runtimes.torch.job.adapting",
-    "PlanState": "qsync_opt.runtimes.torch.checkpoints.plan_state",
+    "PlanState": "qsync_opt.runtimes.torch.checkpoints.resuming",
     "Checkpoints": "qsync_opt.runtimes.torch.checkpoints.checkpoints",
     "LossScaler": "qsync_opt.runtimes.torch.execution.loss_scaling",
     "StepCosts": "qsync_opt.steps.costs",

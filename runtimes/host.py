@@ -5,12 +5,24 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import platform
 import secrets
 import socket
 import sys
 from pathlib import Path
 
 from qsync_opt.errors import NotReadyError
+
+
+def processor_name() -> str:
+    """Model name of the processor; the kind of machine where the system does not tell it."""
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
 
 _FIRST_PORT = 20000
 _PORT_TRIES = 100

@@ -22,8 +22,7 @@ from subjects import Batch, Subject, subject_of
 from torch import Tensor, nn
 
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.model.graph_file import load_graph
+from qsync_opt.model.graph import OpGraph, load_graph
 from qsync_opt.runtimes.torch.execution.plans import ApplyOptions
 from qsync_opt.sensitivity.variances import NoiseOptions
 

@@ -21,8 +21,7 @@ from subjects import train_briefly
 
 import qsync_opt
 from qsync_opt.kernels import ops
-from qsync_opt.model.graph import Role
-from qsync_opt.model.graph_file import save_graph
+from qsync_opt.model.graph import Role, save_graph
 from qsync_opt.runtimes.torch.capture.model import capture
 from qsync_opt.runtimes.torch.execution.capabilities import device_formats
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics

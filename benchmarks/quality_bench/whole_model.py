@@ -22,10 +22,10 @@ from qsync_opt.runtimes.torch.capture.model import capture
 from qsync_opt.runtimes.torch.execution.capabilities import device_formats
 from qsync_opt.runtimes.torch.execution.plans import ApplyOptions
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics, full_precision
+from qsync_opt.sensitivity.rectifiers import plan_variance, plan_variance_parts
 from qsync_opt.sensitivity.scores import sensitivities
 from qsync_opt.sensitivity.statistics import ModelStatistics
 from qsync_opt.sensitivity.table import SensitivityTable
-from qsync_opt.sensitivity.whole_plan import plan_variance, plan_variance_parts
 
 PRECISIONS = ("INT8", "FP8", "BF16", "FP32")
 

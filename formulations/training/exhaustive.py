@@ -7,7 +7,7 @@ import math
 import time
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.formulations.training.ilp.least_part import Least, describe_infeasible
+from qsync_opt.formulations.training.ilp.least import Least, describe_infeasible
 from qsync_opt.training.evaluation import evaluate_device, iteration_time
 from qsync_opt.training.problem import Problem, ProblemDevice
 from qsync_opt.training.propagation import propagate

@@ -16,8 +16,7 @@ import numpy as np
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.formulations.assignment.effort import PASSES, Effort, Pass
-from qsync_opt.formulations.assignment.search import BoundAndFix
-from qsync_opt.formulations.assignment.tree import Outcome
+from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome
 from qsync_opt.formulations.training.certified import DeviceSearch
 from qsync_opt.formulations.training.exact import exact_effort
 from qsync_opt.formulations.training.greedy import greedy_effort

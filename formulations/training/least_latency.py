@@ -15,10 +15,9 @@ import time
 import numpy as np
 
 from qsync_opt.formulations.assignment.effort import Effort
+from qsync_opt.formulations.assignment.elimination import Relaxation, relax
 from qsync_opt.formulations.assignment.model import AssignmentModel, Floats, Ints, Whole
-from qsync_opt.formulations.assignment.relaxation import Relaxation, relax
-from qsync_opt.formulations.assignment.search import BoundAndFix
-from qsync_opt.formulations.assignment.tree import Outcome
+from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome
 from qsync_opt.formulations.training.collapse import Collapsed, collapse
 
 _STEPS = 80

@@ -19,7 +19,7 @@ from typing import Any
 from qsync_opt.errors import NotInstalledError, SolverError
 from qsync_opt.formulations.linear.model import LinearModel
 from qsync_opt.formulations.linear.solver import LinearOptions, LinearResult, LinearSolver, LinearStatus
-from qsync_opt.formulations.training.ilp.least_part import explain_infeasible
+from qsync_opt.formulations.training.ilp.least import explain_infeasible
 from qsync_opt.model.graph import Role
 from qsync_opt.registry import Kind, create, default_solver
 from qsync_opt.training.evaluation import BYTES_PER_KIB

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qsync_opt.kernels.autograd.differentiation import EIGHT_BITS, differentiated_once
+from qsync_opt.kernels.autograd.float_modes import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.autograd.products_half import (
     convolution_slices,
     quantized_weight,

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels.autograd.differentiation import EIGHT_BITS, differentiated_once
+from qsync_opt.kernels.autograd.float_modes import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.autograd.products_eight import Operand, quantize_operand, weight_operand
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.matmul.scaled import scaled_mm, scaled_mm_amax

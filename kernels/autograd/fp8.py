@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qsync_opt.kernels.autograd import products_eight as eight_bit
-from qsync_opt.kernels.autograd.differentiation import EIGHT_BITS, differentiated_once
+from qsync_opt.kernels.autograd.float_modes import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.autograd.products_half import HALF_DTYPES, fused_product, weight_gradient
 from qsync_opt.kernels.matmul import tiles as matmul_choices
 from qsync_opt.kernels.options import KernelOptions

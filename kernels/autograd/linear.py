@@ -17,7 +17,7 @@ from torch import Tensor
 from qsync_opt.kernels.autograd import fp8
 from qsync_opt.kernels.autograd import products_eight as eight_bit
 from qsync_opt.kernels.autograd import products_half as int8
-from qsync_opt.kernels.autograd.differentiation import EIGHT_BITS, differentiated_once
+from qsync_opt.kernels.autograd.float_modes import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.autograd.products_eight import flattened
 from qsync_opt.kernels.matmul import tiles as matmul_choices
 from qsync_opt.kernels.matmul.scaled import scaled_mm_unchecked

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qsync_opt.kernels.autograd.differentiation import EIGHT_BITS, differentiated_once
+from qsync_opt.kernels.autograd.float_modes import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.matmul.scaled import scaled_mm_unchecked
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize.formats import E5M2, INT8

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from qsync_opt.kernels.autograd import products_eight as eight_bit
-from qsync_opt.kernels.autograd.differentiation import EIGHT_BITS, differentiated_once
+from qsync_opt.kernels.autograd.float_modes import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.convolution.scaled import scaled_conv2d
-from qsync_opt.kernels.matmul import onednn
+from qsync_opt.kernels.matmul import integer as onednn
 from qsync_opt.kernels.matmul import tiles as matmul_choices
 from qsync_opt.kernels.matmul.integer import exact_convolution, int8_bmm, int8_mm
 from qsync_opt.kernels.matmul.scaled import scaled_mm

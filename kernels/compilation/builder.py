@@ -24,7 +24,7 @@ from pathlib import Path
 from qsync_opt.errors import NotReadyError, QSyncError, UnsupportedError
 from qsync_opt.io.cache import default_cache_folder
 from qsync_opt.kernels.compilation import compiler
-from qsync_opt.kernels.compilation.toolchain import find_toolchain
+from qsync_opt.kernels.compilation.compiler import find_toolchain
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 CACHE_VARIABLE = "QSYNC_KERNEL_CACHE"

@@ -20,7 +20,7 @@ from pathlib import Path
 from qsync_opt.errors import QSyncError
 from qsync_opt.kernels.compilation import builder as build
 from qsync_opt.kernels.compilation import compiler
-from qsync_opt.kernels.compilation.toolchain import find_toolchain
+from qsync_opt.kernels.compilation.compiler import find_toolchain
 
 
 def _quick_options() -> list[str]:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import library
-from qsync_opt.kernels.quantize.formats import amax, format_of, scale_from
+from qsync_opt.kernels.quantize.formats import amax, factor_of, format_of, fp8_codes, int8_codes, scale_from
 from qsync_opt.kernels.quantize.random_bits import signed, stepped_key
-from qsync_opt.kernels.quantize.rounding import factor_of, fp8_codes, int8_codes
 
 BLOCK = 128
 UNIT = "quantize"

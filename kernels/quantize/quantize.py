@@ -20,10 +20,19 @@ from torch import Tensor
 
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.formats import E4M3, INT8, EightBits, amax, scale_from
+from qsync_opt.kernels.quantize.formats import (
+    CHUNK,
+    E4M3,
+    INT8,
+    EightBits,
+    amax,
+    factor_of,
+    fp8_codes,
+    int8_codes,
+    scale_from,
+)
 from qsync_opt.kernels.quantize.operators import UNIT, dequantize_matrix, quantize_matrix, quantize_unchecked
 from qsync_opt.kernels.quantize.random_bits import stepped_key, stream_key
-from qsync_opt.kernels.quantize.rounding import CHUNK, factor_of, fp8_codes, int8_codes
 
 INT8_MAX = 127
 

@@ -33,11 +33,11 @@ def add_audit(parser: argparse.ArgumentParser) -> Runner:
 def _audit(options: argparse.Namespace) -> int:
     from qsync_opt.errors import ProblemError
     from qsync_opt.io.codec import near_match, write_json
-    from qsync_opt.model.graph_file import load_graph
+    from qsync_opt.model.graph import load_graph
     from qsync_opt.steps.audit import audit_worker, overlay_json, predicted_timeline
-    from qsync_opt.steps.chrome_trace import read_chrome_trace
     from qsync_opt.steps.costs import load_step_costs
     from qsync_opt.steps.predictor import StepPredictor
+    from qsync_opt.steps.trace import read_chrome_trace
     from qsync_opt.training.plan import load_plan
 
     if options.top < 0:

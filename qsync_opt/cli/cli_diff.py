@@ -69,7 +69,7 @@ def _print(difference: PlanDifference, shown: int | None) -> None:
 
 
 def _print_cost(before: Evaluation, after: Evaluation) -> None:
-    from qsync_opt.io.quantities import format_memory, format_sensitivity, format_time
+    from qsync_opt.io.units import format_memory, format_sensitivity, format_time
 
     longer_ns, worse = after.iteration_ns - before.iteration_ns, after.objective - before.objective
     rows = [

@@ -42,7 +42,7 @@ def _pareto(options: argparse.Namespace) -> int:
     from qsync_opt.io.cache import default_cache_folder
     from qsync_opt.io.codec import write_text
     from qsync_opt.io.progress import reporting
-    from qsync_opt.report.front_svg import front_svg
+    from qsync_opt.report.figures import front_svg
     from qsync_opt.training.pareto import pareto_front
     from qsync_opt.training.problem_file import load_problem
 
@@ -72,7 +72,7 @@ def _pareto(options: argparse.Namespace) -> int:
 
 
 def _print(front: Front) -> None:
-    from qsync_opt.io.quantities import format_memory
+    from qsync_opt.io.units import format_memory
     from qsync_opt.report.display import levels
 
     problem = front.problem

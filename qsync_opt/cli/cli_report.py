@@ -45,10 +45,8 @@ def add_report(parser: argparse.ArgumentParser) -> Runner:
 def _report(options: argparse.Namespace) -> int:
     from qsync_opt.io.cache import default_cache_folder
     from qsync_opt.io.progress import reporting
-    from qsync_opt.report.contents import make_report
-    from qsync_opt.report.fronts import check_front
-    from qsync_opt.report.measured import load_measured
-    from qsync_opt.report.page_part import write_report
+    from qsync_opt.report.contents import check_front, load_measured, make_report
+    from qsync_opt.report.page import write_report
     from qsync_opt.training.plan import load_plan
     from qsync_opt.training.problem_file import load_problem
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.io.codec import Extras, check_writable
-from qsync_opt.io.quantities import format_gap
+from qsync_opt.io.units import format_gap
 
 _NS_PER_MS = 1e6
 _KIB_PER_MIB = 1024

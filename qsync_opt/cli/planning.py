@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from qsync_opt.costs.profile import DeviceProfile
     from qsync_opt.model.graph import OpGraph
     from qsync_opt.runtime import ModelKnowledge
-    from qsync_opt.sensitivity.sensitivity_values import SensitivityValues
+    from qsync_opt.sensitivity.table import SensitivityValues
     from qsync_opt.training.problem import Problem
 
 _LOGGER = logging.getLogger(__name__)
@@ -128,8 +128,7 @@ def _plan_within(options: argparse.Namespace) -> int:
 
 def _without_absent(table: Any, formats: Iterable[str]) -> Any:
     """Another package's table, which leaves out the precisions that an operator must not get, with these excluded."""
-    from qsync_opt.sensitivity.sensitivity_values import SensitivityValues
-    from qsync_opt.sensitivity.table import SensitivityTable
+    from qsync_opt.sensitivity.table import SensitivityTable, SensitivityValues
 
     if isinstance(table, SensitivityTable | SensitivityValues):
         return table
@@ -220,7 +219,7 @@ def _profiles(graph: OpGraph, cluster: Cluster, options: argparse.Namespace) -> 
 def _knowledge(options: argparse.Namespace) -> ModelKnowledge:
     from qsync_opt.model.onnx.reader import read_weights
     from qsync_opt.runtime import ModelKnowledge
-    from qsync_opt.sensitivity.statistics_file import load_statistics
+    from qsync_opt.sensitivity.statistics import load_statistics
     from qsync_opt.sensitivity.table import IndicatorKind
 
     statistics = None if options.statistics is None else load_statistics(options.statistics)

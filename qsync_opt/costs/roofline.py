@@ -11,13 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from qsync_opt.cluster.datasheets import DataSheet
-from qsync_opt.costs.costs import MI_ELEMENTS, CostFit, MeasuredCost
 from qsync_opt.costs.estimates import ESTIMATE_OPTION
-from qsync_opt.costs.profile import DeviceIdentity, DeviceProfile, OptimizerCost
+from qsync_opt.costs.profile import MI_ELEMENTS, CostFit, DeviceIdentity, DeviceProfile, MeasuredCost, OptimizerCost
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.io.codec import check_integer, check_number
 from qsync_opt.model.graph import DTYPE_BYTES, Operator, OpGraph, Role, TensorSpec
-from qsync_opt.model.operator_kinds import (
+from qsync_opt.model.roles import (
     ATTENTION,
     BYTE_MASKS,
     INDEX_MASKS,
@@ -25,8 +24,8 @@ from qsync_opt.model.operator_kinds import (
     PRODUCTS,
     SAVES_NOTHING,
     SAVES_OUTPUT,
+    base_kind,
 )
-from qsync_opt.model.roles import base_kind
 from qsync_opt.numerics.formats import PrecisionFormats, formats_for, number_format
 
 MODEL_VERSION = "1"

@@ -8,6 +8,71 @@ from collections.abc import Mapping
 
 from qsync_opt.errors import ProblemError
 
+_TIME_STEPS = ((1, "ns"), (10**3, "µs"), (10**6, "ms"), (10**9, "s"))
+_MEMORY_STEPS = ((1, "KiB"), (2**10, "MiB"), (2**20, "GiB"), (2**30, "TiB"))
+_PLAIN = (1e-4, 1e6)
+"""Sensitivities in this range are written without an exponent."""
+_ROUNDING = 1e-12
+"""Sums of the same thousands of numbers in another order, as bound and objective are, differ by less than this."""
+_LEAST_GAP = 1e-5
+"""Smaller gaps are written as smaller than this."""
+_DIGITS = 3
+"""Significant digits at least; more only to the left of the point."""
+
+
+def format_time(time_ns: float) -> str:
+    """Nanoseconds as text, such as ``"12.3 ms"``.
+
+    Example:
+        >>> format_time(12_345_678), format_time(0), format_time(-900)
+        ('12.3 ms', '0 ns', '-900 ns')
+    """
+    return _scaled(time_ns, _TIME_STEPS)
+
+
+def format_memory(memory_kib: float) -> str:
+    """KiB as text, such as ``"1.5 GiB"``."""
+    return _scaled(memory_kib, _MEMORY_STEPS)
+
+
+def format_sensitivity(value: float) -> str:
+    """A sensitivity as text: four significant digits and no unit.
+
+    Example:
+        >>> format_sensitivity(0.00012345), format_sensitivity(1.2e-7), format_sensitivity(10530)
+        ('0.0001234', '1.2e-7', '10530')
+    """
+    if value == 0 or _PLAIN[0] <= abs(value) < _PLAIN[1]:
+        return f"{float(f'{value:.3e}'):.10f}".rstrip("0").rstrip(".")
+    mantissa, _, exponent = f"{value:.3e}".partition("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def format_gap(gap: float) -> str:
+    """A relative gap as text in percent: 0 only where bound and objective are equal up to the rounding of their sums.
+
+    Example:
+        >>> format_gap(0.0123), format_gap(0.0), format_gap(1.5e-16), format_gap(3e-8)
+        ('1.23 %', '0 %', '0 %', 'under 0.001 %')
+    """
+    if gap <= _ROUNDING:
+        return "0 %"
+    return f"{100 * gap:.3g} %" if gap >= _LEAST_GAP else f"under {100 * _LEAST_GAP:g} %"
+
+
+def _scaled(value: float, steps: tuple[tuple[int, str], ...]) -> str:
+    size = abs(value)
+    # A value that rounding would carry to 1000 of a unit is written in the next one.
+    limit = 1000 - 0.5
+    factor, unit = next(((f, u) for f, u in steps if size / f < limit), steps[-1])
+    scaled = size / factor
+    whole = len(str(int(scaled)))
+    text = f"{scaled:.{max(0, _DIGITS - whole)}f}" if factor > 1 or scaled != int(scaled) else str(int(scaled))
+    if "." in text:
+        text = text.rstrip("0").rstrip(".")
+    return f"{'-' if value < 0 and text != '0' else ''}{text} {unit}"
+
+
 _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 

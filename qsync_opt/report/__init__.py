@@ -3,8 +3,7 @@
 Core only: no torch and no solver; fronts and bounds are reached by a method's name.
 """
 
-from qsync_opt.report.contents import Report, make_report
-from qsync_opt.report.measured import Measured, load_measured
-from qsync_opt.report.page_part import report_html, write_report
+from qsync_opt.report.contents import Measured, Report, load_measured, make_report
+from qsync_opt.report.page import report_html, write_report
 
 __all__ = ["Measured", "Report", "load_measured", "make_report", "report_html", "write_report"]

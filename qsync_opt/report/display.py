@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from qsync_opt.costs.estimates import estimate_lines
-from qsync_opt.io.quantities import format_gap, format_memory, format_sensitivity, format_time
+from qsync_opt.io.units import format_gap, format_memory, format_sensitivity, format_time
 from qsync_opt.model.graph import Role
 from qsync_opt.numerics.formats import FORMATS
 
@@ -136,7 +136,7 @@ def solution_html(solution: Solution) -> str:
 
 def front_html(front: Front) -> str:
     """A front as a picture and a table."""
-    from qsync_opt.report.front_svg import front_svg
+    from qsync_opt.report.figures import front_svg
 
     header = ("iteration time", *(f"memory of {d.name}" for d in front.problem.devices), "sensitivity", "gap", "limits")
     rows = [

@@ -6,12 +6,23 @@ names say.
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from functools import cache
+from html import escape
+from importlib.resources import files
 from typing import Any
 
+import qsync_opt
+from qsync_opt.errors import ProblemError
+from qsync_opt.io.codec import write_text
 from qsync_opt.model.graph import Role
-from qsync_opt.report.contents import Report
-from qsync_opt.report.markup import slot
-from qsync_opt.report.memory_curve import MemoryCurve
+from qsync_opt.report.contents import MemoryCurve, Report
+from qsync_opt.report.markup import front_markup, memory_markup, slot, summary_markup, timeline_markup
 from qsync_opt.training.evaluation import DeviceEvaluation, OperatorTime, cast_buffer_kib
 from qsync_opt.training.explanation import Alternative, Explanation
 from qsync_opt.training.pareto import Front
@@ -211,3 +222,70 @@ def _measured(report: Report) -> dict[str, Any] | None:
         "iteration_ns": measured.iteration_ns,
         "peak_memory_bytes": [None if device is None else device.peak_memory_bytes for device in found],
     }
+
+
+_SCRIPTS = ("base.js", "model.js", "table.js", "charts.js", "timeline.js", "main.js")
+_STYLES = ("report.css", "parts.css")
+_TOKEN = re.compile(r"\{\{(\w+)\}\}")
+
+
+def report_html(report: Report, *, note: str = "") -> str:
+    """Return the page of a report.
+
+    Args:
+        report: The report.
+        note: Stands at the end, such as from which files and when the page was made.
+    """
+    style, script = _joined(_STYLES), _joined(_SCRIPTS)
+    parts = {
+        "policy": _policy(style, script),
+        "version": escape(qsync_opt.__version__),
+        "name": escape(report.problem.name),
+        "style": style,
+        "script": script,
+        "summary": summary_markup(report),
+        "front": front_markup(report),
+        "timeline": timeline_markup(report),
+        "memory": memory_markup(report),
+        "footer": escape(f"Made by qsync-opt {qsync_opt.__version__}. {note}".strip()),
+        "data": json_for_html(report_json(report)),
+    }
+    # One pass, so that a token inside of a part stays as it is.
+    return _TOKEN.sub(lambda match: parts[match[1]], _resource("report.html"))
+
+
+def write_report(report: Report, path: str | os.PathLike[str], *, note: str = "") -> int:
+    """Write the page of a report, whole or not at all, and return its size in bytes.
+
+    Raises:
+        ProblemError: The file cannot be written.
+    """
+    text = report_html(report, note=note)
+    write_text(path, text, error=ProblemError)
+    return len(text.encode())
+
+
+def json_for_html(data: object) -> str:
+    """JSON that can stand in a script element: nothing in it can end the element or begin a comment."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _policy(style: str, script: str) -> str:
+    return (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _joined(names: Iterable[str]) -> str:
+    return "\n".join(map(_resource, names))
+
+
+@cache
+def _resource(name: str) -> str:
+    return (files("qsync_opt.report") / "page" / name).read_text(encoding="utf-8")

@@ -14,6 +14,7 @@ flushes to zero makes FP16 worse than BF16.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
@@ -26,7 +27,6 @@ from qsync_opt.sensitivity.baselines import (
     random_score,
     weight_variance,
 )
-from qsync_opt.sensitivity.expected_loss import check_horizon
 from qsync_opt.sensitivity.propagation import Distances, Propagation, distances, operand_edges, ratio
 from qsync_opt.sensitivity.rectifiers import Flips
 from qsync_opt.sensitivity.statistics import GRADIENTS, Gain, ModelStatistics, OperatorKind, OperatorStatistics
@@ -39,6 +39,45 @@ from qsync_opt.sensitivity.variances import (
     tensor_rounding,
     variances,
 )
+
+
+def check_horizon(horizon: float) -> float:
+    """The horizon, if it is one.
+
+    Raises:
+        UnsupportedError: It is negative or not finite.
+    """
+    if isinstance(horizon, bool) or not isinstance(horizon, int | float) or not 0 <= horizon < math.inf:
+        raise UnsupportedError(
+            f"horizon is {horizon!r}: a finite number of at least 0 is needed; qsync_opt.noise_horizon(optimizer, "
+            "steps=...) gives it"
+        )
+    return float(horizon)
+
+
+def horizon_of(*, learning_rate: float, steps: int, momentum: float = 0.0, mean_square_gradient: float = 1.0) -> float:
+    """By how much variance of the gradient counts against what rounding costs at once.
+
+    Args:
+        learning_rate: Mean over the steps, as root mean square if it changes.
+        steps: To come.
+        momentum: Of SGD; it multiplies the effective rate by ``1 / (1 - momentum)``. 0 for Adam, which averages.
+        mean_square_gradient: Of the elements of one batch's gradient, for SGD; 1 for Adam.
+
+    Returns:
+        The factor of the variance, ``steps * (learning_rate / (1 - momentum))^2 * mean_square_gradient``.
+
+    Raises:
+        UnsupportedError: An argument is out of its range.
+
+    Source:
+        Ours; see the module's text.
+    """
+    if not 0 <= momentum < 1:
+        raise UnsupportedError(f"momentum is {momentum!r}: allowed are numbers from 0 to below 1")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise UnsupportedError(f"steps is {steps!r}: allowed are whole numbers of at least 0")
+    return check_horizon(steps * (learning_rate / (1 - momentum)) ** 2 * mean_square_gradient)
 
 
 def _own(operator: OperatorStatistics, found: OperatorVariances, gains: Mapping[str, Gain] | None = None) -> float:

@@ -4,15 +4,78 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any, Self
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.io.codec import check_integer
+from qsync_opt.io.codec import Fields, check_integer, check_name, check_number
 from qsync_opt.sensitivity.propagation import Distances
-from qsync_opt.sensitivity.sensitivity_values import SensitivityValues
 from qsync_opt.sensitivity.statistics import GradientNoise
 from qsync_opt.sensitivity.variances import OperatorVariances
+
+SENSITIVITY_FORMAT = "qsync-sensitivities/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SensitivityValues(Mapping[str, Mapping[str, float]]):
+    """Operator to precision to sensitivity of one worker.
+
+    ``unit`` says what they are measured in. ``excluded`` names, per operator, the precisions that it must not get, each
+    with the reason in words.
+    """
+
+    unit: str
+    values_of: Mapping[str, Mapping[str, float]]
+    excluded: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_name(self.unit, "sensitivities: unit")
+        for operator, row in self.values_of.items():
+            for precision, value in row.items():
+                check_number(value, f"sensitivity of {operator!r} in {precision}")
+        for name in ("values_of", "excluded"):
+            nested = {key: MappingProxyType(dict(row)) for key, row in getattr(self, name).items()}
+            object.__setattr__(self, name, MappingProxyType(nested))
+
+    def __getitem__(self, operator: str) -> Mapping[str, float]:
+        return self.values_of[operator]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_of)
+
+    def __len__(self) -> int:
+        return len(self.values_of)
+
+    def to_json(self) -> dict[str, Any]:
+        """The values as plain JSON data."""
+        return {
+            "format": SENSITIVITY_FORMAT,
+            "unit": self.unit,
+            "values": {operator: dict(row) for operator, row in self.values_of.items()},
+            "excluded": {operator: dict(row) for operator, row in self.excluded.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Any, where: str = "sensitivities") -> Self:
+        """Read values from their JSON data.
+
+        Raises:
+            ProblemError: Another format; an unknown, missing or unusable entry.
+        """
+        reader = Fields(data, where)
+        reader.version(SENSITIVITY_FORMAT)
+        values = {
+            operator: {precision: row.number(precision) for precision in row}
+            for operator, row in reader.children("values")
+        }
+        excluded = {
+            operator: {precision: row.text(precision) for precision in row}
+            for operator, row in reader.children("excluded")
+        }
+        found = cls(unit=reader.text("unit"), values_of=values, excluded=excluded)
+        reader.finish()
+        return found
 
 
 class IndicatorKind(enum.StrEnum):
@@ -24,10 +87,10 @@ class IndicatorKind(enum.StrEnum):
     """By the gains that were measured by differentiating the gradient once more; exact to first order."""
     LOSS = "loss"
     """By the loss that is expected to be lost: at once, and through the gradient's variance over the steps to come
-    (``qsync_opt.sensitivity.expected_loss``)."""
+    (``qsync_opt.sensitivity.scores``)."""
     PROGRESS = "progress"
     """By the share of every training step's progress that the noise costs Adam and those like it
-    (``qsync_opt.sensitivity.expected_loss``); needs adaptive gains."""
+    (``qsync_opt.sensitivity.scores``); needs adaptive gains."""
     DEPTH = "depth"
     """QSync's form ``gamma * (L - d) * Var[z] + d * (Var[dw] + Var[dx])`` with true distances and these variances."""
     HESSIAN = "hessian"

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.model.graph import Operator, OpGraph, Role
-from qsync_opt.model.operator_kinds import LOOKUPS
+from qsync_opt.model.roles import LOOKUPS
 from qsync_opt.model.weights import WeightStatistics
 from qsync_opt.numerics.formats import PrecisionFormats, number_format
 from qsync_opt.numerics.rounding import LARGEST, Rounding, fixed_point_variance, floating_point_variance

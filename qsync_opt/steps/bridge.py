@@ -17,8 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from qsync_opt.costs.costs import CostFit, MeasuredCost
-from qsync_opt.costs.profile import DeviceProfile, OptimizerCost
+from qsync_opt.costs.profile import CostFit, DeviceProfile, MeasuredCost, OptimizerCost
 from qsync_opt.errors import ProblemError
 from qsync_opt.model.graph import Operator, OpGraph, Role
 from qsync_opt.numerics.formats import PrecisionFormats, number_format

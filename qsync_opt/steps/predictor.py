@@ -13,16 +13,12 @@ from typing import NoReturn
 from qsync_opt.errors import ProblemError
 from qsync_opt.io.codec import check_integer, near_match
 from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.steps.cases import StepFlow
-from qsync_opt.steps.costs import Case, CaseCost, StepCosts, on_one_queue
+from qsync_opt.steps.cases import CaseComposer, StepFlow
+from qsync_opt.steps.costs import Case, CaseCost, StepCosts, check_places, check_step_costs, on_one_queue
 from qsync_opt.steps.course_lookup import CourseLookup
 from qsync_opt.steps.courses import Course, moments
-from qsync_opt.steps.lifetimes import Lifetimes
-from qsync_opt.steps.memory import StepMemory, compiled_step_memory, step_memory
-from qsync_opt.steps.queues import Work, compose
-from qsync_opt.steps.step_checks import check_places, check_step_costs
-from qsync_opt.steps.step_composing import CaseComposer
-from qsync_opt.steps.step_cycle import Around
+from qsync_opt.steps.memory import Lifetimes, StepMemory, compiled_step_memory, step_memory
+from qsync_opt.steps.queues import Around, Work, compose
 
 _Entry = tuple[CaseCost, str, int, int, int]
 """Cost of a case, format delivered, time on the host, on the device forward and backward."""

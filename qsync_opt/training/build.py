@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from qsync_opt.cluster.cluster import Cluster, DeviceRole, DeviceType
-from qsync_opt.costs.costs import MeasuredCost
 from qsync_opt.costs.estimates import estimate_extras
-from qsync_opt.costs.profile import DeviceProfile, load_profile
+from qsync_opt.costs.profile import DeviceProfile, MeasuredCost, load_profile
 from qsync_opt.errors import ProblemError
 from qsync_opt.io.codec import check_number
 from qsync_opt.model.graph import OpGraph, Role
 from qsync_opt.numerics.formats import FORMATS, PrecisionFormats
-from qsync_opt.sensitivity.sensitivity_values import SensitivityValues
-from qsync_opt.sensitivity.table import SensitivityTable
+from qsync_opt.sensitivity.table import SensitivityTable, SensitivityValues
 from qsync_opt.training import planner
 from qsync_opt.training.buckets import BucketOptions, gradient_buckets, merge_by_operator, operator_buckets
 from qsync_opt.training.evaluation import BYTES_PER_KIB, evaluate, evaluate_device

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import heapq
 from collections import ChainMap, Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qsync_opt.io.quantities import format_memory, format_time
+from qsync_opt.errors import ProblemError
+from qsync_opt.io.units import format_memory, format_sensitivity, format_time
 from qsync_opt.model.graph import Role
 from qsync_opt.training.evaluation import (
     CastTime,
@@ -22,10 +23,67 @@ from qsync_opt.training.evaluation import (
     evaluate,
     iteration_time,
 )
-from qsync_opt.training.explanation_words import reason
 from qsync_opt.training.plan import Plan
 from qsync_opt.training.problem import Problem, ProblemDevice
 from qsync_opt.training.propagation import follow, ladder
+
+_NAMED = 2
+"""How many inputs are named before the rest is counted."""
+
+
+def reason(explanation: Explanation) -> str:
+    """Why the operator has its precision, in one to three sentences."""
+    precision, device = explanation.precision, explanation.device
+    if explanation.role is Role.FIXED:
+        return f"Fixed: it always runs in {precision} on {device}."
+    if explanation.role is Role.DEPENDENT:
+        if not explanation.decided_by:
+            return f"Dependent without inputs: it runs in {precision}, the lowest that its table has."
+        inputs = "input" if len(explanation.decided_by) == 1 else "inputs"
+        return f"Follows its {inputs} {_some(explanation.decided_by)} into {precision}."
+    if not explanation.alternatives:
+        return f"{precision} is the only precision that it has on {device}."
+    better = [a for a in explanation.alternatives if a.feasible and a.sensitivity_change < 0]
+    if better:
+        best = min(better, key=lambda a: a.sensitivity_change)
+        return f"{best.precision} would be better within all limits: {_changes(best)}."
+    higher, lower = explanation.next_higher, explanation.next_lower
+    sentences = [
+        f"{precision} is the highest that it has." if higher is None else _sentence("Raising", higher),
+        f"{precision} is the lowest that it has." if lower is None else _sentence("Lowering", lower),
+    ]
+    return " ".join(sentences)
+
+
+def _sentence(verb: str, alternative: Alternative) -> str:
+    text = f"{verb} to {alternative.precision}: {_changes(alternative)}"
+    if alternative.broken:
+        text += f"; breaks {' and '.join(limit.text for limit in alternative.broken)}"
+    return f"{text}."
+
+
+def _changes(alternative: Alternative) -> str:
+    time_ns, memory_kib = alternative.iteration_change_ns, alternative.memory_change_kib
+    changes = [
+        _signed(alternative.sensitivity_change, format_sensitivity, "sensitivity"),
+        _signed(time_ns, format_time, "iteration time"),
+        _signed(memory_kib, format_memory, "memory"),
+    ]
+    if time_ns == 0 and alternative.compute_change_ns:
+        changes[1] += f" (its device {_signed(alternative.compute_change_ns, format_time, 'computing')})"
+    return ", ".join(changes)
+
+
+def _signed(value: float, form: Callable[[float], str], what: str) -> str:
+    if value == 0:
+        return f"{what} unchanged"
+    return f"{what} {'+' if value > 0 else '−'}{form(abs(value))}"
+
+
+def _some(names: tuple[str, ...]) -> str:
+    shown = " and ".join(repr(name) for name in names[:_NAMED])
+    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
+
 
 EXPLANATION_FORMAT = "qsync-explanation/1"
 
@@ -398,3 +456,86 @@ def _cast_json(cast: CastTime) -> dict[str, Any]:
         "duration_ns": cast.duration_ns,
         "charged_to": cast.charged_to,
     }
+
+
+MOST_TELLING = 10
+"""How many operators of each kind are named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """An operator that would compute for less time in another precision; ``instead`` is the one that saves most."""
+
+    explanation: Explanation
+    instead: Alternative
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overview:
+    """The most telling operators of one device type under a plan.
+
+    ``adjustable`` counts the operators that a plan decides on; ``sensitivity`` is that of the whole device type.
+    ``sensitive`` are the operators with most sensitivity, those without any left out; ``savings`` those whose change
+    would shorten the computation of the device type most, everything else left as it is.
+    """
+
+    device: str
+    adjustable: int
+    sensitivity: float
+    sensitive: tuple[Explanation, ...]
+    savings: tuple[Saving, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        return {
+            "adjustable": self.adjustable,
+            "sensitivity": self.sensitivity,
+            "most_sensitive": [explanation.to_json() for explanation in self.sensitive],
+            "most_saving": [{**s.explanation.to_json(), "instead": s.instead.precision} for s in self.savings],
+        }
+
+
+def overview(explainer: Explainer, device: str, count: int = MOST_TELLING) -> Overview:
+    """Name the operators of a plan that tell most on one device type.
+
+    Args:
+        explainer: The plan.
+        device: Name of a device type of its problem.
+        count: Operators of each kind at most.
+
+    Raises:
+        ProblemError: No such device type, or ``count`` is below 1.
+
+    Source: ours.
+    """
+    if count < 1:
+        raise ProblemError(f"count is {count}, but an overview needs at least 1 operator")
+    problem = explainer.problem
+    problem.device(device)
+    found = explainer.evaluation.devices[device]
+    table = problem.device(device).operators
+    own = {
+        operator.name: table[operator.name][time.precision].sensitivity
+        for operator, time in zip(problem.operators, found.operators, strict=True)
+    }
+    # Sorting keeps the forward order of equals.
+    sensitive = sorted((name for name, value in own.items() if value > 0), key=lambda name: -own[name])[:count]
+    saved_ns = {
+        operator.name: min(
+            explainer.compute_change_ns(operator.name, device, precision) for precision in table[operator.name]
+        )
+        for operator in problem.adjustable
+    }
+    quicker = sorted((name for name, change in saved_ns.items() if change < 0), key=saved_ns.__getitem__)[:count]
+    savings = []
+    for name in quicker:
+        explanation = explainer.explain(name, device)
+        instead = min(explanation.alternatives, key=lambda a: (a.compute_change_ns, a.sensitivity_change))
+        savings.append(Saving(explanation=explanation, instead=instead))
+    return Overview(
+        device=device,
+        adjustable=len(problem.adjustable),
+        sensitivity=found.sensitivity,
+        sensitive=tuple(explainer.explain(name, device) for name in sensitive),
+        savings=tuple(savings),
+    )

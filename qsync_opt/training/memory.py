@@ -29,8 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from qsync_opt.costs.costs import MeasuredCost
-from qsync_opt.costs.profile import DeviceProfile
+from qsync_opt.costs.profile import DeviceProfile, MeasuredCost
 from qsync_opt.errors import ProblemError
 from qsync_opt.io.codec import Fields, check_integer
 from qsync_opt.model.graph import OpGraph, Role

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from qsync_opt.cluster.cluster import DeviceRole, DeviceType
-from qsync_opt.costs.costs import MeasuredCost
-from qsync_opt.costs.profile import DeviceProfile
+from qsync_opt.costs.profile import DeviceProfile, MeasuredCost
 from qsync_opt.errors import ProblemError
 from qsync_opt.model.graph import Operator, OpGraph, Role
 from qsync_opt.numerics.formats import number_format

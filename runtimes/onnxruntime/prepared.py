@@ -16,8 +16,7 @@ from onnx import TensorProto, numpy_helper, shape_inference
 
 from qsync_opt.errors import ModelError, first_line
 from qsync_opt.model.graph import OpGraph
-from qsync_opt.model.onnx.onnx_functions import inline_functions
-from qsync_opt.model.onnx.reader import EXTERNAL_FAILURES, load_proto, read_onnx
+from qsync_opt.model.onnx.reader import EXTERNAL_FAILURES, inline_functions, load_proto, read_onnx
 from qsync_opt.model.roles import RoleTable
 
 LARGEST_BYTES = 2**31 - 1

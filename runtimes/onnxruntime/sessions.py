@@ -17,8 +17,8 @@ import qsync_opt
 from qsync_opt.costs.profile import DeviceIdentity
 from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.io.codec import check_integer
+from qsync_opt.runtimes.host import processor_name
 from qsync_opt.runtimes.onnxruntime.prepared import Array
-from qsync_opt.runtimes.processor import processor_name
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 _QUIET, _ERRORS = 4, 3

@@ -25,12 +25,13 @@ from qsync_opt.costs.roofline import roofline_profile
 from qsync_opt.formulations.training.front import FrontPoint
 from qsync_opt.io.cache import MeasurementCache
 from qsync_opt.io.codec import parse_json
-from qsync_opt.model import graph_file
+from qsync_opt.model import graph as graph_file
 from qsync_opt.model.graph import Role
 from qsync_opt.model.onnx.reader import read_onnx, read_weights
 from qsync_opt.numerics.rounding import Rounding  # noqa: F401  (statistics name its fields)
-from qsync_opt.report.measured import load_measured
-from qsync_opt.sensitivity import sensitivity_values, statistics_file
+from qsync_opt.report.contents import load_measured
+from qsync_opt.sensitivity import statistics as statistics_file
+from qsync_opt.sensitivity import table as sensitivity_values
 from qsync_opt.sensitivity.statistics import (
     Gain,
     ModelStatistics,
@@ -42,10 +43,10 @@ from qsync_opt.sensitivity.statistics import (
     TensorStatistics,
 )
 from qsync_opt.testing.conformance import sample_graph
-from qsync_opt.testing.sample_problems import random_plan, random_problem
+from qsync_opt.testing.problems import random_plan, random_problem
 from qsync_opt.training import plan, problem_file
 from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.front_cache import FrontCache
+from qsync_opt.training.pareto import FrontCache
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = """\
@@ -132,7 +133,7 @@ def _front(path: Path) -> object:
     problem = random_problem(random.Random(3))
     cache = FrontCache(path.parent / "front", problem, 0.0, FrontPoint)
     limits = {device.name: device.memory_limit_kib for device in problem.devices}
-    from qsync_opt.training.front_cache import _key
+    from qsync_opt.training.pareto import _key
 
     os.replace(path, cache._cache._path(_key(7, limits)))
     return cache.get(7, limits)
@@ -337,7 +338,7 @@ def _front_seed(problem: Any, point: dict[str, Any]) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         cache = FrontCache(Path(folder), problem, 0.0, FrontPoint)
-        from qsync_opt.training.front_cache import _key
+        from qsync_opt.training.pareto import _key
 
         key = _key(7, {device.name: device.memory_limit_kib for device in problem.devices})
         cache._cache.put(key, {"point": point})

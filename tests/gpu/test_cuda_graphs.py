@@ -13,7 +13,7 @@ from qsync_opt.kernels import ops
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.torch.execution.graphs import FirstPass, graphed
 from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply, undo
-from qsync_opt.runtimes.torch.job.host_bound import host_share
+from qsync_opt.runtimes.torch.job.timing import host_share
 from qsync_opt.runtimes.torch.support.iteration import TrainingExample
 
 pytestmark = pytest.mark.gpu

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qsync_opt.runtimes.torch.sensitivity.probes.derivative_sums import DerivativeSums
 from qsync_opt.runtimes.torch.sensitivity.probes.gradient import probe_gains
 from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import Seen
+from qsync_opt.runtimes.torch.sensitivity.probes.taps import DerivativeSums
 from qsync_opt.runtimes.torch.sensitivity.records.moments import LateMoments
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics, full_precision
 from qsync_opt.runtimes.torch.support.memory import allocation_of

@@ -9,9 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsync_opt import solve
-from qsync_opt.formulations.assignment import blend, compiled, master, schedule
-from qsync_opt.formulations.assignment.core import condense, frontier_loops
-from qsync_opt.formulations.assignment.core import paths_loops as walk_loops
+from qsync_opt.formulations.assignment import compiled, schedule
+from qsync_opt.formulations.assignment import dual as master
+from qsync_opt.formulations.assignment import incumbent as blend
+from qsync_opt.formulations.assignment.core import condense
+from qsync_opt.formulations.assignment.core import frontier as frontier_loops
+from qsync_opt.formulations.assignment.core import paths as walk_loops
 from qsync_opt.formulations.assignment.elimination import Elimination
 from qsync_opt.formulations.training.collapse import collapse
 

@@ -12,10 +12,10 @@ pytest.importorskip("onnxruntime")
 
 from qsync_opt.model.graph import Role
 from qsync_opt.numerics.formats import FORMATS
-from qsync_opt.runtimes.edges import cast_pairs
 from qsync_opt.runtimes.onnxruntime.number_types import WEIGHT_LEVEL
 from qsync_opt.runtimes.onnxruntime.runnable import RunnableModel
 from qsync_opt.runtimes.onnxruntime.support import border_formats
+from qsync_opt.runtimes.timing import cast_pairs
 from qsync_opt.training.evaluation import evaluate
 from qsync_opt.training.plan import Plan
 from qsync_opt.training.pricing import problem_inputs, problem_role

@@ -10,8 +10,9 @@ from qsync_opt.sensitivity.statistics import (
     ProductSizes,
     RoundingFactor,
     TensorStatistics,
+    statistics_from_json,
+    statistics_to_json,
 )
-from qsync_opt.sensitivity.statistics_file import statistics_from_json, statistics_to_json
 
 values = st.floats(min_value=0, max_value=1e6, allow_subnormal=False).map(lambda x: round(x, 6))
 

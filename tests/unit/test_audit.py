@@ -8,14 +8,11 @@ import pytest
 
 from qsync_opt.cli.app import main
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import Role
-from qsync_opt.model.graph_file import save_graph
+from qsync_opt.model.graph import Role, save_graph
 from qsync_opt.steps.audit import audit_worker, overlay_json
-from qsync_opt.steps.chrome_trace import read_chrome_trace
 from qsync_opt.steps.predictor import StepPredictor
-from qsync_opt.steps.trace import NODE, operator_label, phase_label
-from qsync_opt.testing.synthetic import residual_graph
-from qsync_opt.testing.synthetic_steps import random_step_costs
+from qsync_opt.steps.trace import NODE, operator_label, phase_label, read_chrome_trace
+from qsync_opt.testing.synthetic import random_step_costs, residual_graph
 from qsync_opt.training.plan import Plan
 
 GRAPH = residual_graph()

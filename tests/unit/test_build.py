@@ -17,11 +17,10 @@ from qsync_opt.testing.synthetic import (
     make_sensitivities,
     residual_graph,
 )
-from qsync_opt.training.baselines import uniform_plan
 from qsync_opt.training.buckets import BucketOptions
 from qsync_opt.training.build import build_problem
 from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan
+from qsync_opt.training.plan import Plan, uniform_plan
 from qsync_opt.training.problem import Problem
 from qsync_opt.training.problem_file import load_problem
 

@@ -19,8 +19,7 @@ from qsync_opt.cli.app import main
 from qsync_opt.errors import ProblemError
 from qsync_opt.registry import Kind, entries
 from qsync_opt.testing.problems import buckets, diamond, no_memory
-from qsync_opt.training.explanation import Explainer
-from qsync_opt.training.explanation_overview import overview
+from qsync_opt.training.explanation import Explainer, overview
 
 COMMAND = [sys.executable, "-c", "import sys; from qsync_opt.cli.app import main; sys.exit(main())"]
 
@@ -240,7 +239,7 @@ def test_an_interrupted_front_keeps_its_points_and_goes_on(instance_path, tmp_pa
     """Ctrl-C after some points: exit status 130, nothing half-written, and the next run starts from the cache."""
     script = (
         "import sys, qsync_opt.cli.app\n"
-        "import qsync_opt.training.front_cache as cache\n"
+        "import qsync_opt.training.pareto as cache\n"
         "real = cache.FrontCache.put\n"
         "def loud(self, *arguments):\n"
         "    real(self, *arguments)\n"

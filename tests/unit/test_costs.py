@@ -1,6 +1,6 @@
 import pytest
 
-from qsync_opt.costs.costs import CostFit, MeasuredCost, fit_cost
+from qsync_opt.costs.profile import CostFit, MeasuredCost, fit_cost
 from qsync_opt.errors import ProblemError
 from qsync_opt.io.codec import Fields
 

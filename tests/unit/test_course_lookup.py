@@ -12,8 +12,7 @@ from qsync_opt.steps.cases import StepFlow
 from qsync_opt.steps.costs import Case, CaseCost, RecordedCourses, StepCosts
 from qsync_opt.steps.course_lookup import CourseLookup
 from qsync_opt.steps.predictor import StepPredictor
-from qsync_opt.testing.synthetic import residual_graph
-from qsync_opt.testing.synthetic_steps import random_step_costs
+from qsync_opt.testing.synthetic import random_step_costs, residual_graph
 
 
 def _cases(precisions):

@@ -150,7 +150,7 @@ def test_figures_draw_what_they_should(problem, plan, tmp_path):
 
 
 def test_the_front_as_svg_stays_within_itself(problem):
-    from qsync_opt.report.front_svg import front_svg
+    from qsync_opt.report.figures import front_svg
 
     front = pareto_front(replace(problem, name='a "b" <c>'), points=None, method="exact")
     root = ElementTree.fromstring(front_svg(front))

@@ -7,8 +7,7 @@ import pytest
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.model.graph import Role
-from qsync_opt.testing.problems import buckets, chain, shared_casts
-from qsync_opt.testing.sample_problems import operator, random_plan, random_problem
+from qsync_opt.testing.problems import buckets, chain, operator, random_plan, random_problem, shared_casts
 from qsync_opt.training.evaluation import evaluate
 from qsync_opt.training.explanation import BrokenLimit, Explainer
 from qsync_opt.training.plan import Plan

@@ -22,7 +22,7 @@ from qsync_opt.errors import ProblemError, QSyncError
 from qsync_opt.io.cache import MeasurementCache
 from qsync_opt.testing.conformance import sample_graph
 from qsync_opt.testing.problems import chain, diamond
-from qsync_opt.training.front_cache import FrontCache
+from qsync_opt.training.pareto import FrontCache
 from qsync_opt.training.plan import Plan, load_plan
 from qsync_opt.training.planner import solve
 from qsync_opt.training.problem_file import load_problem
@@ -408,7 +408,7 @@ def test_versions_do_not_read_each_others_measurements(tmp_path, monkeypatch):
     front = FrontCache(tmp_path, problem, 0.0, None)
     front.put(7, limits, None)
     assert FrontCache(tmp_path, problem, 0.0, None).get(7, limits) == (None,)
-    monkeypatch.setattr("qsync_opt.training.front_cache.__version__", "99.0")
+    monkeypatch.setattr("qsync_opt.training.pareto.__version__", "99.0")
     assert FrontCache(tmp_path, problem, 0.0, None).get(7, limits) is None
 
     # A profile's measurements name the version in the device's identity, with those of the libraries.

@@ -6,8 +6,17 @@ from pathlib import Path
 import pytest
 
 from qsync_opt.errors import ModelError
-from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
-from qsync_opt.model.graph_file import graph_to_json, load_graph, parse_graph, save_graph
+from qsync_opt.model.graph import (
+    Operator,
+    OpGraph,
+    ParameterSpec,
+    Role,
+    TensorSpec,
+    graph_to_json,
+    load_graph,
+    parse_graph,
+    save_graph,
+)
 
 SPEC = TensorSpec(shape=(2, 3), dtype="float32")
 

@@ -6,6 +6,7 @@ from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
 from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
 from qsync_opt.numerics.formats import PrecisionFormats
 from qsync_opt.numerics.rounding import Granularity
+from qsync_opt.sensitivity.rectifiers import plan_variance
 from qsync_opt.sensitivity.scores import sensitivities
 from qsync_opt.sensitivity.statistics import (
     FLIP_RATIOS,
@@ -21,7 +22,6 @@ from qsync_opt.sensitivity.statistics import (
 )
 from qsync_opt.sensitivity.table import IndicatorKind, OperatorSensitivity, SensitivityTable
 from qsync_opt.sensitivity.variances import NoiseOptions
-from qsync_opt.sensitivity.whole_plan import plan_variance
 
 
 def borders(name: str) -> PrecisionFormats:

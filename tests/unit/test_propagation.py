@@ -4,8 +4,7 @@ import pytest
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.model.graph import Role
-from qsync_opt.testing.problems import diamond
-from qsync_opt.testing.sample_problems import cost
+from qsync_opt.testing.problems import cost, diamond
 from qsync_opt.training.propagation import follow, ladder, missing_casts, propagate
 
 

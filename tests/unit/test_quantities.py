@@ -2,8 +2,8 @@ import doctest
 
 import pytest
 
-import qsync_opt.io.quantities
-from qsync_opt.io.quantities import format_gap, format_memory, format_sensitivity, format_time
+import qsync_opt.io.units
+from qsync_opt.io.units import format_gap, format_memory, format_sensitivity, format_time
 
 
 @pytest.mark.parametrize(
@@ -65,5 +65,5 @@ def test_a_gap_is_zero_only_where_bound_and_objective_are_equal(gap, text):
 
 
 def test_examples_in_docstrings_hold():
-    result = doctest.testmod(qsync_opt.io.quantities)
+    result = doctest.testmod(qsync_opt.io.units)
     assert (result.failed, result.attempted > 0) == (0, True)

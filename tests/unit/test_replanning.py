@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.testing.problems import chain
-from qsync_opt.testing.sample_problems import random_problem
+from qsync_opt.testing.problems import chain, random_problem
 from qsync_opt.training.evaluation import evaluate
 from qsync_opt.training.plan import Plan
 from qsync_opt.training.planner import solve

@@ -6,10 +6,10 @@ import pytest
 from qsync_opt.errors import ProblemError
 from qsync_opt.testing.problems import late_peers
 from qsync_opt.testing.synthetic import make_cluster, make_profile, make_sensitivities, residual_graph
-from qsync_opt.training.baselines import uniform_plan
 from qsync_opt.training.buckets import BucketOptions
 from qsync_opt.training.build import build_problem
 from qsync_opt.training.evaluation import evaluate
+from qsync_opt.training.plan import uniform_plan
 from qsync_opt.training.problem import Problem
 from qsync_opt.training.replay import COMMUNICATION, COMPUTE, Timeline, TimelineEvent, replay, trace_json, write_trace
 

@@ -6,8 +6,8 @@ import pytest
 
 from qsync_opt.cluster.cluster import DeviceType
 from qsync_opt.cluster.datasheets import DATA_SHEETS, DataSheet, data_sheet
-from qsync_opt.costs.costs import MI_ELEMENTS
 from qsync_opt.costs.estimates import estimated_by
+from qsync_opt.costs.profile import MI_ELEMENTS
 from qsync_opt.costs.roofline import Assumptions, roofline_profile
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec

@@ -15,8 +15,6 @@ from qsync_opt.sensitivity.statistics import (
     RoundingFactor,
     Signal,
     TensorStatistics,
-)
-from qsync_opt.sensitivity.statistics_file import (
     load_statistics,
     save_statistics,
     statistics_from_json,

@@ -10,8 +10,7 @@ from qsync_opt.model.graph import Role
 from qsync_opt.steps.cluster import cluster_step, cluster_timeline, network_tails, slowed_segments, worker_step
 from qsync_opt.steps.predictor import StepPredictor
 from qsync_opt.steps.queues import NOTHING, Work
-from qsync_opt.testing.synthetic import random_graph, residual_graph, stacked_graph
-from qsync_opt.testing.synthetic_steps import random_step_costs
+from qsync_opt.testing.synthetic import random_graph, random_step_costs, residual_graph, stacked_graph
 from qsync_opt.training.replay import trace_json
 
 PRECISIONS = ("INT8", "BF16", "FP32")

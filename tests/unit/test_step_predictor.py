@@ -9,10 +9,9 @@ from qsync_opt.model.graph import OpGraph, Role
 from qsync_opt.steps.cases import StepFlow
 from qsync_opt.steps.cluster import cluster_step, network_tails, slowed_segments, worker_step
 from qsync_opt.steps.costs import Case, StepCosts, load_step_costs
-from qsync_opt.steps.lifetimes import Kept, Lifetimes
+from qsync_opt.steps.memory import Kept, Lifetimes
 from qsync_opt.steps.predictor import StepPredictor
-from qsync_opt.testing.synthetic import random_graph, residual_graph, stacked_graph
-from qsync_opt.testing.synthetic_steps import random_step_costs
+from qsync_opt.testing.synthetic import random_graph, random_step_costs, residual_graph, stacked_graph
 
 PRECISIONS = ("INT8", "BF16", "TF32", "FP32")
 

@@ -8,11 +8,10 @@ from qsync_opt.model.graph import Role
 from qsync_opt.numerics.formats import formats_for
 from qsync_opt.steps.bridge import profile_from_steps
 from qsync_opt.steps.cases import StepFlow
+from qsync_opt.steps.fitting import scaled_costs, scaled_operators
 from qsync_opt.steps.predictor import StepPredictor
 from qsync_opt.steps.queues import Work
-from qsync_opt.steps.step_scaling import scaled_costs, scaled_operators
-from qsync_opt.testing.synthetic import stacked_graph
-from qsync_opt.testing.synthetic_steps import random_step_costs
+from qsync_opt.testing.synthetic import random_step_costs, stacked_graph
 
 PRECISIONS = ("INT8", "BF16", "FP32")
 

@@ -10,6 +10,8 @@ Axes: C core nodes, A labels of a node, K labellings of a part, R limit rows.
 Source: ours; aggregation of equal items is standard for knapsacks.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -17,8 +19,16 @@ import numpy as np
 
 from qsync_opt.formulations.assignment.compiled import compiled
 from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreNode
-from qsync_opt.formulations.assignment.core.union import root
 from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
+
+
+def root(parent: list[int], node: int) -> int:
+    """The root of a node's part; paths are halved on the way, in place."""
+    while parent[node] != node:
+        parent[node] = parent[parent[node]]
+        node = parent[node]
+    return node
+
 
 _MOST_LABELLINGS = 256
 """Parts of more labellings stay as they are."""

@@ -56,8 +56,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from qsync_opt.formulations.linear.model import LinearModel
-from qsync_opt.formulations.training.ilp.assignment import Assignment, Choice, Product
-from qsync_opt.formulations.training.ilp.device_model import MEMORY
+from qsync_opt.formulations.training.ilp.assignment import MEMORY, Assignment, Choice, Product
 
 _ONE = -1
 """Key of the constant in an expression."""

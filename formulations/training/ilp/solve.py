@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 
 from qsync_opt.errors import NotInstalledError, SolverError
 from qsync_opt.formulations.linear.solver import LinearOptions, LinearSolver, LinearStatus
-from qsync_opt.formulations.training.ilp.assignment import Assignment, Choice
-from qsync_opt.formulations.training.ilp.device_model import build_assignment, read_back
-from qsync_opt.formulations.training.ilp.least import Run, run
-from qsync_opt.formulations.training.ilp.least_part import explain_infeasible
+from qsync_opt.formulations.training.ilp.assignment import Assignment, Choice, build_assignment, read_back
+from qsync_opt.formulations.training.ilp.least import Run, explain_infeasible, run
 from qsync_opt.formulations.training.paper_greedy import fast_start, keeps_limits, recover
-from qsync_opt.formulations.training.segments import peers_ns
+from qsync_opt.formulations.training.tables import peers_ns
 from qsync_opt.registry import Kind, create, default_solver
 from qsync_opt.training.problem import Problem, ProblemDevice
 from qsync_opt.training.solution import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap

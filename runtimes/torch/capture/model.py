@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import ModelError
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.model.graph_file import graph_to_json
+from qsync_opt.model.graph import OpGraph, Role, graph_to_json
 from qsync_opt.model.onnx.graph import GRAPH_KEY, OPERATOR_KEY
 from qsync_opt.model.onnx.reader import read_onnx
 from qsync_opt.model.roles import ROLE_TABLE, RoleTable
@@ -31,7 +30,7 @@ from qsync_opt.runtimes.torch.capture.export import export_onnx, export_program,
 from qsync_opt.runtimes.torch.capture.operators import Operators, read_operators
 from qsync_opt.runtimes.torch.capture.program import flatten
 from qsync_opt.runtimes.torch.interception.interception import OperatorCall, intercepted
-from qsync_opt.runtimes.torch.support.unchanged import model_unchanged
+from qsync_opt.runtimes.torch.support.models import model_unchanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,14 @@ from qsync_opt.errors import ModelError
 from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
 from qsync_opt.model.roles import ATEN_PRODUCTS, ROLE_TABLE, RoleTable, base_kind, decide_role
 from qsync_opt.runtimes.torch.capture.calls import RecordedCall, TensorArgument, count_flops, index_bound
-from qsync_opt.runtimes.torch.capture.dataflow import Dataflow, is_floating, is_in_place, tensor_spec, tensors_of
-from qsync_opt.runtimes.torch.capture.program import module_path
+from qsync_opt.runtimes.torch.capture.program import (
+    Dataflow,
+    is_floating,
+    is_in_place,
+    module_path,
+    tensor_spec,
+    tensors_of,
+)
 from qsync_opt.runtimes.torch.interception.interception import operator_name
 
 INPUT = "input"

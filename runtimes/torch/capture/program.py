@@ -7,13 +7,18 @@ put in are taken out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.export.graph_signature import InputKind
 
 from qsync_opt.errors import ModelError
+from qsync_opt.model.graph import DTYPE_BYTES, TensorSpec
+from qsync_opt.runtimes.torch.capture.calls import TensorArgument
 from qsync_opt.runtimes.torch.capture.export import describe_module
 
 NO_GRADIENT = "qsync_opt.no_gradient"
@@ -135,3 +140,151 @@ def _substitute(program: Any, old: fx.Node, new: Any) -> None:
     """Put ``new`` in the place of ``old`` everywhere, the program's signature included."""
     old.replace_all_uses_with(new)
     program.graph_signature.replace_all_uses(old.name, new.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """A parameter, buffer or constant of the model, by the first name the model gives it."""
+
+    name: str
+    is_parameter: bool
+    requires_gradient: bool
+
+
+def tensor_spec(tensor: torch.Tensor, node: fx.Node) -> TensorSpec:
+    """Describe the tensor that ``node`` yields.
+
+    Raises:
+        ModelError: A size depends on the data, or the element type is not supported.
+    """
+    shape = tuple(tensor.shape)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if not all(isinstance(size, int) for size in shape):
+        raise ModelError(
+            f"{where(node)} yields a tensor {node.name!r} of shape {list(map(str, shape))}, which depends on the data: "
+            "only models with fixed shapes can be planned"
+        )
+    if dtype not in DTYPE_BYTES:
+        raise ModelError(
+            f"{where(node)} yields {node.name!r} of element type {dtype}: allowed are {', '.join(DTYPE_BYTES)}"
+        )
+    return TensorSpec(shape=shape, dtype=dtype)
+
+
+def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """Return the tensors a node yields, without data."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return tuple(item for item in values if isinstance(item, torch.Tensor))
+
+
+def is_floating(tensor: torch.Tensor) -> bool:
+    """True for tensors whose precision matters, as ``TensorSpec.is_floating``."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """True if the call writes into its first argument."""
+    schema = getattr(node.target, "_schema", None)
+    first = schema.arguments[0] if schema is not None and schema.arguments else None
+    return first is not None and first.alias_info is not None and first.alias_info.is_write
+
+
+class Dataflow:
+    """Reads of an exported program, taken in node by node in execution order."""
+
+    def __init__(self, program: Any, model: nn.Module) -> None:
+        self._states = _states(program, model)
+        self._gradients: set[fx.Node] = set()
+        self._roots: dict[fx.Node, fx.Node] = {}
+        self._writers: dict[fx.Node, fx.Node] = {}
+        self._order = {node: position for position, node in enumerate(program.graph.nodes)}
+
+    def state(self, node: fx.Node) -> State | None:
+        """Return the parameter or buffer that a node stands for, None if it is an activation or was overwritten."""
+        return self._states.get(node.name) if self.source(node) is node else None
+
+    def source(self, node: fx.Node) -> fx.Node:
+        """Return the node that last wrote the tensor which ``node`` names."""
+        writer = self._writers.get(self._roots.get(node, node), node)
+        return writer if self._order[writer] > self._order[node] else node
+
+    def reads(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Return the nodes whose tensors a call takes, once per argument, in argument order."""
+        return tuple(argument for argument in _nodes((*node.args, *node.kwargs.values())) if tensors_of(argument))
+
+    def requires_gradient(self, node: fx.Node) -> bool:
+        """True if backward flows into the tensor that ``node`` names."""
+        state = self.state(node)
+        return state.requires_gradient if state else self.source(node) in self._gradients
+
+    def shares_memory(self, node: fx.Node) -> bool:
+        """True if a call's result is a view of its first argument."""
+        schema = getattr(node.target, "_schema", None)
+        if node.target is not operator.getitem and (
+            schema is None or all(r.alias_info is None for r in schema.returns)
+        ):
+            return False
+        first = next(iter(self.reads(node)), None)
+        if first is None or is_in_place(node):
+            return False
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors_of(first)}
+        return all(tensor.untyped_storage()._cdata in storages for tensor in tensors_of(node))
+
+    def advance(self, node: fx.Node) -> None:
+        """Take in the effects of a call: views, writes, gradients."""
+        reads = self.reads(node)
+        detached = node.meta.get(NO_GRADIENT) or "detach" in str(node.target)
+        if not detached and any(self.requires_gradient(read) for read in reads):
+            self._gradients.add(node)
+        if not reads:
+            return
+        root = self._roots.get(reads[0], reads[0])
+        if is_in_place(node):
+            self._roots[node] = root
+            self._writers[root] = node
+        elif self.shares_memory(node):
+            self._roots[node] = root
+
+    def argument(self, node: fx.Node, upper: int | None = None) -> Any:
+        """Describe the tensor a node yields as an argument; a list of descriptions if it yields several."""
+        state = self.state(node)
+        gradient = self.requires_gradient(node)
+
+        def describe(tensor: torch.Tensor) -> TensorArgument:
+            spec = tensor_spec(tensor, node)
+            return TensorArgument(
+                spec=spec,
+                stride=tuple(int(step) for step in tensor.stride()),
+                state=state.name if state else None,
+                is_parameter=state is not None and state.is_parameter,
+                requires_gradient=gradient and spec.is_floating,
+                upper=None if spec.is_floating else upper,
+            )
+
+        described = tuple(describe(tensor) for tensor in tensors_of(node))
+        return described if isinstance(node.meta["val"], (list, tuple)) else described[0]
+
+
+def _nodes(value: Any) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _nodes(item)
+
+
+def _states(program: Any, model: nn.Module) -> dict[str, State]:
+    """Map placeholder names to states; tied parameters get the name that ``named_parameters`` gives them."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    states: dict[str, State] = {}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.PARAMETER:
+            parameter = parameters[spec.target]
+            states[spec.arg.name] = State(
+                name=first_names[id(parameter)], is_parameter=True, requires_gradient=parameter.requires_grad
+            )
+        elif spec.kind is not InputKind.USER_INPUT:
+            states[spec.arg.name] = State(name=str(spec.target), is_parameter=False, requires_gradient=False)
+    return states

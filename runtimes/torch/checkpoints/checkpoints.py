@@ -52,6 +52,7 @@ from qsync_opt.runtimes.torch.checkpoints.state import (
     blank_optimizer_tensors,
     blank_tensors,
     buffer_names,
+    join_state,
     load_optimizers,
     model_tensors,
     optimizer_state,
@@ -61,9 +62,9 @@ from qsync_opt.runtimes.torch.checkpoints.state import (
     saved_sizes,
     separate,
     set_random_states,
+    split_state,
     taking_back,
 )
-from qsync_opt.runtimes.torch.checkpoints.state_values import join_state, split_state
 from qsync_opt.runtimes.torch.ddp.agreement import (
     broadcast_json,
     digest,

@@ -19,8 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from qsync_opt.cluster.cluster import Cluster, DeviceRole, DeviceType, Network
 from qsync_opt.costs.profile import DeviceProfile, load_profile
 from qsync_opt.errors import SolverError
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.model.graph_file import load_graph
+from qsync_opt.model.graph import OpGraph, Role, load_graph
 from qsync_opt.runtimes.host import free_port
 from qsync_opt.runtimes.torch.demo.launch import Event, Workers
 from qsync_opt.runtimes.torch.demo.report import (
@@ -33,11 +32,10 @@ from qsync_opt.runtimes.torch.demo.report import (
 )
 from qsync_opt.runtimes.torch.demo.settings import INFERENCE, TRAINER, WORKERS, DemoOptions, WorkerSpec
 from qsync_opt.sensitivity.scores import sensitivities
-from qsync_opt.sensitivity.statistics_file import load_statistics
-from qsync_opt.training.baselines import uniform_plan
+from qsync_opt.sensitivity.statistics import load_statistics
 from qsync_opt.training.build import build_problem
 from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan
+from qsync_opt.training.plan import Plan, uniform_plan
 from qsync_opt.training.planner import solve
 from qsync_opt.training.problem import Problem
 from qsync_opt.training.replay import replay, write_trace

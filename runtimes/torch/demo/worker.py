@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.model.graph_file import save_graph
+from qsync_opt.model.graph import save_graph
 from qsync_opt.runtimes.torch.capture.model import CapturedModel, capture_model
 from qsync_opt.runtimes.torch.ddp.process_group import measure_all_reduce, process_group
 from qsync_opt.runtimes.torch.demo.launch import emit
@@ -31,7 +31,7 @@ from qsync_opt.runtimes.torch.profiling.profiler import profile
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
 from qsync_opt.runtimes.torch.support.iteration import TrainingExample, measure_iteration
 from qsync_opt.runtimes.torch.support.timing import cpu_clock
-from qsync_opt.sensitivity.statistics_file import save_statistics
+from qsync_opt.sensitivity.statistics import save_statistics
 from qsync_opt.training.plan import load_plan
 
 ALONE_STEPS = 12

@@ -2,13 +2,160 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any, Protocol
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qsync_opt.runtimes.torch.interception.torch_functions import ENTERED, python_methods
-from qsync_opt.runtimes.torch.interception.unlike_types import UNLIKE, alike
+from qsync_opt.model.graph import Role
+from qsync_opt.model.roles import ROLE_TABLE
+
+_HALF = (torch.bfloat16, torch.float16)
+
+_PROMOTED = frozenset(
+    {
+        torch.lerp, Tensor.lerp, F.grid_sample, torch.grid_sampler, torch.heaviside, Tensor.heaviside,
+        torch.isclose, Tensor.isclose, torch.allclose, Tensor.allclose, torch.cross, Tensor.cross, torch.linalg.cross,
+        torch.linalg.vecdot, torch.meshgrid, torch.cartesian_prod, torch.sparse.mm, torch.spmm, torch.dsmm,
+    }
+)  # fmt: skip
+_WRITING = frozenset(
+    {
+        Tensor.__setitem__, Tensor.index_put_, torch.index_put_, Tensor.index_add_, Tensor.index_copy_,
+        Tensor.index_reduce_, Tensor.scatter_, Tensor.scatter_add_, Tensor.scatter_reduce_, Tensor.masked_scatter_,
+        Tensor.put_, Tensor.lerp_, Tensor.addmm_, Tensor.baddbmm_, Tensor.addbmm_, Tensor.addmv_, torch.addmv_,
+        Tensor.addr_,
+    }
+)  # fmt: skip
+UNLIKE = _PROMOTED | _WRITING
+"""The functions; `alike` makes their arguments fit."""
+
+
+def _floating(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values] if values.is_floating_point() else []
+    return [tensor for value in values for tensor in _floating(value)] if type(values) in (tuple, list) else []
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    if isinstance(values, Tensor):
+        return values.to(dtype) if values.is_floating_point() and values.dtype is not dtype else values
+    return type(values)(_cast(value, dtype) for value in values) if type(values) in (tuple, list) else values
+
+
+def alike(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Arguments of one of the functions `UNLIKE` with one floating type, if 16 bits are among several.
+
+    Args:
+        function: To be called.
+        args: Its positional arguments.
+        kwargs: Its arguments by name.
+    """
+    dtypes = {tensor.dtype for tensor in _floating([*args, *kwargs.values()])}
+    if len(dtypes) < 2 or dtypes.isdisjoint(_HALF):  # without 16 bits the call is the script's own affair
+        return args, kwargs
+    if function in _WRITING:
+        target = args[0].dtype
+        if not target.is_floating_point:
+            return args, kwargs
+    else:
+        target = functools.reduce(torch.promote_types, dtypes)
+    return _cast(args, target), {name: _cast(value, target) for name, value in kwargs.items()}
+
+
+# Operators that a plan may adjust, with every torch function that runs them.
+_ADJUSTABLE: dict[str, tuple[Any, ...]] = {
+    "linear": (F.linear,),
+    "conv1d": (F.conv1d, torch.conv1d),
+    "conv2d": (F.conv2d, torch.conv2d),
+    "conv3d": (F.conv3d, torch.conv3d),
+    "conv_transpose1d": (F.conv_transpose1d, torch.conv_transpose1d),
+    "conv_transpose2d": (F.conv_transpose2d, torch.conv_transpose2d),
+    "conv_transpose3d": (F.conv_transpose3d, torch.conv_transpose3d),
+    "matmul": (torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__),
+    "mm": (torch.mm, Tensor.mm),
+    "bmm": (torch.bmm, Tensor.bmm),
+    "addmm": (torch.addmm, Tensor.addmm),
+    "baddbmm": (torch.baddbmm, Tensor.baddbmm),
+    "einsum": (torch.einsum, torch.functional.einsum),
+    "scaled_dot_product_attention": (F.scaled_dot_product_attention,),
+    "embedding": (F.embedding, torch.embedding),
+}
+
+# Operators that always run in FP32 although torch could run them in 16 bits, by ATen name.
+FIXED_KINDS: tuple[str, ...] = tuple(
+    kind for kind, role in ROLE_TABLE.items() if role is Role.FIXED and kind.islower() and kind != "input"
+)
+
+# Functions whose ATen name is not their Python name.
+_RENAMED: dict[str, tuple[Any, ...]] = {
+    "cross_entropy_loss": (F.cross_entropy,),
+    "nll_loss_nd": (F.nll_loss,),
+    "pow": (Tensor.__pow__, Tensor.__rpow__),
+}
+
+# Python functions that call operators of their own; they are entered instead of being treated as one operator.
+_COMPOSITES: frozenset[Any] = frozenset({F.multi_head_attention_forward})
+
+
+def functions_named(kind: str) -> tuple[Any, ...]:
+    """Every torch function that runs the operator called ``kind``: torch, Tensor, functional, linalg and fft forms."""
+    if kind in _ADJUSTABLE:
+        return _ADJUSTABLE[kind]
+    found = [getattr(place, kind, None) for place in (torch, Tensor, F, torch._C._VariableFunctions)]
+    for prefix, place in (("linalg_", torch.linalg), ("fft_", torch.fft)):
+        if kind.startswith(prefix):
+            found.append(getattr(place, kind.removeprefix(prefix), None))
+    return (*(function for function in found if callable(function)), *_RENAMED.get(kind, ()))
+
+
+def function_names(kinds: tuple[str, ...] = ()) -> dict[Any, str]:
+    """Map torch functions to operator names: adjustable and fixed operators, and those of ``kinds`` besides."""
+    names = {function: kind for kind in (*kinds, *FIXED_KINDS) for function in functions_named(kind)}
+    names.update({function: kind for kind, functions in _ADJUSTABLE.items() for function in functions})
+    # F.nll_loss becomes nll_loss_nd; the renaming wins over the equal Python name.
+    names.update({function: kind for kind, functions in _RENAMED.items() for function in functions})
+    return names
+
+
+def python_methods(names: Mapping[Any, str]) -> tuple[tuple[Any, str], ...]:
+    """Of named functions, the methods of tensors that torch has written in Python, ``**`` among them.
+
+    While it compiles, torch misses these as keys of a dictionary, because it hashes them in two ways; it then guards on
+    their absence, which fails at once. Comparing them one by one finds them.
+    """
+    methods = {method for method in vars(Tensor).values() if isinstance(method, FunctionType)}
+    return tuple((function, kind) for function, kind in names.items() if function in methods)
+
+
+def _never_overridden(*_: Any) -> bool:
+    return False
+
+
+def _enterable(function: FunctionType) -> FunctionType:
+    """Copy a torch Python function so that it does not dispatch to the mode again, while the calls inside it do."""
+    names = {
+        name: _never_overridden
+        for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    }
+    copy = FunctionType(
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+ENTERED: dict[Any, FunctionType] = {function: _enterable(function) for function in _COMPOSITES}
+"""Functions to enter, and the copies to run instead of them."""
 
 
 class Calls(Protocol):

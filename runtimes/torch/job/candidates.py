@@ -8,14 +8,186 @@ device type decides how long a step takes; the others have time left, which they
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from qsync_opt.errors import SolverError
 from qsync_opt.io.codec import Fields
+from qsync_opt.model.graph import Role
 from qsync_opt.numerics.formats import number_format
-from qsync_opt.runtimes.torch.job.paired_rounds import least_sensitive_as_fast
+from qsync_opt.training.planner import fastest, solve
+from qsync_opt.training.problem import Communication, Problem, ProblemDevice
+
+Rounds = Sequence[Mapping[int, float]]
+"""By round: candidate to time."""
+LEVEL = 0.07
+"""A way is shown to be slower, or as fast, if chance alone says so no more often: 4 rounds of 4, 7 of 8, 11 of 14."""
+_ALIKE = 0.995
+"""What takes at least such a share of another one's time is not faster."""
+
+
+def paired_medians(rounds: Rounds) -> dict[int, float]:
+    """Median time of some candidates that took turns, without what slowed all of a round.
+
+    Args:
+        rounds: Candidate to time. Those that are in all rounds are compared within each of them.
+    """
+    if not rounds:
+        return {}
+    steady = [index for index in rounds[0] if all(index in entry for entry in rounds)]
+    found = {
+        index: statistics.median(entry[index] for entry in rounds if index in entry)
+        for index in {i for entry in rounds for i in entry}
+    }
+    if len(steady) < 2:
+        return found
+    pace = [statistics.geometric_mean(entry[index] for index in steady) for entry in rounds]
+    usual = statistics.median(pace)
+    for index in steady:
+        found[index] = usual * statistics.median(entry[index] / own for entry, own in zip(rounds, pace, strict=True))
+    return found
+
+
+def paired_times(rounds: Rounds) -> dict[int, float]:
+    """The same where some took more turns than others: all beside the one that took most, within common rounds.
+
+    Args:
+        rounds: Candidate to time.
+    """
+    turns = {index: [entry[index] for entry in rounds if index in entry] for entry in rounds for index in entry}
+    if not turns:
+        return {}
+    steady = max(turns, key=lambda index: (len(turns[index]), -index))
+    usual = statistics.median(turns[steady])
+    found = {}
+    for index, times in turns.items():
+        ratios = _ratios(rounds, index, steady)
+        found[index] = usual * statistics.median(ratios) if ratios else statistics.median(times)
+    return found
+
+
+def times_of_race(rounds: Rounds, captured: Collection[int] = ()) -> dict[int, float]:
+    """The same for a race: what took only the first turn was slower then, and is as much slower still.
+
+    Without this a host that is busier in later rounds would have what left the race seem the fastest.
+
+    Args:
+        rounds: Candidate to time, the first of all candidates.
+        captured: Candidates that take no further turn however fast they are; theirs is the time of the first.
+
+    Returns:
+        Of candidates without further turns, as many times the time of the first round's fastest that has some as it
+        was in that round; the times of the first round if there is no other.
+    """
+    later = {index for entry in rounds[1:] for index in entry}
+    if not later:
+        return dict(rounds[0]) if rounds else {}
+    found = paired_times([{i: ns for i, ns in entry.items() if i in later} for entry in rounds])
+    first = rounds[0]
+    quickest = min(later & first.keys(), key=lambda i: first[i])
+    pace = found[quickest] / first[quickest]
+    return {i: found[i] if i in later else ns if i in captured else pace * ns for i, ns in first.items()}
+
+
+def shown(ratios: Sequence[float], most: float) -> bool | None:
+    """Whether one way is shown to be slower than another by more than it may be; None: neither that nor the contrary.
+
+    Args:
+        ratios: Its time over the other's, by round.
+        most: What the ratio may be.
+
+    Source:
+        The sign test (Dixon and Mood, JASA 41, 1946), one-sided at `LEVEL` for either answer.
+    """
+    over = sum(ratio > most for ratio in ratios)
+    if _by_chance(len(ratios), over) <= LEVEL:
+        return True
+    return False if _by_chance(len(ratios), len(ratios) - over) <= LEVEL else None
+
+
+def least_sensitive_as_fast(
+    times: Mapping[int, float], sensitivities: Mapping[int, float], rounds: Rounds, most: float
+) -> int:
+    """The least sensitive candidate of those that take at most so many times as long as the fastest.
+
+    What rounds show counts; where they leave it open, the median of the ratios within rounds; without common rounds,
+    the times.
+
+    Args:
+        times: Of every candidate, at least one.
+        sensitivities: Of the same; of equals the faster is taken.
+        rounds: Turns, as far as they took some.
+        most: At least 1.
+    """
+    slower: list[int] = []
+    for index, quickest in _in_order(times, sensitivities):
+        if index == quickest:
+            return index
+        if _is_like(index, slower, rounds):
+            continue
+        ratios = _ratios(rounds, index, quickest)
+        found = shown(ratios, most)
+        if found is None:
+            found = (statistics.median(ratios) if ratios else times[index] / times[quickest]) > most
+        if not found:
+            return index
+        slower.append(index)
+    return min(times, key=lambda index: times[index])
+
+
+def undecided(rounds: Rounds, sensitivities: Mapping[int, float], most: float) -> list[int]:
+    """Who should take another turn: the fastest, and the least sensitive that may be as fast; none if that is known.
+
+    Others, which are more sensitive, would not be taken in either case. Where the least sensitive is the fastest itself
+    as far as one can see, the next fastest takes turns with it.
+
+    Args:
+        rounds: Turns until now; candidates without any are left out.
+        sensitivities: By candidate; the least sensitive of those as fast as any is wanted, of equals the faster.
+        most: As in `least_sensitive_as_fast`.
+    """
+    times = paired_times(rounds)
+    slower: list[int] = []
+    in_order = _in_order(times, sensitivities)
+    for place, (index, quickest) in enumerate(in_order):
+        if index == quickest:
+            others = [other for other, _ in in_order[place + 1 :]]
+            rival = min(others, key=lambda other: times[other], default=index)
+        elif _is_like(index, slower, rounds):
+            continue
+        else:
+            rival = quickest
+        found = rival != index and shown(_ratios(rounds, index, rival), most)
+        if found is None:
+            return sorted((index, rival))
+        if not found or index == quickest:
+            break
+        slower.append(index)
+    return []
+
+
+def _in_order(times: Mapping[int, float], sensitivities: Mapping[int, float]) -> list[tuple[int, int]]:
+    """From the least sensitive on, each with the fastest of all."""
+    quickest = min(times, key=lambda index: times[index], default=0)
+    return [(index, quickest) for index in sorted(times, key=lambda i: (sensitivities[i], times[i]))]
+
+
+def _is_like(index: int, slower: Sequence[int], rounds: Rounds) -> bool:
+    """Whether it is no faster than one that is too slow: another trial of the same would only be another chance."""
+    return any((ratios := _ratios(rounds, index, other)) and statistics.median(ratios) > _ALIKE for other in slower)
+
+
+def _ratios(rounds: Rounds, index: int, other: int) -> list[float]:
+    return [entry[index] / entry[other] for entry in rounds if index in entry and other in entry]
+
+
+def _by_chance(rounds: int, count: int) -> float:
+    """How often a fair coin shows as many heads, or more."""
+    return math.fsum(math.comb(rounds, heads) for heads in range(count, rounds + 1)) / 2.0**rounds
+
 
 PLANNED = "plan"
 OWN, OWN_UNSCALED = "own plan", "own plan without FP16"
@@ -294,3 +466,66 @@ def words(chosen: Mapping[str, Way], uniform: Mapping[str, int], *, compiled: bo
     compared = ", ".join(f"{name} {time / 1e6:.2f} ms" for name, time in sorted(uniform.items(), key=lambda e: e[1]))
     what = "compiled passes" if compiled else "passes"
     return f"measured {what}: {compared or 'no single way fits everywhere'}; {taken} {step_ns(chosen) / 1e6:.2f} ms"
+
+
+_SCALED = "FP16"
+_SEARCH_S = 2.0
+
+
+def own_plans(problem: Problem, *, slack: float = 0.0) -> dict[str, dict[str, dict[str, str]]]:
+    """The least sensitive plan of every device type among the fastest of its passes, whatever the others do.
+
+    Args:
+        problem: Of the job. All-reduces and the optimizer are left out: they take as long under every plan, and those
+            that hide behind the passes of one would hide what another one gains.
+        slack: As in `build_problem`.
+
+    Returns:
+        Device type to the name of the way to operator to precision: among all formats and, where that one has FP16,
+        among those whose losses need no scaling. A device type without a plan that fits has none.
+
+    Source:
+        Ours.
+    """
+    return {device.name: _of_device(problem, device, slack) for device in problem.devices}
+
+
+def _of_device(problem: Problem, device: ProblemDevice, slack: float) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for name, mine in ((OWN, device), (OWN_UNSCALED, _without(problem, device, _SCALED))):
+        plan = _fastest_passes(problem, mine, slack)
+        scaled = plan is not None and _SCALED in plan.values()
+        if plan is None or plan in found.values() or (scaled and mine is not device):
+            continue
+        found[name] = plan
+    return found
+
+
+def _without(problem: Problem, device: ProblemDevice, precision: str) -> ProblemDevice:
+    """The same, but with a precision only where an adjustable operator has no other."""
+    tables = dict(device.operators)
+    for operator in problem.operators:
+        others = {name: cost for name, cost in tables[operator.name].items() if name != precision}
+        if operator.role is Role.ADJUSTABLE and others:
+            tables[operator.name] = others
+    return replace(device, operators=tables)
+
+
+def _fastest_passes(problem: Problem, device: ProblemDevice, slack: float) -> dict[str, str] | None:
+    buckets = (0,) * len(problem.communication.allreduce_ns)
+    alone = replace(
+        problem,
+        devices=(device,),
+        communication=Communication(allreduce_ns=buckets, peer_ready_ns=buckets),
+        optimizer_ns=0,
+        optimum=None,
+    )
+    try:
+        quickest = fastest(alone, time_limit_s=_SEARCH_S)
+        if quickest is None:
+            return None
+        limit_ns = round((1 + slack) * (1 + SIZED_NOISE) * quickest.evaluation.iteration_ns)
+        best = solve(replace(alone, latency_limit_ns=limit_ns), "greedy").plan or quickest.plan
+    except SolverError:
+        return None
+    return {o.name: best.devices[device.name][o.name] for o in problem.operators if o.role is Role.ADJUSTABLE}

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_leaves
+
+import qsync_opt
 from qsync_opt.cluster.cluster import Cluster, DeviceType, Network
-from qsync_opt.costs.costs import CostFit, MeasuredCost
-from qsync_opt.costs.profile import DeviceProfile
+from qsync_opt.costs.profile import CostFit, DeviceProfile, MeasuredCost
 from qsync_opt.errors import ProblemError, QSyncError
 from qsync_opt.io.codec import Fields, check_number, read_json, write_json
-from qsync_opt.model.graph import Role
-from qsync_opt.model.graph_file import graph_to_json, parse_graph
+from qsync_opt.model.graph import Role, graph_to_json, parse_graph
+from qsync_opt.runtimes.torch.ddp.agreement import together
 from qsync_opt.runtimes.torch.job.candidates import StepTime, Way
-from qsync_opt.runtimes.torch.job.plan import JobModel
-from qsync_opt.sensitivity.sensitivity_values import SensitivityValues
+from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job, job_indicator
+from qsync_opt.runtimes.torch.job.options import PlanningOptions
+from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
+from qsync_opt.sensitivity.table import SensitivityValues
 
 JOB_FORMAT = "qsync-job/1"
 _ANEW = "remove the file, and the next start of auto_plan measures the job and writes it anew"
@@ -214,3 +220,35 @@ def _slowed(profile: DeviceProfile, factor: float) -> DeviceProfile:
         optimizer=times(profile.optimizer, ("step_ns", "zero_grad_ns")),
         overhead=times(profile.overhead, ("forward_ns_per_operator", "backward_ns_per_operator")),
     )
+
+
+def steering(options: PlanningOptions) -> dict[str, Any]:
+    """Options by which ranks wait for each other: all must go the same way."""
+    names = ("compare", "compiled", "capture", "local_batches", "trial")
+    return {**{name: getattr(options, name) for name in names}, "job_file": options.job_file is not None}
+
+
+def job_facts(job: Job) -> dict[str, Any]:
+    """What two starts must have in common for one to use the other's measurements."""
+    leaves = tree_leaves((job.example.args, dict(job.example.kwargs)))
+    return {
+        "versions": {"qsync_opt": qsync_opt.__version__, "torch": torch.__version__},
+        "parameters": [[name, list(p.shape), p.requires_grad] for name, p in job.model.named_parameters()],
+        "compiled": job.options.compiled,
+        "indicator": str(job_indicator(job)),
+        "batch": [[str(x.dtype), list(x.shape)] for x in leaves if isinstance(x, torch.Tensor)],
+        "kernels": {
+            field.name: getattr(job.options.kernels, field.name)
+            for field in dataclasses.fields(job.options.kernels)
+            if field.name not in ("seed", "offset", "step")
+        },
+    }
+
+
+def keep_job(job: Job, plan: JobPlan, types: DeviceTypes) -> None:
+    """Write the job file, with what the trials left of the memory and what it was before them."""
+    path, made = job.options.job_file, plan.model
+    if path is None:
+        return
+    facts = {**job_facts(job), "memory_bytes": dict(types.memory_bytes)}
+    together(lambda: None if made is None else save_job(made, path, facts))

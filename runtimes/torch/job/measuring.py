@@ -2,30 +2,92 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from qsync_opt.cluster.cluster import Cluster, DeviceType, Network
 from qsync_opt.costs.estimates import MEASURED_OPTION
 from qsync_opt.costs.profile import DeviceProfile
-from qsync_opt.errors import ModelError, NotReadyError, QSyncError, UnsupportedError, first_line
+from qsync_opt.errors import ModelError, NotReadyError, ProblemError, QSyncError, UnsupportedError, first_line
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.numerics.rounding import Granularity, Rounding
 from qsync_opt.runtimes.torch.capture.model import CapturedModel
-from qsync_opt.runtimes.torch.ddp.agreement import gather_json, together, world
+from qsync_opt.runtimes.torch.ddp.agreement import broadcast_json, gather_json, together, world
 from qsync_opt.runtimes.torch.ddp.process_group import measure_all_reduce
 from qsync_opt.runtimes.torch.execution.checks import is_sharded
 from qsync_opt.runtimes.torch.interception.interception import check_not_scripted, interception_of
 from qsync_opt.runtimes.torch.job.options import PlanningOptions, cache_folder
 from qsync_opt.runtimes.torch.job.steps import profile_job_steps
 from qsync_opt.runtimes.torch.profiling.profiler import profile
-from qsync_opt.runtimes.torch.support.device_memory import memory_budget
+from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
 from qsync_opt.runtimes.torch.support.identity import identify
-from qsync_opt.runtimes.torch.support.iteration import Loss, TrainingExample
+from qsync_opt.runtimes.torch.support.iteration import Loss, TrainingExample, default_loss
+from qsync_opt.runtimes.torch.support.memory import memory_budget
+from qsync_opt.sensitivity.scores import horizon_of, sensitivities
+from qsync_opt.sensitivity.statistics import ModelStatistics
+from qsync_opt.sensitivity.table import IndicatorKind, SensitivityValues
+from qsync_opt.sensitivity.variances import NoiseOptions
+
+
+def divides_by_squares(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether steps are divided by the root of the gradient's recent squares: Adam and those like it."""
+    return all("betas" in group for group in optimizer.param_groups)
+
+
+def noise_horizon(
+    optimizer: torch.optim.Optimizer,
+    *,
+    steps: int,
+    statistics: ModelStatistics | None = None,
+    learning_rate: float | None = None,
+) -> float:
+    """The ``horizon`` of ``sensitivities(kind="loss")`` for the coming steps of an optimizer.
+
+    Args:
+        optimizer: Adam or one like it (with ``betas``), or SGD (with ``momentum``).
+        steps: To come.
+        statistics: For SGD, whose steps grow with the gradient: of two batches or more.
+        learning_rate: Root mean square over the steps; by default that of the optimizer's first group, as it is now.
+
+    Returns:
+        The factor by which the gradient's variance counts.
+
+    Raises:
+        UnsupportedError: Another kind of optimizer; steps or rate out of range.
+        ProblemError: SGD without the gradient noise of statistics.
+
+    Source:
+        Ours; see ``qsync_opt.sensitivity.scores``.
+    """
+    group = optimizer.param_groups[0]
+    rate = float(group["lr"] if learning_rate is None else learning_rate)
+    if divides_by_squares(optimizer):
+        return horizon_of(learning_rate=rate, steps=steps)
+    if "momentum" not in group:
+        raise UnsupportedError(
+            f"the optimizer is {type(optimizer).__name__}: a horizon is known for Adam and those like it, and for SGD; "
+            "for another pass sensitivities(horizon=...) yourself"
+        )
+    noise = None if statistics is None else statistics.gradient_noise
+    if noise is None:
+        raise ProblemError(
+            "the horizon of SGD needs the mean square of the gradient: pass statistics= of two batches or more"
+        )
+    elements = sum(p.numel() for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
+    return horizon_of(
+        learning_rate=rate,
+        steps=steps,
+        momentum=float(group["momentum"]),
+        mean_square_gradient=noise.mean_square_norm / elements,
+    )
+
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -225,3 +287,89 @@ def job_cluster(types: DeviceTypes, profiles: Mapping[str, DeviceProfile], netwo
         ),
         network=network,
     )
+
+
+def job_indicator(job: Job) -> IndicatorKind:
+    """The indicator of a job: the one that was asked for, or by the optimizer that will train it.
+
+    Source:
+        Ours; what the two are and how they compare: ``docs/background/indicator.md`` and ``quality.md``.
+    """
+    asked, probes = job.options.indicator, job.options.probes
+    if asked != "auto":
+        return IndicatorKind(asked)
+    if not probes:
+        return IndicatorKind.PROPAGATED
+    # Without an optimizer the job is planned for AdamW, as its step is timed.
+    adaptive = job.optimizer is None or divides_by_squares(job.optimizer)
+    return IndicatorKind.PROGRESS if adaptive else IndicatorKind.PROBED
+
+
+def noise_of(kernels: KernelOptions) -> NoiseOptions:
+    """How kernels of these options round, as the indicator wants to know it."""
+    return NoiseOptions(
+        rounding=Rounding(kernels.rounding),
+        activation_granularity=Granularity(kernels.activation_granularity),
+        weight_granularity=Granularity(kernels.weight_granularity),
+        backward=kernels.backward,
+    )
+
+
+def measure_sensitivities(
+    job: Job,
+    captured: CapturedModel,
+    types: DeviceTypes,
+    profiles: Mapping[str, DeviceProfile],
+    batches: Iterable[Any] | None,
+) -> dict[str, SensitivityValues]:
+    """Sensitivities for the formats of every type, from statistics of one rank: that with the most memory."""
+    rank, _ = world()
+    source = max(types.ranks, key=lambda name: (types.memory_bytes[name], -types.ranks[name][0]))
+    collector = types.ranks[source][0]
+
+    def collect() -> Any:
+        if rank != collector:
+            return None
+        found, kind = _statistics(job, captured, batches)
+        noise = noise_of(job.options.kernels)
+        tables = {
+            name: sensitivities(captured.graph, found, measured.formats, options=noise, kind=kind)
+            for name, measured in profiles.items()
+        }
+        return {name: table.values_only().to_json() for name, table in tables.items()}
+
+    told = broadcast_json(together(collect), collector)
+    return {name: SensitivityValues.from_json(told[name], f"sensitivities of {name!r}") for name in profiles}
+
+
+def _statistics(
+    job: Job, captured: CapturedModel, batches: Iterable[Any] | None
+) -> tuple[ModelStatistics, IndicatorKind]:
+    """Statistics of what the indicator needs, and the indicator; another one where the model cannot be probed."""
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        example = example_of(model, batch, job.example.loss)
+        output = model(*example.args, **example.kwargs)
+        return (job.example.loss or default_loss)(output)
+
+    own = [job.example.kwargs or job.example.args]
+    seen = own if batches is None else list(batches)
+    kind = job_indicator(job)
+
+    def collect(**probes: int) -> ModelStatistics:
+        return collect_statistics(job.model, seen, step=step, graph=captured.graph, **probes)  # type: ignore[arg-type]
+
+    try:
+        if kind is IndicatorKind.PROGRESS:
+            return collect(adaptive_probes=job.options.probes), kind
+        return collect(probes=job.options.probes if kind is IndicatorKind.PROBED else 0), kind
+    except (ModelError, torch.cuda.OutOfMemoryError) as failure:
+        if kind is IndicatorKind.PROPAGATED:
+            raise
+        # Without gains the noise is swept through the graph by formula instead: coarser, and the log says so.
+        _LOGGER.warning("sensitivities are propagated by formula and not probed: %s", first_line(failure)[:400])
+    # Outside of the handler: the exception's frames would keep all that the probes had computed.
+    gc.collect()
+    if job.example.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return collect(), IndicatorKind.PROPAGATED

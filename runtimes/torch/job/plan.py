@@ -13,11 +13,10 @@ from qsync_opt.costs.profile import DeviceProfile
 from qsync_opt.errors import ProblemError
 from qsync_opt.model.graph import OpGraph
 from qsync_opt.runtimes.torch.job.candidates import StepTime, Way
-from qsync_opt.sensitivity.sensitivity_values import SensitivityValues
-from qsync_opt.training.baselines import uniform_plan
+from qsync_opt.sensitivity.table import SensitivityValues
 from qsync_opt.training.build import build_problem
 from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan
+from qsync_opt.training.plan import Plan, uniform_plan
 from qsync_opt.training.problem import Problem
 from qsync_opt.training.solution import Solution
 

@@ -10,16 +10,17 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import qsync_opt
 from qsync_opt.costs.estimates import FP32_SHARE_OPTION
-from qsync_opt.errors import ProblemError, SolverError
+from qsync_opt.errors import ModelError, ProblemError, SolverError
 from qsync_opt.runtimes.torch.capture.model import CapturedModel, capture_model
 from qsync_opt.runtimes.torch.ddp.agreement import (
     broadcast_json,
@@ -30,12 +31,7 @@ from qsync_opt.runtimes.torch.ddp.agreement import (
     world,
 )
 from qsync_opt.runtimes.torch.job.choosing import decide
-from qsync_opt.runtimes.torch.job.file import load_job, with_workers
-from qsync_opt.runtimes.torch.job.host_bound import with_host_shares
-from qsync_opt.runtimes.torch.job.job_facts import job_facts, keep_job, steering
-from qsync_opt.runtimes.torch.job.job_sensitivities import measure_sensitivities
-from qsync_opt.runtimes.torch.job.job_stages import Stages
-from qsync_opt.runtimes.torch.job.job_training import check_training, gradients_put_back, measuring
+from qsync_opt.runtimes.torch.job.file import job_facts, keep_job, load_job, steering, with_workers
 from qsync_opt.runtimes.torch.job.measuring import (
     DeviceTypes,
     Job,
@@ -44,21 +40,118 @@ from qsync_opt.runtimes.torch.job.measuring import (
     job_cluster,
     measure_network,
     measure_profiles,
+    measure_sensitivities,
     require_one_model,
 )
 from qsync_opt.runtimes.torch.job.options import PlanningOptions
 from qsync_opt.runtimes.torch.job.plan import Alternative, JobModel, JobPlan, alternatives, how_measured
 from qsync_opt.runtimes.torch.job.racing import measure_steps
-from qsync_opt.runtimes.torch.job.timing import has_captured, measure_ways
+from qsync_opt.runtimes.torch.job.timing import has_captured, measure_ways, with_host_shares
 from qsync_opt.runtimes.torch.profiling.trial import Trial, try_plan
 from qsync_opt.runtimes.torch.steps.compiled import compiled_inside
-from qsync_opt.runtimes.torch.support.iteration import Loss
-from qsync_opt.runtimes.torch.support.models import bare_model
+from qsync_opt.runtimes.torch.support.iteration import Loss, default_loss, own_loss
+from qsync_opt.runtimes.torch.support.models import bare_model, model_unchanged
 from qsync_opt.runtimes.torch.support.optimizers import single
 from qsync_opt.training.plan import Plan, plan_from_json
 from qsync_opt.training.planner import solve
 
 _LOGGER = logging.getLogger(__name__)
+
+
+class Stages:
+    """Seconds by stage on this rank; stages end together on all ranks."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Count the block's time to a stage."""
+        began = time.perf_counter()
+        _LOGGER.info("%s begins", name)
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - began
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+            _LOGGER.info("%s took %.1f s", name, spent)
+
+
+def check_training(job: Job) -> list[Tensor]:
+    """Run the forward pass once; a loss that is guessed is told to the log.
+
+    Args:
+        job: Whose model, batch and loss are tried. Nothing of it changes.
+
+    Returns:
+        What gets a gradient besides the model's parameters: of a loss that has parameters of its own, say.
+
+    Raises:
+        ModelError: The loss is not one number, or no gradient flows from it.
+    """
+    example = job.example
+    with model_unchanged(job.model):
+        try:
+            output = example.model(*example.args, **example.kwargs)
+            loss = (example.loss or default_loss)(output)
+        except torch.cuda.OutOfMemoryError:  # FP32 need not fit
+            return []
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ModelError(f"the loss is {kind}, but one number is needed: let the loss function end with .mean()")
+        if loss.grad_fn is None:
+            raise ModelError(
+                "no gradient flows from the loss: either every parameter is frozen (requires_grad=False), or the model "
+                "or the loss detaches its result; there is nothing to train"
+            )
+        if example.loss is None and own_loss(output) is None:
+            _LOGGER.warning(
+                "the model returns no loss and none was given: the sum of its outputs stands in for it, which says "
+                "little about what rounding costs; pass loss=, a function of the model's output"
+            )
+        own = {id(parameter) for parameter in job.model.parameters()}
+        return [leaf for leaf in _leaves(loss) if id(leaf) not in own]
+
+
+@contextlib.contextmanager
+def measuring(model: nn.Module) -> Iterator[nn.Module]:
+    """Compute gradients, in whatever mode the script is, and leave its random state as it was.
+
+    What is drawn to measure differs between ranks, and between starts; what the script draws next must not.
+    """
+    cards = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    with torch.random.fork_rng(devices=list(cards)), torch.inference_mode(False), torch.enable_grad():
+        yield model
+
+
+@contextlib.contextmanager
+def gradients_put_back(tensors: list[Tensor]) -> Iterator[None]:
+    """Leave the gradients of some tensors as they were, whatever passes run within the block."""
+    gradients = [tensor.grad for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.grad = None
+        yield
+    finally:
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = gradient
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """Tensors that a backward pass would give gradients to."""
+    found, seen, waiting = [], set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        waiting += [before for before, _ in node.next_functions]
+    return found
+
+
 _TIGHTENED = 0.9
 _TRIALS = 6
 

@@ -13,24 +13,64 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
 
 from qsync_opt.errors import UnsupportedError, first_line
 from qsync_opt.model.graph import OpGraph
 from qsync_opt.runtimes.torch.ddp.agreement import broadcast_json, gather_json, together, world
 from qsync_opt.runtimes.torch.execution.checks import is_sharded
 from qsync_opt.runtimes.torch.execution.loss_scaling import LossScaler
-from qsync_opt.runtimes.torch.job.candidates import StepTime, Way, is_captured, most_of, total_sensitivity
+from qsync_opt.runtimes.torch.job.candidates import (
+    StepTime,
+    Way,
+    is_captured,
+    most_of,
+    times_of_race,
+    total_sensitivity,
+    undecided,
+)
 from qsync_opt.runtimes.torch.job.choosing import worth_racing
 from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job
-from qsync_opt.runtimes.torch.job.paired_rounds import times_of_race, undecided
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
-from qsync_opt.runtimes.torch.job.sized_batches import batch_size, sized, split
 from qsync_opt.runtimes.torch.job.steps import own_optimizer, parameters_put_back
 from qsync_opt.runtimes.torch.job.timing import carried_out
+from qsync_opt.runtimes.torch.support.iteration import TrainingExample
+from qsync_opt.runtimes.torch.support.models import model_unchanged
 from qsync_opt.runtimes.torch.support.timing import cpu_clock
-from qsync_opt.runtimes.torch.support.unchanged import model_unchanged
+
+
+def batch_size(example: TrainingExample) -> int | None:
+    """Samples of a batch: the first dimension that all its tensors share; None if they do not share one."""
+    leaves = tree_leaves((example.args, dict(example.kwargs)))
+    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+    return int(sizes.pop()) if len(sizes) == 1 else None
+
+
+def sized(example: TrainingExample, count: int) -> TrainingExample:
+    """The same with ``count`` samples, the first ones, repeated where there are too few."""
+
+    def rows(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] == count:
+            return leaf
+        chosen = leaf.detach()[torch.arange(count, device=leaf.device) % leaf.shape[0]]
+        return chosen.requires_grad_(leaf.requires_grad)
+
+    return replace(example, args=tree_map(rows, example.args), kwargs=tree_map(rows, dict(example.kwargs)))
+
+
+def split(speeds: Mapping[str, float], workers: Mapping[str, int], total: int) -> dict[str, int]:
+    """Samples of one worker of every device type, for which all take as long; at least one.
+
+    Args:
+        speeds: Samples per second of one worker.
+        workers: How many there are of every type.
+        total: Samples of all workers together, which is met as nearly as whole numbers per type allow.
+    """
+    pace = sum(speeds[name] * workers[name] for name in speeds)
+    return {name: max(1, round(total * speeds[name] / pace)) for name in speeds}
+
 
 _LOGGER = logging.getLogger(__name__)
 _ROUNDS, _COMMON_ROUNDS, _MOST_ROUNDS, _CAPTURED_BLOCKS = 4, 3, 17, 3

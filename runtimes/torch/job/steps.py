@@ -27,19 +27,18 @@ from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.model.graph import OpGraph, Role
 from qsync_opt.numerics.formats import PrecisionFormats
 from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
-from qsync_opt.runtimes.torch.profiling.profile_run import option_values
-from qsync_opt.runtimes.torch.profiling.profiler import wanted_formats
+from qsync_opt.runtimes.torch.profiling.profiler import option_values, wanted_formats
 from qsync_opt.runtimes.torch.steps.profile import record_steps
 from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper
 from qsync_opt.runtimes.torch.support.identity import identify
 from qsync_opt.runtimes.torch.support.iteration import TrainingExample
+from qsync_opt.runtimes.torch.support.models import model_unchanged
 from qsync_opt.runtimes.torch.support.optimizers import kind_of, rebuilt, state_bytes
-from qsync_opt.runtimes.torch.support.unchanged import model_unchanged
 from qsync_opt.steps.bridge import profile_from_steps
 from qsync_opt.steps.cases import StepFlow
 from qsync_opt.steps.costs import StepCosts
+from qsync_opt.steps.fitting import scaled_operators
 from qsync_opt.steps.predictor import StepPredictor
-from qsync_opt.steps.step_scaling import scaled_operators
 
 METHOD = 2
 """Version of the way of recording; steps recorded in another way are not taken from the cache."""

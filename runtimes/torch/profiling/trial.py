@@ -15,7 +15,7 @@ from qsync_opt.model.graph import OpGraph
 from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, DevicePlans, apply, undo
 from qsync_opt.runtimes.torch.support.iteration import TrainingExample, resident_bytes
 from qsync_opt.runtimes.torch.support.memory import allocation_of
-from qsync_opt.runtimes.torch.support.unchanged import model_unchanged
+from qsync_opt.runtimes.torch.support.models import model_unchanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,15 @@ from qsync_opt.model.graph import OpGraph
 from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.interception.interception import OperatorCall
 from qsync_opt.runtimes.torch.steps.compiled_schedule import annotated_operators, collected_schedules, read_schedules
-from qsync_opt.runtimes.torch.steps.recording import FORMAT_OF, RecordingOptions, Stepper, trace_steps
-from qsync_opt.runtimes.torch.steps.step_labels import FUSED, observed_operators, read_events
+from qsync_opt.runtimes.torch.steps.recording import (
+    FORMAT_OF,
+    FUSED,
+    RecordingOptions,
+    Stepper,
+    observed_operators,
+    read_events,
+    trace_steps,
+)
 from qsync_opt.runtimes.torch.support.models import bare_model
 from qsync_opt.steps.compiled.trace import ChargedStep, CompiledEvents, HostCall, Scheduled, charge_compiled
 from qsync_opt.steps.sample import StepSample

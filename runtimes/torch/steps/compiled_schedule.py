@@ -20,7 +20,7 @@ from torch import nn
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.model.graph import OpGraph
 from qsync_opt.runtimes.torch.interception.interception import OperatorCall
-from qsync_opt.runtimes.torch.steps.step_labels import observed_operators
+from qsync_opt.runtimes.torch.steps.recording import observed_operators
 from qsync_opt.steps.compiled.trace import Scheduled
 
 _KEY = "qsync_opt"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import statistics
 import time
 import warnings
@@ -12,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qsync_opt.costs.costs import CostFit
-from qsync_opt.costs.profile import DeviceIdentity
+from qsync_opt.costs.profile import CostFit, DeviceIdentity, fit_cost
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError, first_line
 from qsync_opt.io.progress import Report, reporting
 from qsync_opt.kernels import backend, ops
@@ -22,8 +22,8 @@ from qsync_opt.model.graph import OpGraph, Role
 from qsync_opt.runtimes.torch.execution.capabilities import device_formats
 from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.interception.interception import interception_of
+from qsync_opt.runtimes.torch.profiling.operators import DTYPES
 from qsync_opt.runtimes.torch.profiling.profiler import wanted_formats
-from qsync_opt.runtimes.torch.steps.cast_times import time_casts
 from qsync_opt.runtimes.torch.steps.compiled import record_compiled_plan
 from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper, record_step
 from qsync_opt.runtimes.torch.support.identity import identify
@@ -31,11 +31,53 @@ from qsync_opt.runtimes.torch.support.iteration import TrainingExample
 from qsync_opt.runtimes.torch.support.models import bare_model
 from qsync_opt.steps.cases import StepFlow
 from qsync_opt.steps.costs import StepCosts
-from qsync_opt.steps.fitting import checked, fit_step_costs, kernel_paces
+from qsync_opt.steps.fitting import checked, fit_step_costs, kernel_paces, scaled_costs
 from qsync_opt.steps.plans import MIXED, covering_plans
 from qsync_opt.steps.predictor import StepPredictor
 from qsync_opt.steps.sample import StepSample
-from qsync_opt.steps.step_scaling import scaled_costs
+
+_ELEMENTS = (1 << 16, 1 << 20, 1 << 23)
+_RUNS = 10
+
+
+def time_casts(device: torch.device, formats: Sequence[str], kernels: KernelOptions) -> tuple[dict[str, CostFit], int]:
+    """Device time of the casts between formats, fitted over sizes, and the host's time of one."""
+    delivered = [name for name in ("BF16", "FP16", "FP32") if name in formats]
+    pairs = [(a, b) for a, b in itertools.product(delivered, [*delivered, "INT8", "FP8"]) if a != b and b in formats]
+    fits = {}
+    host: list[float] = []
+    for source, target in pairs:
+        samples = []
+        for elements in _ELEMENTS:
+            x = torch.randn(elements // 256, 256, device=device).to(DTYPES[source])
+            device_ns, host_ns = _run_often(lambda x=x, target=target: ops.cast(x, target, kernels), device)  # type: ignore[misc]
+            samples.append((elements, max(1.0, device_ns)))
+            if elements == _ELEMENTS[0]:
+                host.append(host_ns)
+        fits[f"{source}>{target}"] = fit_cost(samples)
+    return fits, round(statistics.median(host)) if host and device.type != "cpu" else 0
+
+
+def _run_often(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Time of one run on the device in a full queue, and on the host."""
+    work()
+    if device.type != "cuda":
+        start = time.perf_counter_ns()
+        for _ in range(_RUNS):
+            work()
+        return (time.perf_counter_ns() - start) / _RUNS, 0.0
+    torch.cuda.synchronize(device)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start = time.perf_counter_ns()
+    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # a head start for the host
+    first.record()
+    for _ in range(_RUNS):
+        work()
+    last.record()
+    host_ns = (time.perf_counter_ns() - start) / _RUNS
+    torch.cuda.synchronize(device)
+    return float(first.elapsed_time(last)) * 1e6 / _RUNS, host_ns
+
 
 _FAR_ABOVE = 2.0
 """A step that takes this many times the host's part of it is not paced by the host."""
@@ -55,7 +97,7 @@ class StepRecords:
     def fit(self, graph: OpGraph) -> StepCosts:
         """The costs of all cases that occur, with the residual of every recorded plan.
 
-        What no plan could be recorded with for lack of memory is scaled (`qsync_opt.steps.step_scaling`).
+        What no plan could be recorded with for lack of memory is scaled (`qsync_opt.steps.fitting`).
         """
         costs = fit_samples(
             graph,

@@ -8,7 +8,7 @@ import torch
 
 import qsync_opt
 from qsync_opt.costs.profile import DeviceIdentity
-from qsync_opt.runtimes.processor import processor_name
+from qsync_opt.runtimes.host import processor_name
 
 
 def identify(device: torch.device, name: str | None = None) -> DeviceIdentity:

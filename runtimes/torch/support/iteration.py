@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -21,8 +24,67 @@ from qsync_opt.runtimes.timing import steady_medians
 from qsync_opt.runtimes.torch.support.memory import allocation_of
 from qsync_opt.runtimes.torch.support.models import bare_model
 from qsync_opt.runtimes.torch.support.optimizers import state_bytes
-from qsync_opt.runtimes.torch.support.outputs import own_loss
 from qsync_opt.runtimes.torch.support.timing import cpu_clock
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def own_loss(output: Any) -> Tensor | None:
+    """The loss that a model returns: its output, or what is called ``loss`` in it, or the first of a tuple.
+
+    Returns:
+        One number of no dimension, None if there is none that gradients flow into.
+    """
+    for value in (_named_loss(output), _first(output)):
+        if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad and value.is_floating_point():
+            return value.reshape(())
+    return None
+
+
+def full_precision(output: Any) -> Any:
+    """A model's output with its 16-bit tensors in FP32, for whatever the script computes from them.
+
+    Where the model returns its own loss nothing is changed: nobody needs the rest, which may be large.
+
+    Args:
+        output: Tensors, also in tuples, lists, mappings and data classes.
+    """
+    loss, first = _named_loss(output), _first(output)
+    if isinstance(loss, Tensor) or (isinstance(first, Tensor) and not first.dim()):
+        return output
+    return _lifted(output)
+
+
+def _named_loss(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple | list) and output else output
+
+
+def _lifted(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in _HALF else value
+    if isinstance(value, tuple | list):
+        parts = [_lifted(part) for part in value]
+        if all(a is b for a, b in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value) if entry.init}
+        changed = {name: lifted for name, part in fields.items() if (lifted := _lifted(part)) is not part}
+        return dataclasses.replace(value, **changed) if changed else value
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _lifted(part)) for key, part in value.items())
+    if isinstance(value, MutableMapping):  # of another class: whatever else it holds stays
+        changed = {key: lifted for key, part in value.items() if (lifted := _lifted(part)) is not part}
+        result = copy.copy(value) if changed else value
+        for key, part in changed.items():
+            result[key] = part
+        return result
+    return value
+
 
 Loss = Callable[[Any], Tensor]
 

@@ -177,7 +177,7 @@ def test_runs_side_by_side_are_the_runs_alone(training, tmp_path):
     """Side by side, with equal plans shared, and alone: the same losses."""
     import runs
 
-    from qsync_opt.model.graph_file import save_graph
+    from qsync_opt.model.graph import save_graph
     from qsync_opt.runtimes.torch.capture.model import capture
 
     subject = runs.cached_subject("gpt", torch.device("cpu"), "tiny")

@@ -3,9 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_opt.formulations.training.ilp.assignment import Choice, Product
-from qsync_opt.formulations.training.ilp.device_model import build_assignment, read_back
-from qsync_opt.formulations.training.segments import peers_ns, segments
+from qsync_opt.formulations.training.ilp.assignment import Choice, Product, build_assignment, read_back
+from qsync_opt.formulations.training.tables import peers_ns, segments
 from qsync_opt.model.graph import Role
 from qsync_opt.testing.problems import INSTANCES, buckets, chain, diamond, random_plan, random_problem, shared_casts
 from qsync_opt.training.evaluation import evaluate_device, iteration_time

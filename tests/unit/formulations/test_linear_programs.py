@@ -16,8 +16,7 @@ from qsync_opt import solve
 from qsync_opt.formulations.linear.model import LinearModel
 from qsync_opt.formulations.linear.solver import LinearOptions, LinearStatus
 from qsync_opt.formulations.linear.solvers.ortools_solver import OrtoolsSolver
-from qsync_opt.formulations.training.ilp.assignment import Assignment, Choice, Limit, Product
-from qsync_opt.formulations.training.ilp.device_model import build_assignment
+from qsync_opt.formulations.training.ilp.assignment import Assignment, Choice, Limit, Product, build_assignment
 from qsync_opt.formulations.training.ilp.program import Goal, Units, linearize
 from qsync_opt.formulations.training.textbook import build_textbook
 from qsync_opt.testing.problems import INSTANCES, diamond

@@ -12,8 +12,13 @@ from qsync_opt.formulations.linear.solvers.ortools_solver import OrtoolsSolver
 from qsync_opt.formulations.training import paper_greedy
 from qsync_opt.formulations.training.greedy import GreedyFormulation
 from qsync_opt.formulations.training.ilp import solve as whole_program
-from qsync_opt.formulations.training.incremental import DeviceState
-from qsync_opt.formulations.training.paper_greedy import QsyncFormulation, adjustable_positions, fast_start, recover
+from qsync_opt.formulations.training.paper_greedy import (
+    DeviceState,
+    QsyncFormulation,
+    adjustable_positions,
+    fast_start,
+    recover,
+)
 from qsync_opt.testing.problems import (
     cast_coupling,
     chain,

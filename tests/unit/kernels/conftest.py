@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qsync_opt.kernels.compilation import builder as build
-from qsync_opt.kernels.compilation import toolchain
+from qsync_opt.kernels.compilation import compiler as toolchain
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,8 @@ import pytest
 from qsync_opt.errors import NotInstalledError, NotReadyError, UnsupportedError
 from qsync_opt.kernels import backend
 from qsync_opt.kernels.compilation import builder as build
-from qsync_opt.kernels.compilation import compiler, library, toolchain
+from qsync_opt.kernels.compilation import compiler, library
+from qsync_opt.kernels.compilation import compiler as toolchain
 
 UNIT = build.UNITS["quantize"]
 

@@ -11,28 +11,24 @@ import pytest
 import qsync_opt
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.report import Measured, load_measured, make_report, report_html, write_report
-from qsync_opt.report.fronts import POINTS
-from qsync_opt.report.markup import slot
-from qsync_opt.report.measured import MeasuredDevice
-from qsync_opt.report.memory_curve import memory_curve
-from qsync_opt.report.page import KINDS, ROLES, report_json
-from qsync_opt.report.words import (
+from qsync_opt.report.contents import POINTS, MeasuredDevice, memory_curve
+from qsync_opt.report.markup import (
     better_words,
     gain_words,
     measured_words,
     peak_words,
     proof_words,
+    slot,
     time_words,
     verdict,
 )
-from qsync_opt.testing.problems import chain, no_memory, shared_casts
-from qsync_opt.testing.sample_problems import random_plan, random_problem
+from qsync_opt.report.page import KINDS, ROLES, report_json
+from qsync_opt.testing.problems import chain, no_memory, random_plan, random_problem, shared_casts
 from qsync_opt.testing.synthetic import stacked_problem
-from qsync_opt.training.baselines import uniform_plan
 from qsync_opt.training.evaluation import evaluate
 from qsync_opt.training.explanation import Explainer
 from qsync_opt.training.memory import MEMORY_KEY, OPERATORS_KEY, memory_breakdown
-from qsync_opt.training.plan import Plan
+from qsync_opt.training.plan import Plan, uniform_plan
 from qsync_opt.training.planner import solve
 from qsync_opt.training.replay import replay
 

@@ -24,8 +24,7 @@ from qsync_opt.runtimes.torch.interception.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_before
 from qsync_opt.runtimes.torch.sensitivity.probes.gradient import tapped, twice_differentiable
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_slots, replace_operands
-from qsync_opt.runtimes.torch.sensitivity.random_signs import RandomSigns
-from qsync_opt.runtimes.torch.sensitivity.reductions import shares_of_mean
+from qsync_opt.runtimes.torch.sensitivity.reductions import RandomSigns, shares_of_mean
 from qsync_opt.sensitivity.statistics import OPERANDS, Curvature
 
 

@@ -31,15 +31,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_opt.errors import ModelError, first_line
 from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.runtimes.torch.interception.interception import Interception
-from qsync_opt.runtimes.torch.interception.operator_calls import Handler, OperatorCall
-from qsync_opt.runtimes.torch.sensitivity.probes.derivative_sums import Key, Sums
+from qsync_opt.runtimes.torch.interception.interception import Handler, Interception, OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_before
 from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import KINKED, Seen, noisy_passes
-from qsync_opt.runtimes.torch.sensitivity.probes.taps import GainTapper, nothing_like
+from qsync_opt.runtimes.torch.sensitivity.probes.taps import GainTapper, Key, Sums, nothing_like
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, dense_lookup
-from qsync_opt.runtimes.torch.sensitivity.random_signs import signs_like
-from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, norm, shares_of_mean
+from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, norm, shares_of_mean, signs_like
 from qsync_opt.sensitivity.statistics import Gain
 
 LossOf = Callable[[], Tensor]
@@ -181,7 +178,7 @@ class _Projected:
         """By what a parameter's gradient is multiplied so that its variance is the progress of Adam that it costs.
 
         The square of it is ``1 / (2 rms_p sum of (elements rms))`` over the parameters, see
-        ``qsync_opt.sensitivity.expected_loss``; 0 where all of a gradient is 0. The sum is left to the end.
+        ``qsync_opt.sensitivity.scores``; 0 where all of a gradient is 0. The sum is left to the end.
         """
         given = None if self.roots is None else self.roots.get(index)
         with torch.no_grad():

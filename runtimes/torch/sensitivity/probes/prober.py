@@ -4,30 +4,192 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from qsync_opt.errors import QSyncError, first_line
 from qsync_opt.model.graph import OpGraph
-from qsync_opt.runtimes.torch.sensitivity.batch_slices import parts_of
 from qsync_opt.runtimes.torch.sensitivity.probes.curvature import probe_curvatures
 from qsync_opt.runtimes.torch.sensitivity.probes.gradient import (
+    LossOf,
+    Probe,
     Probed,
     ProbeMemoryError,
+    Sliced,
+    gain_of,
     probe_gains,
+    put_together,
     rectifies,
     wanted_of,
+    weighted,
 )
-from qsync_opt.runtimes.torch.sensitivity.probes.probe_parts import (
-    PASSES_OF_PARTS,
-    NotDivisibleError,
-    PartLoss,
-    probe_parts,
-)
-from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import PASSES, Seen, noisy_passes
-from qsync_opt.sensitivity.statistics import Curvature, ModelStatistics
+from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import PASSES, Arriving, Seen, noisy_passes
+from qsync_opt.runtimes.torch.sensitivity.probes.taps import Kept, Key
+from qsync_opt.runtimes.torch.sensitivity.reductions import by_place
+from qsync_opt.runtimes.torch.sensitivity.samples import parts_of
+from qsync_opt.sensitivity.statistics import Curvature, Gain, ModelStatistics
+
+PASSES_OF_PARTS = 3
+"""Noisy forward passes; of the whole batch, as the scale of its numbers is that of the largest of all samples."""
+
+
+class NotDivisibleError(Exception):
+    """What one part shows says nothing about the batch."""
+
+
+class PartLoss(NamedTuple):
+    """The loss of some samples, which share of the batch they are, and which ones."""
+
+    loss_of: LossOf
+    share: float
+    chosen: range
+
+
+def probe_parts(
+    model: nn.Module,
+    parts: Sequence[PartLoss],
+    whole: ModelStatistics,
+    *,
+    graph: OpGraph | None,
+    seen: Seen,
+    probes: int,
+    seed: int = 0,
+    adaptive: bool = False,
+    roots: Mapping[int, torch.Tensor] | None = None,
+) -> Probed:
+    """What ``probe_gains`` finds for a batch, estimated from two parts of it of one size.
+
+    Args:
+        model: The model.
+        parts: Two of them.
+        whole: What is known of the whole batch.
+        graph: As for ``probe_gains``, like all that follow.
+        seen: Noise at rectifiers in the whole batch.
+        probes: Of each part.
+        seed: The same for both.
+        adaptive: As there.
+        roots: Of the whole batch.
+
+    Raises:
+        NotDivisibleError: Tensors are neither as large as in the batch nor smaller by the share of the part.
+        ModelError: As ``probe_gains``.
+
+    Source:
+        Ours.
+    """
+    wanted = wanted_of(graph)
+
+    def shared(key: Key, elements: int) -> bool:
+        return not key[1].endswith("gradient") and elements == _elements(whole, key)
+
+    probe = Probe(wanted=wanted, probes=probes, seed=seed, adaptive=adaptive, roots=roots, keep=shared)
+    a, b = (probe.of(model, part.loss_of, _seen_by(part, seen)) for part in parts)
+    share = parts[0].share
+    if a.sums.keys() != b.sums.keys() or a.flips.keys() != b.flips.keys():
+        raise NotDivisibleError("the parts took different ways through the model")
+    common = _common(a, b)
+    averaged = _averages(a, b, share, whole)
+    gains: dict[Key, Gain] = {}
+    for key, gain in {key: _mean(gain_of(sums), gain_of(b.sums[key])) for key, sums in a.sums.items()}.items():
+        backward = key[1].endswith("gradient")
+        factor = 1.0 if averaged or backward else share**-2
+        elements, all_of_it = a.sums[key].elements, _elements(whole, key)
+        if elements == all_of_it and backward:
+            gains[key] = gain  # of what samples share: by how much it changes with the parameters, whatever the part
+        elif elements == all_of_it:
+            gains[key] = _scaled(_sum(_scaled(gain, share), _scaled(common[key], 1 - share)), factor)
+        elif elements == round(all_of_it * share):
+            gains[key] = _scaled(gain, (1 / share if backward else share) * factor)
+        else:
+            raise NotDivisibleError(f"{key[1]} of {key[0]!r} has {elements} of {all_of_it} elements in a part")
+    factor = 1.0 if averaged else share**-2
+    flips = {}
+    for name, row in a.flips.items():
+        signal = whole.signals.get(name)
+        # Of what samples share, one part is taken for all: too many rather than too few.
+        part = 1.0 if signal is not None and signal.elements == a.rectified[name] else share
+        flips[name] = [factor * part * (x + y) / 2 for x, y in zip(row, b.flips[name], strict=True)]
+    arriving = {name: Arriving(x.ratio, ()) for name, x in seen.arriving.items()}
+    return put_together(gains, flips, Seen(arriving, 0.0), [a, b])
+
+
+def _seen_by(part: PartLoss, seen: Seen) -> Seen:
+    return Seen({name: found.of_some(part.chosen, part.share) for name, found in seen.arriving.items()}, 0.0)
+
+
+def _elements(whole: ModelStatistics, key: Key) -> int:
+    operator = whole.find(key[0])
+    tensor = None if operator is None else getattr(operator, key[1])
+    return 0 if tensor is None else int(tensor.elements)
+
+
+def _averages(a: Sliced, b: Sliced, share: float, whole: ModelStatistics) -> bool:
+    """Whether the loss is a mean over samples rather than a sum.
+
+    A gradient's squares summed over samples are then larger in a part, by the inverse of its share; in a sum, smaller.
+    """
+    logs = []
+    for key, sums in a.sums.items():
+        if key[1] == "output_gradient" and sums.elements < _elements(whole, key):
+            known = whole[key[0]].output_gradient.square_sum
+            squares = (sums.values + b.sums[key].values) / 2
+            if known > 0 and squares > 0:
+                logs.append(math.log(squares / known))
+    return not logs or statistics.median(logs) > 0
+
+
+def _mean(a: Gain, b: Gain) -> Gain:
+    return _scaled(_sum(a, b), 0.5)
+
+
+def _sum(a: Gain, b: Gain) -> Gain:
+    return Gain(uniform=a.uniform + b.uniform, floating=a.floating + b.floating)
+
+
+def _scaled(gain: Gain, factor: float) -> Gain:
+    return Gain(uniform=gain.uniform * factor, floating=gain.floating * factor)
+
+
+def _common(a: Sliced, b: Sliced) -> dict[Key, Gain]:
+    """By tensor that all samples share: products of what the two parts have, instead of squares."""
+    keys = [key for key, sums in a.sums.items() if sums.kept]
+    ours, theirs = (_on_host([kept for key in keys for kept in part.sums[key].kept]) for part in (a, b))
+    products = iter([_products(x, y) for x, y in zip(ours, theirs, strict=True)])
+    found = {}
+    for key in keys:
+        sums = a.sums[key]
+        rows = [next(products) for _ in sums.kept]
+        scale = sums.scale * sums.elements / sums.kept[0].derivative.numel() / len(rows)
+        plain, fixed, floating = (scale * sum(column) for column in zip(*rows, strict=True))
+        uniform = weighted(plain, fixed, sums.fixed_weight, sums.elements)
+        floating = weighted(plain, floating, sums.values, sums.elements)
+        found[key] = Gain(uniform=max(0.0, uniform), floating=max(0.0, floating))
+    return found
+
+
+def _on_host(every: Sequence[Kept]) -> list[Kept]:
+    """What was kept, one transfer per kind and type instead of a few kernels for each."""
+    fields: list[list[torch.Tensor | None]] = []
+    for tensors in zip(*every, strict=True):
+        given = [x for x in tensors if x is not None]
+        parts = {
+            place: iter(torch.split(torch.cat(some).cpu(), [x.numel() for x in some]))
+            for place, some in by_place(given, lambda x: x).items()
+        }
+        fields.append([None if x is None else next(parts[x.dtype, x.device]) for x in tensors])
+    return [Kept(*found) for found in zip(*fields, strict=True)]
+
+
+def _products(a: Kept, b: Kept) -> tuple[float, float, float]:
+    both = (a.derivative * b.derivative).double()
+    fixed = 0.0 if a.fixed is None else float(both @ a.fixed.double())
+    return float(both.sum()), fixed, float(both @ a.values.double().square())
+
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -3,26 +3,388 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from qsync_opt.numerics.rounding import Rounding
-from qsync_opt.runtimes.torch.sensitivity.errors import paired_errors
-from qsync_opt.runtimes.torch.sensitivity.nearest_error import NEAREST_FORMATS
-from qsync_opt.runtimes.torch.sensitivity.records.convolution_batch import finish_convolutions, settled
+from qsync_opt.numerics.rounding import GRADIENT_KINDS, Granularity, Rounding
+from qsync_opt.runtimes.torch.sensitivity.errors import (
+    NEAREST_FORMATS,
+    Wanted,
+    answered,
+    fixed_point_errors,
+    paired_errors,
+)
+from qsync_opt.runtimes.torch.sensitivity.records.convolution import (
+    TakenConvolution,
+    TakenFirst,
+    TakenGradient,
+    TakenMet,
+    image_shares,
+)
 from qsync_opt.runtimes.torch.sensitivity.records.operator import OperatorRecord
 from qsync_opt.runtimes.torch.sensitivity.records.summary import (
     CAST_KINDS,
+    INTEGER_KINDS,
+    RESULT_KINDS,
+    SCALED_KINDS,
     alignments,
     checked,
     measured_errors,
     tensor_statistics,
 )
-from qsync_opt.runtimes.torch.sensitivity.samples import SizedRuns, weights_by_size
+from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, stacked, summed, totals
+from qsync_opt.runtimes.torch.sensitivity.samples import SizedPositions, SizedRuns, weights_by_size
 from qsync_opt.sensitivity.statistics import OperatorKind, OperatorStatistics
+
+_INTEGER = slice(SCALED_KINDS.index(INTEGER_KINDS[0]), SCALED_KINDS.index(INTEGER_KINDS[-1]) + 1)
+_SHAPES = tuple(Granularity(kind.partition("/")[2]) for kind in INTEGER_KINDS)
+_EIGHT_BITS = RESULT_KINDS.index(GRADIENT_KINDS["INT8"])
+_TOGETHER = 10 << 20
+"""Errors at most that are held together, unless those of one call are more."""
+
+_Found = TypeVar("_Found")
+_Numbers = list[tuple[tuple[str, ...], Tensor]]
+"""Names, and numbers (names, M)."""
+
+
+def finish_convolutions(calls: Sequence[TakenConvolution]) -> None:
+    """Find all numbers that depend on rounding; every call has met its gradient, or will meet none."""
+    firsts = [(call, call.let_go()) for call in calls]
+    _answer(
+        (some, _seconds([call for call, _ in some], [first for _, first in some]))
+        for some in _alike(firsts, _second_key, lambda call, _: _sampled(call) * len(SCALED_KINDS))
+    )
+    _answer(
+        (few, _firsts([call for call, _ in few], [first for _, first in few]))
+        for few in _alike(firsts, _first_key, lambda _, first: first.part.numel() * len(SCALED_KINDS))
+    )
+    met = [(call, (first, call.met)) for call, first in firsts if call.met is not None]
+    for chosen in _alike(met, _met_key, lambda _, found: found[1].part.numel() * len(_SHAPES)):
+        _give(chosen, _mets(chosen[0][0], [found for _, found in chosen]))
+    rounded = [(call, call.gradient) for call in calls if call.gradient is not None]
+    _answer(
+        (part, _gradients([call for call, _ in part], [gradient for _, gradient in part]))
+        for part in _alike(rounded, _gradient_key, lambda _, gradient: gradient.part.numel() * len(RESULT_KINDS))
+    )
+    _by_row(calls)
+    for call in calls:
+        call.forget()
+
+
+_Steps = Generator[Wanted, Tensor, _Numbers]
+
+
+def _answer(groups: Iterable[tuple[Sequence[tuple[TakenConvolution, Any]], _Steps]]) -> None:
+    for calls, numbers in answered(groups, _TOGETHER):
+        _give(calls, numbers)
+
+
+def _alike(
+    every: Sequence[tuple[TakenConvolution, _Found]],
+    key: Callable[[TakenConvolution, _Found], Hashable],
+    size: Callable[[TakenConvolution, _Found], int],
+) -> Iterator[list[tuple[TakenConvolution, _Found]]]:
+    """Calls of one key, so many at a time that their sizes stay below the limit."""
+    groups: dict[Hashable, list[tuple[TakenConvolution, _Found]]] = {}
+    for call, found in every:
+        form = call.form
+        common = form.first.device, form.second.shape[2:].numel(), form.sizes.products, form.geometry, call.loss_scale
+        groups.setdefault((*map(str, common), key(call, found)), []).append((call, found))
+    for group in groups.values():
+        count = max(1, _TOGETHER // max(1, size(*group[0])))
+        yield from (group[start : start + count] for start in range(0, len(group), count))
+
+
+def _give(calls: Sequence[tuple[TakenConvolution, _Found]], numbers: _Numbers) -> None:
+    """Hand every call its numbers."""
+    names = tuple(name for some, _ in numbers for name in some)
+    table = torch.cat([values for _, values in numbers]).T.contiguous()
+    for (call, _), values in zip(calls, table, strict=True):
+        call.found.append((names, values))
+
+
+def _means(tensor: str, kinds: Sequence[str], values: Tensor) -> tuple[tuple[str, ...], Tensor]:
+    """Names and numbers of (2, K, M)."""
+    return tuple(f"{tensor}.{kind}.{rounding}" for rounding in Rounding for kind in kinds), values.flatten(0, 1)
+
+
+def _norms(x: Tensor) -> Tensor:
+    """Of M tensors, (1, M)."""
+    found: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1)
+    return found.unsqueeze(0)
+
+
+# -- operands --------------------------------------------------------------------------------------------------------
+
+
+def _sampled(call: TakenConvolution) -> int:
+    """Elements of a weight that are looked at one by one."""
+    return call.form.sample_second(call.limit)[0].numel()
+
+
+def _second_key(call: TakenConvolution, first: TakenFirst) -> Hashable:
+    return call.form.second.shape, first.contracted.shape, call.columns is None, call.limit
+
+
+def _seconds(calls: Sequence[TakenConvolution], firsts: Sequence[TakenFirst]) -> _Steps:
+    form = calls[0].form
+    weights = stacked([call.form.second for call in calls])
+    squares = weights.square()
+    contracted_w2, columns_w2 = form.by_input_channel(squares), form.by_output_channel(squares)
+    del squares
+    for i, call in enumerate(calls):
+        call.contracted_second, call.by_column = contracted_w2[i], columns_w2[i]
+    _, rows = form.sample_second(calls[0].limit)
+    part = weights[:, :, rows]
+    amaxes = {
+        g: torch.linalg.vector_norm(weights, float("inf"), [d + 1 for d in form.slice_dims("second", g)], keepdim=True)
+        for g in (Granularity.CHANNEL, Granularity.ROW)
+    }
+    row_amax = amaxes[Granularity.ROW]
+    amaxes[Granularity.TENSOR] = row_amax.amax(tuple(range(1, row_amax.dim())), keepdim=True)
+    numbers: _Numbers = [
+        (("second.greatest",), amaxes[Granularity.TENSOR].view(1, -1)),
+        (("second.square_sum",), summed(contracted_w2.flatten(1), 1).unsqueeze(0)),
+        *((((f"~second.{g}",), _norms(amaxes[g]))) for g in (Granularity.CHANNEL, Granularity.ROW)),
+    ]
+    if part.numel() < weights.numel():
+        amaxes[Granularity.ROW] = row_amax[:, :, rows]
+    errors = yield Wanted(part, SCALED_KINDS, amaxes)
+    numbers.append(_means("second", SCALED_KINDS, errors.flatten(3).mean(3)))
+    noise = errors[0, _INTEGER]
+    x2 = stacked([first.contracted for first in firsts])
+    some_x2 = x2[:, :, rows]
+    numbers.append((("xw/floating",), summed((x2 * contracted_w2).flatten(1), 1).unsqueeze(0)))
+    met = summed((form.by_input_channel(noise) * some_x2).flatten(2), 2)
+    numbers.append((tuple(f"xw/second/{shape}" for shape in _SHAPES), met))
+    g2 = [call.columns for call in calls if call.columns is not None]
+    if g2:
+        columns = torch.cat([columns_w2.unsqueeze(0), form.by_output_channel(noise)])
+        names = ("gw/floating", *(f"gw/{shape}" for shape in _SHAPES))
+        numbers.append((names, summed((columns * stacked(g2)).flatten(2), 2)))
+    if part.numel() < weights.numel():
+        x2, sizes = x2.flatten(3).sum(3).flatten(1), row_amax.square().flatten(1)
+        terms = torch.stack([x2, sizes, x2 * sizes])
+        numbers += [
+            (("~second.part",), _norms(part)),
+            (("~x2", "~row", "~x2.row"), summed(terms, 2)),
+            (("~some.x2", "~some.row", "~some.x2.row"), summed(terms[:, :, rows], 2)),
+        ]
+    return numbers
+
+
+def _first_key(call: TakenConvolution, _: TakenFirst) -> Hashable:
+    return call.form.first.shape, call.form.second.shape[2:], call.limit
+
+
+def _firsts(calls: Sequence[TakenConvolution], firsts: Sequence[TakenFirst]) -> _Steps:
+    parts, rows, channels = (torch.stack(x) for x in zip(*((f.part, f.rows, f.channels) for f in firsts), strict=True))
+    positions = firsts[0].positions
+    units, largest = rows[:, positions.images], rows.amax(1)
+    amaxes = {
+        Granularity.TENSOR: largest.view(-1, 1, 1),
+        Granularity.CHANNEL: channels.unsqueeze(1),
+        Granularity.ROW: units.unsqueeze(2),
+    }
+    errors = yield Wanted(parts, SCALED_KINDS, amaxes)
+    spreads = torch.cat([_spread(call) for call in calls])
+    noise = errors[0, _INTEGER]
+    numbers: _Numbers = [
+        (("first.greatest",), largest.unsqueeze(0)),
+        *(((f"~first.{name}",), _norms(x)) for name, x in (("row", rows), ("channel", channels), ("part", parts))),
+        (("~first.units",), _norms(units)),
+        _means("first", SCALED_KINDS, errors.flatten(3).mean(3)),
+    ]
+    if spreads.shape[2:].numel() == 1:  # one place stands for all
+        met = summed(noise.sum(2) * spreads.flatten(1), 2)
+    else:
+        weights = spreads.flatten(2)[:, :, positions.places].mT
+        met = summed((noise * weights).flatten(2), 2)
+        weights = weights.sum(2)
+        numbers += [
+            (("~spread",), summed(spreads.flatten(1), 1).unsqueeze(0)),
+            (("~some.spread",), summed(weights, 1).unsqueeze(0)),
+            (("~some.spread.row",), summed(weights * units.square(), 1).unsqueeze(0)),
+        ]
+    return [*numbers, (tuple(f"xw/first/{shape}" for shape in _SHAPES), met)]
+
+
+def _spread(call: TakenConvolution) -> Tensor:
+    assert call.contracted_second is not None
+    return call.form.contraction_by_position(call.contracted_second)
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+def _weights(sizes: Tensor, sampled: Sequence[SizedPositions]) -> Tensor:
+    """What each position counts, from what they were chosen by, (M, P)."""
+    totals = torch.stack([s.total for s in sampled]).unsqueeze(1)
+    return weights_by_size(sizes, totals, sampled[0].number, sampled[0].asked)
+
+
+def _met_key(call: TakenConvolution, found: tuple[TakenFirst, TakenMet]) -> Hashable:
+    return call.form.first.shape, found[1].sampled.asked
+
+
+def _mets(call: TakenConvolution, every: Sequence[tuple[TakenFirst, TakenMet]]) -> _Numbers:
+    """T(noise of the first operand, 1, g**2) for fixed-point rounding."""
+    rows, channels = (torch.stack(x) for x in zip(*((f.rows, f.channels) for f, _ in every), strict=True))
+    parts, met_by, found = (
+        torch.stack(x) for x in zip(*((m.part, m.sizes.flatten(2), m.sampled.found) for _, m in every), strict=True)
+    )
+    images = found // met_by.shape[3]
+    by_image = met_by.flatten(2).sum(2)
+    sizes = _at(met_by.unsqueeze(1), found).squeeze(2)
+    units = rows.gather(1, images)
+    scales = {
+        Granularity.TENSOR: rows.amax(1).view(-1, 1, 1),
+        Granularity.CHANNEL: channels.unsqueeze(1),
+        Granularity.ROW: units.unsqueeze(2),
+    }
+    noise = fixed_point_errors(parts, [scales[shape] for shape in _SHAPES])
+    wanted = sizes.sum(2)
+    weights = _weights(
+        torch.addcmul(wanted, wanted, image_shares(rows).gather(1, images)), [m.sampled for _, m in every]
+    )
+    met = sizes * weights.unsqueeze(2)
+    sums = summed((_by_group(noise, call) * met).flatten(2), 2)
+    met = met.sum(2)
+    terms = [by_image, by_image * rows.square()], [met, met * units.square()]
+    return [
+        (tuple(f"xg/{shape}" for shape in _SHAPES), sums),
+        (("~g2", "~g2.row"), summed(torch.stack(terms[0]), 2)),
+        (("~some.g2", "~some.g2.row"), summed(torch.stack(terms[1]), 2)),
+    ]
+
+
+def _at(x: Tensor, found: Tensor) -> Tensor:
+    """What (M, R, B, G, ...) holds at positions (M, P) that count through all images: (M, P, R, G)."""
+    by_place = x.movedim(2, 3).flatten(3)
+    index = found.view(found.shape[0], 1, 1, -1).expand(-1, *by_place.shape[1:3], -1)
+    return by_place.gather(3, index).movedim(3, 1)
+
+
+def _by_group(x: Tensor, call: TakenConvolution) -> Tensor:
+    """Sums over the channels of each group: (..., C) to (..., G)."""
+    return x.reshape(*x.shape[:-1], call.form.sizes.products, -1).sum(-1)
+
+
+def _gradient_key(call: TakenConvolution, gradient: TakenGradient) -> Hashable:
+    windows = None if call.form.pointwise else call.form.first.shape
+    return windows, gradient.part.shape, gradient.sampled.number, gradient.sampled.asked
+
+
+def _gradients(calls: Sequence[TakenConvolution], gradients: Sequence[TakenGradient]) -> _Steps:
+    form, scale = calls[0].form, calls[0].loss_scale
+    parts, amax, every, shares, found = (
+        torch.stack(x)
+        for x in zip(*((g.part, *g.amax, g.rows.flatten(3), g.shares, g.sampled.found) for g in gradients), strict=True)
+    )
+    rows, places = _at(every, found), found % every.shape[4]
+    by_row = rows[:, :, 3]
+    largest = amax.view(-1, 1, 1)
+    if scale != 1.0:
+        parts, largest = parts * scale, largest * scale
+    errors = yield Wanted(parts, RESULT_KINDS, {Granularity.TENSOR: largest})
+    chosen_by = (rows[:, :, :3] * shares.view(-1, 1, 3, 1)).flatten(2).sum(2)
+    weights = _weights(chosen_by, [g.sampled for g in gradients])
+    if scale != 1.0:
+        errors.div_(scale**2)
+    columns = torch.cat([form.columns_by_position(c.by_column) for c in calls if c.by_column is not None])
+    noise = errors[0, _EIGHT_BITS] * weights.unsqueeze(2)  # (M, P, C)
+    if form.pointwise:
+        by_column = summed(noise.sum(1) * columns.flatten(1), 1)
+    else:
+        at = columns.flatten(2).gather(2, places.unsqueeze(1).expand(-1, columns.shape[1], -1))
+        by_column = summed((noise.mT * at).flatten(1), 1)
+    return [
+        (("output_gradient.greatest",), amax.unsqueeze(0)),
+        _means("output_gradient", RESULT_KINDS, summed(errors.sum(4) * weights, 3)),
+        (("output_gradient.sample.square",), summed(rows[:, :, 0].sum(2) * weights, 1).unsqueeze(0)),
+        (("xg/gradient",), summed((_by_group(noise, calls[0]) * by_row).flatten(1), 1).unsqueeze(0)),
+        (("gw/gradient",), by_column.unsqueeze(0)),
+    ]
+
+
+def _by_row(calls: Sequence[TakenConvolution]) -> None:
+    """T(squares of the first operand, 1, squares of the gradient)."""
+    every = [(call, *call.by_row) for call in calls if call.by_row is not None]
+    for some in by_place(every, lambda one: one[1]).values():
+        products = torch._foreach_mul([first for _, first, _ in some], [gradient for *_, gradient in some])
+        for (call, *_), value in zip(some, totals(products), strict=True):
+            call.found.append((("xg/floating",), value.view(1)))
+
+
+# -- on the host -----------------------------------------------------------------------------------------------------
+
+
+def _ratio(whole: float, part: float) -> float:
+    """By what a sum over a sample is to be multiplied; 1 where the sample holds nothing."""
+    return whole / part if part else 1.0
+
+
+def settled(call: TakenConvolution, values: dict[str, float]) -> dict[str, float]:
+    """Numbers of a call from what travelled to the host, by name."""
+    found = {name: value for name, value in values.items() if not name.startswith("~")}
+    for name, sizes in (("first", call.form.first.shape), ("second", call.form.second.shape)):
+        found[f"{name}.amax.{Granularity.TENSOR}"] = values[f"{name}.greatest"] ** 2
+        for granularity in (Granularity.CHANNEL, Granularity.ROW):
+            shared = call.form.slice_dims(name, granularity)
+            slices = math.prod(size for dim, size in enumerate(sizes) if dim not in shared)
+            found[f"{name}.amax.{granularity}"] = values[f"~{name}.{granularity}"] ** 2 / slices
+    _settle_first(call, values, found)
+    _settle_second(call, values, found)
+    for shape in _SHAPES:
+        if "~g2" in values:
+            key = ".row" if shape is Granularity.ROW else ""
+            found[f"xg/{shape}"] *= _ratio(values[f"~g2{key}"], values[f"~some.g2{key}"])
+    if call.gradient_elements:
+        elements = call.gradient_elements
+        found[f"output_gradient.amax.{Granularity.TENSOR}"] = values["output_gradient.greatest"] ** 2
+        found["output_gradient.sample.square"] /= elements
+        for rounding in Rounding:
+            for kind in RESULT_KINDS:
+                found[f"output_gradient.{kind}.{rounding}"] /= elements
+    return found
+
+
+def _settle_first(call: TakenConvolution, values: dict[str, float], found: dict[str, float]) -> None:
+    shape = call.form.first.shape
+    positions, count = shape[0] * shape[2:].numel(), call.positions
+    mean_units = values["~first.units"] ** 2 / count
+    if count < positions:
+        found["first.sample.square"] = values["~first.part"] ** 2 / (count * shape[1])
+        found["first.sample.row"] = mean_units
+    row = found[f"first.amax.{Granularity.ROW}"]
+    if "~spread" in values:
+        whole = values["~spread"] * shape[0]
+        even, by_size = _ratio(whole, values["~some.spread"]), _ratio(whole * row, values["~some.spread.row"])
+    else:
+        even, by_size = positions / count, _ratio(positions * row, count * mean_units)
+    for granularity in _SHAPES:
+        found[f"xw/first/{granularity}"] *= by_size if granularity is Granularity.ROW else even
+
+
+def _settle_second(call: TakenConvolution, values: dict[str, float], found: dict[str, float]) -> None:
+    """With a scale per row, rows err by their own largest magnitude, which is known of all of them."""
+    if "~second.part" not in values:
+        return
+    part, _ = call.form.sample_second(call.limit)
+    whole, some = call.form.second.shape[1], part.shape[1]
+    found["second.sample.square"] = values["~second.part"] ** 2 / part.numel()
+    found["second.sample.row"] = values["~some.row"] / some
+    for shape in _SHAPES:
+        key, column = "", whole / some
+        if shape is Granularity.ROW:
+            key, column = ".row", _ratio(values["~row"], values["~some.row"])
+        found[f"xw/second/{shape}"] *= _ratio(values[f"~x2{key}"], values[f"~some.x2{key}"])
+        if f"gw/{shape}" in found:
+            found[f"gw/{shape}"] *= column
+
 
 _WAITING = 1 << 22
 """Errors at most that are held together at the end of a batch."""

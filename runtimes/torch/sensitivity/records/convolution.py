@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qsync_opt.numerics.rounding import Granularity
-from qsync_opt.runtimes.torch.sensitivity.product_forms import ConvolutionForm
+from qsync_opt.runtimes.torch.sensitivity.products import ConvolutionForm
 from qsync_opt.runtimes.torch.sensitivity.records.moments import LateMoments, give_moments
 from qsync_opt.runtimes.torch.sensitivity.reductions import stacked, summed
 from qsync_opt.runtimes.torch.sensitivity.samples import Positions, SizedPositions, even_positions, positions_by_size

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from qsync_opt.formulations.assignment.compiled import LOOPS, Loop
-from qsync_opt.formulations.assignment.core import level_loops, levels
+from qsync_opt.formulations.assignment.core import levels
+from qsync_opt.formulations.assignment.core import levels as level_loops
 from qsync_opt.formulations.assignment.core import paths as module
-from qsync_opt.formulations.assignment.core import paths_loops as walk_loops
+from qsync_opt.formulations.assignment.core import paths as walk_loops
 from qsync_opt.formulations.assignment.core.condense import condense
 from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreNode
 from qsync_opt.formulations.assignment.core.layers import lay_out

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qsync_opt.errors import ModelError, ProblemError
-from qsync_opt.runtimes.torch.checkpoints.plan_state import PlanState
+from qsync_opt.runtimes.torch.checkpoints.resuming import PlanState
 from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply, undo
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "examples"

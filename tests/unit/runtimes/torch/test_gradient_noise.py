@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_opt.runtimes.torch.sensitivity.records.gradient_noise import GradientScatter
+from qsync_opt.runtimes.torch.sensitivity.records.signals import GradientScatter
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
 from qsync_opt.sensitivity.merging import merge_statistics
 

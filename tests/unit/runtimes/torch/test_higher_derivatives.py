@@ -7,8 +7,7 @@ from torch.func import functional_call, grad, vmap
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.execution.apply_options import ApplyOptions
-from qsync_opt.runtimes.torch.execution.plans import apply
+from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 

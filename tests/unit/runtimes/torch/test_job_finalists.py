@@ -12,20 +12,19 @@ from torch import nn
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.runtimes.torch.execution.plans import applied_plan
 from qsync_opt.runtimes.torch.job import racing as job_racing
-from qsync_opt.runtimes.torch.job.candidates import StepTime, Way, choose, everywhere, step_ns
-from qsync_opt.runtimes.torch.job.file import load_job, save_job, with_speed, with_workers
-from qsync_opt.runtimes.torch.job.job_finalists import (
+from qsync_opt.runtimes.torch.job.candidates import StepTime, Way, choose, everywhere, paired_medians, step_ns
+from qsync_opt.runtimes.torch.job.choosing import (
     best_step,
     finalists,
     predicted_step_ns,
     rounds_of,
     timed_together,
 )
+from qsync_opt.runtimes.torch.job.file import load_job, save_job, with_speed, with_workers
 from qsync_opt.runtimes.torch.job.measuring import Job, example_of
 from qsync_opt.runtimes.torch.job.options import PlanningOptions
-from qsync_opt.runtimes.torch.job.paired_rounds import paired_medians
 from qsync_opt.runtimes.torch.job.planning import auto_plan, plan_job
-from qsync_opt.runtimes.torch.job.sized_batches import batch_size, sized, split
+from qsync_opt.runtimes.torch.job.racing import batch_size, sized, split
 from qsync_opt.runtimes.torch.job.steps import profile_job_steps
 from qsync_opt.runtimes.torch.support.iteration import TrainingExample
 

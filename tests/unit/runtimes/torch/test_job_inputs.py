@@ -16,15 +16,14 @@ from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.torch.ddp.process_group import free_port, process_group
 from qsync_opt.runtimes.torch.execution.plans import applied_plan
 from qsync_opt.runtimes.torch.job.candidates import Way
-from qsync_opt.runtimes.torch.job.job_training import check_training
 from qsync_opt.runtimes.torch.job.measuring import Job, example_of
+from qsync_opt.runtimes.torch.job.planning import check_training
 from qsync_opt.runtimes.torch.job.steps import parameters_put_back
 from qsync_opt.runtimes.torch.job.timing import time_ways
-from qsync_opt.runtimes.torch.profiling.extra_bench import like
+from qsync_opt.runtimes.torch.profiling.operators import like
 from qsync_opt.runtimes.torch.profiling.trial import try_plan
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample, default_loss
+from qsync_opt.runtimes.torch.support.iteration import TrainingExample, default_loss, own_loss
 from qsync_opt.runtimes.torch.support.optimizers import check_steps, kind_of, single, state_bytes
-from qsync_opt.runtimes.torch.support.outputs import own_loss
 from qsync_opt.training.plan import Plan
 
 

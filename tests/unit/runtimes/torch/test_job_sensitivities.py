@@ -4,9 +4,7 @@ from torch import nn
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.job.horizon import divides_by_squares
-from qsync_opt.runtimes.torch.job.job_sensitivities import job_indicator, noise_of
-from qsync_opt.runtimes.torch.job.measuring import Job, example_of
+from qsync_opt.runtimes.torch.job.measuring import Job, divides_by_squares, example_of, job_indicator, noise_of
 from qsync_opt.runtimes.torch.job.options import PlanningOptions
 from qsync_opt.runtimes.torch.job.planning import auto_plan
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics

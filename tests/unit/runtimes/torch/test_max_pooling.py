@@ -10,8 +10,7 @@ from torch import nn
 from qsync_opt.runtimes.torch.capture.model import capture
 from qsync_opt.runtimes.torch.execution.capabilities import device_formats
 from qsync_opt.runtimes.torch.sensitivity.probes.gradient import probe_gains
-from qsync_opt.runtimes.torch.sensitivity.probes.max_pooling import contest, pool_call
-from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import noisy_passes
+from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import contest, noisy_passes, pool_call
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
 from qsync_opt.sensitivity.rectifiers import flipped_variance
 from qsync_opt.sensitivity.scores import sensitivities

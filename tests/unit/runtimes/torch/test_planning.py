@@ -10,8 +10,9 @@ from qsync_opt.costs.estimates import estimate_lines
 from qsync_opt.errors import NotReadyError, ProblemError, SolverError, UnsupportedError
 from qsync_opt.io.cache import default_cache_folder
 from qsync_opt.runtimes.torch.execution.plans import applied_plan, apply, undo
-from qsync_opt.runtimes.torch.job import job_sensitivities, planning
 from qsync_opt.runtimes.torch.job import measuring as job_measuring
+from qsync_opt.runtimes.torch.job import measuring as job_sensitivities
+from qsync_opt.runtimes.torch.job import planning
 from qsync_opt.runtimes.torch.job import steps as job_steps
 from qsync_opt.runtimes.torch.job.options import PlanningOptions, cache_folder
 from qsync_opt.runtimes.torch.job.plan import Alternative, verdict

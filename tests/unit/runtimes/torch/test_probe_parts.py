@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt.errors import ModelError
-from qsync_opt.runtimes.torch.sensitivity.batch_slices import parts_of
+from qsync_opt.runtimes.torch.sensitivity.samples import parts_of
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
 from qsync_opt.runtimes.torch.support.memory import allocation_of
 

@@ -8,7 +8,7 @@ from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.torch.capture.model import capture_model
 from qsync_opt.runtimes.torch.execution.capabilities import device_formats
 from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply, undo
-from qsync_opt.runtimes.torch.job.refresh import PlanRefresher
+from qsync_opt.runtimes.torch.job.adapting import PlanRefresher
 from qsync_opt.runtimes.torch.profiling.profiler import profile
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
 from qsync_opt.sensitivity.scores import sensitivities

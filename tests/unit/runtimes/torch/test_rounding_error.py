@@ -10,8 +10,14 @@ from qsync_opt.numerics.formats import formats_for
 from qsync_opt.numerics.rounding import Granularity, noise_kinds
 from qsync_opt.runtimes.torch.sensitivity import errors as rounding_error
 from qsync_opt.runtimes.torch.sensitivity import reductions
-from qsync_opt.runtimes.torch.sensitivity.attention_error import attention_call, attention_errors
-from qsync_opt.runtimes.torch.sensitivity.errors import Wanted, answered, paired_errors, stacked_errors
+from qsync_opt.runtimes.torch.sensitivity.errors import (
+    Wanted,
+    answered,
+    attention_call,
+    attention_errors,
+    paired_errors,
+    stacked_errors,
+)
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
 from qsync_opt.sensitivity.variances import NoiseOptions, variances
 

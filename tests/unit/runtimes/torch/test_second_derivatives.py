@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_opt.runtimes.torch.interception.operator_calls import OperatorCall
+from qsync_opt.runtimes.torch.interception.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import batch_norm_twice, product_twice
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_opt.runtimes.torch.interception.operator_calls import OperatorCall
+from qsync_opt.runtimes.torch.interception.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.records.signals import normalized, signals_on_host
 from qsync_opt.runtimes.torch.sensitivity.reductions import channel_variances
 

@@ -11,8 +11,7 @@ from qsync_opt.runtimes.torch.capture.model import capture
 from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
 from qsync_opt.runtimes.torch.execution.plans import apply, undo
 from qsync_opt.runtimes.torch.steps.profile import profile_steps
-from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper, trace_steps
-from qsync_opt.runtimes.torch.steps.step_labels import read_events
+from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper, read_events, trace_steps
 from qsync_opt.runtimes.torch.support.iteration import TrainingExample
 from qsync_opt.steps.predictor import StepPredictor
 from qsync_opt.steps.trace import PHASES

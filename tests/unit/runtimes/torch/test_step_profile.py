@@ -10,19 +10,17 @@ import torch
 
 from qsync_opt.cli.app import main
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
-from qsync_opt.model.graph import Role
-from qsync_opt.model.graph_file import save_graph
+from qsync_opt.model.graph import Role, save_graph
 from qsync_opt.runtimes.torch.capture.model import capture
 from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
 from qsync_opt.runtimes.torch.execution.plans import applied_plan, apply, undo
 from qsync_opt.runtimes.torch.steps import profile as step_profile
 from qsync_opt.runtimes.torch.steps.profile import profile_steps, record_plan, record_steps
-from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper
-from qsync_opt.runtimes.torch.steps.step_labels import read_events, step_labels
+from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper, read_events, step_labels
 from qsync_opt.runtimes.torch.support.iteration import TrainingExample
 from qsync_opt.steps.costs import StepCosts
+from qsync_opt.steps.fitting import scaled_operators
 from qsync_opt.steps.predictor import StepPredictor
-from qsync_opt.steps.step_scaling import scaled_operators
 from qsync_opt.steps.trace import FORWARD, PHASES, charge
 from qsync_opt.training.plan import Plan
 

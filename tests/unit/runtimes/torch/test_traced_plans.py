@@ -9,7 +9,7 @@ from torch import nn
 
 from qsync_opt.errors import ModelError
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.execution.fixed_operators import run_fixed
+from qsync_opt.runtimes.torch.execution.operators import run_fixed
 from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.interception.interception import OperatorCall
 
