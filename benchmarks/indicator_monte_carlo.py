@@ -34,8 +34,8 @@ from qsync_opt.numerics.formats import PrecisionFormats
 from qsync_opt.numerics.rounding import Granularity, Rounding
 from qsync_opt.runtimes.torch.interception.interception import OperatorCall, intercepted
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
+from qsync_opt.sensitivity.rounding_variance import NoiseOptions, variances
 from qsync_opt.sensitivity.statistics import OperatorStatistics
-from qsync_opt.sensitivity.variances import NoiseOptions, variances
 
 HALF = PrecisionFormats(output="BF16", gradient_input="BF16", gradient_output="BF16")
 HALF16 = PrecisionFormats(output="FP16", gradient_input="FP16", gradient_output="FP16")

@@ -36,7 +36,7 @@ from predictor_worker import run_worker
 from rank_correlation import spearman
 
 from qsync_opt.io.codec import write_json
-from qsync_opt.runtimes.torch.ddp.process_group import free_port
+from qsync_opt.runtimes.torch.ddp.workers import free_port
 
 RESULTS = Path(__file__).parent / "results"
 FAR = 1.25

@@ -39,7 +39,7 @@ import qsync_opt
 from qsync_opt.kernels import ops
 from qsync_opt.model.graph import OpGraph, Role
 from qsync_opt.runtimes.torch.ddp.collectives import CollectiveCost, measure_collectives, measure_slowdown
-from qsync_opt.runtimes.torch.ddp.process_group import process_group
+from qsync_opt.runtimes.torch.ddp.workers import process_group
 from qsync_opt.runtimes.torch.execution.capabilities import device_formats
 from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.steps.compiled import compiled_inside

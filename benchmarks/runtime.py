@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from qsync_opt.io.codec import write_json
-from qsync_opt.runtimes.torch.ddp.process_group import free_port
+from qsync_opt.runtimes.torch.ddp.workers import free_port
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "runtime.json"

@@ -24,7 +24,7 @@ from torch import nn
 
 import qsync_opt
 from qsync_opt.runtimes.torch.ddp.agreement import broadcast_json
-from qsync_opt.runtimes.torch.ddp.process_group import process_group
+from qsync_opt.runtimes.torch.ddp.workers import process_group
 from qsync_opt.runtimes.torch.job.candidates import Way
 from qsync_opt.runtimes.torch.job.plan import JobPlan
 from qsync_opt.runtimes.torch.job.planning import plan_job

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import ops
-from qsync_opt.kernels.autograd.feed_forward import feed_forward
+from qsync_opt.kernels.autograd.feed_forward_block import feed_forward
 from qsync_opt.kernels.autograd.float_modes import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize.formats import E4M3, INT8
@@ -124,7 +124,7 @@ class Linear(nn.Linear):
 
 
 class FeedForward(nn.Module):
-    """Linear, GELU, Linear as one 8-bit operation (:func:`~qsync_opt.kernels.autograd.feed_forward.feed_forward`).
+    """Linear, GELU, Linear as one 8-bit operation: `qsync_opt.kernels.autograd.feed_forward`.
 
     Args:
         features: Of input and output.

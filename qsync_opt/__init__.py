@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from qsync_opt.costs.profile import DeviceProfile as DeviceProfile
     from qsync_opt.costs.profile import load_profile as load_profile
     from qsync_opt.costs.roofline import roofline_profile as roofline_profile
+    from qsync_opt.costs.sources import CostModel as CostModel
     from qsync_opt.errors import QSyncError as QSyncError
     from qsync_opt.model.graph import Operator as Operator
     from qsync_opt.model.graph import OpGraph as OpGraph
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from qsync_opt.model.roles import RoleTable as RoleTable
     from qsync_opt.report import make_report as make_report
     from qsync_opt.report import write_report as write_report
-    from qsync_opt.runtime import CostModel as CostModel
-    from qsync_opt.runtime import Indicator as Indicator
-    from qsync_opt.runtime import ModelKnowledge as ModelKnowledge
     from qsync_opt.runtime import Runtime as Runtime
     from qsync_opt.runtimes.torch.capture.model import capture as capture
     from qsync_opt.runtimes.torch.capture.model import capture_model as capture_model
@@ -50,6 +48,8 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.steps.profile import profile_steps as profile_steps
     from qsync_opt.runtimes.torch.support.iteration import TrainingExample as TrainingExample
     from qsync_opt.runtimes.torch.support.iteration import measure_iteration as measure_iteration
+    from qsync_opt.sensitivity.indicators import Indicator as Indicator
+    from qsync_opt.sensitivity.indicators import ModelKnowledge as ModelKnowledge
     from qsync_opt.sensitivity.rectifiers import plan_variance as plan_variance
     from qsync_opt.sensitivity.scores import sensitivities as sensitivities
     from qsync_opt.sensitivity.statistics import load_statistics as load_statistics
@@ -80,11 +80,11 @@ if TYPE_CHECKING:
     from qsync_opt.training.problem_file import load_problem as load_problem
     from qsync_opt.training.replanning import Replanning as Replanning
     from qsync_opt.training.replanning import replan as replan
-    from qsync_opt.training.replay import Timeline as Timeline
-    from qsync_opt.training.replay import write_trace as write_trace
     from qsync_opt.training.solution import PointStatus as PointStatus
     from qsync_opt.training.solution import Solution as Solution
     from qsync_opt.training.solution import TerminationStatus as TerminationStatus
+    from qsync_opt.training.timeline import Timeline as Timeline
+    from qsync_opt.training.timeline import write_trace as write_trace
 
 __version__ = "0.1.0"
 
@@ -111,10 +111,10 @@ _PUBLIC = {
     "uniform_plan": "qsync_opt.training.plan",
     "identical_blocks": "qsync_opt.training.blocks",
     "memory_breakdown": "qsync_opt.training.memory",
-    "write_trace": "qsync_opt.training.replay",
+    "write_trace": "qsync_opt.training.timeline",
     "make_report": "qsync_opt.report",
     "write_report": "qsync_opt.report",
-    "Timeline": "qsync_opt.training.replay",
+    "Timeline": "qsync_opt.training.timeline",
     "Evaluation": "qsync_opt.training.evaluation",
     "evaluate": "qsync_opt.training.evaluation",
     "Explainer": "qsync_opt.training.explanation",
@@ -142,13 +142,13 @@ _PUBLIC = {
     "undo": "qsync_opt.runtimes.torch.execution.plans",
     "ApplyOptions": "qsync_opt.runtimes.torch.execution.plans",
     "graphed": "qsync_opt.runtimes.torch.execution.graphs",
-    "CostModel": "qsync_opt.runtime",
+    "CostModel": "qsync_opt.costs.sources",
     "Runtime": "qsync_opt.runtime",
     "DataSheet": "qsync_opt.cluster.datasheets",
     "data_sheet": "qsync_opt.cluster.datasheets",
     "Front": "qsync_opt.training.pareto",
-    "Indicator": "qsync_opt.runtime",
-    "ModelKnowledge": "qsync_opt.runtime",
+    "Indicator": "qsync_opt.sensitivity.indicators",
+    "ModelKnowledge": "qsync_opt.sensitivity.indicators",
     "compare_plans": "qsync_opt.training.comparison",
     "pareto_front": "qsync_opt.training.pareto",
     "read_weights": "qsync_opt.model.onnx.reader",

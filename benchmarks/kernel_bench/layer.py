@@ -13,7 +13,7 @@ from measuring import median_s
 from torch import Tensor
 
 from qsync_opt.kernels import ops
-from qsync_opt.kernels.autograd.feed_forward import feed_forward
+from qsync_opt.kernels.autograd.feed_forward_block import feed_forward
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.options import KernelOptions
 
@@ -27,7 +27,7 @@ APART: dict[str, tuple[str, dict[str, str]]] = {
     "FP8, three operations": ("FP8", EIGHT),
     "INT8 forward, BF16 backward, three operations": ("INT8", {}),
 }
-# As one operation: kernels/autograd/feed_forward.py.
+# As one operation: kernels/autograd/feed_forward_block.py.
 WHOLE = {"INT8, one operation": "INT8", "FP8, one operation": "FP8"}
 
 Linear = Callable[[Tensor, Tensor], Tensor]

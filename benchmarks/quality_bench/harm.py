@@ -40,9 +40,9 @@ from qsync_opt.runtimes.torch.capture.model import capture
 from qsync_opt.runtimes.torch.execution.capabilities import device_formats
 from qsync_opt.runtimes.torch.execution.plans import ApplyOptions
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics, full_precision
+from qsync_opt.sensitivity.rounding_variance import NoiseOptions
 from qsync_opt.sensitivity.scores import sensitivities
 from qsync_opt.sensitivity.table import IndicatorKind
-from qsync_opt.sensitivity.variances import NoiseOptions
 
 PRECISION = "INT8"
 SGD_RATE = 0.1

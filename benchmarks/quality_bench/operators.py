@@ -19,8 +19,8 @@ from qsync_opt.runtimes.torch.execution.capabilities import device_formats
 from qsync_opt.runtimes.torch.interception.interception import OperatorCall, intercepted
 from qsync_opt.runtimes.torch.sensitivity.products import operand_slots, replace_operands
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics, full_precision
+from qsync_opt.sensitivity.rounding_variance import NoiseOptions, variances
 from qsync_opt.sensitivity.statistics import OperatorKind, OperatorStatistics
-from qsync_opt.sensitivity.variances import NoiseOptions, variances
 
 RESULTS = ("output", "weight_gradient", "input_gradient")
 LOW, HIGH = 0.9, 1.1

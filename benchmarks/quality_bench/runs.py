@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.model.graph import OpGraph, load_graph
 from qsync_opt.runtimes.torch.execution.plans import ApplyOptions
-from qsync_opt.sensitivity.variances import NoiseOptions
+from qsync_opt.sensitivity.rounding_variance import NoiseOptions
 
 LAST = 50
 """Steps at the end whose training loss is averaged."""

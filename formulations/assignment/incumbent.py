@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync_opt.formulations.assignment.compiled import compiled
-from qsync_opt.formulations.assignment.core.condense import root
 from qsync_opt.formulations.assignment.dual import Priced
 from qsync_opt.formulations.assignment.elimination import Relaxation
-from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
+from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints, root
 
 _LARGE_PART = 300
 """Nodes of a part from which on it is cut."""

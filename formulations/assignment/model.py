@@ -402,3 +402,11 @@ def _sum_terms(key: Ints, value: Ints, num_entries: int, num_loads: int) -> tupl
     entry, load = key // num_loads, key % num_loads
     pointer = np.searchsorted(entry, np.arange(num_entries + 1))
     return pointer, load, summed
+
+
+def root(parent: list[int], node: int) -> int:
+    """The root of a node's part; paths are halved on the way, in place."""
+    while parent[node] != node:
+        parent[node] = parent[parent[node]]
+        node = parent[node]
+    return node

@@ -15,7 +15,7 @@ import numpy as np
 from qsync_opt.formulations.assignment.effort import Effort
 from qsync_opt.formulations.assignment.incumbent import PROOF
 from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome
-from qsync_opt.formulations.training.collapse import Collapsed, collapse
+from qsync_opt.formulations.training.collapsed import Collapsed, collapse
 from qsync_opt.formulations.training.infeasible import explain
 from qsync_opt.formulations.training.tables import DeviceTables, GraphTables, device_tables, graph_tables
 from qsync_opt.training.plan import Plan

@@ -11,11 +11,11 @@ from typing import Any
 from qsync_opt.formulations.assignment.effort import Effort
 from qsync_opt.formulations.base import Formulation
 from qsync_opt.formulations.linear.solver import LinearSolver
-from qsync_opt.formulations.training.collapse import collapse
+from qsync_opt.formulations.training.collapsed import collapse
 from qsync_opt.formulations.training.exact import exact_effort
 from qsync_opt.formulations.training.front import Sweep
 from qsync_opt.formulations.training.greedy import greedy_effort
-from qsync_opt.formulations.training.least_latency import least_latency
+from qsync_opt.formulations.training.latency import least_latency
 from qsync_opt.formulations.training.tables import device_tables, graph_tables, peers_ns
 from qsync_opt.io.codec import check_number
 from qsync_opt.registry import Feature, Kind, create, features, require

@@ -20,7 +20,7 @@ from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome
 from qsync_opt.formulations.training.certified import DeviceSearch
 from qsync_opt.formulations.training.exact import exact_effort
 from qsync_opt.formulations.training.greedy import greedy_effort
-from qsync_opt.formulations.training.least_latency import least_latency
+from qsync_opt.formulations.training.latency import least_latency
 from qsync_opt.formulations.training.tables import device_tables, graph_tables
 from qsync_opt.registry import Kind, create, default_solver
 from qsync_opt.training.plan import Plan

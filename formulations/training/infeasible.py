@@ -9,8 +9,8 @@ import numpy as np
 from qsync_opt.formulations.assignment.effort import QUICK_PASSES, Effort
 from qsync_opt.formulations.assignment.model import Ints
 from qsync_opt.formulations.assignment.search import BoundAndFix
-from qsync_opt.formulations.training.collapse import Collapsed, collapse
-from qsync_opt.formulations.training.least_latency import least_latency, row_as_objective, with_objective
+from qsync_opt.formulations.training.collapsed import Collapsed, collapse
+from qsync_opt.formulations.training.latency import least_latency, row_as_objective, with_objective
 from qsync_opt.training.problem import NO_LIMIT_NS, Problem
 
 _SHOWN = 3

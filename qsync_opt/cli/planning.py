@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from qsync_opt.cluster.cluster import Cluster, DeviceType
     from qsync_opt.costs.profile import DeviceProfile
     from qsync_opt.model.graph import OpGraph
-    from qsync_opt.runtime import ModelKnowledge
+    from qsync_opt.sensitivity.indicators import ModelKnowledge
     from qsync_opt.sensitivity.table import SensitivityValues
     from qsync_opt.training.problem import Problem
 
@@ -218,7 +218,7 @@ def _profiles(graph: OpGraph, cluster: Cluster, options: argparse.Namespace) -> 
 
 def _knowledge(options: argparse.Namespace) -> ModelKnowledge:
     from qsync_opt.model.onnx.reader import read_weights
-    from qsync_opt.runtime import ModelKnowledge
+    from qsync_opt.sensitivity.indicators import ModelKnowledge
     from qsync_opt.sensitivity.statistics import load_statistics
     from qsync_opt.sensitivity.table import IndicatorKind
 

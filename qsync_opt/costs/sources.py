@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from qsync_opt.cluster.cluster import DeviceType
 from qsync_opt.cluster.datasheets import data_sheet
 from qsync_opt.costs.profile import DeviceProfile, load_profile
 from qsync_opt.costs.roofline import Assumptions, roofline_profile
 from qsync_opt.errors import ProblemError
 from qsync_opt.model.graph import OpGraph
+
+
+class CostModel(Protocol):
+    """Says what every operator costs on a device type."""
+
+    def profile(self, graph: OpGraph, device: DeviceType) -> DeviceProfile:
+        """Costs of a model on a device type.
+
+        Args:
+            graph: The model.
+            device: The type, as in the cluster file.
+
+        Returns:
+            A profile of this graph with the precisions of ``device``. One that was not measured says so in its option
+            ``estimated_by``.
+
+        Raises:
+            ProblemError: There is no profile of this device.
+            UnsupportedError: This model knows nothing of such a device.
+        """
+        ...
 
 
 class ProfileCosts:

@@ -23,8 +23,8 @@ from qsync_opt.training.pareto import GAPS, Front, pareto_front
 from qsync_opt.training.plan import Plan, uniform_plan
 from qsync_opt.training.planner import solve
 from qsync_opt.training.problem import Problem
-from qsync_opt.training.replay import Timeline, replay
 from qsync_opt.training.solution import Solution
+from qsync_opt.training.timeline import Timeline, replay
 
 NO_FRONT = "none"
 POINTS = 30

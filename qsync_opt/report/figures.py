@@ -19,7 +19,7 @@ from qsync_opt.numerics.formats import FORMATS
 from qsync_opt.report.display import color
 from qsync_opt.training.evaluation import evaluate
 from qsync_opt.training.memory import memory_breakdown
-from qsync_opt.training.replay import replay
+from qsync_opt.training.timeline import replay
 
 if TYPE_CHECKING:
     from qsync_opt.training.pareto import Front

@@ -26,7 +26,7 @@ from qsync_opt.report.markup import front_markup, memory_markup, slot, summary_m
 from qsync_opt.training.evaluation import DeviceEvaluation, OperatorTime, cast_buffer_kib
 from qsync_opt.training.explanation import Alternative, Explanation
 from qsync_opt.training.pareto import Front
-from qsync_opt.training.replay import COMMUNICATION, COMPUTE, TimelineEvent
+from qsync_opt.training.timeline import COMMUNICATION, COMPUTE, TimelineEvent
 
 REPORT_FORMAT = "qsync-report/1"
 ROLES = tuple(role.value for role in Role)

@@ -16,8 +16,8 @@ import hashlib
 from collections.abc import Mapping
 
 from qsync_opt.numerics.formats import number_format
+from qsync_opt.sensitivity.rounding_variance import OperatorVariances
 from qsync_opt.sensitivity.statistics import OPERANDS, OperatorStatistics
-from qsync_opt.sensitivity.variances import OperatorVariances
 
 ElementNoise = Mapping[str, tuple[tuple[float, str], ...]]
 """Per tensor that an operator rounds: variance per element and shape of the noise, one pair per rounding."""

@@ -8,16 +8,55 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 from qsync_opt.errors import ProblemError
 from qsync_opt.model.graph import OpGraph
+from qsync_opt.model.weights import WeightStatistics
 from qsync_opt.numerics.formats import PrecisionFormats
-from qsync_opt.runtime import ModelKnowledge
 from qsync_opt.sensitivity.scores import sensitivities
+from qsync_opt.sensitivity.statistics import ModelStatistics
 from qsync_opt.sensitivity.table import IndicatorKind, SensitivityTable
 from qsync_opt.sensitivity.weights import FROM_FORMATS, FROM_WEIGHTS, weight_sensitivities
 
 Table = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelKnowledge:
+    """What is known of a model beside its graph: collected ``statistics``, values of its ``weights``, or neither."""
+
+    statistics: ModelStatistics | None = None
+    weights: Mapping[str, WeightStatistics] | None = None
+
+
+class Indicator(Protocol):
+    """Says how sensitive training is to each operator's precision."""
+
+    def sensitivities(
+        self, graph: OpGraph, knowledge: ModelKnowledge, device_formats: Mapping[str, PrecisionFormats]
+    ) -> Mapping[str, Mapping[str, float]]:
+        """Sensitivity of every adjustable operator at the precisions of a device.
+
+        Args:
+            graph: The model.
+            knowledge: What is known of it.
+            device_formats: The device's precisions with their border formats.
+
+        Returns:
+            Operator to precision to a finite number of at least 0; FP32 is 0 or left out. A precision that is left out
+            otherwise is one that the operator must not get.
+
+        Raises:
+            ProblemError: ``knowledge`` lacks what this indicator needs; the text says what to collect.
+        """
+        ...
+
+    @property
+    def estimate(self) -> str | None:
+        """What the values were estimated by, for labels; None if they come from collected statistics."""
+        ...
 
 
 class StatisticsIndicator:

@@ -33,9 +33,9 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.model.graph import OpGraph, Role
 from qsync_opt.numerics.formats import PrecisionFormats
 from qsync_opt.sensitivity.propagation import FloatArray, Propagation
+from qsync_opt.sensitivity.rounding_variance import variances
 from qsync_opt.sensitivity.statistics import FLIP_RATIOS, ModelStatistics, OperatorKind
 from qsync_opt.sensitivity.table import IndicatorKind, SensitivityTable
-from qsync_opt.sensitivity.variances import variances
 
 _WIDE = PrecisionFormats(output="FP32", gradient_input="FP32", gradient_output="FP32")
 

@@ -29,9 +29,7 @@ from qsync_opt.sensitivity.baselines import (
 )
 from qsync_opt.sensitivity.propagation import Distances, Propagation, distances, operand_edges, ratio
 from qsync_opt.sensitivity.rectifiers import Flips
-from qsync_opt.sensitivity.statistics import GRADIENTS, Gain, ModelStatistics, OperatorKind, OperatorStatistics
-from qsync_opt.sensitivity.table import IndicatorKind, OperatorSensitivity, SensitivityTable
-from qsync_opt.sensitivity.variances import (
+from qsync_opt.sensitivity.rounding_variance import (
     NoiseOptions,
     OperatorVariances,
     noise_parts,
@@ -39,6 +37,8 @@ from qsync_opt.sensitivity.variances import (
     tensor_rounding,
     variances,
 )
+from qsync_opt.sensitivity.statistics import GRADIENTS, Gain, ModelStatistics, OperatorKind, OperatorStatistics
+from qsync_opt.sensitivity.table import IndicatorKind, OperatorSensitivity, SensitivityTable
 
 
 def check_horizon(horizon: float) -> float:

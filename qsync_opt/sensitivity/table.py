@@ -11,8 +11,8 @@ from typing import Any, Self
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.io.codec import Fields, check_integer, check_name, check_number
 from qsync_opt.sensitivity.propagation import Distances
+from qsync_opt.sensitivity.rounding_variance import OperatorVariances
 from qsync_opt.sensitivity.statistics import GradientNoise
-from qsync_opt.sensitivity.variances import OperatorVariances
 
 SENSITIVITY_FORMAT = "qsync-sensitivities/1"
 

@@ -20,7 +20,7 @@ from qsync_opt.model.graph import OpGraph
 from qsync_opt.steps.predictor import PlannedStep, StepPredictor
 from qsync_opt.steps.queues import NOTHING, Work, compose
 from qsync_opt.training.buckets import GradientBucket
-from qsync_opt.training.replay import Timeline, TimelineEvent
+from qsync_opt.training.timeline import Timeline, TimelineEvent
 
 Lane = tuple[str, str, int, int]
 """(stream, what, start, end) in nanoseconds from the beginning of the step."""

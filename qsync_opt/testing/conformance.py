@@ -16,8 +16,8 @@ from qsync_opt.model.graph import OpGraph, ParameterSpec, Role, TensorSpec
 from qsync_opt.model.weights import WeightStatistics
 from qsync_opt.numerics.formats import FORMATS, PrecisionFormats, formats_for
 from qsync_opt.registry import Kind, create
-from qsync_opt.runtime import ModelKnowledge, Runtime
-from qsync_opt.sensitivity.indicators import FormatIndicator
+from qsync_opt.runtime import Runtime
+from qsync_opt.sensitivity.indicators import FormatIndicator, ModelKnowledge
 from qsync_opt.testing.synthetic import make_operator
 from qsync_opt.training.build import build_problem
 from qsync_opt.training.planner import solve

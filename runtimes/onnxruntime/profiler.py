@@ -24,10 +24,10 @@ from qsync_opt.io.codec import Fields, check_integer
 from qsync_opt.io.progress import Report, reporting
 from qsync_opt.model.graph import Operator, Role, TensorSpec
 from qsync_opt.numerics.formats import PrecisionFormats
+from qsync_opt.runtimes.onnxruntime.graph_rewrite import rewrite
 from qsync_opt.runtimes.onnxruntime.number_types import ELEMENT_TYPE
 from qsync_opt.runtimes.onnxruntime.parts import Part, record_values
 from qsync_opt.runtimes.onnxruntime.prepared import Array
-from qsync_opt.runtimes.onnxruntime.rewrite import rewrite
 from qsync_opt.runtimes.onnxruntime.runnable import RunnableModel
 from qsync_opt.runtimes.onnxruntime.sessions import Device, bound_run, start_session, tensor_on
 from qsync_opt.runtimes.onnxruntime.support import FORMATS, Support, border_formats

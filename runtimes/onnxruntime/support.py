@@ -13,9 +13,9 @@ from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.model.graph import Operator, Role
 from qsync_opt.model.roles import ROLE_TABLE, base_kind
 from qsync_opt.numerics.formats import PrecisionFormats, number_format
+from qsync_opt.runtimes.onnxruntime.graph_rewrite import rewrite
 from qsync_opt.runtimes.onnxruntime.parts import Part, record_values, take_part
 from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel, prepare
-from qsync_opt.runtimes.onnxruntime.rewrite import rewrite
 from qsync_opt.runtimes.onnxruntime.sessions import Device, start_session
 
 FORMATS = ("INT8", "BF16", "FP16", "FP32")

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from qsync_opt.kernels.autograd import feed_forward
+from qsync_opt.kernels.autograd import feed_forward_block as feed_forward
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.convolution.scaled import scaled_conv2d
 from qsync_opt.kernels.matmul import tiles as matmul_choices

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from qsync_opt.kernels import backend, layers, ops
-from qsync_opt.kernels.autograd.feed_forward import feed_forward
+from qsync_opt.kernels.autograd.feed_forward_block import feed_forward
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.matmul import tiles as matmul_choices
 from qsync_opt.kernels.options import KernelOptions

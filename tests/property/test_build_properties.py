@@ -12,7 +12,7 @@ from qsync_opt.training.evaluation import evaluate
 from qsync_opt.training.memory import memory_breakdown
 from qsync_opt.training.plan import uniform_plan
 from qsync_opt.training.problem import Problem
-from qsync_opt.training.replay import replay
+from qsync_opt.training.timeline import replay
 
 seeds = st.integers(0, 2**32)
 

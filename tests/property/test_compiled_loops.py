@@ -12,11 +12,11 @@ from qsync_opt import solve
 from qsync_opt.formulations.assignment import compiled, schedule
 from qsync_opt.formulations.assignment import dual as master
 from qsync_opt.formulations.assignment import incumbent as blend
-from qsync_opt.formulations.assignment.core import condense
+from qsync_opt.formulations.assignment.core import condensed as condense
 from qsync_opt.formulations.assignment.core import frontier as frontier_loops
 from qsync_opt.formulations.assignment.core import paths as walk_loops
 from qsync_opt.formulations.assignment.elimination import Elimination
-from qsync_opt.formulations.training.collapse import collapse
+from qsync_opt.formulations.training.collapsed import collapse
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 sys.path.insert(0, BENCHMARKS)

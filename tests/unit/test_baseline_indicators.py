@@ -3,6 +3,7 @@ import pytest
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.sensitivity.baselines import fisher_score, hessian_increase, random_score, weight_variance
 from qsync_opt.sensitivity.propagation import Distances
+from qsync_opt.sensitivity.rounding_variance import Noise, OperatorVariances
 from qsync_opt.sensitivity.statistics import (
     Curvature,
     GradientNoise,
@@ -12,7 +13,6 @@ from qsync_opt.sensitivity.statistics import (
     TensorStatistics,
 )
 from qsync_opt.sensitivity.table import IndicatorKind, OperatorSensitivity, SensitivityTable
-from qsync_opt.sensitivity.variances import Noise, OperatorVariances
 
 
 def tensor(elements, mean_square=1.0):

@@ -55,7 +55,7 @@ from qsync_opt.cluster.datasheets import data_sheet
 from qsync_opt.errors import QSyncError
 from qsync_opt.io.cache import MeasurementCache
 from qsync_opt.training.plan import Plan
-from qsync_opt.training.replay import replay
+from qsync_opt.training.timeline import replay
 from qsync_opt.costs.roofline import roofline_profile
 from qsync_opt.testing.synthetic import stacked_problem
 

@@ -7,6 +7,7 @@ from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, Tensor
 from qsync_opt.numerics.formats import PrecisionFormats
 from qsync_opt.numerics.rounding import Granularity
 from qsync_opt.sensitivity.rectifiers import plan_variance
+from qsync_opt.sensitivity.rounding_variance import NoiseOptions
 from qsync_opt.sensitivity.scores import sensitivities
 from qsync_opt.sensitivity.statistics import (
     FLIP_RATIOS,
@@ -21,7 +22,6 @@ from qsync_opt.sensitivity.statistics import (
     TensorStatistics,
 )
 from qsync_opt.sensitivity.table import IndicatorKind, OperatorSensitivity, SensitivityTable
-from qsync_opt.sensitivity.variances import NoiseOptions
 
 
 def borders(name: str) -> PrecisionFormats:

@@ -89,8 +89,8 @@ def test_groups_are_named_after_the_kind():
     assert {kind.group for kind in Kind} == {
         "qsync_opt.solvers",
         "qsync_opt.formulations",
-        "qsync_opt.sensitivity.indicators",
-        "qsync_opt.costs.sources",
+        "qsync_opt.indicators",
+        "qsync_opt.cost_models",
         "qsync_opt.runtimes",
     }
     with pytest.raises(AssertionError, match="words"):

@@ -11,7 +11,7 @@ from qsync_opt.training.build import build_problem
 from qsync_opt.training.evaluation import evaluate
 from qsync_opt.training.plan import uniform_plan
 from qsync_opt.training.problem import Problem
-from qsync_opt.training.replay import COMMUNICATION, COMPUTE, Timeline, TimelineEvent, replay, trace_json, write_trace
+from qsync_opt.training.timeline import COMMUNICATION, COMPUTE, Timeline, TimelineEvent, replay, trace_json, write_trace
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from qsync_opt.steps.cluster import cluster_step, cluster_timeline, network_tail
 from qsync_opt.steps.predictor import StepPredictor
 from qsync_opt.steps.queues import NOTHING, Work
 from qsync_opt.testing.synthetic import random_graph, random_step_costs, residual_graph, stacked_graph
-from qsync_opt.training.replay import trace_json
+from qsync_opt.training.timeline import trace_json
 
 PRECISIONS = ("INT8", "BF16", "FP32")
 

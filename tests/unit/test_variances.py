@@ -7,6 +7,7 @@ import pytest
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.numerics.formats import PrecisionFormats
 from qsync_opt.numerics.rounding import Granularity, Rounding
+from qsync_opt.sensitivity.rounding_variance import NoiseOptions, overflow_reason, variances
 from qsync_opt.sensitivity.statistics import (
     MeasuredErrors,
     OperatorKind,
@@ -14,7 +15,6 @@ from qsync_opt.sensitivity.statistics import (
     ProductSizes,
     TensorStatistics,
 )
-from qsync_opt.sensitivity.variances import NoiseOptions, overflow_reason, variances
 
 N, K, M = 64, 512, 256
 BF16 = PrecisionFormats(output="BF16", gradient_input="BF16", gradient_output="BF16")

@@ -9,7 +9,7 @@ from qsync_opt.errors import ModelError, ProblemError
 from qsync_opt.model.onnx.reader import read_onnx, read_weights
 from qsync_opt.model.weights import weight_statistics
 from qsync_opt.numerics.formats import formats_for
-from qsync_opt.runtime import ModelKnowledge
+from qsync_opt.sensitivity.indicators import ModelKnowledge
 from qsync_opt.sensitivity.weights import weight_sensitivities
 from qsync_opt.testing.conformance import sample_graph, sample_knowledge
 from qsync_opt.testing.problems import check_indicator

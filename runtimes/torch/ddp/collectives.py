@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from qsync_opt.errors import NotReadyError, ProblemError
 from qsync_opt.io.codec import check_number
-from qsync_opt.runtimes.torch.ddp.process_group import fit_all_reduce
+from qsync_opt.runtimes.torch.ddp.workers import fit_all_reduce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,8 +38,8 @@ from qsync_opt.training.evaluation import evaluate
 from qsync_opt.training.plan import Plan, uniform_plan
 from qsync_opt.training.planner import solve
 from qsync_opt.training.problem import Problem
-from qsync_opt.training.replay import replay, write_trace
 from qsync_opt.training.solution import Solution
+from qsync_opt.training.timeline import replay, write_trace
 
 WORKER_MODULE = "qsync_opt.runtimes.torch.demo.worker"
 TRAINER_MEMORY_BYTES = 64 << 30

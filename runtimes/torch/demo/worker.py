@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.model.graph import save_graph
 from qsync_opt.runtimes.torch.capture.model import CapturedModel, capture_model
-from qsync_opt.runtimes.torch.ddp.process_group import measure_all_reduce, process_group
+from qsync_opt.runtimes.torch.ddp.workers import measure_all_reduce, process_group
 from qsync_opt.runtimes.torch.demo.launch import emit
 from qsync_opt.runtimes.torch.demo.model import Gpt
 from qsync_opt.runtimes.torch.demo.settings import INFERENCE, TRAINER, WORKERS, DemoOptions, WorkerSpec, load_spec

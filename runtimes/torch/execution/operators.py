@@ -18,7 +18,7 @@ from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.kernels import ops
 from qsync_opt.kernels.arguments import CONVOLUTIONS
 from qsync_opt.kernels.autograd import float_modes
-from qsync_opt.kernels.autograd.linear import linear
+from qsync_opt.kernels.autograd.linear_layer import linear
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.runtimes.torch.interception.forwards import HALF
 from qsync_opt.runtimes.torch.interception.interception import OperatorCall, Run

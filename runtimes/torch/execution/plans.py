@@ -54,7 +54,6 @@ from qsync_opt.runtimes.torch.execution.operators import (
     run_fixed,
 )
 from qsync_opt.runtimes.torch.interception.interception import Interception, OperatorCall, Run, interception_of
-from qsync_opt.runtimes.torch.job.plan import JobPlan
 from qsync_opt.runtimes.torch.support.iteration import full_precision
 from qsync_opt.runtimes.torch.support.models import bare_model
 
@@ -69,6 +68,33 @@ class DevicePlans(Protocol):
     @property
     def devices(self) -> Mapping[str, Mapping[str, str]]:
         """Device type to operator to precision."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplySettings:
+    """What a plan says about its own application, beside the precisions.
+
+    ``worthwhile`` is False where the model is better left alone. ``autocast`` and ``captured`` are as in
+    `ApplyOptions`. ``lifted_kinds`` are the kinds of fixed operators to cast for where no graph is given.
+    ``expected_ns`` is the predicted time of a step; ``expected_bytes`` its predicted peak memory, None if it was
+    predicted for other conditions.
+    """
+
+    worthwhile: bool
+    autocast: str | None
+    captured: bool
+    lifted_kinds: tuple[str, ...]
+    expected_ns: int
+    expected_bytes: int | None
+
+
+@runtime_checkable
+class SettingsOfPlan(Protocol):
+    """A plan that brings its own settings (a `JobPlan` does)."""
+
+    def apply_settings(self) -> ApplySettings:
+        """The settings for this worker."""
         ...
 
 
@@ -415,7 +441,8 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"cannot apply a plan to a {type(model).__name__}: a torch.nn.Module is needed")
-    if isinstance(plan, JobPlan) and not plan.worthwhile:
+    settings = plan.apply_settings() if isinstance(plan, SettingsOfPlan) else None
+    if settings is not None and not settings.worthwhile:
         return model
     bare = bare_model(model)
     if interception_of(bare) is not None:
@@ -426,9 +453,8 @@ def apply(
     check_sharding(bare, options.kernels.weights)
     check_names(bare, precisions, graph)
     adjustable = check_precisions(precisions, graph, model_device(bare))
-    if isinstance(plan, JobPlan):
-        autocast, captured = plan.autocast.get(plan.device_type), plan.device_type in plan.captured
-        options = replace(options, autocast=autocast, captured=captured)
+    if settings is not None:
+        options = replace(options, autocast=settings.autocast, captured=settings.captured)
     if options.captured:
         check_capturable(bare)
     check_autocast(adjustable, options.autocast, model_device(bare))
@@ -436,19 +462,13 @@ def apply(
     if name is None and isinstance(plan, DevicePlans):
         name = next(iter(plan.devices))
     kinds = () if graph is None else graph.lifted_kinds()
-    if graph is None and isinstance(plan, JobPlan):
-        kinds = plan.lifted_kinds  # of the graph, which rank 0 alone has
+    if graph is None and settings is not None:
+        kinds = settings.lifted_kinds  # of the graph, which rank 0 alone has
     applied = AppliedPlan(bare, adjustable, graph, options, name, kinds)
     if options.captured:
         applied.interception.graphs = FirstPass(applied.interception, bare)
-    if isinstance(plan, JobPlan):
-        # The memory of graphs is not allocated in steps, and batches by speed are not the one that was planned with.
-        like_planned = not options.captured and len(set(plan.shares.values())) <= 1
-        applied.audit = StepAudit(
-            bare,
-            predicted_ns=plan.expected_ns or plan.iteration_ns,
-            predicted_bytes=plan.memory_bytes[plan.device_type] if like_planned else None,
-        )
+    if settings is not None:
+        applied.audit = StepAudit(bare, predicted_ns=settings.expected_ns, predicted_bytes=settings.expected_bytes)
     return model
 
 

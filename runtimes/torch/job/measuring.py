@@ -20,7 +20,7 @@ from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.numerics.rounding import Granularity, Rounding
 from qsync_opt.runtimes.torch.capture.model import CapturedModel
 from qsync_opt.runtimes.torch.ddp.agreement import broadcast_json, gather_json, together, world
-from qsync_opt.runtimes.torch.ddp.process_group import measure_all_reduce
+from qsync_opt.runtimes.torch.ddp.workers import measure_all_reduce
 from qsync_opt.runtimes.torch.execution.checks import is_sharded
 from qsync_opt.runtimes.torch.interception.interception import check_not_scripted, interception_of
 from qsync_opt.runtimes.torch.job.options import PlanningOptions, cache_folder
@@ -30,10 +30,10 @@ from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
 from qsync_opt.runtimes.torch.support.identity import identify
 from qsync_opt.runtimes.torch.support.iteration import Loss, TrainingExample, default_loss
 from qsync_opt.runtimes.torch.support.memory import memory_budget
+from qsync_opt.sensitivity.rounding_variance import NoiseOptions
 from qsync_opt.sensitivity.scores import horizon_of, sensitivities
 from qsync_opt.sensitivity.statistics import ModelStatistics
 from qsync_opt.sensitivity.table import IndicatorKind, SensitivityValues
-from qsync_opt.sensitivity.variances import NoiseOptions
 
 
 def divides_by_squares(optimizer: torch.optim.Optimizer) -> bool:

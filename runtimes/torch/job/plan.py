@@ -12,6 +12,7 @@ from qsync_opt.costs.estimates import MEASURED_OPTION, estimated_by
 from qsync_opt.costs.profile import DeviceProfile
 from qsync_opt.errors import ProblemError
 from qsync_opt.model.graph import OpGraph
+from qsync_opt.runtimes.torch.execution.plans import ApplySettings
 from qsync_opt.runtimes.torch.job.candidates import StepTime, Way
 from qsync_opt.sensitivity.table import SensitivityValues
 from qsync_opt.training.build import build_problem
@@ -166,6 +167,20 @@ class JobPlan:
     def devices(self) -> Mapping[str, Mapping[str, str]]:
         """This worker's device type, operator and precision: what `apply` carries out here."""
         return MappingProxyType({self.device_type: self.plan.devices[self.device_type]})
+
+    def apply_settings(self) -> ApplySettings:
+        """What `apply` does with this worker's part beside the precisions."""
+        captured = self.device_type in self.captured
+        # The memory of graphs is not allocated in steps, and batches by speed are not the one that was planned with.
+        like_planned = not captured and len(set(self.shares.values())) <= 1
+        return ApplySettings(
+            worthwhile=self.worthwhile,
+            autocast=self.autocast.get(self.device_type),
+            captured=captured,
+            lifted_kinds=self.lifted_kinds,
+            expected_ns=self.expected_ns or self.iteration_ns,
+            expected_bytes=self.memory_bytes.get(self.device_type) if like_planned else None,
+        )
 
     def describe(self) -> str:
         """A few lines for people: what was decided and what it was compared with."""

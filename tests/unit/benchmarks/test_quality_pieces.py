@@ -119,7 +119,7 @@ def test_plan_is_the_best_of_all_that_are_as_fast(plans, backward):
 def test_magnified_statistics_scale_8_bit_rounding_alone(plans):
     from qsync_opt.numerics.formats import formats_for
     from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-    from qsync_opt.sensitivity.variances import variances
+    from qsync_opt.sensitivity.rounding_variance import variances
 
     model = torch.nn.Sequential(torch.nn.Linear(8, 8))
     found = collect_statistics(model, [(torch.randn(16, 8),)], step=lambda m, b: m(*b).square().sum())

@@ -153,7 +153,7 @@ def worker(tmp_path):
     """The only worker of a group."""
     from runtime_training import Task, Worker
 
-    from qsync_opt.runtimes.torch.ddp.process_group import free_port, process_group
+    from qsync_opt.runtimes.torch.ddp.workers import free_port, process_group
 
     task = Task(
         part="throughput",

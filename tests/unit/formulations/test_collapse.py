@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.formulations.training.collapse import collapse
+from qsync_opt.formulations.training.collapsed import collapse
 from qsync_opt.testing.problems import chain, diamond, random_problem
 from qsync_opt.training.evaluation import evaluate_device, iteration_time
 from qsync_opt.training.propagation import propagate

@@ -129,7 +129,7 @@ def test_a_second_process_does_not_compile_again(tmp_path):
     pytest.importorskip("numba")
     code = (
         "import numpy as np\n"
-        "from qsync_opt.formulations import compiled\n"
+        "from qsync_opt.formulations.assignment import compiled\n"
         "from qsync_opt.formulations.assignment import model_loops\n"
         "compiled.LOOPS[:] = [model_loops.price]\n"
         "print(compiled.machine_code_is_kept(), end=' ')\n"

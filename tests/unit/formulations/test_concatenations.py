@@ -8,7 +8,7 @@ import pytest
 
 from qsync_opt import solve
 from qsync_opt.formulations.assignment.elimination import relax
-from qsync_opt.formulations.training.collapse import collapse
+from qsync_opt.formulations.training.collapsed import collapse
 from qsync_opt.training.evaluation import evaluate_device, iteration_time
 from qsync_opt.training.propagation import propagate
 

@@ -8,7 +8,7 @@ import pytest
 
 from qsync_opt import solve
 from qsync_opt.errors import ProblemError
-from qsync_opt.formulations.assignment.core.search import CoreSearch
+from qsync_opt.formulations.assignment.core.core_search import CoreSearch
 from qsync_opt.formulations.training.fastest import fastest_within
 from qsync_opt.formulations.training.front import Sweep, latency_front, memory_front
 from qsync_opt.testing.problems import chain, random_problem

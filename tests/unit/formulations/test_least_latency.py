@@ -7,8 +7,8 @@ import random
 import pytest
 
 from qsync_opt.formulations.assignment.effort import PASSES, Effort
-from qsync_opt.formulations.training.collapse import collapse
-from qsync_opt.formulations.training.least_latency import least_latency
+from qsync_opt.formulations.training.collapsed import collapse
+from qsync_opt.formulations.training.latency import least_latency
 from qsync_opt.testing.problems import random_problem
 from qsync_opt.training.evaluation import evaluate
 from qsync_opt.training.plan import Plan

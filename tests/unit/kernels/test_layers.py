@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import layers, ops
-from qsync_opt.kernels.autograd.feed_forward import feed_forward
+from qsync_opt.kernels.autograd.feed_forward_block import feed_forward
 from qsync_opt.kernels.options import KernelOptions
 
 

@@ -30,7 +30,7 @@ from qsync_opt.training.explanation import Explainer
 from qsync_opt.training.memory import MEMORY_KEY, OPERATORS_KEY, memory_breakdown
 from qsync_opt.training.plan import Plan, uniform_plan
 from qsync_opt.training.planner import solve
-from qsync_opt.training.replay import replay
+from qsync_opt.training.timeline import replay
 
 
 class _Page(HTMLParser):

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from qsync_opt.formulations.assignment.core.condense import Condensed, condense
+from qsync_opt.formulations.assignment.core.condensed import Condensed, condense
 from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreNode
 from qsync_opt.formulations.assignment.core.frontier import search
 from qsync_opt.formulations.assignment.core.program import close

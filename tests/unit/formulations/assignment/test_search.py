@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from qsync_opt.formulations.assignment.core import search as core_search
+from qsync_opt.formulations.assignment.core import core_search
 from qsync_opt.formulations.assignment.dual import Pricer, maximise
 from qsync_opt.formulations.assignment.effort import Effort, Pass
 from qsync_opt.formulations.assignment.elimination import Elimination

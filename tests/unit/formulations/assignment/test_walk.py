@@ -10,7 +10,7 @@ from qsync_opt.formulations.assignment.core import levels
 from qsync_opt.formulations.assignment.core import levels as level_loops
 from qsync_opt.formulations.assignment.core import paths as module
 from qsync_opt.formulations.assignment.core import paths as walk_loops
-from qsync_opt.formulations.assignment.core.condense import condense
+from qsync_opt.formulations.assignment.core.condensed import condense
 from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreNode
 from qsync_opt.formulations.assignment.core.layers import lay_out
 from qsync_opt.formulations.assignment.core.paths import walk
@@ -184,7 +184,7 @@ def recorded_calls(monkeypatch) -> list[tuple[Loop, tuple]]:
 def test_compiled_and_plain_loops_give_the_same_bits(monkeypatch):
     pytest.importorskip("numba")
     calls = recorded_calls(monkeypatch)
-    own = [loop for loop in LOOPS if loop.loops.__module__.endswith(("level_loops", "walk_loops"))]
+    own = [loop for loop in LOOPS if loop.loops.__module__.endswith(("levels", "paths"))]
     assert {loop.loops.__name__ for loop, _ in calls} == {loop.loops.__name__ for loop in own}
     run = {id(loop): loop.compiled() for loop in own}
     for loop, args in calls:

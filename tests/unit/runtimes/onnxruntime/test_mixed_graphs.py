@@ -10,8 +10,8 @@ pytest.importorskip("onnxruntime")
 from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
 from qsync_opt.model.onnx.reader import read_weights
 from qsync_opt.runtimes.onnxruntime.comparing import compare, relative_error
+from qsync_opt.runtimes.onnxruntime.graph_rewrite import rewrite
 from qsync_opt.runtimes.onnxruntime.number_types import bfloat16_bits, stored, weight_codes
-from qsync_opt.runtimes.onnxruntime.rewrite import rewrite
 from qsync_opt.runtimes.onnxruntime.runnable import RunnableModel
 
 RANDOM = np.random.default_rng(7)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.errors import QSyncError
 from qsync_opt.runtimes.torch.checkpoints.checkpoints import Checkpoints
-from qsync_opt.runtimes.torch.ddp.process_group import process_group
+from qsync_opt.runtimes.torch.ddp.workers import process_group
 from qsync_opt.runtimes.torch.execution.plans import applied_plan, apply
 from qsync_opt.runtimes.torch.job import planning
 from qsync_opt.runtimes.torch.job.adapting import PlanAdapter

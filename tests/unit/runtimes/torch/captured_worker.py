@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.ddp.process_group import process_group
+from qsync_opt.runtimes.torch.ddp.workers import process_group
 from qsync_opt.runtimes.torch.execution.graphs import CapturedPasses, graphed
 from qsync_opt.runtimes.torch.execution.loss_scaling import LossScaler
 from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from qsync_opt.runtimes.torch.capture.model import capture_model
-from qsync_opt.runtimes.torch.ddp.process_group import free_port
+from qsync_opt.runtimes.torch.ddp.workers import free_port
 from qsync_opt.runtimes.torch.example_models import example
 
 

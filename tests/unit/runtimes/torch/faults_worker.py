@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.runtimes.torch.checkpoints import checkpoints
-from qsync_opt.runtimes.torch.ddp.process_group import free_port, process_group
+from qsync_opt.runtimes.torch.ddp.workers import free_port, process_group
 from qsync_opt.runtimes.torch.execution.plans import apply
 
 PLANS = ({"a/linear": "BF16", "b/linear": "FP32"}, {"a/linear": "INT8", "b/linear": "INT8"})

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
 from qsync_opt.errors import QSyncError
-from qsync_opt.runtimes.torch.ddp.process_group import process_group
+from qsync_opt.runtimes.torch.ddp.workers import process_group
 from qsync_opt.runtimes.torch.execution.plans import apply
 from qsync_opt.runtimes.torch.job.options import PlanningOptions
 from qsync_opt.runtimes.torch.job.planning import auto_plan

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.errors import QSyncError, UnsupportedError
 from qsync_opt.runtimes.torch.checkpoints.checkpoints import Checkpoints
-from qsync_opt.runtimes.torch.ddp.process_group import process_group
+from qsync_opt.runtimes.torch.ddp.workers import process_group
 from qsync_opt.runtimes.torch.execution.loss_scaling import LossScaler
 from qsync_opt.runtimes.torch.execution.plans import applied_plan, apply
 from qsync_opt.training.plan import Plan

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from qsync_opt.errors import ModelError, ProblemError
 from qsync_opt.runtimes.torch.checkpoints.checkpoints import Checkpoints
-from qsync_opt.runtimes.torch.ddp.process_group import free_port, process_group
+from qsync_opt.runtimes.torch.ddp.workers import free_port, process_group
 from qsync_opt.runtimes.torch.execution.loss_scaling import LossScaler
 from qsync_opt.runtimes.torch.execution.plans import apply
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
 from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.ddp.process_group import (
+from qsync_opt.runtimes.torch.ddp.workers import (
     bucket_assignment,
     fit_all_reduce,
     free_port,

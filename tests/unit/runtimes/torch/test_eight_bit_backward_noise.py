@@ -14,8 +14,8 @@ from qsync_opt.numerics.formats import formats_for
 from qsync_opt.numerics.rounding import Granularity
 from qsync_opt.runtimes.torch.sensitivity.probes.gradient import probe_gains
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
+from qsync_opt.sensitivity.rounding_variance import NoiseOptions, variances
 from qsync_opt.sensitivity.statistics import statistics_from_json, statistics_to_json
-from qsync_opt.sensitivity.variances import NoiseOptions, variances
 
 FORMATS = formats_for(("INT8", "FP8"), "BF16")
 FORMATS_16 = formats_for(("INT8", "BF16"), "BF16")

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import qsync_opt
 from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.ddp.process_group import free_port, process_group
+from qsync_opt.runtimes.torch.ddp.workers import free_port, process_group
 from qsync_opt.runtimes.torch.execution.plans import applied_plan
 from qsync_opt.runtimes.torch.job.candidates import Way
 from qsync_opt.runtimes.torch.job.measuring import Job, example_of

@@ -8,8 +8,8 @@ from qsync_opt.runtimes.torch.job.measuring import Job, divides_by_squares, exam
 from qsync_opt.runtimes.torch.job.options import PlanningOptions
 from qsync_opt.runtimes.torch.job.planning import auto_plan
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
+from qsync_opt.sensitivity.rounding_variance import NoiseOptions
 from qsync_opt.sensitivity.scores import sensitivities
-from qsync_opt.sensitivity.variances import NoiseOptions
 
 
 def make():

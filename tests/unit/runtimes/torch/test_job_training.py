@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.runtimes.torch.ddp.process_group import free_port, process_group
+from qsync_opt.runtimes.torch.ddp.workers import free_port, process_group
 from qsync_opt.runtimes.torch.execution import loss_scaling
 from qsync_opt.runtimes.torch.execution.loss_scaling import LossScaler
 from qsync_opt.runtimes.torch.execution.plans import apply

@@ -19,7 +19,7 @@ from qsync_opt.runtimes.torch.sensitivity.errors import (
     stacked_errors,
 )
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.sensitivity.variances import NoiseOptions, variances
+from qsync_opt.sensitivity.rounding_variance import NoiseOptions, variances
 
 KINDS = (*noise_kinds(scaled=True), "E5M2/tensor")
 # Mantissa bits, smallest exponent of a normal number, largest number.

@@ -17,7 +17,7 @@ from qsync_opt.runtimes.torch.sensitivity.samples import (
     weights_by_size,
 )
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.sensitivity.variances import NoiseOptions, variances
+from qsync_opt.sensitivity.rounding_variance import NoiseOptions, variances
 
 
 @pytest.fixture(autouse=True)

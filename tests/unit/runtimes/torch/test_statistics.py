@@ -12,8 +12,8 @@ from qsync_opt.numerics.rounding import Granularity, Rounding
 from qsync_opt.runtimes.torch.capture.model import capture
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
 from qsync_opt.sensitivity.merging import merge_statistics
+from qsync_opt.sensitivity.rounding_variance import NoiseOptions, variances
 from qsync_opt.sensitivity.statistics import OperatorKind, statistics_from_json, statistics_to_json
-from qsync_opt.sensitivity.variances import NoiseOptions, variances
 
 FULL = PrecisionFormats(output="FP32", gradient_input="FP32", gradient_output="FP32")
 

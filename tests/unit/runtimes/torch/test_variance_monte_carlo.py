@@ -8,7 +8,7 @@ from torch import nn
 from qsync_opt.numerics.formats import PrecisionFormats
 from qsync_opt.numerics.rounding import Granularity, Rounding
 from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.sensitivity.variances import NoiseOptions, variances
+from qsync_opt.sensitivity.rounding_variance import NoiseOptions, variances
 
 FULL = PrecisionFormats(output="FP32", gradient_input="FP32", gradient_output="FP32")
 OPERATORS = {

@@ -19,16 +19,7 @@ import numpy as np
 
 from qsync_opt.formulations.assignment.compiled import compiled
 from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreNode
-from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
-
-
-def root(parent: list[int], node: int) -> int:
-    """The root of a node's part; paths are halved on the way, in place."""
-    while parent[node] != node:
-        parent[node] = parent[parent[node]]
-        node = parent[node]
-    return node
-
+from qsync_opt.formulations.assignment.model import Bools, Floats, Ints, root
 
 _MOST_LABELLINGS = 256
 """Parts of more labellings stay as they are."""

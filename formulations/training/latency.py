@@ -18,7 +18,7 @@ from qsync_opt.formulations.assignment.effort import Effort
 from qsync_opt.formulations.assignment.elimination import Relaxation, relax
 from qsync_opt.formulations.assignment.model import AssignmentModel, Floats, Ints, Whole
 from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome
-from qsync_opt.formulations.training.collapse import Collapsed, collapse
+from qsync_opt.formulations.training.collapsed import Collapsed, collapse
 
 _STEPS = 80
 

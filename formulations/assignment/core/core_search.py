@@ -14,7 +14,7 @@ from typing import cast
 
 import numpy as np
 
-from qsync_opt.formulations.assignment.core.condense import Condensed, condense
+from qsync_opt.formulations.assignment.core.condensed import Condensed, condense
 from qsync_opt.formulations.assignment.core.core import Core, extract, nearest
 from qsync_opt.formulations.assignment.core.frontier import search
 from qsync_opt.formulations.assignment.core.paths import walk
