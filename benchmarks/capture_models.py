@@ -26,10 +26,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.model.roles import PRODUCTS
-from qsync_opt.runtimes.torch.capture.model import CapturedModel, capture_model
-from qsync_opt.runtimes.torch.example_models import NAMES, Example, example
+from qsync_opt.model import PRODUCTS, OpGraph, Role
+from qsync_opt.runtimes.torch import NAMES, Example, example
+from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
 
 RESULTS = Path(__file__).parent / "results" / "capture.json"
 

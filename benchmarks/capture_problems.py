@@ -19,17 +19,13 @@ import numpy as np
 import torch
 
 from qsync_opt import evaluate
-from qsync_opt.cluster.cluster import Cluster, DeviceType, Network
-from qsync_opt.costs.profile import CostFit, DeviceIdentity, DeviceProfile, MeasuredCost, OptimizerCost
-from qsync_opt.model.graph import Operator, OpGraph, Role
-from qsync_opt.numerics.formats import formats_for, number_format
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.example_models import example
-from qsync_opt.training.build import build_problem
-from qsync_opt.training.plan import uniform_plan
-from qsync_opt.training.pricing import problem_role
-from qsync_opt.training.problem import Problem
-from qsync_opt.training.problem_file import problem_to_json
+from qsync_opt.cluster import Cluster, DeviceType, Network
+from qsync_opt.costs import CostFit, DeviceIdentity, DeviceProfile, MeasuredCost, OptimizerCost
+from qsync_opt.model import Operator, OpGraph, Role
+from qsync_opt.numerics import formats_for, number_format
+from qsync_opt.runtimes.torch import example
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.training import Problem, build_problem, problem_role, problem_to_json, uniform_plan
 
 FOLDER = Path(__file__).parent / "problems"
 MODELS = ("bert-base", "resnet50", "gpt2")

@@ -22,7 +22,7 @@ from solvers_cases import FAMILIES
 
 from qsync_opt import solve
 from qsync_opt.formulations.assignment import compiled
-from qsync_opt.training.problem import Problem
+from qsync_opt.training import Problem
 
 RESULTS = Path(__file__).parent / "results" / "compiled-loops.json"
 SIZES = (200, 1000, 5000)

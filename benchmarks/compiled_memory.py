@@ -35,13 +35,12 @@ from predictor_partition import partition
 
 import qsync_opt.runtimes.torch.steps.compiled_peak as compiled_peak
 from qsync_opt.errors import QSyncError
-from qsync_opt.io.codec import write_json
+from qsync_opt.io import write_json
 from qsync_opt.kernels import ops
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.runtimes.torch.execution.capabilities import device_formats
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
-from qsync_opt.runtimes.torch.steps.compiled import compiled_inside
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, device_formats, undo
+from qsync_opt.runtimes.torch.steps import compiled_inside
+from qsync_opt.runtimes.torch.support import TrainingExample
 
 MODELS = ("vit-short", "bert-short", "gpt-short", "gpt-tiny")
 STARTED = time.perf_counter()

@@ -8,11 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan
-from qsync_opt.training.problem import Problem
-from qsync_opt.training.problem_file import problem_from_json
-from qsync_opt.training.propagation import ladder
+from qsync_opt.training import Plan, Problem, evaluate, ladder, problem_from_json
 
 FAMILIES = ("cnn", "encoder", "decoder", "moe", "encoder_decoder", "dense")
 """Kinds of networks."""

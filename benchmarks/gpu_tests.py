@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from qsync_opt.io.codec import write_json
+from qsync_opt.io import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")

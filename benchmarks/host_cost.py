@@ -31,13 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qsync_opt.io.codec import read_json, write_json
-from qsync_opt.kernels import ops
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.execution.checks import operator_kind
-from qsync_opt.runtimes.torch.execution.graphs import graphed
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
-from qsync_opt.runtimes.torch.interception.interception import intercepted
+from qsync_opt.io import read_json, write_json
+from qsync_opt.kernels import KernelOptions, ops
+from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, graphed, operator_kind, undo
+from qsync_opt.runtimes.torch.interception import intercepted
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from host_cost_subjects import LENGTH, MODELS, OPERATORS

@@ -79,7 +79,7 @@ OPERATORS: dict[str, Callable[[torch.device], tuple[nn.Module, Tensor]]] = {
 
 
 def _gpt(batch: int, length: int, *, tiny: bool) -> tuple[nn.Module, Mapping[str, Tensor]]:
-    from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
+    from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
 
     width, vocabulary = (16, 64) if tiny else (768, 50304)
     config = GptConfig(vocabulary=vocabulary, width=width, heads=width // 64 or 2, layers=12, context=length)

@@ -28,14 +28,11 @@ import torch.nn.functional as F
 from indicator_networks import network_rows, squared_distance
 from torch import Tensor, nn
 
-from qsync_opt.kernels import ops
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.numerics.formats import PrecisionFormats
-from qsync_opt.numerics.rounding import Granularity, Rounding
-from qsync_opt.runtimes.torch.interception.interception import OperatorCall, intercepted
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.sensitivity.rounding_variance import NoiseOptions, variances
-from qsync_opt.sensitivity.statistics import OperatorStatistics
+from qsync_opt.kernels import KernelOptions, ops
+from qsync_opt.numerics import Granularity, PrecisionFormats, Rounding
+from qsync_opt.runtimes.torch.interception import OperatorCall, intercepted
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.sensitivity import NoiseOptions, OperatorStatistics, variances
 
 HALF = PrecisionFormats(output="BF16", gradient_input="BF16", gradient_output="BF16")
 HALF16 = PrecisionFormats(output="FP16", gradient_input="FP16", gradient_output="FP16")

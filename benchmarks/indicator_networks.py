@@ -18,15 +18,13 @@ import torch.nn.functional as F
 from rank_correlation import spearman
 from torch import Tensor, nn
 
-from qsync_opt.kernels import ops
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.execution.capabilities import device_formats
-from qsync_opt.runtimes.torch.interception.interception import OperatorCall, intercepted
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.sensitivity.scores import sensitivities
-from qsync_opt.sensitivity.table import IndicatorKind, SensitivityTable
+from qsync_opt.kernels import KernelOptions, ops
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.execution import device_formats
+from qsync_opt.runtimes.torch.interception import OperatorCall, intercepted
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.sensitivity import IndicatorKind, SensitivityTable, sensitivities
 
 
 def squared_distance(a: Tensor, b: Tensor) -> float:

@@ -21,8 +21,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "kernel_bench"))
 
-from qsync_opt.io.codec import write_json
-from qsync_opt.kernels.compilation.compiler import find_toolchain
+from qsync_opt.io import write_json
+from qsync_opt.kernels.compilation import find_toolchain
 
 SECTIONS = ("quantize", "product", "layer", "peer", "convolution", "trained_convolution", "model")
 FORMAT = "qsync-bench-kernels/1"

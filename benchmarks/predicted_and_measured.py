@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 import qsync_opt
-from qsync_opt.cluster.cluster import Cluster, DeviceType, Network
-from qsync_opt.io.codec import write_json
-from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
+from qsync_opt.cluster import Cluster, DeviceType, Network
+from qsync_opt.io import write_json
+from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = {

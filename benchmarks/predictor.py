@@ -35,8 +35,8 @@ from predictor_models import LARGE, MEDIUM, SMALL
 from predictor_worker import run_worker
 from rank_correlation import spearman
 
-from qsync_opt.io.codec import write_json
-from qsync_opt.runtimes.torch.ddp.workers import free_port
+from qsync_opt.io import write_json
+from qsync_opt.runtimes.torch.ddp import free_port
 
 RESULTS = Path(__file__).parent / "results"
 FAR = 1.25

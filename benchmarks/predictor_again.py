@@ -24,11 +24,10 @@ from predictor_models import BATCHES, Subject
 from predictor_prediction import MS, Predictor
 from predictor_records import records_from_json
 
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.numerics.formats import formats_for
-from qsync_opt.runtimes.torch.ddp.collectives import CollectiveCost
-from qsync_opt.steps.costs import StepCosts
-from qsync_opt.steps.plans import finest_at
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.numerics import formats_for
+from qsync_opt.runtimes.torch.ddp import CollectiveCost
+from qsync_opt.steps import StepCosts, finest_at
 
 MEASURED = ("torch_benchmark_ms", "torch_roofline_ms", "torch_peak_bytes", "torch_refuses")
 PRECISIONS = ("INT8", "FP8", "FP16", "BF16", "TF32", "FP32")

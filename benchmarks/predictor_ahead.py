@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from predictor_cases import COMBINATIONS, in_turn, plans
 from predictor_worker import precisions_of
 
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
-from qsync_opt.runtimes.torch.steps.compiled import compiled_inside
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
+from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.steps import compiled_inside
+from qsync_opt.runtimes.torch.support import TrainingExample
 
 
 def main() -> None:

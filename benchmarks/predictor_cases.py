@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from predictor_models import LARGE, MEDIUM, SMALL, Subject
 
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.steps.plans import finest_at
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.steps import finest_at
 
 FIXED = "TF32"
 """Precision of the whole GPU in a hybrid cluster."""

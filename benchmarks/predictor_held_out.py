@@ -28,10 +28,10 @@ from predictor_records import records_from_json
 from rank_correlation import spearman
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import write_json
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.runtimes.torch.steps.profile import StepRecords
-from qsync_opt.steps.predictor import StepPredictor
+from qsync_opt.io import write_json
+from qsync_opt.model import OpGraph
+from qsync_opt.runtimes.torch.steps import StepRecords
+from qsync_opt.steps import StepPredictor
 
 HERE = Path(__file__).parent
 PHASES = ("backward|end", "optimizer", "zero_grad")

@@ -16,10 +16,10 @@ from predictor_pinning import pin_threads, stolen_s, without_collection
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
-from qsync_opt.runtimes.torch.execution.graphs import graphed
-from qsync_opt.runtimes.torch.steps.recording import Stepper
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
-from qsync_opt.steps.costs import StepCosts
+from qsync_opt.runtimes.torch.execution import graphed
+from qsync_opt.runtimes.torch.steps import Stepper
+from qsync_opt.runtimes.torch.support import TrainingExample
+from qsync_opt.steps import StepCosts
 
 BLOCK_NS = 0.9e9
 """About how long a block of steps takes; every case is measured in two, far apart."""

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from qsync_opt.model.graph import OpGraph, load_graph, save_graph
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
-from qsync_opt.runtimes.torch.example_models import Classifier, resnet
+from qsync_opt.model import OpGraph, load_graph, save_graph
+from qsync_opt.runtimes.torch import Classifier, resnet
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
 
 SMALL, MEDIUM, LARGE = "small", "medium", "large"
 BATCHES = {

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed._tools.runtime_estimator import RuntimeEstimator
 
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply
-from qsync_opt.runtimes.torch.steps.recording import Stepper
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
+from qsync_opt.model import OpGraph
+from qsync_opt.runtimes.torch.execution import ApplyOptions, apply
+from qsync_opt.runtimes.torch.steps import Stepper
+from qsync_opt.runtimes.torch.support import TrainingExample
 
 MODES = {"torch_benchmark_ms": "operator-level-benchmark", "torch_roofline_ms": "operator-level-cost-model"}
 

@@ -9,16 +9,23 @@ from typing import Any
 from predictor_cases import CAPTURED, FIXED, Combination
 
 import qsync_opt
-from qsync_opt.cluster.cluster import Cluster, DeviceRole, DeviceType, Network
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.numerics.formats import PrecisionFormats
-from qsync_opt.runtimes.torch.ddp.collectives import CollectiveCost, at_most_all
-from qsync_opt.sensitivity.weights import weight_sensitivities
-from qsync_opt.steps.bridge import profile_from_steps
-from qsync_opt.steps.cluster import bucket_borders, bucket_segments, network_tails, slowed_segments, worker_step
-from qsync_opt.steps.costs import StepCosts
-from qsync_opt.steps.predictor import PlannedStep, StepPredictor
-from qsync_opt.training.buckets import gradient_buckets
+from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, Network
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.numerics import PrecisionFormats
+from qsync_opt.runtimes.torch.ddp import CollectiveCost, at_most_all
+from qsync_opt.sensitivity import weight_sensitivities
+from qsync_opt.steps import (
+    PlannedStep,
+    StepCosts,
+    StepPredictor,
+    bucket_borders,
+    bucket_segments,
+    network_tails,
+    profile_from_steps,
+    slowed_segments,
+    worker_step,
+)
+from qsync_opt.training import gradient_buckets
 
 MS = 1e6
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from qsync_opt.costs.profile import CostFit, DeviceIdentity
-from qsync_opt.io.codec import Fields
-from qsync_opt.runtimes.torch.steps.profile import StepRecords
-from qsync_opt.steps.courses import Block
-from qsync_opt.steps.sample import KeptTensors, StepSample
-from qsync_opt.steps.trace import Span, StepSpans
+from qsync_opt.costs import CostFit, DeviceIdentity
+from qsync_opt.io import Fields
+from qsync_opt.runtimes.torch.steps import StepRecords
+from qsync_opt.steps import Block, KeptTensors, Span, StepSample, StepSpans
 
 
 def records_json(records: StepRecords) -> dict[str, Any]:

@@ -37,17 +37,12 @@ from torch._inductor.async_compile import AsyncCompile
 
 import qsync_opt
 from qsync_opt.kernels import ops
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.runtimes.torch.ddp.collectives import CollectiveCost, measure_collectives, measure_slowdown
-from qsync_opt.runtimes.torch.ddp.workers import process_group
-from qsync_opt.runtimes.torch.execution.capabilities import device_formats
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
-from qsync_opt.runtimes.torch.steps.compiled import compiled_inside
-from qsync_opt.runtimes.torch.steps.profile import record_steps
-from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
-from qsync_opt.steps.costs import StepCosts
-from qsync_opt.steps.plans import finest_at
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.runtimes.torch.ddp import CollectiveCost, measure_collectives, measure_slowdown, process_group
+from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, device_formats, undo
+from qsync_opt.runtimes.torch.steps import RecordingOptions, Stepper, compiled_inside, record_steps
+from qsync_opt.runtimes.torch.support import TrainingExample
+from qsync_opt.steps import StepCosts, finest_at
 
 SPREAD = 0.02
 """Blocks of a case that differ by more are measured again."""

@@ -38,7 +38,7 @@ import whole_model
 from plans import COST_MODEL
 from work import Clock, significant
 
-from qsync_opt.io.codec import read_json, write_json
+from qsync_opt.io import read_json, write_json
 
 FORMAT = "qsync-bench-quality/1"
 PART = "qsync-bench-quality-part/1"

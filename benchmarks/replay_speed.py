@@ -17,12 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qsync_opt.io.codec import write_json
-from qsync_opt.model.graph import OpGraph, Role, load_graph
-from qsync_opt.steps.cluster import bucket_borders, bucket_segments, network_tails
-from qsync_opt.steps.predictor import PlannedStep, StepPredictor
-from qsync_opt.testing.synthetic import random_step_costs
-from qsync_opt.training.buckets import gradient_buckets
+from qsync_opt.io import write_json
+from qsync_opt.model import OpGraph, Role, load_graph
+from qsync_opt.steps import PlannedStep, StepPredictor, bucket_borders, bucket_segments, network_tails
+from qsync_opt.testing import random_step_costs
+from qsync_opt.training import gradient_buckets
 
 RESULTS = Path(__file__).parent / "results"
 TYPES = 4
@@ -31,8 +30,8 @@ PRECISIONS = ("INT8", "FP8", "BF16", "FP16", "TF32", "FP32")
 
 def captured(model: str) -> OpGraph:
     """The graph of an example model."""
-    from qsync_opt.runtimes.torch.capture.model import capture
-    from qsync_opt.runtimes.torch.example_models import example
+    from qsync_opt.runtimes.torch import example
+    from qsync_opt.runtimes.torch.capture import capture
 
     found = example(model)
     return capture(found.model, (), found.kwargs, name=model)

@@ -23,8 +23,8 @@ from typing import Any
 from playwright.sync_api import Browser, sync_playwright
 
 from qsync_opt.report import make_report, write_report
-from qsync_opt.testing.synthetic import stacked_problem
-from qsync_opt.training.planner import solve
+from qsync_opt.testing import stacked_problem
+from qsync_opt.training import solve
 
 RESULTS = Path(__file__).parent / "results" / "report.json"
 _DEVICES = ("T4", "L4")

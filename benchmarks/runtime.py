@@ -35,8 +35,8 @@ from typing import Any
 
 import torch
 
-from qsync_opt.io.codec import write_json
-from qsync_opt.runtimes.torch.ddp.workers import free_port
+from qsync_opt.io import write_json
+from qsync_opt.runtimes.torch.ddp import free_port
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "runtime.json"

@@ -16,10 +16,7 @@ from runtime_throughput import BATCHES, SMALL_BATCH, maker, rows, shares, timed
 from runtime_training import Run, Worker
 
 import qsync_opt
-from qsync_opt.runtimes.torch.job.candidates import everywhere
-from qsync_opt.runtimes.torch.job.options import PlanningOptions
-from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
-from qsync_opt.runtimes.torch.job.planning import plan_job
+from qsync_opt.runtimes.torch.job import JobModel, JobPlan, PlanningOptions, everywhere, plan_job
 
 NEAR = 1.5
 """Ways whose passes take more than so many times the fastest one's are not trained with."""

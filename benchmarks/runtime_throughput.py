@@ -17,11 +17,10 @@ from runtime_training import Batch, Run, Worker, everywhere, fused_adamw, kinds
 from torch import nn
 
 import qsync_opt
-from qsync_opt.runtimes.torch.ddp.agreement import broadcast_json, gather_json
-from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
-from qsync_opt.runtimes.torch.example_models import example
-from qsync_opt.runtimes.torch.job.candidates import Way, paired_medians
-from qsync_opt.runtimes.torch.job.plan import JobPlan
+from qsync_opt.runtimes.torch import example
+from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json
+from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
+from qsync_opt.runtimes.torch.job import JobPlan, Way, paired_medians
 
 BATCHES = {"bert-base": 32, "gpt2": 32, "resnet50": 64, "vit-base": 32, "gpt-small": 64}
 BLOCK_S, BLOCKS = 0.4, 3

@@ -19,15 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
 from qsync_opt.errors import NotReadyError
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.numerics.formats import number_format
-from qsync_opt.runtimes.torch.ddp.agreement import gather_json
-from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
-from qsync_opt.runtimes.torch.execution.capabilities import operator_precisions
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply, undo
-from qsync_opt.runtimes.torch.job.candidates import Way
-from qsync_opt.runtimes.torch.support.iteration import default_loss
-from qsync_opt.runtimes.torch.support.memory import memory_budget
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.numerics import number_format
+from qsync_opt.runtimes.torch.ddp import gather_json
+from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
+from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply, operator_precisions, undo
+from qsync_opt.runtimes.torch.job import Way
+from qsync_opt.runtimes.torch.support import default_loss, memory_budget
 
 Batch = dict[str, Tensor]
 LOGGER = logging.getLogger("qsync_opt.benchmark")

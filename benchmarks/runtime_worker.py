@@ -23,11 +23,8 @@ from runtime_training import Batch, Run, Task, Worker, everywhere, gpt, kinds
 from torch import nn
 
 import qsync_opt
-from qsync_opt.runtimes.torch.ddp.agreement import broadcast_json
-from qsync_opt.runtimes.torch.ddp.workers import process_group
-from qsync_opt.runtimes.torch.job.candidates import Way
-from qsync_opt.runtimes.torch.job.plan import JobPlan
-from qsync_opt.runtimes.torch.job.planning import plan_job
+from qsync_opt.runtimes.torch.ddp import broadcast_json, process_group
+from qsync_opt.runtimes.torch.job import JobPlan, Way, plan_job
 
 # A plan of BF16 alone is handed out to run under autocast; operator by operator it may be asked for.
 OVERHEADS = (("FP32", None, None), ("BF16", torch.bfloat16, "BF16"), ("BF16", torch.bfloat16, None))

@@ -47,7 +47,7 @@ from solvers_parts import Share, joined, place, write_part
 from solvers_summary import analyse, comparisons, flat
 
 import qsync_opt
-from qsync_opt.formulations.assignment.compiled import compiled_by
+from qsync_opt.formulations.assignment import compiled_by
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "solvers.json"

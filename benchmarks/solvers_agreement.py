@@ -10,10 +10,8 @@ from typing import Any
 
 from qsync_opt import solve
 from qsync_opt.errors import QSyncError
-from qsync_opt.testing.problems import random_problem
-from qsync_opt.training.problem import Communication, Problem, ProblemDevice
-from qsync_opt.training.problem_file import problem_to_json
-from qsync_opt.training.solution import Solution, TerminationStatus
+from qsync_opt.testing import random_problem
+from qsync_opt.training import Communication, Problem, ProblemDevice, Solution, TerminationStatus, problem_to_json
 
 WAYS: dict[str, dict[str, Any]] = {
     "exact": {"method": "exact"},

@@ -12,18 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from qsync_opt.errors import SolverError
-from qsync_opt.formulations.linear.model import LinearModel
-from qsync_opt.formulations.training.ilp.assignment import build_assignment, read_back
-from qsync_opt.formulations.training.ilp.program import Units, linearize
-from qsync_opt.formulations.training.paper_greedy import (
-    DeviceState,
-    Move,
-    adjustable_positions,
-    fast_start,
-    keeps_limits,
-    recover,
-)
-from qsync_opt.training.problem import Problem, ProblemDevice
+from qsync_opt.formulations.linear import LinearModel
+from qsync_opt.formulations.training import DeviceState, Move, adjustable_positions, fast_start, keeps_limits, recover
+from qsync_opt.formulations.training.ilp import Units, build_assignment, linearize, read_back
+from qsync_opt.training import Problem, ProblemDevice
 
 _OBJECTIVE_SCALE = 1e4
 _ROW_SCALE = 1e3

@@ -10,7 +10,7 @@ from typing import Any
 from families import Recipe, generate
 
 from qsync_opt import load_problem
-from qsync_opt.training.problem import Problem
+from qsync_opt.training import Problem
 
 HERE = Path(__file__).parent
 INSTANCES = HERE.parent / "tests" / "data" / "instances"

@@ -23,13 +23,11 @@ from solvers_cases import Case
 
 from qsync_opt import Plan, evaluate, load_problem, solve
 from qsync_opt.errors import QSyncError
-from qsync_opt.formulations.assignment.compiled import prepare
-from qsync_opt.formulations.training.front import Sweep, latency_front
+from qsync_opt.formulations.assignment import prepare
+from qsync_opt.formulations.training import Sweep, latency_front
 from qsync_opt.registry import Kind, create
-from qsync_opt.testing.problems import chain
-from qsync_opt.training.plan import uniform_plan
-from qsync_opt.training.problem import Problem
-from qsync_opt.training.solution import PROOF_GAP, relative_gap
+from qsync_opt.testing import chain
+from qsync_opt.training import PROOF_GAP, Problem, relative_gap, uniform_plan
 
 REPEATS = 3
 NEAR = 1e-2

@@ -3,7 +3,7 @@
 import random
 
 from qsync_opt import Problem, Solution, solve
-from qsync_opt.testing.problems import random_problem
+from qsync_opt.testing import random_problem
 
 METHODS = ("greedy", "exact", "ilp")
 

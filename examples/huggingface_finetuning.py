@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
 import qsync_opt
-from qsync_opt.cluster.cluster import Cluster, DeviceType, Network
-from qsync_opt.training.evaluation import evaluate
+from qsync_opt.cluster import Cluster, DeviceType, Network
+from qsync_opt.training import evaluate
 
 VOCABULARY, LENGTH, BATCH, STEPS = 64, 16, 16, 60
 NO_HURRY_NS = 60 * 10**9

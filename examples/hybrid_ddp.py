@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt import Plan, apply, capture, load_plan
-from qsync_opt.model.graph import Role
-from qsync_opt.runtimes.torch.ddp.workers import free_port, process_group
+from qsync_opt.model import Role
+from qsync_opt.runtimes.torch.ddp import free_port, process_group
 
 WORKERS = ("trainer", "inference")
 STEPS = 40

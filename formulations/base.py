@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from qsync_opt.training.problem import Problem
-from qsync_opt.training.solution import Answer, SolveOptions
+from qsync_opt.training import Answer, Problem, SolveOptions
 
 
 class Formulation(Protocol):

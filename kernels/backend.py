@@ -7,9 +7,8 @@ import functools
 import torch
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels.compilation import library
-from qsync_opt.kernels.compilation.builder import UNITS
-from qsync_opt.kernels.matmul.integer import has_native_product, has_onednn_convolution, has_onednn_linear
+from qsync_opt.kernels.compilation import UNITS, library
+from qsync_opt.kernels.matmul import has_native_product, has_onednn_convolution, has_onednn_linear
 
 # From this compute capability on, the card has products in the format.
 _CUDA_FROM: dict[str, tuple[int, int]] = {

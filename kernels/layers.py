@@ -15,12 +15,9 @@ from torch import Tensor, nn
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import ops
-from qsync_opt.kernels.autograd.feed_forward_block import feed_forward
-from qsync_opt.kernels.autograd.float_modes import EIGHT_BITS, differentiated_once
+from qsync_opt.kernels.autograd import EIGHT_BITS, differentiated_once, feed_forward
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.formats import E4M3, INT8
-from qsync_opt.kernels.quantize.operators import dequantize_matrix, quantize_matrix
-from qsync_opt.kernels.quantize.random_bits import stream_key
+from qsync_opt.kernels.quantize import E4M3, INT8, dequantize_matrix, quantize_matrix, stream_key
 
 _DTYPES = {"INT8": INT8.dtype, "FP8": E4M3.dtype}
 

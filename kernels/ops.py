@@ -12,12 +12,11 @@ from torch import Tensor
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.arguments import CONVOLUTIONS, PRODUCTS, convolution_call, product_call
 from qsync_opt.kernels.autograd import convolution_eight as eight_bit_convolution
-from qsync_opt.kernels.autograd import float_modes, fp8
+from qsync_opt.kernels.autograd import float_modes, fp8, linear
 from qsync_opt.kernels.autograd import products_half as int8
-from qsync_opt.kernels.autograd.linear_layer import linear
 from qsync_opt.kernels.backend import device_precisions
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.quantize import Quantized, quantize_fp8, quantize_int8
+from qsync_opt.kernels.quantize import Quantized, quantize_fp8, quantize_int8
 
 __all__ = ["ADJUSTABLE", "KernelOptions", "cast", "execute", "precisions_of", "supports"]
 

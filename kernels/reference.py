@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync_opt.kernels.autograd.products_half import convolution_slices, product_slices
+from qsync_opt.kernels.autograd import convolution_slices, product_slices
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.quantize import Quantized, quantize_fp8, quantize_int8
+from qsync_opt.kernels.quantize import Quantized, quantize_fp8, quantize_int8
 
 
 def values(quantized: Quantized) -> Tensor:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from qsync_opt.errors import NotInstalledError, UnsupportedError
-from qsync_opt.io.codec import near_match
+from qsync_opt.io import near_match
 
 
 class Kind(enum.StrEnum):

@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from qsync_opt.costs.profile import DeviceProfile
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.numerics.formats import PrecisionFormats
+from qsync_opt.costs import DeviceProfile
+from qsync_opt.model import OpGraph
+from qsync_opt.numerics import PrecisionFormats
 
 
 @runtime_checkable

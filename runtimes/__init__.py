@@ -1,1 +1,21 @@
-"""Where a plan is profiled and applied: adapters of training frameworks. Never loads a solver."""
+"""Where plans run: adapters to frameworks, and what they share about hosts and timing.
+
+Runtimes never import a solver.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.runtimes.host import free_port
+    from qsync_opt.runtimes.timing import MAX_ROUNDS, cast_pairs, steady_medians
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "MAX_ROUNDS",
+    "cast_pairs",
+    "free_port",
+    "steady_medians",
+]

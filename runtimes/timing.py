@@ -9,8 +9,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from qsync_opt.model.graph import OpGraph, TensorSpec
-from qsync_opt.numerics.formats import PrecisionFormats
+from qsync_opt.model import OpGraph, TensorSpec
+from qsync_opt.numerics import PrecisionFormats
 
 MAX_SIZES = 6
 """Sizes that a cast is measured at: the smallest, the largest, and some between."""

@@ -19,7 +19,7 @@ from measuring import median_eager_s, median_s
 from torch import Tensor
 
 from qsync_opt.kernels.compilation import library
-from qsync_opt.kernels.convolution.scaled import scaled_conv2d
+from qsync_opt.kernels.convolution import scaled_conv2d
 
 BATCH = 128
 WANTED = 1.3

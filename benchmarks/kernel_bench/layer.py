@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from measuring import median_s
 from torch import Tensor
 
-from qsync_opt.kernels import ops
-from qsync_opt.kernels.autograd.feed_forward_block import feed_forward
+from qsync_opt.kernels import KernelOptions, ops
+from qsync_opt.kernels.autograd import feed_forward
 from qsync_opt.kernels.compilation import library
-from qsync_opt.kernels.options import KernelOptions
 
 # Tokens, model width, hidden width, and the speed-up over BF16 that is asked for.
 SHAPES = ((16384, 4096, 16384, 1.6), (8192, 1024, 4096, 1.1))

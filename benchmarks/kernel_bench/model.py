@@ -26,11 +26,9 @@ from measuring import median_s
 from torch import Tensor, nn
 
 import qsync_opt
-from qsync_opt.kernels import ops
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.execution.checks import operator_kind
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions
-from qsync_opt.runtimes.torch.interception.interception import intercepted
+from qsync_opt.kernels import KernelOptions, ops
+from qsync_opt.runtimes.torch.execution import ApplyOptions, operator_kind
+from qsync_opt.runtimes.torch.interception import intercepted
 
 WARM_UPS, STEPS = 4, 12
 PRECISIONS = ("BF16", "INT8", "FP8")

@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 
-from qsync_opt.kernels.matmul.scaled import scaled_mm
-from qsync_opt.kernels.matmul.tiles import activate, choice_of, kind_of
-from qsync_opt.kernels.matmul.tuning import operand_sets
+from qsync_opt.kernels.matmul import activate, choice_of, kind_of, operand_sets, scaled_mm
 
 TOKENS = 8192
 MODELS = {"BERT-base": (768, 3072), "BERT-large": (1024, 4096), "Llama-7B": (4096, 11008)}

@@ -14,8 +14,7 @@ import torch
 from measuring import copy_bandwidth, kernel_copy_bandwidth, median_eager_s, median_s
 
 from qsync_opt.kernels.compilation import library
-from qsync_opt.kernels.quantize.formats import amax, format_of, scale_from
-from qsync_opt.kernels.quantize.operators import UNIT, dequantize_matrix, quantize_matrix
+from qsync_opt.kernels.quantize import UNIT, amax, dequantize_matrix, format_of, quantize_matrix, scale_from
 
 SHAPE = (16384, 4096)
 FORMATS = {"INT8": torch.int8, "FP8 E4M3": torch.float8_e4m3fn, "FP8 E5M2": torch.float8_e5m2}

@@ -14,9 +14,8 @@ import torch
 from measuring import median_s
 from torch import Tensor
 
-from qsync_opt.kernels import ops
+from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.kernels.compilation import library
-from qsync_opt.kernels.options import KernelOptions
 
 BATCH = 128
 # Input channels, output channels, kernel, stride, input size.

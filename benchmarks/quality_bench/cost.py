@@ -14,12 +14,12 @@ from subjects import Subject, bert, cnn, gpt, subject_of
 from torch import nn
 from work import Clock, significant
 
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.demo.model import GptConfig
-from qsync_opt.runtimes.torch.execution.capabilities import device_formats
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics, full_precision
-from qsync_opt.sensitivity.scores import sensitivities
+from qsync_opt.model import OpGraph
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.demo import GptConfig
+from qsync_opt.runtimes.torch.execution import device_formats
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics, full_precision
+from qsync_opt.sensitivity import sensitivities
 
 _TIMES = 3
 """How often scoring is timed after the first run."""

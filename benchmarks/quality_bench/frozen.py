@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qsync_opt.runtimes.torch.interception.functions import functions_named
-from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import Contest, LastRectified, Window, contest, pool_call
+from qsync_opt.runtimes.torch.interception import functions_named
+from qsync_opt.runtimes.torch.sensitivity.probes import Contest, LastRectified, Window, contest, pool_call
 
 _POOLS = functions_named("max_pool2d")
 

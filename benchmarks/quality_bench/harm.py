@@ -33,16 +33,12 @@ from trials import Trials, evaluated
 from work import Clock, significant
 
 import qsync_opt
-from qsync_opt.kernels import ops
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.execution.capabilities import device_formats
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics, full_precision
-from qsync_opt.sensitivity.rounding_variance import NoiseOptions
-from qsync_opt.sensitivity.scores import sensitivities
-from qsync_opt.sensitivity.table import IndicatorKind
+from qsync_opt.kernels import KernelOptions, ops
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.execution import ApplyOptions, device_formats
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics, full_precision
+from qsync_opt.sensitivity import IndicatorKind, NoiseOptions, sensitivities
 
 PRECISION = "INT8"
 SGD_RATE = 0.1

@@ -16,10 +16,10 @@ from frozen import Masks
 from torch import Tensor, nn
 
 from qsync_opt.kernels import ops
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.runtimes.torch.execution.plans import AppliedPlan, ApplyOptions
-from qsync_opt.runtimes.torch.interception.interception import OperatorCall
-from qsync_opt.runtimes.torch.sensitivity.statistics import full_precision
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.runtimes.torch.execution import AppliedPlan, ApplyOptions
+from qsync_opt.runtimes.torch.interception import OperatorCall
+from qsync_opt.runtimes.torch.sensitivity import full_precision
 
 EIGHT_BITS = ("INT8", "FP8")
 

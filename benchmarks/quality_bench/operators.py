@@ -13,14 +13,11 @@ from subjects import Batch, subject_of, train_briefly
 from torch import Tensor, nn
 from work import Clock, significant
 
-from qsync_opt.kernels import ops
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.execution.capabilities import device_formats
-from qsync_opt.runtimes.torch.interception.interception import OperatorCall, intercepted
-from qsync_opt.runtimes.torch.sensitivity.products import operand_slots, replace_operands
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics, full_precision
-from qsync_opt.sensitivity.rounding_variance import NoiseOptions, variances
-from qsync_opt.sensitivity.statistics import OperatorKind, OperatorStatistics
+from qsync_opt.kernels import KernelOptions, ops
+from qsync_opt.runtimes.torch.execution import device_formats
+from qsync_opt.runtimes.torch.interception import OperatorCall, intercepted
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics, full_precision, operand_slots, replace_operands
+from qsync_opt.sensitivity import NoiseOptions, OperatorKind, OperatorStatistics, variances
 
 RESULTS = ("output", "weight_gradient", "input_gradient")
 LOW, HIGH = 0.9, 1.1

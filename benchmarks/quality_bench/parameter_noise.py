@@ -11,12 +11,11 @@ from plans import LOW
 from subjects import subject_of, train_briefly
 from work import Clock, significant
 
-from qsync_opt.kernels import ops
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.model.graph import Role
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions
-from qsync_opt.runtimes.torch.sensitivity.statistics import full_precision
+from qsync_opt.kernels import KernelOptions, ops
+from qsync_opt.model import Role
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.execution import ApplyOptions
+from qsync_opt.runtimes.torch.sensitivity import full_precision
 
 _STEPS, _BATCHES, _DRAWS = 150, 6, 3
 

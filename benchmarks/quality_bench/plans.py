@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Mapping
 
 import qsync_opt
-from qsync_opt.model.graph import Role
-from qsync_opt.numerics.formats import FORMATS, PrecisionFormats
-from qsync_opt.sensitivity.statistics import ModelStatistics, OperatorStatistics, RoundingFactor, TensorStatistics
-from qsync_opt.training.problem import CastCost, Communication, OperatorCost, Problem, ProblemDevice, ProblemOperator
+from qsync_opt.model import Role
+from qsync_opt.numerics import FORMATS, PrecisionFormats
+from qsync_opt.sensitivity import ModelStatistics, OperatorStatistics, RoundingFactor, TensorStatistics
+from qsync_opt.training import CastCost, Communication, OperatorCost, Problem, ProblemDevice, ProblemOperator
 
 LOW, HIGH = "INT8", "BF16"
 COST_MODEL = "multiplications; 8-bit products take half the time of 16-bit ones, nothing else costs anything"

@@ -21,10 +21,10 @@ from plans import HIGH
 from subjects import Batch, Subject, subject_of
 from torch import Tensor, nn
 
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.model.graph import OpGraph, load_graph
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions
-from qsync_opt.sensitivity.rounding_variance import NoiseOptions
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.model import OpGraph, load_graph
+from qsync_opt.runtimes.torch.execution import ApplyOptions
+from qsync_opt.sensitivity import NoiseOptions
 
 LAST = 50
 """Steps at the end whose training loss is averaged."""

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from qsync_opt.kernels import ops
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.runtimes.torch.execution.plans import AppliedPlan, ApplyOptions
-from qsync_opt.runtimes.torch.interception.interception import OperatorCall
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.runtimes.torch.execution import AppliedPlan, ApplyOptions
+from qsync_opt.runtimes.torch.interception import OperatorCall
 
 Errors = dict[int, Tensor]
 """Of one operator: of the gradient of its n-th argument that has one, and at -1 of its result."""

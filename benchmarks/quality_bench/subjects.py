@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
-from qsync_opt.runtimes.torch.demo.text import standard_library_text
+from qsync_opt.runtimes.torch.demo import Gpt, GptConfig, standard_library_text
 
 Batch = tuple[Tensor, ...]
 MASKED = -100

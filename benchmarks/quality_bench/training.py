@@ -21,11 +21,11 @@ from subjects import train_briefly
 
 import qsync_opt
 from qsync_opt.kernels import ops
-from qsync_opt.model.graph import Role, save_graph
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.execution.capabilities import device_formats
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.sensitivity.scores import sensitivities
+from qsync_opt.model import Role, save_graph
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.execution import device_formats
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.sensitivity import sensitivities
 
 PLANNERS = ("progress", "probed", "hessian", "fisher", "random")
 PEER = "fisher"

@@ -15,9 +15,9 @@ from shared_errors import ErringPlan, Errors, NotingPlan
 from subjects import Batch
 from torch import Tensor, nn
 
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions
-from qsync_opt.runtimes.torch.sensitivity.statistics import full_precision
+from qsync_opt.model import OpGraph
+from qsync_opt.runtimes.torch.execution import ApplyOptions
+from qsync_opt.runtimes.torch.sensitivity import full_precision
 
 _STREAMS = 8
 

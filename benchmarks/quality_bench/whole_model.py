@@ -17,15 +17,11 @@ from subjects import subject_of, train_briefly
 from work import Clock, significant
 
 from qsync_opt.kernels import ops
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.execution.capabilities import device_formats
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics, full_precision
-from qsync_opt.sensitivity.rectifiers import plan_variance, plan_variance_parts
-from qsync_opt.sensitivity.scores import sensitivities
-from qsync_opt.sensitivity.statistics import ModelStatistics
-from qsync_opt.sensitivity.table import SensitivityTable
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.execution import ApplyOptions, device_formats
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics, full_precision
+from qsync_opt.sensitivity import ModelStatistics, SensitivityTable, plan_variance, plan_variance_parts, sensitivities
 
 PRECISIONS = ("INT8", "FP8", "BF16", "FP32")
 

@@ -13,7 +13,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qsync_opt import Plan, uniform_plan
-from qsync_opt.testing.problems import buckets, diamond
+from qsync_opt.testing import buckets, diamond
 
 CLUSTER = """\
 name: two-kinds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from wrong_case import Case
 
 from qsync_opt import Plan, uniform_plan
-from qsync_opt.testing.problems import diamond
+from qsync_opt.testing import diamond
 
 MODEL_CASES: tuple[Case, ...] = (
     Case(

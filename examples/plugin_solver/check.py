@@ -2,7 +2,7 @@
 
 from qsync_opt import solve
 from qsync_opt.registry import Kind, entries
-from qsync_opt.testing.problems import check_formulation, check_solver, diamond
+from qsync_opt.testing import check_formulation, check_solver, diamond
 
 
 def main() -> None:

@@ -1,1 +1,64 @@
-"""The neutral core: choose one label per node, under additive loads, pairwise costs and nested limits."""
+"""Bound and fix: an exact solver for choosing one level per group under a few limits.
+
+It knows nothing of precisions; a use translates its problem into an `AssignmentModel`.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.formulations.assignment.compiled import LOOPS, SWITCH, Loop, compiled_by, prepare
+    from qsync_opt.formulations.assignment.dual import DualResult, Master, Priced, Pricer, maximise
+    from qsync_opt.formulations.assignment.effort import PASSES, QUICK_PASSES, SOLVER_PASSES, Effort, Pass
+    from qsync_opt.formulations.assignment.elimination import Elimination, Relaxation, relax
+    from qsync_opt.formulations.assignment.incumbent import PROOF, blend
+    from qsync_opt.formulations.assignment.model import (
+        AssignmentModel,
+        Bools,
+        Derived,
+        Floats,
+        Ints,
+        Wanted,
+        Whole,
+        assemble,
+    )
+    from qsync_opt.formulations.assignment.schedule import TooWideError
+    from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome, split_count
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "LOOPS",
+    "PASSES",
+    "PROOF",
+    "QUICK_PASSES",
+    "SOLVER_PASSES",
+    "SWITCH",
+    "AssignmentModel",
+    "Bools",
+    "BoundAndFix",
+    "Derived",
+    "DualResult",
+    "Effort",
+    "Elimination",
+    "Floats",
+    "Ints",
+    "Loop",
+    "Master",
+    "Outcome",
+    "Pass",
+    "Priced",
+    "Pricer",
+    "Relaxation",
+    "TooWideError",
+    "Wanted",
+    "Whole",
+    "assemble",
+    "blend",
+    "compiled_by",
+    "maximise",
+    "prepare",
+    "relax",
+    "split_count",
+]

@@ -35,7 +35,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 import numpy as np
 
 from qsync_opt.errors import NotInstalledError, ProblemError
-from qsync_opt.io.progress import held_interrupts
+from qsync_opt.io import held_interrupts
 
 SWITCH = "QSYNC_COMPILED_LOOPS"
 _LOGGER = logging.getLogger(__name__)

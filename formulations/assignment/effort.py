@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from qsync_opt.formulations.linear.solver import LinearSolver
+from qsync_opt.formulations.linear import LinearSolver
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from qsync_opt.formulations.assignment.core.condensed import Condensed
-from qsync_opt.formulations.assignment.core.core_search import CoreSearch
+from qsync_opt.formulations.assignment.core import Condensed, CoreSearch
 from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
 from qsync_opt.formulations.assignment.effort import Effort
 from qsync_opt.formulations.assignment.elimination import Relaxation, relax

@@ -1,1 +1,22 @@
-"""Parts of the package."""
+"""Linear programs that no solver package is needed to write down.
+
+`LinearModel` is the program and `LinearSolver` the contract of whoever solves it.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.formulations.linear.model import LinearModel
+    from qsync_opt.formulations.linear.solver import LinearOptions, LinearResult, LinearSolver, LinearStatus
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "LinearModel",
+    "LinearOptions",
+    "LinearResult",
+    "LinearSolver",
+    "LinearStatus",
+]

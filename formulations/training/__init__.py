@@ -1,1 +1,56 @@
-"""Parts of the package."""
+"""Precision plans for training: greedy with a bound, exact, exhaustive, the paper's heuristic.
+
+The registry reaches each formulation by its name.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.formulations.training.certified import plan_certified
+    from qsync_opt.formulations.training.collapsed import collapse
+    from qsync_opt.formulations.training.exact import exact_effort
+    from qsync_opt.formulations.training.exhaustive import ExhaustiveFormulation
+    from qsync_opt.formulations.training.fastest import fastest_within
+    from qsync_opt.formulations.training.front import FrontPoint, Sweep, latency_front, memory_front
+    from qsync_opt.formulations.training.greedy import GreedyFormulation, greedy_effort
+    from qsync_opt.formulations.training.latency import least_latency
+    from qsync_opt.formulations.training.paper_greedy import (
+        DeviceState,
+        Move,
+        QsyncFormulation,
+        adjustable_positions,
+        fast_start,
+        keeps_limits,
+        recover,
+    )
+    from qsync_opt.formulations.training.tables import peers_ns, segments
+    from qsync_opt.formulations.training.textbook import build_textbook
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "DeviceState",
+    "ExhaustiveFormulation",
+    "FrontPoint",
+    "GreedyFormulation",
+    "Move",
+    "QsyncFormulation",
+    "Sweep",
+    "adjustable_positions",
+    "build_textbook",
+    "collapse",
+    "exact_effort",
+    "fast_start",
+    "fastest_within",
+    "greedy_effort",
+    "keeps_limits",
+    "latency_front",
+    "least_latency",
+    "memory_front",
+    "peers_ns",
+    "plan_certified",
+    "recover",
+    "segments",
+]

@@ -12,15 +12,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from qsync_opt.formulations.assignment.effort import Effort
-from qsync_opt.formulations.assignment.incumbent import PROOF
-from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome
+from qsync_opt.formulations.assignment import PROOF, BoundAndFix, Effort, Outcome
 from qsync_opt.formulations.training.collapsed import Collapsed, collapse
 from qsync_opt.formulations.training.infeasible import explain
 from qsync_opt.formulations.training.tables import DeviceTables, GraphTables, device_tables, graph_tables
-from qsync_opt.training.plan import Plan
-from qsync_opt.training.problem import Problem, ProblemDevice
-from qsync_opt.training.solution import PROOF_GAP, Answer, TerminationStatus, relative_gap
+from qsync_opt.training import PROOF_GAP, Answer, Plan, Problem, ProblemDevice, TerminationStatus, relative_gap
 
 _SMALL = 60
 """A problem of so few nodes is searched to the end, whatever gap is asked for: that takes no longer."""

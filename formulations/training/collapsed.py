@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints, assemble
+from qsync_opt.formulations.assignment import AssignmentModel, Bools, Floats, Ints, assemble
 from qsync_opt.formulations.training.fold import CONSTANT, Folding, fold
 from qsync_opt.formulations.training.tables import (
     DeviceTables,
@@ -29,9 +29,8 @@ from qsync_opt.formulations.training.tables import (
     graph_tables,
     latency_rows,
 )
-from qsync_opt.model.graph import Role
-from qsync_opt.training.blocks import joined
-from qsync_opt.training.problem import Problem, ProblemDevice
+from qsync_opt.model import Role
+from qsync_opt.training import Problem, ProblemDevice, joined
 
 FORWARD, BACKWARD, MEMORY = 0, 1, 2
 

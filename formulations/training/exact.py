@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qsync_opt.formulations.assignment.effort import PASSES, SOLVER_PASSES, Effort
-from qsync_opt.formulations.linear.solver import LinearSolver
+from qsync_opt.formulations.assignment import PASSES, SOLVER_PASSES, Effort
+from qsync_opt.formulations.linear import LinearSolver
 from qsync_opt.formulations.training.certified import plan_certified
 from qsync_opt.formulations.training.greedy import greedy_effort
 from qsync_opt.registry import Kind, create, default_solver
-from qsync_opt.training.problem import Problem
-from qsync_opt.training.solution import Answer, SolveOptions
+from qsync_opt.training import Answer, Problem, SolveOptions
 
 _ENOUGH = 5e-7
 """Half of what counts as proved: closer than this, no dear search is begun."""

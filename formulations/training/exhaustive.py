@@ -7,11 +7,17 @@ import math
 import time
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.formulations.training.ilp.least import Least, describe_infeasible
-from qsync_opt.training.evaluation import evaluate_device, iteration_time
-from qsync_opt.training.problem import Problem, ProblemDevice
-from qsync_opt.training.propagation import propagate
-from qsync_opt.training.solution import Answer, SolveOptions, TerminationStatus
+from qsync_opt.formulations.training.ilp import Least, describe_infeasible
+from qsync_opt.training import (
+    Answer,
+    Problem,
+    ProblemDevice,
+    SolveOptions,
+    TerminationStatus,
+    evaluate_device,
+    iteration_time,
+    propagate,
+)
 
 MOST_PLANS = 200_000
 """Plans of one device type beyond which exhausting them is refused."""

@@ -8,21 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qsync_opt.formulations.assignment.effort import Effort
+from qsync_opt.formulations.assignment import Effort
 from qsync_opt.formulations.base import Formulation
-from qsync_opt.formulations.linear.solver import LinearSolver
+from qsync_opt.formulations.linear import LinearSolver
 from qsync_opt.formulations.training.collapsed import collapse
 from qsync_opt.formulations.training.exact import exact_effort
 from qsync_opt.formulations.training.front import Sweep
 from qsync_opt.formulations.training.greedy import greedy_effort
 from qsync_opt.formulations.training.latency import least_latency
 from qsync_opt.formulations.training.tables import device_tables, graph_tables, peers_ns
-from qsync_opt.io.codec import check_number
+from qsync_opt.io import check_number
 from qsync_opt.registry import Feature, Kind, create, features, require
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan
-from qsync_opt.training.problem import NO_LIMIT_NS, Problem
-from qsync_opt.training.solution import SolveOptions, TerminationStatus
+from qsync_opt.training import NO_LIMIT_NS, Plan, Problem, SolveOptions, TerminationStatus, evaluate
 
 _STEPS = 80
 """Of a bisection, more than the bits of any time."""

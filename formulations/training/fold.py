@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from qsync_opt.formulations.assignment.model import Bools, Derived, Ints, Wanted
+from qsync_opt.formulations.assignment import Bools, Derived, Ints, Wanted
 from qsync_opt.formulations.training.tables import DeviceTables, GraphTables
 
 CONSTANT = -1

@@ -15,17 +15,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.formulations.assignment.effort import PASSES, Effort, Pass
-from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome
+from qsync_opt.formulations.assignment import PASSES, BoundAndFix, Effort, Outcome, Pass
 from qsync_opt.formulations.training.certified import DeviceSearch
 from qsync_opt.formulations.training.exact import exact_effort
 from qsync_opt.formulations.training.greedy import greedy_effort
 from qsync_opt.formulations.training.latency import least_latency
 from qsync_opt.formulations.training.tables import device_tables, graph_tables
 from qsync_opt.registry import Kind, create, default_solver
-from qsync_opt.training.plan import Plan
-from qsync_opt.training.problem import NO_LIMIT_NS, Problem
-from qsync_opt.training.solution import relative_gap
+from qsync_opt.training import NO_LIMIT_NS, Plan, Problem, relative_gap
 
 _COARSE = Effort(gap=1e-3, passes=PASSES[:2], max_nodes=1)
 """A front's fastest limit is sought to this relative precision."""

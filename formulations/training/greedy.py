@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qsync_opt.formulations.assignment.effort import Effort, Pass
-from qsync_opt.formulations.linear.solver import LinearSolver
+from qsync_opt.formulations.assignment import Effort, Pass
+from qsync_opt.formulations.linear import LinearSolver
 from qsync_opt.formulations.training.certified import plan_certified
 from qsync_opt.registry import Kind, create
-from qsync_opt.training.problem import Problem
-from qsync_opt.training.solution import Answer, SolveOptions
+from qsync_opt.training import Answer, Problem, SolveOptions
 
 _GAP = 1e-3
 """The default stops here; `exact` goes on."""

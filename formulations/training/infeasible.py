@@ -6,12 +6,10 @@ import math
 
 import numpy as np
 
-from qsync_opt.formulations.assignment.effort import QUICK_PASSES, Effort
-from qsync_opt.formulations.assignment.model import Ints
-from qsync_opt.formulations.assignment.search import BoundAndFix
+from qsync_opt.formulations.assignment import QUICK_PASSES, BoundAndFix, Effort, Ints
 from qsync_opt.formulations.training.collapsed import Collapsed, collapse
 from qsync_opt.formulations.training.latency import least_latency, row_as_objective, with_objective
-from qsync_opt.training.problem import NO_LIMIT_NS, Problem
+from qsync_opt.training import NO_LIMIT_NS, Problem
 
 _SHOWN = 3
 """Operators named as those that force a limit."""

@@ -14,10 +14,17 @@ import time
 
 import numpy as np
 
-from qsync_opt.formulations.assignment.effort import Effort
-from qsync_opt.formulations.assignment.elimination import Relaxation, relax
-from qsync_opt.formulations.assignment.model import AssignmentModel, Floats, Ints, Whole
-from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome
+from qsync_opt.formulations.assignment import (
+    AssignmentModel,
+    BoundAndFix,
+    Effort,
+    Floats,
+    Ints,
+    Outcome,
+    Relaxation,
+    Whole,
+    relax,
+)
 from qsync_opt.formulations.training.collapsed import Collapsed, collapse
 
 _STEPS = 80

@@ -15,14 +15,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qsync_opt.formulations.training.ilp.least import Verdict, explain_infeasible, least_time
+from qsync_opt.formulations.training.ilp import Verdict, explain_infeasible, least_time
 from qsync_opt.formulations.training.tables import peers_ns, segments
-from qsync_opt.model.graph import Role
+from qsync_opt.model import Role
 from qsync_opt.registry import Kind, create, default_solver
-from qsync_opt.training.evaluation import BYTES_PER_KIB
-from qsync_opt.training.problem import Problem, ProblemDevice
-from qsync_opt.training.propagation import follow, ladder, propagate
-from qsync_opt.training.solution import Answer, SolveOptions, TerminationStatus
+from qsync_opt.training import (
+    BYTES_PER_KIB,
+    Answer,
+    Problem,
+    ProblemDevice,
+    SolveOptions,
+    TerminationStatus,
+    follow,
+    ladder,
+    propagate,
+)
 
 Move = tuple[int, str]
 """Operator (position in forward order) and a precision."""

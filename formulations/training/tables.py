@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
-from qsync_opt.model.graph import Role
-from qsync_opt.training.evaluation import BYTES_PER_KIB
-from qsync_opt.training.problem import MI_ELEMENTS, Problem, ProblemDevice
+from qsync_opt.formulations.assignment import Bools, Floats, Ints
+from qsync_opt.model import Role
+from qsync_opt.training import BYTES_PER_KIB, MI_ELEMENTS, Problem, ProblemDevice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,15 +17,20 @@ from dataclasses import replace
 from typing import Any
 
 from qsync_opt.errors import NotInstalledError, SolverError
-from qsync_opt.formulations.linear.model import LinearModel
-from qsync_opt.formulations.linear.solver import LinearOptions, LinearResult, LinearSolver, LinearStatus
-from qsync_opt.formulations.training.ilp.least import explain_infeasible
-from qsync_opt.model.graph import Role
+from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearResult, LinearSolver, LinearStatus
+from qsync_opt.formulations.training.ilp import explain_infeasible
+from qsync_opt.model import Role
 from qsync_opt.registry import Kind, create, default_solver
-from qsync_opt.training.evaluation import BYTES_PER_KIB
-from qsync_opt.training.problem import Problem, ProblemDevice, ProblemOperator
-from qsync_opt.training.propagation import ladder
-from qsync_opt.training.solution import Answer, SolveOptions, TerminationStatus
+from qsync_opt.training import (
+    BYTES_PER_KIB,
+    Answer,
+    Problem,
+    ProblemDevice,
+    ProblemOperator,
+    SolveOptions,
+    TerminationStatus,
+    ladder,
+)
 
 _SCALE = 1e3
 _FALL = 1e3

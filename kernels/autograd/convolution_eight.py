@@ -35,13 +35,17 @@ from qsync_opt.kernels.autograd.products_half import (
     runs_compiled,
     scaled_convolution,
 )
-from qsync_opt.kernels.matmul.scaled import scaled_mm_unchecked
+from qsync_opt.kernels.matmul import scaled_mm_unchecked
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.formats import INT8
-from qsync_opt.kernels.quantize.operators import quantize_matrix
-from qsync_opt.kernels.quantize.quantize import Quantized, dequantize, quantize_int8
-from qsync_opt.kernels.quantize.random_bits import stream_key
-from qsync_opt.kernels.quantize.weight_cache import once_per_version
+from qsync_opt.kernels.quantize import (
+    INT8,
+    Quantized,
+    dequantize,
+    once_per_version,
+    quantize_int8,
+    quantize_matrix,
+    stream_key,
+)
 
 # Numbers of the random streams of one call, as in eight_bit.py.
 _INPUT, _GRADIENT, _WEIGHT_COLUMNS = 0, 2, 4

@@ -23,11 +23,20 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.autograd.float_modes import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.autograd.products_eight import Operand, quantize_operand, weight_operand
 from qsync_opt.kernels.compilation import library
-from qsync_opt.kernels.matmul.scaled import scaled_mm, scaled_mm_amax
+from qsync_opt.kernels.matmul import scaled_mm, scaled_mm_amax
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.formats import E4M3, E5M2, INT8
-from qsync_opt.kernels.quantize.operators import UNIT, QuantizedMatrix, plain_by_amax, quantize_by_amax, quantize_matrix
-from qsync_opt.kernels.quantize.random_bits import signed, stream_key
+from qsync_opt.kernels.quantize import (
+    E4M3,
+    E5M2,
+    INT8,
+    UNIT,
+    QuantizedMatrix,
+    plain_by_amax,
+    quantize_by_amax,
+    quantize_matrix,
+    signed,
+    stream_key,
+)
 
 # Numbers of the random streams of one call; an operand's second is for columns, which are not scaled apart here.
 _INPUT, _FIRST, _SECOND, _HIDDEN, _GRADIENT, _HIDDEN_GRADIENT = (0, 0), (1, 1), (2, 2), 3, 4, 5

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync_opt.kernels.compilation.library import define_opaque
+from qsync_opt.kernels.compilation import define_opaque
 
 _DelayedError: Any = torch._C._functions.DelayedError
 

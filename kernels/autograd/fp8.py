@@ -18,9 +18,7 @@ from qsync_opt.kernels.autograd.float_modes import EIGHT_BITS, differentiated_on
 from qsync_opt.kernels.autograd.products_half import HALF_DTYPES, fused_product, weight_gradient
 from qsync_opt.kernels.matmul import tiles as matmul_choices
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.formats import E4M3
-from qsync_opt.kernels.quantize.quantize import Quantized, dequantize, quantize_fp8
-from qsync_opt.kernels.quantize.weight_cache import once_per_version
+from qsync_opt.kernels.quantize import E4M3, Quantized, dequantize, once_per_version, quantize_fp8
 
 
 def scaled_product(

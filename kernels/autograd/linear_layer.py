@@ -19,12 +19,10 @@ from qsync_opt.kernels.autograd import products_eight as eight_bit
 from qsync_opt.kernels.autograd import products_half as int8
 from qsync_opt.kernels.autograd.float_modes import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.autograd.products_eight import flattened
+from qsync_opt.kernels.matmul import scaled_mm_unchecked
 from qsync_opt.kernels.matmul import tiles as matmul_choices
-from qsync_opt.kernels.matmul.scaled import scaled_mm_unchecked
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.formats import E4M3, INT8
-from qsync_opt.kernels.quantize.quantize import Quantized, dequantize, quantize_fp8, quantize_int8
-from qsync_opt.kernels.quantize.weight_cache import once_per_version
+from qsync_opt.kernels.quantize import E4M3, INT8, Quantized, dequantize, once_per_version, quantize_fp8, quantize_int8
 
 
 def _codes(x: Tensor, is_int8: bool, per_row: bool, options: KernelOptions, stream: int) -> Quantized:

@@ -23,12 +23,9 @@ import torch
 from torch import Tensor
 
 from qsync_opt.kernels.autograd.float_modes import EIGHT_BITS, differentiated_once
-from qsync_opt.kernels.matmul.scaled import scaled_mm_unchecked
+from qsync_opt.kernels.matmul import scaled_mm_unchecked
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.formats import E5M2, INT8
-from qsync_opt.kernels.quantize.operators import quantize_unchecked
-from qsync_opt.kernels.quantize.random_bits import stream_key
-from qsync_opt.kernels.quantize.weight_cache import once_per_version
+from qsync_opt.kernels.quantize import E5M2, INT8, once_per_version, quantize_unchecked, stream_key
 
 # Numbers of the random streams of one call.
 _INPUT, _WEIGHT, _GRADIENT, _INPUT_COLUMNS, _WEIGHT_COLUMNS = 0, 1, 2, 3, 4

@@ -19,15 +19,12 @@ from torch import Tensor
 from qsync_opt.kernels.autograd import products_eight as eight_bit
 from qsync_opt.kernels.autograd.float_modes import EIGHT_BITS, differentiated_once
 from qsync_opt.kernels.compilation import library
-from qsync_opt.kernels.convolution.scaled import scaled_conv2d
+from qsync_opt.kernels.convolution import scaled_conv2d
+from qsync_opt.kernels.matmul import exact_convolution, int8_bmm, int8_mm, scaled_mm
 from qsync_opt.kernels.matmul import integer as onednn
 from qsync_opt.kernels.matmul import tiles as matmul_choices
-from qsync_opt.kernels.matmul.integer import exact_convolution, int8_bmm, int8_mm
-from qsync_opt.kernels.matmul.scaled import scaled_mm
 from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.formats import INT8
-from qsync_opt.kernels.quantize.quantize import Quantized, dequantize, quantize_int8
-from qsync_opt.kernels.quantize.weight_cache import once_per_version
+from qsync_opt.kernels.quantize import INT8, Quantized, dequantize, once_per_version, quantize_int8
 
 HALF_DTYPES: dict[str, torch.dtype] = {"BF16": torch.bfloat16, "FP16": torch.float16}
 

@@ -1,1 +1,24 @@
-"""Parts of the package."""
+"""Compiling and loading the CUDA sources, once per source, target and toolkit.
+
+`library` loads a compiled unit; ``python -m qsync_opt.kernels.compilation`` builds all of them ahead of time.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.kernels.compilation import builder, library
+    from qsync_opt.kernels.compilation.builder import UNITS
+    from qsync_opt.kernels.compilation.compiler import find_toolchain
+    from qsync_opt.kernels.compilation.library import define_opaque
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "UNITS",
+    "builder",
+    "define_opaque",
+    "find_toolchain",
+    "library",
+]

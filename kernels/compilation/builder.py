@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qsync_opt.errors import NotReadyError, QSyncError, UnsupportedError
-from qsync_opt.io.cache import default_cache_folder
+from qsync_opt.io import default_cache_folder
 from qsync_opt.kernels.compilation import compiler
 from qsync_opt.kernels.compilation.compiler import find_toolchain
 

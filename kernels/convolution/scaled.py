@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import library
-from qsync_opt.kernels.matmul.integer import exact_convolution
+from qsync_opt.kernels.matmul import exact_convolution
 
 ACTIVATIONS = ("none", "relu")
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -1,1 +1,57 @@
-"""Parts of the package."""
+"""Matrix products of quantized operands: tiles, tuning, and the CPU's integer product.
+
+`scaled_mm` picks a kernel for the shape and the device.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.kernels.matmul import integer, tiles
+    from qsync_opt.kernels.matmul.integer import (
+        exact_convolution,
+        has_native_product,
+        has_onednn_convolution,
+        has_onednn_linear,
+        int8_bmm,
+        int8_mm,
+    )
+    from qsync_opt.kernels.matmul.scaled import scaled_mm, scaled_mm_amax, scaled_mm_aux, scaled_mm_unchecked
+    from qsync_opt.kernels.matmul.tiles import (
+        TABLES,
+        Choice,
+        ProductKind,
+        activate,
+        choice_of,
+        kind_of,
+        read_choices,
+        write_choices,
+    )
+    from qsync_opt.kernels.matmul.tuning import operand_sets
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "TABLES",
+    "Choice",
+    "ProductKind",
+    "activate",
+    "choice_of",
+    "exact_convolution",
+    "has_native_product",
+    "has_onednn_convolution",
+    "has_onednn_linear",
+    "int8_bmm",
+    "int8_mm",
+    "integer",
+    "kind_of",
+    "operand_sets",
+    "read_choices",
+    "scaled_mm",
+    "scaled_mm_amax",
+    "scaled_mm_aux",
+    "scaled_mm_unchecked",
+    "tiles",
+    "write_choices",
+]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels.quantize.quantize import INT8_MAX, Quantized
+from qsync_opt.kernels.quantize import INT8_MAX, Quantized
 
 _ZERO_POINT = 128
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.io.codec import Fields, read_json, write_json
+from qsync_opt.io import Fields, read_json, write_json
 from qsync_opt.kernels.compilation import builder as build
 from qsync_opt.kernels.compilation import library
 

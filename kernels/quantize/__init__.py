@@ -1,1 +1,73 @@
-"""Parts of the package."""
+"""Quantization: formats, rounding with given random bits, the fused operators and the cache of weights.
+
+Each operator has a reference that it equals bit for bit.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.kernels.quantize.formats import E4M3, E5M2, FORMATS, INT8, amax, format_of, scale_from
+    from qsync_opt.kernels.quantize.operators import (
+        BLOCK,
+        GRANULARITIES,
+        ROUNDINGS,
+        UNIT,
+        QuantizedMatrix,
+        dequantize_matrix,
+        plain_by_amax,
+        quantize_by_amax,
+        quantize_matrix,
+        quantize_unchecked,
+        recast_matrix,
+        spread,
+    )
+    from qsync_opt.kernels.quantize.quantize import (
+        INT8_MAX,
+        Quantized,
+        dequantize,
+        int8_scale,
+        quantize_fp8,
+        quantize_int8,
+    )
+    from qsync_opt.kernels.quantize.random_bits import centred_noise, random_words, signed, stepped_key, stream_key
+    from qsync_opt.kernels.quantize.weight_cache import forget_weights, kept_bytes, once_per_version
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "BLOCK",
+    "E4M3",
+    "E5M2",
+    "FORMATS",
+    "GRANULARITIES",
+    "INT8",
+    "INT8_MAX",
+    "ROUNDINGS",
+    "UNIT",
+    "Quantized",
+    "QuantizedMatrix",
+    "amax",
+    "centred_noise",
+    "dequantize",
+    "dequantize_matrix",
+    "forget_weights",
+    "format_of",
+    "int8_scale",
+    "kept_bytes",
+    "once_per_version",
+    "plain_by_amax",
+    "quantize_by_amax",
+    "quantize_fp8",
+    "quantize_int8",
+    "quantize_matrix",
+    "quantize_unchecked",
+    "random_words",
+    "recast_matrix",
+    "scale_from",
+    "signed",
+    "spread",
+    "stepped_key",
+    "stream_key",
+]

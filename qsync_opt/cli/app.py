@@ -18,7 +18,7 @@ from typing import Any
 
 import qsync_opt
 from qsync_opt.errors import QSyncError
-from qsync_opt.io.codec import near_match
+from qsync_opt.io import near_match
 
 EXIT_OK, EXIT_UNUSABLE, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 2, 3, 130
 

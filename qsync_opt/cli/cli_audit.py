@@ -10,7 +10,7 @@ from qsync_opt.cli.app import EXIT_OK, Runner, print_json
 from qsync_opt.cli.console import print_table
 
 if TYPE_CHECKING:
-    from qsync_opt.steps.audit import AuditedWorker
+    from qsync_opt.steps import AuditedWorker
 
 _SHOWN = 15
 
@@ -32,13 +32,17 @@ def add_audit(parser: argparse.ArgumentParser) -> Runner:
 
 def _audit(options: argparse.Namespace) -> int:
     from qsync_opt.errors import ProblemError
-    from qsync_opt.io.codec import near_match, write_json
-    from qsync_opt.model.graph import load_graph
-    from qsync_opt.steps.audit import audit_worker, overlay_json, predicted_timeline
-    from qsync_opt.steps.costs import load_step_costs
-    from qsync_opt.steps.predictor import StepPredictor
-    from qsync_opt.steps.trace import read_chrome_trace
-    from qsync_opt.training.plan import load_plan
+    from qsync_opt.io import near_match, write_json
+    from qsync_opt.model import load_graph
+    from qsync_opt.steps import (
+        StepPredictor,
+        audit_worker,
+        load_step_costs,
+        overlay_json,
+        predicted_timeline,
+        read_chrome_trace,
+    )
+    from qsync_opt.training import load_plan
 
     if options.top < 0:
         raise ProblemError(f"--top is {options.top}, but at least 0 operators can be listed")

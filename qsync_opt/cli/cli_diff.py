@@ -9,8 +9,7 @@ from qsync_opt.cli.app import EXIT_OK, Runner, print_json
 from qsync_opt.cli.console import estimate_notice, print_table, signed
 
 if TYPE_CHECKING:
-    from qsync_opt.training.comparison import PlanDifference
-    from qsync_opt.training.evaluation import Evaluation
+    from qsync_opt.training import Evaluation, PlanDifference
 
 EXIT_DIFFERENT = 1
 _SHOWN = 40
@@ -28,9 +27,7 @@ def add_diff(parser: argparse.ArgumentParser) -> Runner:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from qsync_opt.training.comparison import compare_plans
-    from qsync_opt.training.plan import load_plan
-    from qsync_opt.training.problem_file import load_problem
+    from qsync_opt.training import compare_plans, load_plan, load_problem
 
     problem = None if options.problem is None else load_problem(options.problem)
     difference = compare_plans(load_plan(options.first), load_plan(options.second), problem)
@@ -69,7 +66,7 @@ def _print(difference: PlanDifference, shown: int | None) -> None:
 
 
 def _print_cost(before: Evaluation, after: Evaluation) -> None:
-    from qsync_opt.io.units import format_memory, format_sensitivity, format_time
+    from qsync_opt.io import format_memory, format_sensitivity, format_time
 
     longer_ns, worse = after.iteration_ns - before.iteration_ns, after.objective - before.objective
     rows = [

@@ -11,7 +11,7 @@ from qsync_opt.cli.app import EXIT_INFEASIBLE, EXIT_OK, Runner, print_json
 from qsync_opt.cli.console import add_quiet, check_outputs, estimate_notice, gap_text, milliseconds, number, print_table
 
 if TYPE_CHECKING:
-    from qsync_opt.training.pareto import Front
+    from qsync_opt.training import Front
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -39,12 +39,9 @@ def add_pareto(parser: argparse.ArgumentParser) -> Runner:
 
 
 def _pareto(options: argparse.Namespace) -> int:
-    from qsync_opt.io.cache import default_cache_folder
-    from qsync_opt.io.codec import write_text
-    from qsync_opt.io.progress import reporting
+    from qsync_opt.io import default_cache_folder, reporting, write_text
     from qsync_opt.report.figures import front_svg
-    from qsync_opt.training.pareto import pareto_front
-    from qsync_opt.training.problem_file import load_problem
+    from qsync_opt.training import load_problem, pareto_front
 
     check_outputs([options.csv, options.svg], [options.problem])
     problem = load_problem(options.problem)
@@ -72,7 +69,7 @@ def _pareto(options: argparse.Namespace) -> int:
 
 
 def _print(front: Front) -> None:
-    from qsync_opt.io.units import format_memory
+    from qsync_opt.io import format_memory
     from qsync_opt.report.display import levels
 
     problem = front.problem

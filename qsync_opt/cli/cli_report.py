@@ -43,12 +43,10 @@ def add_report(parser: argparse.ArgumentParser) -> Runner:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from qsync_opt.io.cache import default_cache_folder
-    from qsync_opt.io.progress import reporting
+    from qsync_opt.io import default_cache_folder, reporting
     from qsync_opt.report.contents import check_front, load_measured, make_report
     from qsync_opt.report.page import write_report
-    from qsync_opt.training.plan import load_plan
-    from qsync_opt.training.problem_file import load_problem
+    from qsync_opt.training import load_plan, load_problem
 
     check_outputs([options.out], [options.problem, options.plan, options.measured])
     check_front(options.front)

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import Extras, check_writable
-from qsync_opt.io.units import format_gap
+from qsync_opt.io import Extras, check_writable, format_gap
 
 _NS_PER_MS = 1e6
 _KIB_PER_MIB = 1024
@@ -81,7 +80,7 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def estimate_notice(extras: Extras) -> None:
     """Print what a problem or plan was estimated from, if anything was."""
-    from qsync_opt.costs.estimates import estimate_lines
+    from qsync_opt.costs import estimate_lines
 
     for line in estimate_lines(extras):
         print(f"note: {line}")

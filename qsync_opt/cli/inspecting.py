@@ -9,8 +9,7 @@ from qsync_opt.cli.app import EXIT_OK, Runner, print_json
 from qsync_opt.cli.console import estimate_notice, print_table, signed
 
 if TYPE_CHECKING:
-    from qsync_opt.training.explanation import Alternative, Explainer, Explanation, Overview, Saving
-    from qsync_opt.training.problem import Problem
+    from qsync_opt.training import Alternative, Explainer, Explanation, Overview, Problem, Saving
 
 
 _LEAST_SHARE = 0.005
@@ -32,9 +31,7 @@ def add_explain(parser: argparse.ArgumentParser) -> Runner:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from qsync_opt.training.explanation import Explainer
-    from qsync_opt.training.plan import load_plan
-    from qsync_opt.training.problem_file import load_problem
+    from qsync_opt.training import Explainer, load_plan, load_problem
 
     problem = load_problem(options.problem)
     explainer = Explainer(problem, load_plan(options.plan))
@@ -56,7 +53,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _overview(explainer: Explainer, names: list[str], options: argparse.Namespace) -> int:
     """What can be told without the name of an operator."""
-    from qsync_opt.training.explanation import overview
+    from qsync_opt.training import overview
 
     found = [overview(explainer, name) for name in names]
     if options.json:
@@ -70,7 +67,7 @@ def _overview(explainer: Explainer, names: list[str], options: argparse.Namespac
 
 
 def _print_overview(found: Overview) -> None:
-    from qsync_opt.io.units import format_sensitivity
+    from qsync_opt.io import format_sensitivity
 
     total = f"sensitivity {format_sensitivity(found.sensitivity)}"
     print(f"{found.device}: {found.adjustable} adjustable operators, {total}")
@@ -87,7 +84,7 @@ def _print_overview(found: Overview) -> None:
 
 
 def _sensitive_row(explanation: Explanation, total: float) -> tuple[str, ...]:
-    from qsync_opt.io.units import format_sensitivity
+    from qsync_opt.io import format_sensitivity
 
     higher = explanation.next_higher
     share = explanation.sensitivity / total
@@ -117,7 +114,7 @@ def _saving_row(saving: Saving) -> tuple[str, ...]:
 def _find(problem: Problem, text: str) -> str:
     """The operator called ``text``, or the only one whose name holds it."""
     from qsync_opt.errors import ProblemError
-    from qsync_opt.io.codec import near_match
+    from qsync_opt.io import near_match
 
     names = [operator.name for operator in problem.operators]
     if text in names:
@@ -141,7 +138,7 @@ def _find(problem: Problem, text: str) -> str:
 
 
 def _print(explanation: Explanation) -> None:
-    from qsync_opt.io.units import format_memory, format_sensitivity, format_time
+    from qsync_opt.io import format_memory, format_sensitivity, format_time
 
     print(f"{explanation.operator} ({explanation.type}, {explanation.role}) on {explanation.device}: "
           f"{explanation.precision}")  # fmt: skip
@@ -173,25 +170,25 @@ def _row(alternative: Alternative) -> tuple[str, ...]:
 
 
 def _sensitivity(alternative: Alternative) -> str:
-    from qsync_opt.io.units import format_sensitivity
+    from qsync_opt.io import format_sensitivity
 
     return signed(format_sensitivity(alternative.sensitivity_change), alternative.sensitivity_change)
 
 
 def _iteration(alternative: Alternative) -> str:
-    from qsync_opt.io.units import format_time
+    from qsync_opt.io import format_time
 
     return signed(format_time(alternative.iteration_change_ns), alternative.iteration_change_ns)
 
 
 def _computing(alternative: Alternative) -> str:
-    from qsync_opt.io.units import format_time
+    from qsync_opt.io import format_time
 
     return signed(format_time(alternative.compute_change_ns), alternative.compute_change_ns)
 
 
 def _memory(alternative: Alternative) -> str:
-    from qsync_opt.io.units import format_memory
+    from qsync_opt.io import format_memory
 
     return signed(format_memory(alternative.memory_change_kib), alternative.memory_change_kib)
 

@@ -31,7 +31,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> Runner:
 def _doctor(options: argparse.Namespace) -> int:
     from qsync_opt.cli.doctor import DOCTOR_FORMAT, Health, examine
     from qsync_opt.errors import UnsupportedError
-    from qsync_opt.io.codec import near_match
+    from qsync_opt.io import near_match
 
     findings = examine()
     required = [name.strip() for name in (options.require or "").split(",") if name.strip()]

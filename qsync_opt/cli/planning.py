@@ -12,12 +12,11 @@ from qsync_opt.cli.console import add_quiet, check_outputs, estimate_notice
 from qsync_opt.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from qsync_opt.cluster.cluster import Cluster, DeviceType
-    from qsync_opt.costs.profile import DeviceProfile
-    from qsync_opt.model.graph import OpGraph
-    from qsync_opt.sensitivity.indicators import ModelKnowledge
-    from qsync_opt.sensitivity.table import SensitivityValues
-    from qsync_opt.training.problem import Problem
+    from qsync_opt.cluster import Cluster, DeviceType
+    from qsync_opt.costs import DeviceProfile
+    from qsync_opt.model import OpGraph
+    from qsync_opt.sensitivity import ModelKnowledge, SensitivityValues
+    from qsync_opt.training import Problem
 
 _LOGGER = logging.getLogger(__name__)
 _STEPS = 5
@@ -62,8 +61,8 @@ def add_plan(parser: argparse.ArgumentParser) -> Runner:
 
 def _plan(options: argparse.Namespace) -> int:
     from qsync_opt.cli.solving import print_solution
-    from qsync_opt.io.progress import reporting
-    from qsync_opt.training.planner import solve
+    from qsync_opt.io import reporting
+    from qsync_opt.training import solve
 
     check_outputs([options.output, options.save_problem], [options.model, options.cluster, options.statistics])
     if options.noise_budget is not None:
@@ -96,9 +95,8 @@ def _plan_within(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from qsync_opt.cli.solving import print_turned, turned_json, why_not_fast
-    from qsync_opt.io.codec import check_number
-    from qsync_opt.io.progress import reporting
-    from qsync_opt.training.planner import fastest
+    from qsync_opt.io import check_number, reporting
+    from qsync_opt.training import fastest
 
     for name, given in (("--latency-limit", options.latency_limit), ("--slack", options.slack or None)):
         if given is not None:
@@ -128,7 +126,7 @@ def _plan_within(options: argparse.Namespace) -> int:
 
 def _without_absent(table: Any, formats: Iterable[str]) -> Any:
     """Another package's table, which leaves out the precisions that an operator must not get, with these excluded."""
-    from qsync_opt.sensitivity.table import SensitivityTable, SensitivityValues
+    from qsync_opt.sensitivity import SensitivityTable, SensitivityValues
 
     if isinstance(table, SensitivityTable | SensitivityValues):
         return table
@@ -141,7 +139,7 @@ def _without_absent(table: Any, formats: Iterable[str]) -> Any:
 
 def _relative(table: Any, knowledge: ModelKnowledge, cluster: Cluster) -> SensitivityValues:
     """Sensitivities as shares of the noise that the averaged gradient has anyway."""
-    from qsync_opt.sensitivity.table import SensitivityTable
+    from qsync_opt.sensitivity import SensitivityTable
 
     if knowledge.statistics is None or not isinstance(table, SensitivityTable):
         raise UnsupportedError(
@@ -152,11 +150,10 @@ def _relative(table: Any, knowledge: ModelKnowledge, cluster: Cluster) -> Sensit
 
 
 def _problem(options: argparse.Namespace, report: Any) -> Problem:
-    from qsync_opt.cluster.cluster import load_cluster
-    from qsync_opt.io.units import TIME_S, parse_quantity
-    from qsync_opt.model.onnx.reader import read_onnx
-    from qsync_opt.training.build import build_problem
-    from qsync_opt.training.problem import NO_LIMIT_NS
+    from qsync_opt.cluster import load_cluster
+    from qsync_opt.io import TIME_S, parse_quantity
+    from qsync_opt.model.onnx import read_onnx
+    from qsync_opt.training import NO_LIMIT_NS, build_problem
 
     limit_ns = None
     if options.latency_limit is not None:
@@ -201,8 +198,7 @@ def _indicator(options: argparse.Namespace) -> Any:
 
 
 def _profiles(graph: OpGraph, cluster: Cluster, options: argparse.Namespace) -> dict[str, DeviceProfile]:
-    from qsync_opt.costs.roofline import Assumptions
-    from qsync_opt.costs.sources import RooflineCosts
+    from qsync_opt.costs import Assumptions, RooflineCosts
     from qsync_opt.registry import Kind, create
 
     def cost_model(device: DeviceType) -> Any:
@@ -217,10 +213,8 @@ def _profiles(graph: OpGraph, cluster: Cluster, options: argparse.Namespace) -> 
 
 
 def _knowledge(options: argparse.Namespace) -> ModelKnowledge:
-    from qsync_opt.model.onnx.reader import read_weights
-    from qsync_opt.sensitivity.indicators import ModelKnowledge
-    from qsync_opt.sensitivity.statistics import load_statistics
-    from qsync_opt.sensitivity.table import IndicatorKind
+    from qsync_opt.model.onnx import read_weights
+    from qsync_opt.sensitivity import IndicatorKind, ModelKnowledge, load_statistics
 
     statistics = None if options.statistics is None else load_statistics(options.statistics)
     # Reading every weight takes most of the time; the formats alone need none, nor do indicators of statistics.

@@ -19,11 +19,7 @@ from qsync_opt.cli.console import (
 from qsync_opt.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from qsync_opt.training.evaluation import Evaluation
-    from qsync_opt.training.plan import Plan
-    from qsync_opt.training.planner import FastestPlan
-    from qsync_opt.training.problem import Problem
-    from qsync_opt.training.solution import Solution
+    from qsync_opt.training import Evaluation, FastestPlan, Plan, Problem, Solution
 
 
 def add_solve(parser: argparse.ArgumentParser) -> Runner:
@@ -53,10 +49,8 @@ def add_solve(parser: argparse.ArgumentParser) -> Runner:
 
 
 def _solve(options: argparse.Namespace) -> int:
-    from qsync_opt.io.progress import waiting
-    from qsync_opt.training.plan import load_plan
-    from qsync_opt.training.planner import solve
-    from qsync_opt.training.problem_file import load_problem
+    from qsync_opt.io import waiting
+    from qsync_opt.training import load_plan, load_problem, solve
 
     check_outputs([options.output], [options.problem])  # a plan to start from may be replaced
     problem = load_problem(options.problem)
@@ -82,7 +76,7 @@ def _solve(options: argparse.Namespace) -> int:
 
 def _tied(problem: Problem, groups: list[str]) -> list[tuple[str, ...]]:
     """Groups as they were asked for on the command line."""
-    from qsync_opt.training.blocks import identical_blocks
+    from qsync_opt.training import identical_blocks
 
     tied: list[tuple[str, ...]] = []
     for text in groups:
@@ -100,8 +94,8 @@ def _tied(problem: Problem, groups: list[str]) -> list[tuple[str, ...]]:
 
 def _solve_turned(problem: Problem, options: argparse.Namespace, tied: list[tuple[str, ...]]) -> int:
     """The least iteration time under a budget of sensitivity; the problem's latency limit is set aside."""
-    from qsync_opt.io.progress import waiting
-    from qsync_opt.training.planner import fastest
+    from qsync_opt.io import waiting
+    from qsync_opt.training import fastest
 
     for name, given in (("--start", options.start), ("--gap", options.gap)):
         if given is not None:
@@ -145,8 +139,7 @@ def why_not_fast(
     """Termination and reason where no plan keeps the budget: the least sensitivity that memory allows."""
     from dataclasses import replace
 
-    from qsync_opt.training.planner import solve
-    from qsync_opt.training.problem import NO_LIMIT_NS
+    from qsync_opt.training import NO_LIMIT_NS, solve
 
     patient = replace(problem, latency_limit_ns=NO_LIMIT_NS)
     least = solve(patient, "exact", solver=solver, time_limit_s=time_limit)
@@ -190,9 +183,7 @@ def add_evaluate(parser: argparse.ArgumentParser) -> Runner:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from qsync_opt.training.evaluation import evaluate
-    from qsync_opt.training.plan import load_plan
-    from qsync_opt.training.problem_file import load_problem
+    from qsync_opt.training import evaluate, load_plan, load_problem
 
     problem = load_problem(options.problem)
     evaluation = evaluate(problem, load_plan(options.plan))
@@ -223,10 +214,9 @@ def add_compare(parser: argparse.ArgumentParser) -> Runner:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from qsync_opt.io.progress import waiting
+    from qsync_opt.io import waiting
     from qsync_opt.registry import Kind, find
-    from qsync_opt.training.planner import solve
-    from qsync_opt.training.problem_file import load_problem
+    from qsync_opt.training import load_problem, solve
 
     methods = [name.strip() for name in options.methods.split(",") if name.strip()]
     if not methods:

@@ -24,10 +24,19 @@ from typing import Any, Self
 import yaml
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import Fields, check_integer, check_name, check_number, near_match
-from qsync_opt.io.files import read_text
-from qsync_opt.io.units import RATE_BYTES_PER_S, SIZE_BYTES, TIME_S, parse_quantity
-from qsync_opt.numerics.formats import FORMATS
+from qsync_opt.io import (
+    RATE_BYTES_PER_S,
+    SIZE_BYTES,
+    TIME_S,
+    Fields,
+    check_integer,
+    check_name,
+    check_number,
+    near_match,
+    parse_quantity,
+    read_text,
+)
+from qsync_opt.numerics import FORMATS
 
 LARGEST_BYTES = 2**20
 """Of a cluster file; reading YAML is slow."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.io.codec import check_name, check_number, near_match
-from qsync_opt.numerics.formats import FORMATS
+from qsync_opt.io import check_name, check_number, near_match
+from qsync_opt.numerics import FORMATS
 
 _T = 1e12
 _GB = 1e9

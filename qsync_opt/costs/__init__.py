@@ -1,1 +1,62 @@
-"""Parts of the package."""
+"""What an operator costs on a device: measured profiles, roofline estimates, and where each figure came from.
+
+A `DeviceProfile` holds the times and sizes; a cost model makes one.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.costs.estimates import (
+        ESTIMATE_OPTION,
+        ESTIMATES_KEY,
+        FP32_SHARE_OPTION,
+        MEASURED_OPTION,
+        carried_estimates,
+        estimate_extras,
+        estimate_lines,
+        estimated_by,
+    )
+    from qsync_opt.costs.profile import (
+        MI_ELEMENTS,
+        CostFit,
+        DeviceIdentity,
+        DeviceProfile,
+        IterationCheck,
+        IterationOverhead,
+        MeasuredCost,
+        OptimizerCost,
+        fit_cost,
+        load_profile,
+    )
+    from qsync_opt.costs.roofline import Assumptions, roofline_profile
+    from qsync_opt.costs.sources import CostModel, ProfileCosts, RooflineCosts
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "ESTIMATES_KEY",
+    "ESTIMATE_OPTION",
+    "FP32_SHARE_OPTION",
+    "MEASURED_OPTION",
+    "MI_ELEMENTS",
+    "Assumptions",
+    "CostFit",
+    "CostModel",
+    "DeviceIdentity",
+    "DeviceProfile",
+    "IterationCheck",
+    "IterationOverhead",
+    "MeasuredCost",
+    "OptimizerCost",
+    "ProfileCosts",
+    "RooflineCosts",
+    "carried_estimates",
+    "estimate_extras",
+    "estimate_lines",
+    "estimated_by",
+    "fit_cost",
+    "load_profile",
+    "roofline_profile",
+]

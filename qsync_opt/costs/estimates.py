@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qsync_opt.costs.profile import DeviceProfile
-from qsync_opt.io.codec import Extras
+from qsync_opt.io import Extras
 
 ESTIMATES_KEY = "x-estimates"
 """Top-level extension key of problem and plan files: ``{"costs": {device: text}, "sensitivity": text}``."""

@@ -15,9 +15,9 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import Fields, check_integer, check_name, check_number, read_json, write_json
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.numerics.formats import FORMATS, PrecisionFormats
+from qsync_opt.io import Fields, check_integer, check_name, check_number, read_json, write_json
+from qsync_opt.model import OpGraph
+from qsync_opt.numerics import FORMATS, PrecisionFormats
 
 MI_ELEMENTS = 2**20
 """Elements that ``ns_per_mi_elements`` of a fitted cost counts for."""

@@ -10,23 +10,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from qsync_opt.cluster.datasheets import DataSheet
+from qsync_opt.cluster import DataSheet
 from qsync_opt.costs.estimates import ESTIMATE_OPTION
 from qsync_opt.costs.profile import MI_ELEMENTS, CostFit, DeviceIdentity, DeviceProfile, MeasuredCost, OptimizerCost
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.io.codec import check_integer, check_number
-from qsync_opt.model.graph import DTYPE_BYTES, Operator, OpGraph, Role, TensorSpec
-from qsync_opt.model.roles import (
+from qsync_opt.io import check_integer, check_number
+from qsync_opt.model import (
     ATTENTION,
     BYTE_MASKS,
+    DTYPE_BYTES,
     INDEX_MASKS,
     LOOKUPS,
     PRODUCTS,
     SAVES_NOTHING,
     SAVES_OUTPUT,
+    Operator,
+    OpGraph,
+    Role,
+    TensorSpec,
     base_kind,
 )
-from qsync_opt.numerics.formats import PrecisionFormats, formats_for, number_format
+from qsync_opt.numerics import PrecisionFormats, formats_for, number_format
 
 MODEL_VERSION = "1"
 """Changes when the estimates do."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from qsync_opt.cluster.cluster import DeviceType
-from qsync_opt.cluster.datasheets import data_sheet
+from qsync_opt.cluster import DeviceType, data_sheet
 from qsync_opt.costs.profile import DeviceProfile, load_profile
 from qsync_opt.costs.roofline import Assumptions, roofline_profile
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import OpGraph
+from qsync_opt.model import OpGraph
 
 
 class CostModel(Protocol):

@@ -1,1 +1,78 @@
-"""Parts of the package."""
+"""Files, JSON and text: atomic writes, checked reading, the cache of measurements, units and progress.
+
+Every file format of the package is read and written through these functions.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.io.cache import MeasurementCache, default_cache_folder
+    from qsync_opt.io.codec import (
+        LARGEST_INTEGER,
+        Extras,
+        Fields,
+        are_plain_names,
+        check_integer,
+        check_name,
+        check_number,
+        check_writable,
+        merge_extras,
+        near_match,
+        parse_json,
+        read_json,
+        split_extras,
+        write_json,
+        write_text,
+    )
+    from qsync_opt.io.files import read_bounded, read_text, write_bytes
+    from qsync_opt.io.progress import Report, held_interrupts, lasting_interrupts, reporting, waiting
+    from qsync_opt.io.units import (
+        RATE_BYTES_PER_S,
+        SIZE_BYTES,
+        TIME_S,
+        format_gap,
+        format_memory,
+        format_sensitivity,
+        format_time,
+        parse_quantity,
+    )
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "LARGEST_INTEGER",
+    "RATE_BYTES_PER_S",
+    "SIZE_BYTES",
+    "TIME_S",
+    "Extras",
+    "Fields",
+    "MeasurementCache",
+    "Report",
+    "are_plain_names",
+    "check_integer",
+    "check_name",
+    "check_number",
+    "check_writable",
+    "default_cache_folder",
+    "format_gap",
+    "format_memory",
+    "format_sensitivity",
+    "format_time",
+    "held_interrupts",
+    "lasting_interrupts",
+    "merge_extras",
+    "near_match",
+    "parse_json",
+    "parse_quantity",
+    "read_bounded",
+    "read_json",
+    "read_text",
+    "reporting",
+    "split_extras",
+    "waiting",
+    "write_bytes",
+    "write_json",
+    "write_text",
+]

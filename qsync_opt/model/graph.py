@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from qsync_opt.errors import ModelError
-from qsync_opt.io.codec import Fields, parse_json, read_json, write_json
+from qsync_opt.io import Fields, parse_json, read_json, write_json
 
 
 class Role(enum.StrEnum):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qsync_opt.errors import ModelError
-from qsync_opt.io.codec import check_integer, check_number
+from qsync_opt.io import check_integer, check_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

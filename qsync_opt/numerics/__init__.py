@@ -1,1 +1,54 @@
-"""Parts of the package."""
+"""Number formats and what rounding to them does to a value.
+
+Precisions, their widths and ranges, and the variance and error of rounding.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.numerics.formats import FORMATS, PrecisionFormats, formats_for, number_format
+    from qsync_opt.numerics.rounding import (
+        CAST_FORMATS,
+        GRADIENT_KINDS,
+        LARGEST,
+        SCALED_FORMATS,
+        WIDE_FP8,
+        WIDE_FP8_LARGEST,
+        WIDE_FP8_MANTISSA_BITS,
+        WIDE_FP8_SMALLEST_EXPONENT,
+        Granularity,
+        Rounding,
+        closed_form_variance,
+        fixed_point_variance,
+        floating_point_variance,
+        noise_kind,
+        noise_kinds,
+        smallest_exponent,
+    )
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "CAST_FORMATS",
+    "FORMATS",
+    "GRADIENT_KINDS",
+    "LARGEST",
+    "SCALED_FORMATS",
+    "WIDE_FP8",
+    "WIDE_FP8_LARGEST",
+    "WIDE_FP8_MANTISSA_BITS",
+    "WIDE_FP8_SMALLEST_EXPONENT",
+    "Granularity",
+    "PrecisionFormats",
+    "Rounding",
+    "closed_form_variance",
+    "fixed_point_variance",
+    "floating_point_variance",
+    "formats_for",
+    "noise_kind",
+    "noise_kinds",
+    "number_format",
+    "smallest_exponent",
+]

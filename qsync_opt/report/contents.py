@@ -8,23 +8,32 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.io.codec import Fields, check_integer, read_json, split_extras
-from qsync_opt.training.evaluation import (
+from qsync_opt.io import Fields, check_integer, read_json, split_extras
+from qsync_opt.training import (
     BYTES_PER_KIB,
+    GAPS,
+    MEMORY_KEY,
+    OPERATORS_KEY,
     CastTime,
     DeviceEvaluation,
     Evaluation,
+    Explainer,
+    Explanation,
+    Front,
+    MemoryBreakdown,
+    Plan,
+    Problem,
+    Solution,
+    StaticMemory,
+    Timeline,
     cast_buffer_kib,
     evaluate,
+    memory_breakdown,
+    pareto_front,
+    replay,
+    solve,
+    uniform_plan,
 )
-from qsync_opt.training.explanation import Explainer, Explanation
-from qsync_opt.training.memory import MEMORY_KEY, OPERATORS_KEY, MemoryBreakdown, StaticMemory, memory_breakdown
-from qsync_opt.training.pareto import GAPS, Front, pareto_front
-from qsync_opt.training.plan import Plan, uniform_plan
-from qsync_opt.training.planner import solve
-from qsync_opt.training.problem import Problem
-from qsync_opt.training.solution import Solution
-from qsync_opt.training.timeline import Timeline, replay
 
 NO_FRONT = "none"
 POINTS = 30

@@ -7,18 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from qsync_opt.costs.estimates import estimate_lines
-from qsync_opt.io.units import format_gap, format_memory, format_sensitivity, format_time
-from qsync_opt.model.graph import Role
-from qsync_opt.numerics.formats import FORMATS
+from qsync_opt.costs import estimate_lines
+from qsync_opt.io import format_gap, format_memory, format_sensitivity, format_time
+from qsync_opt.model import Role
+from qsync_opt.numerics import FORMATS
 
 if TYPE_CHECKING:
-    from qsync_opt.io.codec import Extras
-    from qsync_opt.model.graph import OpGraph
-    from qsync_opt.training.pareto import Front
-    from qsync_opt.training.plan import Plan
-    from qsync_opt.training.problem import Problem
-    from qsync_opt.training.solution import Solution
+    from qsync_opt.io import Extras
+    from qsync_opt.model import OpGraph
+    from qsync_opt.training import Front, Plan, Problem, Solution
 
 COLORS: Mapping[str, str] = {
     "INT8": "#8c2d04",

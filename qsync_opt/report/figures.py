@@ -14,17 +14,13 @@ from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
 from qsync_opt.errors import NotInstalledError
-from qsync_opt.io.units import format_memory, format_sensitivity, format_time
-from qsync_opt.numerics.formats import FORMATS
+from qsync_opt.io import format_memory, format_sensitivity, format_time
+from qsync_opt.numerics import FORMATS
 from qsync_opt.report.display import color
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.memory import memory_breakdown
-from qsync_opt.training.timeline import replay
+from qsync_opt.training import evaluate, memory_breakdown, replay
 
 if TYPE_CHECKING:
-    from qsync_opt.training.pareto import Front
-    from qsync_opt.training.plan import Plan
-    from qsync_opt.training.problem import Problem
+    from qsync_opt.training import Front, Plan, Problem
 
 
 _PLOT_WIDTH, _HEIGHT = 720, 440
@@ -257,7 +253,7 @@ def memory_figure(problem: Problem, plan: Plan) -> Any:
 
 def _memory_parts(problem: Problem, device: Any) -> dict[str, float]:
     """KiB by purpose, or the whole under one name."""
-    from qsync_opt.training.memory import MEMORY_KEY
+    from qsync_opt.training import MEMORY_KEY
 
     if ("devices", device.name, MEMORY_KEY) not in problem.extras:
         return {"all": float(device.memory_kib)}

@@ -7,12 +7,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
-from qsync_opt.costs.estimates import estimate_lines
-from qsync_opt.io.units import format_gap, format_memory, format_sensitivity, format_time
+from qsync_opt.costs import estimate_lines
+from qsync_opt.io import format_gap, format_memory, format_sensitivity, format_time
 from qsync_opt.report.contents import LOWEST, NO_FRONT, Report
-from qsync_opt.training.evaluation import DeviceEvaluation, Evaluation
-from qsync_opt.training.explanation import broken_limits
-from qsync_opt.training.solution import PROOF_GAP, TerminationStatus, relative_gap
+from qsync_opt.training import PROOF_GAP, DeviceEvaluation, Evaluation, TerminationStatus, broken_limits, relative_gap
 
 _CLAIM_AGREES = 1e-6
 """Largest relative difference between the objective that a plan file notes and the evaluated one."""

@@ -19,14 +19,21 @@ from typing import Any
 
 import qsync_opt
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import write_text
-from qsync_opt.model.graph import Role
+from qsync_opt.io import write_text
+from qsync_opt.model import Role
 from qsync_opt.report.contents import MemoryCurve, Report
 from qsync_opt.report.markup import front_markup, memory_markup, slot, summary_markup, timeline_markup
-from qsync_opt.training.evaluation import DeviceEvaluation, OperatorTime, cast_buffer_kib
-from qsync_opt.training.explanation import Alternative, Explanation
-from qsync_opt.training.pareto import Front
-from qsync_opt.training.timeline import COMMUNICATION, COMPUTE, TimelineEvent
+from qsync_opt.training import (
+    COMMUNICATION,
+    COMPUTE,
+    Alternative,
+    DeviceEvaluation,
+    Explanation,
+    Front,
+    OperatorTime,
+    TimelineEvent,
+    cast_buffer_kib,
+)
 
 REPORT_FORMAT = "qsync-report/1"
 ROLES = tuple(role.value for role in Role)

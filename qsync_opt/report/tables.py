@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING, Any
 from qsync_opt.errors import NotInstalledError
 
 if TYPE_CHECKING:
-    from qsync_opt.model.graph import OpGraph
-    from qsync_opt.training.evaluation import Evaluation
-    from qsync_opt.training.pareto import Front
-    from qsync_opt.training.plan import Plan
-    from qsync_opt.training.problem import Problem
+    from qsync_opt.model import OpGraph
+    from qsync_opt.training import Evaluation, Front, Plan, Problem
 
 
 def _frame(rows: Iterable[Mapping[str, Any]], columns: tuple[str, ...]) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from qsync_opt.numerics.formats import number_format
+from qsync_opt.numerics import number_format
 from qsync_opt.sensitivity.rounding_variance import OperatorVariances
 from qsync_opt.sensitivity.statistics import OPERANDS, OperatorStatistics
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.model.weights import WeightStatistics
-from qsync_opt.numerics.formats import PrecisionFormats
+from qsync_opt.model import OpGraph, WeightStatistics
+from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.sensitivity.scores import sensitivities
 from qsync_opt.sensitivity.statistics import ModelStatistics
 from qsync_opt.sensitivity.table import IndicatorKind, SensitivityTable

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.numerics.rounding import Granularity, Rounding, closed_form_variance
+from qsync_opt.numerics import Granularity, Rounding, closed_form_variance
 from qsync_opt.sensitivity.statistics import (
     Curvature,
     Gain,

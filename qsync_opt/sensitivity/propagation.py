@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from qsync_opt.model.graph import Operator, OpGraph
+from qsync_opt.model import Operator, OpGraph
 from qsync_opt.sensitivity.statistics import ModelStatistics, OperatorStatistics, Signal
 
 FloatArray = npt.NDArray[np.float64]

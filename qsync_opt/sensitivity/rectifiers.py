@@ -30,8 +30,8 @@ from typing import NamedTuple
 import numpy as np
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.numerics.formats import PrecisionFormats
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.sensitivity.propagation import FloatArray, Propagation
 from qsync_opt.sensitivity.rounding_variance import variances
 from qsync_opt.sensitivity.statistics import FLIP_RATIOS, ModelStatistics, OperatorKind

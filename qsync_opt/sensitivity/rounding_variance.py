@@ -20,16 +20,17 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.numerics.formats import PrecisionFormats, number_format
-from qsync_opt.numerics.rounding import (
+from qsync_opt.numerics import (
     CAST_FORMATS,
     GRADIENT_KINDS,
     LARGEST,
     SCALED_FORMATS,
     WIDE_FP8,
     Granularity,
+    PrecisionFormats,
     Rounding,
     noise_kind,
+    number_format,
 )
 from qsync_opt.sensitivity.statistics import OperatorKind, OperatorStatistics
 

@@ -18,8 +18,8 @@ import math
 from collections.abc import Iterable, Mapping
 
 from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
-from qsync_opt.model.graph import Operator, OpGraph, Role
-from qsync_opt.numerics.formats import PrecisionFormats
+from qsync_opt.model import Operator, OpGraph, Role
+from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.sensitivity.baselines import (
     ElementNoise,
     fisher_score,

@@ -22,15 +22,8 @@ from types import MappingProxyType
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import parse_json, read_json, write_json
-from qsync_opt.numerics.rounding import (
-    CAST_FORMATS,
-    GRADIENT_KINDS,
-    Granularity,
-    Rounding,
-    closed_form_variance,
-    noise_kinds,
-)
+from qsync_opt.io import parse_json, read_json, write_json
+from qsync_opt.numerics import CAST_FORMATS, GRADIENT_KINDS, Granularity, Rounding, closed_form_variance, noise_kinds
 
 
 def _finite(value: float, what: str) -> None:

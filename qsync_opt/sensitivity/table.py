@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.io.codec import Fields, check_integer, check_name, check_number
+from qsync_opt.io import Fields, check_integer, check_name, check_number
 from qsync_opt.sensitivity.propagation import Distances
 from qsync_opt.sensitivity.rounding_variance import OperatorVariances
 from qsync_opt.sensitivity.statistics import GradientNoise

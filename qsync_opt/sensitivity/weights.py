@@ -13,11 +13,15 @@ import math
 from collections.abc import Mapping
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import Operator, OpGraph, Role
-from qsync_opt.model.roles import LOOKUPS
-from qsync_opt.model.weights import WeightStatistics
-from qsync_opt.numerics.formats import PrecisionFormats, number_format
-from qsync_opt.numerics.rounding import LARGEST, Rounding, fixed_point_variance, floating_point_variance
+from qsync_opt.model import LOOKUPS, Operator, OpGraph, Role, WeightStatistics
+from qsync_opt.numerics import (
+    LARGEST,
+    PrecisionFormats,
+    Rounding,
+    fixed_point_variance,
+    floating_point_variance,
+    number_format,
+)
 
 FROM_WEIGHTS = "relative rounding noise of the weights; activations and gradients taken as normally distributed"
 """Label of sensitivities that were computed with weights."""

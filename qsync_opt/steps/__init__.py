@@ -1,1 +1,156 @@
-"""Parts of the package."""
+"""The time and memory of a whole training step under a plan, predicted from recorded steps.
+
+`fit_steps` learns the costs from traces and `StepPredictor` composes them for any plan.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.steps.audit import AuditedWorker, audit_worker, overlay_json, predicted_timeline
+    from qsync_opt.steps.bridge import profile_from_steps
+    from qsync_opt.steps.cases import StepFlow, delivered
+    from qsync_opt.steps.cluster import (
+        bucket_borders,
+        bucket_segments,
+        cluster_step,
+        cluster_timeline,
+        network_tails,
+        slowed_segments,
+        worker_step,
+    )
+    from qsync_opt.steps.costs import Case, CaseCost, RecordedCourses, StepCosts, load_step_costs
+    from qsync_opt.steps.course_lookup import CourseLookup
+    from qsync_opt.steps.courses import (
+        Block,
+        Placed,
+        backward_moment,
+        blocks,
+        course_of,
+        forward_moment,
+        mean_course,
+        moment_of,
+        moments,
+        owner_of,
+        written_for,
+    )
+    from qsync_opt.steps.fitting import (
+        PHASE_LABELS,
+        checked,
+        fit_step_costs,
+        kernel_paces,
+        scaled_costs,
+        scaled_operators,
+    )
+    from qsync_opt.steps.memory import Kept, Lifetimes
+    from qsync_opt.steps.plans import MIXED, covering_plans, finest_at
+    from qsync_opt.steps.predictor import PlannedStep, StepPredictor
+    from qsync_opt.steps.queues import NEVER, NOTHING, Work, compose, launched
+    from qsync_opt.steps.sample import KeptTensors, StepSample
+    from qsync_opt.steps.trace import (
+        BACKWARD,
+        BEGIN,
+        CLIP,
+        COPIES,
+        FORWARD,
+        LAUNCHES,
+        NODE,
+        OPTIMIZER,
+        PHASES,
+        PREFIX,
+        WAITS,
+        ZERO_GRAD,
+        Change,
+        Kernel,
+        Launch,
+        Node,
+        Range,
+        Span,
+        StepEvents,
+        StepSpans,
+        charge,
+        operator_label,
+        phase_label,
+        read_chrome_trace,
+    )
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "BACKWARD",
+    "BEGIN",
+    "CLIP",
+    "COPIES",
+    "FORWARD",
+    "LAUNCHES",
+    "MIXED",
+    "NEVER",
+    "NODE",
+    "NOTHING",
+    "OPTIMIZER",
+    "PHASES",
+    "PHASE_LABELS",
+    "PREFIX",
+    "WAITS",
+    "ZERO_GRAD",
+    "AuditedWorker",
+    "Block",
+    "Case",
+    "CaseCost",
+    "Change",
+    "CourseLookup",
+    "Kept",
+    "KeptTensors",
+    "Kernel",
+    "Launch",
+    "Lifetimes",
+    "Node",
+    "Placed",
+    "PlannedStep",
+    "Range",
+    "RecordedCourses",
+    "Span",
+    "StepCosts",
+    "StepEvents",
+    "StepFlow",
+    "StepPredictor",
+    "StepSample",
+    "StepSpans",
+    "Work",
+    "audit_worker",
+    "backward_moment",
+    "blocks",
+    "bucket_borders",
+    "bucket_segments",
+    "charge",
+    "checked",
+    "cluster_step",
+    "cluster_timeline",
+    "compose",
+    "course_of",
+    "covering_plans",
+    "delivered",
+    "finest_at",
+    "fit_step_costs",
+    "forward_moment",
+    "kernel_paces",
+    "launched",
+    "load_step_costs",
+    "mean_course",
+    "moment_of",
+    "moments",
+    "network_tails",
+    "operator_label",
+    "overlay_json",
+    "owner_of",
+    "phase_label",
+    "predicted_timeline",
+    "profile_from_steps",
+    "read_chrome_trace",
+    "scaled_costs",
+    "scaled_operators",
+    "slowed_segments",
+    "worker_step",
+    "written_for",
+]

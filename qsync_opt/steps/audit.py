@@ -10,7 +10,7 @@ from qsync_opt.errors import ProblemError
 from qsync_opt.steps.predictor import PlannedStep, StepPredictor
 from qsync_opt.steps.queues import NOTHING, Work
 from qsync_opt.steps.trace import BACKWARD, CLIP, COPIES, FORWARD, Span, StepEvents, StepSpans, charge
-from qsync_opt.training.timeline import NS_PER_US, Timeline, TimelineEvent, trace_json
+from qsync_opt.training import NS_PER_US, Timeline, TimelineEvent, trace_json
 
 _NOTHING = Span()
 

@@ -17,15 +17,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from qsync_opt.costs.profile import CostFit, DeviceProfile, MeasuredCost, OptimizerCost
+from qsync_opt.costs import CostFit, DeviceProfile, MeasuredCost, OptimizerCost
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import Operator, OpGraph, Role
-from qsync_opt.numerics.formats import PrecisionFormats, number_format
+from qsync_opt.model import Operator, OpGraph, Role
+from qsync_opt.numerics import PrecisionFormats, number_format
 from qsync_opt.steps.costs import CaseCost, StepCosts
 from qsync_opt.steps.plans import finest_at
 from qsync_opt.steps.predictor import StepPredictor
 from qsync_opt.steps.queues import Work
-from qsync_opt.training.pricing import problem_role
+from qsync_opt.training import problem_role
 
 
 def profile_from_steps(

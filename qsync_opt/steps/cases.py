@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import Operator, OpGraph, Role
-from qsync_opt.numerics.formats import number_format
+from qsync_opt.model import Operator, OpGraph, Role
+from qsync_opt.numerics import number_format
 from qsync_opt.steps.costs import SIZES, Case, CaseCost, StepCosts
 from qsync_opt.steps.courses import scaled_course
 from qsync_opt.steps.queues import NEVER, Work

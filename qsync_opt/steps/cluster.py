@@ -15,12 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import check_integer, check_number
-from qsync_opt.model.graph import OpGraph
+from qsync_opt.io import check_integer, check_number
+from qsync_opt.model import OpGraph
 from qsync_opt.steps.predictor import PlannedStep, StepPredictor
 from qsync_opt.steps.queues import NOTHING, Work, compose
-from qsync_opt.training.buckets import GradientBucket
-from qsync_opt.training.timeline import Timeline, TimelineEvent
+from qsync_opt.training import GradientBucket, Timeline, TimelineEvent
 
 Lane = tuple[str, str, int, int]
 """(stream, what, start, end) in nanoseconds from the beginning of the step."""

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Self
 
-from qsync_opt.costs.profile import CostFit, DeviceIdentity
+from qsync_opt.costs import CostFit, DeviceIdentity
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import Fields, read_json, write_json
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.numerics.formats import FORMATS
+from qsync_opt.io import Fields, read_json, write_json
+from qsync_opt.model import OpGraph
+from qsync_opt.numerics import FORMATS
 from qsync_opt.steps.courses import Course
 from qsync_opt.steps.queues import NEVER, NOTHING, Work
 

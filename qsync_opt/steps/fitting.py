@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from qsync_opt.costs.profile import CostFit, DeviceIdentity
+from qsync_opt.costs import CostFit, DeviceIdentity
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import Operator, OpGraph, Role
-from qsync_opt.numerics.formats import number_format
+from qsync_opt.model import Operator, OpGraph, Role
+from qsync_opt.numerics import number_format
 from qsync_opt.steps.cases import StepFlow, arrival, delivered, width
 from qsync_opt.steps.costs import SIZES, Case, CaseCost, RecordedCourses, StepCheck, StepCosts
 from qsync_opt.steps.courses import Block, Course, changes_of, course_of, mean_course, owner_of, scaled_course

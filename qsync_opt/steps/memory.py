@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from qsync_opt.model.graph import OpGraph
+from qsync_opt.model import OpGraph
 from qsync_opt.steps.costs import CaseCost, StepCosts
 from qsync_opt.steps.courses import Course, backward_moment, forward_moment, moment_of, moments
-from qsync_opt.training.buckets import gradient_users
+from qsync_opt.training import gradient_users
 
 
 class Kept(NamedTuple):

@@ -6,9 +6,9 @@ import random
 from collections.abc import Mapping, Sequence
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import check_integer
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.numerics.formats import number_format
+from qsync_opt.io import check_integer
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.numerics import number_format
 from qsync_opt.steps.cases import StepFlow
 from qsync_opt.steps.costs import Case
 

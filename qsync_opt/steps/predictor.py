@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import check_integer, near_match
-from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.io import check_integer, near_match
+from qsync_opt.model import OpGraph, Role
 from qsync_opt.steps.cases import CaseComposer, StepFlow
 from qsync_opt.steps.costs import Case, CaseCost, StepCosts, check_places, check_step_costs, on_one_queue
 from qsync_opt.steps.course_lookup import CourseLookup

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.files import read_bounded
+from qsync_opt.io import read_bounded
 
 PREFIX = "qsync-opt|"
 FORWARD, BACKWARD, OPTIMIZER, ZERO_GRAD = "forward", "backward", "optimizer", "zero_grad"

@@ -1,1 +1,87 @@
-"""Parts of the package."""
+"""Checks for plug-ins, small problems with known optima, and synthetic graphs for tests.
+
+Other packages run these checks against their own solvers, formulations, indicators, cost models and runtimes.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.testing.conformance import expect, sample_graph, sample_knowledge
+    from qsync_opt.testing.problems import (
+        INSTANCES,
+        Instance,
+        buckets,
+        cast_coupling,
+        chain,
+        check_cost_model,
+        check_formulation,
+        check_indicator,
+        check_runtime,
+        check_solution,
+        check_solver,
+        cost,
+        diamond,
+        late_peers,
+        no_memory,
+        no_time,
+        operator,
+        random_plan,
+        random_problem,
+        shared_casts,
+        skipped_level,
+    )
+    from qsync_opt.testing.synthetic import (
+        FORWARD_NS,
+        make_cluster,
+        make_graph,
+        make_operator,
+        make_profile,
+        make_sensitivities,
+        random_graph,
+        random_step_costs,
+        residual_graph,
+        stacked_graph,
+        stacked_problem,
+    )
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "FORWARD_NS",
+    "INSTANCES",
+    "Instance",
+    "buckets",
+    "cast_coupling",
+    "chain",
+    "check_cost_model",
+    "check_formulation",
+    "check_indicator",
+    "check_runtime",
+    "check_solution",
+    "check_solver",
+    "cost",
+    "diamond",
+    "expect",
+    "late_peers",
+    "make_cluster",
+    "make_graph",
+    "make_operator",
+    "make_profile",
+    "make_sensitivities",
+    "no_memory",
+    "no_time",
+    "operator",
+    "random_graph",
+    "random_plan",
+    "random_problem",
+    "random_step_costs",
+    "residual_graph",
+    "sample_graph",
+    "sample_knowledge",
+    "shared_casts",
+    "skipped_level",
+    "stacked_graph",
+    "stacked_problem",
+]

@@ -9,18 +9,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from qsync_opt.cluster.cluster import Cluster, DeviceType, Network
-from qsync_opt.costs.profile import DeviceProfile
+from qsync_opt.cluster import Cluster, DeviceType, Network
+from qsync_opt.costs import DeviceProfile
 from qsync_opt.errors import QSyncError
-from qsync_opt.model.graph import OpGraph, ParameterSpec, Role, TensorSpec
-from qsync_opt.model.weights import WeightStatistics
-from qsync_opt.numerics.formats import FORMATS, PrecisionFormats, formats_for
+from qsync_opt.model import OpGraph, ParameterSpec, Role, TensorSpec, WeightStatistics
+from qsync_opt.numerics import FORMATS, PrecisionFormats, formats_for
 from qsync_opt.registry import Kind, create
 from qsync_opt.runtime import Runtime
-from qsync_opt.sensitivity.indicators import FormatIndicator, ModelKnowledge
+from qsync_opt.sensitivity import FormatIndicator, ModelKnowledge
 from qsync_opt.testing.synthetic import make_operator
-from qsync_opt.training.build import build_problem
-from qsync_opt.training.planner import solve
+from qsync_opt.training import build_problem, solve
 
 
 def sample_graph() -> OpGraph:

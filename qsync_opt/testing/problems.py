@@ -11,15 +11,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qsync_opt.model.graph import Role
-from qsync_opt.numerics.formats import PrecisionFormats
+from qsync_opt.model import Role
+from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.registry import Feature, Kind, features
 from qsync_opt.testing.conformance import check_cost_model, check_indicator, check_runtime, expect
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan
-from qsync_opt.training.planner import solve
-from qsync_opt.training.problem import CastCost, Communication, OperatorCost, Problem, ProblemDevice, ProblemOperator
-from qsync_opt.training.solution import PointStatus, Solution, TerminationStatus
+from qsync_opt.training import (
+    CastCost,
+    Communication,
+    OperatorCost,
+    Plan,
+    PointStatus,
+    Problem,
+    ProblemDevice,
+    ProblemOperator,
+    Solution,
+    TerminationStatus,
+    evaluate,
+    solve,
+)
 
 FORMATS = {"INT8": 1, "FP16": 2, "FP32": 4}
 BORDERS: Mapping[str, PrecisionFormats] = {

@@ -10,26 +10,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from qsync_opt.cluster.cluster import Cluster, DeviceRole, DeviceType, Network
-from qsync_opt.costs.profile import (
-    CostFit,
-    DeviceIdentity,
-    DeviceProfile,
-    IterationOverhead,
-    MeasuredCost,
-    OptimizerCost,
-)
-from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
-from qsync_opt.numerics.formats import FORMATS, formats_for
-from qsync_opt.steps.cases import StepFlow, delivered
-from qsync_opt.steps.costs import Case, CaseCost, StepCosts
-from qsync_opt.steps.fitting import PHASE_LABELS
-from qsync_opt.steps.queues import Work
-from qsync_opt.training.build import build_problem
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import uniform_plan
-from qsync_opt.training.pricing import problem_role
-from qsync_opt.training.problem import Problem
+from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, Network
+from qsync_opt.costs import CostFit, DeviceIdentity, DeviceProfile, IterationOverhead, MeasuredCost, OptimizerCost
+from qsync_opt.model import Operator, OpGraph, ParameterSpec, Role, TensorSpec
+from qsync_opt.numerics import FORMATS, formats_for
+from qsync_opt.steps import PHASE_LABELS, Case, CaseCost, StepCosts, StepFlow, Work, delivered
+from qsync_opt.training import Problem, build_problem, evaluate, problem_role, uniform_plan
 
 _FORMATS = ("BF16", "FP16", "FP32")
 _MOST_INPUTS = 3

@@ -1,1 +1,190 @@
-"""Parts of the package."""
+"""Precision plans for training: the problem, plans, their evaluation, and what explains them.
+
+`build_problem` makes a problem, `solve` plans it, and `evaluate` checks a plan without trusting any solver.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.training.blocks import identical_blocks, joined
+    from qsync_opt.training.buckets import (
+        BucketOptions,
+        GradientBucket,
+        gradient_buckets,
+        gradient_users,
+        merge_by_operator,
+        operator_buckets,
+    )
+    from qsync_opt.training.build import build_problem
+    from qsync_opt.training.calibration import MeasuredPasses, calibrate, predict_passes, uniform_choices
+    from qsync_opt.training.comparison import PlanDifference, compare_plans
+    from qsync_opt.training.evaluation import (
+        BYTES_PER_KIB,
+        CastTime,
+        DeviceEvaluation,
+        Evaluation,
+        OperatorTime,
+        cast_buffer_kib,
+        evaluate,
+        evaluate_device,
+        iteration_time,
+    )
+    from qsync_opt.training.explanation import (
+        Alternative,
+        BrokenLimit,
+        Explainer,
+        Explanation,
+        Overview,
+        Saving,
+        broken_limits,
+        overview,
+    )
+    from qsync_opt.training.memory import (
+        MEMORY_KEY,
+        OPERATORS_KEY,
+        MemoryBreakdown,
+        MemoryModel,
+        StaticMemory,
+        memory_breakdown,
+        model_memory,
+        storage_roots,
+    )
+    from qsync_opt.training.pareto import GAPS, Front, FrontCache, pareto_front
+    from qsync_opt.training.plan import Plan, load_plan, plan_from_json, uniform_plan
+    from qsync_opt.training.planner import FastestPlan, fastest, solve
+    from qsync_opt.training.pricing import (
+        device_tables,
+        price_operators,
+        problem_inputs,
+        problem_role,
+        uniform_precisions,
+    )
+    from qsync_opt.training.problem import (
+        MI_ELEMENTS,
+        NO_LIMIT_NS,
+        CastCost,
+        Communication,
+        OperatorCost,
+        Problem,
+        ProblemDevice,
+        ProblemOperator,
+    )
+    from qsync_opt.training.problem_file import load_problem, problem_from_json, problem_to_json
+    from qsync_opt.training.propagation import follow, ladder, missing_casts, propagate
+    from qsync_opt.training.replanning import Change, Replanning, plan_changes, replan
+    from qsync_opt.training.solution import (
+        PROOF_GAP,
+        Answer,
+        PointStatus,
+        Solution,
+        SolveOptions,
+        TerminationStatus,
+        relative_gap,
+    )
+    from qsync_opt.training.timeline import (
+        COMMUNICATION,
+        COMPUTE,
+        NS_PER_US,
+        Timeline,
+        TimelineEvent,
+        replay,
+        trace_json,
+        write_trace,
+    )
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "BYTES_PER_KIB",
+    "COMMUNICATION",
+    "COMPUTE",
+    "GAPS",
+    "MEMORY_KEY",
+    "MI_ELEMENTS",
+    "NO_LIMIT_NS",
+    "NS_PER_US",
+    "OPERATORS_KEY",
+    "PROOF_GAP",
+    "Alternative",
+    "Answer",
+    "BrokenLimit",
+    "BucketOptions",
+    "CastCost",
+    "CastTime",
+    "Change",
+    "Communication",
+    "DeviceEvaluation",
+    "Evaluation",
+    "Explainer",
+    "Explanation",
+    "FastestPlan",
+    "Front",
+    "FrontCache",
+    "GradientBucket",
+    "MeasuredPasses",
+    "MemoryBreakdown",
+    "MemoryModel",
+    "OperatorCost",
+    "OperatorTime",
+    "Overview",
+    "Plan",
+    "PlanDifference",
+    "PointStatus",
+    "Problem",
+    "ProblemDevice",
+    "ProblemOperator",
+    "Replanning",
+    "Saving",
+    "Solution",
+    "SolveOptions",
+    "StaticMemory",
+    "TerminationStatus",
+    "Timeline",
+    "TimelineEvent",
+    "broken_limits",
+    "build_problem",
+    "calibrate",
+    "cast_buffer_kib",
+    "compare_plans",
+    "device_tables",
+    "evaluate",
+    "evaluate_device",
+    "fastest",
+    "follow",
+    "gradient_buckets",
+    "gradient_users",
+    "identical_blocks",
+    "iteration_time",
+    "joined",
+    "ladder",
+    "load_plan",
+    "load_problem",
+    "memory_breakdown",
+    "merge_by_operator",
+    "missing_casts",
+    "model_memory",
+    "operator_buckets",
+    "overview",
+    "pareto_front",
+    "plan_changes",
+    "plan_from_json",
+    "predict_passes",
+    "price_operators",
+    "problem_from_json",
+    "problem_inputs",
+    "problem_role",
+    "problem_to_json",
+    "propagate",
+    "relative_gap",
+    "replan",
+    "replay",
+    "solve",
+    "storage_roots",
+    "trace_json",
+    "uniform_choices",
+    "uniform_plan",
+    "uniform_precisions",
+    "write_trace",
+]

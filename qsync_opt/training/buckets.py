@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import check_integer, check_number
-from qsync_opt.model.graph import OpGraph, ParameterSpec
+from qsync_opt.io import check_integer, check_number
+from qsync_opt.model import OpGraph, ParameterSpec
 
 FIRST_BUCKET_BYTES = 1024 * 1024
 BUCKET_BYTES = 25 * 1024 * 1024

@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from qsync_opt.cluster.cluster import Cluster, DeviceRole, DeviceType
-from qsync_opt.costs.estimates import estimate_extras
-from qsync_opt.costs.profile import DeviceProfile, MeasuredCost, load_profile
+from qsync_opt.cluster import Cluster, DeviceRole, DeviceType
+from qsync_opt.costs import DeviceProfile, MeasuredCost, estimate_extras, load_profile
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import check_number
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.numerics.formats import FORMATS, PrecisionFormats
-from qsync_opt.sensitivity.table import SensitivityTable, SensitivityValues
+from qsync_opt.io import check_number
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.numerics import FORMATS, PrecisionFormats
+from qsync_opt.sensitivity import SensitivityTable, SensitivityValues
 from qsync_opt.training import planner
 from qsync_opt.training.buckets import BucketOptions, gradient_buckets, merge_by_operator, operator_buckets
 from qsync_opt.training.evaluation import BYTES_PER_KIB, evaluate, evaluate_device

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from qsync_opt.cluster.cluster import Cluster, DeviceType, Network
-from qsync_opt.costs.profile import DeviceProfile, IterationCheck, IterationOverhead
-from qsync_opt.io.codec import check_integer
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.numerics.formats import FORMATS
+from qsync_opt.cluster import Cluster, DeviceType, Network
+from qsync_opt.costs import DeviceProfile, IterationCheck, IterationOverhead
+from qsync_opt.io import check_integer
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.numerics import FORMATS
 from qsync_opt.training.build import build_problem
 from qsync_opt.training.evaluation import DeviceEvaluation, evaluate_device
 from qsync_opt.training.pricing import device_tables, price_operators, uniform_precisions

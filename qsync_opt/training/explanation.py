@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.units import format_memory, format_sensitivity, format_time
-from qsync_opt.model.graph import Role
+from qsync_opt.io import format_memory, format_sensitivity, format_time
+from qsync_opt.model import Role
 from qsync_opt.training.evaluation import (
     CastTime,
     DeviceEvaluation,

@@ -29,11 +29,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from qsync_opt.costs.profile import DeviceProfile, MeasuredCost
+from qsync_opt.costs import DeviceProfile, MeasuredCost
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import Fields, check_integer
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.numerics.formats import number_format
+from qsync_opt.io import Fields, check_integer
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.numerics import number_format
 from qsync_opt.training.buckets import gradient_users
 from qsync_opt.training.evaluation import BYTES_PER_KIB, DeviceEvaluation
 from qsync_opt.training.problem import Problem

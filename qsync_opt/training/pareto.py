@@ -16,8 +16,7 @@ from typing import Any
 
 from qsync_opt import __version__
 from qsync_opt.errors import ProblemError, SolverError, UnsupportedError
-from qsync_opt.io.cache import MeasurementCache
-from qsync_opt.io.codec import Fields, write_json
+from qsync_opt.io import Fields, MeasurementCache, write_json
 from qsync_opt.training.evaluation import evaluate
 from qsync_opt.training.plan import Plan, plan_from_json
 from qsync_opt.training.problem import Problem

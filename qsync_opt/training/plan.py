@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import (
+from qsync_opt.io import (
     Extras,
     Fields,
     are_plain_names,
@@ -20,7 +20,7 @@ from qsync_opt.io.codec import (
     split_extras,
     write_json,
 )
-from qsync_opt.model.graph import Role
+from qsync_opt.model import Role
 from qsync_opt.training.problem import Problem, ProblemDevice
 from qsync_opt.training.propagation import propagate
 

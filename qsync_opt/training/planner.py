@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from qsync_opt.costs.estimates import carried_estimates
+from qsync_opt.costs import carried_estimates
 from qsync_opt.errors import ProblemError, SolverError, UnsupportedError
-from qsync_opt.io.codec import check_number
+from qsync_opt.io import check_number
 from qsync_opt.registry import Feature, Kind, create, default_solver, features, require
 from qsync_opt.training.evaluation import Evaluation, evaluate
 from qsync_opt.training.plan import Plan

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from qsync_opt.cluster.cluster import DeviceRole, DeviceType
-from qsync_opt.costs.profile import DeviceProfile, MeasuredCost
+from qsync_opt.cluster import DeviceRole, DeviceType
+from qsync_opt.costs import DeviceProfile, MeasuredCost
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import Operator, OpGraph, Role
-from qsync_opt.numerics.formats import number_format
+from qsync_opt.model import Operator, OpGraph, Role
+from qsync_opt.numerics import number_format
 
 GETITEM = "getitem"
 """Kind of the operators that take one result of an operator with several."""

@@ -14,17 +14,9 @@ from types import MappingProxyType
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import (
-    LARGEST_INTEGER,
-    Extras,
-    check_integer,
-    check_name,
-    check_number,
-    near_match,
-    write_json,
-)
-from qsync_opt.model.graph import Role
-from qsync_opt.numerics.formats import PrecisionFormats
+from qsync_opt.io import LARGEST_INTEGER, Extras, check_integer, check_name, check_number, near_match, write_json
+from qsync_opt.model import Role
+from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.training.propagation import missing_casts
 
 

@@ -6,9 +6,9 @@ import os
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import Fields, merge_extras, near_match, read_json, split_extras
-from qsync_opt.model.graph import Role
-from qsync_opt.numerics.formats import PrecisionFormats
+from qsync_opt.io import Fields, merge_extras, near_match, read_json, split_extras
+from qsync_opt.model import Role
+from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.training.problem import (
     PROBLEM_FORMAT,
     CastCost,

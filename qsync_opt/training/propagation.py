@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import Role
+from qsync_opt.model import Role
 
 if TYPE_CHECKING:  # problem.py checks itself with these rules
     from qsync_opt.training.problem import Problem, ProblemDevice, ProblemOperator

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from qsync_opt.errors import ProblemError, SolverError
-from qsync_opt.io.codec import check_number
+from qsync_opt.io import check_number
 from qsync_opt.training.comparison import compare_plans
 from qsync_opt.training.evaluation import Evaluation, evaluate
 from qsync_opt.training.plan import Plan

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import check_integer, write_json
+from qsync_opt.io import check_integer, write_json
 from qsync_opt.training.evaluation import CastTime, DeviceEvaluation, Evaluation, OperatorTime, evaluate
 from qsync_opt.training.plan import Plan
 from qsync_opt.training.problem import Problem

@@ -15,7 +15,7 @@ from google.protobuf.message import EncodeError
 from onnx import TensorProto, helper, shape_inference
 
 from qsync_opt.errors import ModelError, UnsupportedError
-from qsync_opt.model.onnx.graph import GRAPH_KEY
+from qsync_opt.model.onnx import GRAPH_KEY
 from qsync_opt.runtimes.onnxruntime.integer import INTEGER_KINDS, Quantized, Workshop, integer_form
 from qsync_opt.runtimes.onnxruntime.number_types import ELEMENT_TYPE, TYPE_TEXT, stored
 from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel

@@ -15,9 +15,8 @@ from google.protobuf.message import EncodeError
 from onnx import TensorProto, numpy_helper, shape_inference
 
 from qsync_opt.errors import ModelError, first_line
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.model.onnx.reader import EXTERNAL_FAILURES, inline_functions, load_proto, read_onnx
-from qsync_opt.model.roles import RoleTable
+from qsync_opt.model import OpGraph, RoleTable
+from qsync_opt.model.onnx import EXTERNAL_FAILURES, inline_functions, load_proto, read_onnx
 
 LARGEST_BYTES = 2**31 - 1
 """Protocol buffers hold no more, and a model is handed to its session as one."""

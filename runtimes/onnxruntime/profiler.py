@@ -17,13 +17,11 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto, helper
 
-from qsync_opt.costs.profile import CostFit, DeviceProfile, MeasuredCost, OptimizerCost, fit_cost
+from qsync_opt.costs import CostFit, DeviceProfile, MeasuredCost, OptimizerCost, fit_cost
 from qsync_opt.errors import ModelError, UnsupportedError
-from qsync_opt.io.cache import MeasurementCache
-from qsync_opt.io.codec import Fields, check_integer
-from qsync_opt.io.progress import Report, reporting
-from qsync_opt.model.graph import Operator, Role, TensorSpec
-from qsync_opt.numerics.formats import PrecisionFormats
+from qsync_opt.io import Fields, MeasurementCache, Report, check_integer, reporting
+from qsync_opt.model import Operator, Role, TensorSpec
+from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.runtimes.onnxruntime.graph_rewrite import rewrite
 from qsync_opt.runtimes.onnxruntime.number_types import ELEMENT_TYPE
 from qsync_opt.runtimes.onnxruntime.parts import Part, record_values
@@ -32,8 +30,7 @@ from qsync_opt.runtimes.onnxruntime.runnable import RunnableModel
 from qsync_opt.runtimes.onnxruntime.sessions import Device, bound_run, start_session, tensor_on
 from qsync_opt.runtimes.onnxruntime.support import FORMATS, Support, border_formats
 from qsync_opt.runtimes.timing import cast_pairs, edge_sizes, steady_medians
-from qsync_opt.training.calibration import MeasuredPasses, calibrate
-from qsync_opt.training.pricing import problem_role, uniform_precisions
+from qsync_opt.training import MeasuredPasses, calibrate, problem_role, uniform_precisions
 
 METHOD = 1
 """Version of the way of measuring; measurements made in another way are not taken from the cache."""

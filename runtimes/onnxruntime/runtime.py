@@ -8,11 +8,10 @@ from typing import Any
 
 import onnx
 
-from qsync_opt.costs.profile import DeviceProfile
+from qsync_opt.costs import DeviceProfile
 from qsync_opt.errors import ModelError, UnsupportedError
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.model.roles import RoleTable
-from qsync_opt.numerics.formats import PrecisionFormats
+from qsync_opt.model import OpGraph, RoleTable
+from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.runtimes.onnxruntime.profiler import profile
 from qsync_opt.runtimes.onnxruntime.runnable import DevicePlans, RunnableModel
 from qsync_opt.runtimes.onnxruntime.sessions import find_device

@@ -14,9 +14,9 @@ import onnxruntime as ort
 from google.protobuf.message import EncodeError
 
 import qsync_opt
-from qsync_opt.costs.profile import DeviceIdentity
+from qsync_opt.costs import DeviceIdentity
 from qsync_opt.errors import ModelError, UnsupportedError
-from qsync_opt.io.codec import check_integer
+from qsync_opt.io import check_integer
 from qsync_opt.runtimes.host import processor_name
 from qsync_opt.runtimes.onnxruntime.prepared import Array
 

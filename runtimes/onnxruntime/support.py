@@ -10,9 +10,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qsync_opt.errors import ModelError, UnsupportedError
-from qsync_opt.model.graph import Operator, Role
-from qsync_opt.model.roles import ROLE_TABLE, base_kind
-from qsync_opt.numerics.formats import PrecisionFormats, number_format
+from qsync_opt.model import ROLE_TABLE, Operator, Role, base_kind
+from qsync_opt.numerics import PrecisionFormats, number_format
 from qsync_opt.runtimes.onnxruntime.graph_rewrite import rewrite
 from qsync_opt.runtimes.onnxruntime.parts import Part, record_values, take_part
 from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel, prepare

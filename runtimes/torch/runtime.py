@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from qsync_opt.costs.profile import DeviceProfile
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.numerics.formats import PrecisionFormats
-from qsync_opt.runtimes.torch.capture.model import capture, capture_model
-from qsync_opt.runtimes.torch.execution import capabilities
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, DevicePlans, apply, undo
-from qsync_opt.runtimes.torch.profiling.profiler import profile
+from qsync_opt.costs import DeviceProfile
+from qsync_opt.model import OpGraph
+from qsync_opt.numerics import PrecisionFormats
+from qsync_opt.runtimes.torch.capture import capture, capture_model
+from qsync_opt.runtimes.torch.execution import ApplyOptions, DevicePlans, apply, capabilities, undo
+from qsync_opt.runtimes.torch.profiling import profile
 
 
 class TorchRuntime:

@@ -5,14 +5,11 @@ from importlib.resources import files
 
 import pytest
 
-from qsync_opt.io.units import format_memory, format_sensitivity, format_time
+from qsync_opt.io import format_memory, format_sensitivity, format_time
 from qsync_opt.report import Measured, make_report, write_report
 from qsync_opt.report.contents import MeasuredDevice
-from qsync_opt.testing.problems import chain, no_memory, operator
-from qsync_opt.testing.synthetic import stacked_problem
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import uniform_plan
-from qsync_opt.training.planner import solve
+from qsync_opt.testing import chain, no_memory, operator, stacked_problem
+from qsync_opt.training import evaluate, solve, uniform_plan
 
 pytestmark = pytest.mark.browser
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 800}

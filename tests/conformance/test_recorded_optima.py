@@ -5,12 +5,8 @@ from pathlib import Path
 import pytest
 
 from qsync_opt.registry import BUILT_IN, Kind
-from qsync_opt.testing.problems import INSTANCES, Instance, check_formulation, check_solution, check_solver
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan
-from qsync_opt.training.planner import solve
-from qsync_opt.training.problem_file import load_problem
-from qsync_opt.training.solution import TerminationStatus
+from qsync_opt.testing import INSTANCES, Instance, check_formulation, check_solution, check_solver
+from qsync_opt.training import Plan, TerminationStatus, evaluate, load_problem, solve
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "instances"
 RECORDED = {path.stem: path for path in sorted(DATA.glob("*.json"))}

@@ -18,21 +18,16 @@ import numpy as np
 import yaml
 from onnx import TensorProto, helper, numpy_helper
 
-from qsync_opt.cluster import cluster
-from qsync_opt.cluster.datasheets import data_sheet
+from qsync_opt.cluster import cluster, data_sheet
 from qsync_opt.costs import profile as device_profile
-from qsync_opt.costs.roofline import roofline_profile
-from qsync_opt.formulations.training.front import FrontPoint
-from qsync_opt.io.cache import MeasurementCache
-from qsync_opt.io.codec import parse_json
+from qsync_opt.costs import roofline_profile
+from qsync_opt.formulations.training import FrontPoint
+from qsync_opt.io import MeasurementCache, parse_json
+from qsync_opt.model import Role
 from qsync_opt.model import graph as graph_file
-from qsync_opt.model.graph import Role
-from qsync_opt.model.onnx.reader import read_onnx, read_weights
-from qsync_opt.numerics.rounding import Rounding  # noqa: F401  (statistics name its fields)
+from qsync_opt.model.onnx import read_onnx, read_weights
 from qsync_opt.report.contents import load_measured
-from qsync_opt.sensitivity import statistics as statistics_file
-from qsync_opt.sensitivity import table as sensitivity_values
-from qsync_opt.sensitivity.statistics import (
+from qsync_opt.sensitivity import (
     Gain,
     ModelStatistics,
     OperatorKind,
@@ -42,11 +37,10 @@ from qsync_opt.sensitivity.statistics import (
     Signal,
     TensorStatistics,
 )
-from qsync_opt.testing.conformance import sample_graph
-from qsync_opt.testing.problems import random_plan, random_problem
-from qsync_opt.training import plan, problem_file
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.pareto import FrontCache
+from qsync_opt.sensitivity import statistics as statistics_file
+from qsync_opt.sensitivity import table as sensitivity_values
+from qsync_opt.testing import random_plan, random_problem, sample_graph
+from qsync_opt.training import FrontCache, evaluate, plan, problem_file
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = """\
@@ -146,19 +140,19 @@ def _read_onnx(path: Path) -> object:
 
 
 def _choices(path: Path) -> object:
-    from qsync_opt.kernels.matmul.tiles import read_choices
+    from qsync_opt.kernels.matmul import read_choices
 
     return read_choices(path)
 
 
 def _spec(path: Path) -> object:
-    from qsync_opt.runtimes.torch.demo.settings import load_spec
+    from qsync_opt.runtimes.torch.demo import load_spec
 
     return load_spec(path)
 
 
 def _runnable(path: Path) -> object:
-    from qsync_opt.runtimes.onnxruntime.prepared import prepare
+    from qsync_opt.runtimes.onnxruntime import prepare
 
     return prepare(path)
 
@@ -302,7 +296,7 @@ def loaders(*, core_only: bool = False) -> list[Loader]:
         }
         from dataclasses import asdict
 
-        from qsync_opt.runtimes.torch.demo.settings import SPEC_FORMAT, DemoOptions
+        from qsync_opt.runtimes.torch.demo import SPEC_FORMAT, DemoOptions
 
         found.append(Loader("job", "json", [_job_seed(profile, sensitivities)], _job))
         found.append(Loader("matmul choices", "json", [table], _choices))
@@ -328,7 +322,7 @@ def _job_seed(profile: dict[str, Any], sensitivities: dict[str, Any]) -> dict[st
 
 
 def _job(path: Path) -> None:
-    from qsync_opt.runtimes.torch.job.file import load_job
+    from qsync_opt.runtimes.torch.job import load_job
 
     load_job(path)
 

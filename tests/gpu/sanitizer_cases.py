@@ -15,12 +15,11 @@ import torch
 
 from qsync_opt.kernels.autograd import feed_forward_block as feed_forward
 from qsync_opt.kernels.compilation import library
-from qsync_opt.kernels.convolution.scaled import scaled_conv2d
+from qsync_opt.kernels.convolution import scaled_conv2d
+from qsync_opt.kernels.matmul import scaled_mm, scaled_mm_amax, scaled_mm_aux
 from qsync_opt.kernels.matmul import tiles as matmul_choices
 from qsync_opt.kernels.matmul import tuning as matmul_tuning
-from qsync_opt.kernels.matmul.scaled import scaled_mm, scaled_mm_amax, scaled_mm_aux
-from qsync_opt.kernels.quantize.formats import FORMATS
-from qsync_opt.kernels.quantize.operators import GRANULARITIES, UNIT, dequantize_matrix, quantize_matrix, recast_matrix
+from qsync_opt.kernels.quantize import FORMATS, GRANULARITIES, UNIT, dequantize_matrix, quantize_matrix, recast_matrix
 
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 CONVOLUTION_TILES = 8

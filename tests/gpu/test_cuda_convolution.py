@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels import ops
+from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.kernels.compilation import library
-from qsync_opt.kernels.convolution.scaled import scaled_conv2d
-from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.kernels.convolution import scaled_conv2d
 
 pytestmark = pytest.mark.gpu
 

@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import NotReadyError
-from qsync_opt.kernels import ops
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.execution.graphs import FirstPass, graphed
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply, undo
-from qsync_opt.runtimes.torch.job.timing import host_share
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
+from qsync_opt.kernels import KernelOptions, ops
+from qsync_opt.runtimes.torch.execution import ApplyOptions, FirstPass, applied_plan, apply, graphed, undo
+from qsync_opt.runtimes.torch.job import host_share
+from qsync_opt.runtimes.torch.support import TrainingExample
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

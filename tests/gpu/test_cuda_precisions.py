@@ -8,15 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels import backend, ops, reference
+from qsync_opt.kernels import KernelOptions, backend, ops, reference
 from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.kernels.matmul import integer
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.quantize import dequantize, quantize_fp8, quantize_int8
-from qsync_opt.runtimes.torch.execution.capabilities import device_formats
-from qsync_opt.runtimes.torch.execution.checks import operator_kind
-from qsync_opt.runtimes.torch.execution.plans import apply, undo
-from qsync_opt.runtimes.torch.interception.interception import intercepted
+from qsync_opt.kernels.quantize import dequantize, quantize_fp8, quantize_int8
+from qsync_opt.runtimes.torch.execution import apply, device_formats, operator_kind, undo
+from qsync_opt.runtimes.torch.interception import intercepted
 
 pytestmark = [
     pytest.mark.gpu,

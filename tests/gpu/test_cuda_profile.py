@@ -2,11 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.runtimes.torch.capture.model import capture_model
-from qsync_opt.runtimes.torch.profiling.profiler import profile
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample, measure_iteration
-from qsync_opt.runtimes.torch.support.memory import allocations_of
-from qsync_opt.runtimes.torch.support.timing import make_stopwatch
+from qsync_opt.runtimes.torch.capture import capture_model
+from qsync_opt.runtimes.torch.profiling import profile
+from qsync_opt.runtimes.torch.support import TrainingExample, allocations_of, make_stopwatch, measure_iteration
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -5,12 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qsync_opt.runtimes.torch.sensitivity.probes.gradient import probe_gains
-from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import Seen
-from qsync_opt.runtimes.torch.sensitivity.probes.taps import DerivativeSums
-from qsync_opt.runtimes.torch.sensitivity.records.moments import LateMoments
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics, full_precision
-from qsync_opt.runtimes.torch.support.memory import allocation_of
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics, full_precision
+from qsync_opt.runtimes.torch.sensitivity.probes import DerivativeSums, Seen, probe_gains
+from qsync_opt.runtimes.torch.sensitivity.records import LateMoments
+from qsync_opt.runtimes.torch.support import allocation_of
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

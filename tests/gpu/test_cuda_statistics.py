@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qsync_opt.numerics.formats import formats_for
+from qsync_opt.numerics import formats_for
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
 from qsync_opt.runtimes.torch.sensitivity import reductions as replays
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.sensitivity.rounding_variance import NoiseOptions, variances
-from qsync_opt.sensitivity.statistics import statistics_to_json
+from qsync_opt.sensitivity import NoiseOptions, statistics_to_json, variances
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

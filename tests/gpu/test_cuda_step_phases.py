@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.model.graph import Role
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.execution.plans import apply, undo
-from qsync_opt.runtimes.torch.steps.profile import profile_steps
-from qsync_opt.runtimes.torch.steps.recording import RecordingOptions
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
-from qsync_opt.steps.predictor import StepPredictor
+from qsync_opt.model import Role
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.execution import apply, undo
+from qsync_opt.runtimes.torch.steps import RecordingOptions, profile_steps
+from qsync_opt.runtimes.torch.support import TrainingExample
+from qsync_opt.steps import StepPredictor
 
 pytestmark = pytest.mark.gpu
 

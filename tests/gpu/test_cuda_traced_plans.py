@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.kernels import ops
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply
+from qsync_opt.kernels import KernelOptions, ops
+from qsync_opt.runtimes.torch.execution import ApplyOptions, apply
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

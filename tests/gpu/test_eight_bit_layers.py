@@ -6,13 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_opt.kernels import backend, layers, ops
-from qsync_opt.kernels.autograd.feed_forward_block import feed_forward
+from qsync_opt.kernels import KernelOptions, backend, layers, ops
+from qsync_opt.kernels.autograd import feed_forward
 from qsync_opt.kernels.compilation import library
 from qsync_opt.kernels.matmul import tiles as matmul_choices
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.operators import quantize_by_amax
-from qsync_opt.kernels.quantize.weight_cache import forget_weights, kept_bytes
+from qsync_opt.kernels.quantize import forget_weights, kept_bytes, quantize_by_amax
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from qsync_opt.kernels.compilation import library
-from qsync_opt.kernels.quantize.formats import FORMATS, format_of
-from qsync_opt.kernels.quantize.operators import (
+from qsync_opt.kernels.quantize import (
+    FORMATS,
     GRANULARITIES,
     ROUNDINGS,
     UNIT,
     dequantize_matrix,
+    format_of,
     quantize_matrix,
     recast_matrix,
     spread,

@@ -14,11 +14,9 @@ import pytest
 
 from qsync_opt import evaluate, solve
 from qsync_opt.formulations.assignment import search
-from qsync_opt.model.graph import Role
-from qsync_opt.testing.problems import random_problem
-from qsync_opt.training.planner import fastest
-from qsync_opt.training.problem_file import problem_from_json
-from qsync_opt.training.solution import TerminationStatus
+from qsync_opt.model import Role
+from qsync_opt.testing import random_problem
+from qsync_opt.training import TerminationStatus, fastest, problem_from_json
 
 BORDERS = {p: {"output": p, "gradient_input": p, "gradient_output": p} for p in ("FP16", "FP32")}
 BORDERS["INT8"] = {"output": "FP16", "gradient_input": "FP16", "gradient_output": "FP16"}
@@ -87,7 +85,7 @@ def network(
 
 
 def uniform(problem, end):
-    from qsync_opt.training.plan import Plan
+    from qsync_opt.training import Plan
 
     devices = {
         d.name: {o.name: end(d.operators[o.name], key=problem.rank) for o in problem.adjustable}

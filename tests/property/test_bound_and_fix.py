@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt import solve
-from qsync_opt.testing.problems import random_problem
-from qsync_opt.training.solution import TerminationStatus
+from qsync_opt.testing import random_problem
+from qsync_opt.training import TerminationStatus
 
 PER_SEED = 10
 

@@ -3,16 +3,20 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_opt.costs.profile import CostFit, fit_cost
-from qsync_opt.testing.problems import random_plan
-from qsync_opt.testing.synthetic import make_cluster, make_profile, make_sensitivities, random_graph
-from qsync_opt.training.buckets import BucketOptions, gradient_buckets, merge_by_operator, operator_buckets
-from qsync_opt.training.build import build_problem
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.memory import memory_breakdown
-from qsync_opt.training.plan import uniform_plan
-from qsync_opt.training.problem import Problem
-from qsync_opt.training.timeline import replay
+from qsync_opt.costs import CostFit, fit_cost
+from qsync_opt.testing import make_cluster, make_profile, make_sensitivities, random_graph, random_plan
+from qsync_opt.training import (
+    BucketOptions,
+    Problem,
+    build_problem,
+    evaluate,
+    gradient_buckets,
+    memory_breakdown,
+    merge_by_operator,
+    operator_buckets,
+    replay,
+    uniform_plan,
+)
 
 seeds = st.integers(0, 2**32)
 

@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsync_opt import solve
-from qsync_opt.formulations.assignment import compiled, schedule
+from qsync_opt.formulations.assignment import Elimination, compiled, schedule
 from qsync_opt.formulations.assignment import dual as master
 from qsync_opt.formulations.assignment import incumbent as blend
 from qsync_opt.formulations.assignment.core import condensed as condense
 from qsync_opt.formulations.assignment.core import frontier as frontier_loops
 from qsync_opt.formulations.assignment.core import paths as walk_loops
-from qsync_opt.formulations.assignment.elimination import Elimination
-from qsync_opt.formulations.training.collapsed import collapse
+from qsync_opt.formulations.training import collapse
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 sys.path.insert(0, BENCHMARKS)

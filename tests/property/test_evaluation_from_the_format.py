@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsync_opt.testing.problems import random_plan, random_problem
-from qsync_opt.training.evaluation import evaluate
+from qsync_opt.testing import random_plan, random_problem
+from qsync_opt.training import evaluate
 
 
 def _precisions(file, device, plan):

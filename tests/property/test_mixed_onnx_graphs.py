@@ -10,16 +10,22 @@ from onnx import TensorProto, helper, numpy_helper
 
 pytest.importorskip("onnxruntime")
 
-from qsync_opt.model.graph import Role
-from qsync_opt.numerics.formats import FORMATS
-from qsync_opt.runtimes.onnxruntime.number_types import WEIGHT_LEVEL
-from qsync_opt.runtimes.onnxruntime.runnable import RunnableModel
-from qsync_opt.runtimes.onnxruntime.support import border_formats
-from qsync_opt.runtimes.timing import cast_pairs
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan
-from qsync_opt.training.pricing import problem_inputs, problem_role
-from qsync_opt.training.problem import CastCost, Communication, OperatorCost, Problem, ProblemDevice, ProblemOperator
+from qsync_opt.model import Role
+from qsync_opt.numerics import FORMATS
+from qsync_opt.runtimes import cast_pairs
+from qsync_opt.runtimes.onnxruntime import WEIGHT_LEVEL, RunnableModel, border_formats
+from qsync_opt.training import (
+    CastCost,
+    Communication,
+    OperatorCost,
+    Plan,
+    Problem,
+    ProblemDevice,
+    ProblemOperator,
+    evaluate,
+    problem_inputs,
+    problem_role,
+)
 
 ROWS, WIDTH = 4, 8
 KINDS = ("MatMul", "Gemm", "MatMul", "Relu", "Tanh", "Add", "Sub", "Softmax", "Transpose2")

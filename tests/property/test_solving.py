@@ -8,15 +8,19 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from qsync_opt.formulations.training.front import Sweep
-from qsync_opt.io.codec import parse_json
-from qsync_opt.testing.problems import random_plan, random_problem
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan, plan_from_json
-from qsync_opt.training.planner import fastest, solve
-from qsync_opt.training.problem import Problem
-from qsync_opt.training.problem_file import problem_from_json
-from qsync_opt.training.solution import TerminationStatus
+from qsync_opt.formulations.training import Sweep
+from qsync_opt.io import parse_json
+from qsync_opt.testing import random_plan, random_problem
+from qsync_opt.training import (
+    Plan,
+    Problem,
+    TerminationStatus,
+    evaluate,
+    fastest,
+    plan_from_json,
+    problem_from_json,
+    solve,
+)
 
 EXAMPLES = 200
 problems = st.integers(0, 2**32 - 1).map(lambda seed: random_problem(random.Random(seed)))

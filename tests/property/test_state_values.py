@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsync_opt.errors import ModelError, ProblemError, QSyncError
-from qsync_opt.runtimes.torch.checkpoints.state import join_state, split_state, tensors_named
+from qsync_opt.runtimes.torch.checkpoints import join_state, split_state, tensors_named
 
 NAMES = st.text(max_size=8) | st.sampled_from(["$tensor", "$tuple", "$items", "$counter", "$float"])
 LEAVES = (

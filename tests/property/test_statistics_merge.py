@@ -1,15 +1,15 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsync_opt.numerics.rounding import Granularity, Rounding, noise_kinds
-from qsync_opt.sensitivity.merging import merge_statistics
-from qsync_opt.sensitivity.statistics import (
+from qsync_opt.numerics import Granularity, Rounding, noise_kinds
+from qsync_opt.sensitivity import (
     ModelStatistics,
     OperatorKind,
     OperatorStatistics,
     ProductSizes,
     RoundingFactor,
     TensorStatistics,
+    merge_statistics,
     statistics_from_json,
     statistics_to_json,
 )

@@ -8,12 +8,18 @@ import pytest
 
 from qsync_opt.cli.app import main
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import Role, save_graph
-from qsync_opt.steps.audit import audit_worker, overlay_json
-from qsync_opt.steps.predictor import StepPredictor
-from qsync_opt.steps.trace import NODE, operator_label, phase_label, read_chrome_trace
-from qsync_opt.testing.synthetic import random_step_costs, residual_graph
-from qsync_opt.training.plan import Plan
+from qsync_opt.model import Role, save_graph
+from qsync_opt.steps import (
+    NODE,
+    StepPredictor,
+    audit_worker,
+    operator_label,
+    overlay_json,
+    phase_label,
+    read_chrome_trace,
+)
+from qsync_opt.testing import random_step_costs, residual_graph
+from qsync_opt.training import Plan
 
 GRAPH = residual_graph()
 PLAN = {operator.name: "BF16" for operator in GRAPH.by_role(Role.ADJUSTABLE)}

@@ -1,18 +1,24 @@
 import pytest
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.sensitivity.baselines import fisher_score, hessian_increase, random_score, weight_variance
-from qsync_opt.sensitivity.propagation import Distances
-from qsync_opt.sensitivity.rounding_variance import Noise, OperatorVariances
-from qsync_opt.sensitivity.statistics import (
+from qsync_opt.sensitivity import (
     Curvature,
+    Distances,
     GradientNoise,
+    IndicatorKind,
+    Noise,
     OperatorKind,
+    OperatorSensitivity,
     OperatorStatistics,
+    OperatorVariances,
     ProductSizes,
+    SensitivityTable,
     TensorStatistics,
+    fisher_score,
+    hessian_increase,
+    random_score,
+    weight_variance,
 )
-from qsync_opt.sensitivity.table import IndicatorKind, OperatorSensitivity, SensitivityTable
 
 
 def tensor(elements, mean_square=1.0):

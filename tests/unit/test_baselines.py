@@ -1,9 +1,7 @@
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import uniform_plan
-from qsync_opt.training.problem_file import load_problem
+from qsync_opt.training import evaluate, load_problem, uniform_plan
 
 
 @pytest.fixture

@@ -6,9 +6,8 @@ import pytest
 
 from qsync_opt.errors import ProblemError, SolverError
 from qsync_opt.registry import Feature, Kind, create
-from qsync_opt.testing.problems import chain
-from qsync_opt.training.blocks import identical_blocks, joined
-from qsync_opt.training.planner import solve
+from qsync_opt.testing import chain
+from qsync_opt.training import identical_blocks, joined, solve
 
 
 def renamed(problem, names):

@@ -1,14 +1,8 @@
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.testing.synthetic import make_graph, make_operator, residual_graph
-from qsync_opt.training.buckets import (
-    BucketOptions,
-    gradient_buckets,
-    gradient_users,
-    merge_by_operator,
-    operator_buckets,
-)
+from qsync_opt.testing import make_graph, make_operator, residual_graph
+from qsync_opt.training import BucketOptions, gradient_buckets, gradient_users, merge_by_operator, operator_buckets
 
 
 def test_order_of_readiness_with_a_tied_weight() -> None:

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from qsync_opt.costs.profile import DeviceProfile
+from qsync_opt.costs import DeviceProfile
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.testing.synthetic import (
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.testing import (
     FORWARD_NS,
     make_cluster,
     make_graph,
@@ -17,12 +17,7 @@ from qsync_opt.testing.synthetic import (
     make_sensitivities,
     residual_graph,
 )
-from qsync_opt.training.buckets import BucketOptions
-from qsync_opt.training.build import build_problem
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan, uniform_plan
-from qsync_opt.training.problem import Problem
-from qsync_opt.training.problem_file import load_problem
+from qsync_opt.training import BucketOptions, Plan, Problem, build_problem, evaluate, load_problem, uniform_plan
 
 SMALL_BUCKETS = BucketOptions(first_bytes=1, cap_bytes=1)
 

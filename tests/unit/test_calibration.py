@@ -1,10 +1,10 @@
 import pytest
 
-from qsync_opt.costs.profile import DeviceProfile, IterationOverhead
+from qsync_opt.costs import DeviceProfile, IterationOverhead
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.testing.synthetic import FORWARD_NS, make_profile, residual_graph
-from qsync_opt.training.calibration import MeasuredPasses, calibrate, predict_passes, uniform_choices
+from qsync_opt.model import OpGraph
+from qsync_opt.testing import FORWARD_NS, make_profile, residual_graph
+from qsync_opt.training import MeasuredPasses, calibrate, predict_passes, uniform_choices
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qsync_opt.cli.app import main
-from qsync_opt.testing.problems import chain, no_memory
+from qsync_opt.testing import chain, no_memory
 
 COMMAND = [sys.executable, "-c", "import sys; from qsync_opt.cli.app import main; sys.exit(main())"]
 

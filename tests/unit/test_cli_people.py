@@ -18,8 +18,8 @@ from qsync_opt import evaluate, load_plan, uniform_plan
 from qsync_opt.cli.app import main
 from qsync_opt.errors import ProblemError
 from qsync_opt.registry import Kind, entries
-from qsync_opt.testing.problems import buckets, diamond, no_memory
-from qsync_opt.training.explanation import Explainer, overview
+from qsync_opt.testing import buckets, diamond, no_memory
+from qsync_opt.training import Explainer, overview
 
 COMMAND = [sys.executable, "-c", "import sys; from qsync_opt.cli.app import main; sys.exit(main())"]
 

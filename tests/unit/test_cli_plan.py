@@ -26,10 +26,10 @@ from qsync_opt import (
     sensitivities,
 )
 from qsync_opt.cli.app import main
-from qsync_opt.cluster.cluster import DeviceType
-from qsync_opt.costs.estimates import ESTIMATES_KEY, estimate_lines
-from qsync_opt.sensitivity.weights import FROM_FORMATS, FROM_WEIGHTS
-from qsync_opt.testing.synthetic import make_profile
+from qsync_opt.cluster import DeviceType
+from qsync_opt.costs import ESTIMATES_KEY, estimate_lines
+from qsync_opt.sensitivity import FROM_FORMATS, FROM_WEIGHTS
+from qsync_opt.testing import make_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = """\

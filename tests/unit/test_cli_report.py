@@ -4,7 +4,7 @@ import os
 import pytest
 
 from qsync_opt.cli.app import main
-from qsync_opt.testing.problems import chain
+from qsync_opt.testing import chain
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from qsync_opt.cluster.cluster import Cluster, DeviceRole, Network, load_cluster
+from qsync_opt.cluster import Cluster, DeviceRole, Network, load_cluster
 from qsync_opt.errors import ProblemError
 
 FILE = """

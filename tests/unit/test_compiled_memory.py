@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from qsync_opt.steps.courses import (
+from qsync_opt.steps import (
     Block,
     Placed,
     backward_moment,

@@ -3,8 +3,8 @@
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.steps.compiled.trace import CompiledEvents, HostCall, Scheduled, charge_compiled, matched
-from qsync_opt.steps.trace import BACKWARD, FORWARD, OPTIMIZER, Change, Kernel, Launch, Range, StepEvents, phase_label
+from qsync_opt.steps import BACKWARD, FORWARD, OPTIMIZER, Change, Kernel, Launch, Range, StepEvents, phase_label
+from qsync_opt.steps.compiled import CompiledEvents, HostCall, Scheduled, charge_compiled, matched
 
 GELU = Scheduled(True, (), (("gelu", 0.75), ("b", 0.25)))
 A = Scheduled(False, ("addmm",), (("a", 1.0),))

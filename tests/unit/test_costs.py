@@ -1,8 +1,8 @@
 import pytest
 
-from qsync_opt.costs.profile import CostFit, MeasuredCost, fit_cost
+from qsync_opt.costs import CostFit, MeasuredCost, fit_cost
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import Fields
+from qsync_opt.io import Fields
 
 
 def test_a_line_is_found_again() -> None:

@@ -7,12 +7,9 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import Role
-from qsync_opt.steps.cases import StepFlow
-from qsync_opt.steps.costs import Case, CaseCost, RecordedCourses, StepCosts
-from qsync_opt.steps.course_lookup import CourseLookup
-from qsync_opt.steps.predictor import StepPredictor
-from qsync_opt.testing.synthetic import random_step_costs, residual_graph
+from qsync_opt.model import Role
+from qsync_opt.steps import Case, CaseCost, CourseLookup, RecordedCourses, StepCosts, StepFlow, StepPredictor
+from qsync_opt.testing import random_step_costs, residual_graph
 
 
 def _cases(precisions):

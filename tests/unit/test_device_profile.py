@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from qsync_opt.costs.profile import DeviceProfile, IterationCheck, IterationOverhead, load_profile
+from qsync_opt.costs import DeviceProfile, IterationCheck, IterationOverhead, load_profile
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.testing.synthetic import make_graph, make_operator, make_profile, residual_graph
+from qsync_opt.model import OpGraph
+from qsync_opt.testing import make_graph, make_operator, make_profile, residual_graph
 
 CHECK = IterationCheck(
     precision="FP32",

@@ -8,14 +8,13 @@ from html.parser import HTMLParser
 import pytest
 
 from qsync_opt import Plan, pareto_front, solve, uniform_plan
-from qsync_opt.costs.estimates import ESTIMATES_KEY
+from qsync_opt.costs import ESTIMATES_KEY
 from qsync_opt.errors import NotInstalledError, SolverError, UnsupportedError
-from qsync_opt.numerics.formats import FORMATS
+from qsync_opt.numerics import FORMATS
 from qsync_opt.report import figures, tables
 from qsync_opt.report.display import COLORS, OTHER_COLOR, color
-from qsync_opt.testing.problems import buckets, diamond, no_memory
-from qsync_opt.testing.synthetic import residual_graph
-from qsync_opt.training.evaluation import evaluate
+from qsync_opt.testing import buckets, diamond, no_memory, residual_graph
+from qsync_opt.training import evaluate
 from qsync_opt.training.pareto import _checked
 
 VOID = {"br", "hr", "img", "meta"}

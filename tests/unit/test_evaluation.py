@@ -3,11 +3,8 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.testing.problems import buckets, diamond, shared_casts
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan
-from qsync_opt.training.problem import Communication
-from qsync_opt.training.problem_file import load_problem
+from qsync_opt.testing import buckets, diamond, shared_casts
+from qsync_opt.training import Communication, Plan, evaluate, load_problem
 
 RECORDED = (
     "tiny",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qsync_opt.io.units import format_sensitivity
+from qsync_opt.io import format_sensitivity
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.sensitivity.scores import horizon_of
+from qsync_opt.sensitivity import horizon_of
 
 
 def test_the_horizon_sums_squared_rates():

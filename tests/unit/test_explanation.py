@@ -6,11 +6,9 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import Role
-from qsync_opt.testing.problems import buckets, chain, operator, random_plan, random_problem, shared_casts
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.explanation import BrokenLimit, Explainer
-from qsync_opt.training.plan import Plan
+from qsync_opt.model import Role
+from qsync_opt.testing import buckets, chain, operator, random_plan, random_problem, shared_casts
+from qsync_opt.training import BrokenLimit, Explainer, Plan, evaluate
 
 
 def _plan(problem, **choices):

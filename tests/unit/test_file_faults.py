@@ -15,17 +15,12 @@ from pathlib import Path
 import pytest
 
 import qsync_opt
-from qsync_opt.cluster.datasheets import data_sheet
-from qsync_opt.costs.profile import load_profile
-from qsync_opt.costs.roofline import roofline_profile
+from qsync_opt.cluster import data_sheet
+from qsync_opt.costs import load_profile, roofline_profile
 from qsync_opt.errors import ProblemError, QSyncError
-from qsync_opt.io.cache import MeasurementCache
-from qsync_opt.testing.conformance import sample_graph
-from qsync_opt.testing.problems import chain, diamond
-from qsync_opt.training.pareto import FrontCache
-from qsync_opt.training.plan import Plan, load_plan
-from qsync_opt.training.planner import solve
-from qsync_opt.training.problem_file import load_problem
+from qsync_opt.io import MeasurementCache
+from qsync_opt.testing import chain, diamond, sample_graph
+from qsync_opt.training import FrontCache, Plan, load_plan, load_problem, solve
 
 ENVIRONMENT = {"device": "here"}
 
@@ -413,7 +408,7 @@ def test_versions_do_not_read_each_others_measurements(tmp_path, monkeypatch):
 
     # A profile's measurements name the version in the device's identity, with those of the libraries.
     torch = pytest.importorskip("torch")
-    from qsync_opt.runtimes.torch.support.identity import identify
+    from qsync_opt.runtimes.torch.support import identify
 
     here = {"device": identify(torch.device("cpu")).to_json()}
     MeasurementCache(tmp_path, here).put("fc", {"ns": 1})

@@ -2,8 +2,7 @@ import math
 
 import pytest
 
-from qsync_opt.sensitivity.rectifiers import flipped_variance
-from qsync_opt.sensitivity.statistics import FLIP_RATIOS
+from qsync_opt.sensitivity import FLIP_RATIOS, flipped_variance
 
 ROOTS = tuple(100.0 * math.sqrt(ratio) for ratio in FLIP_RATIOS)
 

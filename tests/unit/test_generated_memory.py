@@ -3,7 +3,7 @@
 import pytest
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.steps.compiled.generated import GeneratedPass, step_peak
+from qsync_opt.steps.compiled import GeneratedPass, step_peak
 
 KIB = 1024
 FORWARD = """

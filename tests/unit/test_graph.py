@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qsync_opt.errors import ModelError
-from qsync_opt.model.graph import (
+from qsync_opt.model import (
     Operator,
     OpGraph,
     ParameterSpec,

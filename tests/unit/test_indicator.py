@@ -3,25 +3,26 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
-from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
-from qsync_opt.numerics.formats import PrecisionFormats
-from qsync_opt.numerics.rounding import Granularity
-from qsync_opt.sensitivity.rectifiers import plan_variance
-from qsync_opt.sensitivity.rounding_variance import NoiseOptions
-from qsync_opt.sensitivity.scores import sensitivities
-from qsync_opt.sensitivity.statistics import (
+from qsync_opt.model import Operator, OpGraph, ParameterSpec, Role, TensorSpec
+from qsync_opt.numerics import Granularity, PrecisionFormats
+from qsync_opt.sensitivity import (
     FLIP_RATIOS,
     Gain,
+    IndicatorKind,
     MeasuredErrors,
     ModelStatistics,
+    NoiseOptions,
     OperatorKind,
+    OperatorSensitivity,
     OperatorStatistics,
     ProductSizes,
     RoundingFactor,
+    SensitivityTable,
     Signal,
     TensorStatistics,
+    plan_variance,
+    sensitivities,
 )
-from qsync_opt.sensitivity.table import IndicatorKind, OperatorSensitivity, SensitivityTable
 
 
 def borders(name: str) -> PrecisionFormats:

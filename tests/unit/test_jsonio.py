@@ -5,7 +5,7 @@ import stat
 import pytest
 
 from qsync_opt.errors import ModelError, ProblemError
-from qsync_opt.io.codec import (
+from qsync_opt.io import (
     Fields,
     check_integer,
     check_number,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.cache import MeasurementCache
+from qsync_opt.io import MeasurementCache
 
 ENVIRONMENT = {"device": "test", "threads": 1}
 

@@ -2,23 +2,21 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_opt.costs.profile import MeasuredCost
+from qsync_opt.costs import MeasuredCost
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.testing.synthetic import (
-    make_cluster,
-    make_graph,
-    make_operator,
-    make_profile,
-    make_sensitivities,
-    residual_graph,
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.testing import make_cluster, make_graph, make_operator, make_profile, make_sensitivities, residual_graph
+from qsync_opt.training import (
+    MemoryModel,
+    Problem,
+    build_problem,
+    device_tables,
+    evaluate,
+    memory_breakdown,
+    model_memory,
+    storage_roots,
+    uniform_plan,
 )
-from qsync_opt.training.build import build_problem
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.memory import MemoryModel, memory_breakdown, model_memory, storage_roots
-from qsync_opt.training.plan import uniform_plan
-from qsync_opt.training.pricing import device_tables
-from qsync_opt.training.problem import Problem
 
 BIG, SMALL = 64 * 256, 64 * 64
 

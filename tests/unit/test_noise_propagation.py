@@ -2,15 +2,17 @@ import math
 
 import pytest
 
-from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
-from qsync_opt.sensitivity.propagation import Effect, Propagation, distances
-from qsync_opt.sensitivity.statistics import (
+from qsync_opt.model import Operator, OpGraph, ParameterSpec, Role, TensorSpec
+from qsync_opt.sensitivity import (
+    Effect,
     ModelStatistics,
     OperatorKind,
     OperatorStatistics,
     ProductSizes,
+    Propagation,
     Signal,
     TensorStatistics,
+    distances,
 )
 
 ROWS, WIDTH = 8, 16

@@ -10,10 +10,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from qsync_opt.errors import ModelError
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.model.onnx.graph import GRAPH_KEY
-from qsync_opt.model.onnx.reader import read_onnx
-from qsync_opt.model.roles import RoleTable
+from qsync_opt.model import OpGraph, Role, RoleTable
+from qsync_opt.model.onnx import GRAPH_KEY, read_onnx
 
 
 def model(

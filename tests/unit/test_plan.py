@@ -1,9 +1,8 @@
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.testing.problems import chain, diamond
-from qsync_opt.training.plan import Plan, load_plan, plan_from_json
-from qsync_opt.training.problem_file import load_problem
+from qsync_opt.testing import chain, diamond
+from qsync_opt.training import Plan, load_plan, load_problem, plan_from_json
 
 
 def _plan(**operators):

@@ -5,13 +5,10 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import ProblemError, SolverError, UnsupportedError
-from qsync_opt.formulations.training.exhaustive import ExhaustiveFormulation
+from qsync_opt.formulations.training import ExhaustiveFormulation
 from qsync_opt.registry import BUILT_IN, Kind
-from qsync_opt.testing.problems import buckets, cast_coupling, chain, late_peers, no_memory, no_time
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.planner import fastest, solve
-from qsync_opt.training.problem_file import load_problem
-from qsync_opt.training.solution import Answer, TerminationStatus
+from qsync_opt.testing import buckets, cast_coupling, chain, late_peers, no_memory, no_time
+from qsync_opt.training import Answer, TerminationStatus, evaluate, fastest, load_problem, solve
 
 
 class _Claims:

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from qsync_opt.cluster.cluster import DeviceType
-from qsync_opt.costs.sources import ProfileCosts, RooflineCosts
+from qsync_opt.cluster import DeviceType
+from qsync_opt.costs import ProfileCosts, RooflineCosts
 from qsync_opt.errors import ProblemError
 from qsync_opt.registry import Kind
-from qsync_opt.sensitivity.indicators import WeightIndicator
-from qsync_opt.testing.conformance import expect
-from qsync_opt.testing.problems import check_cost_model, check_indicator
+from qsync_opt.sensitivity import WeightIndicator
+from qsync_opt.testing import check_cost_model, check_indicator, expect
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = DeviceType(name="T4", count=1, memory_limit_bytes=2**34, precisions=("INT8", "FP16", "FP32"))
@@ -67,7 +66,7 @@ def test_an_indicator_without_a_usable_label_is_found():
 def test_faulty_cost_models_are_found():
     class OtherGraph(RooflineCosts):
         def profile(self, graph, device):
-            from qsync_opt.testing.synthetic import make_profile, residual_graph
+            from qsync_opt.testing import make_profile, residual_graph
 
             return make_profile(residual_graph())
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.testing.problems import chain, diamond
-from qsync_opt.training.problem_file import load_problem, problem_from_json
+from qsync_opt.testing import chain, diamond
+from qsync_opt.training import load_problem, problem_from_json
 
 INSTANCES = sorted((Path(__file__).resolve().parents[1] / "data" / "instances").glob("*.json"))
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from qsync_opt.io.progress import held_interrupts, lasting_interrupts, reporting, waiting
+from qsync_opt.io import held_interrupts, lasting_interrupts, reporting, waiting
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import Role
-from qsync_opt.testing.problems import cost, diamond
-from qsync_opt.training.propagation import follow, ladder, missing_casts, propagate
+from qsync_opt.model import Role
+from qsync_opt.testing import cost, diamond
+from qsync_opt.training import follow, ladder, missing_casts, propagate
 
 
 def test_ladder_is_sorted_by_rank_not_by_the_file():

@@ -3,7 +3,7 @@ import doctest
 import pytest
 
 import qsync_opt.io.units
-from qsync_opt.io.units import format_gap, format_memory, format_sensitivity, format_time
+from qsync_opt.io import format_gap, format_memory, format_sensitivity, format_time
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.testing.problems import chain, random_problem
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan
-from qsync_opt.training.planner import solve
-from qsync_opt.training.replanning import plan_changes, replan
+from qsync_opt.testing import chain, random_problem
+from qsync_opt.training import Plan, evaluate, plan_changes, replan, solve
 
 
 def scaled(problem, factors):

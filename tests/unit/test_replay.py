@@ -4,14 +4,21 @@ from pathlib import Path
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.testing.problems import late_peers
-from qsync_opt.testing.synthetic import make_cluster, make_profile, make_sensitivities, residual_graph
-from qsync_opt.training.buckets import BucketOptions
-from qsync_opt.training.build import build_problem
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import uniform_plan
-from qsync_opt.training.problem import Problem
-from qsync_opt.training.timeline import COMMUNICATION, COMPUTE, Timeline, TimelineEvent, replay, trace_json, write_trace
+from qsync_opt.testing import late_peers, make_cluster, make_profile, make_sensitivities, residual_graph
+from qsync_opt.training import (
+    COMMUNICATION,
+    COMPUTE,
+    BucketOptions,
+    Problem,
+    Timeline,
+    TimelineEvent,
+    build_problem,
+    evaluate,
+    replay,
+    trace_json,
+    uniform_plan,
+    write_trace,
+)
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@
 import pytest
 
 from qsync_opt.errors import ModelError
-from qsync_opt.model.graph import Role
-from qsync_opt.model.roles import ADJUSTABLE, ATEN_PRODUCTS, ROLE_TABLE, RoleTable, decide_role
+from qsync_opt.model import ADJUSTABLE, ATEN_PRODUCTS, ROLE_TABLE, Role, RoleTable, decide_role
 
 
 @pytest.mark.parametrize(

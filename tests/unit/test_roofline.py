@@ -4,15 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_opt.cluster.cluster import DeviceType
-from qsync_opt.cluster.datasheets import DATA_SHEETS, DataSheet, data_sheet
-from qsync_opt.costs.estimates import estimated_by
-from qsync_opt.costs.profile import MI_ELEMENTS
-from qsync_opt.costs.roofline import Assumptions, roofline_profile
+from qsync_opt.cluster import DATA_SHEETS, DataSheet, DeviceType, data_sheet
+from qsync_opt.costs import MI_ELEMENTS, Assumptions, estimated_by, roofline_profile
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
-from qsync_opt.numerics.formats import FORMATS
-from qsync_opt.testing.problems import check_cost_model
+from qsync_opt.model import Operator, OpGraph, ParameterSpec, Role, TensorSpec
+from qsync_opt.numerics import FORMATS
+from qsync_opt.testing import check_cost_model
 
 IDEAL = Assumptions(efficiency=1.0, efficiency_8bit=1.0, memory_efficiency=1.0, kernel_ns=0, launch_ns=0)
 SHEET = DataSheet(

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.numerics.rounding import (
+from qsync_opt.numerics import (
     Granularity,
     Rounding,
     closed_form_variance,

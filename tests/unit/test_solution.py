@@ -1,9 +1,8 @@
 import pytest
 
 from qsync_opt.errors import ProblemError, SolverError
-from qsync_opt.testing.problems import chain, no_time
-from qsync_opt.training.planner import solve
-from qsync_opt.training.solution import Solution, SolveOptions, TerminationStatus, relative_gap
+from qsync_opt.testing import chain, no_time
+from qsync_opt.training import Solution, SolveOptions, TerminationStatus, relative_gap, solve
 
 KEYS = [
     "termination",

@@ -4,9 +4,8 @@ from pathlib import Path
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.numerics.rounding import Rounding
-from qsync_opt.sensitivity.merging import merge_statistics
-from qsync_opt.sensitivity.statistics import (
+from qsync_opt.numerics import Rounding
+from qsync_opt.sensitivity import (
     Gain,
     ModelStatistics,
     OperatorKind,
@@ -16,6 +15,7 @@ from qsync_opt.sensitivity.statistics import (
     Signal,
     TensorStatistics,
     load_statistics,
+    merge_statistics,
     save_statistics,
     statistics_from_json,
     statistics_to_json,

@@ -5,20 +5,21 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_opt.cluster.cluster import Cluster, DeviceType, Network
-from qsync_opt.costs.profile import CostFit
-from qsync_opt.model.graph import Role
-from qsync_opt.numerics.formats import formats_for
-from qsync_opt.steps.bridge import profile_from_steps
-from qsync_opt.steps.cluster import bucket_borders, bucket_segments, network_tails
-from qsync_opt.steps.predictor import StepPredictor
-from qsync_opt.steps.queues import NOTHING, Work
-from qsync_opt.testing.synthetic import make_sensitivities, random_step_costs, residual_graph, stacked_graph
-from qsync_opt.training.buckets import BucketOptions, gradient_buckets
-from qsync_opt.training.build import build_problem
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan
-from qsync_opt.training.pricing import problem_role
+from qsync_opt.cluster import Cluster, DeviceType, Network
+from qsync_opt.costs import CostFit
+from qsync_opt.model import Role
+from qsync_opt.numerics import formats_for
+from qsync_opt.steps import (
+    NOTHING,
+    StepPredictor,
+    Work,
+    bucket_borders,
+    bucket_segments,
+    network_tails,
+    profile_from_steps,
+)
+from qsync_opt.testing import make_sensitivities, random_step_costs, residual_graph, stacked_graph
+from qsync_opt.training import BucketOptions, Plan, build_problem, evaluate, gradient_buckets, problem_role
 
 PRECISIONS = ("INT8", "BF16", "FP32")
 

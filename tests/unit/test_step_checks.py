@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import Role
-from qsync_opt.steps.predictor import StepPredictor
-from qsync_opt.steps.queues import Work
-from qsync_opt.testing.synthetic import make_graph, make_operator, random_step_costs, residual_graph
+from qsync_opt.model import Role
+from qsync_opt.steps import StepPredictor, Work
+from qsync_opt.testing import make_graph, make_operator, random_step_costs, residual_graph
 
 GRAPH = residual_graph()
 COSTS = random_step_costs(GRAPH, ("BF16", "FP32"))

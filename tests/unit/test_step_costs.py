@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.steps.costs import Case
+from qsync_opt.steps import Case
 
 
 def test_a_case_is_read_back_from_its_text():

@@ -6,12 +6,19 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import Role
-from qsync_opt.steps.cluster import cluster_step, cluster_timeline, network_tails, slowed_segments, worker_step
-from qsync_opt.steps.predictor import StepPredictor
-from qsync_opt.steps.queues import NOTHING, Work
-from qsync_opt.testing.synthetic import random_graph, random_step_costs, residual_graph, stacked_graph
-from qsync_opt.training.timeline import trace_json
+from qsync_opt.model import Role
+from qsync_opt.steps import (
+    NOTHING,
+    StepPredictor,
+    Work,
+    cluster_step,
+    cluster_timeline,
+    network_tails,
+    slowed_segments,
+    worker_step,
+)
+from qsync_opt.testing import random_graph, random_step_costs, residual_graph, stacked_graph
+from qsync_opt.training import trace_json
 
 PRECISIONS = ("INT8", "BF16", "FP32")
 

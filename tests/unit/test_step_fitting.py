@@ -4,12 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_opt.costs.profile import DeviceIdentity
-from qsync_opt.model.graph import Role
-from qsync_opt.steps.fitting import fit_step_costs, kernel_paces
-from qsync_opt.steps.sample import StepSample
-from qsync_opt.steps.trace import BACKWARD, BEGIN, FORWARD, Span, StepSpans
-from qsync_opt.testing.synthetic import stacked_graph
+from qsync_opt.costs import DeviceIdentity
+from qsync_opt.model import Role
+from qsync_opt.steps import BACKWARD, BEGIN, FORWARD, Span, StepSample, StepSpans, fit_step_costs, kernel_paces
+from qsync_opt.testing import stacked_graph
 
 DEVICE = DeviceIdentity(name="gpu", kind="cuda", threads=1, versions={})
 

@@ -5,13 +5,21 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.steps.cases import StepFlow
-from qsync_opt.steps.cluster import cluster_step, network_tails, slowed_segments, worker_step
-from qsync_opt.steps.costs import Case, StepCosts, load_step_costs
-from qsync_opt.steps.memory import Kept, Lifetimes
-from qsync_opt.steps.predictor import StepPredictor
-from qsync_opt.testing.synthetic import random_graph, random_step_costs, residual_graph, stacked_graph
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.steps import (
+    Case,
+    Kept,
+    Lifetimes,
+    StepCosts,
+    StepFlow,
+    StepPredictor,
+    cluster_step,
+    load_step_costs,
+    network_tails,
+    slowed_segments,
+    worker_step,
+)
+from qsync_opt.testing import random_graph, random_step_costs, residual_graph, stacked_graph
 
 PRECISIONS = ("INT8", "BF16", "TF32", "FP32")
 

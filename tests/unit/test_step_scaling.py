@@ -4,14 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_opt.model.graph import Role
-from qsync_opt.numerics.formats import formats_for
-from qsync_opt.steps.bridge import profile_from_steps
-from qsync_opt.steps.cases import StepFlow
-from qsync_opt.steps.fitting import scaled_costs, scaled_operators
-from qsync_opt.steps.predictor import StepPredictor
-from qsync_opt.steps.queues import Work
-from qsync_opt.testing.synthetic import random_step_costs, stacked_graph
+from qsync_opt.model import Role
+from qsync_opt.numerics import formats_for
+from qsync_opt.steps import StepFlow, StepPredictor, Work, profile_from_steps, scaled_costs, scaled_operators
+from qsync_opt.testing import random_step_costs, stacked_graph
 
 PRECISIONS = ("INT8", "BF16", "FP32")
 

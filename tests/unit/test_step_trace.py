@@ -3,17 +3,7 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.steps.trace import (
-    Change,
-    Kernel,
-    Launch,
-    Node,
-    Range,
-    StepEvents,
-    charge,
-    operator_label,
-    phase_label,
-)
+from qsync_opt.steps import Change, Kernel, Launch, Node, Range, StepEvents, charge, operator_label, phase_label
 
 
 def step() -> StepEvents:

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from qsync_opt.steps.queues import NEVER, NOTHING, Work, compose, launched
+from qsync_opt.steps import NEVER, NOTHING, Work, compose, launched
 
 
 def simulate(pieces, host, device):

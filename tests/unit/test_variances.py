@@ -5,15 +5,16 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.numerics.formats import PrecisionFormats
-from qsync_opt.numerics.rounding import Granularity, Rounding
-from qsync_opt.sensitivity.rounding_variance import NoiseOptions, overflow_reason, variances
-from qsync_opt.sensitivity.statistics import (
+from qsync_opt.numerics import Granularity, PrecisionFormats, Rounding
+from qsync_opt.sensitivity import (
     MeasuredErrors,
+    NoiseOptions,
     OperatorKind,
     OperatorStatistics,
     ProductSizes,
     TensorStatistics,
+    overflow_reason,
+    variances,
 )
 
 N, K, M = 64, 512, 256

@@ -6,13 +6,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from qsync_opt.errors import ModelError, ProblemError
-from qsync_opt.model.onnx.reader import read_onnx, read_weights
-from qsync_opt.model.weights import weight_statistics
-from qsync_opt.numerics.formats import formats_for
-from qsync_opt.sensitivity.indicators import ModelKnowledge
-from qsync_opt.sensitivity.weights import weight_sensitivities
-from qsync_opt.testing.conformance import sample_graph, sample_knowledge
-from qsync_opt.testing.problems import check_indicator
+from qsync_opt.model import weight_statistics
+from qsync_opt.model.onnx import read_onnx, read_weights
+from qsync_opt.numerics import formats_for
+from qsync_opt.sensitivity import ModelKnowledge, weight_sensitivities
+from qsync_opt.testing import check_indicator, sample_graph, sample_knowledge
 
 FORMATS = formats_for(("INT8", "BF16", "FP32"), "BF16")
 

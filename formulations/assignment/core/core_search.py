@@ -23,7 +23,7 @@ from qsync_opt.formulations.assignment.dual import DualResult
 from qsync_opt.formulations.assignment.effort import Effort, Pass
 from qsync_opt.formulations.assignment.incumbent import Incumbent
 from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
-from qsync_opt.formulations.linear.solver import LinearSolver
+from qsync_opt.formulations.linear import LinearSolver
 
 _STATES, _NARROW = 6000, 64
 """States of a whole core search that pay at this width, and in proportion: short cores are searched more widely."""

@@ -20,8 +20,7 @@ import numpy as np
 
 from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreNode
 from qsync_opt.formulations.assignment.core.frontier import FrontierResult
-from qsync_opt.formulations.linear.model import LinearModel
-from qsync_opt.formulations.linear.solver import LinearOptions, LinearSolver, LinearStatus
+from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearSolver, LinearStatus
 
 _OBJECTIVE_SCALE = 1e3
 """The room between bound and incumbent in units of the objective; solvers' absolute gaps are then far below it."""

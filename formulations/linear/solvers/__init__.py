@@ -1,1 +1,4 @@
-"""One file per solver package; each is imported only when it is asked for."""
+"""One module per solver package, each the only one to import it.
+
+The registry names them; nothing is exported here, so that importing one solver loads no other.
+"""

@@ -13,7 +13,7 @@ from typing import Any
 from qsync_opt.errors import SolverError
 from qsync_opt.formulations.linear.model import LinearModel
 from qsync_opt.formulations.linear.solver import LinearOptions, LinearResult, LinearStatus
-from qsync_opt.io.progress import held_interrupts
+from qsync_opt.io import held_interrupts
 
 _TOLERANCE = 1e-9
 """Feasibility tolerance: rows are scaled to about 1e3, so that this is far below one nanosecond or KiB."""

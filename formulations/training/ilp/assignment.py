@@ -26,10 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qsync_opt.formulations.training.tables import segments
-from qsync_opt.model.graph import Role
-from qsync_opt.training.evaluation import BYTES_PER_KIB
-from qsync_opt.training.problem import Problem, ProblemDevice, ProblemOperator
-from qsync_opt.training.propagation import follow, ladder
+from qsync_opt.model import Role
+from qsync_opt.training import BYTES_PER_KIB, Problem, ProblemDevice, ProblemOperator, follow, ladder
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from qsync_opt.errors import SolverError
-from qsync_opt.formulations.linear.solver import LinearOptions, LinearResult, LinearSolver, LinearStatus
+from qsync_opt.formulations.linear import LinearOptions, LinearResult, LinearSolver, LinearStatus
 from qsync_opt.formulations.training.ilp.assignment import (
     MEMORY,
     MEMORY_LIMIT,
@@ -23,7 +23,7 @@ from qsync_opt.formulations.training.ilp.assignment import (
 from qsync_opt.formulations.training.ilp.program import AssignmentProgram, Goal, Units, linearize
 from qsync_opt.formulations.training.tables import peers_ns
 from qsync_opt.registry import Kind, create
-from qsync_opt.training.problem import Problem, ProblemDevice
+from qsync_opt.training import Problem, ProblemDevice
 
 _ROW_SCALE = 1e3
 """Rows reach about this, so that solvers' tolerances of 1e-9 stay below one nanosecond or KiB."""

@@ -55,7 +55,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from qsync_opt.formulations.linear.model import LinearModel
+from qsync_opt.formulations.linear import LinearModel
 from qsync_opt.formulations.training.ilp.assignment import MEMORY, Assignment, Choice, Product
 
 _ONE = -1

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from qsync_opt.errors import NotInstalledError, SolverError
-from qsync_opt.formulations.linear.solver import LinearOptions, LinearSolver, LinearStatus
+from qsync_opt.formulations.linear import LinearOptions, LinearSolver, LinearStatus
 from qsync_opt.formulations.training.ilp.assignment import Assignment, Choice, build_assignment, read_back
 from qsync_opt.formulations.training.ilp.least import Run, explain_infeasible, run
 from qsync_opt.formulations.training.paper_greedy import fast_start, keeps_limits, recover
 from qsync_opt.formulations.training.tables import peers_ns
 from qsync_opt.registry import Kind, create, default_solver
-from qsync_opt.training.problem import Problem, ProblemDevice
-from qsync_opt.training.solution import PROOF_GAP, Answer, SolveOptions, TerminationStatus, relative_gap
+from qsync_opt.training import PROOF_GAP, Answer, Problem, ProblemDevice, SolveOptions, TerminationStatus, relative_gap
 
 _OBJECTIVE_SCALE = 1e3
 """The incumbent's cost in units of the objective: solvers' absolute gaps of about 1e-6 are then 1e-9 of it."""

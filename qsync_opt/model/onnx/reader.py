@@ -23,7 +23,7 @@ from onnx import inliner, shape_inference
 from onnx.reference import ReferenceEvaluator
 
 from qsync_opt.errors import ModelError, first_line
-from qsync_opt.io.files import read_bounded
+from qsync_opt.io import read_bounded
 from qsync_opt.model.graph import DTYPE_BYTES, OpGraph, TensorSpec
 from qsync_opt.model.onnx.graph import GRAPH_KEY, AttributeValue, OnnxModel, OnnxNode, build_graph, match_graph
 from qsync_opt.model.roles import RoleTable

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from qsync_opt.errors import ModelError
-from qsync_opt.model.graph import TensorSpec
+from qsync_opt.model import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

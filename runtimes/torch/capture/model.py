@@ -21,16 +21,14 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import ModelError
-from qsync_opt.model.graph import OpGraph, Role, graph_to_json
-from qsync_opt.model.onnx.graph import GRAPH_KEY, OPERATOR_KEY
-from qsync_opt.model.onnx.reader import read_onnx
-from qsync_opt.model.roles import ROLE_TABLE, RoleTable
+from qsync_opt.model import ROLE_TABLE, OpGraph, Role, RoleTable, graph_to_json
+from qsync_opt.model.onnx import GRAPH_KEY, OPERATOR_KEY, read_onnx
 from qsync_opt.runtimes.torch.capture.calls import RecordedCall
 from qsync_opt.runtimes.torch.capture.export import export_onnx, export_program, locating, save_onnx, training_mode
 from qsync_opt.runtimes.torch.capture.operators import Operators, read_operators
 from qsync_opt.runtimes.torch.capture.program import flatten
-from qsync_opt.runtimes.torch.interception.interception import OperatorCall, intercepted
-from qsync_opt.runtimes.torch.support.models import model_unchanged
+from qsync_opt.runtimes.torch.interception import OperatorCall, intercepted
+from qsync_opt.runtimes.torch.support import model_unchanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,18 @@ import torch
 from torch import fx, nn
 
 from qsync_opt.errors import ModelError
-from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
-from qsync_opt.model.roles import ATEN_PRODUCTS, ROLE_TABLE, RoleTable, base_kind, decide_role
+from qsync_opt.model import (
+    ATEN_PRODUCTS,
+    ROLE_TABLE,
+    Operator,
+    OpGraph,
+    ParameterSpec,
+    Role,
+    RoleTable,
+    TensorSpec,
+    base_kind,
+    decide_role,
+)
 from qsync_opt.runtimes.torch.capture.calls import RecordedCall, TensorArgument, count_flops, index_bound
 from qsync_opt.runtimes.torch.capture.program import (
     Dataflow,
@@ -27,7 +37,7 @@ from qsync_opt.runtimes.torch.capture.program import (
     tensor_spec,
     tensors_of,
 )
-from qsync_opt.runtimes.torch.interception.interception import operator_name
+from qsync_opt.runtimes.torch.interception import operator_name
 
 INPUT = "input"
 """Kind of the operators that stand for the model's floating-point arguments."""

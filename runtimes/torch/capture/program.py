@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.export.graph_signature import InputKind
 
 from qsync_opt.errors import ModelError
-from qsync_opt.model.graph import DTYPE_BYTES, TensorSpec
+from qsync_opt.model import DTYPE_BYTES, TensorSpec
 from qsync_opt.runtimes.torch.capture.calls import TensorArgument
 from qsync_opt.runtimes.torch.capture.export import describe_module
 

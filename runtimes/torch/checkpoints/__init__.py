@@ -1,1 +1,49 @@
-"""Parts of the package."""
+"""Checkpoints of planned training: the model, the optimizer and the plan, saved together.
+
+`Checkpoints` writes and restores them on any number of workers.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.runtimes.torch.checkpoints.checkpoints import Checkpoints
+    from qsync_opt.runtimes.torch.checkpoints.files import (
+        MANIFEST,
+        MANIFEST_FORMAT,
+        begin,
+        file_facts,
+        files_in,
+        finish,
+    )
+    from qsync_opt.runtimes.torch.checkpoints.resuming import (
+        PlanState,
+        RankState,
+        as_now,
+        carry_out,
+        decide,
+        plan_of_ranks,
+    )
+    from qsync_opt.runtimes.torch.checkpoints.state import join_state, split_state, tensors_named
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "MANIFEST",
+    "MANIFEST_FORMAT",
+    "Checkpoints",
+    "PlanState",
+    "RankState",
+    "as_now",
+    "begin",
+    "carry_out",
+    "decide",
+    "file_facts",
+    "files_in",
+    "finish",
+    "join_state",
+    "plan_of_ranks",
+    "split_state",
+    "tensors_named",
+]

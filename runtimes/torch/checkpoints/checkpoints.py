@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import qsync_opt
 from qsync_opt.errors import ModelError, NotInstalledError, ProblemError, first_line
-from qsync_opt.io.codec import Fields, check_integer, read_json, write_json
+from qsync_opt.io import Fields, check_integer, read_json, write_json
 from qsync_opt.runtimes.torch.checkpoints.files import (
     begin,
     check_files,
@@ -65,7 +65,7 @@ from qsync_opt.runtimes.torch.checkpoints.state import (
     split_state,
     taking_back,
 )
-from qsync_opt.runtimes.torch.ddp.agreement import (
+from qsync_opt.runtimes.torch.ddp import (
     broadcast_json,
     digest,
     gather_json,
@@ -74,8 +74,8 @@ from qsync_opt.runtimes.torch.ddp.agreement import (
     together,
     world,
 )
-from qsync_opt.runtimes.torch.job.plan import JobPlan
-from qsync_opt.runtimes.torch.support.models import bare_model
+from qsync_opt.runtimes.torch.job import JobPlan
+from qsync_opt.runtimes.torch.support import bare_model
 
 CHECKPOINT_FORMAT = "qsync-checkpoint/1"
 STATE = "state.json"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync_opt.errors import ProblemError, reason_of
-from qsync_opt.io.codec import Fields, read_json, write_json
+from qsync_opt.io import Fields, read_json, write_json
 
 MANIFEST_FORMAT = "qsync-manifest/1"
 MANIFEST = "manifest.json"

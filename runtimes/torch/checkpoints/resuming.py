@@ -12,19 +12,11 @@ from torch import nn
 
 import qsync_opt
 from qsync_opt.errors import ModelError, NotReadyError, ProblemError
-from qsync_opt.io.codec import Fields
-from qsync_opt.runtimes.torch.ddp.agreement import digest, gather_json, world
-from qsync_opt.runtimes.torch.execution.plans import (
-    AUTOCAST_TYPES,
-    AppliedPlan,
-    ApplyOptions,
-    applied_plan,
-    apply,
-    undo,
-)
-from qsync_opt.runtimes.torch.job.plan import JobPlan
-from qsync_opt.training.plan import Plan
-from qsync_opt.training.replanning import Change
+from qsync_opt.io import Fields
+from qsync_opt.runtimes.torch.ddp import digest, gather_json, world
+from qsync_opt.runtimes.torch.execution import AUTOCAST_TYPES, AppliedPlan, ApplyOptions, applied_plan, apply, undo
+from qsync_opt.runtimes.torch.job import JobPlan
+from qsync_opt.training import Change, Plan
 
 _LOGGER = logging.getLogger(__name__)
 _SHOWN = 3

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from qsync_opt.errors import ModelError, ProblemError, QSyncError, first_line
-from qsync_opt.io.codec import LARGEST_INTEGER
-from qsync_opt.runtimes.torch.support.models import plain_name
+from qsync_opt.io import LARGEST_INTEGER
+from qsync_opt.runtimes.torch.support import plain_name
 
 _TENSOR, _TUPLE, _ITEMS, _COUNTER, _FLOAT = "$tensor", "$tuple", "$items", "$counter", "$float"
 _MARKS = frozenset({_TENSOR, _TUPLE, _ITEMS, _COUNTER, _FLOAT})

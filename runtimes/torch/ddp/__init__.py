@@ -1,1 +1,59 @@
-"""Parts of the package."""
+"""Workers that train together: process groups, agreement between ranks, and measured collectives.
+
+Nothing here knows a plan.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.runtimes.torch.ddp.agreement import (
+        broadcast_json,
+        digest,
+        fail_together,
+        gather_json,
+        message_device,
+        others_needed,
+        require_agreement,
+        together,
+        world,
+    )
+    from qsync_opt.runtimes.torch.ddp.collectives import (
+        CollectiveCost,
+        at_most_all,
+        measure_collectives,
+        measure_slowdown,
+        never_falling,
+    )
+    from qsync_opt.runtimes.torch.ddp.workers import (
+        bucket_assignment,
+        fit_all_reduce,
+        free_port,
+        measure_all_reduce,
+        process_group,
+    )
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "CollectiveCost",
+    "at_most_all",
+    "broadcast_json",
+    "bucket_assignment",
+    "digest",
+    "fail_together",
+    "fit_all_reduce",
+    "free_port",
+    "gather_json",
+    "measure_all_reduce",
+    "measure_collectives",
+    "measure_slowdown",
+    "message_device",
+    "never_falling",
+    "others_needed",
+    "process_group",
+    "require_agreement",
+    "together",
+    "world",
+]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from qsync_opt.errors import NotReadyError, ProblemError
-from qsync_opt.io.codec import check_number
+from qsync_opt.io import check_number
 from qsync_opt.runtimes.torch.ddp.workers import fit_all_reduce
 
 

@@ -1,1 +1,40 @@
-"""The whole of the package on one machine: a small GPT, real text, two workers, one of them under a plan."""
+"""``qsync-opt demo``: a small model trained by two workers under a plan, every step shown.
+
+`run` is what the command calls.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
+    from qsync_opt.runtimes.torch.demo.report import others_words, result_json
+    from qsync_opt.runtimes.torch.demo.run import run_demo
+    from qsync_opt.runtimes.torch.demo.settings import (
+        INFERENCE,
+        SPEC_FORMAT,
+        TRAINER,
+        DemoOptions,
+        WorkerSpec,
+        load_spec,
+    )
+    from qsync_opt.runtimes.torch.demo.text import Batches, standard_library_text
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "INFERENCE",
+    "SPEC_FORMAT",
+    "TRAINER",
+    "Batches",
+    "DemoOptions",
+    "Gpt",
+    "GptConfig",
+    "WorkerSpec",
+    "load_spec",
+    "others_words",
+    "result_json",
+    "run_demo",
+    "standard_library_text",
+]

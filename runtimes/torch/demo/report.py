@@ -13,12 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from qsync_opt.io.codec import write_text
+from qsync_opt.io import write_text
 from qsync_opt.runtimes.torch.demo.settings import INFERENCE, TRAINER, WORKERS, DemoOptions
-from qsync_opt.training.evaluation import Evaluation, evaluate
-from qsync_opt.training.plan import Plan, uniform_plan
-from qsync_opt.training.problem import Problem
-from qsync_opt.training.solution import Solution
+from qsync_opt.training import Evaluation, Plan, Problem, Solution, evaluate, uniform_plan
 
 Row = Sequence[str]
 

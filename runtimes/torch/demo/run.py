@@ -16,10 +16,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from qsync_opt.cluster.cluster import Cluster, DeviceRole, DeviceType, Network
-from qsync_opt.costs.profile import DeviceProfile, load_profile
+from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, Network
+from qsync_opt.costs import DeviceProfile, load_profile
 from qsync_opt.errors import SolverError
-from qsync_opt.model.graph import OpGraph, Role, load_graph
+from qsync_opt.model import OpGraph, Role, load_graph
 from qsync_opt.runtimes.host import free_port
 from qsync_opt.runtimes.torch.demo.launch import Event, Workers
 from qsync_opt.runtimes.torch.demo.report import (
@@ -31,15 +31,18 @@ from qsync_opt.runtimes.torch.demo.report import (
     write_report,
 )
 from qsync_opt.runtimes.torch.demo.settings import INFERENCE, TRAINER, WORKERS, DemoOptions, WorkerSpec
-from qsync_opt.sensitivity.scores import sensitivities
-from qsync_opt.sensitivity.statistics import load_statistics
-from qsync_opt.training.build import build_problem
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan, uniform_plan
-from qsync_opt.training.planner import solve
-from qsync_opt.training.problem import Problem
-from qsync_opt.training.solution import Solution
-from qsync_opt.training.timeline import replay, write_trace
+from qsync_opt.sensitivity import load_statistics, sensitivities
+from qsync_opt.training import (
+    Plan,
+    Problem,
+    Solution,
+    build_problem,
+    evaluate,
+    replay,
+    solve,
+    uniform_plan,
+    write_trace,
+)
 
 WORKER_MODULE = "qsync_opt.runtimes.torch.demo.worker"
 TRAINER_MEMORY_BYTES = 64 << 30

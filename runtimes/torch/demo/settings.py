@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from qsync_opt.io.codec import Fields, read_json, write_json
+from qsync_opt.io import Fields, read_json, write_json
 from qsync_opt.runtimes.torch.demo.sizes import GptConfig
 
 SPEC_FORMAT = "qsync-demo-worker/2"

@@ -19,20 +19,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.model.graph import save_graph
-from qsync_opt.runtimes.torch.capture.model import CapturedModel, capture_model
-from qsync_opt.runtimes.torch.ddp.workers import measure_all_reduce, process_group
+from qsync_opt.model import save_graph
+from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
+from qsync_opt.runtimes.torch.ddp import measure_all_reduce, process_group
 from qsync_opt.runtimes.torch.demo.launch import emit
 from qsync_opt.runtimes.torch.demo.model import Gpt
 from qsync_opt.runtimes.torch.demo.settings import INFERENCE, TRAINER, WORKERS, DemoOptions, WorkerSpec, load_spec
 from qsync_opt.runtimes.torch.demo.text import Batches, standard_library_text
-from qsync_opt.runtimes.torch.execution.plans import apply
-from qsync_opt.runtimes.torch.profiling.profiler import profile
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample, measure_iteration
-from qsync_opt.runtimes.torch.support.timing import cpu_clock
-from qsync_opt.sensitivity.statistics import save_statistics
-from qsync_opt.training.plan import load_plan
+from qsync_opt.runtimes.torch.execution import apply
+from qsync_opt.runtimes.torch.profiling import profile
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.runtimes.torch.support import TrainingExample, cpu_clock, measure_iteration
+from qsync_opt.sensitivity import save_statistics
+from qsync_opt.training import load_plan
 
 ALONE_STEPS = 12
 PROFILE_REPEATS = 3

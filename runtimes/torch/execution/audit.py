@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from qsync_opt.io.codec import check_integer
-from qsync_opt.runtimes.torch.support.cuda_graphs import is_capturing
+from qsync_opt.io import check_integer
+from qsync_opt.runtimes.torch.support import is_capturing
 
 _LOGGER = logging.getLogger(__name__)
 _TOLERANCE = 0.15

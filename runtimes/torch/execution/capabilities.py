@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsync_opt.kernels import backend, ops
-from qsync_opt.numerics.formats import PrecisionFormats, formats_for
+from qsync_opt.numerics import PrecisionFormats, formats_for
 
 # Which kinds of operators a plan may adjust.
 ADJUSTABLE = ops.ADJUSTABLE

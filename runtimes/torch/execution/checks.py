@@ -12,8 +12,8 @@ from torch import nn
 
 from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.kernels import ops
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.numerics.formats import number_format
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.numerics import number_format
 
 _SHOWN = 3
 

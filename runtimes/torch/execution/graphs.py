@@ -25,19 +25,20 @@ from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from qsync_opt.errors import NotReadyError, UnsupportedError
-from qsync_opt.kernels.autograd.float_modes import differentiated_once
-from qsync_opt.kernels.quantize.weight_cache import forget_weights
+from qsync_opt.kernels.autograd import differentiated_once
+from qsync_opt.kernels.quantize import forget_weights
 from qsync_opt.runtimes.torch.execution.checks import NO_SECOND_DERIVATIVE, check_capturable, model_device
-from qsync_opt.runtimes.torch.interception.interception import Interception, interception_of
-from qsync_opt.runtimes.torch.support.cuda_graphs import (
+from qsync_opt.runtimes.torch.interception import Interception, interception_of
+from qsync_opt.runtimes.torch.support import (
+    bare_model,
     capture_stream,
     capturing,
     is_capturing,
+    model_unchanged,
     unnoticed,
     waits_noted,
     without_cudnn_attention,
 )
-from qsync_opt.runtimes.torch.support.models import bare_model, model_unchanged
 
 _LOGGER = logging.getLogger(__name__)
 _WARM_UPS = 3

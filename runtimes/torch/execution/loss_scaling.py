@@ -16,9 +16,9 @@ from torch.amp.grad_scaler import OptState
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.runtimes.torch.ddp.agreement import gather_json, others_needed, world
+from qsync_opt.runtimes.torch.ddp import gather_json, others_needed, world
 from qsync_opt.runtimes.torch.execution.plans import applied_plan
-from qsync_opt.runtimes.torch.support.models import bare_model
+from qsync_opt.runtimes.torch.support import bare_model
 
 
 def computes_in_fp16(model: nn.Module) -> bool:

@@ -15,13 +15,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from qsync_opt.errors import NotReadyError, UnsupportedError
-from qsync_opt.kernels import ops
-from qsync_opt.kernels.arguments import CONVOLUTIONS
-from qsync_opt.kernels.autograd import float_modes
-from qsync_opt.kernels.autograd.linear_layer import linear
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.interception.forwards import HALF
-from qsync_opt.runtimes.torch.interception.interception import OperatorCall, Run
+from qsync_opt.kernels import CONVOLUTIONS, KernelOptions, ops
+from qsync_opt.kernels.autograd import float_modes, linear
+from qsync_opt.runtimes.torch.interception import HALF, OperatorCall, Run
 
 _HALF = (torch.bfloat16, torch.float16)
 _SOFTMAXES = (F.softmax, F.log_softmax)

@@ -25,12 +25,10 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
-from qsync_opt.kernels import backend, ops
-from qsync_opt.kernels.arguments import CONVOLUTIONS
+from qsync_opt.kernels import CONVOLUTIONS, KernelOptions, backend, ops
 from qsync_opt.kernels.autograd import float_modes
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.random_bits import signed
-from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.kernels.quantize import signed
+from qsync_opt.model import OpGraph, Role
 from qsync_opt.runtimes.torch.execution.audit import StepAudit
 from qsync_opt.runtimes.torch.execution.checks import (
     check_autocast,
@@ -53,9 +51,8 @@ from qsync_opt.runtimes.torch.execution.operators import (
     refuse_transforms,
     run_fixed,
 )
-from qsync_opt.runtimes.torch.interception.interception import Interception, OperatorCall, Run, interception_of
-from qsync_opt.runtimes.torch.support.iteration import full_precision
-from qsync_opt.runtimes.torch.support.models import bare_model
+from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, Run, interception_of
+from qsync_opt.runtimes.torch.support import bare_model, full_precision
 
 AUTOCAST_TYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
 """What ``torch.autocast`` is told for a precision."""

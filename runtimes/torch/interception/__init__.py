@@ -1,1 +1,42 @@
-"""Parts of the package."""
+"""Which operator of the graph a running call belongs to, and code run around it.
+
+Applying, profiling and probing all hook in here.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.runtimes.torch.interception.forwards import HALF
+    from qsync_opt.runtimes.torch.interception.functions import FIXED_KINDS, alike, function_names, functions_named
+    from qsync_opt.runtimes.torch.interception.interception import (
+        Handler,
+        Interception,
+        OperatorCall,
+        Run,
+        check_not_scripted,
+        intercepted,
+        interception_of,
+        operator_name,
+    )
+    from qsync_opt.runtimes.torch.interception.recomputation import CallMemory
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "FIXED_KINDS",
+    "HALF",
+    "CallMemory",
+    "Handler",
+    "Interception",
+    "OperatorCall",
+    "Run",
+    "alike",
+    "check_not_scripted",
+    "function_names",
+    "functions_named",
+    "intercepted",
+    "interception_of",
+    "operator_name",
+]

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qsync_opt.model.graph import Role
-from qsync_opt.model.roles import ROLE_TABLE
+from qsync_opt.model import ROLE_TABLE, Role
 
 _HALF = (torch.bfloat16, torch.float16)
 

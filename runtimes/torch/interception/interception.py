@@ -28,7 +28,7 @@ from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.runtimes.torch.interception.forwards import HALF, Forward, Leaf, forward_of
 from qsync_opt.runtimes.torch.interception.functions import FunctionMode, TracedFunctionMode, function_names
 from qsync_opt.runtimes.torch.interception.recomputation import CallMemory, Counts
-from qsync_opt.runtimes.torch.support.cuda_graphs import is_capturing
+from qsync_opt.runtimes.torch.support import is_capturing
 
 
 def operator_name(module: str, op_type: str, occurrence: int) -> str:

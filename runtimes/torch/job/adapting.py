@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from qsync_opt.errors import ModelError, NotReadyError, ProblemError
-from qsync_opt.io.codec import check_integer, check_number
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.runtimes.torch.ddp.agreement import (
+from qsync_opt.io import check_integer, check_number
+from qsync_opt.model import OpGraph
+from qsync_opt.runtimes.torch.ddp import (
     broadcast_json,
     fail_together,
     gather_json,
@@ -26,18 +26,15 @@ from qsync_opt.runtimes.torch.ddp.agreement import (
     together,
     world,
 )
-from qsync_opt.runtimes.torch.execution.plans import AppliedPlan, ApplyOptions, applied_plan, apply, undo
+from qsync_opt.runtimes.torch.execution import AppliedPlan, ApplyOptions, applied_plan, apply, undo
 from qsync_opt.runtimes.torch.job.file import with_speed
 from qsync_opt.runtimes.torch.job.options import PlanningOptions
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
 from qsync_opt.runtimes.torch.job.planning import shared_plan
-from qsync_opt.runtimes.torch.sensitivity.statistics import Step, collect_statistics
-from qsync_opt.runtimes.torch.support.memory import memory_budget
-from qsync_opt.runtimes.torch.support.models import bare_model
-from qsync_opt.sensitivity.statistics import ModelStatistics
-from qsync_opt.training.plan import Plan, plan_from_json
-from qsync_opt.training.problem import Problem
-from qsync_opt.training.replanning import Replanning, replan
+from qsync_opt.runtimes.torch.sensitivity import Step, collect_statistics
+from qsync_opt.runtimes.torch.support import bare_model, memory_budget
+from qsync_opt.sensitivity import ModelStatistics
+from qsync_opt.training import Plan, Problem, Replanning, plan_from_json, replan
 
 MakeProblem = Callable[[ModelStatistics], Problem]
 """Builds the problem from new statistics, with the profiles and limits that the caller keeps."""

@@ -15,11 +15,10 @@ from types import MappingProxyType
 from typing import Any
 
 from qsync_opt.errors import SolverError
-from qsync_opt.io.codec import Fields
-from qsync_opt.model.graph import Role
-from qsync_opt.numerics.formats import number_format
-from qsync_opt.training.planner import fastest, solve
-from qsync_opt.training.problem import Communication, Problem, ProblemDevice
+from qsync_opt.io import Fields
+from qsync_opt.model import Role
+from qsync_opt.numerics import number_format
+from qsync_opt.training import Communication, Problem, ProblemDevice, fastest, solve
 
 Rounds = Sequence[Mapping[int, float]]
 """By round: candidate to time."""

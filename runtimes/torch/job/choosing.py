@@ -33,10 +33,7 @@ from qsync_opt.runtimes.torch.job.candidates import (
 )
 from qsync_opt.runtimes.torch.job.options import PlanningOptions
 from qsync_opt.runtimes.torch.job.plan import Alternative, JobModel, JobPlan, verdict
-from qsync_opt.training.evaluation import BYTES_PER_KIB, Evaluation, evaluate, evaluate_device
-from qsync_opt.training.plan import Plan
-from qsync_opt.training.problem import Problem
-from qsync_opt.training.propagation import propagate
+from qsync_opt.training import BYTES_PER_KIB, Evaluation, Plan, Problem, evaluate, evaluate_device, propagate
 
 _MOST = 8
 _NEAR = 0.08

@@ -13,17 +13,17 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import qsync_opt
-from qsync_opt.cluster.cluster import Cluster, DeviceType, Network
-from qsync_opt.costs.profile import CostFit, DeviceProfile, MeasuredCost
+from qsync_opt.cluster import Cluster, DeviceType, Network
+from qsync_opt.costs import CostFit, DeviceProfile, MeasuredCost
 from qsync_opt.errors import ProblemError, QSyncError
-from qsync_opt.io.codec import Fields, check_number, read_json, write_json
-from qsync_opt.model.graph import Role, graph_to_json, parse_graph
-from qsync_opt.runtimes.torch.ddp.agreement import together
+from qsync_opt.io import Fields, check_number, read_json, write_json
+from qsync_opt.model import Role, graph_to_json, parse_graph
+from qsync_opt.runtimes.torch.ddp import together
 from qsync_opt.runtimes.torch.job.candidates import StepTime, Way
 from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job, job_indicator
 from qsync_opt.runtimes.torch.job.options import PlanningOptions
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
-from qsync_opt.sensitivity.table import SensitivityValues
+from qsync_opt.sensitivity import SensitivityValues
 
 JOB_FORMAT = "qsync-job/1"
 _ANEW = "remove the file, and the next start of auto_plan measures the job and writes it anew"

@@ -12,28 +12,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from qsync_opt.cluster.cluster import Cluster, DeviceType, Network
-from qsync_opt.costs.estimates import MEASURED_OPTION
-from qsync_opt.costs.profile import DeviceProfile
+from qsync_opt.cluster import Cluster, DeviceType, Network
+from qsync_opt.costs import MEASURED_OPTION, DeviceProfile
 from qsync_opt.errors import ModelError, NotReadyError, ProblemError, QSyncError, UnsupportedError, first_line
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.numerics.rounding import Granularity, Rounding
-from qsync_opt.runtimes.torch.capture.model import CapturedModel
-from qsync_opt.runtimes.torch.ddp.agreement import broadcast_json, gather_json, together, world
-from qsync_opt.runtimes.torch.ddp.workers import measure_all_reduce
-from qsync_opt.runtimes.torch.execution.checks import is_sharded
-from qsync_opt.runtimes.torch.interception.interception import check_not_scripted, interception_of
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.numerics import Granularity, Rounding
+from qsync_opt.runtimes.torch.capture import CapturedModel
+from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, measure_all_reduce, together, world
+from qsync_opt.runtimes.torch.execution import is_sharded
+from qsync_opt.runtimes.torch.interception import check_not_scripted, interception_of
 from qsync_opt.runtimes.torch.job.options import PlanningOptions, cache_folder
 from qsync_opt.runtimes.torch.job.steps import profile_job_steps
-from qsync_opt.runtimes.torch.profiling.profiler import profile
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.runtimes.torch.support.identity import identify
-from qsync_opt.runtimes.torch.support.iteration import Loss, TrainingExample, default_loss
-from qsync_opt.runtimes.torch.support.memory import memory_budget
-from qsync_opt.sensitivity.rounding_variance import NoiseOptions
-from qsync_opt.sensitivity.scores import horizon_of, sensitivities
-from qsync_opt.sensitivity.statistics import ModelStatistics
-from qsync_opt.sensitivity.table import IndicatorKind, SensitivityValues
+from qsync_opt.runtimes.torch.profiling import profile
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.runtimes.torch.support import Loss, TrainingExample, default_loss, identify, memory_budget
+from qsync_opt.sensitivity import (
+    IndicatorKind,
+    ModelStatistics,
+    NoiseOptions,
+    SensitivityValues,
+    horizon_of,
+    sensitivities,
+)
 
 
 def divides_by_squares(optimizer: torch.optim.Optimizer) -> bool:

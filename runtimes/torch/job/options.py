@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.cache import default_cache_folder
-from qsync_opt.io.codec import check_number
-from qsync_opt.io.progress import Report
-from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.io import Report, check_number, default_cache_folder
+from qsync_opt.kernels import KernelOptions
 
 COSTS = ("auto", "steps", "operators")
 """Ways to measure what operators cost."""

@@ -7,19 +7,14 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from qsync_opt.cluster.cluster import Cluster
-from qsync_opt.costs.estimates import MEASURED_OPTION, estimated_by
-from qsync_opt.costs.profile import DeviceProfile
+from qsync_opt.cluster import Cluster
+from qsync_opt.costs import MEASURED_OPTION, DeviceProfile, estimated_by
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.runtimes.torch.execution.plans import ApplySettings
+from qsync_opt.model import OpGraph
+from qsync_opt.runtimes.torch.execution import ApplySettings
 from qsync_opt.runtimes.torch.job.candidates import StepTime, Way
-from qsync_opt.sensitivity.table import SensitivityValues
-from qsync_opt.training.build import build_problem
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan, uniform_plan
-from qsync_opt.training.problem import Problem
-from qsync_opt.training.solution import Solution
+from qsync_opt.sensitivity import SensitivityValues
+from qsync_opt.training import Plan, Problem, Solution, build_problem, evaluate, uniform_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

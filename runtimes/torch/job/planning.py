@@ -19,17 +19,10 @@ import torch
 from torch import Tensor, nn
 
 import qsync_opt
-from qsync_opt.costs.estimates import FP32_SHARE_OPTION
+from qsync_opt.costs import FP32_SHARE_OPTION
 from qsync_opt.errors import ModelError, ProblemError, SolverError
-from qsync_opt.runtimes.torch.capture.model import CapturedModel, capture_model
-from qsync_opt.runtimes.torch.ddp.agreement import (
-    broadcast_json,
-    digest,
-    gather_json,
-    require_agreement,
-    together,
-    world,
-)
+from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
+from qsync_opt.runtimes.torch.ddp import broadcast_json, digest, gather_json, require_agreement, together, world
 from qsync_opt.runtimes.torch.job.choosing import decide
 from qsync_opt.runtimes.torch.job.file import job_facts, keep_job, load_job, steering, with_workers
 from qsync_opt.runtimes.torch.job.measuring import (
@@ -47,13 +40,10 @@ from qsync_opt.runtimes.torch.job.options import PlanningOptions
 from qsync_opt.runtimes.torch.job.plan import Alternative, JobModel, JobPlan, alternatives, how_measured
 from qsync_opt.runtimes.torch.job.racing import measure_steps
 from qsync_opt.runtimes.torch.job.timing import has_captured, measure_ways, with_host_shares
-from qsync_opt.runtimes.torch.profiling.trial import Trial, try_plan
-from qsync_opt.runtimes.torch.steps.compiled import compiled_inside
-from qsync_opt.runtimes.torch.support.iteration import Loss, default_loss, own_loss
-from qsync_opt.runtimes.torch.support.models import bare_model, model_unchanged
-from qsync_opt.runtimes.torch.support.optimizers import single
-from qsync_opt.training.plan import Plan, plan_from_json
-from qsync_opt.training.planner import solve
+from qsync_opt.runtimes.torch.profiling import Trial, try_plan
+from qsync_opt.runtimes.torch.steps import compiled_inside
+from qsync_opt.runtimes.torch.support import Loss, bare_model, default_loss, model_unchanged, own_loss, single
+from qsync_opt.training import Plan, plan_from_json, solve
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -18,10 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from qsync_opt.errors import UnsupportedError, first_line
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.runtimes.torch.ddp.agreement import broadcast_json, gather_json, together, world
-from qsync_opt.runtimes.torch.execution.checks import is_sharded
-from qsync_opt.runtimes.torch.execution.loss_scaling import LossScaler
+from qsync_opt.model import OpGraph
+from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, together, world
+from qsync_opt.runtimes.torch.execution import LossScaler, is_sharded
 from qsync_opt.runtimes.torch.job.candidates import (
     StepTime,
     Way,
@@ -36,9 +35,7 @@ from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
 from qsync_opt.runtimes.torch.job.steps import own_optimizer, parameters_put_back
 from qsync_opt.runtimes.torch.job.timing import carried_out
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
-from qsync_opt.runtimes.torch.support.models import model_unchanged
-from qsync_opt.runtimes.torch.support.timing import cpu_clock
+from qsync_opt.runtimes.torch.support import TrainingExample, cpu_clock, model_unchanged
 
 
 def batch_size(example: TrainingExample) -> int | None:

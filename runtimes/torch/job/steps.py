@@ -17,28 +17,17 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.costs.estimates import ESTIMATE_OPTION, FP32_SHARE_OPTION, MEASURED_OPTION
-from qsync_opt.costs.profile import DeviceProfile
+from qsync_opt.costs import ESTIMATE_OPTION, FP32_SHARE_OPTION, MEASURED_OPTION, DeviceProfile
 from qsync_opt.errors import first_line
-from qsync_opt.io.cache import MeasurementCache
-from qsync_opt.io.progress import Report
-from qsync_opt.kernels import backend, ops
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.numerics.formats import PrecisionFormats
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
-from qsync_opt.runtimes.torch.profiling.profiler import option_values, wanted_formats
-from qsync_opt.runtimes.torch.steps.profile import record_steps
-from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper
-from qsync_opt.runtimes.torch.support.identity import identify
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
-from qsync_opt.runtimes.torch.support.models import model_unchanged
-from qsync_opt.runtimes.torch.support.optimizers import kind_of, rebuilt, state_bytes
-from qsync_opt.steps.bridge import profile_from_steps
-from qsync_opt.steps.cases import StepFlow
-from qsync_opt.steps.costs import StepCosts
-from qsync_opt.steps.fitting import scaled_operators
-from qsync_opt.steps.predictor import StepPredictor
+from qsync_opt.io import MeasurementCache, Report
+from qsync_opt.kernels import KernelOptions, backend, ops
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.numerics import PrecisionFormats
+from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.profiling import option_values, wanted_formats
+from qsync_opt.runtimes.torch.steps import RecordingOptions, Stepper, record_steps
+from qsync_opt.runtimes.torch.support import TrainingExample, identify, kind_of, model_unchanged, rebuilt, state_bytes
+from qsync_opt.steps import StepCosts, StepFlow, StepPredictor, profile_from_steps, scaled_operators
 
 METHOD = 2
 """Version of the way of recording; steps recorded in another way are not taken from the cache."""

@@ -16,22 +16,16 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 from qsync_opt.errors import UnsupportedError, first_line
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.runtimes.torch.ddp.agreement import broadcast_json, gather_json, together, world
-from qsync_opt.runtimes.torch.execution.plans import AUTOCAST_TYPES, ApplyOptions, DevicePlans, apply, undo
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, together, world
+from qsync_opt.runtimes.torch.execution import AUTOCAST_TYPES, ApplyOptions, DevicePlans, apply, undo
 from qsync_opt.runtimes.torch.job.candidates import FULL, PLANNED, Way, own_plans
 from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job
 from qsync_opt.runtimes.torch.job.plan import JobModel, JobPlan
-from qsync_opt.runtimes.torch.steps.compiled import compiled_inside
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample, resident_bytes
-from qsync_opt.runtimes.torch.support.memory import allocation_of
-from qsync_opt.runtimes.torch.support.models import model_unchanged
-from qsync_opt.runtimes.torch.support.timing import cpu_clock
-from qsync_opt.training.evaluation import BYTES_PER_KIB, evaluate_device
-from qsync_opt.training.plan import uniform_plan
-from qsync_opt.training.problem import Problem, ProblemDevice
-from qsync_opt.training.propagation import propagate
+from qsync_opt.runtimes.torch.steps import compiled_inside
+from qsync_opt.runtimes.torch.support import TrainingExample, allocation_of, cpu_clock, model_unchanged, resident_bytes
+from qsync_opt.training import BYTES_PER_KIB, Problem, ProblemDevice, evaluate_device, propagate, uniform_plan
 
 _PASSES = 3
 

@@ -1,1 +1,26 @@
-"""Parts of the package."""
+"""Measured costs of operators, casts and whole iterations on a device.
+
+`profile` gives the `DeviceProfile` of a model.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.runtimes.torch.profiling.operators import DTYPES, OperatorBench, like
+    from qsync_opt.runtimes.torch.profiling.profiler import option_values, profile, wanted_formats
+    from qsync_opt.runtimes.torch.profiling.trial import Trial, try_plan
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "DTYPES",
+    "OperatorBench",
+    "Trial",
+    "like",
+    "option_values",
+    "profile",
+    "try_plan",
+    "wanted_formats",
+]

@@ -20,15 +20,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from qsync_opt.costs.profile import MeasuredCost, OptimizerCost
-from qsync_opt.kernels import ops
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.model.graph import Operator, Role, TensorSpec
+from qsync_opt.costs import MeasuredCost, OptimizerCost
+from qsync_opt.kernels import KernelOptions, ops
+from qsync_opt.model import Operator, Role, TensorSpec
 from qsync_opt.runtimes.timing import steady_medians
-from qsync_opt.runtimes.torch.capture.calls import RecordedCall, TensorArgument
-from qsync_opt.runtimes.torch.support.memory import allocation_of, allocations_of, storage_of
-from qsync_opt.runtimes.torch.support.optimizers import check_steps, kind_of, rebuilt, state_bytes
-from qsync_opt.runtimes.torch.support.timing import Elapsed, Stopwatch
+from qsync_opt.runtimes.torch.capture import RecordedCall, TensorArgument
+from qsync_opt.runtimes.torch.support import (
+    Elapsed,
+    Stopwatch,
+    allocation_of,
+    allocations_of,
+    check_steps,
+    kind_of,
+    rebuilt,
+    state_bytes,
+    storage_of,
+)
 
 DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,

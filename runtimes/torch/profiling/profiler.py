@@ -13,27 +13,26 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from qsync_opt.costs.profile import CostFit, DeviceIdentity, DeviceProfile, MeasuredCost, OptimizerCost, fit_cost
+from qsync_opt.costs import CostFit, DeviceIdentity, DeviceProfile, MeasuredCost, OptimizerCost, fit_cost
 from qsync_opt.errors import ModelError, UnsupportedError, first_line
-from qsync_opt.io.cache import MeasurementCache
-from qsync_opt.io.codec import Fields, check_integer
-from qsync_opt.io.progress import Report, reporting
-from qsync_opt.kernels import backend, ops
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.model.graph import Operator, OpGraph, Role, TensorSpec
-from qsync_opt.numerics.formats import PrecisionFormats, number_format
+from qsync_opt.io import Fields, MeasurementCache, Report, check_integer, reporting
+from qsync_opt.kernels import KernelOptions, backend, ops
+from qsync_opt.model import Operator, OpGraph, Role, TensorSpec
+from qsync_opt.numerics import PrecisionFormats, number_format
 from qsync_opt.runtimes.timing import cast_pairs, edge_sizes
-from qsync_opt.runtimes.torch.capture.calls import RecordedCall
-from qsync_opt.runtimes.torch.execution.capabilities import device_formats
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.capture import RecordedCall
+from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, device_formats, undo
 from qsync_opt.runtimes.torch.profiling.operators import OperatorBench, measure_optimizer, time_cast, time_gradient_sum
-from qsync_opt.runtimes.torch.support.identity import identify
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample, time_passes
-from qsync_opt.runtimes.torch.support.models import model_unchanged
-from qsync_opt.runtimes.torch.support.optimizers import kind_of
-from qsync_opt.runtimes.torch.support.timing import Stopwatch, make_stopwatch
-from qsync_opt.training.calibration import MeasuredPasses, calibrate, uniform_choices
-from qsync_opt.training.pricing import problem_role
+from qsync_opt.runtimes.torch.support import (
+    Stopwatch,
+    TrainingExample,
+    identify,
+    kind_of,
+    make_stopwatch,
+    model_unchanged,
+    time_passes,
+)
+from qsync_opt.training import MeasuredPasses, calibrate, problem_role, uniform_choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import UnsupportedError, first_line
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, DevicePlans, apply, undo
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample, resident_bytes
-from qsync_opt.runtimes.torch.support.memory import allocation_of
-from qsync_opt.runtimes.torch.support.models import model_unchanged
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.model import OpGraph
+from qsync_opt.runtimes.torch.execution import ApplyOptions, DevicePlans, apply, undo
+from qsync_opt.runtimes.torch.support import TrainingExample, allocation_of, model_unchanged, resident_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,20 +14,20 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from qsync_opt.kernels.autograd.float_modes import fp32_mode
-from qsync_opt.numerics.formats import number_format
-from qsync_opt.numerics.rounding import (
+from qsync_opt.kernels.autograd import fp32_mode
+from qsync_opt.numerics import (
     LARGEST,
     WIDE_FP8,
     WIDE_FP8_LARGEST,
     WIDE_FP8_MANTISSA_BITS,
     WIDE_FP8_SMALLEST_EXPONENT,
     Granularity,
+    number_format,
     smallest_exponent,
 )
 from qsync_opt.runtimes.torch.sensitivity.products import ConvolutionForm, MatrixForm, ProductForm
 from qsync_opt.runtimes.torch.sensitivity.reductions import norm, norms
-from qsync_opt.sensitivity.statistics import ProductSizes
+from qsync_opt.sensitivity import ProductSizes
 
 NEAREST_FORMATS = {"BF16": torch.bfloat16, "FP16": torch.float16}
 """Formats that operands and gradients are cast to, rounding to nearest."""

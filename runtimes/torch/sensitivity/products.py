@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels.arguments import CONVOLUTIONS, PRODUCTS, ConvolutionCall, convolution_call, product_call
-from qsync_opt.numerics.rounding import Granularity
-from qsync_opt.sensitivity.statistics import ProductSizes
+from qsync_opt.kernels import CONVOLUTIONS, PRODUCTS, ConvolutionCall, convolution_call, product_call
+from qsync_opt.numerics import Granularity
+from qsync_opt.sensitivity import ProductSizes
 
 
 def _split(x: Tensor, dim: int, parts: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qsync_opt.runtimes.torch.sensitivity.products import MatrixForm, ProductForm
-from qsync_opt.runtimes.torch.support.cuda_graphs import capture_stream, is_capturing
+from qsync_opt.runtimes.torch.support import capture_stream, is_capturing
 
 
 class RandomSigns:

@@ -14,29 +14,29 @@ import torch
 from torch import Tensor, nn
 
 from qsync_opt.errors import ModelError
-from qsync_opt.kernels.autograd.float_modes import fp32_mode
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.runtimes.torch.interception.interception import Interception, OperatorCall
+from qsync_opt.kernels.autograd import fp32_mode
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.errors import attention_call
-from qsync_opt.runtimes.torch.sensitivity.probes.gradient import Probed
-from qsync_opt.runtimes.torch.sensitivity.probes.prober import Prober
-from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import MAX_POOLS
+from qsync_opt.runtimes.torch.sensitivity.probes import MAX_POOLS, Probed, Prober
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_slots, product_of, replace_operands
-from qsync_opt.runtimes.torch.sensitivity.records.batch import WHILE_ACTIVATIONS_ARE_KEPT, cast_waiting, finish_batch
-from qsync_opt.runtimes.torch.sensitivity.records.moments import LateMoments
-from qsync_opt.runtimes.torch.sensitivity.records.operator import OperatorRecord, measure_lookup
-from qsync_opt.runtimes.torch.sensitivity.records.signals import (
+from qsync_opt.runtimes.torch.sensitivity.records import (
+    WHILE_ACTIVATIONS_ARE_KEPT,
     GradientScatter,
+    LateMoments,
     Norms,
+    OperatorRecord,
     SignalTensors,
+    cast_waiting,
+    finish_batch,
     loss_curvature,
+    measure_lookup,
     normalized,
     signals_on_host,
 )
 from qsync_opt.runtimes.torch.sensitivity.reductions import Replays
-from qsync_opt.runtimes.torch.support.models import model_unchanged
-from qsync_opt.sensitivity.merging import merge_operators, merge_statistics
-from qsync_opt.sensitivity.statistics import (
+from qsync_opt.runtimes.torch.support import model_unchanged
+from qsync_opt.sensitivity import (
     GRADIENTS,
     Curvature,
     ModelStatistics,
@@ -44,6 +44,8 @@ from qsync_opt.sensitivity.statistics import (
     OperatorStatistics,
     Signal,
     check_loss_scale,
+    merge_operators,
+    merge_statistics,
 )
 
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from qsync_opt.errors import ProblemError, UnsupportedError, first_line
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
-from qsync_opt.runtimes.torch.interception.interception import OperatorCall
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.model import OpGraph
+from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, undo
+from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.steps.compiled_schedule import annotated_operators, collected_schedules, read_schedules
 from qsync_opt.runtimes.torch.steps.recording import (
     FORMAT_OF,
@@ -27,10 +27,9 @@ from qsync_opt.runtimes.torch.steps.recording import (
     read_events,
     trace_steps,
 )
-from qsync_opt.runtimes.torch.support.models import bare_model
-from qsync_opt.steps.compiled.trace import ChargedStep, CompiledEvents, HostCall, Scheduled, charge_compiled
-from qsync_opt.steps.sample import StepSample
-from qsync_opt.steps.trace import LAUNCHES, PREFIX, Range
+from qsync_opt.runtimes.torch.support import bare_model
+from qsync_opt.steps import LAUNCHES, PREFIX, Range, StepSample
+from qsync_opt.steps.compiled import ChargedStep, CompiledEvents, HostCall, Scheduled, charge_compiled
 
 _GRAPH = "## Call CompiledFxGraph"
 _ATTEMPTS = 3

@@ -17,12 +17,12 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from qsync_opt.errors import UnsupportedError, first_line
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.model import OpGraph
+from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.steps.compiled import compiled_inside
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
-from qsync_opt.steps.compiled.generated import GeneratedPass, Peak, step_peak
+from qsync_opt.runtimes.torch.support import TrainingExample
+from qsync_opt.steps.compiled import GeneratedPass, Peak, step_peak
 
 
 class _NotRunError(Exception):

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.runtimes.torch.interception.interception import OperatorCall
+from qsync_opt.model import OpGraph
+from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.steps.recording import observed_operators
-from qsync_opt.steps.compiled.trace import Scheduled
+from qsync_opt.steps.compiled import Scheduled
 
 _KEY = "qsync_opt"
 _GATHERS = ("embedding", "index", "_unsafe_index", "gather", "index_select")

@@ -13,28 +13,29 @@ from dataclasses import dataclass
 
 import torch
 
-from qsync_opt.costs.profile import CostFit, DeviceIdentity, fit_cost
+from qsync_opt.costs import CostFit, DeviceIdentity, fit_cost
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError, first_line
-from qsync_opt.io.progress import Report, reporting
-from qsync_opt.kernels import backend, ops
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.runtimes.torch.execution.capabilities import device_formats
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
-from qsync_opt.runtimes.torch.interception.interception import interception_of
-from qsync_opt.runtimes.torch.profiling.operators import DTYPES
-from qsync_opt.runtimes.torch.profiling.profiler import wanted_formats
+from qsync_opt.io import Report, reporting
+from qsync_opt.kernels import KernelOptions, backend, ops
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, device_formats, undo
+from qsync_opt.runtimes.torch.interception import interception_of
+from qsync_opt.runtimes.torch.profiling import DTYPES, wanted_formats
 from qsync_opt.runtimes.torch.steps.compiled import record_compiled_plan
 from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper, record_step
-from qsync_opt.runtimes.torch.support.identity import identify
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
-from qsync_opt.runtimes.torch.support.models import bare_model
-from qsync_opt.steps.cases import StepFlow
-from qsync_opt.steps.costs import StepCosts
-from qsync_opt.steps.fitting import checked, fit_step_costs, kernel_paces, scaled_costs
-from qsync_opt.steps.plans import MIXED, covering_plans
-from qsync_opt.steps.predictor import StepPredictor
-from qsync_opt.steps.sample import StepSample
+from qsync_opt.runtimes.torch.support import TrainingExample, bare_model, identify
+from qsync_opt.steps import (
+    MIXED,
+    StepCosts,
+    StepFlow,
+    StepPredictor,
+    StepSample,
+    checked,
+    covering_plans,
+    fit_step_costs,
+    kernel_paces,
+    scaled_costs,
+)
 
 _ELEMENTS = (1 << 16, 1 << 20, 1 << 23)
 _RUNS = 10

@@ -17,15 +17,12 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity
 
-from qsync_opt.io.codec import check_integer, check_number
-from qsync_opt.model.graph import OpGraph
-from qsync_opt.runtimes.torch.execution.plans import applied_plan
-from qsync_opt.runtimes.torch.interception.interception import Interception, OperatorCall, interception_of
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
-from qsync_opt.runtimes.torch.support.memory import silent_profiler, storage_of
-from qsync_opt.runtimes.torch.support.models import bare_model
-from qsync_opt.steps.sample import KeptTensors, StepSample
-from qsync_opt.steps.trace import (
+from qsync_opt.io import check_integer, check_number
+from qsync_opt.model import OpGraph
+from qsync_opt.runtimes.torch.execution import applied_plan
+from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
+from qsync_opt.runtimes.torch.support import TrainingExample, bare_model, silent_profiler, storage_of
+from qsync_opt.steps import (
     BACKWARD,
     CLIP,
     COPIES,
@@ -38,11 +35,13 @@ from qsync_opt.steps.trace import (
     WAITS,
     ZERO_GRAD,
     Change,
+    KeptTensors,
     Kernel,
     Launch,
     Node,
     Range,
     StepEvents,
+    StepSample,
     StepSpans,
     charge,
     operator_label,

@@ -1,1 +1,76 @@
-"""Parts of the package."""
+"""Helpers around PyTorch that know nothing of plans: timing, memory, CUDA graphs, optimizers, iterations.
+
+Every other folder of this runtime may use them.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.runtimes.torch.support.cuda_graphs import (
+        capture_stream,
+        capturing,
+        is_capturing,
+        unnoticed,
+        waits_noted,
+        without_cudnn_attention,
+    )
+    from qsync_opt.runtimes.torch.support.identity import identify
+    from qsync_opt.runtimes.torch.support.iteration import (
+        Loss,
+        TrainingExample,
+        default_loss,
+        full_precision,
+        measure_iteration,
+        own_loss,
+        resident_bytes,
+        time_passes,
+    )
+    from qsync_opt.runtimes.torch.support.memory import (
+        allocation_of,
+        allocations_of,
+        memory_budget,
+        silent_profiler,
+        storage_of,
+    )
+    from qsync_opt.runtimes.torch.support.models import bare_model, model_unchanged, plain_name
+    from qsync_opt.runtimes.torch.support.optimizers import check_steps, kind_of, rebuilt, single, state_bytes
+    from qsync_opt.runtimes.torch.support.timing import Elapsed, Stopwatch, cpu_clock, make_stopwatch
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "Elapsed",
+    "Loss",
+    "Stopwatch",
+    "TrainingExample",
+    "allocation_of",
+    "allocations_of",
+    "bare_model",
+    "capture_stream",
+    "capturing",
+    "check_steps",
+    "cpu_clock",
+    "default_loss",
+    "full_precision",
+    "identify",
+    "is_capturing",
+    "kind_of",
+    "make_stopwatch",
+    "measure_iteration",
+    "memory_budget",
+    "model_unchanged",
+    "own_loss",
+    "plain_name",
+    "rebuilt",
+    "resident_bytes",
+    "silent_profiler",
+    "single",
+    "state_bytes",
+    "storage_of",
+    "time_passes",
+    "unnoticed",
+    "waits_noted",
+    "without_cudnn_attention",
+]

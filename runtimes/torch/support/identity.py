@@ -7,7 +7,7 @@ import platform
 import torch
 
 import qsync_opt
-from qsync_opt.costs.profile import DeviceIdentity
+from qsync_opt.costs import DeviceIdentity
 from qsync_opt.runtimes.host import processor_name
 
 

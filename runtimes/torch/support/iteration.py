@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.errors import ModelError
-from qsync_opt.io.codec import check_integer
+from qsync_opt.io import check_integer
 from qsync_opt.runtimes.timing import steady_medians
 from qsync_opt.runtimes.torch.support.memory import allocation_of
 from qsync_opt.runtimes.torch.support.models import bare_model

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.io.units import SIZE_BYTES, parse_quantity
+from qsync_opt.io import SIZE_BYTES, parse_quantity
 
 _RESERVE = 0.05
 """Share left to fragmentation and to libraries that allocate past torch."""

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.steps.profile import record_steps
-from qsync_opt.runtimes.torch.steps.recording import RecordingOptions
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.steps import RecordingOptions, record_steps
+from qsync_opt.runtimes.torch.support import TrainingExample
 
 FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 

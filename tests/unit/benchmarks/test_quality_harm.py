@@ -53,7 +53,7 @@ def test_a_share_of_the_rate_is_a_share_of_the_step():
     import torch
     from trials import Trial
 
-    from qsync_opt.runtimes.torch.execution.plans import apply
+    from qsync_opt.runtimes.torch.execution import apply
 
     class Net(torch.nn.Module):
         def __init__(self):
@@ -100,7 +100,7 @@ def test_joining_keeps_the_runs_and_repeats_that_are_there(tmp_path):
     import quality
     import training
 
-    from qsync_opt.io.codec import read_json, write_json
+    from qsync_opt.io import read_json, write_json
 
     head = {"format": quality.PART, "date": "today", "hardware": "card", "versions": {}}
 

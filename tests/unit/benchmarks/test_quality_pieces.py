@@ -117,9 +117,9 @@ def test_plan_is_the_best_of_all_that_are_as_fast(plans, backward):
 
 
 def test_magnified_statistics_scale_8_bit_rounding_alone(plans):
-    from qsync_opt.numerics.formats import formats_for
-    from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-    from qsync_opt.sensitivity.rounding_variance import variances
+    from qsync_opt.numerics import formats_for
+    from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+    from qsync_opt.sensitivity import variances
 
     model = torch.nn.Sequential(torch.nn.Linear(8, 8))
     found = collect_statistics(model, [(torch.randn(16, 8),)], step=lambda m, b: m(*b).square().sum())
@@ -177,8 +177,8 @@ def test_runs_side_by_side_are_the_runs_alone(training, tmp_path):
     """Side by side, with equal plans shared, and alone: the same losses."""
     import runs
 
-    from qsync_opt.model.graph import save_graph
-    from qsync_opt.runtimes.torch.capture.model import capture
+    from qsync_opt.model import save_graph
+    from qsync_opt.runtimes.torch.capture import capture
 
     subject = runs.cached_subject("gpt", torch.device("cpu"), "tiny")
     model = subject.model(0, torch.device("cpu"))
@@ -221,8 +221,8 @@ def test_magnified_plan_errs_in_proportion(training):
     """The output of an 8-bit operator under a factor is the exact one plus the factor times the kernel's error."""
     from noisy import planned
 
-    from qsync_opt.runtimes.torch.capture.model import capture
-    from qsync_opt.runtimes.torch.execution.plans import ApplyOptions
+    from qsync_opt.runtimes.torch.capture import capture
+    from qsync_opt.runtimes.torch.execution import ApplyOptions
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
@@ -284,7 +284,7 @@ def test_the_mean_square_of_the_schedule_is_that_of_its_steps(training):
 def test_merging_replaces_what_was_measured_anew_and_keeps_the_rest(tmp_path, training):
     import quality
 
-    from qsync_opt.io.codec import read_json, write_json
+    from qsync_opt.io import read_json, write_json
 
     def part(folder, model, seconds):
         record = {"model": model, "seconds": seconds}
@@ -332,8 +332,8 @@ def test_frozen_pools_read_where_the_largest_was():
 def test_shift_and_frozen_part_of_what_a_plan_adds():
     from noisy import added_parts, added_variance, exact_gradient
 
-    from qsync_opt.runtimes.torch.capture.model import capture
-    from qsync_opt.runtimes.torch.execution.plans import ApplyOptions
+    from qsync_opt.runtimes.torch.capture import capture
+    from qsync_opt.runtimes.torch.execution import ApplyOptions
 
     class Net(torch.nn.Module):
         def __init__(self, function):

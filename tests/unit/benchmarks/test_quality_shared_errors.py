@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.execution import ApplyOptions
 
 pytestmark = pytest.mark.usefixtures("quality_modules")
 
@@ -22,7 +22,7 @@ class Net(torch.nn.Module):
 @pytest.fixture
 def made():
     """Model, batch, graph and options under which the backward pass rounds to 8 bits too."""
-    from qsync_opt.kernels.options import KernelOptions
+    from qsync_opt.kernels import KernelOptions
 
     torch.manual_seed(0)
     model, batch = Net(), (torch.randn(32, 8),)

@@ -153,7 +153,7 @@ def worker(tmp_path):
     """The only worker of a group."""
     from runtime_training import Task, Worker
 
-    from qsync_opt.runtimes.torch.ddp.workers import free_port, process_group
+    from qsync_opt.runtimes.torch.ddp import free_port, process_group
 
     task = Task(
         part="throughput",
@@ -177,8 +177,8 @@ def test_one_model_goes_all_ways_and_stays_what_it_is(worker):
     from runtime_throughput import maker, rows
     from runtime_training import Run, everywhere, fused_adamw, kinds
 
-    from qsync_opt.runtimes.torch.capture.model import capture
-    from qsync_opt.runtimes.torch.execution.plans import applied_plan
+    from qsync_opt.runtimes.torch.capture import capture
+    from qsync_opt.runtimes.torch.execution import applied_plan
 
     make, kwargs = maker("gpt-small", small=True)
     batch = rows(kwargs, 2, worker.device)
@@ -240,7 +240,7 @@ def test_local_batches_are_those_that_whole_steps_were_tried_with(worker):
 
     from runtime_throughput import Measuring, Subject, best_sized
 
-    from qsync_opt.runtimes.torch.job.candidates import StepTime
+    from qsync_opt.runtimes.torch.job import StepTime
 
     measuring = Measuring(worker, "gpt-small")
     steps = [

@@ -3,13 +3,11 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_opt.formulations.training.ilp.assignment import Choice, Product, build_assignment, read_back
-from qsync_opt.formulations.training.tables import peers_ns, segments
-from qsync_opt.model.graph import Role
-from qsync_opt.testing.problems import INSTANCES, buckets, chain, diamond, random_plan, random_problem, shared_casts
-from qsync_opt.training.evaluation import evaluate_device, iteration_time
-from qsync_opt.training.problem import Communication
-from qsync_opt.training.propagation import propagate
+from qsync_opt.formulations.training import peers_ns, segments
+from qsync_opt.formulations.training.ilp import Choice, Product, build_assignment, read_back
+from qsync_opt.model import Role
+from qsync_opt.testing import INSTANCES, buckets, chain, diamond, random_plan, random_problem, shared_casts
+from qsync_opt.training import Communication, evaluate_device, iteration_time, propagate
 
 
 def _check(problem, device, choices):

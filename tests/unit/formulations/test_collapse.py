@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.formulations.training.collapsed import collapse
-from qsync_opt.testing.problems import chain, diamond, random_problem
-from qsync_opt.training.evaluation import evaluate_device, iteration_time
-from qsync_opt.training.propagation import propagate
+from qsync_opt.formulations.training import collapse
+from qsync_opt.testing import chain, diamond, random_problem
+from qsync_opt.training import evaluate_device, iteration_time, propagate
 
 
 @pytest.mark.parametrize("seed", range(60))

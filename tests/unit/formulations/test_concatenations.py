@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from qsync_opt import solve
-from qsync_opt.formulations.assignment.elimination import relax
-from qsync_opt.formulations.training.collapsed import collapse
-from qsync_opt.training.evaluation import evaluate_device, iteration_time
-from qsync_opt.training.propagation import propagate
+from qsync_opt.formulations.assignment import relax
+from qsync_opt.formulations.training import collapse
+from qsync_opt.training import evaluate_device, iteration_time, propagate
 
 BENCHMARKS = str(Path(__file__).parents[3] / "benchmarks")
 sys.path.insert(0, BENCHMARKS)

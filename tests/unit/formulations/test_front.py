@@ -8,12 +8,10 @@ import pytest
 
 from qsync_opt import solve
 from qsync_opt.errors import ProblemError
-from qsync_opt.formulations.assignment.core.core_search import CoreSearch
-from qsync_opt.formulations.training.fastest import fastest_within
-from qsync_opt.formulations.training.front import Sweep, latency_front, memory_front
-from qsync_opt.testing.problems import chain, random_problem
-from qsync_opt.testing.synthetic import stacked_problem
-from qsync_opt.training.evaluation import evaluate
+from qsync_opt.formulations.assignment.core import CoreSearch
+from qsync_opt.formulations.training import Sweep, fastest_within, latency_front, memory_front
+from qsync_opt.testing import chain, random_problem, stacked_problem
+from qsync_opt.training import evaluate
 
 
 def solvable(count):

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_opt.testing.problems import random_problem
-from qsync_opt.training.planner import solve
-from qsync_opt.training.solution import TerminationStatus
+from qsync_opt.testing import random_problem
+from qsync_opt.training import TerminationStatus, solve
 
 
 def _with_sensitivities_times(problem, factor):

@@ -6,12 +6,10 @@ import random
 
 import pytest
 
-from qsync_opt.formulations.assignment.effort import PASSES, Effort
-from qsync_opt.formulations.training.collapsed import collapse
-from qsync_opt.formulations.training.latency import least_latency
-from qsync_opt.testing.problems import random_problem
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan
+from qsync_opt.formulations.assignment import PASSES, Effort
+from qsync_opt.formulations.training import collapse, least_latency
+from qsync_opt.testing import random_problem
+from qsync_opt.training import Plan, evaluate
 
 
 def least_by_hand(problem, device):

@@ -13,13 +13,20 @@ import numpy as np
 import pytest
 
 from qsync_opt import solve
-from qsync_opt.formulations.linear.model import LinearModel
-from qsync_opt.formulations.linear.solver import LinearOptions, LinearStatus
+from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearStatus
 from qsync_opt.formulations.linear.solvers.ortools_solver import OrtoolsSolver
-from qsync_opt.formulations.training.ilp.assignment import Assignment, Choice, Limit, Product, build_assignment
-from qsync_opt.formulations.training.ilp.program import Goal, Units, linearize
-from qsync_opt.formulations.training.textbook import build_textbook
-from qsync_opt.testing.problems import INSTANCES, diamond
+from qsync_opt.formulations.training import build_textbook
+from qsync_opt.formulations.training.ilp import (
+    Assignment,
+    Choice,
+    Goal,
+    Limit,
+    Product,
+    Units,
+    build_assignment,
+    linearize,
+)
+from qsync_opt.testing import INSTANCES, diamond
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 

@@ -7,33 +7,30 @@ from dataclasses import replace
 import pytest
 
 from qsync_opt.errors import NotInstalledError, SolverError, UnsupportedError
-from qsync_opt.formulations.linear.solver import LinearResult, LinearStatus
+from qsync_opt.formulations.linear import LinearResult, LinearStatus
 from qsync_opt.formulations.linear.solvers.ortools_solver import OrtoolsSolver
-from qsync_opt.formulations.training import paper_greedy
-from qsync_opt.formulations.training.greedy import GreedyFormulation
-from qsync_opt.formulations.training.ilp import solve as whole_program
-from qsync_opt.formulations.training.paper_greedy import (
+from qsync_opt.formulations.training import (
     DeviceState,
+    GreedyFormulation,
     QsyncFormulation,
     adjustable_positions,
     fast_start,
+    paper_greedy,
     recover,
 )
-from qsync_opt.testing.problems import (
-    cast_coupling,
-    chain,
-    diamond,
-    no_memory,
-    random_plan,
-    random_problem,
-    skipped_level,
+from qsync_opt.formulations.training.ilp import solve as whole_program
+from qsync_opt.testing import cast_coupling, chain, diamond, no_memory, random_plan, random_problem, skipped_level
+from qsync_opt.training import (
+    Plan,
+    SolveOptions,
+    TerminationStatus,
+    evaluate,
+    evaluate_device,
+    iteration_time,
+    load_problem,
+    propagate,
+    solve,
 )
-from qsync_opt.training.evaluation import evaluate, evaluate_device, iteration_time
-from qsync_opt.training.plan import Plan
-from qsync_opt.training.planner import solve
-from qsync_opt.training.problem_file import load_problem
-from qsync_opt.training.propagation import propagate
-from qsync_opt.training.solution import SolveOptions, TerminationStatus
 
 
 def _agrees(state):

@@ -6,12 +6,9 @@ import time
 import pytest
 
 from qsync_opt import solve
-from qsync_opt.formulations.training import certified
-from qsync_opt.formulations.training.certified import plan_certified
-from qsync_opt.formulations.training.exact import exact_effort
-from qsync_opt.formulations.training.greedy import greedy_effort
-from qsync_opt.testing.problems import random_problem
-from qsync_opt.training.solution import TerminationStatus
+from qsync_opt.formulations.training import certified, exact_effort, greedy_effort, plan_certified
+from qsync_opt.testing import random_problem
+from qsync_opt.training import TerminationStatus
 
 STAGES = [greedy_effort(0.0), exact_effort(0.0, None)]
 

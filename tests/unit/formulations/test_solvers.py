@@ -3,8 +3,7 @@ import math
 import pytest
 
 from qsync_opt.errors import SolverError
-from qsync_opt.formulations.linear.model import LinearModel
-from qsync_opt.formulations.linear.solver import LinearOptions, LinearStatus
+from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearStatus
 from qsync_opt.formulations.linear.solvers import ortools_solver, pulp_solver
 from qsync_opt.registry import BUILT_IN, Kind
 

@@ -7,11 +7,8 @@ import random
 import pytest
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.testing.problems import chain, random_problem
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan
-from qsync_opt.training.planner import fastest, solve
-from qsync_opt.training.problem_file import load_problem
+from qsync_opt.testing import chain, random_problem
+from qsync_opt.training import Plan, evaluate, fastest, load_problem, solve
 
 
 @pytest.mark.parametrize("method", ["exact", "greedy", "exhaustive"])

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels.autograd.products_half import convolution, scaled_convolution
-from qsync_opt.kernels.convolution.scaled import MAX_TERMS, scaled_conv2d
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.quantize import quantize_int8
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.kernels.autograd import convolution, scaled_convolution
+from qsync_opt.kernels.convolution import MAX_TERMS, scaled_conv2d
+from qsync_opt.kernels.quantize import quantize_int8
 
 
 def codes(*shape: int) -> Tensor:

@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels import ops
+from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.kernels.autograd import products_eight as eight_bit
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.weight_cache import forget_weights, kept_bytes, once_per_version
+from qsync_opt.kernels.quantize import forget_weights, kept_bytes, once_per_version
 
 DTYPES = {"INT8": torch.int8, "FP8": torch.float8_e4m3fn}
 

@@ -6,12 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_opt.kernels import ops
+from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.kernels.autograd import convolution_eight as eight_bit_convolution
-from qsync_opt.kernels.autograd.convolution_eight import phases
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.quantize import Quantized
-from qsync_opt.kernels.quantize.weight_cache import forget_weights, kept_bytes
+from qsync_opt.kernels.autograd import phases
+from qsync_opt.kernels.quantize import Quantized, forget_weights, kept_bytes
 
 # Function, input, weight, stride, padding, dilation, groups.
 CASES = {

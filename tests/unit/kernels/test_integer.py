@@ -3,8 +3,7 @@ import torch
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import backend
-from qsync_opt.kernels.matmul import integer
-from qsync_opt.kernels.matmul.integer import exact_convolution, int8_bmm, int8_mm
+from qsync_opt.kernels.matmul import exact_convolution, int8_bmm, int8_mm, integer
 
 
 def _codes(*shape):

@@ -3,9 +3,8 @@ import torch
 import torch.nn.functional as F
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels import layers, ops
-from qsync_opt.kernels.autograd.feed_forward_block import feed_forward
-from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.kernels import KernelOptions, layers, ops
+from qsync_opt.kernels.autograd import feed_forward
 
 
 def _norm_error(result, expected):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from qsync_opt.errors import ProblemError, UnsupportedError
+from qsync_opt.kernels.matmul import TABLES, Choice, ProductKind, read_choices, write_choices
 from qsync_opt.kernels.matmul import scaled as matmul
-from qsync_opt.kernels.matmul.tiles import TABLES, Choice, ProductKind, read_choices, write_choices
 
 CODES = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
 # Relative error (norms): one rounding to the result's type, at most its unit roundoff, and 1e-6 for FP32 arithmetic.

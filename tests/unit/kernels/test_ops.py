@@ -5,12 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels import ops, reference
-from qsync_opt.kernels.arguments import convolution_call, product_call
-from qsync_opt.kernels.autograd import float_modes
-from qsync_opt.kernels.autograd.products_half import product_slices
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.quantize import Quantized
+from qsync_opt.kernels import KernelOptions, convolution_call, ops, product_call, reference
+from qsync_opt.kernels.autograd import float_modes, product_slices
+from qsync_opt.kernels.quantize import Quantized
 
 # Largest relative error of rounding to BF16's 8 significant bits.
 BF16_ROUNDING = 2.0**-8

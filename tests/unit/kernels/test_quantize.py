@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.quantize import dequantize, int8_scale, quantize_fp8, quantize_int8
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.kernels.quantize import dequantize, int8_scale, quantize_fp8, quantize_int8
 
 NEAREST = KernelOptions(rounding="nearest")
 

@@ -4,19 +4,21 @@ import pytest
 import torch
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.formats import FORMATS, format_of
-from qsync_opt.kernels.quantize.operators import (
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.kernels.quantize import (
     BLOCK,
+    FORMATS,
     GRANULARITIES,
     ROUNDINGS,
     dequantize_matrix,
+    format_of,
+    quantize_int8,
     quantize_matrix,
     recast_matrix,
     spread,
+    stepped_key,
+    stream_key,
 )
-from qsync_opt.kernels.quantize.quantize import quantize_int8
-from qsync_opt.kernels.quantize.random_bits import stepped_key, stream_key
 
 DTYPES = tuple(FORMATS)
 

@@ -23,14 +23,18 @@ from qsync_opt.report.markup import (
     verdict,
 )
 from qsync_opt.report.page import KINDS, ROLES, report_json
-from qsync_opt.testing.problems import chain, no_memory, random_plan, random_problem, shared_casts
-from qsync_opt.testing.synthetic import stacked_problem
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.explanation import Explainer
-from qsync_opt.training.memory import MEMORY_KEY, OPERATORS_KEY, memory_breakdown
-from qsync_opt.training.plan import Plan, uniform_plan
-from qsync_opt.training.planner import solve
-from qsync_opt.training.timeline import replay
+from qsync_opt.testing import chain, no_memory, random_plan, random_problem, shared_casts, stacked_problem
+from qsync_opt.training import (
+    MEMORY_KEY,
+    OPERATORS_KEY,
+    Explainer,
+    Plan,
+    evaluate,
+    memory_breakdown,
+    replay,
+    solve,
+    uniform_plan,
+)
 
 
 class _Page(HTMLParser):

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from qsync_opt.runtimes.timing import MAX_ROUNDS, steady_medians
+from qsync_opt.runtimes import MAX_ROUNDS, steady_medians
 
 
 def _rounds(medians: list[float]) -> tuple[Iterator[float], list[float]]:

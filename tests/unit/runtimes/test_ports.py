@@ -3,8 +3,8 @@ import sys
 import pytest
 
 from qsync_opt.errors import NotReadyError
+from qsync_opt.runtimes import free_port
 from qsync_opt.runtimes import host as ports
-from qsync_opt.runtimes.host import free_port
 
 
 def test_free_ports_are_none_that_the_system_gives_away(tmp_path, monkeypatch):

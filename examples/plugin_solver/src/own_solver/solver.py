@@ -8,8 +8,7 @@ from typing import Any
 
 from ortools.math_opt.python import mathopt
 
-from qsync_opt.formulations.linear.model import LinearModel
-from qsync_opt.formulations.linear.solver import LinearOptions, LinearResult, LinearStatus
+from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearResult, LinearStatus
 from qsync_opt.registry import Feature
 
 TOLERANCE = 1e-9

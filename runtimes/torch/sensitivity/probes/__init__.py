@@ -1,1 +1,50 @@
-"""Parts of the package."""
+"""Random probes of a model's derivatives: what noise at one operator does to the gradient.
+
+A probe runs extra backward passes; the model's own state stays as it was.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.runtimes.torch.sensitivity.probes.curvature import probe_curvatures
+    from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import attention_twice, batch_norm_twice, product_twice
+    from qsync_opt.runtimes.torch.sensitivity.probes.gradient import Probed, probe_gains
+    from qsync_opt.runtimes.torch.sensitivity.probes.prober import Prober
+    from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import (
+        MAX_POOLS,
+        Arriving,
+        Contest,
+        LastRectified,
+        Seen,
+        Window,
+        contest,
+        noisy_passes,
+        pool_call,
+    )
+    from qsync_opt.runtimes.torch.sensitivity.probes.taps import DerivativeSums, GainTapper, ParameterGradients
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "MAX_POOLS",
+    "Arriving",
+    "Contest",
+    "DerivativeSums",
+    "GainTapper",
+    "LastRectified",
+    "ParameterGradients",
+    "Probed",
+    "Prober",
+    "Seen",
+    "Window",
+    "attention_twice",
+    "batch_norm_twice",
+    "contest",
+    "noisy_passes",
+    "pool_call",
+    "probe_curvatures",
+    "probe_gains",
+    "product_twice",
+]

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_opt.errors import ModelError
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.runtimes.torch.interception.interception import OperatorCall
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_before
 from qsync_opt.runtimes.torch.sensitivity.probes.gradient import tapped, twice_differentiable
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.sensitivity.reductions import RandomSigns, shares_of_mean
-from qsync_opt.sensitivity.statistics import OPERANDS, Curvature
+from qsync_opt.sensitivity import OPERANDS, Curvature
 
 
 class _Tapper:

@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qsync_opt.kernels.arguments import CONVOLUTIONS, convolution_call
-from qsync_opt.runtimes.torch.interception.interception import OperatorCall
+from qsync_opt.kernels import CONVOLUTIONS, convolution_call
+from qsync_opt.runtimes.torch.interception import OperatorCall
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 

@@ -30,14 +30,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qsync_opt.errors import ModelError, first_line
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.runtimes.torch.interception.interception import Handler, Interception, OperatorCall
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.runtimes.torch.interception import Handler, Interception, OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_before
 from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import KINKED, Seen, noisy_passes
 from qsync_opt.runtimes.torch.sensitivity.probes.taps import GainTapper, Key, Sums, nothing_like
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, dense_lookup
 from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, norm, shares_of_mean, signs_like
-from qsync_opt.sensitivity.statistics import Gain
+from qsync_opt.sensitivity import Gain
 
 LossOf = Callable[[], Tensor]
 _SMALL = 1 << 16

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qsync_opt.errors import QSyncError, first_line
-from qsync_opt.model.graph import OpGraph
+from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.sensitivity.probes.curvature import probe_curvatures
 from qsync_opt.runtimes.torch.sensitivity.probes.gradient import (
     LossOf,
@@ -32,7 +32,7 @@ from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import PASSES, Arriv
 from qsync_opt.runtimes.torch.sensitivity.probes.taps import Kept, Key
 from qsync_opt.runtimes.torch.sensitivity.reductions import by_place
 from qsync_opt.runtimes.torch.sensitivity.samples import parts_of
-from qsync_opt.sensitivity.statistics import Curvature, Gain, ModelStatistics
+from qsync_opt.sensitivity import Curvature, Gain, ModelStatistics
 
 PASSES_OF_PARTS = 3
 """Noisy forward passes; of the whole batch, as the scale of its numbers is that of the largest of all samples."""

@@ -26,10 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qsync_opt.kernels.arguments import CONVOLUTIONS
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.quantize import dequantize, quantize_int8
-from qsync_opt.runtimes.torch.interception.interception import Interception, OperatorCall
+from qsync_opt.kernels import CONVOLUTIONS, KernelOptions
+from qsync_opt.kernels.quantize import dequantize, quantize_int8
+from qsync_opt.runtimes.torch.interception import Interception, OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.products import BILINEAR, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.sensitivity.reductions import norms, square_sum, strided, totals
 

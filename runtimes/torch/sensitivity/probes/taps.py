@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qsync_opt.runtimes.torch.interception.interception import OperatorCall
+from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import (
     Delayed,
     attention_twice,
@@ -34,7 +34,7 @@ from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import (
 )
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, Slot, operand_slots, replace_operands
 from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, largest, norms, strided, summed, totals
-from qsync_opt.sensitivity.statistics import FLIP_RATIOS, GRADIENTS, OPERANDS
+from qsync_opt.sensitivity import FLIP_RATIOS, GRADIENTS, OPERANDS
 
 # Noise in the forward pass flips rectifiers; noise in gradients does not.
 _QUANTIZED = ("first", "second", "output_gradient")

@@ -1,1 +1,42 @@
-"""Parts of the package."""
+"""What is recorded of one operator in a pass: moments of its operands, results and gradients.
+
+One record class per kind of operator, and the summary that merges them.
+"""
+
+from typing import TYPE_CHECKING
+
+from qsync_opt.doors import lazy
+
+if TYPE_CHECKING:
+    from qsync_opt.runtimes.torch.sensitivity.records.batch import (
+        WHILE_ACTIVATIONS_ARE_KEPT,
+        cast_waiting,
+        finish_batch,
+    )
+    from qsync_opt.runtimes.torch.sensitivity.records.moments import LateMoments
+    from qsync_opt.runtimes.torch.sensitivity.records.operator import OperatorRecord, measure_lookup
+    from qsync_opt.runtimes.torch.sensitivity.records.signals import (
+        GradientScatter,
+        Norms,
+        SignalTensors,
+        loss_curvature,
+        normalized,
+        signals_on_host,
+    )
+else:
+    __getattr__, __dir__ = lazy(__name__)
+
+__all__ = [
+    "WHILE_ACTIVATIONS_ARE_KEPT",
+    "GradientScatter",
+    "LateMoments",
+    "Norms",
+    "OperatorRecord",
+    "SignalTensors",
+    "cast_waiting",
+    "finish_batch",
+    "loss_curvature",
+    "measure_lookup",
+    "normalized",
+    "signals_on_host",
+]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from qsync_opt.numerics.rounding import GRADIENT_KINDS, Granularity, Rounding
+from qsync_opt.numerics import GRADIENT_KINDS, Granularity, Rounding
 from qsync_opt.runtimes.torch.sensitivity.errors import (
     NEAREST_FORMATS,
     Wanted,
@@ -37,7 +37,7 @@ from qsync_opt.runtimes.torch.sensitivity.records.summary import (
 )
 from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, stacked, summed, totals
 from qsync_opt.runtimes.torch.sensitivity.samples import SizedPositions, SizedRuns, weights_by_size
-from qsync_opt.sensitivity.statistics import OperatorKind, OperatorStatistics
+from qsync_opt.sensitivity import OperatorKind, OperatorStatistics
 
 _INTEGER = slice(SCALED_KINDS.index(INTEGER_KINDS[0]), SCALED_KINDS.index(INTEGER_KINDS[-1]) + 1)
 _SHAPES = tuple(Granularity(kind.partition("/")[2]) for kind in INTEGER_KINDS)

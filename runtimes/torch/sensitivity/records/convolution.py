@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qsync_opt.numerics.rounding import Granularity
+from qsync_opt.numerics import Granularity
 from qsync_opt.runtimes.torch.sensitivity.products import ConvolutionForm
 from qsync_opt.runtimes.torch.sensitivity.records.moments import LateMoments, give_moments
 from qsync_opt.runtimes.torch.sensitivity.reductions import stacked, summed

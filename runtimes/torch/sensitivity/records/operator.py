@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qsync_opt.numerics.rounding import GRADIENT_KINDS, Granularity, Rounding
+from qsync_opt.numerics import GRADIENT_KINDS, Granularity, Rounding
 from qsync_opt.runtimes.torch.sensitivity.errors import (
     AttentionCall,
     ElementErrors,
@@ -39,7 +39,7 @@ from qsync_opt.runtimes.torch.sensitivity.reductions import (
     total,
 )
 from qsync_opt.runtimes.torch.sensitivity.samples import SizedRuns, even_runs, runs_by_size
-from qsync_opt.sensitivity.statistics import GRADIENTS, OperatorKind, ProductSizes
+from qsync_opt.sensitivity import GRADIENTS, OperatorKind, ProductSizes
 
 Shares = tuple[Tensor | float, Tensor | float]
 

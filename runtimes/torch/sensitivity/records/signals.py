@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qsync_opt.runtimes.torch.interception.interception import OperatorCall
+from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.reductions import RandomSigns, channel_variances, norm, square_sum
-from qsync_opt.sensitivity.statistics import GradientNoise
+from qsync_opt.sensitivity import GradientNoise
 
 
 def _square_sum(gradient: Tensor) -> Tensor:

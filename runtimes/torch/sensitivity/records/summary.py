@@ -6,15 +6,8 @@ import functools
 import math
 
 from qsync_opt.errors import ModelError
-from qsync_opt.numerics.rounding import GRADIENT_KINDS, Granularity, Rounding, closed_form_variance, noise_kinds
-from qsync_opt.sensitivity.statistics import (
-    GRADIENTS,
-    SHAPES,
-    MeasuredErrors,
-    ProductSizes,
-    RoundingFactor,
-    TensorStatistics,
-)
+from qsync_opt.numerics import GRADIENT_KINDS, Granularity, Rounding, closed_form_variance, noise_kinds
+from qsync_opt.sensitivity import GRADIENTS, SHAPES, MeasuredErrors, ProductSizes, RoundingFactor, TensorStatistics
 
 SCALED_KINDS = noise_kinds(scaled=True)
 CAST_KINDS = noise_kinds(scaled=False)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from qsync_opt.formulations.assignment.core.core import Core
-from qsync_opt.formulations.assignment.model import AssignmentModel, Derived, assemble
+from qsync_opt.formulations.assignment import AssignmentModel, Derived, assemble
+from qsync_opt.formulations.assignment.core import Core
 
 
 def make_model(seed: int, *, nodes: int = 6, rows: int = 2, density: float = 0.5, joins: int = 1) -> AssignmentModel:

@@ -5,13 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from qsync_opt.formulations.assignment.core.condensed import Condensed, condense
-from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreNode
-from qsync_opt.formulations.assignment.core.frontier import search
-from qsync_opt.formulations.assignment.core.program import close
-from qsync_opt.formulations.assignment.dual import DualResult, Priced
-from qsync_opt.formulations.assignment.model import assemble
-from qsync_opt.formulations.assignment.search import split_count
+from qsync_opt.formulations.assignment import DualResult, Priced, assemble, split_count
+from qsync_opt.formulations.assignment.core import Condensed, Core, CoreEdge, CoreNode, close, condense, search
 from qsync_opt.registry import Kind, create
 
 ROWS = 2

@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from qsync_opt.formulations.assignment import schedule
-from qsync_opt.formulations.assignment.elimination import Elimination
-from qsync_opt.formulations.assignment.schedule import TooWideError
+from qsync_opt.formulations.assignment import Elimination, TooWideError, schedule
 
 
 @pytest.mark.parametrize("seed", range(30))

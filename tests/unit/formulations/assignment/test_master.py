@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from qsync_opt.formulations.assignment import Master
 from qsync_opt.formulations.assignment import dual as master_module
-from qsync_opt.formulations.assignment.dual import Master
 
 
 def test_two_plans_meet_where_the_limit_holds_on_average():

@@ -3,17 +3,10 @@
 import numpy as np
 import pytest
 
+from qsync_opt.formulations.assignment import AssignmentModel, BoundAndFix, Effort, blend, relax, schedule
 from qsync_opt.formulations.assignment import incumbent as blending
-from qsync_opt.formulations.assignment import schedule
-from qsync_opt.formulations.assignment.core import frontier
-from qsync_opt.formulations.assignment.core.core import extract
-from qsync_opt.formulations.assignment.core.frontier import _narrow, search
-from qsync_opt.formulations.assignment.core.program import close
-from qsync_opt.formulations.assignment.effort import Effort
-from qsync_opt.formulations.assignment.elimination import relax
-from qsync_opt.formulations.assignment.incumbent import blend
-from qsync_opt.formulations.assignment.model import AssignmentModel
-from qsync_opt.formulations.assignment.search import BoundAndFix
+from qsync_opt.formulations.assignment.core import close, extract, frontier, search
+from qsync_opt.formulations.assignment.core.frontier import _narrow
 from qsync_opt.formulations.linear.solvers.ortools_solver import OrtoolsSolver
 
 

@@ -5,11 +5,8 @@ import time
 import numpy as np
 import pytest
 
+from qsync_opt.formulations.assignment import BoundAndFix, Effort, Elimination, Pass, Pricer, maximise
 from qsync_opt.formulations.assignment.core import core_search
-from qsync_opt.formulations.assignment.dual import Pricer, maximise
-from qsync_opt.formulations.assignment.effort import Effort, Pass
-from qsync_opt.formulations.assignment.elimination import Elimination
-from qsync_opt.formulations.assignment.search import BoundAndFix
 
 QUICK = Effort(passes=(Pass(2, 2, True), Pass(None, 3, False)), max_nodes=3)
 WALKS = Effort(passes=(Pass(2, walks=(2,)), Pass(None, walks=(3, 100_000))))

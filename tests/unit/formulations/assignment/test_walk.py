@@ -5,15 +5,11 @@ import itertools
 import numpy as np
 import pytest
 
-from qsync_opt.formulations.assignment.compiled import LOOPS, Loop
-from qsync_opt.formulations.assignment.core import levels
+from qsync_opt.formulations.assignment import LOOPS, Loop
+from qsync_opt.formulations.assignment.core import Core, CoreEdge, CoreNode, condense, lay_out, levels, walk
 from qsync_opt.formulations.assignment.core import levels as level_loops
 from qsync_opt.formulations.assignment.core import paths as module
 from qsync_opt.formulations.assignment.core import paths as walk_loops
-from qsync_opt.formulations.assignment.core.condensed import condense
-from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreNode
-from qsync_opt.formulations.assignment.core.layers import lay_out
-from qsync_opt.formulations.assignment.core.paths import walk
 
 
 def make_core(seed: int) -> Core:

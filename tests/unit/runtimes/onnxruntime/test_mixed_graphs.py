@@ -8,11 +8,16 @@ from onnx import TensorProto, helper, numpy_helper
 pytest.importorskip("onnxruntime")
 
 from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
-from qsync_opt.model.onnx.reader import read_weights
-from qsync_opt.runtimes.onnxruntime.comparing import compare, relative_error
-from qsync_opt.runtimes.onnxruntime.graph_rewrite import rewrite
-from qsync_opt.runtimes.onnxruntime.number_types import bfloat16_bits, stored, weight_codes
-from qsync_opt.runtimes.onnxruntime.runnable import RunnableModel
+from qsync_opt.model.onnx import read_weights
+from qsync_opt.runtimes.onnxruntime import (
+    RunnableModel,
+    bfloat16_bits,
+    compare,
+    relative_error,
+    rewrite,
+    stored,
+    weight_codes,
+)
 
 RANDOM = np.random.default_rng(7)
 
@@ -427,7 +432,7 @@ def test_weight_codes_of_zeros_and_tiny_values():
 
 def test_a_model_captured_from_torch_takes_plans_by_the_names_of_torch(tmp_path):
     torch = pytest.importorskip("torch")
-    from qsync_opt.runtimes.torch.capture.model import capture
+    from qsync_opt.runtimes.torch.capture import capture
 
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     net = torch.nn.Sequential(torch.nn.Embedding(11, 16), layer, torch.nn.Linear(16, 11))

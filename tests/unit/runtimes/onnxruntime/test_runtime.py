@@ -10,15 +10,14 @@ from onnx import TensorProto, helper, numpy_helper
 pytest.importorskip("onnxruntime")
 
 from qsync_opt.cli.app import main
-from qsync_opt.costs.profile import load_profile
+from qsync_opt.costs import load_profile
 from qsync_opt.errors import ModelError, UnsupportedError
-from qsync_opt.model.graph import Role
+from qsync_opt.model import Role
 from qsync_opt.registry import Kind, create
 from qsync_opt.runtime import Runtime
-from qsync_opt.runtimes.onnxruntime.runnable import RunnableModel
-from qsync_opt.runtimes.onnxruntime.runtime import OnnxRuntime
-from qsync_opt.testing.problems import check_runtime
-from qsync_opt.training.plan import load_plan
+from qsync_opt.runtimes.onnxruntime import OnnxRuntime, RunnableModel
+from qsync_opt.testing import check_runtime
+from qsync_opt.training import load_plan
 
 RANDOM = np.random.default_rng(3)
 

@@ -9,13 +9,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.errors import QSyncError
-from qsync_opt.runtimes.torch.checkpoints.checkpoints import Checkpoints
-from qsync_opt.runtimes.torch.ddp.workers import process_group
-from qsync_opt.runtimes.torch.execution.plans import applied_plan, apply
-from qsync_opt.runtimes.torch.job import planning
-from qsync_opt.runtimes.torch.job.adapting import PlanAdapter
-from qsync_opt.runtimes.torch.job.options import PlanningOptions
-from qsync_opt.runtimes.torch.job.planning import auto_plan
+from qsync_opt.runtimes.torch.checkpoints import Checkpoints
+from qsync_opt.runtimes.torch.ddp import process_group
+from qsync_opt.runtimes.torch.execution import applied_plan, apply
+from qsync_opt.runtimes.torch.job import PlanAdapter, PlanningOptions, auto_plan, planning
 
 ROOMY = 1 << 30
 

@@ -8,13 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.ddp.workers import process_group
-from qsync_opt.runtimes.torch.execution.graphs import CapturedPasses, graphed
-from qsync_opt.runtimes.torch.execution.loss_scaling import LossScaler
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply
-from qsync_opt.runtimes.torch.job.options import PlanningOptions
-from qsync_opt.runtimes.torch.job.planning import auto_plan
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.runtimes.torch.ddp import process_group
+from qsync_opt.runtimes.torch.execution import ApplyOptions, CapturedPasses, LossScaler, applied_plan, apply, graphed
+from qsync_opt.runtimes.torch.job import PlanningOptions, auto_plan
 
 WIDTH, ROWS = 128, 64
 NAMES = ("a/linear", "b/linear", "c/linear")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qsync_opt.runtimes.torch.capture.model import capture_model
-from qsync_opt.runtimes.torch.ddp.workers import free_port
-from qsync_opt.runtimes.torch.example_models import example
+from qsync_opt.runtimes.torch import example
+from qsync_opt.runtimes.torch.capture import capture_model
+from qsync_opt.runtimes.torch.ddp import free_port
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.runtimes.torch.checkpoints import checkpoints
-from qsync_opt.runtimes.torch.ddp.workers import free_port, process_group
-from qsync_opt.runtimes.torch.execution.plans import apply
+from qsync_opt.runtimes.torch.ddp import free_port, process_group
+from qsync_opt.runtimes.torch.execution import apply
 
 PLANS = ({"a/linear": "BF16", "b/linear": "FP32"}, {"a/linear": "INT8", "b/linear": "INT8"})
 STEPS, EVERY, FAULT_STEP = 9, 3, 7

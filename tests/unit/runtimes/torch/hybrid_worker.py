@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.runtimes.torch.ddp.workers import bucket_assignment, measure_all_reduce, process_group
-from qsync_opt.runtimes.torch.execution.plans import apply, undo
+from qsync_opt.runtimes.torch.ddp import bucket_assignment, measure_all_reduce, process_group
+from qsync_opt.runtimes.torch.execution import apply, undo
 
 
 class Net(nn.Module):

@@ -11,17 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_opt.model.graph import Role
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.ddp.collectives import measure_collectives
-from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
-from qsync_opt.runtimes.torch.execution.plans import apply
-from qsync_opt.runtimes.torch.steps.profile import profile_steps
-from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
-from qsync_opt.steps.cluster import bucket_borders, bucket_segments, network_tails
-from qsync_opt.steps.predictor import StepPredictor
-from qsync_opt.training.buckets import BucketOptions, gradient_buckets
+from qsync_opt.model import Role
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.ddp import measure_collectives
+from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
+from qsync_opt.runtimes.torch.execution import apply
+from qsync_opt.runtimes.torch.steps import RecordingOptions, Stepper, profile_steps
+from qsync_opt.runtimes.torch.support import TrainingExample
+from qsync_opt.steps import StepPredictor, bucket_borders, bucket_segments, network_tails
+from qsync_opt.training import BucketOptions, gradient_buckets
 
 CAP = 256 * 1024
 

@@ -11,10 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_opt
 from qsync_opt.errors import QSyncError
-from qsync_opt.runtimes.torch.ddp.workers import process_group
-from qsync_opt.runtimes.torch.execution.plans import apply
-from qsync_opt.runtimes.torch.job.options import PlanningOptions
-from qsync_opt.runtimes.torch.job.planning import auto_plan
+from qsync_opt.runtimes.torch.ddp import process_group
+from qsync_opt.runtimes.torch.execution import apply
+from qsync_opt.runtimes.torch.job import PlanningOptions, auto_plan
 
 
 class Net(nn.Module):

@@ -17,11 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.errors import QSyncError, UnsupportedError
-from qsync_opt.runtimes.torch.checkpoints.checkpoints import Checkpoints
-from qsync_opt.runtimes.torch.ddp.workers import process_group
-from qsync_opt.runtimes.torch.execution.loss_scaling import LossScaler
-from qsync_opt.runtimes.torch.execution.plans import applied_plan, apply
-from qsync_opt.training.plan import Plan
+from qsync_opt.runtimes.torch.checkpoints import Checkpoints
+from qsync_opt.runtimes.torch.ddp import process_group
+from qsync_opt.runtimes.torch.execution import LossScaler, applied_plan, apply
+from qsync_opt.training import Plan
 
 MIXED = (
     {"a/linear": "FP32", "b/linear": "BF16", "c/linear": "FP32"},

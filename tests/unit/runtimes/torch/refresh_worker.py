@@ -10,13 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync_opt.errors import ModelError, NotReadyError, ProblemError
-from qsync_opt.runtimes.torch.checkpoints.resuming import PlanState
-from qsync_opt.runtimes.torch.ddp.agreement import broadcast_json, gather_json, require_agreement
-from qsync_opt.runtimes.torch.ddp.workers import process_group
-from qsync_opt.runtimes.torch.execution.plans import applied_plan, apply
-from qsync_opt.runtimes.torch.job.adapting import PlanRefresher
-from qsync_opt.testing.problems import chain
-from qsync_opt.training.plan import Plan
+from qsync_opt.runtimes.torch.checkpoints import PlanState
+from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json, process_group, require_agreement
+from qsync_opt.runtimes.torch.execution import applied_plan, apply
+from qsync_opt.runtimes.torch.job import PlanRefresher
+from qsync_opt.testing import chain
+from qsync_opt.training import Plan
 
 
 class Net(nn.Module):

@@ -5,13 +5,17 @@ import pytest
 import torch
 
 from qsync_opt.errors import ProblemError, QSyncError
-from qsync_opt.runtimes.torch.execution.plans import apply
-from qsync_opt.runtimes.torch.job.adapting import PlanAdapter
-from qsync_opt.runtimes.torch.job.file import load_job, save_job, with_speed, with_workers
-from qsync_opt.runtimes.torch.job.options import PlanningOptions
-from qsync_opt.runtimes.torch.job.planning import plan_job
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan
+from qsync_opt.runtimes.torch.execution import apply
+from qsync_opt.runtimes.torch.job import (
+    PlanAdapter,
+    PlanningOptions,
+    load_job,
+    plan_job,
+    save_job,
+    with_speed,
+    with_workers,
+)
+from qsync_opt.training import Plan, evaluate
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qsync_opt.runtimes.torch.support.memory import allocation_of, allocations_of
+from qsync_opt.runtimes.torch.support import allocation_of, allocations_of
 
 CPU = torch.device("cpu")
 MEBI = 2**20

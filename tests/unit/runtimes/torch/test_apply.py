@@ -10,12 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.model.graph import Operator, OpGraph, ParameterSpec, Role, TensorSpec
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.execution.checks import operator_kind
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply, undo
-from qsync_opt.runtimes.torch.interception.interception import intercepted
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.model import Operator, OpGraph, ParameterSpec, Role, TensorSpec
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, operator_kind, undo
+from qsync_opt.runtimes.torch.interception import intercepted
 
 
 class Mlp(nn.Module):

@@ -7,14 +7,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.execution.capabilities import device_formats
-from qsync_opt.runtimes.torch.interception.interception import intercepted
-from qsync_opt.runtimes.torch.sensitivity.probes.gradient import probe_gains
-from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import Arriving, Seen, noisy_passes
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.sensitivity.rectifiers import flipped_variance
-from qsync_opt.sensitivity.scores import sensitivities
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.execution import device_formats
+from qsync_opt.runtimes.torch.interception import intercepted
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.runtimes.torch.sensitivity.probes import Arriving, Seen, noisy_passes, probe_gains
+from qsync_opt.sensitivity import flipped_variance, sensitivities
 
 DRAWS = 60
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_opt.runtimes.torch.sensitivity.errors import attention_call, attention_errors
+from qsync_opt.runtimes.torch.sensitivity import attention_call, attention_errors
 
 CASES = {
     "plain": {},

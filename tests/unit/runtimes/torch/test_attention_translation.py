@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from onnx.reference import ReferenceEvaluator
 from torch import nn
 
-from qsync_opt.runtimes.torch.capture.export import export_onnx, export_program
+from qsync_opt.runtimes.torch.capture import export_onnx, export_program
 
 
 class Attention(nn.Module):

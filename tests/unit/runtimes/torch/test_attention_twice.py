@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import attention_twice
+from qsync_opt.runtimes.torch.sensitivity.probes import attention_twice
 
 SEEN = torch.ones(5, 7, dtype=torch.bool).tril(1)
 UNSEEN_ROW = SEEN.clone().index_fill_(0, torch.tensor([2]), False)

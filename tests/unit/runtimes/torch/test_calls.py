@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from qsync_opt.errors import ModelError
-from qsync_opt.model.graph import TensorSpec
-from qsync_opt.runtimes.torch.capture.calls import RecordedCall, TensorArgument, count_flops, index_bound
+from qsync_opt.model import TensorSpec
+from qsync_opt.runtimes.torch.capture import RecordedCall, TensorArgument, count_flops, index_bound
 
 aten = torch.ops.aten
 

@@ -1,8 +1,8 @@
 import pytest
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.numerics.formats import FORMATS, PrecisionFormats, formats_for
-from qsync_opt.runtimes.torch.execution.capabilities import device_formats, operator_precisions
+from qsync_opt.numerics import FORMATS, PrecisionFormats, formats_for
+from qsync_opt.runtimes.torch.execution import device_formats, operator_precisions
 
 
 def _same(name):

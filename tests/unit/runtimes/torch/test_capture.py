@@ -14,11 +14,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.model.onnx.reader import read_onnx
-from qsync_opt.model.roles import RoleTable
-from qsync_opt.runtimes.torch.capture.model import CapturedModel, capture
-from qsync_opt.runtimes.torch.example_models import NAMES, Example
+from qsync_opt.model import OpGraph, Role, RoleTable
+from qsync_opt.model.onnx import read_onnx
+from qsync_opt.runtimes.torch import NAMES, Example
+from qsync_opt.runtimes.torch.capture import CapturedModel, capture
 
 TOKENS = torch.tensor([[1, 2, 3], [4, 5, 6]])
 

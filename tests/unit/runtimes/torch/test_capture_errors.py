@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import ModelError
-from qsync_opt.model.graph import Role
-from qsync_opt.model.roles import RoleTable
-from qsync_opt.runtimes.torch.capture.export import save_onnx
-from qsync_opt.runtimes.torch.capture.model import capture
+from qsync_opt.model import Role, RoleTable
+from qsync_opt.runtimes.torch.capture import capture, save_onnx
 
 X = torch.ones(2, 4)
 

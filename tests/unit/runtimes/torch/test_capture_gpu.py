@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.runtimes.torch.capture.model import capture, capture_model
-from qsync_opt.runtimes.torch.example_models import example
+from qsync_opt.runtimes.torch import example
+from qsync_opt.runtimes.torch.capture import capture, capture_model
 
 pytestmark = pytest.mark.gpu
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.model.roles import ROLE_TABLE
-from qsync_opt.runtimes.torch.example_models import NAMES
-from qsync_opt.runtimes.torch.execution.plans import AppliedPlan, apply, undo
-from qsync_opt.runtimes.torch.interception.interception import OperatorCall
+from qsync_opt.model import ROLE_TABLE, OpGraph, Role
+from qsync_opt.runtimes.torch import NAMES
+from qsync_opt.runtimes.torch.execution import AppliedPlan, apply, undo
+from qsync_opt.runtimes.torch.interception import OperatorCall
 
 
 def foretold(graph: OpGraph, plan: dict[str, str]) -> dict[str, str]:

@@ -10,10 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from qsync_opt.errors import ModelError, ProblemError
-from qsync_opt.runtimes.torch.checkpoints.checkpoints import Checkpoints
-from qsync_opt.runtimes.torch.ddp.workers import free_port, process_group
-from qsync_opt.runtimes.torch.execution.loss_scaling import LossScaler
-from qsync_opt.runtimes.torch.execution.plans import apply
+from qsync_opt.runtimes.torch.checkpoints import Checkpoints
+from qsync_opt.runtimes.torch.ddp import free_port, process_group
+from qsync_opt.runtimes.torch.execution import LossScaler, apply
 
 
 class Tied(nn.Module):

@@ -14,10 +14,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from qsync_opt.errors import ModelError, ProblemError
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.checkpoints.checkpoints import Checkpoints
-from qsync_opt.runtimes.torch.checkpoints.resuming import RankState, as_now, decide, plan_of_ranks
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.runtimes.torch.checkpoints import Checkpoints, RankState, as_now, decide, plan_of_ranks
+from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply
 
 PLAN = {"embed/embedding": "BF16", "a/linear": "INT8", "b/linear": "BF16", "head/linear": "INT8"}
 FP32 = dict.fromkeys(PLAN, "FP32")
@@ -264,7 +263,7 @@ def test_a_plan_that_does_not_fit_its_digest_is_refused(folder):
 
 def _rewrite(path, change):
     """Change the JSON part as whoever forges a checkpoint would: the manifest with it."""
-    from qsync_opt.runtimes.torch.checkpoints.files import MANIFEST, MANIFEST_FORMAT, file_facts, files_in
+    from qsync_opt.runtimes.torch.checkpoints import MANIFEST, MANIFEST_FORMAT, file_facts, files_in
 
     state = path / "state.json"
     state.write_text(json.dumps(change(json.loads(state.read_text()))))
@@ -432,7 +431,7 @@ def test_killed_while_writing_every_checkpoint_is_whole_or_not_there(folder):
 
 
 def test_rank_states_are_checked():
-    from qsync_opt.io.codec import Fields
+    from qsync_opt.io import Fields
 
     state = replace(_rank("A", PLAN), step=3)
     assert RankState.from_fields(Fields(state.to_json(), "rank")) == state

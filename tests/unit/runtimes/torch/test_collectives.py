@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from qsync_opt.errors import NotReadyError, ProblemError
-from qsync_opt.runtimes.torch.ddp import collectives
-from qsync_opt.runtimes.torch.ddp.collectives import (
+from qsync_opt.runtimes.torch.ddp import (
     CollectiveCost,
+    collectives,
     measure_collectives,
     measure_slowdown,
     never_falling,

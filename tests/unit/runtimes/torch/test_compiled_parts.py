@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.runtimes.torch.execution.plans import applied_plan, apply, undo
+from qsync_opt.runtimes.torch.execution import applied_plan, apply, undo
 
 pytestmark = [
     # torch's own, about a cache of constants.

@@ -6,13 +6,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.execution.plans import applied_plan
-from qsync_opt.runtimes.torch.steps import compiled_peak
-from qsync_opt.runtimes.torch.steps.compiled import record_compiled_plan
-from qsync_opt.runtimes.torch.steps.compiled_peak import compiled_plan_peak
-from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.execution import applied_plan
+from qsync_opt.runtimes.torch.steps import (
+    RecordingOptions,
+    Stepper,
+    compiled_peak,
+    compiled_plan_peak,
+    record_compiled_plan,
+)
+from qsync_opt.runtimes.torch.support import TrainingExample
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),

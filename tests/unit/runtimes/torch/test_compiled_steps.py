@@ -11,27 +11,32 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
-from qsync_opt.costs.profile import DeviceIdentity
+from qsync_opt.costs import DeviceIdentity
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.kernels.autograd import float_modes
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply
+from qsync_opt.runtimes.torch.job import PlanningOptions, Way, auto_plan
 from qsync_opt.runtimes.torch.job import steps as job_steps
 from qsync_opt.runtimes.torch.job import timing as job_timing
-from qsync_opt.runtimes.torch.job.candidates import Way
-from qsync_opt.runtimes.torch.job.options import PlanningOptions
-from qsync_opt.runtimes.torch.job.planning import auto_plan
+from qsync_opt.runtimes.torch.steps import (
+    RecordingOptions,
+    Stepper,
+    annotated_operators,
+    call_of,
+    compiled_inside,
+    compiled_schedule,
+    fit_samples,
+    outermost,
+    read_schedules,
+    record_compiled_plan,
+    record_plan,
+    running_nodes,
+)
 from qsync_opt.runtimes.torch.steps import compiled as compiled_recording
-from qsync_opt.runtimes.torch.steps import compiled_schedule
-from qsync_opt.runtimes.torch.steps.compiled import call_of, compiled_inside, outermost, record_compiled_plan
-from qsync_opt.runtimes.torch.steps.compiled_schedule import annotated_operators, read_schedules, running_nodes
-from qsync_opt.runtimes.torch.steps.profile import fit_samples, record_plan
-from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
-from qsync_opt.steps.compiled.trace import HostCall
-from qsync_opt.steps.costs import StepCosts
-from qsync_opt.steps.predictor import StepPredictor
-from qsync_opt.steps.trace import BACKWARD, FORWARD, Range
+from qsync_opt.runtimes.torch.support import TrainingExample
+from qsync_opt.steps import BACKWARD, FORWARD, Range, StepCosts, StepPredictor
+from qsync_opt.steps.compiled import HostCall
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),

@@ -4,12 +4,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt.errors import ModelError
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.execution.capabilities import device_formats
-from qsync_opt.runtimes.torch.sensitivity.probes.curvature import probe_curvatures
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.sensitivity.scores import sensitivities
-from qsync_opt.sensitivity.table import IndicatorKind
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.execution import device_formats
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.runtimes.torch.sensitivity.probes import probe_curvatures
+from qsync_opt.sensitivity import IndicatorKind, sensitivities
 
 
 class Smooth(nn.Module):

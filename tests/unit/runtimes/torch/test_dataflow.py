@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.model.graph import OpGraph, Role
-from qsync_opt.runtimes.torch.capture.model import CapturedModel, capture_model
+from qsync_opt.model import OpGraph, Role
+from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
 
 X = torch.ones(2, 4)
 

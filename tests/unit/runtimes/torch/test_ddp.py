@@ -6,15 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.ddp.workers import (
-    bucket_assignment,
-    fit_all_reduce,
-    free_port,
-    measure_all_reduce,
-    process_group,
-)
-from qsync_opt.training.buckets import BucketOptions, gradient_buckets
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.ddp import bucket_assignment, fit_all_reduce, free_port, measure_all_reduce, process_group
+from qsync_opt.training import BucketOptions, gradient_buckets
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 

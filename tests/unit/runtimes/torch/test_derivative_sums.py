@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from qsync_opt.runtimes.torch.sensitivity.probes import DerivativeSums, ParameterGradients
 from qsync_opt.runtimes.torch.sensitivity.probes import taps as derivative_sums
-from qsync_opt.runtimes.torch.sensitivity.probes.taps import DerivativeSums, ParameterGradients
 
 
 def _numbers(sums):

@@ -6,16 +6,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels import ops
+from qsync_opt.kernels import KernelOptions, ops
 from qsync_opt.kernels.autograd import products_eight as eight_bit
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.kernels.quantize.formats import E4M3, INT8
-from qsync_opt.numerics.formats import formats_for
-from qsync_opt.numerics.rounding import Granularity
-from qsync_opt.runtimes.torch.sensitivity.probes.gradient import probe_gains
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.sensitivity.rounding_variance import NoiseOptions, variances
-from qsync_opt.sensitivity.statistics import statistics_from_json, statistics_to_json
+from qsync_opt.kernels.quantize import E4M3, INT8
+from qsync_opt.numerics import Granularity, formats_for
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.runtimes.torch.sensitivity.probes import probe_gains
+from qsync_opt.sensitivity import NoiseOptions, statistics_from_json, statistics_to_json, variances
 
 FORMATS = formats_for(("INT8", "FP8"), "BF16")
 FORMATS_16 = formats_for(("INT8", "BF16"), "BF16")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.runtimes.torch.checkpoints.checkpoints import Checkpoints
+from qsync_opt.runtimes.torch.checkpoints import Checkpoints
 
 SCRIPT = Path(__file__).with_name("faults_worker.py")
 KINDS = ("forward", "all-reduce", "optimizer", "checkpoint", "hang")

@@ -9,9 +9,16 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import ModelError, ProblemError
-from qsync_opt.runtimes.torch.checkpoints.checkpoints import Checkpoints
-from qsync_opt.runtimes.torch.checkpoints.files import MANIFEST, MANIFEST_FORMAT, begin, file_facts, files_in, finish
-from qsync_opt.runtimes.torch.execution.plans import apply
+from qsync_opt.runtimes.torch.checkpoints import (
+    MANIFEST,
+    MANIFEST_FORMAT,
+    Checkpoints,
+    begin,
+    file_facts,
+    files_in,
+    finish,
+)
+from qsync_opt.runtimes.torch.execution import apply
 
 
 class Job:

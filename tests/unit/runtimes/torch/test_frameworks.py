@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from qsync_opt.errors import ModelError, ProblemError
-from qsync_opt.runtimes.torch.checkpoints.resuming import PlanState
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply, undo
+from qsync_opt.runtimes.torch.checkpoints import PlanState
+from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply, undo
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "examples"
 PLAN = {"0/linear": "INT8", "3/linear": "BF16"}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from qsync_opt.runtimes.torch.sensitivity.probes import GainTapper
 from qsync_opt.runtimes.torch.sensitivity.probes import taps as gain_taps
-from qsync_opt.runtimes.torch.sensitivity.probes.taps import GainTapper
 
 
 def _flips(distances, squares):

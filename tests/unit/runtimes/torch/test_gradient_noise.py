@@ -3,9 +3,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_opt.runtimes.torch.sensitivity.records.signals import GradientScatter
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.sensitivity.merging import merge_statistics
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.runtimes.torch.sensitivity.records import GradientScatter
+from qsync_opt.sensitivity import merge_statistics
 
 
 class Net(nn.Module):

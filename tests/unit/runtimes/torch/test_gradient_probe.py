@@ -4,17 +4,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt.errors import ModelError
-from qsync_opt.kernels import ops
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.execution.capabilities import device_formats
-from qsync_opt.runtimes.torch.interception.interception import intercepted
-from qsync_opt.runtimes.torch.sensitivity.probes.gradient import probe_gains
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.runtimes.torch.support.memory import allocation_of
-from qsync_opt.sensitivity.scores import sensitivities
-from qsync_opt.sensitivity.statistics import FLIP_RATIOS
-from qsync_opt.sensitivity.table import IndicatorKind
+from qsync_opt.kernels import KernelOptions, ops
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.execution import device_formats
+from qsync_opt.runtimes.torch.interception import intercepted
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.runtimes.torch.sensitivity.probes import probe_gains
+from qsync_opt.runtimes.torch.support import allocation_of
+from qsync_opt.sensitivity import FLIP_RATIOS, IndicatorKind, sensitivities
 
 
 class Smooth(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 import qsync_opt
 from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.runtimes.torch.interception import interception
-from qsync_opt.runtimes.torch.job.plan import host_bound_words
+from qsync_opt.runtimes.torch.job import host_bound_words
 from qsync_opt.runtimes.torch.support import cuda_graphs as graph_capture
 
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.runtimes.torch.execution import ApplyOptions, apply
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 

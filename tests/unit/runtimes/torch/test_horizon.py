@@ -6,7 +6,7 @@ from torch import nn
 
 from qsync_opt import noise_horizon
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
 
 
 def test_adam_counts_squared_rates():

@@ -4,8 +4,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt.errors import NotReadyError
-from qsync_opt.runtimes.torch.interception.functions import FIXED_KINDS, function_names, functions_named
-from qsync_opt.runtimes.torch.interception.interception import Interception, intercepted, interception_of, operator_name
+from qsync_opt.runtimes.torch.interception import (
+    FIXED_KINDS,
+    Interception,
+    function_names,
+    functions_named,
+    intercepted,
+    interception_of,
+    operator_name,
+)
 
 
 def _names(model, *args):

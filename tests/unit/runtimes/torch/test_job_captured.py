@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply
+from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply
+from qsync_opt.runtimes.torch.job import Way, choose, everywhere
 from qsync_opt.runtimes.torch.job import timing as job_timing
-from qsync_opt.runtimes.torch.job.candidates import Way, choose, everywhere
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
+from qsync_opt.runtimes.torch.support import TrainingExample
 
 LIMIT = 1 << 40
 

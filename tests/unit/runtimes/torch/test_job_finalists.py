@@ -10,23 +10,35 @@ from hypothesis import strategies as st
 from torch import nn
 
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.runtimes.torch.execution.plans import applied_plan
-from qsync_opt.runtimes.torch.job import racing as job_racing
-from qsync_opt.runtimes.torch.job.candidates import StepTime, Way, choose, everywhere, paired_medians, step_ns
-from qsync_opt.runtimes.torch.job.choosing import (
+from qsync_opt.runtimes.torch.execution import applied_plan
+from qsync_opt.runtimes.torch.job import (
+    Job,
+    PlanningOptions,
+    StepTime,
+    Way,
+    auto_plan,
+    batch_size,
     best_step,
+    choose,
+    everywhere,
+    example_of,
     finalists,
+    load_job,
+    paired_medians,
+    plan_job,
     predicted_step_ns,
+    profile_job_steps,
     rounds_of,
+    save_job,
+    sized,
+    split,
+    step_ns,
     timed_together,
+    with_speed,
+    with_workers,
 )
-from qsync_opt.runtimes.torch.job.file import load_job, save_job, with_speed, with_workers
-from qsync_opt.runtimes.torch.job.measuring import Job, example_of
-from qsync_opt.runtimes.torch.job.options import PlanningOptions
-from qsync_opt.runtimes.torch.job.planning import auto_plan, plan_job
-from qsync_opt.runtimes.torch.job.racing import batch_size, sized, split
-from qsync_opt.runtimes.torch.job.steps import profile_job_steps
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
+from qsync_opt.runtimes.torch.job import racing as job_racing
+from qsync_opt.runtimes.torch.support import TrainingExample
 
 HUGE = 1 << 60
 NAMES = ("a/linear", "b/linear")
@@ -577,7 +589,7 @@ def test_a_precision_that_the_device_refuses_is_left_out(job, monkeypatch, caplo
         return real(self)
 
     monkeypatch.setattr(TrainingExample, "forward", forward)
-    from qsync_opt.runtimes.torch.capture.model import capture_model
+    from qsync_opt.runtimes.torch.capture import capture_model
 
     graph = capture_model(job.model, job.example.args, {}).graph
     found = profile_job_steps(job.example, graph, None, precisions=("BF16", "INT8"))

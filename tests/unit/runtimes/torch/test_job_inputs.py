@@ -12,19 +12,21 @@ from torch.distributed.fsdp import fully_shard
 
 import qsync_opt
 from qsync_opt.errors import ModelError, UnsupportedError
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.ddp.workers import free_port, process_group
-from qsync_opt.runtimes.torch.execution.plans import applied_plan
-from qsync_opt.runtimes.torch.job.candidates import Way
-from qsync_opt.runtimes.torch.job.measuring import Job, example_of
-from qsync_opt.runtimes.torch.job.planning import check_training
-from qsync_opt.runtimes.torch.job.steps import parameters_put_back
-from qsync_opt.runtimes.torch.job.timing import time_ways
-from qsync_opt.runtimes.torch.profiling.operators import like
-from qsync_opt.runtimes.torch.profiling.trial import try_plan
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample, default_loss, own_loss
-from qsync_opt.runtimes.torch.support.optimizers import check_steps, kind_of, single, state_bytes
-from qsync_opt.training.plan import Plan
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.runtimes.torch.ddp import free_port, process_group
+from qsync_opt.runtimes.torch.execution import applied_plan
+from qsync_opt.runtimes.torch.job import Job, Way, check_training, example_of, parameters_put_back, time_ways
+from qsync_opt.runtimes.torch.profiling import like, try_plan
+from qsync_opt.runtimes.torch.support import (
+    TrainingExample,
+    check_steps,
+    default_loss,
+    kind_of,
+    own_loss,
+    single,
+    state_bytes,
+)
+from qsync_opt.training import Plan
 
 
 def mean_square(output):

@@ -7,13 +7,10 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsync_opt.model.graph import Role
-from qsync_opt.runtimes.torch.job.candidates import OWN, OWN_UNSCALED, SIZED_NOISE, Way, everywhere, own_plans
-from qsync_opt.runtimes.torch.job.timing import own_ways, ways_of
-from qsync_opt.testing.problems import buckets, random_problem
-from qsync_opt.training.evaluation import evaluate_device
-from qsync_opt.training.plan import uniform_plan
-from qsync_opt.training.propagation import propagate
+from qsync_opt.model import Role
+from qsync_opt.runtimes.torch.job import OWN, OWN_UNSCALED, SIZED_NOISE, Way, everywhere, own_plans, own_ways, ways_of
+from qsync_opt.testing import buckets, random_problem
+from qsync_opt.training import evaluate_device, propagate, uniform_plan
 
 
 def evaluated(problem, device, plan):

@@ -3,13 +3,18 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.job.measuring import Job, divides_by_squares, example_of, job_indicator, noise_of
-from qsync_opt.runtimes.torch.job.options import PlanningOptions
-from qsync_opt.runtimes.torch.job.planning import auto_plan
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.sensitivity.rounding_variance import NoiseOptions
-from qsync_opt.sensitivity.scores import sensitivities
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.runtimes.torch.job import (
+    Job,
+    PlanningOptions,
+    auto_plan,
+    divides_by_squares,
+    example_of,
+    job_indicator,
+    noise_of,
+)
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.sensitivity import NoiseOptions, sensitivities
 
 
 def make():

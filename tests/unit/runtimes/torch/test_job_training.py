@@ -7,10 +7,8 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.runtimes.torch.ddp.workers import free_port, process_group
-from qsync_opt.runtimes.torch.execution import loss_scaling
-from qsync_opt.runtimes.torch.execution.loss_scaling import LossScaler
-from qsync_opt.runtimes.torch.execution.plans import apply
+from qsync_opt.runtimes.torch.ddp import free_port, process_group
+from qsync_opt.runtimes.torch.execution import LossScaler, apply, loss_scaling
 
 
 @pytest.fixture(scope="module")

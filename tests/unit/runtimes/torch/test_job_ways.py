@@ -11,18 +11,23 @@ from hypothesis import strategies as st
 from torch import nn
 
 from qsync_opt.errors import NotReadyError, ProblemError, QSyncError, UnsupportedError
-from qsync_opt.runtimes.torch.checkpoints.resuming import RankState, carry_out, decide
-from qsync_opt.runtimes.torch.execution.loss_scaling import LossScaler
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply, undo
+from qsync_opt.runtimes.torch.checkpoints import RankState, carry_out, decide
+from qsync_opt.runtimes.torch.execution import ApplyOptions, LossScaler, applied_plan, apply, undo
+from qsync_opt.runtimes.torch.job import (
+    PlanAdapter,
+    PlanningOptions,
+    Way,
+    auto_plan,
+    choose,
+    everywhere,
+    load_job,
+    plan_job,
+    step_ns,
+    with_speed,
+)
 from qsync_opt.runtimes.torch.job import timing as job_timing
-from qsync_opt.runtimes.torch.job.adapting import PlanAdapter
-from qsync_opt.runtimes.torch.job.candidates import Way, choose, everywhere, step_ns
-from qsync_opt.runtimes.torch.job.file import load_job, with_speed
-from qsync_opt.runtimes.torch.job.options import PlanningOptions
-from qsync_opt.runtimes.torch.job.planning import auto_plan, plan_job
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import Plan
+from qsync_opt.runtimes.torch.support import TrainingExample
+from qsync_opt.training import Plan, evaluate
 
 HUGE = 1 << 60
 NAMES = ("a/linear", "b/linear", "c/linear")

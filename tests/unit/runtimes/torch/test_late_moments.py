@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from qsync_opt.runtimes.torch.sensitivity.records import LateMoments
 from qsync_opt.runtimes.torch.sensitivity.records import moments as late_moments
-from qsync_opt.runtimes.torch.sensitivity.records.moments import LateMoments
 
 
 @pytest.mark.parametrize("together", [1 << 21, 30])

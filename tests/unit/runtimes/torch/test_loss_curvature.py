@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from qsync_opt.runtimes.torch.sensitivity import RandomSigns
 from qsync_opt.runtimes.torch.sensitivity.records import signals as loss_curvature
-from qsync_opt.runtimes.torch.sensitivity.reductions import RandomSigns
 
 
 def call(function, *args, **kwargs):

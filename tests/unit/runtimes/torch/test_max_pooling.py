@@ -7,13 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.execution.capabilities import device_formats
-from qsync_opt.runtimes.torch.sensitivity.probes.gradient import probe_gains
-from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import contest, noisy_passes, pool_call
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.sensitivity.rectifiers import flipped_variance
-from qsync_opt.sensitivity.scores import sensitivities
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.execution import device_formats
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.runtimes.torch.sensitivity.probes import contest, noisy_passes, pool_call, probe_gains
+from qsync_opt.sensitivity import flipped_variance, sensitivities
 
 POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qsync_opt.errors import ModelError, ProblemError
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample, default_loss, measure_iteration, resident_bytes
+from qsync_opt.runtimes.torch.support import TrainingExample, default_loss, measure_iteration, resident_bytes
 
 
 @pytest.fixture

@@ -4,9 +4,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt.errors import ProblemError
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics, reductions
 from qsync_opt.runtimes.torch.sensitivity import errors as nearest_error
-from qsync_opt.runtimes.torch.sensitivity import reductions
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
 
 DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
 

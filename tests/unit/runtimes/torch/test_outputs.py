@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, apply
-from qsync_opt.runtimes.torch.support.iteration import full_precision
+from qsync_opt.runtimes.torch.execution import ApplyOptions, apply
+from qsync_opt.runtimes.torch.support import full_precision
 
 PLAN = {"0/linear": "INT8", "1/linear": "BF16"}
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qsync_opt.runtimes.torch.job.candidates import (
+from qsync_opt.runtimes.torch.job import (
     least_sensitive_as_fast,
     paired_medians,
     paired_times,

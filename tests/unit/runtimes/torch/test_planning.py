@@ -6,20 +6,25 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.costs.estimates import estimate_lines
+from qsync_opt.costs import estimate_lines
 from qsync_opt.errors import NotReadyError, ProblemError, SolverError, UnsupportedError
-from qsync_opt.io.cache import default_cache_folder
-from qsync_opt.runtimes.torch.execution.plans import applied_plan, apply, undo
+from qsync_opt.io import default_cache_folder
+from qsync_opt.runtimes.torch.execution import applied_plan, apply, undo
+from qsync_opt.runtimes.torch.job import (
+    Alternative,
+    PlanningOptions,
+    auto_plan,
+    cache_folder,
+    plan_job,
+    planning,
+    verdict,
+)
 from qsync_opt.runtimes.torch.job import measuring as job_measuring
 from qsync_opt.runtimes.torch.job import measuring as job_sensitivities
-from qsync_opt.runtimes.torch.job import planning
 from qsync_opt.runtimes.torch.job import steps as job_steps
-from qsync_opt.runtimes.torch.job.options import PlanningOptions, cache_folder
-from qsync_opt.runtimes.torch.job.plan import Alternative, verdict
-from qsync_opt.runtimes.torch.job.planning import auto_plan, plan_job
-from qsync_opt.runtimes.torch.profiling.trial import Trial
+from qsync_opt.runtimes.torch.profiling import Trial
 from qsync_opt.runtimes.torch.steps import profile as step_profile
-from qsync_opt.training.evaluation import evaluate
+from qsync_opt.training import evaluate
 
 
 class Net(nn.Module):

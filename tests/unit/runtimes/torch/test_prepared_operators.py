@@ -9,11 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.errors import NotReadyError
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.model.graph import Role
-from qsync_opt.model.roles import RoleTable
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.execution.plans import AppliedPlan, ApplyOptions, applied_plan, apply, undo
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.model import Role, RoleTable
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.execution import AppliedPlan, ApplyOptions, applied_plan, apply, undo
 
 
 class Everything(nn.Module):

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.numerics.rounding import Granularity
-from qsync_opt.runtimes.torch.sensitivity.products import operand_slots, product_of, replace_operands
+from qsync_opt.numerics import Granularity
+from qsync_opt.runtimes.torch.sensitivity import operand_slots, product_of, replace_operands
 
 
 def conv(function, **options):

@@ -8,21 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qsync_opt.costs.profile import DeviceProfile, load_profile
+from qsync_opt.costs import DeviceProfile, load_profile
 from qsync_opt.errors import ModelError, ProblemError, UnsupportedError
-from qsync_opt.kernels import ops
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.model.graph import Role
-from qsync_opt.runtimes.torch.capture.model import CapturedModel, capture_model
+from qsync_opt.kernels import KernelOptions, ops
+from qsync_opt.model import Role
+from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
+from qsync_opt.runtimes.torch.profiling import OperatorBench, profile, wanted_formats
 from qsync_opt.runtimes.torch.profiling import profiler as profile_run
-from qsync_opt.runtimes.torch.profiling.operators import OperatorBench
-from qsync_opt.runtimes.torch.profiling.profiler import profile, wanted_formats
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
-from qsync_opt.runtimes.torch.support.timing import Elapsed, make_stopwatch
-from qsync_opt.testing.synthetic import make_cluster, make_sensitivities
-from qsync_opt.training.build import build_problem
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import uniform_plan
+from qsync_opt.runtimes.torch.support import Elapsed, TrainingExample, make_stopwatch
+from qsync_opt.testing import make_cluster, make_sensitivities
+from qsync_opt.training import build_problem, evaluate, uniform_plan
 
 
 class Block(nn.Module):

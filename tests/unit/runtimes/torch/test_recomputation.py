@@ -8,8 +8,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from qsync_opt.runtimes.torch.execution.plans import apply
-from qsync_opt.runtimes.torch.interception.recomputation import CallMemory
+from qsync_opt.runtimes.torch.execution import apply
+from qsync_opt.runtimes.torch.interception import CallMemory
 
 
 class Block(nn.Module):

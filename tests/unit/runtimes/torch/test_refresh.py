@@ -2,18 +2,16 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.cluster.cluster import Cluster, DeviceType, Network
+from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.errors import ModelError, NotReadyError, ProblemError
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.capture.model import capture_model
-from qsync_opt.runtimes.torch.execution.capabilities import device_formats
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply, undo
-from qsync_opt.runtimes.torch.job.adapting import PlanRefresher
-from qsync_opt.runtimes.torch.profiling.profiler import profile
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.sensitivity.scores import sensitivities
-from qsync_opt.training.build import build_problem
-from qsync_opt.training.plan import Plan
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.runtimes.torch.capture import capture_model
+from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply, device_formats, undo
+from qsync_opt.runtimes.torch.job import PlanRefresher
+from qsync_opt.runtimes.torch.profiling import profile
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.sensitivity import sensitivities
+from qsync_opt.training import Plan, build_problem
 
 
 class Net(nn.Module):

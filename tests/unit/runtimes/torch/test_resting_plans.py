@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import NotReadyError
-from qsync_opt.runtimes.torch.execution.plans import applied_plan, apply, undo
-from qsync_opt.runtimes.torch.interception.interception import interception_of
+from qsync_opt.runtimes.torch.execution import applied_plan, apply, undo
+from qsync_opt.runtimes.torch.interception import interception_of
 
 FP32 = {"0/linear": "FP32", "2/linear": "FP32"}
 

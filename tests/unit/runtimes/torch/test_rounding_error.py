@@ -6,20 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.numerics.formats import formats_for
-from qsync_opt.numerics.rounding import Granularity, noise_kinds
-from qsync_opt.runtimes.torch.sensitivity import errors as rounding_error
-from qsync_opt.runtimes.torch.sensitivity import reductions
-from qsync_opt.runtimes.torch.sensitivity.errors import (
+from qsync_opt.numerics import Granularity, formats_for, noise_kinds
+from qsync_opt.runtimes.torch.sensitivity import (
     Wanted,
     answered,
     attention_call,
     attention_errors,
+    collect_statistics,
     paired_errors,
+    reductions,
     stacked_errors,
 )
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.sensitivity.rounding_variance import NoiseOptions, variances
+from qsync_opt.runtimes.torch.sensitivity import errors as rounding_error
+from qsync_opt.sensitivity import NoiseOptions, variances
 
 KINDS = (*noise_kinds(scaled=True), "E5M2/tensor")
 # Mantissa bits, smallest exponent of a normal number, largest number.

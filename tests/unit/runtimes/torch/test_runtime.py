@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import NotReadyError
-from qsync_opt.model.graph import OpGraph, Role
+from qsync_opt.model import OpGraph, Role
 from qsync_opt.runtime import Runtime
-from qsync_opt.runtimes.torch.runtime import TorchRuntime
-from qsync_opt.testing.problems import check_runtime
+from qsync_opt.runtimes.torch import TorchRuntime
+from qsync_opt.testing import check_runtime
 
 
 class Mlp(nn.Module):

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_opt.runtimes.torch.interception.interception import OperatorCall
-from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import batch_norm_twice, product_twice
+from qsync_opt.runtimes.torch.interception import OperatorCall
+from qsync_opt.runtimes.torch.sensitivity.probes import batch_norm_twice, product_twice
 
 
 def _twice(run, operands, *, seed=3):

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qsync_opt.runtimes.torch.interception.interception import OperatorCall
-from qsync_opt.runtimes.torch.sensitivity.records.signals import normalized, signals_on_host
-from qsync_opt.runtimes.torch.sensitivity.reductions import channel_variances
+from qsync_opt.runtimes.torch.interception import OperatorCall
+from qsync_opt.runtimes.torch.sensitivity import channel_variances
+from qsync_opt.runtimes.torch.sensitivity.records import normalized, signals_on_host
 
 
 def _growth(seen):

@@ -4,20 +4,20 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.numerics.formats import formats_for
-from qsync_opt.numerics.rounding import Granularity
-from qsync_opt.runtimes.torch.sensitivity.errors import fixed_point_errors, stacked_errors
-from qsync_opt.runtimes.torch.sensitivity.samples import (
+from qsync_opt.numerics import Granularity, formats_for
+from qsync_opt.runtimes.torch.sensitivity import (
     Positions,
+    collect_statistics,
     even_positions,
     even_runs,
+    fixed_point_errors,
     places_by_size,
     positions_by_size,
     runs_by_size,
+    stacked_errors,
     weights_by_size,
 )
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.sensitivity.rounding_variance import NoiseOptions, variances
+from qsync_opt.sensitivity import NoiseOptions, variances
 
 
 @pytest.fixture(autouse=True)

@@ -7,13 +7,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt.errors import ModelError, ProblemError
-from qsync_opt.numerics.formats import PrecisionFormats
-from qsync_opt.numerics.rounding import Granularity, Rounding
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.sensitivity.merging import merge_statistics
-from qsync_opt.sensitivity.rounding_variance import NoiseOptions, variances
-from qsync_opt.sensitivity.statistics import OperatorKind, statistics_from_json, statistics_to_json
+from qsync_opt.numerics import Granularity, PrecisionFormats, Rounding
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.sensitivity import (
+    NoiseOptions,
+    OperatorKind,
+    merge_statistics,
+    statistics_from_json,
+    statistics_to_json,
+    variances,
+)
 
 FULL = PrecisionFormats(output="FP32", gradient_input="FP32", gradient_output="FP32")
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from qsync_opt import sensitivities
 from qsync_opt.errors import ModelError
-from qsync_opt.numerics.rounding import Rounding
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.execution.capabilities import device_formats
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
+from qsync_opt.numerics import Rounding
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.execution import device_formats
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
 
 
 class Table(nn.Module):

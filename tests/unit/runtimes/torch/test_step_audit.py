@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.runtimes.torch.execution.audit import AuditResult, StepAudit
+from qsync_opt.runtimes.torch.execution import AuditResult, StepAudit
 
 
 def train(model, steps, pause_s=0.0):

@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.model.graph import Role
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
-from qsync_opt.runtimes.torch.execution.plans import apply, undo
-from qsync_opt.runtimes.torch.steps.profile import profile_steps
-from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper, read_events, trace_steps
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
-from qsync_opt.steps.predictor import StepPredictor
-from qsync_opt.steps.trace import PHASES
+from qsync_opt.model import Role
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
+from qsync_opt.runtimes.torch.execution import apply, undo
+from qsync_opt.runtimes.torch.steps import RecordingOptions, Stepper, profile_steps, read_events, trace_steps
+from qsync_opt.runtimes.torch.support import TrainingExample
+from qsync_opt.steps import PHASES, StepPredictor
 
 FEW = RecordingOptions(warm_up=2, repeats=2, traced=2, clip_norm=1.0)
 

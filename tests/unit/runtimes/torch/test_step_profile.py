@@ -10,19 +10,23 @@ import torch
 
 from qsync_opt.cli.app import main
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
-from qsync_opt.model.graph import Role, save_graph
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.demo.model import Gpt, GptConfig
-from qsync_opt.runtimes.torch.execution.plans import applied_plan, apply, undo
+from qsync_opt.model import Role, save_graph
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
+from qsync_opt.runtimes.torch.execution import applied_plan, apply, undo
+from qsync_opt.runtimes.torch.steps import (
+    RecordingOptions,
+    Stepper,
+    profile_steps,
+    read_events,
+    record_plan,
+    record_steps,
+    step_labels,
+)
 from qsync_opt.runtimes.torch.steps import profile as step_profile
-from qsync_opt.runtimes.torch.steps.profile import profile_steps, record_plan, record_steps
-from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper, read_events, step_labels
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
-from qsync_opt.steps.costs import StepCosts
-from qsync_opt.steps.fitting import scaled_operators
-from qsync_opt.steps.predictor import StepPredictor
-from qsync_opt.steps.trace import FORWARD, PHASES, charge
-from qsync_opt.training.plan import Plan
+from qsync_opt.runtimes.torch.support import TrainingExample
+from qsync_opt.steps import FORWARD, PHASES, StepCosts, StepPredictor, charge, scaled_operators
+from qsync_opt.training import Plan
 
 FEW = RecordingOptions(warm_up=1, repeats=1, traced=1)
 

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt.errors import ModelError
-from qsync_opt.kernels.options import KernelOptions
-from qsync_opt.runtimes.torch.execution.operators import run_fixed
-from qsync_opt.runtimes.torch.execution.plans import ApplyOptions, applied_plan, apply, undo
-from qsync_opt.runtimes.torch.interception.interception import OperatorCall
+from qsync_opt.kernels import KernelOptions
+from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply, run_fixed, undo
+from qsync_opt.runtimes.torch.interception import OperatorCall
 
 pytestmark = [
     # torch's own, about a cache of constants.

@@ -2,10 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_opt.runtimes.torch.capture.model import capture
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.runtimes.torch.support.iteration import TrainingExample
-from qsync_opt.runtimes.torch.support.models import model_unchanged
+from qsync_opt.runtimes.torch.capture import capture
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.runtimes.torch.support import TrainingExample, model_unchanged
 
 X = torch.ones(2, 4)
 

@@ -5,10 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync_opt.numerics.formats import PrecisionFormats
-from qsync_opt.numerics.rounding import Granularity, Rounding
-from qsync_opt.runtimes.torch.sensitivity.statistics import collect_statistics
-from qsync_opt.sensitivity.rounding_variance import NoiseOptions, variances
+from qsync_opt.numerics import Granularity, PrecisionFormats, Rounding
+from qsync_opt.runtimes.torch.sensitivity import collect_statistics
+from qsync_opt.sensitivity import NoiseOptions, variances
 
 FULL = PrecisionFormats(output="FP32", gradient_input="FP32", gradient_output="FP32")
 OPERATORS = {

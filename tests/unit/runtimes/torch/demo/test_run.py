@@ -6,13 +6,9 @@ import pytest
 from rich.console import Console
 
 from qsync_opt.cli.app import main
-from qsync_opt.runtimes.torch.demo.report import others_words, result_json
-from qsync_opt.runtimes.torch.demo.run import run_demo
-from qsync_opt.runtimes.torch.demo.settings import INFERENCE, TRAINER, DemoOptions
+from qsync_opt.runtimes.torch.demo import INFERENCE, TRAINER, DemoOptions, others_words, result_json, run_demo
 from qsync_opt.runtimes.torch.demo.sizes import GptConfig
-from qsync_opt.training.evaluation import evaluate
-from qsync_opt.training.plan import load_plan
-from qsync_opt.training.problem_file import load_problem
+from qsync_opt.training import evaluate, load_plan, load_problem
 
 
 @pytest.mark.timeout(600)  # beside other tests and compilers

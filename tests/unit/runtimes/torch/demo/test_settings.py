@@ -4,9 +4,8 @@ from pathlib import Path
 import pytest
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.codec import write_json
-from qsync_opt.runtimes.torch.demo.model import GptConfig
-from qsync_opt.runtimes.torch.demo.settings import DemoOptions, WorkerSpec, load_spec
+from qsync_opt.io import write_json
+from qsync_opt.runtimes.torch.demo import DemoOptions, GptConfig, WorkerSpec, load_spec
 
 
 @pytest.mark.parametrize("plan", [None, Path("plan.json")])

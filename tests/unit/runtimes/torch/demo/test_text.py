@@ -1,6 +1,6 @@
 import torch
 
-from qsync_opt.runtimes.torch.demo.text import Batches, standard_library_text
+from qsync_opt.runtimes.torch.demo import Batches, standard_library_text
 
 
 def test_text_is_the_same_every_time_and_split():
