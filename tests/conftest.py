@@ -1,5 +1,7 @@
 import contextlib
+import copy
 import importlib.util
+import json
 import operator
 import os
 import random
@@ -81,3 +83,18 @@ def browser_path() -> str:
     found = _browser()
     assert found is not None
     return found
+
+
+INSTANCES = ROOT / "tests" / "data" / "instances"
+
+
+@pytest.fixture
+def instance_path():
+    """Path of a recorded problem by its name."""
+    return lambda name: INSTANCES / f"{name}.json"
+
+
+@pytest.fixture
+def tiny_data():
+    """The JSON data of the tiny problem, free to be spoiled."""
+    return copy.deepcopy(json.loads((INSTANCES / "tiny.json").read_text()))

@@ -1,0 +1,131 @@
+import functools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from qsync_opt.runtimes.torch import example
+from qsync_opt.runtimes.torch.capture import capture_model
+from qsync_opt.runtimes.torch.ddp import free_port
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_run():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def known():
+    """Small example models by name, each with its capture; built once, so whoever changes one puts it back."""
+
+    @functools.cache
+    def get(name):
+        torch.manual_seed(0)
+        chosen = example(name, small=True)
+        return chosen, capture_model(chosen.model, (), chosen.kwargs, name=name)
+
+    return get
+
+
+@pytest.fixture
+def two_cards():
+    """For tests that run one worker on each of two cards."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+
+
+class Rank:
+    """Starts the scripts of one rank: forked from a process that has loaded torch, or by themselves where CUDA is.
+
+    A process that has looked for CUDA devices cannot be forked.
+    """
+
+    def __init__(self):
+        self.server = None
+        self.process = None
+
+    def start(self, folder, script, arguments, flags):
+        self.output, self.errors = folder / "output", folder / "errors"
+        if torch.cuda.is_available():
+            with self.output.open("w") as output, self.errors.open("w") as errors:
+                command = [sys.executable, "-P", *flags, script, *arguments]
+                self.process = subprocess.Popen(command, stdout=output, stderr=errors)
+            return
+        if self.server is None:
+            command = [sys.executable, "-P", str(Path(__file__).with_name("workers") / "worker_server.py")]
+            self.server = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
+        request = {
+            "script": script,
+            "arguments": arguments,
+            "environment": dict(os.environ),
+            "flags": flags,
+            "output": str(self.output),
+            "errors": str(self.errors),
+        }
+        self.server.stdin.write(json.dumps(request) + "\n")
+        self.server.stdin.flush()
+
+    def wait(self, deadline):
+        """Exit status, or None if the script did not end in time, or took the server along."""
+        left = max(0.0, deadline - time.monotonic())
+        if self.process is not None:
+            try:
+                return self.process.wait(left)
+            except subprocess.TimeoutExpired:
+                return None
+        ready, _, _ = select.select([self.server.stdout], [], [], left)
+        line = self.server.stdout.readline() if ready else ""
+        return int(line) if line else None
+
+    def stop(self):
+        """End whatever is running."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+        if self.server is not None:
+            os.killpg(self.server.pid, signal.SIGKILL)
+            self.server.stdin.close()
+            self.server.stdout.close()
+            self.server.wait()
+            self.server = None
+
+
+@pytest.fixture(scope="session")
+def run_workers(tmp_path_factory):
+    """Run a script of ``workers`` as several workers; returns what each printed in its last line, as JSON.
+
+    The script is given rank, number of workers, a port and the further arguments; ``flags`` may hold Python's ``-W``.
+    """
+    ranks = []
+
+    def run(script, *arguments, world_size=2, flags=()):
+        ranks.extend(Rank() for _ in range(world_size - len(ranks)))
+        path = str(Path(__file__).with_name("workers") / script)
+        shared = [str(world_size), str(free_port()), *map(str, arguments)]
+        deadline, statuses = time.monotonic() + 240, []
+        chosen = ranks[:world_size]
+        try:
+            for number, rank in enumerate(chosen):
+                rank.start(tmp_path_factory.mktemp("worker"), path, [str(number), *shared], flags)
+            statuses = [rank.wait(deadline) for rank in chosen]
+        finally:
+            if None in statuses or len(statuses) < world_size:
+                for rank in chosen:
+                    rank.stop()
+        for rank, status in zip(chosen, statuses, strict=True):
+            assert status == 0, f"status {status}\n{rank.errors.read_text()}"
+        return [json.loads(rank.output.read_text().splitlines()[-1]) for rank in chosen]
+
+    yield run
+    for rank in ranks:
+        rank.stop()
