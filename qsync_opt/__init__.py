@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         weight_sensitivities,
     )
     from qsync_opt.steps import StepCosts, StepPredictor, load_step_costs, profile_from_steps
+    from qsync_opt.systems import System, solve
     from qsync_opt.training import (
         Evaluation,
         Explainer,
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
         memory_breakdown,
         pareto_front,
         replan,
-        solve,
         uniform_plan,
         write_trace,
     )
@@ -106,6 +106,7 @@ __all__ = [
     "Solution",
     "StepCosts",
     "StepPredictor",
+    "System",
     "TerminationStatus",
     "Timeline",
     "TrainingExample",

@@ -1,9 +1,9 @@
-"""Which plug-ins exist of each kind, and where their code is; nothing is imported until it is asked for.
+"""The registered plug-ins of each kind, by name; nothing is imported until it is asked for.
 
-Built-ins stand in the tables below. Other packages add theirs through the entry-point groups ``qsync_opt.solvers``,
-``qsync_opt.formulations``, ``qsync_opt.indicators``, ``qsync_opt.cost_models`` and ``qsync_opt.runtimes``; such an
-object declares what it can in a ``FEATURES`` attribute. Wherever a name is accepted, so is an instance. The contracts
-are protocols (`qsync_opt.runtime`, and ``base`` beside formulations); `qsync_opt.testing.problems` checks them.
+Built-ins stand in the tables below. Other packages add theirs through entry points: the group is the kind's
+(``qsync_opt.solvers``, ``qsync_opt.indicators``, ...), for formulations of a system beside training
+``qsync_opt.formulations.<system>``. Such an object declares what it can do in a ``FEATURES`` attribute. Wherever a name
+is accepted, so is an instance. The contracts are protocols; `qsync_opt.testing` checks them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,20 @@ from qsync_opt.io import near_match
 
 
 class Kind(enum.StrEnum):
-    """What a registered name stands for."""
+    """What a registered name stands for.
+
+    A quantizer has the protocol of `qsync_opt.numerics.Quantizer`. A communication hook is what DDP takes: a callable
+    of a state and a gradient bucket that returns a future. A checkpoint writer saves and loads as `Checkpoints` does.
+    """
 
     SOLVER = "solver"
     FORMULATION = "formulation"
     INDICATOR = "indicator"
     COST_MODEL = "cost model"
     RUNTIME = "runtime"
+    QUANTIZER = "quantizer"
+    COMMUNICATION_HOOK = "communication hook"
+    CHECKPOINT_WRITER = "checkpoint writer"
 
     @property
     def group(self) -> str:
@@ -59,6 +66,8 @@ class Entry:
     packages: tuple[str, ...] = ()
     install: str = ""
     origin: str = "qsync_opt"
+    system: str = "training"
+    """Of formulations: whose problems it solves."""
 
     @property
     def available(self) -> bool:
@@ -168,19 +177,38 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
                 install="pip install 'qsync-opt[onnxruntime]'",
             ),
         ),
+        Kind.QUANTIZER: tuple(
+            Entry(name=name, target=f"qsync_opt.numerics.quantizers:{name}", features=frozenset())
+            for name in ("int8", "fp8", "bf16", "fp16")
+        ),
+        Kind.COMMUNICATION_HOOK: (),
+        Kind.CHECKPOINT_WRITER: (
+            Entry(
+                name="folder",
+                target="qsync_opt.runtimes.torch.checkpoints.checkpoints:Checkpoints",
+                features=frozenset(),
+                packages=("torch", "safetensors"),
+                install="pip install 'qsync-opt[torch]'",
+            ),
+        ),
     }
 )
 
 
 @cache
-def entries(kind: Kind) -> Mapping[str, Entry]:
+def entries(kind: Kind, system: str = "training") -> Mapping[str, Entry]:
     """All registered names of one kind, built-ins first.
+
+    Args:
+        kind: The kind.
+        system: Of formulations, those of this system.
 
     Raises:
         UnsupportedError: Two packages claim the same name; both are shown.
     """
     result: dict[str, Entry] = {}
-    for entry in (*BUILT_IN[kind], *_foreign(kind)):
+    own = (entry for entry in BUILT_IN[kind] if kind is not Kind.FORMULATION or entry.system == system)
+    for entry in (*own, *_foreign(kind, system)):
         if entry.name in result:
             raise UnsupportedError(
                 f"the {kind} name {entry.name!r} is claimed by {result[entry.name].origin} and by {entry.origin}; "
@@ -190,19 +218,20 @@ def entries(kind: Kind) -> Mapping[str, Entry]:
     return MappingProxyType(result)
 
 
-def _foreign(kind: Kind) -> Iterable[Entry]:
-    for point in importlib.metadata.entry_points(group=kind.group):
+def _foreign(kind: Kind, system: str) -> Iterable[Entry]:
+    group = kind.group if kind is not Kind.FORMULATION or system == "training" else f"{kind.group}.{system}"
+    for point in importlib.metadata.entry_points(group=group):
         origin = point.dist.name if point.dist else point.value
-        yield Entry(name=point.name, target=point.value, features=frozenset(), origin=origin)
+        yield Entry(name=point.name, target=point.value, features=frozenset(), origin=origin, system=system)
 
 
-def find(kind: Kind, name: str) -> Entry:
+def find(kind: Kind, name: str, system: str = "training") -> Entry:
     """Return the entry called ``name``.
 
     Raises:
         UnsupportedError: No such name; the text lists the names and the nearest one.
     """
-    known = entries(kind)
+    known = entries(kind, system)
     if name not in known:
         raise UnsupportedError(f"unknown {kind} {name!r}{near_match(name, known)}; allowed are {', '.join(known)}")
     return known[name]
@@ -213,33 +242,33 @@ def default_solver() -> str | None:
     return next((name for name, entry in entries(Kind.SOLVER).items() if entry.available), None)
 
 
-def create(kind: Kind, choice: Any) -> Any:
+def create(kind: Kind, choice: Any, system: str = "training") -> Any:
     """Return an instance: of the registered ``choice`` if it is a name, else ``choice`` itself.
 
     Raises:
         UnsupportedError: No such name.
         NotInstalledError: Its package is missing.
     """
-    return find(kind, choice).load()() if isinstance(choice, str) else choice
+    return find(kind, choice, system).load()() if isinstance(choice, str) else choice
 
 
-def features(kind: Kind, choice: Any) -> frozenset[Feature]:
+def features(kind: Kind, choice: Any, system: str = "training") -> frozenset[Feature]:
     """What the registered name, or instance, ``choice`` declares."""
     if not isinstance(choice, str):
         return frozenset(getattr(choice, "FEATURES", ()))
-    entry = find(kind, choice)
+    entry = find(kind, choice, system)
     if entry.origin == "qsync_opt":
         return entry.features
     return frozenset(getattr(entry.load(), "FEATURES", ()))
 
 
-def require(kind: Kind, choice: Any, wanted: Feature) -> None:
+def require(kind: Kind, choice: Any, wanted: Feature, system: str = "training") -> None:
     """Refuse a choice that lacks a feature.
 
     Raises:
         UnsupportedError: It lacks it; the text lists who has it.
     """
-    if wanted not in features(kind, choice):
-        able = [name for name in entries(kind) if wanted in features(kind, name)]
+    if wanted not in features(kind, choice, system):
+        able = [name for name in entries(kind, system) if wanted in features(kind, name, system)]
         label = choice if isinstance(choice, str) else type(choice).__name__
         raise UnsupportedError(f"{kind} {label!r} lacks a feature: {wanted}; those that have it: {', '.join(able)}")

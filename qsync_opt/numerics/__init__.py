@@ -9,6 +9,7 @@ from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
     from qsync_opt.numerics.formats import FORMATS, PrecisionFormats, formats_for, number_format
+    from qsync_opt.numerics.quantizers import FormatQuantizer, Quantizer
     from qsync_opt.numerics.rounding import (
         CAST_FORMATS,
         GRADIENT_KINDS,
@@ -40,8 +41,10 @@ __all__ = [
     "WIDE_FP8_LARGEST",
     "WIDE_FP8_MANTISSA_BITS",
     "WIDE_FP8_SMALLEST_EXPONENT",
+    "FormatQuantizer",
     "Granularity",
     "PrecisionFormats",
+    "Quantizer",
     "Rounding",
     "closed_form_variance",
     "fixed_point_variance",

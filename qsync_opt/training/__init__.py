@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
+    from qsync_opt.solving import PROOF_GAP, PointStatus, TerminationStatus, relative_gap
     from qsync_opt.training.blocks import identical_blocks, joined
     from qsync_opt.training.buckets import (
         BucketOptions,
@@ -74,15 +75,7 @@ if TYPE_CHECKING:
     from qsync_opt.training.problem_file import load_problem, problem_from_json, problem_to_json
     from qsync_opt.training.propagation import follow, ladder, missing_casts, propagate
     from qsync_opt.training.replanning import Change, Replanning, plan_changes, replan
-    from qsync_opt.training.solution import (
-        PROOF_GAP,
-        Answer,
-        PointStatus,
-        Solution,
-        SolveOptions,
-        TerminationStatus,
-        relative_gap,
-    )
+    from qsync_opt.training.solution import Answer, Solution, SolveOptions
     from qsync_opt.training.timeline import (
         COMMUNICATION,
         COMPUTE,

@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,10 +16,11 @@ from typing import Any
 from qsync_opt import __version__
 from qsync_opt.errors import ProblemError, SolverError, UnsupportedError
 from qsync_opt.io import Fields, MeasurementCache, write_json
+from qsync_opt.solving import relative_gap
+from qsync_opt.systems import system
 from qsync_opt.training.evaluation import evaluate
 from qsync_opt.training.plan import Plan, plan_from_json
 from qsync_opt.training.problem import Problem
-from qsync_opt.training.solution import relative_gap
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -240,8 +240,8 @@ def pareto_front(
     if method not in GAPS:
         raise UnsupportedError(f"method of a front is {method!r}, but allowed are {', '.join(GAPS)}")
     device = _device(problem, against, device, points)
-    fronts = import_module("qsync_opt.formulations.training.front")  # formulations are reached by name only
-    store = FrontCache(None if cache is None else Path(cache), problem, GAPS[method], fronts.FrontPoint)
+    search = system("training").search  # formulations are reached by name only
+    store = FrontCache(None if cache is None else Path(cache), problem, GAPS[method], search("front point"))
     common = {
         "gap": GAPS[method],
         "store": store,
@@ -249,9 +249,9 @@ def pareto_front(
     }
     try:
         if device is None:
-            found = fronts.latency_front(problem, points=points, **common)
+            found = search("latency front")(problem, points=points, **common)
         else:
-            found = fronts.memory_front(problem, device, points=points, **common)
+            found = search("memory front")(problem, device, points=points, **common)
     except KeyboardInterrupt:
         kept = f"{store.num_new + store.num_reused} points are kept in {cache}; the same call goes on from there"
         raise KeyboardInterrupt("no point is kept, there was no cache" if cache is None else kept) from None

@@ -7,21 +7,20 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 from qsync_opt.costs import carried_estimates
 from qsync_opt.errors import ProblemError, SolverError, UnsupportedError
 from qsync_opt.io import check_number
 from qsync_opt.registry import Feature, Kind, create, default_solver, features, require
+from qsync_opt.solving import AGREEMENT, TerminationStatus, check_claim
+from qsync_opt.systems import system
 from qsync_opt.training.evaluation import Evaluation, evaluate
 from qsync_opt.training.plan import Plan
 from qsync_opt.training.problem import Problem
-from qsync_opt.training.solution import Answer, Solution, SolveOptions, TerminationStatus
+from qsync_opt.training.solution import Answer, Solution, SolveOptions
 
 _LOGGER = logging.getLogger(__name__)
-_AGREEMENT = 1e-6
-"""Largest relative difference between a claimed and the evaluated objective."""
 
 
 def solve(
@@ -142,7 +141,7 @@ def _checked(problem: Problem, answer: Answer, method: str) -> Solution:
     if answer.devices is not None:
         plan = Plan(problem=problem.name, devices=answer.devices)
         evaluation = evaluate(problem, plan)
-        _compare(answer, evaluation, method)
+        check_claim(answer, evaluation, method)
     solution = Solution(
         termination=answer.termination,
         plan=plan,
@@ -172,21 +171,6 @@ def _checked(problem: Problem, answer: Answer, method: str) -> Solution:
         solve_seconds=solution.solve_seconds,
         reason=solution.reason,
     )
-
-
-def _compare(answer: Answer, evaluation: Evaluation, method: str) -> None:
-    source = method if answer.solver is None else f"{method} with {answer.solver}"
-    if not evaluation.feasible:
-        raise SolverError(f"{source} returned a plan that breaks limits: {'; '.join(evaluation.violations)}")
-    slack = _AGREEMENT * max(abs(evaluation.objective), 1e-300)
-    if answer.objective is not None and abs(answer.objective - evaluation.objective) > slack:
-        raise SolverError(
-            f"{source} claims the objective {answer.objective!r} for a plan whose objective is {evaluation.objective!r}"
-        )
-    if answer.bound is not None and answer.bound > evaluation.objective + slack:
-        raise SolverError(
-            f"{source} claims the lower bound {answer.bound!r} above the objective {evaluation.objective!r} of its plan"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,9 +236,9 @@ def fastest(
         raise UnsupportedError(f"seeking the fastest plan, only method 'exact' uses a solver, not {method!r}")
     choice = solver if solver is not None else default_solver()
     engine = None if choice is None else create(Kind.SOLVER, choice)
-    # Formulations are reached by name only, as everywhere in the core.
-    search = import_module("qsync_opt.formulations.training.fastest")
-    found = search.fastest_plan(problem, method, engine, deadline, budget=sensitivity_budget, tied=tied)
+    found = system("training").search("fastest")(
+        problem, method, engine, deadline, budget=sensitivity_budget, tied=tied
+    )
     if found is None:
         return None
     plan = Plan(problem=problem.name, devices=found.devices)
@@ -262,7 +246,7 @@ def fastest(
     over = [device.name for device in evaluation.devices.values() if device.memory_kib > device.memory_limit_kib]
     if over:
         raise SolverError(f"the fastest plan found breaks the memory limit of {', '.join(over)}")
-    if sensitivity_budget is not None and evaluation.objective > sensitivity_budget * (1 + _AGREEMENT):
+    if sensitivity_budget is not None and evaluation.objective > sensitivity_budget * (1 + AGREEMENT):
         raise SolverError(f"the plan found has a sensitivity of {evaluation.objective!r}, above the budget")
     return FastestPlan(
         plan=plan,

@@ -30,8 +30,16 @@ def foreign(monkeypatch):
 @pytest.mark.parametrize("entry", [e for kind in Kind for e in BUILT_IN[kind]], ids=lambda e: e.name)
 def test_every_built_in_loads(entry):
     kind = next(kind for kind in Kind if entry in BUILT_IN[kind])
-    methods = {Kind.INDICATOR: "sensitivities", Kind.COST_MODEL: "profile", Kind.RUNTIME: "apply"}
-    assert callable(getattr(entry.load()(), methods.get(kind, "solve")))
+    methods = {
+        Kind.INDICATOR: "sensitivities",
+        Kind.COST_MODEL: "profile",
+        Kind.RUNTIME: "apply",
+        Kind.QUANTIZER: "variance",
+        Kind.CHECKPOINT_WRITER: "save",
+    }
+    factory = entry.load()
+    made = factory if kind is Kind.CHECKPOINT_WRITER else factory()  # a writer is given its folder
+    assert callable(getattr(made, methods.get(kind, "solve")))
 
 
 def test_unknown_names_get_the_nearest_one():
