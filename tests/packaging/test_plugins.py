@@ -91,6 +91,9 @@ def test_groups_are_named_after_the_kind():
         "qsync_opt.indicators",
         "qsync_opt.cost_models",
         "qsync_opt.runtimes",
+        "qsync_opt.quantizers",
+        "qsync_opt.communication_hooks",
+        "qsync_opt.checkpoint_writers",
     }
     with pytest.raises(AssertionError, match="words"):
         expect(False, "words")
