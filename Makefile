@@ -22,13 +22,13 @@ LOOPS := $(PYTHON) -P -c "from qsync_opt.formulations.assignment.compiled import
 
 test test-all docs-check: export OMP_NUM_THREADS := 1
 
-test: $(STAMP) ## the CPU tests; those of the documentation are docs-check
+test: $(STAMP) ## the CPU tests that a developer runs
 	$(LOOPS)
 	$(PYTHON) -m pytest -q $(PARALLEL) -m "not gpu and not slow" --ignore=tests/docs
 
-test-all: $(STAMP) ## the CPU tests, slow ones too
+test-all: $(STAMP) docs-check ## the rest: slow tests, and those of the documentation
 	$(LOOPS)
-	$(PYTHON) -m pytest -q $(PARALLEL) -m "not gpu"
+	$(PYTHON) -m pytest -q $(PARALLEL) -m "slow and not gpu" --ignore=tests/docs
 
 test-gpu: $(STAMP)
 	$(PYTHON) -m pytest -q -m gpu

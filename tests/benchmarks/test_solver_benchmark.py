@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "solvers.py"
 CORES = ",".join(map(str, sorted(os.sched_getaffinity(0))[:4]))

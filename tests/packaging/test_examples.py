@@ -42,6 +42,7 @@ def test_greedy_against_ilp():
     assert 0.0 <= worst < 1.0
 
 
+@pytest.mark.slow
 def test_hugging_face_fine_tuning():
     pytest.importorskip("transformers")
     out = run("huggingface_finetuning.py")
@@ -49,6 +50,7 @@ def test_hugging_face_fine_tuning():
     assert float(last) < 0.5 * float(first)
 
 
+@pytest.mark.slow
 def test_hugging_face_trainer():
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -84,6 +86,7 @@ def test_hugging_face_on_two_workers(name, tmp_path):
     assert ": False" not in done.stdout
 
 
+@pytest.mark.slow
 def test_hybrid_ddp():
     out = run("hybrid_ddp.py")
     sums = re.findall(r"sum of weights (\S+)", out)
