@@ -17,18 +17,19 @@ if TYPE_CHECKING:
         paired_errors,
         stacked_errors,
     )
+    from qsync_opt.runtimes.torch.sensitivity.probes.batch_parts import parts_of
     from qsync_opt.runtimes.torch.sensitivity.products import operand_slots, product_of, replace_operands
-    from qsync_opt.runtimes.torch.sensitivity.reductions import RandomSigns, channel_variances
+    from qsync_opt.runtimes.torch.sensitivity.reductions import channel_variances
     from qsync_opt.runtimes.torch.sensitivity.samples import (
         Positions,
         even_positions,
         even_runs,
-        parts_of,
         places_by_size,
         positions_by_size,
         runs_by_size,
         weights_by_size,
     )
+    from qsync_opt.runtimes.torch.sensitivity.signs import RandomSigns
     from qsync_opt.runtimes.torch.sensitivity.statistics import Step, collect_statistics, full_precision
 else:
     __getattr__, __dir__ = lazy(__name__)

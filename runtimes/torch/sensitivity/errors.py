@@ -1,4 +1,4 @@
-"""What rounding a given tensor to a format really costs: the expected squared error of each element, without drawing.
+"""The expected squared error of each element of a tensor under rounding to a format, computed without drawing.
 
 An element at position ``f`` between two grid points a step ``s`` apart errs by ``f * (1 - f) * s**2`` in expectation
 under stochastic rounding and by ``min(f, 1 - f)**2 * s**2`` under rounding to nearest. No distribution is assumed.

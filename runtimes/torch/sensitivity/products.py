@@ -1,4 +1,4 @@
-"""Which two tensors does a torch call multiply, and in which form? From an intercepted call to a ProductForm."""
+"""The two tensors that a torch call multiplies, and their form: from an intercepted call to a `ProductForm`."""
 
 from __future__ import annotations
 

@@ -1,159 +1,16 @@
-"""Sums over tensors that keep nothing of a large tensor's size, and samples of them."""
+"""Sums, norms and reductions of tensors that need no memory of a large tensor's size."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import gc
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from qsync_opt.runtimes.torch.sensitivity.products import MatrixForm, ProductForm
-from qsync_opt.runtimes.torch.support import capture_stream, is_capturing
-
-
-class RandomSigns:
-    """Tensors of +1 and -1 with equal chance; the same for the same seed on the same kind of device."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._generators: dict[torch.device, torch.Generator] = {}
-
-    def like(self, x: Tensor) -> Tensor:
-        """Signs of the shape, type and device of a tensor."""
-        generator = self._generators.get(x.device)
-        if generator is None:
-            generator = torch.Generator(device=x.device).manual_seed(self._seed)
-            self._generators[x.device] = generator
-        return torch.empty_like(x).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
-
-
-_MULTIPLIER = 6364136223846793005
-_generators: dict[torch.device, torch.Generator] = {}
-
-
-def signs_like(x: Tensor, key: tuple[int, ...], count: int | None = None) -> Tensor:
-    """Signs of the type and device of a tensor, which depend on the key alone and can be drawn again.
-
-    Args:
-        x: Whose shape they have, too,
-        key: Of them.
-        count: Unless there shall be so many in a row.
-    """
-    generator = _generators.get(x.device)
-    if generator is None:
-        generator = _generators[x.device] = torch.Generator(device=x.device)
-    mixed = 0
-    for part in key:
-        mixed = (mixed + part + 2) * _MULTIPLIER % (1 << 63)
-    generator.manual_seed(mixed)
-    found = torch.empty(x.shape if count is None else (count,), dtype=x.dtype, device=x.device)
-    return torch.add(_minus_one(x.dtype, x.device), found.bernoulli_(0.5, generator=generator), alpha=2, out=found)
-
-
-@functools.lru_cache(maxsize=16)
-def _minus_one(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), -1.0, dtype=dtype, device=device)
-
-
-Labels = TypeVar("Labels")
-Computation = Callable[..., tuple[Labels, list[Tensor]]]
-"""From tensors to tensors; what else it returns depends on shapes alone."""
-
-_LARGEST = 1 << 23
-"""Elements at most of what is copied into a graph; more keep the card busy enough without one."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph(Generic[Labels]):
-    """A captured computation: where it reads, and what it writes, flat and by type."""
-
-    graph: torch.cuda.CUDAGraph
-    inputs: list[Tensor]
-    labels: Labels
-    outputs: list[Tensor]
-    flat: dict[torch.dtype, Tensor]
-
-    def replay(self, inputs: Sequence[Tensor]) -> tuple[Labels, list[Tensor]]:
-        for place, x in zip(self.inputs, inputs, strict=True):
-            place.copy_(x)
-        self.graph.replay()
-        parts = {
-            dtype: iter(torch.split(whole.clone(), [x.numel() for x in self.outputs if x.dtype is dtype]))
-            for dtype, whole in self.flat.items()
-        }
-        return self.labels, [next(parts[x.dtype]).view(x.shape) for x in self.outputs]
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage collection: freeing what belongs to other graphs would spoil the capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-class Replays:
-    """Runs computations, those met for the second time on a card as graphs from then on."""
-
-    def __init__(self) -> None:
-        self._graphs: dict[Hashable, _Graph[object] | None] = {}
-        self._pool: Any = None
-
-    def __call__(self, key: Hashable, computation: Computation[Labels], *inputs: Tensor) -> tuple[Labels, list[Tensor]]:
-        """Run a computation.
-
-        Args:
-            key: Says, with shapes, strides and types of the inputs, which computation it is.
-            computation: Reads nothing of any tensor but its inputs, waits for nothing, and is not differentiated.
-            inputs: On one device.
-
-        Returns:
-            What the computation returns.
-        """
-        if not inputs[0].is_cuda or sum(x.numel() for x in inputs) > _LARGEST or is_capturing():
-            return computation(*inputs)
-        known = (key, *((x.shape, x.stride(), x.dtype, x.device) for x in inputs))
-        if known not in self._graphs:
-            self._graphs[known] = None
-            return computation(*inputs)
-        graph = self._graphs[known]
-        if graph is None:
-            graph = self._graphs[known] = self._captured(computation, inputs)
-        return graph.replay(inputs)  # type: ignore[return-value]
-
-    def _captured(self, computation: Computation[Labels], inputs: Sequence[Tensor]) -> _Graph[Labels]:
-        device = inputs[0].device
-        places = [torch.empty_like(x).copy_(x) for x in inputs]
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.device(device):
-            stream = capture_stream()
-        graph = torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream), _no_collection():
-            # Not torch.cuda.graph, which collects garbage and empties the cache. Other threads may go on meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                labels, outputs = computation(*places)
-                flat = {
-                    dtype: torch.cat([x.reshape(-1) for x in outputs if x.dtype is dtype])
-                    for dtype in dict.fromkeys(x.dtype for x in outputs)
-                }
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        return _Graph(graph, places, labels, outputs, flat)
-
+from qsync_opt.runtimes.torch.support import is_capturing
 
 _CHUNK = 1 << 19
 """Elements of a large tensor that are looked at together where all of them are."""

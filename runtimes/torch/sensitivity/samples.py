@@ -9,61 +9,10 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
-
-PARTS = 4
-"""Into so many parts a batch is divided: a step that is differentiated twice keeps several times as much."""
-_NORMALIZED = 8
-"""Samples at least of a part where normalizations take means over samples: over few, they would be others."""
-
-
-class Part(NamedTuple):
-    """Some samples of a batch, which share of it they are, and which ones."""
-
-    batch: Any
-    share: float
-    chosen: range
-
-
-def parts_of(model: nn.Module, batch: Any) -> tuple[Part, Part] | None:
-    """Two of the equal parts of a batch, samples taken in turn; None where it cannot be divided.
-
-    Tensors of a batch hold samples along their first dimension, all as many.
-    """
-    leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()]
-    sizes = {int(x.shape[0]) for x in leaves}
-    if len(sizes) != 1:
-        return None
-    (samples,) = sizes
-    least = _NORMALIZED if _couples_samples(model) else 1
-    size = max(samples // PARTS, least)
-    if 2 * size > samples:
-        return None
-    step = samples // size
-
-    def part(start: int) -> Part:
-        def some(x: Any) -> Any:
-            if not isinstance(x, Tensor) or not x.dim():
-                return x
-            chosen = x.detach()[torch.arange(size, device=x.device) * step + start]
-            return chosen.requires_grad_(x.requires_grad)
-
-        return Part(tree_map(some, batch), size / samples, range(start, start + size * step, step))
-
-    return part(0), part(1)
-
-
-def _couples_samples(model: nn.Module) -> bool:
-    normalization = nn.modules.batchnorm._NormBase
-    return any(
-        isinstance(module, normalization) and (module.training or not module.track_running_stats)
-        for module in model.modules()
-    )
-
+from torch import Tensor
 
 _UNITS = 1 << 40
 """Shares are counted in whole numbers, whose running sums do not depend on the order that a card adds in."""

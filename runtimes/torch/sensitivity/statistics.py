@@ -1,4 +1,4 @@
-"""A few real training steps in full precision, watched: statistics of every adjustable operator of a model."""
+"""Statistics of every adjustable operator of a model, from a few training steps in full precision."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from qsync_opt.runtimes.torch.sensitivity.records import (
     normalized,
     signals_on_host,
 )
-from qsync_opt.runtimes.torch.sensitivity.reductions import Replays
+from qsync_opt.runtimes.torch.sensitivity.replays import Replays
 from qsync_opt.runtimes.torch.support import model_unchanged
 from qsync_opt.sensitivity import (
     GRADIENTS,

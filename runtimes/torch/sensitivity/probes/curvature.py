@@ -1,4 +1,4 @@
-"""How sharply does the loss curve along every operator's tensors? Traces of its Hessian, by Hutchinson's estimator.
+"""Traces of the loss's Hessian over every operator's tensors, by Hutchinson's estimator.
 
 Let v be random signs on the elements of all tensors of all operators at once, and H the Hessian of the loss with
 respect to them. The mean over v of ``v_t * (H v)_t``, summed over the elements of one tensor t, is the trace of its own
@@ -24,7 +24,8 @@ from qsync_opt.runtimes.torch.interception import OperatorCall
 from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_before
 from qsync_opt.runtimes.torch.sensitivity.probes.gradient import tapped, twice_differentiable
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, operand_slots, replace_operands
-from qsync_opt.runtimes.torch.sensitivity.reductions import RandomSigns, shares_of_mean
+from qsync_opt.runtimes.torch.sensitivity.reductions import shares_of_mean
+from qsync_opt.runtimes.torch.sensitivity.signs import RandomSigns
 from qsync_opt.sensitivity import OPERANDS, Curvature
 
 

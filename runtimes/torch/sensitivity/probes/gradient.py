@@ -1,4 +1,4 @@
-"""How far does noise really reach? Gains of every operator's tensors, by differentiating the gradient once more.
+"""Gains from noise on every operator's tensors to the gradient, by differentiating the gradient once more.
 
 Let u be a random vector of signs over all parameters and s = <u, gradient of the loss>. The derivative of s for
 any tensor t of the forward or backward pass is J^T u, J being the Jacobian that turns noise on t into noise on the
@@ -36,7 +36,8 @@ from qsync_opt.runtimes.torch.sensitivity.probes.derivatives import leaves_befor
 from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import KINKED, Seen, noisy_passes
 from qsync_opt.runtimes.torch.sensitivity.probes.taps import GainTapper, Key, Sums, nothing_like
 from qsync_opt.runtimes.torch.sensitivity.products import ADJUSTABLE, dense_lookup
-from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, norm, shares_of_mean, signs_like
+from qsync_opt.runtimes.torch.sensitivity.reductions import by_place, norm, shares_of_mean
+from qsync_opt.runtimes.torch.sensitivity.signs import signs_like
 from qsync_opt.sensitivity import Gain
 
 LossOf = Callable[[], Tensor]

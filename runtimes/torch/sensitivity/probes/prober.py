@@ -1,4 +1,4 @@
-"""Everything that is found of a batch by differentiating its step twice; of some samples, where they are enough."""
+"""The probes of one batch: its step differentiated twice, over some of the samples where they are enough."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from qsync_opt.errors import QSyncError, first_line
 from qsync_opt.model import OpGraph
+from qsync_opt.runtimes.torch.sensitivity.probes.batch_parts import parts_of
 from qsync_opt.runtimes.torch.sensitivity.probes.curvature import probe_curvatures
 from qsync_opt.runtimes.torch.sensitivity.probes.gradient import (
     LossOf,
@@ -31,7 +32,6 @@ from qsync_opt.runtimes.torch.sensitivity.probes.gradient import (
 from qsync_opt.runtimes.torch.sensitivity.probes.rectifiers import PASSES, Arriving, Seen, noisy_passes
 from qsync_opt.runtimes.torch.sensitivity.probes.taps import Kept, Key
 from qsync_opt.runtimes.torch.sensitivity.reductions import by_place
-from qsync_opt.runtimes.torch.sensitivity.samples import parts_of
 from qsync_opt.sensitivity import Curvature, Gain, ModelStatistics
 
 PASSES_OF_PARTS = 3

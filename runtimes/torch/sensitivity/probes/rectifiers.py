@@ -1,4 +1,4 @@
-"""Where does noise arrive at rectifiers and max-pools, how much, and where does it move the gradient? By noisy passes.
+"""The noise at the inputs of rectifiers and max-pools, and the shift of the mean gradient, measured by noisy passes.
 
 How often an element flips depends on the noise *there*: a batch normalization enlarges the channels of small variance,
 and their noise with them; an image with large activations is noisier than others; what a residual branch brings lands

@@ -1,4 +1,4 @@
-"""The end of a batch: what the records of all operators still owe, many at once, and one transfer to the host."""
+"""The end of a batch: the remaining computations of all records, many at once, and one transfer to the host."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What one call of a convolution leaves until the end of its batch: samples, small vectors and a few numbers.
+"""The record of one call of a convolution until the end of its batch: samples, small vectors and a few numbers.
 
 Elements are looked at one by one at some positions of all images. Errors of the first operand that meet the gradient of
-the result, and the gradient's own, are taken at positions where the gradient is; see ``sized_samples``. That happens
+the result, and the gradient's own, are taken at positions where the gradient is; see `qsync_opt.runtimes.torch.sensitivity.samples`. That happens
 when the gradient arrives, while the operand is still what autograd keeps for the weight's gradient; rounding itself is
-left to ``convolution_batch``, when no activation is kept any more, for many calls at once.
+left to ``records.batch``, when no activation is kept any more, for many calls at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one call of one operator leaves behind: scalars on the device, and small vectors until its gradient arrives.
+"""The record of one call of one operator: scalars on the device, and small vectors until its gradient arrives.
 
 Nothing of the size of an activation is kept beyond what autograd keeps anyway. All scalars of a batch travel to the
 host together. What is looked at element by element is a sample, but for moments and reductions, which take all.
@@ -27,17 +27,8 @@ from qsync_opt.runtimes.torch.sensitivity.products import ConvolutionForm, Matri
 from qsync_opt.runtimes.torch.sensitivity.records.convolution import TakenConvolution
 from qsync_opt.runtimes.torch.sensitivity.records.moments import LateMoments, give_moments, named
 from qsync_opt.runtimes.torch.sensitivity.records.summary import INTEGER_KINDS, RESULT_KINDS, SCALED_KINDS
-from qsync_opt.runtimes.torch.sensitivity.reductions import (
-    Replays,
-    dot,
-    mean,
-    norm,
-    ratio,
-    reduced,
-    strided,
-    summed,
-    total,
-)
+from qsync_opt.runtimes.torch.sensitivity.reductions import dot, mean, norm, ratio, reduced, strided, summed, total
+from qsync_opt.runtimes.torch.sensitivity.replays import Replays
 from qsync_opt.runtimes.torch.sensitivity.samples import SizedRuns, even_runs, runs_by_size
 from qsync_opt.sensitivity import GRADIENTS, OperatorKind, ProductSizes
 

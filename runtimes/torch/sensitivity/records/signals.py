@@ -1,4 +1,4 @@
-"""Norms of the signals between operators, each taken once, and their way to the host."""
+"""Norms of the signals between operators, each computed once, and their transfer to the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qsync_opt.runtimes.torch.interception import OperatorCall
-from qsync_opt.runtimes.torch.sensitivity.reductions import RandomSigns, channel_variances, norm, square_sum
+from qsync_opt.runtimes.torch.sensitivity.reductions import channel_variances, norm, square_sum
+from qsync_opt.runtimes.torch.sensitivity.signs import RandomSigns
 from qsync_opt.sensitivity import GradientNoise
 
 

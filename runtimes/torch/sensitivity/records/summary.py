@@ -1,4 +1,4 @@
-"""From the numbers that one call of one operator left behind to its statistics."""
+"""Statistics of an operator from the numbers recorded of its calls."""
 
 from __future__ import annotations
 
