@@ -113,6 +113,7 @@ class MeasuredCost:
     statistics), the floating inputs whose own storage is kept (``saves_inputs``, positions in ``Operator.inputs``),
     and the result itself (``saves_output``). ``alias_input`` is the position of the input whose storage the result
     shares (a view), or None. The ``workspace`` pair is what is allocated in passing, beyond results and saved tensors.
+    ``scaled_from`` names the precision whose measurement the cost was scaled from, "" where it was measured itself.
     """
 
     forward_ns: int
@@ -125,6 +126,7 @@ class MeasuredCost:
     alias_input: int | None = None
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
+    scaled_from: Annotated[str, Json(key="x-scaled-from", empty=True, omitted=True)] = ""
 
     def __post_init__(self) -> None:
         check_fields(self, "operator cost")

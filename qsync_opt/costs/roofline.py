@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from qsync_opt.cluster import DataSheet
-from qsync_opt.costs.estimates import ESTIMATE_OPTION
+from qsync_opt.costs.labels import ESTIMATE_OPTION
 from qsync_opt.costs.profile import MI_ELEMENTS, CostFit, DeviceIdentity, DeviceProfile, MeasuredCost, OptimizerCost
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.io import check_integer, check_number
@@ -38,6 +38,12 @@ STORAGE_BYTES = 4
 """Of a parameter and of its gradient (FP32)."""
 OPTIMIZERS: dict[str, tuple[int, int]] = {"adamw": (2, 7), "momentum": (1, 5), "sgd": (0, 3)}
 """Optimizer to (state tensors per parameter, tensors that one step reads or writes per parameter)."""
+STEP_RATIOS: dict[bool, tuple[float, float]] = {False: (0.99, 1.26), True: (1.0, 5.06)}
+"""Whether the precision has 8 bits to the least and the most that training steps took, as a share of their estimate.
+
+Measured under uniform plans of one GPT on one H200, with the default assumptions (benchmarks/results/roofline.json).
+With 8 bits all steps took longer than estimated: there the estimate itself is the lower end.
+"""
 _ATTENTION_BACKWARD = 2.5
 """Backward products of attention per forward product: five for two, since scores are computed again."""
 
@@ -127,6 +133,13 @@ def roofline_profile(graph: OpGraph, sheet: DataSheet, *, assumptions: Assumptio
             workspace_bytes=0,
         ),
     )
+
+
+def used_assumptions(profile: DeviceProfile) -> Assumptions | None:
+    """The assumptions of a profile that `roofline_profile` made, None for any other."""
+    if "roofline" not in profile.device.versions:
+        return None
+    return Assumptions(**{f.name: profile.options.get(f.name) for f in fields(Assumptions)})  # type: ignore[arg-type]
 
 
 def _stored(name: str) -> bool:

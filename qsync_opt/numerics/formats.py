@@ -60,6 +60,12 @@ def number_format(name: str) -> NumberFormat:
         raise UnsupportedError(f"unknown precision {name!r}: allowed are {', '.join(FORMATS)} (upper case)") from None
 
 
+def closest_precision(available: Iterable[str], wanted: str) -> str:
+    """The coarsest available precision that is at least as fine as ``wanted``, else the finest."""
+    ladder = sorted(available, key=lambda name: number_format(name).rank)
+    return next((name for name in ladder if number_format(name).rank >= number_format(wanted).rank), ladder[-1])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionFormats:
     """The three formats at the borders of an operator that computes in some precision on some device.
