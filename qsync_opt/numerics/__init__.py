@@ -1,6 +1,6 @@
-"""Number formats and what rounding to them does to a value.
+"""Number formats and the error of rounding to them.
 
-Precisions, their widths and ranges, and the variance and error of rounding.
+Formats have widths, ranges and an order of precision; rounding errors have closed-form variances.
 """
 
 from typing import TYPE_CHECKING
