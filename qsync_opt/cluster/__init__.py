@@ -1,6 +1,6 @@
-"""The cluster that a plan is for: device types with their memory and precisions, and the links between them.
+"""Clusters: device types with their memory and precisions, the links between them, and data sheets of GPUs.
 
-Read a cluster file with `load_cluster`; data sheets of common cards stand beside it.
+`load_cluster` reads a cluster file.
 """
 
 from typing import TYPE_CHECKING

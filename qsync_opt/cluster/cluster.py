@@ -54,20 +54,26 @@ LONGEST_NUMBER = 300
 
 
 class DeviceRole(enum.StrEnum):
-    """How the workers of a device type get their precisions."""
+    """How the precisions of a device type are decided."""
 
     PLANNED = "planned"
-    """A plan picks them."""
+    """By the plan."""
     FIXED = "fixed"
-    """All operators run in the one precision of the type."""
+    """All operators run in the only precision of the type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceType:
-    """One kind of worker. ``precisions`` are those that a plan may use, or the single one of a fixed type.
+    """One kind of worker.
 
-    ``profile`` is the path of its profile file, or None where the caller hands the profile over. ``hardware`` is the
-    GPU model whose data sheet costs are estimated from where there is no profile; None: the type's own name.
+    Attributes:
+        name: Unique in the cluster.
+        count: Number of workers.
+        memory_limit_bytes: Per worker.
+        precisions: Those that a plan may use, or the only one of a fixed type.
+        role: Whether it is planned.
+        profile: Path of its profile file; None: the caller gives the profile, or costs are estimated.
+        hardware: GPU model whose data sheet costs are estimated from; None: the type's name.
     """
 
     name: str
@@ -138,17 +144,17 @@ class Cluster:
 
     @property
     def num_workers(self) -> int:
-        """Workers of all types together."""
+        """Number of workers of all types."""
         return sum(device.count for device in self.devices)
 
     @property
     def planned(self) -> tuple[DeviceType, ...]:
-        """The types that a plan is made for."""
+        """Device types that are planned."""
         return tuple(device for device in self.devices if device.role is DeviceRole.PLANNED)
 
     @property
     def fixed(self) -> tuple[DeviceType, ...]:
-        """The types whose precision is given."""
+        """Device types of fixed precision."""
         return tuple(device for device in self.devices if device.role is DeviceRole.FIXED)
 
     def device(self, name: str) -> DeviceType:
@@ -197,7 +203,7 @@ class Cluster:
         Args:
             data: The top-level mapping.
             where: Names the file in errors.
-            folder: Relative profile paths start here (None: the working directory).
+            folder: Relative profile paths start here; None: the working directory.
 
         Raises:
             ProblemError: Missing, unknown or unusable entry.
@@ -221,8 +227,8 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
     """Read a cluster file; profile paths in it are relative to the file.
 
     Raises:
-        ProblemError: Unreadable file, not YAML, a key that stands twice, unknown key or unit, no memory limit, unknown
-            precision, a device type named twice.
+        ProblemError: Unreadable file, not YAML, repeated or unknown key, unknown unit, no memory limit, unknown
+            precision, repeated device type or link.
     """
     where = os.fspath(path)
     text = read_text(path, "cluster (YAML)", LARGEST_BYTES)
@@ -234,11 +240,13 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
         raise ProblemError(f"{where}: not valid YAML ({reason}); correct the file") from failure
     except RecursionError as failure:
         raise ProblemError(f"{where}: not usable YAML, it is nested too deeply or holds itself") from failure
-    except ValueError as failure:  # what looks like a date or a number, and is none
+    except ValueError as failure:  # a text that looks like a date or a number
         raise ProblemError(f"{where}: not usable YAML ({failure}); put the value in quotes") from failure
     if not isinstance(data, dict):
-        held = "nothing" if data is None else repr(data)[:40]
-        raise ProblemError(f"{where}: the file holds {held}, but a mapping is needed; give name, devices and network")
+        shown = "nothing" if data is None else repr(data)[:40]
+        raise ProblemError(
+            f"{where}: the file holds {shown}, but a mapping is needed; give name, devices and network"
+        )
     return Cluster.from_mapping(data, where, Path(path).parent)
 
 
@@ -286,8 +294,8 @@ def _read_link(kind: type[AnyLink], reader: Fields) -> AnyLink:
 
 
 def _refuse_repeated_keys(node: yaml.Node | None, where: str, seen_values: Iterator[int]) -> None:
-    """YAML lets a later key hide an earlier one; a file that says two things is refused instead."""
-    # An alias stands for all that it names, so a few lines can stand for more than any memory holds.
+    """Refuse repeated keys, of which YAML would take the last, and files that expand to too many values."""
+    # Aliases of aliases: a few lines may expand to more than fits into memory.
     if next(seen_values) >= LARGEST_VALUES:
         raise ProblemError(
             f"{where}: with its aliases the file stands for more than {LARGEST_VALUES} values; shorten it"

@@ -1,6 +1,6 @@
-"""What an operator costs on a device: measured profiles, roofline estimates, and where each figure came from.
+"""Costs of operators on devices: measured profiles and roofline estimates, with intervals and sources of figures.
 
-A `DeviceProfile` holds the times and sizes; a cost model makes one.
+A `DeviceProfile` holds the times and sizes; a `CostModel` is a source of profiles.
 """
 
 from typing import TYPE_CHECKING

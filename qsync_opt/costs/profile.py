@@ -1,7 +1,6 @@
-"""What was measured about one model on one device: the profile that plans are priced with.
+"""Device profiles: the measured costs of one model on one device, which plans are priced with.
 
-Times are integer nanoseconds, memory is in bytes. Operators that cost the same share one measurement: ``operators``
-maps each name to a measurement key, ``measurements`` maps the key to a cost per precision.
+Times are integer nanoseconds, memory is in bytes. Operators that cost the same share one measurement.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from qsync_opt.model import OpGraph
 from qsync_opt.numerics import FORMATS, PrecisionFormats
 
 MI_ELEMENTS = 2**20
-"""Elements that ``ns_per_mi_elements`` of a fitted cost counts for."""
+"""Unit of ``ns_per_mi_elements``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostFit:
-    """A time that grows with the number of elements: ``base_ns + ns_per_mi_elements * elements // 2**20``.
+    """A time that is linear in the number of elements: ``base_ns + ns_per_mi_elements * elements // 2**20``.
 
-    ``worst_error`` is the largest relative distance between the fit and a measurement behind it, ``samples`` their
-    number. A hand-written cost has ``samples`` 0.
+    ``worst_error`` is the largest relative error of the fit at its measurements, ``samples`` their number (0 for costs
+    that were not fitted).
     """
 
     base_ns: int
@@ -55,16 +54,13 @@ class CostFit:
 
 
 def fit_cost(samples: Iterable[tuple[int, float]]) -> CostFit:
-    """Fit a base time and a time per element to measurements, least squares of the *relative* error.
+    """Fit a base time and a time per element to measurements by least squares of the *relative* error.
 
-    Relative, because the sizes span orders of magnitude and the small ones would else not count at all. Both
-    coefficients are kept at or above zero: where the free fit leaves that range, the better of the two borders is it.
+    Relative, because sizes span orders of magnitude and small ones would not count otherwise. Coefficients are not
+    negative: where the unconstrained fit has a negative one, the better of the two fits with one coefficient is taken.
 
     Args:
-        samples: Pairs (elements, nanoseconds); at least one, times above zero. One size gives a base of zero.
-
-    Returns:
-        The fit, with the largest relative residual.
+        samples: Pairs (elements, nanoseconds) above zero, at least one. A single size gives a base of zero.
 
     Raises:
         ProblemError: No sample, or one that is not positive.
@@ -103,17 +99,22 @@ def fit_cost(samples: Iterable[tuple[int, float]]) -> CostFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCost:
-    """What one operator costs in one precision.
+    """Cost of one operator in one precision.
 
-    ``forward_ns`` and ``backward_ns`` are device time; the ``host_`` pair is the time the host needs to launch the
-    same work where host and device run side by side, and zero where they are one (cpu). The casts of activations are
-    *not* in them (they are priced per edge), those of weights are.
+    Times include casts of weights but not those of activations, which are priced per edge.
 
-    What stays in memory until the backward pass: ``saved_bytes`` that belong to nobody else (masks, quantized copies,
-    statistics), the floating inputs whose own storage is kept (``saves_inputs``, positions in ``Operator.inputs``),
-    and the result itself (``saves_output``). ``alias_input`` is the position of the input whose storage the result
-    shares (a view), or None. The ``workspace`` pair is what is allocated in passing, beyond results and saved tensors.
-    ``scaled_from`` names the precision whose measurement the cost was scaled from, "" where it was measured itself.
+    Attributes:
+        forward_ns: Device time.
+        backward_ns: Device time.
+        host_forward_ns: Host time to launch the same work; 0 on a cpu, where host and device are one.
+        host_backward_ns: The same of the backward pass.
+        saved_bytes: Kept until the backward pass for this operator alone: masks, quantized copies, statistics.
+        saves_inputs: Floating-point inputs whose storage is kept (positions in ``Operator.inputs``).
+        saves_output: Whether the result is kept.
+        alias_input: Position of the input whose storage the result shares (a view), or None.
+        forward_workspace_bytes: Allocated temporarily, beyond results and saved tensors.
+        backward_workspace_bytes: The same of the backward pass.
+        scaled_from: Precision whose measurement the cost was scaled from; empty: it was measured itself.
     """
 
     forward_ns: int
@@ -140,7 +141,7 @@ DEVICE_KINDS = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceIdentity:
-    """Which device and which software a measurement holds for; equal identities may share measurements."""
+    """Device and software of a measurement; equal identities may share measurements."""
 
     name: str
     kind: str
@@ -162,7 +163,7 @@ class DeviceIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerCost:
-    """One optimizer step over all parameters, the clearing of gradients, state kept and memory used in passing."""
+    """One optimizer step over all parameters, the clearing of gradients, optimizer state and temporary memory."""
 
     name: str
     step_ns: int
@@ -177,7 +178,7 @@ class OptimizerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationCheck:
-    """One uniform plan: measured whole, added up from operators and casts, and predicted with the fitted overhead."""
+    """One uniform plan: measured as a whole, summed over operators and casts, and predicted with the overhead."""
 
     precision: str
     forward_ns: int
@@ -194,10 +195,9 @@ class IterationCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationOverhead:
-    """What a whole iteration costs beyond its operators, per operator: interpreter, interception, autograd engine.
+    """Cost per operator of whole iterations beyond their operators: interpreter, interception, autograd engine.
 
-    Fitted to whole iterations (`qsync_opt.training.calibration`), which are kept beside it
-    so that the residual can be told.
+    Fitted to ``iterations`` by `qsync_opt.training.calibration`.
     """
 
     forward_ns_per_operator: int = 0
@@ -209,7 +209,7 @@ class IterationOverhead:
 
     @property
     def residual(self) -> float:
-        """Largest relative error of a whole iteration's forward plus backward pass, the overhead included."""
+        """Largest relative error of the predicted forward plus backward pass of an iteration."""
         errors = (
             abs(i.predicted_forward_ns + i.predicted_backward_ns - i.forward_ns - i.backward_ns)
             / max(1, i.forward_ns + i.backward_ns)
@@ -220,10 +220,20 @@ class IterationOverhead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """Everything measured about one model on one device.
+    """Costs of one model on one device.
 
-    ``casts`` has a fit for each pair ``"A>B"`` of formats, ``gradient_sums`` one for each format in which the
-    gradients of a result with several users are added up. ``options`` are those of the kernels that were measured.
+    Attributes:
+        device: Where they were measured.
+        model: Name of the graph.
+        fingerprint: Of the graph.
+        options: Of the measured kernels, and notes on the measurement.
+        formats: Precision to its border formats.
+        optimizer: Cost of the optimizer step.
+        overhead: Of whole iterations.
+        casts: Pair of formats ``"A>B"`` to the cost of a cast.
+        gradient_sums: Format to the cost of adding gradients of a result with several users.
+        measurements: Measurement to cost by precision.
+        operators: Operator to measurement; operators that cost the same share one.
     """
 
     device: DeviceIdentity
@@ -277,7 +287,7 @@ class DeviceProfile:
         freeze(self, "measurements", depth=2)
 
     def cost(self, operator: str) -> Mapping[str, MeasuredCost]:
-        """Cost of ``operator`` per precision.
+        """Cost of an operator by precision.
 
         Raises:
             ProblemError: The profile has no such operator.
@@ -291,7 +301,7 @@ class DeviceProfile:
         return self.measurements[key]
 
     def describe(self) -> str:
-        """One line for people: device, what was measured, how well whole iterations are predicted."""
+        """One line of text: device, numbers of measurements, accuracy for whole iterations."""
         threads = (
             f", {self.device.threads} thread{'s' * (self.device.threads > 1)}" if self.device.kind == "cpu" else ""
         )
@@ -304,7 +314,7 @@ class DeviceProfile:
         return f"{text}; whole iterations predicted within {100 * self.overhead.residual:.1f} %"
 
     def check_graph(self, graph: OpGraph) -> None:
-        """Refuse a graph that this profile was not measured on.
+        """Refuse a graph other than that of this profile.
 
         Raises:
             ProblemError: Fingerprints differ; the text names the first operators that do.
@@ -323,16 +333,16 @@ class DeviceProfile:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this profile."""
+        """The profile as plain JSON data."""
         return encode(self, version=PROFILE_FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile as JSON, whole or not at all."""
+        """Write a profile file, whole or not at all."""
         write_json(path, self.to_json(), digest=True)
 
     @classmethod
     def from_json(cls, data: Any, where: str = "profile") -> Self:
-        """Read a profile from its parsed JSON object; ``where`` names it in errors.
+        """Read a profile from its JSON data; ``where`` names it in errors.
 
         Raises:
             ProblemError: Unknown, missing or unusable entry.
@@ -344,7 +354,7 @@ def load_profile(path: str | os.PathLike[str]) -> DeviceProfile:
     """Read a profile file.
 
     Raises:
-        ProblemError: Missing or truncated file, other format version, unknown key, NaN, negative or missing cost.
+        ProblemError: Missing or truncated file, another format version, unknown key, NaN, negative or missing cost.
     """
     return DeviceProfile.from_json(read_json(path, [PROFILE_FORMAT]), os.fspath(path))
 
