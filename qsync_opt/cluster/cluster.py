@@ -244,9 +244,7 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
         raise ProblemError(f"{where}: not usable YAML ({failure}); put the value in quotes") from failure
     if not isinstance(data, dict):
         shown = "nothing" if data is None else repr(data)[:40]
-        raise ProblemError(
-            f"{where}: the file holds {shown}, but a mapping is needed; give name, devices and network"
-        )
+        raise ProblemError(f"{where}: the file holds {shown}, but a mapping is needed; give name, devices and network")
     return Cluster.from_mapping(data, where, Path(path).parent)
 
 
