@@ -70,10 +70,9 @@ def check_number(value: object, what: str, *, minimum: float = 0.0, error: type[
 
 
 class Fields:
-    """The keys of one JSON object, taken one by one; `finish` refuses those that were not taken.
+    """The keys of a JSON object, read one by one, for objects that no dataclass describes (see `decode`).
 
-    For objects that no dataclass describes (see `decode`). ``where`` names the object in errors, such as
-    ``"devices 'T4'"``.
+    `finish` refuses keys that were not read. ``where`` names the object in errors, such as ``"devices 'T4'"``.
 
     Source: ours.
     """
@@ -87,7 +86,7 @@ class Fields:
         self._taken: set[str] = set()
 
     def fail(self, text: str) -> NoReturn:
-        """Raise the caller's kind of error, naming this object."""
+        """Raise an error that names this object."""
         raise self.error(f"{self.where}: {text}")
 
     def __contains__(self, key: str) -> bool:
@@ -97,14 +96,14 @@ class Fields:
         return iter(self._data)
 
     def take(self, key: str) -> Any:
-        """Return the value of a key that must be there, whatever its kind."""
+        """Return the value of a required key, of any kind."""
         self._taken.add(key)
         if key not in self._data:
             self.fail(f"the key {key!r} is missing; add it")
         return self._data[key]
 
     def take_or(self, key: str, default: Any) -> Any:
-        """Return the value of ``key``, or ``default`` if it is not there."""
+        """Return the value of an optional key, of any kind."""
         self._taken.add(key)
         return self._data.get(key, default)
 
@@ -119,20 +118,16 @@ class Fields:
         return _text(self.take(key), f"{self.where}: {key}", self.error)
 
     def flag(self, key: str) -> bool:
-        """Return a truth value; false if there is none."""
+        """Return a truth value; a missing one is false."""
         return _flag(self.take_or(key, False), f"{self.where}: {key}", self.error)
 
     def integer(self, key: str, *, minimum: int = 0) -> int:
         """Return an integer of at least ``minimum``."""
-        value = self.take(key)
-        check_integer(value, f"{self.where}: {key}", minimum=minimum, error=self.error)
-        return int(value)
+        return _integer(self.take(key), f"{self.where}: {key}", self.error, minimum)
 
     def number(self, key: str, *, minimum: float = 0.0) -> float:
         """Return a finite number of at least ``minimum``."""
-        value = self.take(key)
-        check_number(value, f"{self.where}: {key}", minimum=minimum, error=self.error)
-        return float(value)
+        return _number(self.take(key), f"{self.where}: {key}", self.error, minimum)
 
     def sequence(self, key: str) -> list[Any]:
         """Return a list."""
@@ -140,10 +135,8 @@ class Fields:
 
     def integers(self, key: str, *, minimum: int = 0) -> tuple[int, ...]:
         """Return a list of integers of at least ``minimum`` as a tuple."""
-        values = self.sequence(key)
-        for i, value in enumerate(values):
-            check_integer(value, f"{self.where}: {key}[{i}]", minimum=minimum, error=self.error)
-        return tuple(values)
+        place = f"{self.where}: {key}"
+        return tuple(_integer(v, f"{place}[{i}]", self.error, minimum) for i, v in enumerate(self.sequence(key)))
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Return a list of texts as a tuple."""
@@ -159,7 +152,7 @@ class Fields:
             yield name, Fields(value, f"{self.where}: {key} {name!r}", error=self.error)
 
     def finish(self) -> None:
-        """Refuse the keys that were not taken (extension keys excepted)."""
+        """Refuse keys that were not read, except extension keys."""
         for key in self._data:
             # A key of a YAML file may be a number.
             if key not in self._taken and not str(key).startswith(EXTENSION_PREFIX):
@@ -171,17 +164,17 @@ class Fields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Json:
-    """How a field of a dataclass stands in JSON, where its type does not say all: ``Annotated[int, Json(minimum=1)]``.
+    """The JSON form of a dataclass's field beyond its type: ``Annotated[int, Json(minimum=1)]``.
 
     Attributes:
-        key: Its key; empty: the name of the field.
+        key: Key in the object; empty: the name of the field.
         minimum: Of integers and numbers.
-        empty: Texts may be empty.
-        optional: The key may be missing; the field then has its default.
-        omitted: Optional, and not written where the field has its default.
-        stored: False: not in the file at all; whoever calls `decode` gives it.
-        checked: False: values of a mapping are taken as they are, because the class checks them.
-        read: Makes the value from JSON data and the place that names it in errors, instead of what the type says.
+        empty: Whether texts may be empty.
+        optional: Whether the key may be missing; the field then has its default.
+        omitted: Optional, and not written if the field has its default.
+        stored: Whether it is in the file; otherwise the caller of `decode` gives it.
+        checked: Whether values of a mapping are checked; otherwise the class does so.
+        read: Converts JSON data, given its place for errors, instead of the type.
         write: The inverse of ``read``.
     """
 
@@ -205,19 +198,19 @@ def decode(
     error: type[QSyncError] = ProblemError,
     **others: Any,
 ) -> T:
-    """Build a dataclass from a JSON object, checked by its type hints (see `Json`).
+    """Build a dataclass from a JSON object, checked by its type hints and `Json` annotations.
 
-    Fields may be integers, numbers, texts, truth values, enumerations, dataclasses, ``None`` besides any of these,
-    tuples of them (``tuple[X, ...]``) and mappings from names to them; anything else (``Any``, other unions) is taken
-    as it is. Every key must be there, whether or not the field has a default, unless it is marked as optional.
+    Fields may be integers, numbers, texts, truth values, enumerations and dataclasses, each or None (``X | None``), and
+    tuples (``tuple[X, ...]``) and mappings (``Mapping[str, X]``) of them; values of other types are not checked.
+    Keys are required even if the field has a default, unless they are marked as optional.
 
     Args:
         cls: The dataclass.
         data: The JSON object.
         where: Names the object in errors.
-        version: The only allowed value of the key ``"format"``; None: the object has no such key.
+        version: The allowed value of the key ``"format"``; None: the object has no such key.
         error: Kind of error to raise.
-        others: Fields that are not in the file.
+        others: Fields that are not stored.
 
     Raises:
         QSyncError: Of kind ``error``: an unknown, missing or unusable key; the text names its place.
@@ -238,7 +231,7 @@ def decode(
 
 
 def encode(value: Any, *, version: str | None = None) -> dict[str, Any]:
-    """Return the JSON object of a dataclass, the inverse of `decode`; ``version`` is written as ``"format"``."""
+    """The JSON object of a dataclass, the inverse of `decode`; ``version`` is its ``"format"``."""
     data: dict[str, Any] = {} if version is None else {"format": version}
     for entry in _layout(type(value)):
         item = getattr(value, entry.name)
@@ -248,14 +241,14 @@ def encode(value: Any, *, version: str | None = None) -> dict[str, Any]:
 
 
 def check_fields(value: Any, what: str, *, error: type[QSyncError] = ProblemError) -> None:
-    """Refuse integers, numbers and truth values of a dataclass that `decode` would refuse; ``what`` names it."""
+    """Check the integers, numbers and truth values of a dataclass as `decode` does; ``what`` names it in errors."""
     for entry in _layout(type(value)):
         if entry.is_number:
             entry.read(getattr(value, entry.name), f"{what}: {entry.name}", error)
 
 
 def freeze(value: Any, *names: str, depth: int = 1) -> None:
-    """Replace mappings of a frozen dataclass by read-only copies; ``depth`` 2: those in them too."""
+    """Replace mappings of a frozen dataclass by read-only copies; ``depth`` 2: mappings of mappings."""
 
     def copy(mapping: Mapping[Any, Any], depth: int) -> Mapping[Any, Any]:
         if depth == 1:
@@ -325,7 +318,7 @@ def _conversion(hint: Any, how: Json) -> _Conversion:
     if (custom := how.read) is not None:
         return lambda value, place, error: custom(value, place), how.write or _same
     if scalar := _scalar(hint, how):
-        return scalar, _same
+        return scalar, _value if isinstance(hint, type) and issubclass(hint, enum.Enum) else _same
     if dataclasses.is_dataclass(hint):
         cls = cast("type", hint)
         return lambda value, place, error: decode(cls, value, place, error=error), encode
@@ -344,35 +337,13 @@ def _conversion(hint: Any, how: Json) -> _Conversion:
 
 
 def _scalar(hint: Any, how: Json) -> _Read | None:
-    if hint is bool:
-        return _flag
     if hint is str:
         return _any_text if how.empty else _text
-    if hint is int:
-
-        def integer(value: Any, place: str, error: type[QSyncError]) -> int:
-            check_integer(value, place, minimum=how.minimum, error=error)
-            return int(value)
-
-        return integer
-    if hint is float:
-
-        def number(value: Any, place: str, error: type[QSyncError]) -> float:
-            check_number(value, place, minimum=how.minimum, error=error)
-            return float(value)
-
-        return number
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-
-        def member(value: Any, place: str, error: type[QSyncError]) -> Any:
-            try:
-                return hint(value)
-            except ValueError:
-                allowed = ", ".join(str(choice.value) for choice in hint)
-                raise error(f"{place} is {value!r}, but allowed are {allowed}") from None
-
-        return member
-    return None
+        return functools.partial(_member, kind=hint)
+    if hint in (int, float):
+        return functools.partial(_integer if hint is int else _number, minimum=how.minimum)
+    return _flag if hint is bool else None
 
 
 def _tuple_conversion(hint: Any, how: Json) -> _Conversion:
@@ -410,6 +381,28 @@ def _mapping_conversion(hint: Any, how: Json) -> _Conversion:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _value(member: enum.Enum) -> Any:
+    return member.value
+
+
+def _integer(value: Any, place: str, error: type[QSyncError], minimum: int = 0) -> int:
+    check_integer(value, place, minimum=minimum, error=error)
+    return int(value)
+
+
+def _number(value: Any, place: str, error: type[QSyncError], minimum: float = 0.0) -> float:
+    check_number(value, place, minimum=minimum, error=error)
+    return float(value)
+
+
+def _member(value: Any, place: str, error: type[QSyncError], kind: type[enum.Enum]) -> enum.Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(str(member.value) for member in kind)
+        raise error(f"{place} is {value!r}, but allowed are {allowed}") from None
 
 
 def _text(value: Any, place: str, error: type[QSyncError]) -> str:
