@@ -243,8 +243,9 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
     except ValueError as failure:  # a text that looks like a date or a number
         raise ProblemError(f"{where}: not usable YAML ({failure}); put the value in quotes") from failure
     if not isinstance(data, dict):
-        shown = "nothing" if data is None else repr(data)[:40]
-        raise ProblemError(f"{where}: the file holds {shown}, but a mapping is needed; give name, devices and network")
+        content = "nothing" if data is None else repr(data)[:40]
+        needed = "a mapping is needed; give name, devices and network"
+        raise ProblemError(f"{where}: the file holds {content}, but {needed}")
     return Cluster.from_mapping(data, where, Path(path).parent)
 
 
@@ -296,7 +297,7 @@ def _refuse_repeated_keys(node: yaml.Node | None, where: str, seen_values: Itera
     # Aliases of aliases: a few lines may expand to more than fits into memory.
     if next(seen_values) >= LARGEST_VALUES:
         raise ProblemError(
-            f"{where}: with its aliases the file stands for more than {LARGEST_VALUES} values; shorten it"
+            f"{where}: with its aliases written out the file has more than {LARGEST_VALUES} values; shorten it"
         )
     if isinstance(node, yaml.ScalarNode) and len(node.value) > LONGEST_NUMBER and "int" in node.tag:
         raise ProblemError(
@@ -316,7 +317,7 @@ def _refuse_repeated_keys(node: yaml.Node | None, where: str, seen_values: Itera
             _refuse_repeated_keys(key, where, seen_values)
             if key.value in seen:
                 raise ProblemError(
-                    f"{where}: the key {key.value!r} stands twice in one mapping (line {key.start_mark.line + 1}); "
+                    f"{where}: the key {key.value!r} is repeated in one mapping (line {key.start_mark.line + 1}); "
                     "keep one"
                 )
             seen.add(key.value)

@@ -81,7 +81,7 @@ class Fields:
         self.where = where
         self.error = error
         if not isinstance(data, dict):
-            self.fail(f"{kind_name(data)} stands where an object is needed")
+            raise error(f"{where} is {kind_name(data)}, but it must be an object")
         self._data: dict[str, Any] = data
         self._taken: set[str] = set()
 

@@ -78,7 +78,7 @@ def parse_json(
         result: dict[str, Any] = {}
         for key, value in pairs:
             if key in result:
-                raise error(f"{where}: the key {key!r} stands twice in one object; keys and names must be unique")
+                raise error(f"{where}: the key {key!r} is repeated in one object; keys and names must be unique")
             result[key] = value
         return result
 
@@ -125,14 +125,14 @@ def _digest(data: Any) -> str:
 
 def _check_digest(data: dict[str, Any], where: str, error: type[QSyncError], again: str) -> None:
     """Remove the digest from parsed data and refuse data that it does not match."""
-    stated = data.pop(DIGEST_KEY, None)
+    digest = data.pop(DIGEST_KEY, None)
     try:
-        fits = stated is None or stated == _digest(data)
+        is_right = digest is None or digest == _digest(data)
     except (RecursionError, ValueError) as failure:  # nested as deep as parses, or a number of too many digits
         raise error(f"{where}: not usable JSON ({failure})") from failure
-    if not fits:
+    if not is_right:
         raise error(
-            f"{where}: {DIGEST_KEY} is {stated!r}, but that is not the digest of what the file holds: it was damaged "
+            f"{where}: {DIGEST_KEY} is {digest!r}, but that is not the digest of what the file holds: it was damaged "
             f"or changed after it was written; {again}, or remove {DIGEST_KEY} if the change was meant"
         )
 

@@ -139,7 +139,7 @@ def _table() -> Mapping[str, Role]:
     for role, kinds in ((Role.ADJUSTABLE, ADJUSTABLE), (Role.FIXED, FIXED), (Role.DEPENDENT, DEPENDENT)):
         for kind in kinds.split():
             if kind in table:
-                raise ModelError(f"operation {kind!r} stands twice in the role table: {table[kind]} and {role}")
+                raise ModelError(f"operation {kind!r} is repeated in the role table: {table[kind]} and {role}")
             table[kind] = role
     return MappingProxyType(table)
 

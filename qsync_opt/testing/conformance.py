@@ -99,8 +99,7 @@ def check_solver(solver: Any, *, random_problems: int = 20, seed: int = 0) -> No
     source = random.Random(seed)
     for _ in range(random_problems):
         problem = random_problem(source, max_operators=6)
-        known = solve(problem, "exhaustive")
-        instance = Instance(problem=problem, objective=known.objective)
+        instance = Instance(problem=problem, objective=solve(problem, "exhaustive").objective)
         check_solution(instance, solve(problem, "exact", solver=solver), proves=True)
 
 

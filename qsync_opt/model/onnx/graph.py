@@ -16,6 +16,19 @@ from qsync_opt.model.roles import ROLE_TABLE, RoleTable, decide_role
 
 AttributeValue = int | float | str | tuple[int, ...] | tuple[float, ...] | tuple[str, ...]
 
+GRAPH_KEY = "qsync_opt.model.graph"
+"""Key of a model's metadata where ``capture`` stores the graph (JSON, without the nodes)."""
+OPERATOR_KEY = "qsync_opt.operator"
+"""Key of a node's metadata where ``capture`` stores the name of its operator."""
+
+_CALL_KEY = "pkg.torch.onnx.fx_node"
+_SCOPES_KEY = "pkg.torch.onnx.name_scopes"
+_TARGET = re.compile(r"call_function\[target=(?:torch\.ops\.)?([\w.]+)\]")
+# Kinds that move no data, or little.
+_VIEWS = frozenset(
+    ["Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Constant", "Shape", "Size", "SequenceAt"]
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnnxNode:
@@ -62,103 +75,6 @@ class OnnxModel:
                 f"tensor {value!r} of ONNX node {node.name!r} ({node.kind}) has shape {shape}: "
                 "export with fixed shapes, or add the shape to the file's value_info"
             ) from None
-
-
-def node_flops(node: OnnxNode, model: OnnxModel) -> int:
-    """Forward floating-point operations of a product or convolution, a multiply-add counted as two; else 0.
-
-    Raises:
-        ModelError: A needed shape is not known, or operands do not match.
-
-    Source:
-        Ours, by the operators' definitions in the ONNX specification; same convention as torch.utils.flop_counter.
-    """
-    if node.kind not in _FLOP_KINDS:
-        return 0
-    try:
-        return _product_flops(node, model)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"ONNX node {node.name!r} ({node.kind}) has operands or attributes that do not fit together ({error}): "
-            "export the model again"
-        ) from error
-
-
-def _product_flops(node: OnnxNode, model: OnnxModel) -> int:
-    # The last inputs (bias, state, length) are not multiplied.
-    operands = node.inputs if node.kind == "Einsum" else node.inputs[:3] if node.kind in _THREE else node.inputs[:2]
-    shapes = [spec.shape if (spec := model.spec(value, node)) else () for value in operands]
-    first = model.spec(node.outputs[0], node)
-    result = first.shape if first else ()
-    match node.kind:
-        case "MatMul" | "MatMulInteger":
-            return 2 * math.prod(result) * shapes[0][-1]
-        case "Gemm":
-            inner = shapes[0][0] if node.attributes.get("transA") else shapes[0][1]
-            return 2 * math.prod(result) * inner
-        case "Conv" | "ConvInteger" | "DeformConv":
-            return 2 * math.prod(result) * math.prod(shapes[1][1:])
-        case "ConvTranspose":
-            return 2 * math.prod(shapes[0]) * math.prod(shapes[1][1:])
-        case "Einsum":
-            return _einsum_flops(str(node.attributes["equation"]), shapes)
-        case "Attention":
-            return _attention_flops(node, shapes)
-    # Recurrent kinds: every step multiplies the input by W and the state by R.
-    return 2 * shapes[0][0] * shapes[0][1] * (math.prod(shapes[1]) + math.prod(shapes[2]))
-
-
-_THREE = frozenset({"Attention", "LSTM", "GRU", "RNN"})
-_TWO = frozenset({"MatMul", "MatMulInteger", "Gemm", "Conv", "ConvInteger", "DeformConv", "ConvTranspose"})
-_FLOP_KINDS = _TWO | _THREE | {"Einsum"}
-
-
-def _einsum_flops(equation: str, shapes: list[tuple[int, ...]]) -> int:
-    """FLOPs of contracting the operands from left to right; steps that sum over nothing count 0."""
-    terms, _, result = equation.replace(" ", "").partition("->")
-    operands = terms.split(",")
-    if "..." in equation:
-        raise ModelError(f"einsum {equation!r} in the ONNX file has an ellipsis: write its dimensions out")
-    sizes = {
-        label: n for term, shape in zip(operands, shapes, strict=True) for label, n in zip(term, shape, strict=True)
-    }
-    if "->" not in equation:
-        result = "".join(sorted(label for label in sizes if terms.count(label) == 1))
-    total, left = 0, set(operands[0])
-    for position, term in enumerate(operands[1:], start=1):
-        later = set(result).union(*operands[position + 1 :])
-        right = set(term)
-        # Labels of one side that are not needed later are summed before the product.
-        left, right = left & (right | later), right & (left | later)
-        if (left & right) - later:
-            total += 2 * math.prod(sizes[label] for label in left | right)
-        left = (left | right) & later
-    return total
-
-
-def _attention_flops(node: OnnxNode, shapes: list[tuple[int, ...]]) -> int:
-    query, key, value = shapes[:3]
-    if len(query) == 4:
-        batch, heads, length, width = query
-        return 2 * batch * heads * length * key[2] * (width + value[3])
-    # Three dimensions: (batch, length, heads * width); V has its own number of heads.
-    repeats = int(str(node.attributes["q_num_heads"])) // int(str(node.attributes["kv_num_heads"]))
-    batch, length, widths = query
-    return 2 * batch * length * key[1] * (widths + value[2] * repeats)
-
-
-GRAPH_KEY = "qsync_opt.model.graph"
-"""Key of a model's metadata where ``capture`` stores the graph (JSON, without the nodes)."""
-OPERATOR_KEY = "qsync_opt.operator"
-"""Key of a node's metadata where ``capture`` stores the name of its operator."""
-
-_CALL_KEY = "pkg.torch.onnx.fx_node"
-_SCOPES_KEY = "pkg.torch.onnx.name_scopes"
-_TARGET = re.compile(r"call_function\[target=(?:torch\.ops\.)?([\w.]+)\]")
-# Kinds that move no data, or little.
-_VIEWS = frozenset(
-    ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Constant", "Shape", "Size", "SequenceAt")
-)
 
 
 def match_graph(model: OnnxModel, where: str) -> OpGraph:
@@ -398,3 +314,86 @@ def _kind_and_module(nodes: Sequence[OnnxNode]) -> tuple[str, str]:
 def _signature(kind: str, specs: Iterable[TensorSpec], attributes: Sequence[object]) -> str:
     text = json.dumps([kind, [[spec.dtype, spec.shape] for spec in specs], attributes], default=str, sort_keys=True)
     return f"{kind}:{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+
+_THREE = frozenset({"Attention", "LSTM", "GRU", "RNN"})
+_TWO = frozenset({"MatMul", "MatMulInteger", "Gemm", "Conv", "ConvInteger", "DeformConv", "ConvTranspose"})
+_FLOP_KINDS = _TWO | _THREE | {"Einsum"}
+
+
+def node_flops(node: OnnxNode, model: OnnxModel) -> int:
+    """Forward floating-point operations of a product or convolution, a multiply-add counted as two; else 0.
+
+    Raises:
+        ModelError: A needed shape is not known, or operands do not match.
+
+    Source:
+        Ours, by the operators' definitions in the ONNX specification; same convention as torch.utils.flop_counter.
+    """
+    if node.kind not in _FLOP_KINDS:
+        return 0
+    try:
+        return _product_flops(node, model)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"ONNX node {node.name!r} ({node.kind}) has operands or attributes that do not fit together ({error}): "
+            "export the model again"
+        ) from error
+
+
+def _product_flops(node: OnnxNode, model: OnnxModel) -> int:
+    # The last inputs (bias, state, length) are not multiplied.
+    operands = node.inputs if node.kind == "Einsum" else node.inputs[:3] if node.kind in _THREE else node.inputs[:2]
+    shapes = [spec.shape if (spec := model.spec(value, node)) else () for value in operands]
+    first = model.spec(node.outputs[0], node)
+    result = first.shape if first else ()
+    match node.kind:
+        case "MatMul" | "MatMulInteger":
+            return 2 * math.prod(result) * shapes[0][-1]
+        case "Gemm":
+            inner = shapes[0][0] if node.attributes.get("transA") else shapes[0][1]
+            return 2 * math.prod(result) * inner
+        case "Conv" | "ConvInteger" | "DeformConv":
+            return 2 * math.prod(result) * math.prod(shapes[1][1:])
+        case "ConvTranspose":
+            return 2 * math.prod(shapes[0]) * math.prod(shapes[1][1:])
+        case "Einsum":
+            return _einsum_flops(str(node.attributes["equation"]), shapes)
+        case "Attention":
+            return _attention_flops(node, shapes)
+    # Recurrent kinds: every step multiplies the input by W and the state by R.
+    return 2 * shapes[0][0] * shapes[0][1] * (math.prod(shapes[1]) + math.prod(shapes[2]))
+
+
+def _einsum_flops(equation: str, shapes: list[tuple[int, ...]]) -> int:
+    """FLOPs of contracting the operands from left to right; steps that sum over nothing count 0."""
+    terms, _, result = equation.replace(" ", "").partition("->")
+    operands = terms.split(",")
+    if "..." in equation:
+        raise ModelError(f"einsum {equation!r} in the ONNX file has an ellipsis: write its dimensions out")
+    sizes = {
+        label: n for term, shape in zip(operands, shapes, strict=True) for label, n in zip(term, shape, strict=True)
+    }
+    if "->" not in equation:
+        result = "".join(sorted(label for label in sizes if terms.count(label) == 1))
+    total, left = 0, set(operands[0])
+    for position, term in enumerate(operands[1:], start=1):
+        later = set(result).union(*operands[position + 1 :])
+        right = set(term)
+        # Labels of one side that are not needed later are summed before the product.
+        left, right = left & (right | later), right & (left | later)
+        if (left & right) - later:
+            total += 2 * math.prod(sizes[label] for label in left | right)
+        left = (left | right) & later
+    return total
+
+
+def _attention_flops(node: OnnxNode, shapes: list[tuple[int, ...]]) -> int:
+    query, key, value = shapes[:3]
+    if len(query) == 4:
+        batch, heads, length, width = query
+        return 2 * batch * heads * length * key[2] * (width + value[3])
+    # Three dimensions: (batch, length, heads * width); V has its own number of heads.
+    repeats = int(str(node.attributes["q_num_heads"])) // int(str(node.attributes["kv_num_heads"]))
+    batch, length, widths = query
+    return 2 * batch * length * key[1] * (widths + value[2] * repeats)

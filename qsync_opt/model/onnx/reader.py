@@ -26,55 +26,7 @@ from qsync_opt.model.onnx.graph import GRAPH_KEY, AttributeValue, OnnxModel, Onn
 from qsync_opt.model.roles import RoleTable
 from qsync_opt.model.weights import WeightStatistics, weight_statistics
 
-_LARGEST_EXPANSION = 1_000_000
-
-
-def inline_functions(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
-    """A model whose calls of its own functions are replaced by their bodies.
-
-    Raises:
-        ModelError: A function calls itself, or there would be too many nodes.
-    """
-    if not len(proto.functions):
-        return proto
-    bodies = {(function.domain, function.name): function.node for function in proto.functions}
-    sizes: dict[tuple[str, str], int] = {}
-    try:
-        total = _expanded_nodes(proto.graph.node, bodies, sizes, ())
-    except RecursionError as error:
-        raise ModelError(f"{where} has functions or graphs that are nested too deeply; inline them before") from error
-    if total > _LARGEST_EXPANSION:
-        raise ModelError(
-            f"{where} has {min(total, 10**18)} nodes or more with its functions written out, but at most "
-            f"{_LARGEST_EXPANSION} can be read"
-        )
-    try:
-        return inliner.inline_local_functions(proto)
-    except Exception as error:  # malformed functions raise anything
-        raise ModelError(f"the functions of {where} cannot be written out: {first_line(error)}") from error
-
-
-def _expanded_nodes(
-    nodes: Iterable[onnx.NodeProto],
-    bodies: Mapping[tuple[str, str], Iterable[onnx.NodeProto]],
-    sizes: dict[tuple[str, str], int],
-    callers: tuple[tuple[str, str], ...],
-) -> int:
-    """Number of nodes after all calls are replaced by function bodies."""
-    total = 0
-    for node in nodes:
-        call = (node.domain, node.op_type)
-        if call in callers:
-            raise ModelError(f"ONNX function {node.op_type!r} calls itself, which no model may do")
-        if call in bodies and call not in sizes:
-            sizes[call] = _expanded_nodes(bodies[call], bodies, sizes, (*callers, call))
-        total += sizes.get(call, 1)
-        for attribute in node.attribute:
-            for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                total += _expanded_nodes(graph.node, bodies, sizes, callers)
-    return total
-
-
+_LARGEST_EXPANSION = 1_000_000  # nodes, after functions are inlined
 # Larger constants are weights, of which shape inference needs no values.
 _SMALL_ELEMENTS = 1024
 _LARGEST_BYTES = 2**31 - 1  # of a protocol buffer
@@ -136,23 +88,6 @@ def read_onnx(
     return graph
 
 
-def _check_texts(proto: onnx.ModelProto, where: str) -> None:
-    """Refuse names that are not UTF-8, which the library returns as bytes."""
-    graph = proto.graph
-    infos = (*graph.input, *graph.value_info, *graph.output)
-    entries = [*proto.metadata_props, *(entry for info in infos for entry in info.metadata_props)]
-    texts = [graph.name, *(tensor.name for tensor in graph.initializer), *(info.name for info in infos)]
-    for node in graph.node:
-        texts += [node.name, node.op_type, node.domain, *node.input, *node.output]
-        texts += [attribute.name for attribute in node.attribute]
-        entries += node.metadata_props
-    for text in (*texts, *(entry.key for entry in entries), *(entry.value for entry in entries)):
-        if not isinstance(text, str):
-            raise ModelError(
-                f"{where} holds the name {text!r}, which is not UTF-8 text: it is damaged, export it again"
-            )
-
-
 def read_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> dict[str, WeightStatistics]:
     """Statistics of the weights of an ONNX model; external files are read one by one.
 
@@ -167,7 +102,7 @@ def read_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> dict[str, 
     """
     proto = source if isinstance(source, onnx.ModelProto) else load_proto(Path(source))
     folder = "" if isinstance(source, onnx.ModelProto) else str(Path(source).parent)
-    found = {}
+    statistics = {}
     for tensor in proto.graph.initializer:
         is_floating = "FLOAT" in _type_name(tensor.data_type) or tensor.data_type == _DOUBLE
         if len(tensor.dims) < 2 or not is_floating or not math.prod(tensor.dims):
@@ -180,8 +115,8 @@ def read_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> dict[str, 
                 f"the values of weight {tensor.name!r} cannot be read: {why}; put its external file "
                 "beside the model, or estimate without weights"
             ) from error
-        found[tensor.name] = weight_statistics(tensor.name, np.asarray(values, dtype=np.float32))
-    return found
+        statistics[tensor.name] = weight_statistics(tensor.name, np.asarray(values, dtype=np.float32))
+    return statistics
 
 
 def load_proto(path: Path) -> onnx.ModelProto:
@@ -210,6 +145,69 @@ def load_proto(path: Path) -> onnx.ModelProto:
     return proto
 
 
+def inline_functions(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
+    """A model whose calls of its own functions are replaced by their bodies.
+
+    Raises:
+        ModelError: A function calls itself, or there would be too many nodes.
+    """
+    if not len(proto.functions):
+        return proto
+    bodies = {(function.domain, function.name): function.node for function in proto.functions}
+    sizes: dict[tuple[str, str], int] = {}
+    try:
+        total = _expanded_nodes(proto.graph.node, bodies, sizes, ())
+    except RecursionError as error:
+        raise ModelError(f"{where} has functions or graphs that are nested too deeply; inline them before") from error
+    if total > _LARGEST_EXPANSION:
+        raise ModelError(
+            f"{where} has {min(total, 10**18)} nodes or more with its functions written out, but at most "
+            f"{_LARGEST_EXPANSION} can be read"
+        )
+    try:
+        return inliner.inline_local_functions(proto)
+    except Exception as error:  # malformed functions raise anything
+        raise ModelError(f"the functions of {where} cannot be written out: {first_line(error)}") from error
+
+
+def _expanded_nodes(
+    nodes: Iterable[onnx.NodeProto],
+    bodies: Mapping[tuple[str, str], Iterable[onnx.NodeProto]],
+    sizes: dict[tuple[str, str], int],
+    callers: tuple[tuple[str, str], ...],
+) -> int:
+    """Number of nodes after all calls are replaced by function bodies."""
+    total = 0
+    for node in nodes:
+        call = (node.domain, node.op_type)
+        if call in callers:
+            raise ModelError(f"ONNX function {node.op_type!r} calls itself, which no model may do")
+        if call in bodies and call not in sizes:
+            sizes[call] = _expanded_nodes(bodies[call], bodies, sizes, (*callers, call))
+        total += sizes.get(call, 1)
+        for attribute in node.attribute:
+            for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                total += _expanded_nodes(graph.node, bodies, sizes, callers)
+    return total
+
+
+def _check_texts(proto: onnx.ModelProto, where: str) -> None:
+    """Refuse names that are not UTF-8, which the library returns as bytes."""
+    graph = proto.graph
+    infos = (*graph.input, *graph.value_info, *graph.output)
+    entries = [*proto.metadata_props, *(entry for info in infos for entry in info.metadata_props)]
+    texts = [graph.name, *(tensor.name for tensor in graph.initializer), *(info.name for info in infos)]
+    for node in graph.node:
+        texts += [node.name, node.op_type, node.domain, *node.input, *node.output]
+        texts += [attribute.name for attribute in node.attribute]
+        entries += node.metadata_props
+    for text in (*texts, *(entry.key for entry in entries), *(entry.value for entry in entries)):
+        if not isinstance(text, str):
+            raise ModelError(
+                f"{where} holds the name {text!r}, which is not UTF-8 text: it is damaged, export it again"
+            )
+
+
 def _drop_weights(proto: onnx.ModelProto) -> None:
     """Remove the values of large initializers, but not their shapes and types."""
     for tensor in proto.graph.initializer:
@@ -221,8 +219,8 @@ def _drop_weights(proto: onnx.ModelProto) -> None:
 
 def _with_shapes(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
     """The model with inferred shapes where it states none."""
-    stated = _shapes(proto)
-    if all(value in stated for node in proto.graph.node for value in node.output if value):
+    shapes = _shapes(proto)
+    if all(value in shapes for node in proto.graph.node for value in node.output if value):
         return proto
     scratch = onnx.ModelProto()
     scratch.CopyFrom(proto)
@@ -232,8 +230,8 @@ def _with_shapes(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
             # Shape inference propagates values through few kinds of nodes; others that compute shapes run here.
             if not _fold_constants(scratch, _shapes(inferred)):
                 break
-        known = _shapes(inferred)
-        if any(value not in known for node in proto.graph.node for value in node.output if value):
+        shapes = _shapes(inferred)
+        if any(value not in shapes for node in proto.graph.node for value in node.output if value):
             # Only strict inference says why; with data propagation it would refuse valid models.
             shape_inference.infer_shapes(scratch, strict_mode=True)
     except Exception as error:  # malformed nodes raise anything
@@ -248,10 +246,16 @@ def _shapes(proto: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
     """Value to its shape, for shapes that the model states and that are fixed."""
     shapes = {tensor.name: tuple(tensor.dims) for tensor in proto.graph.initializer}
     for info in (*proto.graph.input, *proto.graph.value_info, *proto.graph.output):
-        tensor = info.type.tensor_type
-        if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim):
-            shapes[info.name] = tuple(dim.dim_value for dim in tensor.shape.dim)
+        if (shape := _fixed_shape(info)) is not None:
+            shapes[info.name] = shape
     return shapes
+
+
+def _fixed_shape(info: onnx.ValueInfoProto) -> tuple[int, ...] | None:
+    tensor = info.type.tensor_type
+    if not tensor.HasField("shape") or not all(dim.HasField("dim_value") for dim in tensor.shape.dim):
+        return None
+    return tuple(int(dim.dim_value) for dim in tensor.shape.dim)
 
 
 def _fold_constants(proto: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -262,7 +266,7 @@ def _fold_constants(proto: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]
         for tensor in proto.graph.initializer
         if _is_small(tensor.dims) and tensor.data_location != onnx.TensorProto.EXTERNAL
     }
-    folded = False
+    has_changed = False
     for node in proto.graph.node:
         results = _evaluate(node, values, shapes, versions)
         if not results or not all(_is_small(result.shape) for result in results):
@@ -272,8 +276,8 @@ def _fold_constants(proto: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]
             constant = onnx.helper.make_node("Constant", [], [node.output[0]], name=node.name)
             constant.attribute.append(onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(results[0])))
             node.CopyFrom(constant)
-            folded = True
-    return folded
+            has_changed = True
+    return has_changed
 
 
 def _is_small(sizes: Sequence[int]) -> bool:
@@ -346,13 +350,12 @@ def _note_spec(
         return
     tensor = info.type.tensor_type
     dtype = _dtype(tensor.elem_type, info.name, where)
-    dims = tensor.shape.dim
-    if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
-        specs[info.name] = TensorSpec(shape=tuple(int(dim.dim_value) for dim in dims), dtype=dtype)
-    else:
-        sizes = [str(dim.dim_value) if dim.HasField("dim_value") else (dim.dim_param or "?") for dim in dims]
-        shape = f"[{', '.join(sizes)}]" if tensor.HasField("shape") else "unknown"
-        unfixed[info.name] = f"{dtype} {shape}, which is not fixed"
+    if (shape := _fixed_shape(info)) is not None:
+        specs[info.name] = TensorSpec(shape=shape, dtype=dtype)
+        return
+    sizes = [str(d.dim_value) if d.HasField("dim_value") else d.dim_param or "?" for d in tensor.shape.dim]
+    text = f"[{', '.join(sizes)}]" if tensor.HasField("shape") else "unknown"
+    unfixed[info.name] = f"{dtype} {text}, which is not fixed"
 
 
 def _dtype(element_type: Any, name: str, where: str) -> str:
@@ -364,8 +367,8 @@ def _dtype(element_type: Any, name: str, where: str) -> str:
 
 
 def _type_name(element_type: Any) -> str:
-    known = onnx.TensorProto.DataType.values()
-    return str(onnx.TensorProto.DataType.Name(element_type)) if element_type in known else f"number {element_type}"
+    types = onnx.TensorProto.DataType
+    return str(types.Name(element_type)) if element_type in types.values() else f"number {element_type}"
 
 
 def _node(node: onnx.NodeProto, position: int, where: str) -> OnnxNode:

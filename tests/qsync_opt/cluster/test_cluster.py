@@ -115,7 +115,7 @@ def test_figures_below_zero_are_refused(field: str) -> None:
         ("count: 4", "count: 0", "count is 0"),
         ("count: 4", "cuont: 4", "'count' is missing"),
         ("count: 4", "count: 4, colour: red", "unknown key 'colour'"),
-        ("count: 4", "count: 4, count: 5", "the key 'count' stands twice in one mapping"),
+        ("count: 4", "count: 4, count: 5", "the key 'count' is repeated in one mapping"),
         ("10 Gbit/s", "10 Gbit", "unknown unit 'Gbit'"),
         (", source: data sheet", "", "'source' is missing"),
         ("network:", "net:", "'network' is missing"),

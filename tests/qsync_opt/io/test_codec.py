@@ -97,7 +97,7 @@ def test_fields_that_are_not_stored_come_from_the_caller() -> None:
         ("weight", -1, "w: weight is -1, but it must be a finite number of at least 0"),
         ("is_ready", 1, "w: is_ready is 1, but allowed are true and false"),
         ("colour", ["red"], "w: colour is ['red'], but allowed are red, blue"),
-        ("part", None, "w: part: null stands where an object is needed"),
+        ("part", None, "w: part is null, but it must be an object"),
         ("part", {"name": "a", "size": 0}, "w: part: size is 0, but it must be an integer of at least 1"),
         ("spare", {"name": "a"}, "w: spare: the key 'size' is missing; add it"),
         ("limit", 1.5, "w: limit is 1.5, but it must be an integer of at least 0"),
@@ -108,7 +108,7 @@ def test_fields_that_are_not_stored_come_from_the_caller() -> None:
         ("parts", [{"size": 1}], "w: parts[0]: the key 'name' is missing; add it"),
         ("counts", [], "w: counts is a list, but it must be an object"),
         ("counts", {"n": True}, "w: counts: n is True, but it must be an integer of at least 0"),
-        ("by_name", {"d": 3}, "w: by_name 'd': a number stands where an object is needed"),
+        ("by_name", {"d": 3}, "w: by_name 'd' is a number, but it must be an object"),
         ("table", {"r": {"c": "1"}}, "w: table 'r': c is '1', but it must be a finite number of at least 0"),
     ],
 )
