@@ -126,9 +126,8 @@ class Cluster:
         check_name(self.name, "cluster name")
         object.__setattr__(self, "devices", tuple(self.devices))
         names = [device.name for device in self.devices]
-        for name in names:
-            if names.count(name) > 1:
-                raise ProblemError(f"cluster {self.name!r}: device type {name!r} is named twice; names must be unique")
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ProblemError(f"cluster {self.name!r}: device type {twice!r} is named twice; names must be unique")
         if not self.planned:
             raise ProblemError(
                 f"cluster {self.name!r} has no device type whose role is planned, so there is nothing to plan; "
@@ -163,10 +162,9 @@ class Cluster:
         Raises:
             ProblemError: There is none; the text lists those that exist.
         """
-        for device in self.devices:
-            if device.name == name:
-                return device
         names = [device.name for device in self.devices]
+        if name in names:
+            return self.devices[names.index(name)]
         raise ProblemError(
             f"cluster {self.name!r} has no device type {name!r}{near_match(name, names)}; it has {', '.join(names)}"
         )

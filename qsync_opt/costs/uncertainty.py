@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from qsync_opt.costs.profile import CostFit, DeviceProfile
+from qsync_opt.costs.profile import DeviceProfile
 from qsync_opt.costs.roofline import STEP_RATIOS, Assumptions, used_assumptions
 from qsync_opt.errors import ProblemError
 from qsync_opt.io import near_match
@@ -39,17 +39,17 @@ class Estimate:
 
     Attributes:
         time_s: The figure that plans are priced with.
-        low_s: Lower end of the interval; 0 if nothing is known.
-        high_s: Upper end of the interval; infinity if nothing is known.
         source: Where the figure comes from; of a sum the least trustworthy source.
         basis: Where the interval comes from, in words.
+        low_s: Lower end of the interval; 0 if nothing is known.
+        high_s: Upper end of the interval; infinity if nothing is known.
     """
 
     time_s: float
-    low_s: float
-    high_s: float
     source: CostSource
     basis: str
+    low_s: float = 0.0
+    high_s: float = math.inf
 
 
 def operator_cost(profile: DeviceProfile, operator: str, precision: str, direction: Direction) -> Estimate:
@@ -81,11 +81,11 @@ def operator_cost(profile: DeviceProfile, operator: str, precision: str, directi
         return _roofline(time_s, precision, assumptions)
     if cost.scaled_from:
         basis = f"scaled from {cost.scaled_from}; the error of the scaling is not recorded"
-        return Estimate(time_s=time_s, low_s=0.0, high_s=math.inf, source=CostSource.SCALED, basis=basis)
-    if not profile.overhead.iterations:
-        basis = "the profile records no spread of its measurements"
-        return Estimate(time_s=time_s, low_s=0.0, high_s=math.inf, source=CostSource.MEASURED, basis=basis)
+        return Estimate(time_s=time_s, source=CostSource.SCALED, basis=basis)
     count = len(profile.overhead.iterations)
+    if not count:
+        basis = "the profile records no spread of its measurements"
+        return Estimate(time_s=time_s, source=CostSource.MEASURED, basis=basis)
     basis = f"largest error of {count} whole iteration{'s' * (count > 1)} predicted from this profile"
     return _within(time_s, profile.overhead.residual, basis)
 
@@ -135,27 +135,21 @@ def cast_cost(profile: DeviceProfile, source: str, target: str, elements: int) -
     time_s = 1e-9 * fit.ns(elements)
     if (assumptions := used_assumptions(profile)) is not None:
         return _roofline(time_s, target, assumptions)
-    return _fitted(time_s, fit)
+    if not fit.samples:
+        return Estimate(time_s=time_s, source=CostSource.MEASURED, basis="the fit records no measurements")
+    return _within(time_s, fit.worst_error, f"largest error of the fit to {fit.samples} measurements")
 
 
 def total_cost(parts: Iterable[Estimate]) -> Estimate:
     """The sum of some times, at least one; its interval makes no use of errors that cancel out."""
     parts = list(parts)
-    ranks = list(CostSource)
     return Estimate(
         time_s=math.fsum(part.time_s for part in parts),
         low_s=math.fsum(part.low_s for part in parts),
         high_s=math.fsum(part.high_s for part in parts),
-        source=max((part.source for part in parts), key=ranks.index),
+        source=max((part.source for part in parts), key=list(CostSource).index),
         basis="; ".join(dict.fromkeys(part.basis for part in parts)),
     )
-
-
-def _fitted(time_s: float, fit: CostFit) -> Estimate:
-    if fit.samples:
-        return _within(time_s, fit.worst_error, f"largest error of the fit to {fit.samples} measurements")
-    basis = "the fit records no measurements"
-    return Estimate(time_s=time_s, low_s=0.0, high_s=math.inf, source=CostSource.MEASURED, basis=basis)
 
 
 def _within(time_s: float, error: float, basis: str) -> Estimate:
@@ -172,7 +166,7 @@ def _within(time_s: float, error: float, basis: str) -> Estimate:
 def _roofline(time_s: float, precision: str, assumptions: Assumptions) -> Estimate:
     if assumptions != Assumptions():
         basis = "nothing was measured under these assumptions of the roofline"
-        return Estimate(time_s=time_s, low_s=0.0, high_s=math.inf, source=CostSource.ROOFLINE, basis=basis)
+        return Estimate(time_s=time_s, source=CostSource.ROOFLINE, basis=basis)
     low, high = STEP_RATIOS[number_format(precision).bits == 8]
     return Estimate(
         time_s=time_s,

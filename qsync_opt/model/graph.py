@@ -137,15 +137,15 @@ class Operator:
 
     name: str
     op_type: Annotated[str, Json(key="type")]
-    module: Annotated[str, Json(empty=True)]
+    module: Annotated[str, Json(empty=True)] = ""
     role: Role
-    inputs: tuple[str, ...]
-    input_specs: Annotated[tuple[_TensorInFile, ...], Json(key="input_tensors")]
+    inputs: tuple[str, ...] = ()
+    input_specs: Annotated[tuple[_TensorInFile, ...], Json(key="input_tensors")] = ()
     output_specs: Annotated[tuple[_TensorInFile, ...], Json(key="output_tensors")]
-    parameters: tuple[str, ...]
-    onnx_nodes: tuple[str, ...]
-    flops: int
-    num_bytes: Annotated[int, Json(key="bytes")]
+    parameters: tuple[str, ...] = ()
+    onnx_nodes: tuple[str, ...] = ()
+    flops: int = 0
+    num_bytes: Annotated[int, Json(key="bytes")] = 0
     signature: str
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from qsync_opt.cluster import Cluster, DeviceType, Network
+from qsync_opt.cluster import Cluster, DeviceType
 from qsync_opt.costs import DeviceProfile
 from qsync_opt.errors import QSyncError
 from qsync_opt.model import OpGraph, Role
@@ -20,7 +20,7 @@ from qsync_opt.registry import Feature, Kind, create, features
 from qsync_opt.runtime import Runtime
 from qsync_opt.sensitivity import FormatIndicator, ModelKnowledge
 from qsync_opt.testing.problems import INSTANCES, Instance, random_problem
-from qsync_opt.testing.synthetic import sample_graph, sample_knowledge
+from qsync_opt.testing.synthetic import NETWORK, sample_graph, sample_knowledge
 from qsync_opt.training import Plan, PointStatus, Solution, TerminationStatus, build_problem, solve
 
 _AGREEMENT = 1e-6
@@ -157,8 +157,8 @@ def check_cost_model(model: Any, *, device: DeviceType, graph: OpGraph | None = 
     graph = graph or sample_graph()
     profile = plugin.profile(graph, device)
     expect(profile.fingerprint == graph.fingerprint(), "the profile is of another graph")
-    lacking = [precision for precision in device.precisions if precision not in profile.formats]
-    expect(not lacking, f"the profile lacks {', '.join(lacking)} of device type {device.name!r}")
+    missing = [precision for precision in device.precisions if precision not in profile.formats]
+    expect(not missing, f"the profile lacks {', '.join(missing)} of device type {device.name!r}")
     for operator in graph.by_role(Role.ADJUSTABLE):
         expect(bool(set(profile.cost(operator.name)) & set(device.precisions)), f"no cost for {operator.name!r}")
     _plan_for(graph, profile, device)
@@ -184,8 +184,9 @@ def check_runtime(
             profile's problem cannot be applied.
     """
     plugin = create(Kind.RUNTIME, runtime)
-    lacking = [name for name in ("name", "trains", *_RUNTIME_METHODS) if not hasattr(plugin, name)]
-    expect(not lacking, f"the runtime lacks {', '.join(lacking)}")
+    methods = ("capture", "device_formats", "operator_precisions", "profile", "apply", "undo")
+    missing = [name for name in ("name", "trains", *methods) if not hasattr(plugin, name)]
+    expect(not missing, f"the runtime lacks {', '.join(missing)}")
     expect(isinstance(plugin, Runtime), "the runtime does not keep to the protocol qsync_opt.runtime.Runtime")
     expect(isinstance(plugin.name, str) and bool(plugin.name), f"name is {plugin.name!r}: a text is needed")
     expect(isinstance(plugin.trains, bool), f"trains is {plugin.trains!r}: True or False is needed")
@@ -197,9 +198,9 @@ def check_runtime(
     before = step(model, args)
     plan = {}
     for operator in graph.by_role(Role.ADJUSTABLE):
-        can = plugin.operator_precisions(operator.op_type, device)
-        expect(bool(can) and set(can) <= set(formats), f"operator {operator.name!r} can run in {can!r}")
-        plan[operator.name] = can[0]
+        precisions = plugin.operator_precisions(operator.op_type, device)
+        expect(bool(precisions) and set(precisions) <= set(formats), f"operator {operator.name!r} runs in {precisions}")
+        plan[operator.name] = precisions[0]
 
     def check_plan(choices: Mapping[str, str]) -> None:
         applied = plugin.apply(model, choices, graph=graph)
@@ -212,9 +213,6 @@ def check_runtime(
     check_plan(dict.fromkeys(plan, "FP32"))
     # Last, because profiling takes longest.
     check_plan(_plan_from(plugin.profile(model, args, device=device, repeats=2), graph, plugin.trains))
-
-
-_RUNTIME_METHODS = ("capture", "device_formats", "operator_precisions", "profile", "apply", "undo")
 
 
 def _plan_from(profile: DeviceProfile, graph: OpGraph, trains: bool) -> dict[str, str]:
@@ -231,10 +229,9 @@ def _plan_from(profile: DeviceProfile, graph: OpGraph, trains: bool) -> dict[str
 
 def _plan_for(graph: OpGraph, profile: DeviceProfile, device: DeviceType, *, slack: float = 0.0) -> Plan:
     """The plan of the problem that a profile makes for a device type alone."""
-    network = Network(latency_s=1e-5, bandwidth_bytes_per_s=1e9, source="made up")
     table = FormatIndicator().sensitivities(graph, ModelKnowledge(), profile.formats)
     try:
-        cluster = Cluster(name="sample", devices=(device,), network=network)
+        cluster = Cluster(name="sample", devices=(device,), network=NETWORK)
         solution = solve(build_problem(graph, {device.name: profile}, table, cluster, slack=slack))
     except QSyncError as failure:
         raise AssertionError(f"the profile makes no usable problem: {failure}") from failure

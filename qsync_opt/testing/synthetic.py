@@ -84,6 +84,7 @@ SPEED: Mapping[str, int] = {"INT8": 4, "FP8": 4, "BF16": 2, "FP16": 2, "TF32": 2
 """Speed of a made-up device relative to FP32."""
 FORWARD_NS = 4000
 """Forward time of a made-up operator in FP32."""
+NETWORK = Network(latency_s=1e-5, bandwidth_bytes_per_s=1e9, source="made up")
 _STACKED = ("INT8", "BF16", "FP32")
 
 
@@ -104,13 +105,11 @@ def make_operator(
     return Operator(
         name=name,
         op_type=kind,
-        module="",
         role=role,
         inputs=tuple(inputs),
         input_specs=(spec,) * len(inputs),
         output_specs=(spec,),
         parameters=tuple(parameters),
-        onnx_nodes=(),
         flops=spec.elements,
         num_bytes=spec.num_bytes,
         signature=f"{kind}:{shape}:{dtype}:{len(inputs)}",
@@ -196,7 +195,7 @@ def stacked_problem(blocks: int, *, devices: Sequence[str] = ("slow",), seed: in
         devices=tuple(
             DeviceType(name=name, count=2, memory_limit_bytes=2**40, precisions=_STACKED) for name in devices
         ),
-        network=Network(latency_s=1e-5, bandwidth_bytes_per_s=1e9, source="made up"),
+        network=NETWORK,
     )
     profiles = {name: make_profile(graph, _STACKED, scale=10 + 2 * i) for i, name in enumerate(devices)}
     problem = build_problem(graph, profiles, sensitivities, cluster, latency_limit_ns=2**50)
@@ -293,8 +292,7 @@ def make_cluster(
         devices.append(
             DeviceType(name="fast", count=fixed, memory_limit_bytes=2**40, precisions=("FP32",), role=DeviceRole.FIXED)
         )
-    network = Network(latency_s=1e-5, bandwidth_bytes_per_s=1e9, source="made up")
-    return Cluster(name="synthetic", devices=tuple(devices), network=network)
+    return Cluster(name="synthetic", devices=tuple(devices), network=NETWORK)
 
 
 def make_sensitivities(graph: OpGraph) -> dict[str, dict[str, float]]:

@@ -188,15 +188,8 @@ class _Builder:
         return Operator(
             name=name,
             op_type="input",
-            module="",
             role=Role.FIXED,
-            inputs=(),
-            input_specs=(),
             output_specs=(spec,),
-            parameters=(),
-            onnx_nodes=(),
-            flops=0,
-            num_bytes=0,
             signature=_signature("input", (spec,), ()),
         )
 
