@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from qsync_opt.io.files import check_writable, read_bounded, read_text, write_bytes, write_text
     from qsync_opt.io.json_files import Extras, merge_extras, parse_json, read_json, split_extras, write_json
-    from qsync_opt.io.progress import Report, held_interrupts, lasting_interrupts, reporting, waiting
+    from qsync_opt.io.progress import Report, held_interrupts, reporting, waiting
     from qsync_opt.io.units import (
         RATE_BYTES_PER_S,
         SIZE_BYTES,
@@ -64,7 +64,6 @@ __all__ = [
     "format_time",
     "freeze",
     "held_interrupts",
-    "lasting_interrupts",
     "merge_extras",
     "near_match",
     "parse_json",

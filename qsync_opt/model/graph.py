@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from qsync_opt.errors import ModelError
-from qsync_opt.io import Fields, Json, decode, encode, parse_json, read_json, write_json
+from qsync_opt.io import Fields, Json, decode, encode, freeze, parse_json, read_json, write_json
 
 
 class Role(enum.StrEnum):
@@ -200,10 +200,9 @@ class OpGraph:
                     raise ModelError(f"operator {operator.name!r} uses unknown parameter {parameter!r}")
             index[operator.name] = position
             consumers[operator.name] = []
-        object.__setattr__(self, "_index", MappingProxyType(index))
-        object.__setattr__(
-            self, "_consumers", MappingProxyType({name: tuple(users) for name, users in consumers.items()})
-        )
+        object.__setattr__(self, "_index", index)
+        object.__setattr__(self, "_consumers", {name: tuple(users) for name, users in consumers.items()})
+        freeze(self, "_index", "_consumers")
 
     def __len__(self) -> int:
         return len(self.operators)
@@ -278,13 +277,7 @@ class OpGraph:
     def fingerprint(self) -> str:
         """Hex digest of names, kinds, edges and shapes; equal on all ranks that captured the same model."""
         rows = [
-            [
-                o.name,
-                o.op_type,
-                list(o.inputs),
-                [[list(s.shape), s.dtype] for s in o.output_specs],
-                list(o.parameters),
-            ]
+            [o.name, o.op_type, o.inputs, [[s.shape, s.dtype] for s in o.output_specs], o.parameters]
             for o in self.operators
         ]
         return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
