@@ -23,10 +23,10 @@ MODEL_CASES: tuple[Case, ...] = (
         advice="did you mean 'INT8'?",
     ),
     Case(
-        what="a key that stands twice",
+        what="a repeated key",
         run=("plan", "model.onnx", "twice.yaml"),
         value="'count'",
-        allowed="twice in one mapping (line 4)",
+        allowed="repeated in one mapping (line 4)",
         advice="keep one",
     ),
     Case(

@@ -1,6 +1,6 @@
-"""What the makers say that GPUs can do: peaks per precision and memory bandwidth, for estimates without a device.
+"""Data sheets of GPUs: peak throughput per precision and memory bandwidth, for estimates without a device.
 
-Peaks are dense (without structured sparsity) and in operations per second, a multiply-add counted as two.
+Peaks are in operations per second, without structured sparsity, a multiply-add counted as two.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.io import check_name, check_number, near_match
 from qsync_opt.numerics import FORMATS
 
-_T = 1e12
-_GB = 1e9
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSheet:
     """One GPU model as its maker describes it.
 
-    ``peak_flops`` maps precision to operations per second, FP32 included; ``half_format`` is the 16-bit format in which
-    8-bit operators answer and run backward. ``source`` says where the figures are from.
+    ``peak_flops`` maps precisions, FP32 among them, to operations per second; ``half_format`` is the 16-bit format that
+    8-bit operators deliver and run backward in. ``source`` says where the figures are from.
     """
 
     name: str
@@ -55,79 +52,37 @@ def _check_positive(value: float, what: str) -> None:
         raise ProblemError(f"{what} is 0, but it must be above zero")
 
 
-_HOPPER = {"INT8": 1979 * _T, "FP8": 1979 * _T, "BF16": 989 * _T, "FP16": 989 * _T, "TF32": 494 * _T, "FP32": 67 * _T}
+def _sheet(name: str, half_format: str, bandwidth_gb_per_s: float, source: str, **peak_tflops: float) -> DataSheet:
+    return DataSheet(
+        name=name,
+        peak_flops={precision: 1e12 * peak for precision, peak in peak_tflops.items()},
+        bandwidth_bytes_per_s=1e9 * bandwidth_gb_per_s,
+        half_format=half_format,
+        source=f"NVIDIA {name} data sheet{source}",
+    )
 
-DATA_SHEETS: Mapping[str, DataSheet] = MappingProxyType(
-    {
-        sheet.name: sheet
-        for sheet in (
-            DataSheet(
-                name="V100",
-                peak_flops={"FP16": 125 * _T, "FP32": 15.7 * _T},
-                bandwidth_bytes_per_s=900 * _GB,
-                half_format="FP16",
-                source="NVIDIA V100 data sheet (SXM2)",
-            ),
-            DataSheet(
-                name="T4",
-                peak_flops={"INT8": 130 * _T, "FP16": 65 * _T, "FP32": 8.1 * _T},
-                bandwidth_bytes_per_s=300 * _GB,
-                half_format="FP16",
-                source="NVIDIA T4 data sheet",
-            ),
-            DataSheet(
-                name="A10",
-                peak_flops={"INT8": 250 * _T, "BF16": 125 * _T, "FP16": 125 * _T, "TF32": 62.5 * _T, "FP32": 31.2 * _T},
-                bandwidth_bytes_per_s=600 * _GB,
-                half_format="BF16",
-                source="NVIDIA A10 data sheet",
-            ),
-            DataSheet(
-                name="L4",
-                peak_flops={
-                    "INT8": 242 * _T,
-                    "FP8": 242 * _T,
-                    "BF16": 121 * _T,
-                    "FP16": 121 * _T,
-                    "TF32": 60 * _T,
-                    "FP32": 30.3 * _T,
-                },
-                bandwidth_bytes_per_s=300 * _GB,
-                half_format="BF16",
-                source="NVIDIA L4 data sheet, figures with sparsity halved",
-            ),
-            DataSheet(
-                name="A100",
-                peak_flops={"INT8": 624 * _T, "BF16": 312 * _T, "FP16": 312 * _T, "TF32": 156 * _T, "FP32": 19.5 * _T},
-                bandwidth_bytes_per_s=1555 * _GB,
-                half_format="BF16",
-                source="NVIDIA A100 data sheet (40 GB; the 80 GB card has 2039 GB/s)",
-            ),
-            DataSheet(
-                name="H100",
-                peak_flops=_HOPPER,
-                bandwidth_bytes_per_s=3350 * _GB,
-                half_format="BF16",
-                source="NVIDIA H100 data sheet (SXM5), figures with sparsity halved",
-            ),
-            DataSheet(
-                name="H200",
-                peak_flops=_HOPPER,
-                bandwidth_bytes_per_s=4800 * _GB,
-                half_format="BF16",
-                source="NVIDIA H200 data sheet (SXM5), figures with sparsity halved",
-            ),
-        )
-    }
+
+_HOPPER = {"INT8": 1979.0, "FP8": 1979.0, "BF16": 989.0, "FP16": 989.0, "TF32": 494.0, "FP32": 67.0}
+_A100 = " (40 GB; the 80 GB card has 2039 GB/s)"
+_HALVED = ", figures with sparsity halved"
+_SHEETS = (
+    _sheet("V100", "FP16", 900, " (SXM2)", FP16=125, FP32=15.7),
+    _sheet("T4", "FP16", 300, "", INT8=130, FP16=65, FP32=8.1),
+    _sheet("A10", "BF16", 600, "", INT8=250, BF16=125, FP16=125, TF32=62.5, FP32=31.2),
+    _sheet("L4", "BF16", 300, _HALVED, INT8=242, FP8=242, BF16=121, FP16=121, TF32=60, FP32=30.3),
+    _sheet("A100", "BF16", 1555, _A100, INT8=624, BF16=312, FP16=312, TF32=156, FP32=19.5),
+    _sheet("H100", "BF16", 3350, f" (SXM5){_HALVED}", **_HOPPER),
+    _sheet("H200", "BF16", 4800, f" (SXM5){_HALVED}", **_HOPPER),
 )
-"""GPU model to its figures."""
+DATA_SHEETS: Mapping[str, DataSheet] = MappingProxyType({sheet.name: sheet for sheet in _SHEETS})
+"""GPU model to its data sheet."""
 
 
 def data_sheet(name: str) -> DataSheet:
-    """Return the figures of a GPU model; capitals do not matter.
+    """The data sheet of a GPU model, whatever the case of its name.
 
     Raises:
-        UnsupportedError: There is no such model; the text lists those that exist.
+        UnsupportedError: There is none; the text lists those that exist.
     """
     known = {key.upper(): sheet for key, sheet in DATA_SHEETS.items()}
     try:

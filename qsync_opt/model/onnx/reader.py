@@ -1,10 +1,7 @@
-"""Which operators does an ONNX model have? Reads a file or a ModelProto into an OpGraph.
+"""Operator graphs and weight statistics from ONNX files and ModelProtos; the only module that imports ``onnx``.
 
-Only this file and ``onnx_functions`` load onnx.
-
-Three kinds of models are told apart by their metadata: those that ``capture`` wrote (operators and nodes are matched),
-those of torch's dynamo exporter (the nodes of one torch operation become one operator), and all others (one operator
-per node).
+The metadata of a model decides how nodes become operators: those written by ``capture`` have operators of their own,
+in those of torch's dynamo exporter the nodes of one torch operation are one operator, in others every node is one.
 """
 
 from __future__ import annotations
@@ -29,59 +26,11 @@ from qsync_opt.model.onnx.graph import GRAPH_KEY, AttributeValue, OnnxModel, Onn
 from qsync_opt.model.roles import RoleTable
 from qsync_opt.model.weights import WeightStatistics, weight_statistics
 
-_LARGEST_EXPANSION = 1_000_000
-
-
-def inline_functions(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
-    """Return a model in which the bodies of its own functions stand in place of their calls.
-
-    Raises:
-        ModelError: A function calls itself, or written out there are too many nodes.
-    """
-    if not len(proto.functions):
-        return proto
-    bodies = {(function.domain, function.name): function.node for function in proto.functions}
-    sizes: dict[tuple[str, str], int] = {}
-    try:
-        total = _expanded_nodes(proto.graph.node, bodies, sizes, ())
-    except RecursionError as error:
-        raise ModelError(f"{where} has functions or graphs that are nested too deeply; inline them before") from error
-    if total > _LARGEST_EXPANSION:
-        raise ModelError(
-            f"{where} has {min(total, 10**18)} nodes or more with its functions written out, but at most "
-            f"{_LARGEST_EXPANSION} can be read"
-        )
-    try:
-        return inliner.inline_local_functions(proto)
-    except Exception as error:  # whatever a malformed function makes happen inside of the library
-        raise ModelError(f"the functions of {where} cannot be written out: {first_line(error)}") from error
-
-
-def _expanded_nodes(
-    nodes: Iterable[onnx.NodeProto],
-    bodies: Mapping[tuple[str, str], Iterable[onnx.NodeProto]],
-    sizes: dict[tuple[str, str], int],
-    callers: tuple[tuple[str, str], ...],
-) -> int:
-    """How many nodes there are once every call is replaced by what it calls."""
-    total = 0
-    for node in nodes:
-        call = (node.domain, node.op_type)
-        if call in callers:
-            raise ModelError(f"ONNX function {node.op_type!r} calls itself, which no model may do")
-        if call in bodies and call not in sizes:
-            sizes[call] = _expanded_nodes(bodies[call], bodies, sizes, (*callers, call))
-        total += sizes.get(call, 1)
-        for attribute in node.attribute:
-            for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                total += _expanded_nodes(graph.node, bodies, sizes, callers)
-    return total
-
-
-# Larger constants than this are weights: shape inference needs their sizes, not their values.
+_LARGEST_EXPANSION = 1_000_000  # nodes, after functions are inlined
+# Larger constants are weights, of which shape inference needs no values.
 _SMALL_ELEMENTS = 1024
 _LARGEST_BYTES = 2**31 - 1  # of a protocol buffer
-# Kinds that exporters compute shapes with.
+# Kinds with which exporters compute shapes.
 _SHAPE_TEXT = """
     Constant ConstantOfShape Identity Cast CastLike Gather Concat Slice Squeeze Unsqueeze Reshape
     Expand Where Equal Greater Less Not Add Sub Mul Div Mod Neg Abs Floor Ceil Min Max ReduceProd ReduceSum
@@ -92,23 +41,22 @@ _STATE_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _DOUBLE = onnx.TensorProto.DOUBLE
 _CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 EXTERNAL_FAILURES = (OSError, ValueError, TypeError, MemoryError, RuntimeError, onnx.checker.ValidationError)
-"""What onnx ends in where an external file cannot be had: also names that are no text (TypeError) or too long for the
-file system (RuntimeError), and files as large as they say they are, most of them holes (MemoryError)."""
+"""Errors of onnx for unusable external files: also for names that are not text (TypeError) or too long (RuntimeError),
+and for sparse files that are larger than the memory (MemoryError)."""
 
 
 def read_onnx(
     source: str | os.PathLike[str] | onnx.ModelProto, *, roles: RoleTable | None = None, name: str | None = None
 ) -> OpGraph:
-    """Read the operators of an ONNX model; weights kept in external files are not loaded.
+    """Read the operators of an ONNX model; external weights are not loaded.
 
     Args:
-        source: Path of the file, or the model itself, which is left as it is.
-        roles: The role table with changes; None is the shipped one. A file that ``capture`` wrote has its roles
-            inside and takes none here.
-        name: Of the graph; None takes the one in the model.
+        source: Path of the file, or the model itself, which is not changed.
+        roles: The role table; None: the default one. Files written by ``capture`` contain their roles and take none.
+        name: Of the graph; None: the one in the model.
 
     Returns:
-        One operator per torch operation where the model's metadata tells them, else one per node.
+        One operator per torch operation where the metadata has them, else one per node.
 
     Raises:
         ModelError: No such file, not ONNX or truncated, a shape that is not fixed or not known, control flow, or
@@ -140,28 +88,11 @@ def read_onnx(
     return graph
 
 
-def _check_texts(proto: onnx.ModelProto, where: str) -> None:
-    """Refuse names that are not UTF-8, which a damaged file can hold and the library hands on as bytes."""
-    graph = proto.graph
-    infos = (*graph.input, *graph.value_info, *graph.output)
-    entries = [*proto.metadata_props, *(entry for info in infos for entry in info.metadata_props)]
-    texts = [graph.name, *(tensor.name for tensor in graph.initializer), *(info.name for info in infos)]
-    for node in graph.node:
-        texts += [node.name, node.op_type, node.domain, *node.input, *node.output]
-        texts += [attribute.name for attribute in node.attribute]
-        entries += node.metadata_props
-    for text in (*texts, *(entry.key for entry in entries), *(entry.value for entry in entries)):
-        if not isinstance(text, str):
-            raise ModelError(
-                f"{where} holds the name {text!r}, which is not UTF-8 text: it is damaged, export it again"
-            )
-
-
 def read_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> dict[str, WeightStatistics]:
-    """Read what rounding needs to know of the weights of an ONNX model; external files are read one by one.
+    """Statistics of the weights of an ONNX model; external files are read one by one.
 
     Args:
-        source: Path of the file, or the model itself (whose external weights are looked for in the working directory).
+        source: Path of the file, or the model itself (with external weights relative to the working directory).
 
     Returns:
         Initializer to statistics, for floating-point initializers of at least two dimensions.
@@ -171,7 +102,7 @@ def read_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> dict[str, 
     """
     proto = source if isinstance(source, onnx.ModelProto) else load_proto(Path(source))
     folder = "" if isinstance(source, onnx.ModelProto) else str(Path(source).parent)
-    found = {}
+    statistics = {}
     for tensor in proto.graph.initializer:
         is_floating = "FLOAT" in _type_name(tensor.data_type) or tensor.data_type == _DOUBLE
         if len(tensor.dims) < 2 or not is_floating or not math.prod(tensor.dims):
@@ -184,8 +115,8 @@ def read_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> dict[str, 
                 f"the values of weight {tensor.name!r} cannot be read: {why}; put its external file "
                 "beside the model, or estimate without weights"
             ) from error
-        found[tensor.name] = weight_statistics(tensor.name, np.asarray(values, dtype=np.float32))
-    return found
+        statistics[tensor.name] = weight_statistics(tensor.name, np.asarray(values, dtype=np.float32))
+    return statistics
 
 
 def load_proto(path: Path) -> onnx.ModelProto:
@@ -214,8 +145,71 @@ def load_proto(path: Path) -> onnx.ModelProto:
     return proto
 
 
+def inline_functions(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
+    """A model whose calls of its own functions are replaced by their bodies.
+
+    Raises:
+        ModelError: A function calls itself, or there would be too many nodes.
+    """
+    if not len(proto.functions):
+        return proto
+    bodies = {(function.domain, function.name): function.node for function in proto.functions}
+    sizes: dict[tuple[str, str], int] = {}
+    try:
+        total = _expanded_nodes(proto.graph.node, bodies, sizes, ())
+    except RecursionError as error:
+        raise ModelError(f"{where} has functions or graphs that are nested too deeply; inline them before") from error
+    if total > _LARGEST_EXPANSION:
+        raise ModelError(
+            f"{where} has {min(total, 10**18)} nodes or more with its functions written out, but at most "
+            f"{_LARGEST_EXPANSION} can be read"
+        )
+    try:
+        return inliner.inline_local_functions(proto)
+    except Exception as error:  # malformed functions raise anything
+        raise ModelError(f"the functions of {where} cannot be written out: {first_line(error)}") from error
+
+
+def _expanded_nodes(
+    nodes: Iterable[onnx.NodeProto],
+    bodies: Mapping[tuple[str, str], Iterable[onnx.NodeProto]],
+    sizes: dict[tuple[str, str], int],
+    callers: tuple[tuple[str, str], ...],
+) -> int:
+    """Number of nodes after all calls are replaced by function bodies."""
+    total = 0
+    for node in nodes:
+        call = (node.domain, node.op_type)
+        if call in callers:
+            raise ModelError(f"ONNX function {node.op_type!r} calls itself, which no model may do")
+        if call in bodies and call not in sizes:
+            sizes[call] = _expanded_nodes(bodies[call], bodies, sizes, (*callers, call))
+        total += sizes.get(call, 1)
+        for attribute in node.attribute:
+            for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                total += _expanded_nodes(graph.node, bodies, sizes, callers)
+    return total
+
+
+def _check_texts(proto: onnx.ModelProto, where: str) -> None:
+    """Refuse names that are not UTF-8, which the library returns as bytes."""
+    graph = proto.graph
+    infos = (*graph.input, *graph.value_info, *graph.output)
+    entries = [*proto.metadata_props, *(entry for info in infos for entry in info.metadata_props)]
+    texts = [graph.name, *(tensor.name for tensor in graph.initializer), *(info.name for info in infos)]
+    for node in graph.node:
+        texts += [node.name, node.op_type, node.domain, *node.input, *node.output]
+        texts += [attribute.name for attribute in node.attribute]
+        entries += node.metadata_props
+    for text in (*texts, *(entry.key for entry in entries), *(entry.value for entry in entries)):
+        if not isinstance(text, str):
+            raise ModelError(
+                f"{where} holds the name {text!r}, which is not UTF-8 text: it is damaged, export it again"
+            )
+
+
 def _drop_weights(proto: onnx.ModelProto) -> None:
-    """Empty the large initializers: their shape and type stay, and the model becomes small enough to be analysed."""
+    """Remove the values of large initializers, but not their shapes and types."""
     for tensor in proto.graph.initializer:
         if math.prod(tensor.dims) > _SMALL_ELEMENTS:
             for key, _ in tensor.ListFields():
@@ -224,24 +218,23 @@ def _drop_weights(proto: onnx.ModelProto) -> None:
 
 
 def _with_shapes(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
-    """Return the model with the shapes that it does not state inferred, where they can be."""
-    stated = _shapes(proto)
-    if all(value in stated for node in proto.graph.node for value in node.output if value):
+    """The model with inferred shapes where it states none."""
+    shapes = _shapes(proto)
+    if all(value in shapes for node in proto.graph.node for value in node.output if value):
         return proto
     scratch = onnx.ModelProto()
     scratch.CopyFrom(proto)
     try:
         while True:
             inferred = shape_inference.infer_shapes(scratch, data_prop=True)
-            # ONNX itself follows values through few operations; those that shapes are computed with are run here.
+            # Shape inference propagates values through few kinds of nodes; others that compute shapes run here.
             if not _fold_constants(scratch, _shapes(inferred)):
                 break
-        known = _shapes(inferred)
-        if any(value not in known for node in proto.graph.node for value in node.output if value):
-            # Only strict inference tells why; it takes no values along, because there it refuses sound models.
+        shapes = _shapes(inferred)
+        if any(value not in shapes for node in proto.graph.node for value in node.output if value):
+            # Only strict inference says why; with data propagation it would refuse valid models.
             shape_inference.infer_shapes(scratch, strict_mode=True)
-    # Inference and the reference implementation raise whatever a malformed node makes happen inside of them.
-    except Exception as error:
+    except Exception as error:  # malformed nodes raise anything
         raise ModelError(f"shape inference fails on {where}: {first_line(error)}") from error
     for field in ("value_info", "output"):
         proto.graph.ClearField(field)
@@ -250,24 +243,30 @@ def _with_shapes(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
 
 
 def _shapes(proto: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that a model states and that are fixed, by value."""
+    """Value to its shape, for shapes that the model states and that are fixed."""
     shapes = {tensor.name: tuple(tensor.dims) for tensor in proto.graph.initializer}
     for info in (*proto.graph.input, *proto.graph.value_info, *proto.graph.output):
-        tensor = info.type.tensor_type
-        if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim):
-            shapes[info.name] = tuple(dim.dim_value for dim in tensor.shape.dim)
+        if (shape := _fixed_shape(info)) is not None:
+            shapes[info.name] = shape
     return shapes
 
 
+def _fixed_shape(info: onnx.ValueInfoProto) -> tuple[int, ...] | None:
+    tensor = info.type.tensor_type
+    if not tensor.HasField("shape") or not all(dim.HasField("dim_value") for dim in tensor.shape.dim):
+        return None
+    return tuple(int(dim.dim_value) for dim in tensor.shape.dim)
+
+
 def _fold_constants(proto: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Replace small computations on constants and on known shapes by their results; False if there were none."""
+    """Replace small computations on constants and known shapes by their results; False if there were none."""
     versions = {entry.domain: entry.version for entry in proto.opset_import}
     values = {
         tensor.name: onnx.numpy_helper.to_array(tensor)
         for tensor in proto.graph.initializer
         if _is_small(tensor.dims) and tensor.data_location != onnx.TensorProto.EXTERNAL
     }
-    folded = False
+    has_changed = False
     for node in proto.graph.node:
         results = _evaluate(node, values, shapes, versions)
         if not results or not all(_is_small(result.shape) for result in results):
@@ -277,19 +276,19 @@ def _fold_constants(proto: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]
             constant = onnx.helper.make_node("Constant", [], [node.output[0]], name=node.name)
             constant.attribute.append(onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(results[0])))
             node.CopyFrom(constant)
-            folded = True
-    return folded
+            has_changed = True
+    return has_changed
 
 
 def _is_small(sizes: Sequence[int]) -> bool:
-    """True for scalars and short lists, which is what shapes are computed with."""
+    """True for scalars and short vectors, as shape computations have them."""
     return len(sizes) <= 1 and math.prod(sizes) <= _SMALL_ELEMENTS
 
 
 def _evaluate(
     node: onnx.NodeProto, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], versions: Mapping[str, int]
 ) -> list[Any]:
-    """Return the result of a node that has one, small and independent of the model's inputs; else nothing."""
+    """Results of a node that are small and independent of the model's inputs; else none."""
     if node.op_type == "Shape" and node.input[0] in shapes:
         bounds = {attribute.name: attribute.i for attribute in node.attribute}
         sizes = shapes[node.input[0]]
@@ -342,7 +341,7 @@ def _records(proto: onnx.ModelProto, where: str, name: str | None) -> OnnxModel:
 def _note_spec(
     specs: dict[str, TensorSpec | None], unfixed: dict[str, str], info: onnx.ValueInfoProto, where: str
 ) -> None:
-    """Take in what the model or shape inference says about one value; later statements win."""
+    """Record the spec of one value, or why it has none; later statements win."""
     kind = info.type.WhichOneof("value")
     if kind is None:
         return
@@ -351,13 +350,12 @@ def _note_spec(
         return
     tensor = info.type.tensor_type
     dtype = _dtype(tensor.elem_type, info.name, where)
-    dims = tensor.shape.dim
-    if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
-        specs[info.name] = TensorSpec(shape=tuple(int(dim.dim_value) for dim in dims), dtype=dtype)
-    else:
-        sizes = [str(dim.dim_value) if dim.HasField("dim_value") else (dim.dim_param or "?") for dim in dims]
-        shape = f"[{', '.join(sizes)}]" if tensor.HasField("shape") else "unknown"
-        unfixed[info.name] = f"{dtype} {shape}, which is not fixed"
+    if (shape := _fixed_shape(info)) is not None:
+        specs[info.name] = TensorSpec(shape=shape, dtype=dtype)
+        return
+    sizes = [str(d.dim_value) if d.HasField("dim_value") else d.dim_param or "?" for d in tensor.shape.dim]
+    text = f"[{', '.join(sizes)}]" if tensor.HasField("shape") else "unknown"
+    unfixed[info.name] = f"{dtype} {text}, which is not fixed"
 
 
 def _dtype(element_type: Any, name: str, where: str) -> str:
@@ -369,8 +367,8 @@ def _dtype(element_type: Any, name: str, where: str) -> str:
 
 
 def _type_name(element_type: Any) -> str:
-    known = onnx.TensorProto.DataType.values()
-    return str(onnx.TensorProto.DataType.Name(element_type)) if element_type in known else f"number {element_type}"
+    types = onnx.TensorProto.DataType
+    return str(types.Name(element_type)) if element_type in types.values() else f"number {element_type}"
 
 
 def _node(node: onnx.NodeProto, position: int, where: str) -> OnnxNode:
@@ -413,7 +411,7 @@ def _parameters(
     kinds: Mapping[str, str],
     nodes: Iterable[OnnxNode],
 ) -> tuple[str, ...]:
-    """Initializers that training changes: floating point, and not what the metadata or their use calls a buffer."""
+    """Floating-point initializers that neither the metadata nor their use marks as buffers."""
     buffers = {name for name, kind in kinds.items() if kind and kind != "PARAMETER"}
     for node in nodes:
         if node.kind == "BatchNormalization":

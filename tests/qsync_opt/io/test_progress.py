@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from qsync_opt.io import held_interrupts, lasting_interrupts, reporting, waiting
+from qsync_opt.io import held_interrupts, reporting, waiting
+from qsync_opt.io.progress import lasting_interrupts
 
 
 @pytest.fixture(autouse=True)

@@ -95,7 +95,7 @@ FC1 = (*T4, "operators", "fc1", "FP16")
         ((*T4, "operators", "gelu"), _DELETE, "dependent operator 'gelu' has no table"),
         ((*T4, "operators", "gelu"), {}, "operator 'gelu' has an empty table"),
         ((*T4, "operators", "gone"), {"FP32": None}, "gone"),
-        ((*T4, "operators", "fc1", "FP64"), None, "stands where an object is needed"),
+        ((*T4, "operators", "fc1", "FP64"), None, "it must be an object"),
         ((*T4, "precisions", "INT8"), _DELETE, "operator 'fc1' has a cost for 'INT8', which the device lacks"),
         ((*FC1, "forward_ns"), float("nan"), "forward_ns is nan"),
         ((*FC1, "backward_ns"), -1, "backward_ns is -1"),

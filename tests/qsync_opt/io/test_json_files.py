@@ -37,7 +37,7 @@ def test_reads_what_it_wrote(tmp_path):
         ("", "truncated"),
         ('{"format": "f/1", "a": NaN}', "NaN"),
         ('{"format": "f/1", "a": [-Infinity]}', "-Infinity"),
-        ('{"format": "f/1", "a": 1, "a": 2}', "'a' stands twice"),
+        ('{"format": "f/1", "a": 1, "a": 2}', "'a' is repeated"),
         ('{"format": "f/2"}', "format is 'f/2', but allowed is 'f/1'"),
         ("{}", "format is None"),
         ("[1]", "list"),
@@ -171,7 +171,7 @@ def test_numbers_are_checked(value):
         (lambda f: f.mapping("list"), "list is a list, but it must be an object"),
         (lambda f: f.texts("list"), "list of texts"),
         (lambda f: f.integers("mixed"), "mixed[1] is 'b'"),
-        (lambda f: list(f.children("map")), "thing: map 'k': a number stands where an object is needed"),
+        (lambda f: list(f.children("map")), "thing: map 'k' is a number, but it must be an object"),
     ],
 )
 def test_fields_name_place_and_kind(call, needle):
