@@ -68,66 +68,7 @@ class Master:
         return float(dual[0]), np.clip(-dual[1:], 0.0, self.box), np.maximum(weights[2 * self._rows :], 0.0)
 
 
-def _row_sums(product: Floats) -> Floats:
-    """Sums of rows, one addend after the other as in a loop."""
-    result: Floats = np.cumsum(product, axis=1)[:, -1]
-    return result
-
-
-def _inverse_plain(matrix: Floats) -> Floats | None:
-    """Inverse by elimination with row exchanges, the same operations in the same order as in `_pivot`."""
-    size = len(matrix)
-    both = np.concatenate([matrix, np.eye(size)], axis=1)
-    for k in range(size):
-        pivot = k + int(np.abs(both[k:, k]).argmax())
-        if both[pivot, k] == 0.0:
-            return None
-        both[[k, pivot]] = both[[pivot, k]]
-        both[k] = both[k] / both[k, k]
-        factor = both[:, k].copy()
-        factor[k] = 0.0
-        both -= factor[:, None] * both[k]
-    return both[:, size:]
-
-
-def _pivot_plain(
-    cost_I: Floats, excess_IR: Floats, basis_B: Ints, box: float, scale: float
-) -> tuple[Floats, Floats, Ints]:
-    rows = excess_IR.shape[1]
-    columns = np.zeros((2 * rows + len(cost_I), rows + 1))
-    columns[:rows, 1:], columns[rows : 2 * rows, 1:] = np.eye(rows), -np.eye(rows)
-    columns[2 * rows :, 0], columns[2 * rows :, 1:] = 1.0, excess_IR
-    cost = np.concatenate([np.zeros(rows), np.full(rows, box), cost_I])
-    dual, value, basis = np.zeros(rows + 1), np.zeros(rows + 1), basis_B.copy()
-    for pivot in range(_MAX_PIVOTS):
-        inverse = _inverse_plain(columns[basis].T)
-        if inverse is None:
-            break
-        basis_B = basis.copy()
-        dual = _row_sums(inverse.T * cost[basis])
-        value = inverse[:, 0].copy()
-        prices = -dual[1:]
-        of_plans = _row_sums(excess_IR * prices) if rows else np.zeros(len(cost_I))
-        reduced = np.concatenate([prices, box - prices, cost_I + of_plans - dual[0]])
-        reduced[basis] = 0.0
-        noise = max(_TOLERANCE * scale, _ROUNDING * float(np.abs(dual).max()))
-        negative = np.flatnonzero(reduced < -noise)
-        if not len(negative):
-            break
-        entering = int(negative[0] if pivot > _BLAND_AFTER else reduced.argmin())
-        direction = _row_sums(inverse * columns[entering])
-        positive = direction > _LEAST_STEP
-        if not positive.any():
-            break
-        ratio = np.full(len(value), np.inf)
-        ratio[positive] = np.maximum(value[positive], 0.0) / direction[positive]
-        ties = np.flatnonzero(ratio <= ratio.min() * _TIE)
-        leaving = int(ties[np.argmin(basis[ties])] if pivot > _BLAND_AFTER else ties[direction[ties].argmax()])
-        basis[leaving] = entering
-    return dual, value, basis_B
-
-
-@compiled("(float64[::1],float64[:,::1],int64[::1],float64,float64)", plain=_pivot_plain)
+@compiled("(float64[::1],float64[:,::1],int64[::1],float64,float64)")
 def _pivot(cost_I: Floats, excess_IR: Floats, basis_B: Ints, box: float, scale: float) -> tuple[Floats, Floats, Ints]:
     """Dual values, values of the basic columns, and the basis, after pivoting to the optimum."""
     plans, rows = excess_IR.shape

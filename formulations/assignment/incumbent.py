@@ -12,7 +12,7 @@ import numpy as np
 from qsync_opt.formulations.assignment.compiled import compiled
 from qsync_opt.formulations.assignment.dual import Priced
 from qsync_opt.formulations.assignment.elimination import Relaxation
-from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints, root
+from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
 
 _LARGE_PART = 300
 """Nodes of a part from which on it is cut."""
@@ -71,19 +71,7 @@ def _cut(model: AssignmentModel, feasible_N: Ints, other_N: Ints, *, turned: boo
     return best_N
 
 
-def _take_plain(order: Ints, loads_PS: Ints, row: Ints, load: Ints, sign: Ints, slack_R: Ints) -> Bools:
-    taken = np.zeros(len(loads_PS) + 1, dtype=np.bool_)
-    for part in order.tolist():
-        step_R = np.zeros(len(slack_R), dtype=np.int64)
-        np.add.at(step_R, row, sign * loads_PS[part, load])
-        left_R = slack_R - np.cumsum(step_R)
-        if (left_R >= 0).all():
-            slack_R = left_R
-            taken[part] = True
-    return taken
-
-
-@compiled("boolean[::1](int64[::1],int64[:,::1],int64[::1],int64[::1],int64[::1],int64[::1])", plain=_take_plain)
+@compiled("boolean[::1](int64[::1],int64[:,::1],int64[::1],int64[::1],int64[::1],int64[::1])")
 def _take(order: Ints, loads_PS: Ints, row: Ints, load: Ints, sign: Ints, slack_R: Ints) -> Bools:
     """Parts that are taken over, in order, where the rows (as in `AssignmentModel.steps`) have room; one more False."""
     slack, left = slack_R.copy(), np.empty(len(slack_R), dtype=np.int64)
@@ -111,15 +99,7 @@ def _parts(model: AssignmentModel, differs_N: Bools) -> tuple[Ints, int]:
     return np.where(differs_N, number_N[root_N], -1), int(number_N[-1]) + 1 if len(number_N) else 0
 
 
-def _roots_plain(differs_N: Bools, edges_E2: Ints) -> Ints:
-    parent = np.where(differs_N, np.arange(len(differs_N)), -1).tolist()
-    for a, b in edges_E2[differs_N[edges_E2].all(axis=1)].tolist():
-        one, two = root(parent, a), root(parent, b)
-        parent[max(one, two)] = min(one, two)
-    return np.array([root(parent, n) if parent[n] >= 0 else -1 for n in range(len(parent))], dtype=np.int64)
-
-
-@compiled("int64[::1](boolean[::1],int64[:,::1])", plain=_roots_plain)
+@compiled("int64[::1](boolean[::1],int64[:,::1])")
 def _roots(differs_N: Bools, edges_E2: Ints) -> Ints:
     """First node of each differing node's part; -1 where a node does not differ."""
     parent = np.arange(len(differs_N))

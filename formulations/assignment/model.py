@@ -27,22 +27,14 @@ Whole = NDArray[np.integer[Any]]
 """Whole numbers of any width."""
 
 
-def _price_plain(
-    objective_Z: Floats, weight: float, value_T: Floats, price_S: Floats, load_T: Ints, entry_T: Ints, pointer_Z1: Ints,
-    allowed_Z: Bools,
-) -> Floats:  # fmt: skip
-    cost_Z = objective_Z * weight
-    cost_Z += np.bincount(entry_T, weights=value_T * price_S[load_T], minlength=len(cost_Z))
-    cost_Z[~allowed_Z] = np.inf
-    return cost_Z
-
-
-@compiled(
-    "float64[::1](float64[::1],float64,float64[::1],float64[::1],int64[::1],int64[::1],int64[::1],boolean[::1])",
-    plain=_price_plain,
-)
+@compiled("float64[::1](float64[::1],float64,float64[::1],float64[::1],int64[::1],int64[::1],boolean[::1])")
 def price(
-    objective_Z: Floats, weight: float, value_T: Floats, price_S: Floats, load_T: Ints, entry_T: Ints, pointer_Z1: Ints,
+    objective_Z: Floats,
+    weight: float,
+    value_T: Floats,
+    price_S: Floats,
+    load_T: Ints,
+    pointer_Z1: Ints,
     allowed_Z: Bools,
 ) -> Floats:  # fmt: skip
     """Tables with prices of loads added, forbidden entries infinite."""
@@ -55,13 +47,7 @@ def price(
     return cost_Z
 
 
-def _choose_plain(labels_N: Ints, sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints) -> Ints:
-    first, second = edges_E2[:, 0], edges_E2[:, 1]
-    entry_E = offset_E + labels_N[first] * sizes_N[second] + labels_N[second]
-    return np.concatenate([offset_N + labels_N, entry_E])
-
-
-@compiled("int64[::1](int64[::1],int64[::1],int64[:,::1],int64[::1],int64[::1])", plain=_choose_plain)
+@compiled("int64[::1](int64[::1],int64[::1],int64[:,::1],int64[::1],int64[::1])")
 def choose(labels_N: Ints, sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints) -> Ints:
     """Chosen entries of nodes, then of edges."""
     num_nodes = len(labels_N)
@@ -74,17 +60,7 @@ def choose(labels_N: Ints, sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset
     return entries
 
 
-def _sum_loads_plain(entry_X: Ints, pointer_Z1: Ints, load_T: Ints, value_T: Ints, num_loads: int) -> Ints:
-    start, count = pointer_Z1[entry_X], pointer_Z1[entry_X + 1] - pointer_Z1[entry_X]
-    ends = np.cumsum(count)
-    total = int(ends[-1]) if len(ends) else 0
-    term = np.arange(total) + np.repeat(start - (ends - count), count)
-    loads_S = np.zeros(num_loads, dtype=np.int64)
-    np.add.at(loads_S, load_T[term], value_T[term])
-    return loads_S
-
-
-@compiled("int64[::1](int64[::1],int64[::1],int64[::1],int64[::1],int64)", plain=_sum_loads_plain)
+@compiled("int64[::1](int64[::1],int64[::1],int64[::1],int64[::1],int64)")
 def sum_loads(entry_X: Ints, pointer_Z1: Ints, load_T: Ints, value_T: Ints, num_loads: int) -> Ints:
     """Loads of table entries together."""
     loads_S = np.zeros(num_loads, dtype=np.int64)
@@ -94,13 +70,7 @@ def sum_loads(entry_X: Ints, pointer_Z1: Ints, load_T: Ints, value_T: Ints, num_
     return loads_S
 
 
-def _sum_steps_plain(row: Ints, load: Ints, sign: Ints, loads_S: Ints, num_rows: int) -> Ints:
-    step_R = np.zeros(num_rows, dtype=np.int64)
-    np.add.at(step_R, row, sign * loads_S[load])
-    return np.cumsum(step_R)
-
-
-@compiled("int64[::1](int64[::1],int64[::1],int64[::1],int64[::1],int64)", plain=_sum_steps_plain)
+@compiled("int64[::1](int64[::1],int64[::1],int64[::1],int64[::1],int64)")
 def sum_steps(row: Ints, load: Ints, sign: Ints, loads_S: Ints, num_rows: int) -> Ints:
     """Left-hand sides of rows that are given by their steps."""
     left_R = np.zeros(num_rows, dtype=np.int64)
@@ -111,14 +81,7 @@ def sum_steps(row: Ints, load: Ints, sign: Ints, loads_S: Ints, num_rows: int) -
     return left_R
 
 
-def _follow_plain(labels_N: Ints, derived_D4: Ints, width_D: Ints, tables: Ints) -> Ints:
-    labels, entries = labels_N.tolist(), tables.tolist()  # long chains of joins are followed faster so than by numpy
-    for (node, first, second, place), width in zip(derived_D4.tolist(), width_D.tolist(), strict=True):
-        labels[node] = entries[place + labels[first] * width + labels[second]]
-    return np.array(labels, dtype=np.int64)
-
-
-@compiled("int64[::1](int64[::1],int64[:,::1],int64[::1],int64[::1])", plain=_follow_plain)
+@compiled("int64[::1](int64[::1],int64[:,::1],int64[::1],int64[::1])")
 def follow(labels_N: Ints, derived_D4: Ints, width_D: Ints, tables: Ints) -> Ints:
     """Labels with the derived ones set."""
     labels = labels_N.copy()
@@ -224,7 +187,6 @@ class AssignmentModel:
     offset_N: Ints = field(init=False)
     offset_E: Ints = field(init=False)
     steps: tuple[Ints, Ints, Ints] = field(init=False, repr=False)
-    _entry_T: Ints = field(init=False, repr=False)
     _float_T: Floats = field(init=False, repr=False)
     _follows: tuple[Ints, Ints, Ints] = field(init=False, repr=False)
 
@@ -239,8 +201,6 @@ class AssignmentModel:
         step_RS = np.diff(self.rows_RS, axis=0, prepend=self.rows_RS[:1] * 0)
         row, load = (np.ascontiguousarray(positions) for positions in np.nonzero(step_RS))
         object.__setattr__(self, "steps", (row, load, step_RS[row, load].astype(np.int64)))
-        entry_T = np.repeat(np.arange(len(self.objective_Z)), np.diff(self.pointer_Z1))
-        object.__setattr__(self, "_entry_T", entry_T)
         object.__setattr__(self, "_float_T", self.value_T.astype(np.float64))
         object.__setattr__(self, "_follows", _flat(self.derived))
 
@@ -288,9 +248,8 @@ class AssignmentModel:
         """Tables with the limits' prices added: ``objective + sum_r price_r * row_r``, forbidden entries infinite."""
         price_S = self.load_prices(prices_R)
         return price(
-            self.objective_Z, objective_weight, self._float_T, price_S, self.load_T, self._entry_T, self.pointer_Z1,
-            allowed_Z,
-        )  # fmt: skip
+            self.objective_Z, objective_weight, self._float_T, price_S, self.load_T, self.pointer_Z1, allowed_Z
+        )
 
     def amounts(self, entry_X: Ints, rows: Ints, prices_R: Floats) -> tuple[Ints, Floats]:
         """What table entries add to some limit rows, shape (X, rows), and their priced loads over all rows."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from qsync_opt.formulations.assignment.compiled import compiled
 from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreNode
-from qsync_opt.formulations.assignment.model import Bools, Floats, Ints, root
+from qsync_opt.formulations.assignment.model import Floats, Ints, root
 
 _MOST_LABELLINGS = 256
 """Parts of more labellings stay as they are."""
@@ -231,25 +231,7 @@ def _enumerate(core: Core, nodes: list[int], edges: list[CoreEdge], room: float)
     return _Item(positions, choice_KC[kept], objective_K[kept], rows_KR[kept], priced_K[kept])
 
 
-def _worth_plain(objective_K: Floats, rows_KR: Ints, priced_K: Floats, room: float) -> Ints:
-    alive = np.isfinite(objective_K) & (priced_K < room + _SLACK * abs(room))
-    alive[0] = True
-    kept = np.flatnonzero(alive)
-    if len(kept) < 2:
-        return kept
-    objective_K, rows_KR = objective_K[kept], rows_KR[kept]
-    better: Bools = np.array(objective_K[:, None] <= objective_K[None])
-    for row_K in rows_KR.T:
-        better &= row_K[:, None] <= row_K[None]
-    # Of two equal ones the first stays.
-    better &= ~better.T | np.tri(len(kept), k=-1, dtype=np.bool_).T
-    np.fill_diagonal(better, val=False)
-    stays = ~better.any(axis=0) | (np.arange(len(kept)) == 0)
-    result: Ints = kept[stays]
-    return result
-
-
-@compiled("int64[::1](float64[::1],int64[:,::1],float64[::1],float64)", plain=_worth_plain)
+@compiled("int64[::1](float64[::1],int64[:,::1],float64[::1],float64)")
 def _worth(objective_K: Floats, rows_KR: Ints, priced_K: Floats, room: float) -> Ints:
     """Labellings to keep: the first (the base), and those that are not too dear and that no other one beats."""
     count = 0

@@ -24,39 +24,7 @@ _DISTANCES = (1, 2, 3, 5, 8)
 """How far back in sorted order each state is compared."""
 
 
-def _undominated_plain(code_K: Ints, objective_K: Floats, rows_KR: Ints) -> Ints:
-    if not rows_KR.shape[1]:
-        order = np.lexsort((objective_K, code_K))
-        return order[np.flatnonzero(np.diff(code_K[order], prepend=code_K[order[:1]] - 1))]
-    order = np.lexsort((*rows_KR.T[1:], objective_K, rows_KR[:, 0], code_K))
-    alive = np.arange(len(order))
-    for distance in _DISTANCES:
-        if len(alive) <= distance:
-            break
-        ordered = order[alive]
-        before, after = ordered[:-distance], ordered[distance:]
-        worse = (
-            (code_K[before] == code_K[after])
-            & (objective_K[before] <= objective_K[after])
-            & (rows_KR[before] <= rows_KR[after]).all(axis=1)
-        )
-        alive = alive[np.concatenate([np.ones(distance, dtype=np.bool_), ~worse])]
-    if rows_KR.shape[1] == 1:
-        alive = alive[_falling(code_K[order[alive]], objective_K[order[alive]])]
-    return order[alive]
-
-
-def _falling(code_K: Ints, objective_K: Floats) -> Bools:
-    """In order of the only row: states whose objective is below that of all before them with the same code."""
-    keep = np.ones(len(code_K), dtype=np.bool_)
-    starts = np.flatnonzero(np.diff(code_K, prepend=code_K[:1] - 1))
-    for start, end in zip(starts, np.append(starts[1:], len(code_K)), strict=True):
-        part = objective_K[start:end]
-        keep[start + 1 : end] = part[1:] < np.minimum.accumulate(part)[:-1]
-    return keep
-
-
-@compiled("int64[::1](int64[::1],float64[::1],int64[:,::1])", plain=_undominated_plain)
+@compiled("int64[::1](int64[::1],float64[::1],int64[:,::1])")
 def undominated(code_K: Ints, objective_K: Floats, rows_KR: Ints) -> Ints:
     """States that no other state with the same code is at least as good as, in objective and every row.
 
@@ -128,20 +96,7 @@ def undominated(code_K: Ints, objective_K: Floats, rows_KR: Ints) -> Ints:
     return order[:left].copy()
 
 
-def _extend_plain(
-    priced_K: Floats, rows_KR: Ints, priced_A: Floats, rows_AR: Ints, base: float, completion: float, upper: float,
-    slack_R: Ints,
-) -> tuple[Ints, Ints, Floats]:  # fmt: skip
-    rank_KA = base + (priced_K[:, None] + priced_A) + completion
-    alive = (rank_KA < upper) & (rows_KR[:, None] + rows_AR <= slack_R).all(axis=2)
-    parent, label = np.nonzero(alive)
-    return parent, label, rank_KA[parent, label]
-
-
-@compiled(
-    "(float64[::1],int64[:,::1],float64[::1],int64[:,::1],float64,float64,float64,int64[::1])",
-    plain=_extend_plain,
-)
+@compiled("(float64[::1],int64[:,::1],float64[::1],int64[:,::1],float64,float64,float64,int64[::1])")
 def extend(
     priced_K: Floats, rows_KR: Ints, priced_A: Floats, rows_AR: Ints, base: float, completion: float, upper: float,
     slack_R: Ints,
@@ -162,16 +117,7 @@ def extend(
     return parent[:count].copy(), label[:count].copy(), rank[:count].copy()
 
 
-def _leaders_plain(cell_K: Ints, most: int) -> Bools:
-    grouped = np.argsort(cell_K, kind="stable")
-    ordered = cell_K[grouped]
-    first = np.sort(grouped[np.concatenate([[True], ordered[1:] != ordered[:-1]])])
-    leads = np.zeros(len(cell_K), dtype=np.bool_)
-    leads[first[:most]] = True
-    return leads
-
-
-@compiled("boolean[::1](int64[::1],int64)", plain=_leaders_plain)
+@compiled("boolean[::1](int64[::1],int64)")
 def leaders(cell_K: Ints, most: int) -> Bools:
     """The first state of each cell, of so many cells at most."""
     size = 2

@@ -26,31 +26,7 @@ from qsync_opt.formulations.assignment.dual import Master
 from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
 
 
-def _after(num_levels: int, weight: int) -> Ints:
-    """Where an arc leads from each level."""
-    after: Ints = np.clip(np.arange(num_levels) - weight, 0, num_levels - 1)
-    after[-1] = num_levels - 1
-    return after
-
-
-def _completions_plain(
-    first_T1: Ints, point_T1: Ints, source_K: Ints, target_K: Ints, weight_K: Ints, cost_K: Floats, lowest: int,
-    table_SM: Floats,
-) -> None:  # fmt: skip
-    num_levels = table_SM.shape[1]
-    table_SM[-1] = np.where(np.arange(num_levels) + lowest >= 0, 0.0, np.inf)
-    for step in range(len(first_T1) - 2, -1, -1):
-        table_SM[point_T1[step] : point_T1[step + 1]] = np.inf
-        for arc in range(first_T1[step], first_T1[step + 1]):
-            after = _after(num_levels, weight_K[arc])
-            row = table_SM[source_K[arc]]
-            np.minimum(row, table_SM[target_K[arc]][after] + cost_K[arc], out=row)
-
-
-@compiled(
-    "void(int64[::1],int64[::1],int64[::1],int64[::1],int64[::1],float64[::1],int64,float64[:,::1])",
-    plain=_completions_plain,
-)
+@compiled("void(int64[::1],int64[::1],int64[::1],int64[::1],int64[::1],float64[::1],int64,float64[:,::1])")
 def completions(
     first_T1: Ints, point_T1: Ints, source_K: Ints, target_K: Ints, weight_K: Ints, cost_K: Floats, lowest: int,
     table_SM: Floats,
@@ -80,25 +56,7 @@ def completions(
                 here[level] = min(here[level], value)
 
 
-def _path_plain(
-    first_T1: Ints, source_K: Ints, target_K: Ints, weight_K: Ints, cost_K: Floats, level: int, table_SM: Floats
-) -> Ints:
-    last = table_SM.shape[1] - 1
-    arcs_T = np.zeros(len(first_T1) - 1, dtype=np.int64)
-    point = 0
-    for step in range(len(arcs_T)):
-        arcs = np.arange(first_T1[step], first_T1[step + 1])
-        arcs = arcs[source_K[arcs] == point]
-        after = np.clip(level - weight_K[arcs], 0, last) if level < last else np.full(len(arcs), last)
-        best = int((cost_K[arcs] + table_SM[target_K[arcs], after]).argmin())
-        arcs_T[step] = arcs[best]
-        point, level = int(target_K[arcs[best]]), int(after[best])
-    return arcs_T
-
-
-@compiled(
-    "int64[::1](int64[::1],int64[::1],int64[::1],int64[::1],float64[::1],int64,float64[:,::1])", plain=_path_plain
-)
+@compiled("int64[::1](int64[::1],int64[::1],int64[::1],int64[::1],float64[::1],int64,float64[:,::1])")
 def path(
     first_T1: Ints, source_K: Ints, target_K: Ints, weight_K: Ints, cost_K: Floats, level: int, table_SM: Floats
 ) -> Ints:
@@ -121,31 +79,7 @@ def path(
     return arcs_T
 
 
-def _least_plain(
-    first_T1: Ints, point_T1: Ints, source_K: Ints, target_K: Ints, weight_K: Ints, cost_K: Floats, level: int,
-    table_SM: Floats,
-) -> Floats:  # fmt: skip
-    num_levels = table_SM.shape[1]
-    least_K = np.full(len(source_K), np.inf)
-    before_SM = np.full((point_T1[1], num_levels), np.inf)
-    before_SM[0, level] = 0.0
-    for step in range(len(first_T1) - 1):
-        here, there = point_T1[step], point_T1[step + 1]
-        end = point_T1[step + 2] if step + 2 < len(point_T1) else there + 1
-        after_SM = np.full((end - there, num_levels), np.inf)
-        for arc in range(first_T1[step], first_T1[step + 1]):
-            to = _after(num_levels, weight_K[arc])
-            reached = before_SM[source_K[arc] - here] + cost_K[arc]
-            least_K[arc] = (reached + table_SM[target_K[arc]][to]).min()
-            np.minimum.at(after_SM[target_K[arc] - there], to, reached)
-        before_SM = after_SM
-    return least_K
-
-
-@compiled(
-    "float64[::1](int64[::1],int64[::1],int64[::1],int64[::1],int64[::1],float64[::1],int64,float64[:,::1])",
-    plain=_least_plain,
-)
+@compiled("float64[::1](int64[::1],int64[::1],int64[::1],int64[::1],int64[::1],float64[::1],int64,float64[:,::1])")
 def least_through(
     first_T1: Ints, point_T1: Ints, source_K: Ints, target_K: Ints, weight_K: Ints, cost_K: Floats, level: int,
     table_SM: Floats,

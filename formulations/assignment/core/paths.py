@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,34 +34,9 @@ from qsync_opt.formulations.assignment.core.levels import (
 from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
 
 
-def _extend_plain(
-    point_X: Ints, objective_X: Floats, rows_XR: Ints, first: int, end: int, source_K: Ints, target_K: Ints,
-    objective_K: Floats, rows_KR: Ints, most_SR: Ints, prices_QR: Floats, table_QSM: Floats, row: int, unit: int,
-    left: int, lowest: int, upper: float, parent_X: Ints, arc_X: Ints, rank_X: Floats,
-) -> int:  # fmt: skip
-    parent, arc = np.nonzero(point_X[:, None] == source_K[None, first:end])
-    arc = arc + first
-    rows = rows_XR[parent] + rows_KR[arc]
-    fits = (rows <= most_SR[target_K[arc]]).all(axis=1)
-    parent, arc, rows = parent[fits], arc[fits], rows[fits]
-    objective = objective_X[parent] + objective_K[arc]
-    level = np.clip((left - rows[:, row]) // unit - lowest, 0, table_QSM.shape[2] - 1)
-    rank = np.full(len(parent), -np.inf)
-    for vector in range(len(prices_QR)):
-        value = objective + table_QSM[vector, target_K[arc], level]
-        for r in range(rows_KR.shape[1]):
-            value = value + prices_QR[vector, r] * rows[:, r]
-        rank = np.maximum(rank, value)
-    kept = rank < upper
-    count = int(kept.sum())
-    parent_X[:count], arc_X[:count], rank_X[:count] = parent[kept], arc[kept], rank[kept]
-    return count
-
-
 @compiled(
     "int64(int64[::1],float64[::1],int64[:,::1],int64,int64,int64[::1],int64[::1],float64[::1],int64[:,::1],"
-    "int64[:,::1],float64[:,::1],float64[:,:,::1],int64,int64,int64,int64,float64,int64[::1],int64[::1],float64[::1])",
-    plain=_extend_plain,
+    "int64[:,::1],float64[:,::1],float64[:,:,::1],int64,int64,int64,int64,float64,int64[::1],int64[::1],float64[::1])"
 )
 def extend(
     point_X: Ints, objective_X: Floats, rows_XR: Ints, first: int, end: int, source_K: Ints, target_K: Ints,
@@ -104,13 +78,7 @@ def extend(
     return count
 
 
-def _grown_plain(
-    parent_X: Ints, arc_X: Ints, objective_X: Floats, rows_XR: Ints, target_K: Ints, objective_K: Floats, rows_KR: Ints
-) -> tuple[Ints, Floats, Ints]:
-    return target_K[arc_X], objective_X[parent_X] + objective_K[arc_X], rows_XR[parent_X] + rows_KR[arc_X]
-
-
-@compiled("(int64[::1],int64[::1],float64[::1],int64[:,::1],int64[::1],float64[::1],int64[:,::1])", plain=_grown_plain)
+@compiled("(int64[::1],int64[::1],float64[::1],int64[:,::1],int64[::1],float64[::1],int64[:,::1])")
 def grown(
     parent_X: Ints, arc_X: Ints, objective_X: Floats, rows_XR: Ints, target_K: Ints, objective_K: Floats, rows_KR: Ints
 ) -> tuple[Ints, Floats, Ints]:
@@ -127,11 +95,7 @@ def grown(
     return point, objective, rows
 
 
-def _in_order_plain(point_X: Ints, objective_X: Floats, rows_XR: Ints, row: int, column: int) -> Ints:
-    return np.lexsort((objective_X, rows_XR[:, column], rows_XR[:, row], point_X))
-
-
-@compiled("int64[::1](int64[::1],float64[::1],int64[:,::1],int64,int64)", plain=_in_order_plain)
+@compiled("int64[::1](int64[::1],float64[::1],int64[:,::1],int64,int64)")
 def in_order(point_X: Ints, objective_X: Floats, rows_XR: Ints, row: int, column: int) -> Ints:
     """States by point, then the row of levels, then another row, then objective; equal ones as they come.
 
@@ -167,37 +131,7 @@ def in_order(point_X: Ints, objective_X: Floats, rows_XR: Ints, row: int, column
     return order
 
 
-def _undominated_plain(order_X: Ints, point_X: Ints, objective_X: Floats, rows_XR: Ints, column: int) -> Bools:
-    keep = np.zeros(len(order_X), dtype=np.bool_)
-    points, objectives, rows = point_X.tolist(), objective_X.tolist(), rows_XR.tolist()
-    amounts: list[int] = []
-    holders: list[int] = []
-    current = -1
-    for x in order_X.tolist():
-        if points[x] != current:
-            current = points[x]
-            amounts.clear()
-            holders.clear()
-        amount, objective = rows[x][column], objectives[x]
-        place = bisect_right(amounts, amount)
-        if place:
-            holder = holders[place - 1]
-            if objectives[holder] <= objective:
-                if all(a <= b for a, b in zip(rows[holder], rows[x], strict=True)):
-                    continue
-                keep[x] = True
-                continue
-        keep[x] = True
-        start = bisect_left(amounts, amount)
-        stop = start
-        while stop < len(holders) and objectives[holders[stop]] >= objective:
-            stop += 1
-        amounts[start:stop] = [amount]
-        holders[start:stop] = [x]
-    return keep
-
-
-@compiled("boolean[::1](int64[::1],int64[::1],float64[::1],int64[:,::1],int64)", plain=_undominated_plain)
+@compiled("boolean[::1](int64[::1],int64[::1],float64[::1],int64[:,::1],int64)")
 def undominated(order_X: Ints, point_X: Ints, objective_X: Floats, rows_XR: Ints, column: int) -> Bools:
     """States that no earlier one in order beats; exact for two rows, where states are in order of the other one.
 

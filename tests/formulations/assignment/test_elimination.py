@@ -25,7 +25,7 @@ def test_minimum_and_min_marginals_equal_enumeration(seed, random_model, every_l
     np.testing.assert_allclose(least, expected, rtol=1e-9)
 
 
-def test_long_chain_takes_few_rounds(random_model):
+def test_a_pair_has_one_neighbour(random_model):
     model = random_model(0, nodes=2, joins=0, density=1.0)
     assert Elimination(model).widest == 1
 
