@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         recover,
     )
     from qsync_opt.formulations.training.tables import peers_ns, segments
-    from qsync_opt.formulations.training.textbook import build_textbook
 else:
     __getattr__, __dir__ = lazy(__name__)
 
@@ -39,7 +38,6 @@ __all__ = [
     "QsyncFormulation",
     "Sweep",
     "adjustable_positions",
-    "build_textbook",
     "collapse",
     "exact_effort",
     "fast_start",

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qsync_opt.formulations.training.ilp import Verdict, explain_infeasible, least_time
+from qsync_opt.formulations.training.ilp import least_time
+from qsync_opt.formulations.training.infeasible import prove_infeasible
 from qsync_opt.formulations.training.tables import peers_ns, segments
 from qsync_opt.model import Role
 from qsync_opt.registry import Kind, create, default_solver
@@ -365,10 +366,10 @@ def feasible_start(problem: Problem, device: ProblemDevice, solver: Any, deadlin
     if solver is None:
         return None
     _LOGGER.info("device %s: descent found no plan within the limits; asking a solver for the fastest", device.name)
-    exact = least_time(problem, device, create(Kind.SOLVER, solver), deadline)
-    if exact.choices is None:
+    choices = least_time(problem, device, create(Kind.SOLVER, solver), deadline)
+    if choices is None:
         return None
-    state = DeviceState(problem, device, exact.choices)
+    state = DeviceState(problem, device, choices)
     return state if keeps_limits(state) else None
 
 
@@ -395,8 +396,7 @@ class QsyncFormulation:
         for device in problem.devices:
             state = feasible_start(problem, device, solver, deadline)
             if state is None:
-                verdict = explain_infeasible(problem, solver, deadline)
-                return self._no_plan(verdict, deadline, time.monotonic() - started)
+                return self._no_plan(prove_infeasible(problem, device, deadline), deadline, started)
             recover(state, passes=self.passes, deadline=deadline)
             devices[device.name] = state.choices()
         return Answer(
@@ -406,12 +406,12 @@ class QsyncFormulation:
         )
 
     @staticmethod
-    def _no_plan(verdict: Verdict | None, deadline: float, seconds: float) -> Answer:
-        if verdict is not None and verdict.proved:
+    def _no_plan(proof: str | None, deadline: float, started: float) -> Answer:
+        if proof is not None:
             termination = TerminationStatus.INFEASIBLE
         elif time.monotonic() > deadline:
             termination = TerminationStatus.TIME_LIMIT
         else:
             termination = TerminationStatus.ERROR
-        reason = "no plan was found in the time allowed" if verdict is None else verdict.reason
-        return Answer(termination=termination, solve_seconds=seconds, reason=reason)
+        reason = proof or "no plan within the limits was found, which proves nothing; allow more time or try 'exact'"
+        return Answer(termination=termination, solve_seconds=time.monotonic() - started, reason=reason)

@@ -68,7 +68,6 @@ class Goal(enum.StrEnum):
 
     COST = "cost"
     TIME = "time"
-    MEMORY = "memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,12 +197,11 @@ class _Linearizer:
                 self._add_row(limit.name, _sum([{elapsed: 1.0}, _scale(total, -1.0)]), upper=limit.bound / unit)
             before = {elapsed: 1.0}
 
-    def add_memory(self, total: _Expression, load: _Expression, unit: float) -> None:
-        """Keep the memory limit; ``total`` is added to its bound."""
+    def add_memory(self, load: _Expression, unit: float) -> None:
+        """Keep the memory limit."""
         for limit in self.assignment.limits:
             if limit.resources == (MEMORY,):
-                terms = _sum([_scale(load, 1 / unit), _scale(total, -1.0)])
-                self._add_row(limit.name, terms, upper=limit.bound / unit)
+                self._add_row(limit.name, _scale(load, 1 / unit), upper=limit.bound / unit)
 
     def loads(self) -> list[_Expression]:
         """Total load of each resource."""
@@ -238,8 +236,8 @@ def linearize(
     Args:
         assignment: The assignment. Its first resource is memory in KiB, the others are consecutive time segments in
             ns, limited by prefixes.
-        goal: What to minimise: the cost; or by how much all time limits, or the memory limit, must be moved together
-            for some plan to keep them (limits built at 0 then give the least time or memory itself).
+        goal: What to minimise: the cost; or by how much all time limits must be moved together for some plan to keep
+            them (limits built at 0 then give the least time itself).
         units: Scales; exact integers by default.
         whole: Make every column whole, for solvers without continuous columns (use whole units then).
         allowed: Labels that a choice may take (all, where the choice is not in it).
@@ -258,11 +256,11 @@ def linearize(
     else:
         reach = sum(abs(v) for load in (memory, *segments) for v in load.values())
         reach += sum(abs(limit.bound) for limit in assignment.limits)
-        reach /= units.time_ns if goal is Goal.TIME else units.memory_kib
+        reach /= units.time_ns
         lowest = 0.0 if all(limit.bound <= 0 for limit in assignment.limits) else -reach
         moved = {builder.model.add_column("moved", lower=lowest, upper=reach, integer=whole, cost=1.0): 1.0}
-    builder.add_time(moved if goal is Goal.TIME else {}, segments, units.time_ns)
-    builder.add_memory(moved if goal is Goal.MEMORY else {}, memory, units.memory_kib)
+    builder.add_time(moved, segments, units.time_ns)
+    builder.add_memory(memory, units.memory_kib)
     return AssignmentProgram(model=builder.model, choice_columns=builder.choice_columns, units=units)
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from qsync_opt.errors import NotInstalledError, SolverError
 from qsync_opt.formulations.linear import LinearOptions, LinearSolver, LinearStatus
 from qsync_opt.formulations.training.ilp.assignment import Assignment, Choice, build_assignment, read_back
-from qsync_opt.formulations.training.ilp.least import Run, explain_infeasible, run
+from qsync_opt.formulations.training.ilp.run import Run, run
+from qsync_opt.formulations.training.infeasible import prove_infeasible
 from qsync_opt.formulations.training.paper_greedy import fast_start, keeps_limits, recover
 from qsync_opt.formulations.training.tables import peers_ns
 from qsync_opt.registry import Kind, create, default_solver
@@ -59,27 +60,26 @@ class IlpFormulation:
         solver: LinearSolver = create(Kind.SOLVER, choice)
         label = f"{solver.name} {solver.version}"
         if peers_ns(problem) > problem.latency_limit_ns:
-            return _infeasible(problem, solver, deadline, label, [])
+            return _infeasible(problem, problem.devices[0], deadline, label, [])
         answers: list[_DeviceAnswer] = []
         for left, device in zip(range(len(problem.devices), 0, -1), problem.devices, strict=True):
             share = math.inf if math.isinf(deadline) else max(0.0, deadline - time.monotonic()) / left
             answers.append(_solve_device(problem, device, solver, options.gap, time.monotonic() + share))
             if answers[-1].status is LinearStatus.INFEASIBLE:
-                return _infeasible(problem, solver, deadline, label, answers)
+                return _infeasible(problem, device, deadline, label, answers)
         return _merge(problem, answers, label, options.gap)
 
 
 def _infeasible(
-    problem: Problem, solver: LinearSolver, deadline: float, label: str, answers: list[_DeviceAnswer]
+    problem: Problem, device: ProblemDevice, deadline: float, label: str, answers: list[_DeviceAnswer]
 ) -> Answer:
-    verdict = explain_infeasible(problem, solver, deadline)
     reason = "the solver proved that no plan keeps the limits; there was no time to find out which limit is at fault"
     return Answer(
         termination=TerminationStatus.INFEASIBLE,
         solver=label,
         build_seconds=sum(answer.build_seconds for answer in answers),
         solve_seconds=sum(answer.solve_seconds for answer in answers),
-        reason=verdict.reason if verdict is not None and verdict.proved else reason,
+        reason=prove_infeasible(problem, device, deadline) or reason,
     )
 
 
