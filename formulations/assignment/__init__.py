@@ -19,10 +19,12 @@ if TYPE_CHECKING:
         Derived,
         Floats,
         Ints,
+        Maximum,
         Wanted,
         Whole,
         assemble,
     )
+    from qsync_opt.formulations.assignment.program import labels_at, linear_program
     from qsync_opt.formulations.assignment.schedule import TooWideError
     from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome, split_count
 else:
@@ -46,6 +48,7 @@ __all__ = [
     "Ints",
     "Loop",
     "Master",
+    "Maximum",
     "Outcome",
     "Pass",
     "Priced",
@@ -57,6 +60,8 @@ __all__ = [
     "assemble",
     "blend",
     "compiled_by",
+    "labels_at",
+    "linear_program",
     "maximise",
     "prepare",
     "relax",

@@ -1,18 +1,21 @@
-"""What is an assignment problem? Nodes with labels, pairwise tables, additive integer loads, linear limits.
+"""The assignment model: nodes with labels, pairwise tables, additive integer loads, linear limits.
 
 Axes: N nodes, E edges, Z table entries (those of the nodes first, then those of the edges), S loads, R limit rows,
 T stored load terms, D derived nodes.
 
-    minimise    sum_n objective(n, x_n) + sum_(a,b) objective(a, b, x_a, x_b)
+    minimise    sum_n cost(n, x_n) + sum_(a,b) cost(a, b, x_a, x_b) + sum_i weight_i * max_k(rows_i @ loads_S(x))_k
     subject to  rows_RS @ loads_S(x) <= limits_R,   loads_S(x) = the sum of the load terms of the chosen entries
                 every chosen entry is allowed
+
+Bound and fix takes models without maxima; `program.linear_program` takes all. A limit on a maximum is a row for each of
+its arguments, see `AssignmentModel.with_maximum_at_most`.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,70 +28,6 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Whole = NDArray[np.integer[Any]]
 """Whole numbers of any width."""
-
-
-@compiled("float64[::1](float64[::1],float64,float64[::1],float64[::1],int64[::1],int64[::1],boolean[::1])")
-def price(
-    objective_Z: Floats,
-    weight: float,
-    value_T: Floats,
-    price_S: Floats,
-    load_T: Ints,
-    pointer_Z1: Ints,
-    allowed_Z: Bools,
-) -> Floats:  # fmt: skip
-    """Tables with prices of loads added, forbidden entries infinite."""
-    cost_Z = np.empty(len(objective_Z))
-    for entry in range(len(objective_Z)):
-        added = 0.0
-        for term in range(pointer_Z1[entry], pointer_Z1[entry + 1]):
-            added += value_T[term] * price_S[load_T[term]]
-        cost_Z[entry] = objective_Z[entry] * weight + added if allowed_Z[entry] else np.inf
-    return cost_Z
-
-
-@compiled("int64[::1](int64[::1],int64[::1],int64[:,::1],int64[::1],int64[::1])")
-def choose(labels_N: Ints, sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints) -> Ints:
-    """Chosen entries of nodes, then of edges."""
-    num_nodes = len(labels_N)
-    entries = np.empty(num_nodes + len(edges_E2), dtype=np.int64)
-    for node in range(num_nodes):
-        entries[node] = offset_N[node] + labels_N[node]
-    for edge in range(len(edges_E2)):
-        second = edges_E2[edge, 1]
-        entries[num_nodes + edge] = offset_E[edge] + labels_N[edges_E2[edge, 0]] * sizes_N[second] + labels_N[second]
-    return entries
-
-
-@compiled("int64[::1](int64[::1],int64[::1],int64[::1],int64[::1],int64)")
-def sum_loads(entry_X: Ints, pointer_Z1: Ints, load_T: Ints, value_T: Ints, num_loads: int) -> Ints:
-    """Loads of table entries together."""
-    loads_S = np.zeros(num_loads, dtype=np.int64)
-    for entry in entry_X:
-        for term in range(pointer_Z1[entry], pointer_Z1[entry + 1]):
-            loads_S[load_T[term]] += value_T[term]
-    return loads_S
-
-
-@compiled("int64[::1](int64[::1],int64[::1],int64[::1],int64[::1],int64)")
-def sum_steps(row: Ints, load: Ints, sign: Ints, loads_S: Ints, num_rows: int) -> Ints:
-    """Left-hand sides of rows that are given by their steps."""
-    left_R = np.zeros(num_rows, dtype=np.int64)
-    for step in range(len(row)):
-        left_R[row[step]] += sign[step] * loads_S[load[step]]
-    for r in range(1, num_rows):
-        left_R[r] += left_R[r - 1]
-    return left_R
-
-
-@compiled("int64[::1](int64[::1],int64[:,::1],int64[::1],int64[::1])")
-def follow(labels_N: Ints, derived_D4: Ints, width_D: Ints, tables: Ints) -> Ints:
-    """Labels with the derived ones set."""
-    labels = labels_N.copy()
-    for d in range(len(width_D)):
-        first, second = labels[derived_D4[d, 1]], labels[derived_D4[d, 2]]
-        labels[derived_D4[d, 0]] = tables[derived_D4[d, 3] + first * width_D[d] + second]
-    return labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,23 +47,6 @@ class Derived:
     second: int
     label_AB: tuple[tuple[int, ...], ...]
     group_L: tuple[int, ...]
-
-
-def _flat(derived: Sequence[Derived]) -> tuple[Ints, Ints, Ints]:
-    """Derived nodes with both parents and the place of their tables (D, 4), widths (D,), and the tables, each once."""
-    place: dict[tuple[tuple[int, ...], ...], int] = {}
-    tables: list[int] = []
-    rows, widths = [], []
-    for item in derived:
-        at = place.get(item.label_AB)
-        if at is None:
-            at = place[item.label_AB] = len(tables)
-            for row in item.label_AB:
-                tables += row
-        rows.append((item.node, item.first, item.second, at))
-        widths.append(len(item.label_AB[0]))
-    table = np.array(rows, dtype=np.int64).reshape(-1, 4)
-    return table, np.array(widths, dtype=np.int64), np.array(tables, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -153,6 +75,14 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Maximum:
+    """A term of the objective: ``weight`` (at least 0) times the largest of the rows ``rows_KS @ loads_S``."""
+
+    rows_KS: Whole
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AssignmentModel:
     """An assignment problem over flat tables; build it with :func:`assemble`.
 
@@ -168,6 +98,7 @@ class AssignmentModel:
         limits_R: Right-hand sides.
         derived: Derived nodes, each after its parents.
         wanted: Nodes that are 1 where another one wants it, if there are any.
+        maxima: Maxima over rows of loads in the objective.
         offset_N: First table entry of each node.
         offset_E: First table entry of each edge.
         steps: Where a row differs from the one before: rows, loads, and by how much; short for nested rows.
@@ -184,6 +115,7 @@ class AssignmentModel:
     limits_R: Ints
     derived: tuple[Derived, ...] = ()
     wanted: Wanted | None = None
+    maxima: tuple[Maximum, ...] = ()
     offset_N: Ints = field(init=False)
     offset_E: Ints = field(init=False)
     steps: tuple[Ints, Ints, Ints] = field(init=False, repr=False)
@@ -236,7 +168,13 @@ class AssignmentModel:
     def objective(self, labels_N: Ints) -> float:
         """Objective of a labelling; infinite if it chooses a forbidden entry."""
         entry = self.chosen(labels_N)
-        return float(self.objective_Z[entry].sum()) if self.allowed_Z[entry].all() else float("inf")
+        if not self.allowed_Z[entry].all():
+            return float("inf")
+        total = float(self.objective_Z[entry].sum())
+        if self.maxima:
+            loads_S = self.loads(labels_N)
+            total += sum(maximum.weight * float((maximum.rows_KS @ loads_S).max()) for maximum in self.maxima)
+        return total
 
     def least_objective(self) -> float:
         """Objective that no labelling is below, limits and forbidden entries set aside."""
@@ -281,6 +219,12 @@ class AssignmentModel:
         other = copy.copy(self)
         object.__setattr__(other, "limits_R", limits_R)
         return other
+
+    def with_maximum_at_most(self, rows_KS: Whole, limit: int, rest_S: Whole | int = 0) -> AssignmentModel:
+        """The same problem with ``max_k(rows_KS @ loads_S)_k + rest_S @ loads_S <= limit``, as one limit row per k."""
+        rows_RS = np.concatenate([self.rows_RS, rows_KS + rest_S])
+        limits_R = np.append(self.limits_R, np.full(len(rows_KS), limit))
+        return replace(self, rows_RS=rows_RS, limits_R=limits_R)
 
     def complete(self, labels_N: Ints) -> Ints:
         """Set every derived node to what its parents say, and what is wanted to 1; a new array."""
@@ -363,9 +307,90 @@ def _sum_terms(key: Ints, value: Ints, num_entries: int, num_loads: int) -> tupl
     return pointer, load, summed
 
 
+def _flat(derived: Sequence[Derived]) -> tuple[Ints, Ints, Ints]:
+    """Derived nodes with both parents and the place of their tables (D, 4), widths (D,), and the tables, each once."""
+    place: dict[tuple[tuple[int, ...], ...], int] = {}
+    tables: list[int] = []
+    rows, widths = [], []
+    for item in derived:
+        at = place.get(item.label_AB)
+        if at is None:
+            at = place[item.label_AB] = len(tables)
+            for row in item.label_AB:
+                tables += row
+        rows.append((item.node, item.first, item.second, at))
+        widths.append(len(item.label_AB[0]))
+    table = np.array(rows, dtype=np.int64).reshape(-1, 4)
+    return table, np.array(widths, dtype=np.int64), np.array(tables, dtype=np.int64)
+
+
 def root(parent: list[int], node: int) -> int:
     """The root of a node's part; paths are halved on the way, in place."""
     while parent[node] != node:
         parent[node] = parent[parent[node]]
         node = parent[node]
     return node
+
+
+@compiled("float64[::1](float64[::1],float64,float64[::1],float64[::1],int64[::1],int64[::1],boolean[::1])")
+def price(
+    objective_Z: Floats,
+    weight: float,
+    value_T: Floats,
+    price_S: Floats,
+    load_T: Ints,
+    pointer_Z1: Ints,
+    allowed_Z: Bools,
+) -> Floats:  # fmt: skip
+    """Tables with prices of loads added, forbidden entries infinite."""
+    cost_Z = np.empty(len(objective_Z))
+    for entry in range(len(objective_Z)):
+        added = 0.0
+        for term in range(pointer_Z1[entry], pointer_Z1[entry + 1]):
+            added += value_T[term] * price_S[load_T[term]]
+        cost_Z[entry] = objective_Z[entry] * weight + added if allowed_Z[entry] else np.inf
+    return cost_Z
+
+
+@compiled("int64[::1](int64[::1],int64[::1],int64[:,::1],int64[::1],int64[::1])")
+def choose(labels_N: Ints, sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints) -> Ints:
+    """Chosen entries of nodes, then of edges."""
+    num_nodes = len(labels_N)
+    entries = np.empty(num_nodes + len(edges_E2), dtype=np.int64)
+    for node in range(num_nodes):
+        entries[node] = offset_N[node] + labels_N[node]
+    for edge in range(len(edges_E2)):
+        second = edges_E2[edge, 1]
+        entries[num_nodes + edge] = offset_E[edge] + labels_N[edges_E2[edge, 0]] * sizes_N[second] + labels_N[second]
+    return entries
+
+
+@compiled("int64[::1](int64[::1],int64[::1],int64[::1],int64[::1],int64)")
+def sum_loads(entry_X: Ints, pointer_Z1: Ints, load_T: Ints, value_T: Ints, num_loads: int) -> Ints:
+    """Loads of table entries together."""
+    loads_S = np.zeros(num_loads, dtype=np.int64)
+    for entry in entry_X:
+        for term in range(pointer_Z1[entry], pointer_Z1[entry + 1]):
+            loads_S[load_T[term]] += value_T[term]
+    return loads_S
+
+
+@compiled("int64[::1](int64[::1],int64[::1],int64[::1],int64[::1],int64)")
+def sum_steps(row: Ints, load: Ints, sign: Ints, loads_S: Ints, num_rows: int) -> Ints:
+    """Left-hand sides of rows that are given by their steps."""
+    left_R = np.zeros(num_rows, dtype=np.int64)
+    for step in range(len(row)):
+        left_R[row[step]] += sign[step] * loads_S[load[step]]
+    for r in range(1, num_rows):
+        left_R[r] += left_R[r - 1]
+    return left_R
+
+
+@compiled("int64[::1](int64[::1],int64[:,::1],int64[::1],int64[::1])")
+def follow(labels_N: Ints, derived_D4: Ints, width_D: Ints, tables: Ints) -> Ints:
+    """Labels with the derived ones set."""
+    labels = labels_N.copy()
+    for d in range(len(width_D)):
+        first, second = labels[derived_D4[d, 1]], labels[derived_D4[d, 2]]
+        labels[derived_D4[d, 0]] = tables[derived_D4[d, 3] + first * width_D[d] + second]
+    return labels

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from qsync_opt.errors import UnsupportedError
 from qsync_opt.formulations.assignment.core import Condensed, CoreSearch
 from qsync_opt.formulations.assignment.dual import DualResult, Priced, Pricer, maximise
 from qsync_opt.formulations.assignment.effort import Effort
@@ -226,7 +227,15 @@ class BoundAndFix:
         Args:
             model: The problem.
             relaxation: What to bound it with; found if not given.
+
+        Raises:
+            UnsupportedError: The model has maxima in its objective.
         """
+        if model.maxima:
+            raise UnsupportedError(
+                f"bound and fix cannot minimise a maximum, but the model has {len(model.maxima)}; "
+                "solve its `linear_program` instead, or limit the maximum"
+            )
         self.model = model
         self.relaxation = relaxation or relax(model)
         self._known: list[Priced] = []
