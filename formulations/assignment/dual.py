@@ -24,159 +24,6 @@ _BLAND_AFTER = 200
 _MAX_PIVOTS = 2000
 _LEAST_STEP = 1e-12
 _TIE = 1 + 1e-12
-
-
-class Master:
-    """The master program; columns are only ever added."""
-
-    def __init__(self, num_rows: int, box: float, scale: float = 1.0) -> None:
-        """Start without columns.
-
-        Args:
-            num_rows: Limit rows.
-            box: Upper end of every price.
-            scale: Size of the costs; reduced costs far below it are rounding.
-        """
-        self._rows, self.box, self._scale = num_rows, box, scale
-        self._cost_I, self._excess_IR = np.zeros(64), np.zeros((64, num_rows))
-        self.num_columns = 0  # how many plans it knows
-        # Column numbers: 0..R-1 slacks, R..2R-1 box columns, then the plans.
-        self._basis: Ints = np.zeros(0, dtype=np.int64)
-
-    def add(self, cost: float, excess_R: Floats) -> None:
-        """Add a plan."""
-        if self.num_columns == len(self._cost_I):
-            self._cost_I = np.concatenate([self._cost_I, self._cost_I])
-            self._excess_IR = np.concatenate([self._excess_IR, self._excess_IR])
-        self._cost_I[self.num_columns], self._excess_IR[self.num_columns] = cost, excess_R
-        self.num_columns += 1
-        if not len(self._basis):
-            support = np.where(excess_R > 0, np.arange(self._rows) + self._rows, np.arange(self._rows))
-            self._basis = np.concatenate([[2 * self._rows], support])
-
-    def solve(self) -> tuple[float, Floats, Floats]:
-        """Pivot to the optimum.
-
-        Returns:
-            The optimum, the prices (R,), and the plans' weights (I,).
-        """
-        dual, value, self._basis = _pivot(
-            self._cost_I[: self.num_columns], self._excess_IR[: self.num_columns], self._basis, self.box, self._scale
-        )
-        weights = np.zeros(2 * self._rows + self.num_columns)
-        weights[self._basis] = value
-        return float(dual[0]), np.clip(-dual[1:], 0.0, self.box), np.maximum(weights[2 * self._rows :], 0.0)
-
-
-@compiled("(float64[::1],float64[:,::1],int64[::1],float64,float64)")
-def _pivot(cost_I: Floats, excess_IR: Floats, basis_B: Ints, box: float, scale: float) -> tuple[Floats, Floats, Ints]:
-    """Dual values, values of the basic columns, and the basis, after pivoting to the optimum."""
-    plans, rows = excess_IR.shape
-    size = rows + 1
-    dual, value, basis = np.zeros(size), np.zeros(size), basis_B.copy()
-    found = basis_B.copy()
-    both, column, direction = np.empty((size, 2 * size)), np.empty(size), np.empty(size)
-    is_basic = np.zeros(2 * rows + plans, dtype=np.bool_)
-    for pivot in range(_MAX_PIVOTS):
-        both[:] = 0.0
-        for b in range(size):
-            number = basis[b]
-            if number < rows:
-                both[1 + number, b] = 1.0
-            elif number < 2 * rows:
-                both[1 + number - rows, b] = -1.0
-            else:
-                both[0, b] = 1.0
-                for r in range(rows):
-                    both[1 + r, b] = excess_IR[number - 2 * rows, r]
-            both[b, size + b] = 1.0
-        singular = False
-        for k in range(size):
-            best = k
-            for r in range(k + 1, size):
-                if abs(both[r, k]) > abs(both[best, k]):
-                    best = r
-            if both[best, k] == 0.0:
-                singular = True
-                break
-            if best != k:
-                for c in range(2 * size):
-                    both[k, c], both[best, c] = both[best, c], both[k, c]
-            head = both[k, k]
-            for c in range(2 * size):
-                both[k, c] /= head
-            for r in range(size):
-                factor = both[r, k]
-                if r != k:
-                    for c in range(2 * size):
-                        both[r, c] -= factor * both[k, c]
-        if singular:
-            break
-        found[:] = basis
-        for c in range(size):
-            total = 0.0
-            for b in range(size):
-                number = basis[b]
-                cost = 0.0 if number < rows else box if number < 2 * rows else cost_I[number - 2 * rows]
-                total += both[b, size + c] * cost
-            dual[c] = total
-            value[c] = both[c, size]
-        noise = _TOLERANCE * scale
-        for c in range(size):
-            noise = max(noise, _ROUNDING * abs(dual[c]))
-        is_basic[:] = False
-        for b in range(size):
-            is_basic[basis[b]] = True
-        entering, least = -1, 0.0
-        for number in range(2 * rows + plans):
-            if is_basic[number]:
-                reduced = 0.0
-            elif number < rows:
-                reduced = -dual[1 + number]
-            elif number < 2 * rows:
-                reduced = box - -dual[1 + number - rows]
-            else:
-                total = 0.0
-                for r in range(rows):
-                    total += excess_IR[number - 2 * rows, r] * -dual[1 + r]
-                reduced = cost_I[number - 2 * rows] + total - dual[0]
-            if reduced < -noise and (entering < 0 or (pivot <= _BLAND_AFTER and reduced < least)):
-                entering, least = number, reduced
-        if entering < 0:
-            break
-        column[:] = 0.0
-        if entering < rows:
-            column[1 + entering] = 1.0
-        elif entering < 2 * rows:
-            column[1 + entering - rows] = -1.0
-        else:
-            column[0] = 1.0
-            for r in range(rows):
-                column[1 + r] = excess_IR[entering - 2 * rows, r]
-        shortest = np.inf
-        for b in range(size):
-            total = 0.0
-            for c in range(size):
-                total += both[b, size + c] * column[c]
-            direction[b] = total
-            if total > _LEAST_STEP:
-                shortest = min(shortest, max(value[b], 0.0) / total)
-        if shortest == np.inf:
-            break
-        leaving = -1
-        for b in range(size):
-            if direction[b] > _LEAST_STEP and max(value[b], 0.0) / direction[b] <= shortest * _TIE:
-                if leaving < 0:
-                    leaving = b
-                elif pivot > _BLAND_AFTER:
-                    if basis[b] < basis[leaving]:
-                        leaving = b
-                elif direction[b] > direction[leaving]:
-                    leaving = b
-        basis[leaving] = entering
-    return dual, value, found
-
-
 _BOX = 1e9
 _NEGLIGIBLE = 1e-12
 """Differences of the bound below this share of the largest objective seen are rounding."""
@@ -377,3 +224,154 @@ class _LazyMaster:
         self._active = np.union1d(self._active, worst)
         self._master = Master(len(self._active), self._box, self._size)
         return True
+
+
+class Master:
+    """The master program; columns are only ever added."""
+
+    def __init__(self, num_rows: int, box: float, scale: float = 1.0) -> None:
+        """Start without columns.
+
+        Args:
+            num_rows: Limit rows.
+            box: Upper end of every price.
+            scale: Size of the costs; reduced costs far below it are rounding.
+        """
+        self._rows, self.box, self._scale = num_rows, box, scale
+        self._cost_I, self._excess_IR = np.zeros(64), np.zeros((64, num_rows))
+        self.num_columns = 0  # how many plans it knows
+        # Column numbers: 0..R-1 slacks, R..2R-1 box columns, then the plans.
+        self._basis: Ints = np.zeros(0, dtype=np.int64)
+
+    def add(self, cost: float, excess_R: Floats) -> None:
+        """Add a plan."""
+        if self.num_columns == len(self._cost_I):
+            self._cost_I = np.concatenate([self._cost_I, self._cost_I])
+            self._excess_IR = np.concatenate([self._excess_IR, self._excess_IR])
+        self._cost_I[self.num_columns], self._excess_IR[self.num_columns] = cost, excess_R
+        self.num_columns += 1
+        if not len(self._basis):
+            support = np.where(excess_R > 0, np.arange(self._rows) + self._rows, np.arange(self._rows))
+            self._basis = np.concatenate([[2 * self._rows], support])
+
+    def solve(self) -> tuple[float, Floats, Floats]:
+        """Pivot to the optimum.
+
+        Returns:
+            The optimum, the prices (R,), and the plans' weights (I,).
+        """
+        dual, value, self._basis = _pivot(
+            self._cost_I[: self.num_columns], self._excess_IR[: self.num_columns], self._basis, self.box, self._scale
+        )
+        weights = np.zeros(2 * self._rows + self.num_columns)
+        weights[self._basis] = value
+        return float(dual[0]), np.clip(-dual[1:], 0.0, self.box), np.maximum(weights[2 * self._rows :], 0.0)
+
+
+@compiled("(float64[::1],float64[:,::1],int64[::1],float64,float64)")
+def _pivot(cost_I: Floats, excess_IR: Floats, basis_B: Ints, box: float, scale: float) -> tuple[Floats, Floats, Ints]:
+    """Dual values, values of the basic columns, and the basis, after pivoting to the optimum."""
+    plans, rows = excess_IR.shape
+    size = rows + 1
+    dual, value, basis = np.zeros(size), np.zeros(size), basis_B.copy()
+    found = basis_B.copy()
+    both, column, direction = np.empty((size, 2 * size)), np.empty(size), np.empty(size)
+    is_basic = np.zeros(2 * rows + plans, dtype=np.bool_)
+    for pivot in range(_MAX_PIVOTS):
+        both[:] = 0.0
+        for b in range(size):
+            number = basis[b]
+            if number < rows:
+                both[1 + number, b] = 1.0
+            elif number < 2 * rows:
+                both[1 + number - rows, b] = -1.0
+            else:
+                both[0, b] = 1.0
+                for r in range(rows):
+                    both[1 + r, b] = excess_IR[number - 2 * rows, r]
+            both[b, size + b] = 1.0
+        singular = False
+        for k in range(size):
+            best = k
+            for r in range(k + 1, size):
+                if abs(both[r, k]) > abs(both[best, k]):
+                    best = r
+            if both[best, k] == 0.0:
+                singular = True
+                break
+            if best != k:
+                for c in range(2 * size):
+                    both[k, c], both[best, c] = both[best, c], both[k, c]
+            head = both[k, k]
+            for c in range(2 * size):
+                both[k, c] /= head
+            for r in range(size):
+                factor = both[r, k]
+                if r != k:
+                    for c in range(2 * size):
+                        both[r, c] -= factor * both[k, c]
+        if singular:
+            break
+        found[:] = basis
+        for c in range(size):
+            total = 0.0
+            for b in range(size):
+                number = basis[b]
+                cost = 0.0 if number < rows else box if number < 2 * rows else cost_I[number - 2 * rows]
+                total += both[b, size + c] * cost
+            dual[c] = total
+            value[c] = both[c, size]
+        noise = _TOLERANCE * scale
+        for c in range(size):
+            noise = max(noise, _ROUNDING * abs(dual[c]))
+        is_basic[:] = False
+        for b in range(size):
+            is_basic[basis[b]] = True
+        entering, least = -1, 0.0
+        for number in range(2 * rows + plans):
+            if is_basic[number]:
+                reduced = 0.0
+            elif number < rows:
+                reduced = -dual[1 + number]
+            elif number < 2 * rows:
+                reduced = box - -dual[1 + number - rows]
+            else:
+                total = 0.0
+                for r in range(rows):
+                    total += excess_IR[number - 2 * rows, r] * -dual[1 + r]
+                reduced = cost_I[number - 2 * rows] + total - dual[0]
+            if reduced < -noise and (entering < 0 or (pivot <= _BLAND_AFTER and reduced < least)):
+                entering, least = number, reduced
+        if entering < 0:
+            break
+        column[:] = 0.0
+        if entering < rows:
+            column[1 + entering] = 1.0
+        elif entering < 2 * rows:
+            column[1 + entering - rows] = -1.0
+        else:
+            column[0] = 1.0
+            for r in range(rows):
+                column[1 + r] = excess_IR[entering - 2 * rows, r]
+        shortest = np.inf
+        for b in range(size):
+            total = 0.0
+            for c in range(size):
+                total += both[b, size + c] * column[c]
+            direction[b] = total
+            if total > _LEAST_STEP:
+                shortest = min(shortest, max(value[b], 0.0) / total)
+        if shortest == np.inf:
+            break
+        leaving = -1
+        for b in range(size):
+            if direction[b] > _LEAST_STEP and max(value[b], 0.0) / direction[b] <= shortest * _TIE:
+                if leaving < 0:
+                    leaving = b
+                elif pivot > _BLAND_AFTER:
+                    if basis[b] < basis[leaving]:
+                        leaving = b
+                elif direction[b] > direction[leaving]:
+                    leaving = b
+        basis[leaving] = entering
+    return dual, value, found

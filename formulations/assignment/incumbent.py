@@ -16,6 +16,53 @@ from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floa
 
 _LARGE_PART = 300
 """Nodes of a part from which on it is cut."""
+PROOF = 1e-9
+"""Improvements below this share of the objective are not looked for."""
+
+
+@dataclass(slots=True)
+class Incumbent:
+    """The best labelling of a model within its limits.
+
+    Attributes:
+        relaxation: What plans are found with.
+        offset: Constant that is part of the objective when gaps are measured.
+        best: The labelling, if there is one.
+    """
+
+    relaxation: Relaxation
+    offset: float = 0.0
+    best: Priced | None = None
+
+    @property
+    def model(self) -> AssignmentModel:
+        """The model asked about."""
+        return self.relaxation.true
+
+    def offer(self, labels_N: Ints) -> None:
+        """Keep a labelling if it is feasible and better than the incumbent."""
+        if self.model.wanted is not None:
+            labels_N = labels_N.copy()
+            self.model.wanted.fill(labels_N)
+        plan = Priced(labels_N, self.model.objective(labels_N), self.model.excess(labels_N))
+        if plan.feasible and plan.objective < self.upper:
+            self.best = plan
+
+    def offer_relaxed(self, plan: Priced) -> None:
+        """Offer a plan of the relaxed model."""
+        if self.relaxation.entry_Y is not None or self.model.wanted is not None:
+            self.offer(self.relaxation.labelling(plan.labels_N))
+        elif plan.feasible and plan.objective < self.upper:
+            self.best = plan
+
+    @property
+    def upper(self) -> float:
+        """Objective of the incumbent, infinite without one."""
+        return np.inf if self.best is None else self.best.objective
+
+    def target(self, gap: float) -> float:
+        """Value that a labelling must stay below to be worth finding."""
+        return np.inf if self.best is None else self.upper - max(gap, PROOF) * abs(self.upper + self.offset)
 
 
 def blend(model: AssignmentModel, feasible_N: Ints, other_N: Ints, prices_R: Floats) -> Ints:
@@ -71,6 +118,14 @@ def _cut(model: AssignmentModel, feasible_N: Ints, other_N: Ints, *, turned: boo
     return best_N
 
 
+def _parts(model: AssignmentModel, differs_N: Bools) -> tuple[Ints, int]:
+    """Connected parts of the differing nodes: the number of each node's part (-1: none), and how many there are."""
+    root_N = _roots(differs_N, model.edges_E2)
+    is_root = root_N == np.arange(model.num_nodes)
+    number_N = np.cumsum(is_root) - 1
+    return np.where(differs_N, number_N[root_N], -1), int(number_N[-1]) + 1 if len(number_N) else 0
+
+
 @compiled("boolean[::1](int64[::1],int64[:,::1],int64[::1],int64[::1],int64[::1],int64[::1])")
 def _take(order: Ints, loads_PS: Ints, row: Ints, load: Ints, sign: Ints, slack_R: Ints) -> Bools:
     """Parts that are taken over, in order, where the rows (as in `AssignmentModel.steps`) have room; one more False."""
@@ -91,14 +146,6 @@ def _take(order: Ints, loads_PS: Ints, row: Ints, load: Ints, sign: Ints, slack_
     return taken
 
 
-def _parts(model: AssignmentModel, differs_N: Bools) -> tuple[Ints, int]:
-    """Connected parts of the differing nodes: the number of each node's part (-1: none), and how many there are."""
-    root_N = _roots(differs_N, model.edges_E2)
-    is_root = root_N == np.arange(model.num_nodes)
-    number_N = np.cumsum(is_root) - 1
-    return np.where(differs_N, number_N[root_N], -1), int(number_N[-1]) + 1 if len(number_N) else 0
-
-
 @compiled("int64[::1](boolean[::1],int64[:,::1])")
 def _roots(differs_N: Bools, edges_E2: Ints) -> Ints:
     """First node of each differing node's part; -1 where a node does not differ."""
@@ -117,52 +164,3 @@ def _roots(differs_N: Bools, edges_E2: Ints) -> Ints:
         # A root is the first node of its part, so it stands before.
         parent[node] = parent[parent[node]] if differs_N[node] else -1
     return parent
-
-
-PROOF = 1e-9
-"""Improvements below this share of the objective are not looked for."""
-
-
-@dataclass(slots=True)
-class Incumbent:
-    """The best labelling of a model within its limits.
-
-    Attributes:
-        relaxation: What plans are found with.
-        offset: Constant that is part of the objective when gaps are measured.
-        best: The labelling, if there is one.
-    """
-
-    relaxation: Relaxation
-    offset: float = 0.0
-    best: Priced | None = None
-
-    @property
-    def model(self) -> AssignmentModel:
-        """The model asked about."""
-        return self.relaxation.true
-
-    def offer(self, labels_N: Ints) -> None:
-        """Keep a labelling if it is feasible and better than the incumbent."""
-        if self.model.wanted is not None:
-            labels_N = labels_N.copy()
-            self.model.wanted.fill(labels_N)
-        plan = Priced(labels_N, self.model.objective(labels_N), self.model.excess(labels_N))
-        if plan.feasible and plan.objective < self.upper:
-            self.best = plan
-
-    def offer_relaxed(self, plan: Priced) -> None:
-        """Offer a plan of the relaxed model."""
-        if self.relaxation.entry_Y is not None or self.model.wanted is not None:
-            self.offer(self.relaxation.labelling(plan.labels_N))
-        elif plan.feasible and plan.objective < self.upper:
-            self.best = plan
-
-    @property
-    def upper(self) -> float:
-        """Objective of the incumbent, infinite without one."""
-        return np.inf if self.best is None else self.best.objective
-
-    def target(self, gap: float) -> float:
-        """Value that a labelling must stay below to be worth finding."""
-        return np.inf if self.best is None else self.upper - max(gap, PROOF) * abs(self.upper + self.offset)

@@ -27,6 +27,22 @@ from qsync_opt.formulations.assignment.elimination import Relaxation, relax
 from qsync_opt.formulations.assignment.incumbent import Incumbent, blend
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
 
+SHARE = 1e-3
+"""Plans with a smaller weight in the dual do not count."""
+_MAX_PLANS = 60
+_MAX_CUTS = 30
+_MAX_LEAVES = 8
+"""Leaves of a tree that a search under further limits starts from."""
+_ROUNDING = 1e-13
+"""Share of priced limits by which the Lagrangian at other limits is lowered."""
+_MUCH_BETTER = 0.5
+_FIRST_STEPS, _MOST_STEPS = 3, 400
+"""Minimisations that bound a leaf of an earlier search at first, and at most."""
+_LEAST_LEAD = 1e-4
+"""Share of the bound that the optimum is taken to be above it at least."""
+_DEARER = (1.01, 1.03, 1.1, 1.3, 2.0)
+"""Factors on the dual's prices, up to the first at which the priced minimum keeps the limits."""
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -44,178 +60,6 @@ class Outcome:
     def above(self, bound: float) -> Outcome:
         """The same, with another bound too that was found for the same problem."""
         return replace(self, bound=max(self.bound, min(bound, self.objective)))
-
-
-@dataclass(slots=True)
-class Leaf:
-    """A node that splits at joins lead to, kept for further limits: what they forbid, and its last prices and plans.
-
-    ``bound`` is its dual's under the limits at hand; infinite while it was not searched under them.
-    """
-
-    path: tuple[Ints, ...] = ()
-    prices_R: Floats | None = None
-    plans: list[Priced] = field(default_factory=list)
-    bound: float = math.inf
-
-    def shifted(self, change_R: Ints) -> Leaf:
-        """The same under limits that are lower by so much."""
-        return Leaf(self.path, self.prices_R, [plan.shifted(change_R) for plan in self.plans])
-
-
-@dataclass(order=True, slots=True)
-class Node:
-    """An open node: a bound, its number, the entries left, prices and plans to begin with.
-
-    ``leaf`` is what further limits start from; None below a split that holds under these limits alone. ``steps`` is how
-    many minimisations are to bound it next, 0 once it is bounded: leaves of an earlier search are not at first.
-    ``dual`` is what that found.
-    """
-
-    bound: float
-    number: int
-    allowed_Z: Bools = field(compare=False)
-    prices_R: Floats = field(compare=False)
-    plans: list[Priced] = field(compare=False)
-    leaf: Leaf | None = field(compare=False, default=None)
-    steps: int = field(compare=False, default=0)
-    dual: DualResult | None = field(compare=False, default=None)
-
-
-def take(open_nodes: list[Node], number: int) -> Node:
-    """Take the node of a number out of the heap; of number 0, or if it is not there: the one of least bound."""
-    for position, node in enumerate(open_nodes) if number else ():
-        if node.number == number:
-            open_nodes[position] = open_nodes[-1]
-            open_nodes.pop()
-            heapq.heapify(open_nodes)
-            return node
-    return heapq.heappop(open_nodes)
-
-
-def first_nodes(
-    leaves: Sequence[Leaf], root_Z: Bools, bound: float, prices_R: Floats, plans: list[Priced], steps: int
-) -> list[Node]:
-    """The root, or the nodes below it that these leaves are: each forbids the entries of its path.
-
-    Several leaves are to be bounded by this many steps first.
-    """
-    nodes = []
-    for number, leaf in enumerate(leaves):
-        allowed_Z = root_Z.copy() if leaf.path else root_Z
-        for side in leaf.path:
-            allowed_Z[side] = False
-        own_R = prices_R if leaf.prices_R is None or not leaf.path else leaf.prices_R
-        own = leaf.plans if leaf.path and leaf.plans else plans
-        nodes.append(
-            Node(bound, number + bool(leaf.path), allowed_Z, own_R, own, leaf, steps if len(leaves) > 1 else 0)
-        )
-    return nodes
-
-
-SHARE = 1e-3
-"""Plans with a smaller weight in the dual do not count."""
-
-
-def fractional_join(model: AssignmentModel, dual: DualResult) -> tuple[Ints, Ints] | None:
-    """Entries to forbid on either side of a split at the middle join that the dual's plans disagree about.
-
-    The first side keeps the value that has the larger share of the dual's plans.
-    """
-    used = [(w, p) for w, p in zip(dual.weights_I, dual.plans, strict=True) if w > SHARE]
-    split = []
-    for item in model.derived:
-        share: dict[int, float] = {}
-        for weight, plan in used:
-            group = item.group_L[plan.labels_N[item.node]]
-            share[group] = share.get(group, 0.0) + float(weight)
-        if len(share) > 1:
-            split.append((item, max(share, key=lambda group: (share[group], group))))
-    if not split:
-        return None
-    item, group = split[len(split) // 2]
-    inside = np.array(item.group_L) == group
-    offset = model.offset_N[item.node]
-    return offset + np.flatnonzero(~inside), offset + np.flatnonzero(inside)
-
-
-def widest_choice(model: AssignmentModel, allowed_Z: Bools) -> tuple[Ints, Ints] | None:
-    """Entries to forbid on either side of a split at the undecided node with the largest swing in objective."""
-    best: tuple[float, Ints] | None = None
-    for node in range(model.num_nodes):
-        entry = np.arange(model.sizes_N[node]) + model.offset_N[node]
-        left = entry[allowed_Z[entry]]
-        if len(left) > 1:
-            swing = float(np.ptp(model.objective_Z[left]))
-            if best is None or swing > best[0]:
-                best = swing, left
-    if best is None:
-        return None
-    cheap = best[1][model.objective_Z[best[1]].argmin()]
-    return np.array([cheap]), best[1][best[1] != cheap]
-
-
-def split_count(model: AssignmentModel, core: Condensed, dual: DualResult) -> tuple[Ints, Ints] | None:
-    """Entries to forbid on either side of a split by how many copies of a part take a label at one of its nodes.
-
-    Equal parts can be exchanged. So either at least k copies take the label, and then those may be the first k, or
-    all but k - 1 do not, and then those may be the copies from number k - 1 on. The label and k are chosen where the
-    dual's plans take a fraction of a copy on average, and its weight in the objective is large.
-
-    Args:
-        model: The problem.
-        core: A core of all that is undecided, condensed.
-        dual: The dual, with its plans and their weights.
-
-    Returns:
-        The two sides, or None if no class is split by the dual's plans.
-
-    Source: orbital branching (Ostrowski et al. 2011), for copies of equal parts.
-    """
-    used = [(w, p) for w, p in zip(dual.weights_I, dual.plans, strict=True) if w > SHARE]
-    if not used or not core.classes:
-        return None
-    weight_I = np.array([w for w, _ in used])
-    weight_I /= weight_I.sum()
-    labels_IN = np.stack([p.labels_N for _, p in used])
-    nodes = core.original.nodes
-    best: tuple[float, Ints, int, int] | None = None
-    for copies in core.classes:
-        for place in range(copies.shape[1]):
-            labels_A = nodes[copies[0, place]].labels_A
-            if any(not np.array_equal(nodes[c].labels_A, labels_A) for c in copies[:, place].tolist()):
-                continue
-            numbers = np.array([nodes[c].node for c in copies[:, place].tolist()])
-            offset = model.offset_N[numbers[0]]
-            for label in labels_A.tolist():
-                mean = float(weight_I @ (labels_IN[:, numbers] == label).sum(axis=1))
-                swing = abs(float(model.objective_Z[offset + label] - model.objective_Z[offset + labels_A[0]]))
-                score = min(mean % 1.0, 1.0 - mean % 1.0) * (
-                    swing or float(np.ptp(model.objective_Z[offset + labels_A]))
-                )
-                if score > 1e-6 * swing and (best is None or score > best[0]):
-                    best = score, numbers, label, int(mean) + 1
-    if best is None:
-        return None
-    _, numbers, label, least = best
-    others = [a for a in range(int(model.sizes_N[numbers[0]])) if a != label]
-    forced = (model.offset_N[numbers[:least], None] + np.array(others, dtype=np.int64)).ravel()
-    return forced, model.offset_N[numbers[least - 1 :]] + label
-
-
-_MAX_PLANS = 60
-_MAX_CUTS = 30
-_MAX_LEAVES = 8
-"""Leaves of a tree that a search under further limits starts from."""
-_ROUNDING = 1e-13
-"""Share of priced limits by which the Lagrangian at other limits is lowered."""
-_MUCH_BETTER = 0.5
-_FIRST_STEPS, _MOST_STEPS = 3, 400
-"""Minimisations that bound a leaf of an earlier search at first, and at most."""
-_LEAST_LEAD = 1e-4
-"""Share of the bound that the optimum is taken to be above it at least."""
-_DEARER = (1.01, 1.03, 1.1, 1.3, 2.0)
-"""Factors on the dual's prices, up to the first at which the priced minimum keeps the limits."""
 
 
 class BoundAndFix:
@@ -568,3 +412,156 @@ class BoundAndFix:
         if self.pricer.count <= _MAX_PLANS:
             self._known = result.plans[-_MAX_PLANS // 2 :]
         return result
+
+
+@dataclass(slots=True)
+class Leaf:
+    """A node that splits at joins lead to, kept for further limits: what they forbid, and its last prices and plans.
+
+    ``bound`` is its dual's under the limits at hand; infinite while it was not searched under them.
+    """
+
+    path: tuple[Ints, ...] = ()
+    prices_R: Floats | None = None
+    plans: list[Priced] = field(default_factory=list)
+    bound: float = math.inf
+
+    def shifted(self, change_R: Ints) -> Leaf:
+        """The same under limits that are lower by so much."""
+        return Leaf(self.path, self.prices_R, [plan.shifted(change_R) for plan in self.plans])
+
+
+@dataclass(order=True, slots=True)
+class Node:
+    """An open node: a bound, its number, the entries left, prices and plans to begin with.
+
+    ``leaf`` is what further limits start from; None below a split that holds under these limits alone. ``steps`` is how
+    many minimisations are to bound it next, 0 once it is bounded: leaves of an earlier search are not at first.
+    ``dual`` is what that found.
+    """
+
+    bound: float
+    number: int
+    allowed_Z: Bools = field(compare=False)
+    prices_R: Floats = field(compare=False)
+    plans: list[Priced] = field(compare=False)
+    leaf: Leaf | None = field(compare=False, default=None)
+    steps: int = field(compare=False, default=0)
+    dual: DualResult | None = field(compare=False, default=None)
+
+
+def take(open_nodes: list[Node], number: int) -> Node:
+    """Take the node of a number out of the heap; of number 0, or if it is not there: the one of least bound."""
+    for position, node in enumerate(open_nodes) if number else ():
+        if node.number == number:
+            open_nodes[position] = open_nodes[-1]
+            open_nodes.pop()
+            heapq.heapify(open_nodes)
+            return node
+    return heapq.heappop(open_nodes)
+
+
+def first_nodes(
+    leaves: Sequence[Leaf], root_Z: Bools, bound: float, prices_R: Floats, plans: list[Priced], steps: int
+) -> list[Node]:
+    """The root, or the nodes below it that these leaves are: each forbids the entries of its path.
+
+    Several leaves are to be bounded by this many steps first.
+    """
+    nodes = []
+    for number, leaf in enumerate(leaves):
+        allowed_Z = root_Z.copy() if leaf.path else root_Z
+        for side in leaf.path:
+            allowed_Z[side] = False
+        own_R = prices_R if leaf.prices_R is None or not leaf.path else leaf.prices_R
+        own = leaf.plans if leaf.path and leaf.plans else plans
+        nodes.append(
+            Node(bound, number + bool(leaf.path), allowed_Z, own_R, own, leaf, steps if len(leaves) > 1 else 0)
+        )
+    return nodes
+
+
+def fractional_join(model: AssignmentModel, dual: DualResult) -> tuple[Ints, Ints] | None:
+    """Entries to forbid on either side of a split at the middle join that the dual's plans disagree about.
+
+    The first side keeps the value that has the larger share of the dual's plans.
+    """
+    used = [(w, p) for w, p in zip(dual.weights_I, dual.plans, strict=True) if w > SHARE]
+    split = []
+    for item in model.derived:
+        share: dict[int, float] = {}
+        for weight, plan in used:
+            group = item.group_L[plan.labels_N[item.node]]
+            share[group] = share.get(group, 0.0) + float(weight)
+        if len(share) > 1:
+            split.append((item, max(share, key=lambda group: (share[group], group))))
+    if not split:
+        return None
+    item, group = split[len(split) // 2]
+    inside = np.array(item.group_L) == group
+    offset = model.offset_N[item.node]
+    return offset + np.flatnonzero(~inside), offset + np.flatnonzero(inside)
+
+
+def widest_choice(model: AssignmentModel, allowed_Z: Bools) -> tuple[Ints, Ints] | None:
+    """Entries to forbid on either side of a split at the undecided node with the largest swing in objective."""
+    best: tuple[float, Ints] | None = None
+    for node in range(model.num_nodes):
+        entry = np.arange(model.sizes_N[node]) + model.offset_N[node]
+        left = entry[allowed_Z[entry]]
+        if len(left) > 1:
+            swing = float(np.ptp(model.objective_Z[left]))
+            if best is None or swing > best[0]:
+                best = swing, left
+    if best is None:
+        return None
+    cheap = best[1][model.objective_Z[best[1]].argmin()]
+    return np.array([cheap]), best[1][best[1] != cheap]
+
+
+def split_count(model: AssignmentModel, core: Condensed, dual: DualResult) -> tuple[Ints, Ints] | None:
+    """Entries to forbid on either side of a split by how many copies of a part take a label at one of its nodes.
+
+    Equal parts can be exchanged. So either at least k copies take the label, and then those may be the first k, or
+    all but k - 1 do not, and then those may be the copies from number k - 1 on. The label and k are chosen where the
+    dual's plans take a fraction of a copy on average, and its weight in the objective is large.
+
+    Args:
+        model: The problem.
+        core: A core of all that is undecided, condensed.
+        dual: The dual, with its plans and their weights.
+
+    Returns:
+        The two sides, or None if no class is split by the dual's plans.
+
+    Source: orbital branching (Ostrowski et al. 2011), for copies of equal parts.
+    """
+    used = [(w, p) for w, p in zip(dual.weights_I, dual.plans, strict=True) if w > SHARE]
+    if not used or not core.classes:
+        return None
+    weight_I = np.array([w for w, _ in used])
+    weight_I /= weight_I.sum()
+    labels_IN = np.stack([p.labels_N for _, p in used])
+    nodes = core.original.nodes
+    best: tuple[float, Ints, int, int] | None = None
+    for copies in core.classes:
+        for place in range(copies.shape[1]):
+            labels_A = nodes[copies[0, place]].labels_A
+            if any(not np.array_equal(nodes[c].labels_A, labels_A) for c in copies[:, place].tolist()):
+                continue
+            numbers = np.array([nodes[c].node for c in copies[:, place].tolist()])
+            offset = model.offset_N[numbers[0]]
+            for label in labels_A.tolist():
+                mean = float(weight_I @ (labels_IN[:, numbers] == label).sum(axis=1))
+                swing = abs(float(model.objective_Z[offset + label] - model.objective_Z[offset + labels_A[0]]))
+                score = min(mean % 1.0, 1.0 - mean % 1.0) * (
+                    swing or float(np.ptp(model.objective_Z[offset + labels_A]))
+                )
+                if score > 1e-6 * swing and (best is None or score > best[0]):
+                    best = score, numbers, label, int(mean) + 1
+    if best is None:
+        return None
+    _, numbers, label, least = best
+    others = [a for a in range(int(model.sizes_N[numbers[0]])) if a != label]
+    forced = (model.offset_N[numbers[:least], None] + np.array(others, dtype=np.int64)).ravel()
+    return forced, model.offset_N[numbers[least - 1 :]] + label

@@ -34,22 +34,6 @@ _SLACK = 1e-9
 
 
 @dataclass(slots=True)
-class _Item:
-    """A condensed node: its tables, and what each label means: choices of the core nodes at ``positions``.
-
-    Where ``copies`` is set, label a stands for ``counts_A[a]`` further copies of a class that take one labelling.
-    """
-
-    positions: Ints
-    choice_AC: Ints
-    objective_A: Floats
-    rows_AR: Ints
-    priced_A: Floats
-    copies: int | None = None
-    counts_A: Ints | None = None
-
-
-@dataclass(slots=True)
 class Condensed(Core):
     """A core of condensed nodes; ``labels`` gives labellings of the whole model as before.
 
@@ -73,6 +57,22 @@ class Condensed(Core):
                 taken[item.copies] = end = start + int(item.counts_A[label])
                 choice[self.classes[item.copies][start:end]] = item.choice_AC[0]
         return self.original.labels(choice)
+
+
+@dataclass(slots=True)
+class _Item:
+    """A condensed node: its tables, and what each label means: choices of the core nodes at ``positions``.
+
+    Where ``copies`` is set, label a stands for ``counts_A[a]`` further copies of a class that take one labelling.
+    """
+
+    positions: Ints
+    choice_AC: Ints
+    objective_A: Floats
+    rows_AR: Ints
+    priced_A: Floats
+    copies: int | None = None
+    counts_A: Ints | None = None
 
 
 def condense(core: Core, upper: float, *, merge: bool, count: bool = True, product: bool = True) -> Core:
@@ -231,35 +231,6 @@ def _enumerate(core: Core, nodes: list[int], edges: list[CoreEdge], room: float)
     return _Item(positions, choice_KC[kept], objective_K[kept], rows_KR[kept], priced_K[kept])
 
 
-@compiled("int64[::1](float64[::1],int64[:,::1],float64[::1],float64)")
-def _worth(objective_K: Floats, rows_KR: Ints, priced_K: Floats, room: float) -> Ints:
-    """Labellings to keep: the first (the base), and those that are not too dear and that no other one beats."""
-    count = 0
-    alive, stays = np.empty(len(objective_K), dtype=np.int64), np.empty(len(objective_K), dtype=np.int64)
-    for k in range(len(objective_K)):
-        if k == 0 or (np.isfinite(objective_K[k]) and priced_K[k] < room + _SLACK * abs(room)):
-            alive[count] = k
-            count += 1
-    kept = 0
-    for i in range(count):
-        k, beaten = alive[i], False
-        for j in range(count):
-            other = alive[j]
-            if i == j or beaten or not objective_K[other] <= objective_K[k]:
-                continue
-            no_worse, equal = True, objective_K[k] <= objective_K[other]
-            for r in range(rows_KR.shape[1]):
-                if rows_KR[other, r] > rows_KR[k, r]:
-                    no_worse = False
-                    break
-                equal = equal and rows_KR[other, r] == rows_KR[k, r]
-            beaten = no_worse and (j < i or not equal)  # of two equal ones the first stays
-        if i == 0 or not beaten:
-            stays[kept] = k
-            kept += 1
-    return stays[:kept].copy()
-
-
 def _merge(items: list[_Item], room: float, most: int) -> list[_Item]:
     """Take independent items of few labels together, neighbours by how dear their moves are."""
     order = sorted(range(len(items)), key=lambda i: (-float(np.ptp(items[i].objective_A)), int(items[i].positions[0])))
@@ -313,3 +284,32 @@ def _counts(item: _Item, copies: int, number: int, room: float) -> list[_Item]:
             for counts in digits
         ]
     return result
+
+
+@compiled("int64[::1](float64[::1],int64[:,::1],float64[::1],float64)")
+def _worth(objective_K: Floats, rows_KR: Ints, priced_K: Floats, room: float) -> Ints:
+    """Labellings to keep: the first (the base), and those that are not too dear and that no other one beats."""
+    count = 0
+    alive, stays = np.empty(len(objective_K), dtype=np.int64), np.empty(len(objective_K), dtype=np.int64)
+    for k in range(len(objective_K)):
+        if k == 0 or (np.isfinite(objective_K[k]) and priced_K[k] < room + _SLACK * abs(room)):
+            alive[count] = k
+            count += 1
+    kept = 0
+    for i in range(count):
+        k, beaten = alive[i], False
+        for j in range(count):
+            other = alive[j]
+            if i == j or beaten or not objective_K[other] <= objective_K[k]:
+                continue
+            no_worse, equal = True, objective_K[k] <= objective_K[other]
+            for r in range(rows_KR.shape[1]):
+                if rows_KR[other, r] > rows_KR[k, r]:
+                    no_worse = False
+                    break
+                equal = equal and rows_KR[other, r] == rows_KR[k, r]
+            beaten = no_worse and (j < i or not equal)  # of two equal ones the first stays
+        if i == 0 or not beaten:
+            stays[kept] = k
+            kept += 1
+    return stays[:kept].copy()

@@ -31,89 +31,8 @@ _MOST_EXTENDED = 1_000_000
 """A short core is not searched so widely that a step makes more states than this, which are kept in memory."""
 _EASY_NODES, _EASY_MERGED, _EASY_WIDTH = 40, 16, 8192
 """Cores of one row, or so few nodes before or after merging, are closed by a search of this width before a solver."""
-
-
-def search_width(asked: int, core: Core, merged: Core, *, whole: bool) -> int:
-    """Most states that a search of a core keeps at a step; 0: it is left to a solver.
-
-    Args:
-        asked: What the pass asks for; 0 where it asks for a solver.
-        core: What is open.
-        merged: The same, condensed as it is searched.
-        whole: Nothing that is open was left out of it.
-    """
-    if not asked:
-        few = len(core.nodes) <= _EASY_NODES or (whole and len(merged.nodes) <= _EASY_MERGED)
-        return _EASY_WIDTH if len(core.excess_R) <= 1 or few else 0
-    labels = max((len(node.labels_A) for node in merged.nodes), default=1)
-    return max(asked, min(_STATES * asked // _NARROW // max(len(merged.nodes), 1), _MOST_EXTENDED // labels))
-
-
 _LEAST_S = 0.01
 """A solver gets this much time even where none is left."""
-
-
-@dataclass(frozen=True, slots=True)
-class Aims:
-    """What the search that has a core asks for.
-
-    Attributes:
-        target: Value that a labelling must stay below, for a relative gap.
-        offer: Takes labellings found.
-        enough: Relative gap that is good enough.
-        tolerance: How far from the best a search may stop.
-        too_dear: Priced cost from which on a part of a core cannot belong to a better labelling.
-        solver: Solver of linear programs, if there is one.
-        deadline: ``time.monotonic()`` value at which to stop.
-    """
-
-    target: Callable[[float], float]
-    offer: Callable[[Ints], None]
-    enough: float
-    tolerance: Callable[[], float]
-    too_dear: float
-    solver: LinearSolver | None
-    deadline: float
-
-
-def walk_core(aims: Aims, core: Core, walks: tuple[int, ...], *, whole: bool, known: float = -np.inf) -> float:
-    """Search a core, of which a lower bound may be known, along paths bounded by levels; returns its bound."""
-    parts = condense(core, aims.too_dear, merge=True, count=False, product=False)
-    if isinstance(parts, Condensed) and parts.mostly_equal:  # counting says more about them than walking
-        if not whole:
-            return -np.inf
-        small = condense(core, aims.too_dear, merge=True)
-        width = search_width(0, core, small, whole=whole)
-        if width:
-            result = search(small, aims.target(0.0), width, spread=True, deadline=aims.deadline)
-            if result.labels_N is not None:
-                aims.offer(result.labels_N)
-            if result.bound >= aims.target(aims.enough) or aims.solver is not None:
-                return result.bound
-    walked = walk(parts, aims.target(0.0), walks, tolerance=aims.tolerance(), known=known, deadline=aims.deadline)
-    if walked is None:
-        return -np.inf
-    if walked.labels_N is not None:
-        aims.offer(walked.labels_N)
-    return walked.bound
-
-
-def close_core(aims: Aims, core: Core, most_nodes: int | None) -> float:
-    """Hand a core to the solver, with a tree of at most so many nodes; returns its bound."""
-    left_s = max(aims.deadline - time.monotonic(), _LEAST_S)
-    result = close(
-        condense(core, aims.too_dear, merge=False),
-        aims.target(0.0),
-        cast("LinearSolver", aims.solver),
-        left_s if left_s < np.inf else None,
-        tolerance=aims.tolerance(),
-        most_nodes=most_nodes,
-    )
-    if result.labels_N is not None:
-        aims.offer(result.labels_N)
-    return result.bound
-
-
 _NEAR_WALKS = (300, 1000, 4000)
 _MOST_NEAR = 1000
 """With more undecided nodes than this the search near the bound is left out."""
@@ -242,3 +161,80 @@ class CoreSearch:
     def undecided(self, allowed_Z: Bools) -> int:
         """How many nodes have more than one label left."""
         return int(((self._exists_NA & allowed_Z[self._entry_NA]).sum(axis=1) > 1).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Aims:
+    """What the search that has a core asks for.
+
+    Attributes:
+        target: Value that a labelling must stay below, for a relative gap.
+        offer: Takes labellings found.
+        enough: Relative gap that is good enough.
+        tolerance: How far from the best a search may stop.
+        too_dear: Priced cost from which on a part of a core cannot belong to a better labelling.
+        solver: Solver of linear programs, if there is one.
+        deadline: ``time.monotonic()`` value at which to stop.
+    """
+
+    target: Callable[[float], float]
+    offer: Callable[[Ints], None]
+    enough: float
+    tolerance: Callable[[], float]
+    too_dear: float
+    solver: LinearSolver | None
+    deadline: float
+
+
+def walk_core(aims: Aims, core: Core, walks: tuple[int, ...], *, whole: bool, known: float = -np.inf) -> float:
+    """Search a core, of which a lower bound may be known, along paths bounded by levels; returns its bound."""
+    parts = condense(core, aims.too_dear, merge=True, count=False, product=False)
+    if isinstance(parts, Condensed) and parts.mostly_equal:  # counting says more about them than walking
+        if not whole:
+            return -np.inf
+        small = condense(core, aims.too_dear, merge=True)
+        width = search_width(0, core, small, whole=whole)
+        if width:
+            result = search(small, aims.target(0.0), width, spread=True, deadline=aims.deadline)
+            if result.labels_N is not None:
+                aims.offer(result.labels_N)
+            if result.bound >= aims.target(aims.enough) or aims.solver is not None:
+                return result.bound
+    walked = walk(parts, aims.target(0.0), walks, tolerance=aims.tolerance(), known=known, deadline=aims.deadline)
+    if walked is None:
+        return -np.inf
+    if walked.labels_N is not None:
+        aims.offer(walked.labels_N)
+    return walked.bound
+
+
+def close_core(aims: Aims, core: Core, most_nodes: int | None) -> float:
+    """Hand a core to the solver, with a tree of at most so many nodes; returns its bound."""
+    left_s = max(aims.deadline - time.monotonic(), _LEAST_S)
+    result = close(
+        condense(core, aims.too_dear, merge=False),
+        aims.target(0.0),
+        cast("LinearSolver", aims.solver),
+        left_s if left_s < np.inf else None,
+        tolerance=aims.tolerance(),
+        most_nodes=most_nodes,
+    )
+    if result.labels_N is not None:
+        aims.offer(result.labels_N)
+    return result.bound
+
+
+def search_width(asked: int, core: Core, merged: Core, *, whole: bool) -> int:
+    """Most states that a search of a core keeps at a step; 0: it is left to a solver.
+
+    Args:
+        asked: What the pass asks for; 0 where it asks for a solver.
+        core: What is open.
+        merged: The same, condensed as it is searched.
+        whole: Nothing that is open was left out of it.
+    """
+    if not asked:
+        few = len(core.nodes) <= _EASY_NODES or (whole and len(merged.nodes) <= _EASY_MERGED)
+        return _EASY_WIDTH if len(core.excess_R) <= 1 or few else 0
+    labels = max((len(node.labels_A) for node in merged.nodes), default=1)
+    return max(asked, min(_STATES * asked // _NARROW // max(len(merged.nodes), 1), _MOST_EXTENDED // labels))

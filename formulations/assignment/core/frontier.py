@@ -22,124 +22,6 @@ from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
 
 _DISTANCES = (1, 2, 3, 5, 8)
 """How far back in sorted order each state is compared."""
-
-
-@compiled("int64[::1](int64[::1],float64[::1],int64[:,::1])")
-def undominated(code_K: Ints, objective_K: Floats, rows_KR: Ints) -> Ints:
-    """States that no other state with the same code is at least as good as, in objective and every row.
-
-    Exact for one row; with more rows it compares each state with a few predecessors in sorted order, so it may keep
-    dominated states but never drops an undominated one.
-    """
-    count, rows = rows_KR.shape
-    order, other = np.arange(count), np.empty(count, dtype=np.int64)
-    width = 1
-    while width < count:  # merges runs, so equal states stay in their order
-        for start in range(0, count, 2 * width):
-            middle, end = min(start + width, count), min(start + 2 * width, count)
-            left, right = start, middle
-            for place in range(start, end):
-                if left == middle:
-                    first = False
-                elif right == end:
-                    first = True
-                else:
-                    a, b = order[left], order[right]
-                    first = True
-                    if code_K[a] != code_K[b]:
-                        first = code_K[a] < code_K[b]
-                    elif rows and rows_KR[a, 0] != rows_KR[b, 0]:
-                        first = rows_KR[a, 0] < rows_KR[b, 0]
-                    elif objective_K[a] != objective_K[b]:
-                        first = objective_K[a] < objective_K[b]
-                    else:
-                        for r in range(rows - 1, 0, -1):
-                            if rows_KR[a, r] != rows_KR[b, r]:
-                                first = rows_KR[a, r] < rows_KR[b, r]
-                                break
-                if first:
-                    other[place] = order[left]
-                    left += 1
-                else:
-                    other[place] = order[right]
-                    right += 1
-        order, other = other, order
-        width *= 2
-    left = count
-    for distance in _DISTANCES:
-        if left <= distance or (not rows and distance > 1):
-            break
-        kept = 0
-        for place in range(left):
-            k, worse = order[place], False
-            if not rows:
-                worse = place > 0 and code_K[order[place - 1]] == code_K[k]
-            elif place >= distance:
-                before = order[place - distance]
-                worse = code_K[before] == code_K[k] and objective_K[before] <= objective_K[k]
-                for r in range(rows):
-                    worse = worse and rows_KR[before, r] <= rows_KR[k, r]
-            if not worse:
-                other[kept] = k
-                kept += 1
-        order, other, left = other, order, kept
-    if rows == 1:
-        kept, least = 0, np.inf
-        for place in range(left):
-            k = order[place]
-            heads = place == 0 or code_K[order[place - 1]] != code_K[k]
-            if heads or objective_K[k] < least:
-                other[kept] = k
-                kept += 1
-                least = objective_K[k]
-        order, left = other, kept
-    return order[:left].copy()
-
-
-@compiled("(float64[::1],int64[:,::1],float64[::1],int64[:,::1],float64,float64,float64,int64[::1])")
-def extend(
-    priced_K: Floats, rows_KR: Ints, priced_A: Floats, rows_AR: Ints, base: float, completion: float, upper: float,
-    slack_R: Ints,
-) -> tuple[Ints, Ints, Floats]:  # fmt: skip
-    """States by labels of a node without edges that stay below a value and within the rows: parent, label, rank."""
-    count = 0
-    parent, label = np.empty(len(priced_K) * len(priced_A), np.int64), np.empty(len(priced_K) * len(priced_A), np.int64)
-    rank = np.empty(len(priced_K) * len(priced_A))
-    for k in range(len(priced_K)):
-        for a in range(len(priced_A)):
-            value = base + (priced_K[k] + priced_A[a]) + completion
-            alive = value < upper
-            for r in range(len(slack_R)):
-                alive = alive and rows_KR[k, r] + rows_AR[a, r] <= slack_R[r]
-            if alive:
-                parent[count], label[count], rank[count] = k, a, value
-                count += 1
-    return parent[:count].copy(), label[:count].copy(), rank[:count].copy()
-
-
-@compiled("boolean[::1](int64[::1],int64)")
-def leaders(cell_K: Ints, most: int) -> Bools:
-    """The first state of each cell, of so many cells at most."""
-    size = 2
-    while size < 2 * len(cell_K):
-        size *= 2
-    slot = np.full(size, -1, dtype=np.int64)
-    leads = np.zeros(len(cell_K), dtype=np.bool_)
-    found = 0
-    for k in range(len(cell_K)):
-        if found == most:
-            break
-        cell = cell_K[k]
-        at = (cell ^ (cell >> 17)) & (size - 1)
-        while slot[at] >= 0 and cell_K[slot[at]] != cell:
-            at = (at + 1) & (size - 1)
-        if slot[at] < 0:
-            slot[at] = k
-            leads[k] = True
-            found += 1
-    return leads
-
-
 _MAX_COMPLETION_ENTRIES = 4096
 _MAX_AXES = 30
 """Open nodes beyond which completions are not told apart; numpy before 2.0 has at most 32 axes."""
@@ -157,6 +39,54 @@ class FrontierResult:
     objective: float
     bound: float
     steps: int
+
+
+def search(core: Core, upper: float, width: int, *, spread: bool, deadline: float = np.inf) -> FrontierResult:
+    """Best labelling of the core within the limits, with at most ``width`` states at a time.
+
+    Args:
+        core: The undecided part.
+        upper: Only labellings below this count.
+        width: Most states kept after a step.
+        spread: Keep states that differ in their rows rather than only those of least priced cost.
+        deadline: ``time.monotonic()`` value at which to give up.
+
+    Returns:
+        The best labelling found below ``upper``, and a lower bound.
+
+    Source: bounded dynamic programming over a path decomposition (as for knapsack cores, Pisinger 1997); ours.
+    """
+    order = order_of(core)
+    steps = _steps(core, order)
+    future = _future_rows(core, order)
+    states = _States(
+        objective=np.zeros(1), priced=np.zeros(1), rows=np.zeros((1, len(core.excess_R)), dtype=np.int64),
+        open_KD=np.zeros((1, 0), dtype=np.int64),
+    )  # fmt: skip
+    trail: list[tuple[Ints, Ints]] = []
+    lost = np.inf
+    last_R = _last_use(core, order)
+    for number, step in enumerate(steps):
+        if number % 64 == 0 and time.monotonic() > deadline:
+            return FrontierResult(None, upper, -np.inf, number)
+        over = (last_R < number) & (last_R >= 0)
+        if over.any():  # limits that nothing left to take touches hold, so states need not differ in them any more
+            states.rows[:, over] = 0
+        slack_R = np.where(over, 0, -core.excess_R - future[number + 1])
+        states, parent, label, gone = _take(core, step, states, slack_R, upper, width, spread=spread)
+        lost = min(lost, gone)
+        if not len(parent):
+            return FrontierResult(None, upper, min(lost, upper), number)
+        trail.append((parent, label))
+    state = int(states.objective.argmin())
+    value = core.objective + float(states.objective[state])
+    if value >= upper:
+        return FrontierResult(None, upper, min(lost, upper), len(steps))
+    choice_C = np.zeros(len(core.nodes), dtype=np.int64)
+    for step, (parent, label) in zip(reversed(steps), reversed(trail), strict=True):
+        choice_C[step.position] = label[state]
+        state = int(parent[state])
+    return FrontierResult(core.labels(choice_C), value, min(lost, value), len(steps))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,6 +108,96 @@ class _Step:
     kept: list[int]  # slots that stay open; the node taken has the last slot
     sizes: tuple[int, ...]  # label counts of the open nodes before
     completion: Floats  # over the labels of the kept slots
+
+
+def _take(
+    core: Core, step: _Step, states: _States, slack_R: Ints, upper: float, width: int, *, spread: bool
+) -> tuple[_States, Ints, Ints, float]:
+    """Extend every state by every label of one node; returns the states kept, whence they came, and what was lost."""
+    node, open_KD = core.nodes[step.position], states.open_KD
+    if not open_KD.shape[1] and not step.kept:
+        parent, label, rank = extend(
+            states.priced, states.rows, node.priced_A, np.ascontiguousarray(node.rows_AR), core.priced,
+            float(step.completion), upper, slack_R,
+        )  # fmt: skip
+        if not len(parent):
+            return states, parent, label, np.inf
+        objective = states.objective[parent] + node.objective_A[label]
+        priced = states.priced[parent] + node.priced_A[label]
+        rows = states.rows[parent] + node.rows_AR[label]
+        after = np.zeros((len(parent), 0), dtype=np.int64)
+    else:
+        objective_KA = states.objective[:, None] + node.objective_A
+        priced_KA = states.priced[:, None] + node.priced_A
+        rows_KAR = states.rows[:, None] + node.rows_AR
+        for slot, edge, is_first in step.edges:
+            at = (slice(None), open_KD[:, slot]) if is_first else (open_KD[:, slot],)
+            own, dear, amounts = edge.objective_AB[at], edge.priced_AB[at], edge.rows_ABR[at]
+            objective_KA = objective_KA + (own.T if is_first else own)
+            priced_KA = priced_KA + (dear.T if is_first else dear)
+            rows_KAR = rows_KAR + (amounts.transpose(1, 0, 2) if is_first else amounts)
+        completion, after_KAD = _after(step, open_KD, len(node.labels_A))
+        rank_KA = core.priced + priced_KA + completion
+        parent, label = np.nonzero((rank_KA < upper) & (rows_KAR <= slack_R).all(axis=2))
+        if not len(parent):
+            return states, parent, label, np.inf
+        objective, priced, rows = objective_KA[parent, label], priced_KA[parent, label], rows_KAR[parent, label]
+        rank, after = rank_KA[parent, label], after_KAD[parent, label]
+    code = _code(after)
+    # With room to spare, comparing states costs more than carrying the dominated ones along.
+    kept = undominated(code, objective, rows) if 2 * len(parent) > width else np.arange(len(parent))
+    lost = np.inf
+    if len(kept) > width:
+        chosen = _select(rank[kept], rows[kept], code[kept], width, spread=spread)
+        gone = np.ones(len(kept), dtype=np.bool_)
+        gone[chosen] = False
+        lost = float(rank[kept[gone]].min())
+        kept = kept[chosen]
+    taken = _States(objective=objective[kept], priced=priced[kept], rows=rows[kept], open_KD=after[kept])
+    return taken, parent[kept], label[kept], lost
+
+
+def _after(step: _Step, open_KD: Ints, num_labels: int) -> tuple[Floats, Ints]:
+    """Least priced completion, and the labels that stay open, for every state and label of the node taken."""
+    num_states = len(open_KD)
+    full = np.empty((num_states, num_labels, open_KD.shape[1] + 1), dtype=np.int64)
+    full[:, :, :-1] = open_KD[:, None]
+    full[:, :, -1] = np.arange(num_labels)
+    after_KAD = full[:, :, step.kept]
+    if step.completion.size == 1:
+        return step.completion.reshape(1, 1), after_KAD
+    return step.completion[tuple(after_KAD[:, :, d] for d in range(len(step.kept)))], after_KAD
+
+
+def _code(open_KD: Ints) -> Ints:
+    """One number per combination of open labels."""
+    code = np.zeros(len(open_KD), dtype=np.int64)
+    for column in open_KD.T:
+        count = int(column.max()) + 1
+        if int(code.max()) >= _MAX_CODE // count:
+            code = np.unique(code, return_inverse=True)[1].reshape(-1)
+        code = code * count + column
+    return code
+
+
+def _select(rank_K: Floats, rows_KR: Ints, code_K: Ints, width: int, *, spread: bool) -> Ints:
+    """Which states stay: the best ranked, or also the best ranked of each cell of a grid over open labels and rows."""
+    by_rank = np.argsort(rank_K, kind="stable")
+    if not spread:
+        return by_rank[:width]
+    span_R = np.ptp(rows_KR, axis=0)
+    wide = np.flatnonzero(span_R > 0)
+    codes = len(np.unique(code_K)) if code_K.any() else 1
+    cells = width / max(1, codes)
+    side = max(2, round(cells ** (1 / max(1, len(wide)))))
+    cell = code_K
+    for row in wide[:8].tolist():
+        step = (rows_KR[:, row] - rows_KR[:, row].min()) * ((side - 1e-9) / float(span_R[row]))
+        cell = cell * side + step.astype(np.int64)
+    leads = leaders(cell[by_rank], width // 2)
+    place = np.flatnonzero(leads)
+    rest = by_rank[~leads][: width - len(place)]
+    return np.concatenate([by_rank[place], rest])
 
 
 def order_of(core: Core) -> list[int]:
@@ -302,139 +322,117 @@ def _last_use(core: Core, order: list[int]) -> Ints:
     return last_R
 
 
-def search(core: Core, upper: float, width: int, *, spread: bool, deadline: float = np.inf) -> FrontierResult:
-    """Best labelling of the core within the limits, with at most ``width`` states at a time.
+@compiled("int64[::1](int64[::1],float64[::1],int64[:,::1])")
+def undominated(code_K: Ints, objective_K: Floats, rows_KR: Ints) -> Ints:
+    """States that no other state with the same code is at least as good as, in objective and every row.
 
-    Args:
-        core: The undecided part.
-        upper: Only labellings below this count.
-        width: Most states kept after a step.
-        spread: Keep states that differ in their rows rather than only those of least priced cost.
-        deadline: ``time.monotonic()`` value at which to give up.
-
-    Returns:
-        The best labelling found below ``upper``, and a lower bound.
-
-    Source: bounded dynamic programming over a path decomposition (as for knapsack cores, Pisinger 1997); ours.
+    Exact for one row; with more rows it compares each state with a few predecessors in sorted order, so it may keep
+    dominated states but never drops an undominated one.
     """
-    order = order_of(core)
-    steps = _steps(core, order)
-    future = _future_rows(core, order)
-    states = _States(
-        objective=np.zeros(1), priced=np.zeros(1), rows=np.zeros((1, len(core.excess_R)), dtype=np.int64),
-        open_KD=np.zeros((1, 0), dtype=np.int64),
-    )  # fmt: skip
-    trail: list[tuple[Ints, Ints]] = []
-    lost = np.inf
-    last_R = _last_use(core, order)
-    for number, step in enumerate(steps):
-        if number % 64 == 0 and time.monotonic() > deadline:
-            return FrontierResult(None, upper, -np.inf, number)
-        over = (last_R < number) & (last_R >= 0)
-        if over.any():  # limits that nothing left to take touches hold, so states need not differ in them any more
-            states.rows[:, over] = 0
-        slack_R = np.where(over, 0, -core.excess_R - future[number + 1])
-        states, parent, label, gone = _take(core, step, states, slack_R, upper, width, spread=spread)
-        lost = min(lost, gone)
-        if not len(parent):
-            return FrontierResult(None, upper, min(lost, upper), number)
-        trail.append((parent, label))
-    state = int(states.objective.argmin())
-    value = core.objective + float(states.objective[state])
-    if value >= upper:
-        return FrontierResult(None, upper, min(lost, upper), len(steps))
-    choice_C = np.zeros(len(core.nodes), dtype=np.int64)
-    for step, (parent, label) in zip(reversed(steps), reversed(trail), strict=True):
-        choice_C[step.position] = label[state]
-        state = int(parent[state])
-    return FrontierResult(core.labels(choice_C), value, min(lost, value), len(steps))
+    count, rows = rows_KR.shape
+    order, other = np.arange(count), np.empty(count, dtype=np.int64)
+    width = 1
+    while width < count:  # merges runs, so equal states stay in their order
+        for start in range(0, count, 2 * width):
+            middle, end = min(start + width, count), min(start + 2 * width, count)
+            left, right = start, middle
+            for place in range(start, end):
+                if left == middle:
+                    first = False
+                elif right == end:
+                    first = True
+                else:
+                    a, b = order[left], order[right]
+                    first = True
+                    if code_K[a] != code_K[b]:
+                        first = code_K[a] < code_K[b]
+                    elif rows and rows_KR[a, 0] != rows_KR[b, 0]:
+                        first = rows_KR[a, 0] < rows_KR[b, 0]
+                    elif objective_K[a] != objective_K[b]:
+                        first = objective_K[a] < objective_K[b]
+                    else:
+                        for r in range(rows - 1, 0, -1):
+                            if rows_KR[a, r] != rows_KR[b, r]:
+                                first = rows_KR[a, r] < rows_KR[b, r]
+                                break
+                if first:
+                    other[place] = order[left]
+                    left += 1
+                else:
+                    other[place] = order[right]
+                    right += 1
+        order, other = other, order
+        width *= 2
+    left = count
+    for distance in _DISTANCES:
+        if left <= distance or (not rows and distance > 1):
+            break
+        kept = 0
+        for place in range(left):
+            k, worse = order[place], False
+            if not rows:
+                worse = place > 0 and code_K[order[place - 1]] == code_K[k]
+            elif place >= distance:
+                before = order[place - distance]
+                worse = code_K[before] == code_K[k] and objective_K[before] <= objective_K[k]
+                for r in range(rows):
+                    worse = worse and rows_KR[before, r] <= rows_KR[k, r]
+            if not worse:
+                other[kept] = k
+                kept += 1
+        order, other, left = other, order, kept
+    if rows == 1:
+        kept, least = 0, np.inf
+        for place in range(left):
+            k = order[place]
+            heads = place == 0 or code_K[order[place - 1]] != code_K[k]
+            if heads or objective_K[k] < least:
+                other[kept] = k
+                kept += 1
+                least = objective_K[k]
+        order, left = other, kept
+    return order[:left].copy()
 
 
-def _take(
-    core: Core, step: _Step, states: _States, slack_R: Ints, upper: float, width: int, *, spread: bool
-) -> tuple[_States, Ints, Ints, float]:
-    """Extend every state by every label of one node; returns the states kept, whence they came, and what was lost."""
-    node, open_KD = core.nodes[step.position], states.open_KD
-    if not open_KD.shape[1] and not step.kept:
-        parent, label, rank = extend(
-            states.priced, states.rows, node.priced_A, np.ascontiguousarray(node.rows_AR), core.priced,
-            float(step.completion), upper, slack_R,
-        )  # fmt: skip
-        if not len(parent):
-            return states, parent, label, np.inf
-        objective = states.objective[parent] + node.objective_A[label]
-        priced = states.priced[parent] + node.priced_A[label]
-        rows = states.rows[parent] + node.rows_AR[label]
-        after = np.zeros((len(parent), 0), dtype=np.int64)
-    else:
-        objective_KA = states.objective[:, None] + node.objective_A
-        priced_KA = states.priced[:, None] + node.priced_A
-        rows_KAR = states.rows[:, None] + node.rows_AR
-        for slot, edge, is_first in step.edges:
-            at = (slice(None), open_KD[:, slot]) if is_first else (open_KD[:, slot],)
-            own, dear, amounts = edge.objective_AB[at], edge.priced_AB[at], edge.rows_ABR[at]
-            objective_KA = objective_KA + (own.T if is_first else own)
-            priced_KA = priced_KA + (dear.T if is_first else dear)
-            rows_KAR = rows_KAR + (amounts.transpose(1, 0, 2) if is_first else amounts)
-        completion, after_KAD = _after(step, open_KD, len(node.labels_A))
-        rank_KA = core.priced + priced_KA + completion
-        parent, label = np.nonzero((rank_KA < upper) & (rows_KAR <= slack_R).all(axis=2))
-        if not len(parent):
-            return states, parent, label, np.inf
-        objective, priced, rows = objective_KA[parent, label], priced_KA[parent, label], rows_KAR[parent, label]
-        rank, after = rank_KA[parent, label], after_KAD[parent, label]
-    code = _code(after)
-    # With room to spare, comparing states costs more than carrying the dominated ones along.
-    kept = undominated(code, objective, rows) if 2 * len(parent) > width else np.arange(len(parent))
-    lost = np.inf
-    if len(kept) > width:
-        chosen = _select(rank[kept], rows[kept], code[kept], width, spread=spread)
-        gone = np.ones(len(kept), dtype=np.bool_)
-        gone[chosen] = False
-        lost = float(rank[kept[gone]].min())
-        kept = kept[chosen]
-    taken = _States(objective=objective[kept], priced=priced[kept], rows=rows[kept], open_KD=after[kept])
-    return taken, parent[kept], label[kept], lost
+@compiled("(float64[::1],int64[:,::1],float64[::1],int64[:,::1],float64,float64,float64,int64[::1])")
+def extend(
+    priced_K: Floats, rows_KR: Ints, priced_A: Floats, rows_AR: Ints, base: float, completion: float, upper: float,
+    slack_R: Ints,
+) -> tuple[Ints, Ints, Floats]:  # fmt: skip
+    """States by labels of a node without edges that stay below a value and within the rows: parent, label, rank."""
+    count = 0
+    parent, label = np.empty(len(priced_K) * len(priced_A), np.int64), np.empty(len(priced_K) * len(priced_A), np.int64)
+    rank = np.empty(len(priced_K) * len(priced_A))
+    for k in range(len(priced_K)):
+        for a in range(len(priced_A)):
+            value = base + (priced_K[k] + priced_A[a]) + completion
+            alive = value < upper
+            for r in range(len(slack_R)):
+                alive = alive and rows_KR[k, r] + rows_AR[a, r] <= slack_R[r]
+            if alive:
+                parent[count], label[count], rank[count] = k, a, value
+                count += 1
+    return parent[:count].copy(), label[:count].copy(), rank[:count].copy()
 
 
-def _after(step: _Step, open_KD: Ints, num_labels: int) -> tuple[Floats, Ints]:
-    """Least priced completion, and the labels that stay open, for every state and label of the node taken."""
-    num_states = len(open_KD)
-    full = np.empty((num_states, num_labels, open_KD.shape[1] + 1), dtype=np.int64)
-    full[:, :, :-1] = open_KD[:, None]
-    full[:, :, -1] = np.arange(num_labels)
-    after_KAD = full[:, :, step.kept]
-    if step.completion.size == 1:
-        return step.completion.reshape(1, 1), after_KAD
-    return step.completion[tuple(after_KAD[:, :, d] for d in range(len(step.kept)))], after_KAD
-
-
-def _code(open_KD: Ints) -> Ints:
-    """One number per combination of open labels."""
-    code = np.zeros(len(open_KD), dtype=np.int64)
-    for column in open_KD.T:
-        count = int(column.max()) + 1
-        if int(code.max()) >= _MAX_CODE // count:
-            code = np.unique(code, return_inverse=True)[1].reshape(-1)
-        code = code * count + column
-    return code
-
-
-def _select(rank_K: Floats, rows_KR: Ints, code_K: Ints, width: int, *, spread: bool) -> Ints:
-    """Which states stay: the best ranked, or also the best ranked of each cell of a grid over open labels and rows."""
-    by_rank = np.argsort(rank_K, kind="stable")
-    if not spread:
-        return by_rank[:width]
-    span_R = np.ptp(rows_KR, axis=0)
-    wide = np.flatnonzero(span_R > 0)
-    codes = len(np.unique(code_K)) if code_K.any() else 1
-    cells = width / max(1, codes)
-    side = max(2, round(cells ** (1 / max(1, len(wide)))))
-    cell = code_K
-    for row in wide[:8].tolist():
-        step = (rows_KR[:, row] - rows_KR[:, row].min()) * ((side - 1e-9) / float(span_R[row]))
-        cell = cell * side + step.astype(np.int64)
-    leads = leaders(cell[by_rank], width // 2)
-    place = np.flatnonzero(leads)
-    rest = by_rank[~leads][: width - len(place)]
-    return np.concatenate([by_rank[place], rest])
+@compiled("boolean[::1](int64[::1],int64)")
+def leaders(cell_K: Ints, most: int) -> Bools:
+    """The first state of each cell, of so many cells at most."""
+    size = 2
+    while size < 2 * len(cell_K):
+        size *= 2
+    slot = np.full(size, -1, dtype=np.int64)
+    leads = np.zeros(len(cell_K), dtype=np.bool_)
+    found = 0
+    for k in range(len(cell_K)):
+        if found == most:
+            break
+        cell = cell_K[k]
+        at = (cell ^ (cell >> 17)) & (size - 1)
+        while slot[at] >= 0 and cell_K[slot[at]] != cell:
+            at = (at + 1) & (size - 1)
+        if slot[at] < 0:
+            slot[at] = k
+            leads[k] = True
+            found += 1
+    return leads

@@ -25,6 +25,195 @@ from qsync_opt.formulations.assignment.core.layers import Layers
 from qsync_opt.formulations.assignment.dual import Master
 from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
 
+_MOST_ENTRIES = 6_000_000
+"""Of one table."""
+_FEWEST_LEVELS, _MOST_LEVELS = 64, 8192
+_MOST_STEPS = 12
+_ENOUGH = 0.02
+"""Share of what is between bound and incumbent to which the best prices are sought."""
+_SLACK = 1e-12
+
+
+@dataclass(slots=True, kw_only=True)
+class Levels:
+    """Levels of one row over some layers.
+
+    Attributes:
+        row: The row that is counted in levels.
+        unit: Amount of one level.
+        lowest: Level of the table's first column: how much of the row is left, in units.
+        start: Level at the first point.
+        number: How many levels a table has.
+    """
+
+    row: int
+    unit: int
+    lowest: int
+    start: int
+    number: int
+
+    @property
+    def first(self) -> int:
+        """Column of the level at the first point."""
+        return max(0, min(self.number - 1, self.start - self.lowest))
+
+    def weights(self, layers: Layers) -> Ints:
+        """How many levels each arc takes."""
+        return np.ascontiguousarray(layers.rows_KR[:, self.row] // self.unit)
+
+    def table(self, layers: Layers, prices_R: Floats, out_SM: Floats) -> None:
+        """Least priced cost from each point to the end, for each level; in place."""
+        completions(
+            layers.first_T1, layers.point_T1, layers.source_K, layers.target_K, self.weights(layers),
+            costs(layers, prices_R), self.lowest, out_SM,
+        )  # fmt: skip
+
+    def least(self, layers: Layers, prices_R: Floats, table_SM: Floats) -> Floats:
+        """Least priced cost of a path through each arc."""
+        return least_through(
+            layers.first_T1, layers.point_T1, layers.source_K, layers.target_K, self.weights(layers),
+            costs(layers, prices_R), self.first, table_SM,
+        )  # fmt: skip
+
+    def path(self, layers: Layers, prices_R: Floats, table_SM: Floats) -> Ints:
+        """Arcs of a least path."""
+        return path(
+            layers.first_T1, layers.source_K, layers.target_K, self.weights(layers), costs(layers, prices_R),
+            self.first, table_SM,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class LevelBound:
+    """The best bound found, as a difference to the base's objective; its prices, and a table at these prices."""
+
+    bound: float
+    prices_R: Floats
+    table_SM: Floats
+
+
+def bound(layers: Layers, levels: Levels, prices_R: Floats, upper: float, deadline: float) -> LevelBound:
+    """Maximise the bound over the rows' prices.
+
+    Args:
+        layers: The core, laid out.
+        levels: Levels of one of its rows.
+        prices_R: Prices to begin with.
+        upper: Incumbent as a difference to the base's objective; where the bound reaches it, the search stops.
+        deadline: ``time.monotonic()`` value at which to stop.
+    """
+    table_SM = np.empty((layers.num_points, levels.number))
+    spare_SM = np.empty_like(table_SM)
+    scale_R = np.maximum(np.abs(layers.rows_KR).max(axis=0), np.abs(layers.excess_R)).astype(np.float64)
+    scale_R = np.maximum(scale_R, 1.0)
+    size = max(abs(upper) if np.isfinite(upper) else 0.0, float(np.abs(layers.objective_K).max()), 1e-300)
+    master = Master(len(prices_R), 1e9 * size, size)
+    without = prices_R.copy()
+    without[levels.row] = 0.0
+    queries = [prices_R, without]
+    best: LevelBound | None = None
+    step = 0
+    while True:
+        query = queries[step]
+        levels.table(layers, query, spare_SM)
+        least = float(spare_SM[0, levels.first])
+        if least == np.inf:
+            return LevelBound(np.inf, query, spare_SM)
+        value = least + constant(layers, query) - rounding(layers, query)
+        path_T = levels.path(layers, query, spare_SM)
+        if best is None or value > best.bound:
+            table_SM, spare_SM = spare_SM, table_SM
+            best = LevelBound(value, query, table_SM)
+        excess_R = layers.excess_R + layers.rows_KR[path_T].sum(axis=0)
+        master.add(float(layers.objective_K[path_T].sum()), excess_R / scale_R)
+        step += 1
+        if best.bound >= upper or step >= _MOST_STEPS or time.monotonic() > deadline:
+            return best
+        most, scaled, _ = master.solve()
+        if most - best.bound <= _ENOUGH * min(upper - best.bound, abs(best.bound) + size):
+            return best
+        if step >= len(queries):
+            target = scaled / scale_R
+            queries.append(target if step % 3 == 2 else (best.prices_R + target) / 2)
+
+
+def fixed(layers: Layers, levels: Levels, found: LevelBound, upper: float) -> Bools:
+    """Arcs that a path below ``upper`` may take."""
+    least_K = levels.least(layers, found.prices_R, found.table_SM)
+    offset = constant(layers, found.prices_R) - rounding(layers, found.prices_R)
+    kept: Bools = least_K + offset < upper
+    return kept
+
+
+def choose_levels(layers: Layers, prices_R: Floats, room: float) -> Levels:
+    """Levels of the row whose amounts within reach of the incumbent need the fewest.
+
+    Args:
+        layers: At least one step and one row.
+        prices_R: Prices of the rows.
+        room: What lies between bound and incumbent, in units of the objective; may be infinite.
+    """
+    fits = max(_FEWEST_LEVELS, min(_MOST_LEVELS, _MOST_ENTRIES // layers.num_points))
+    best: tuple[float, Levels] | None = None
+    for row in range(len(layers.excess_R)):
+        divisor = int(np.gcd.reduce(layers.rows_KR[:, row])) or 1
+        reach = _reach(layers, prices_R, row, room)
+        over = -int(layers.excess_R[row])
+        needed = 2 * reach // divisor + abs(over) // divisor + 4
+        unit = divisor
+        largest = int(np.abs(layers.rows_KR[:, row]).max(initial=0))
+        if needed > fits:  # a table that is too narrow says little; one of coarse levels that the way fits in says more
+            unit = max(
+                divisor, largest * 8 // fits // divisor * divisor, (abs(over) * 2 // fits // divisor + 1) * divisor
+            )
+        start = over // unit
+        number = min(fits, max(_FEWEST_LEVELS, 2 * reach // unit + abs(start) + 4))
+        lowest = min(start, 0) - (number - abs(start)) // 2
+        score = needed if unit == divisor else needed * 1e6
+        if best is None or score < best[0]:
+            best = score, Levels(row=row, unit=unit, lowest=lowest, start=start, number=number)
+    if best is None:
+        raise ValueError("levels need a row")
+    return best[1]
+
+
+def _reach(layers: Layers, prices_R: Floats, row: int, room: float) -> int:
+    """About how far a row can get away from the base's, up or down, with deviations of the incumbent's cost at most."""
+    priced_K = costs(layers, prices_R)
+    starts = layers.first_T1[:-1]
+    dear_K = np.maximum(priced_K - np.minimum.reduceat(priced_K, starts)[layers.step_K], 0.0)
+    reach = 0.0
+    for sign in (1, -1):
+        amount_K = np.maximum(sign * layers.rows_KR[:, row], 0).astype(np.float64)
+        used = np.flatnonzero(amount_K)
+        if not np.isfinite(room):
+            reach = max(reach, float(np.maximum.reduceat(amount_K, starts).sum()))
+            continue
+        order = used[np.argsort(dear_K[used] / amount_K[used], kind="stable")]
+        before = np.cumsum(dear_K[order]) - dear_K[order]
+        reach = max(reach, float(amount_K[order[before <= room]].sum()))
+    return int(reach)
+
+
+def costs(layers: Layers, prices_R: Floats) -> Floats:
+    """Priced cost of each arc."""
+    cost_K = layers.objective_K.copy()
+    for row, price in enumerate(prices_R.tolist()):
+        if price:
+            cost_K += price * layers.rows_KR[:, row]
+    return cost_K
+
+
+def constant(layers: Layers, prices_R: Floats) -> float:
+    """What a path of the least priced cost 0 is bounded by."""
+    return float(prices_R @ layers.excess_R)
+
+
+def rounding(layers: Layers, prices_R: Floats) -> float:
+    """What sums of priced costs may be wrong by."""
+    amounts_R = np.abs(layers.excess_R) + np.abs(layers.rows_KR).max(axis=0)
+    return _SLACK * (float(np.abs(layers.objective_K).max()) + float(prices_R @ amounts_R))
+
 
 @compiled("void(int64[::1],int64[::1],int64[::1],int64[::1],int64[::1],float64[::1],int64,float64[:,::1])")
 def completions(
@@ -125,193 +314,3 @@ def least_through(
             least_K[arc] = least
         before_SM = after_SM
     return least_K
-
-
-_MOST_ENTRIES = 6_000_000
-"""Of one table."""
-_FEWEST_LEVELS, _MOST_LEVELS = 64, 8192
-_MOST_STEPS = 12
-_ENOUGH = 0.02
-"""Share of what is between bound and incumbent to which the best prices are sought."""
-_SLACK = 1e-12
-
-
-@dataclass(slots=True, kw_only=True)
-class Levels:
-    """Levels of one row over some layers.
-
-    Attributes:
-        row: The row that is counted in levels.
-        unit: Amount of one level.
-        lowest: Level of the table's first column: how much of the row is left, in units.
-        start: Level at the first point.
-        number: How many levels a table has.
-    """
-
-    row: int
-    unit: int
-    lowest: int
-    start: int
-    number: int
-
-    @property
-    def first(self) -> int:
-        """Column of the level at the first point."""
-        return max(0, min(self.number - 1, self.start - self.lowest))
-
-    def weights(self, layers: Layers) -> Ints:
-        """How many levels each arc takes."""
-        return np.ascontiguousarray(layers.rows_KR[:, self.row] // self.unit)
-
-    def table(self, layers: Layers, prices_R: Floats, out_SM: Floats) -> None:
-        """Least priced cost from each point to the end, for each level; in place."""
-        completions(
-            layers.first_T1, layers.point_T1, layers.source_K, layers.target_K, self.weights(layers),
-            costs(layers, prices_R), self.lowest, out_SM,
-        )  # fmt: skip
-
-    def least(self, layers: Layers, prices_R: Floats, table_SM: Floats) -> Floats:
-        """Least priced cost of a path through each arc."""
-        return least_through(
-            layers.first_T1, layers.point_T1, layers.source_K, layers.target_K, self.weights(layers),
-            costs(layers, prices_R), self.first, table_SM,
-        )  # fmt: skip
-
-    def path(self, layers: Layers, prices_R: Floats, table_SM: Floats) -> Ints:
-        """Arcs of a least path."""
-        return path(
-            layers.first_T1, layers.source_K, layers.target_K, self.weights(layers), costs(layers, prices_R),
-            self.first, table_SM,
-        )  # fmt: skip
-
-
-def costs(layers: Layers, prices_R: Floats) -> Floats:
-    """Priced cost of each arc."""
-    cost_K = layers.objective_K.copy()
-    for row, price in enumerate(prices_R.tolist()):
-        if price:
-            cost_K += price * layers.rows_KR[:, row]
-    return cost_K
-
-
-def choose_levels(layers: Layers, prices_R: Floats, room: float) -> Levels:
-    """Levels of the row whose amounts within reach of the incumbent need the fewest.
-
-    Args:
-        layers: At least one step and one row.
-        prices_R: Prices of the rows.
-        room: What lies between bound and incumbent, in units of the objective; may be infinite.
-    """
-    fits = max(_FEWEST_LEVELS, min(_MOST_LEVELS, _MOST_ENTRIES // layers.num_points))
-    best: tuple[float, Levels] | None = None
-    for row in range(len(layers.excess_R)):
-        divisor = int(np.gcd.reduce(layers.rows_KR[:, row])) or 1
-        reach = _reach(layers, prices_R, row, room)
-        over = -int(layers.excess_R[row])
-        needed = 2 * reach // divisor + abs(over) // divisor + 4
-        unit = divisor
-        largest = int(np.abs(layers.rows_KR[:, row]).max(initial=0))
-        if needed > fits:  # a table that is too narrow says little; one of coarse levels that the way fits in says more
-            unit = max(
-                divisor, largest * 8 // fits // divisor * divisor, (abs(over) * 2 // fits // divisor + 1) * divisor
-            )
-        start = over // unit
-        number = min(fits, max(_FEWEST_LEVELS, 2 * reach // unit + abs(start) + 4))
-        lowest = min(start, 0) - (number - abs(start)) // 2
-        score = needed if unit == divisor else needed * 1e6
-        if best is None or score < best[0]:
-            best = score, Levels(row=row, unit=unit, lowest=lowest, start=start, number=number)
-    if best is None:
-        raise ValueError("levels need a row")
-    return best[1]
-
-
-def _reach(layers: Layers, prices_R: Floats, row: int, room: float) -> int:
-    """About how far a row can get away from the base's, up or down, with deviations of the incumbent's cost at most."""
-    priced_K = costs(layers, prices_R)
-    starts = layers.first_T1[:-1]
-    dear_K = np.maximum(priced_K - np.minimum.reduceat(priced_K, starts)[layers.step_K], 0.0)
-    reach = 0.0
-    for sign in (1, -1):
-        amount_K = np.maximum(sign * layers.rows_KR[:, row], 0).astype(np.float64)
-        used = np.flatnonzero(amount_K)
-        if not np.isfinite(room):
-            reach = max(reach, float(np.maximum.reduceat(amount_K, starts).sum()))
-            continue
-        order = used[np.argsort(dear_K[used] / amount_K[used], kind="stable")]
-        before = np.cumsum(dear_K[order]) - dear_K[order]
-        reach = max(reach, float(amount_K[order[before <= room]].sum()))
-    return int(reach)
-
-
-@dataclass(slots=True)
-class LevelBound:
-    """The best bound found, as a difference to the base's objective; its prices, and a table at these prices."""
-
-    bound: float
-    prices_R: Floats
-    table_SM: Floats
-
-
-def constant(layers: Layers, prices_R: Floats) -> float:
-    """What a path of the least priced cost 0 is bounded by."""
-    return float(prices_R @ layers.excess_R)
-
-
-def rounding(layers: Layers, prices_R: Floats) -> float:
-    """What sums of priced costs may be wrong by."""
-    amounts_R = np.abs(layers.excess_R) + np.abs(layers.rows_KR).max(axis=0)
-    return _SLACK * (float(np.abs(layers.objective_K).max()) + float(prices_R @ amounts_R))
-
-
-def bound(layers: Layers, levels: Levels, prices_R: Floats, upper: float, deadline: float) -> LevelBound:
-    """Maximise the bound over the rows' prices.
-
-    Args:
-        layers: The core, laid out.
-        levels: Levels of one of its rows.
-        prices_R: Prices to begin with.
-        upper: Incumbent as a difference to the base's objective; where the bound reaches it, the search stops.
-        deadline: ``time.monotonic()`` value at which to stop.
-    """
-    table_SM = np.empty((layers.num_points, levels.number))
-    spare_SM = np.empty_like(table_SM)
-    scale_R = np.maximum(np.abs(layers.rows_KR).max(axis=0), np.abs(layers.excess_R)).astype(np.float64)
-    scale_R = np.maximum(scale_R, 1.0)
-    size = max(abs(upper) if np.isfinite(upper) else 0.0, float(np.abs(layers.objective_K).max()), 1e-300)
-    master = Master(len(prices_R), 1e9 * size, size)
-    without = prices_R.copy()
-    without[levels.row] = 0.0
-    queries = [prices_R, without]
-    best: LevelBound | None = None
-    step = 0
-    while True:
-        query = queries[step]
-        levels.table(layers, query, spare_SM)
-        least = float(spare_SM[0, levels.first])
-        if least == np.inf:
-            return LevelBound(np.inf, query, spare_SM)
-        value = least + constant(layers, query) - rounding(layers, query)
-        path_T = levels.path(layers, query, spare_SM)
-        if best is None or value > best.bound:
-            table_SM, spare_SM = spare_SM, table_SM
-            best = LevelBound(value, query, table_SM)
-        excess_R = layers.excess_R + layers.rows_KR[path_T].sum(axis=0)
-        master.add(float(layers.objective_K[path_T].sum()), excess_R / scale_R)
-        step += 1
-        if best.bound >= upper or step >= _MOST_STEPS or time.monotonic() > deadline:
-            return best
-        most, scaled, _ = master.solve()
-        if most - best.bound <= _ENOUGH * min(upper - best.bound, abs(best.bound) + size):
-            return best
-        if step >= len(queries):
-            target = scaled / scale_R
-            queries.append(target if step % 3 == 2 else (best.prices_R + target) / 2)
-
-
-def fixed(layers: Layers, levels: Levels, found: LevelBound, upper: float) -> Bools:
-    """Arcs that a path below ``upper`` may take."""
-    least_K = levels.least(layers, found.prices_R, found.table_SM)
-    offset = constant(layers, found.prices_R) - rounding(layers, found.prices_R)
-    kept: Bools = least_K + offset < upper
-    return kept
