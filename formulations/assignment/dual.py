@@ -1,8 +1,8 @@
-"""Which prices of the limits give the best lower bound? Cutting planes over the exact priced minimum.
+"""The Lagrangian dual: prices of the limits that give the best lower bound, by cutting planes.
 
 For prices p >= 0, ``min_x objective(x) + p . (rows(x) - limits)`` is a lower bound for every feasible labelling.
 
-Axes: N nodes, Z table entries, R limit rows, I plans seen.
+Axes: N nodes, Z table entries, R limit rows, I plans (labellings that are cuts of the dual).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floa
 _TOLERANCE = 1e-11
 _ROUNDING = 1e-13
 """Reduced costs below this share of the largest dual value are rounding too. While no mix of plans keeps the limits,
-prices are at the box, far above every cost: such noise would be pivoted on without end."""
+prices are at their upper end, far above every cost: pivoting on such noise would never end."""
 _BLAND_AFTER = 200
 _MAX_PIVOTS = 2000
 _LEAST_STEP = 1e-12
@@ -30,14 +30,14 @@ _NEGLIGIBLE = 1e-12
 _FEW_ROWS = 12
 """Up to this many rows are all in the master from the start."""
 _BEYOND = 1e-3
-"""How far beyond a level a step goes, so that rounding does not leave it short."""
+"""Relative overshoot of a step towards a level, against rounding."""
 _FLOAT_SLACK = 1e-13
-"""Relative rounding error granted to a bound: bounds are lowered by it."""
+"""Relative rounding error by which bounds are lowered."""
 
 
 @dataclass(slots=True)
 class Priced:
-    """A labelling that is a priced minimum, or was tried."""
+    """A labelling with its objective and its excess over the limits."""
 
     labels_N: Ints
     objective: float
@@ -45,7 +45,7 @@ class Priced:
 
     @property
     def key(self) -> tuple[float, bytes]:
-        """Equal for plans that are the same cut."""
+        """Equal for labellings that are the same cut."""
         return self.objective, self.excess_R.tobytes()
 
     @property
@@ -54,13 +54,13 @@ class Priced:
         return bool((self.excess_R <= 0).all())
 
     def shifted(self, change_R: Ints) -> Priced:
-        """The same under limits that are lower by so much."""
+        """The same labelling under limits that are lower by ``change_R``."""
         return Priced(self.labels_N, self.objective, self.excess_R + change_R)
 
 
 @dataclass(slots=True)
 class DualResult:
-    """The best bound found, its prices, and the plans with their weights in the last master."""
+    """The best bound, its prices, and the plans with their weights in the last master program."""
 
     bound: float
     prices_R: Floats
@@ -71,7 +71,7 @@ class DualResult:
 
 @dataclass(slots=True)
 class Pricer:
-    """Evaluates the Lagrangian of a model; the relaxed model may have more nodes than the true one.
+    """Evaluates the Lagrangian of a model, which may be a relaxation with more nodes than the true one.
 
     Attributes:
         model: The problem.
@@ -119,7 +119,7 @@ def maximise(
         upper: Stop as soon as the bound reaches this: nothing better can be below.
         tolerance: Stop when the bound is proved within this share of the dual's maximum.
         max_steps: Most minimisations.
-        weight: Factor on the objective; 0 asks for feasibility alone.
+        weight: Factor on the objective; 0 leaves feasibility alone.
         stop_at_feasible: Stop at the first feasible plan.
         deadline: ``time.monotonic()`` value at which to stop.
 
@@ -133,10 +133,10 @@ def maximise(
     query, weights = best_prices, np.zeros(0)
     master: _LazyMaster | None = None
     if plans and prices_R is not None and num_rows:
-        # Plans of a neighbouring problem tell more about the prices than its prices do.
+        # Plans of a neighbouring problem say more about the prices than its prices do.
         master = _LazyMaster(plans, weight)
         target = master.solve(plans)[1]
-        # Where no mix of them keeps the limits, its prices are far too high to say anything.
+        # Where no mix of them keeps the limits, the prices are far too high to be of use.
         query = prices_R if master.beyond(target) else target
     known = {plan.key for plan in plans}
     full_step = False
@@ -154,13 +154,13 @@ def maximise(
         if master is None:
             master = _LazyMaster(plans, weight)
         value, target, weights = master.solve(plans)
-        # A full step that brings back a known plan tells the master nothing: what is left is its rounding.
+        # A full step that returns a known plan adds no cut: what is left is rounding.
         if value - best <= tolerance * abs(value) + master.negligible or (full_step and not is_new):
             if not master.add_violated(weights):
                 break
             value, target, weights = master.solve(plans)
         near = value - best <= 30 * (tolerance * abs(value) + master.negligible)
-        # Half-way steps damp the jumps; a full step now and then tells whether the maximum is reached.
+        # Half-way steps damp the jumps; an occasional full step shows whether the maximum is reached.
         full_step = near or step % 6 == 5
         query = target if full_step else (best_prices + target) / 2
         if value > upper and best > -np.inf:
@@ -169,7 +169,7 @@ def maximise(
 
 
 class _LazyMaster:
-    """The master program over the rows that matter so far; rows join when the mix of plans breaks them."""
+    """The master program over the rows that matter so far; rows are added when the mix of plans breaks them."""
 
     def __init__(self, plans: list[Priced], weight: float) -> None:
         excess_IR = np.stack([plan.excess_R for plan in plans]).astype(np.float64)
@@ -196,13 +196,13 @@ class _LazyMaster:
         return value, prices_R, weights
 
     def beyond(self, prices_R: Floats) -> bool:
-        """True if prices are as high as the master lets them be."""
+        """True if a price is at its upper end."""
         return bool((prices_R * self._scale_R >= self._box).any())
 
     def first_reaching(self, level: float, start_R: Floats, end_R: Floats, plans: list[Priced]) -> Floats:
-        """The prices nearest to ``start_R``, on the way to ``end_R``, at which no known plan is below a level.
+        """The prices nearest to ``start_R``, on the line to ``end_R``, at which no known plan is below a level.
 
-        Beyond them the bound could only say again that nothing is below the level; ``end_R`` if it is not reached.
+        Beyond them the bound says no more than that nothing is below the level; ``end_R`` if it is not reached.
         """
         cost_I = np.array([plan.objective * self._weight for plan in plans])
         from_I = cost_I + self._scaled_IR @ (start_R * self._scale_R)
@@ -214,7 +214,7 @@ class _LazyMaster:
         return start_R + min(1.0, step * (1 + _BEYOND)) * (end_R - start_R)
 
     def add_violated(self, weights_I: Floats) -> bool:
-        """Let rows join that the mix of plans breaks; tells whether any did."""
+        """Add rows that the mix of plans breaks; returns whether there were any."""
         mix_R = weights_I @ self._scaled_IR
         mix_R[self._active] = 0.0
         worst = np.argsort(-mix_R, kind="stable")[: _FEW_ROWS // 2]
@@ -227,7 +227,7 @@ class _LazyMaster:
 
 
 class Master:
-    """The master program; columns are only ever added."""
+    """The master program, solved by the simplex method from its last basis; columns are only added."""
 
     def __init__(self, num_rows: int, box: float, scale: float = 1.0) -> None:
         """Start without columns.
@@ -239,7 +239,7 @@ class Master:
         """
         self._rows, self.box, self._scale = num_rows, box, scale
         self._cost_I, self._excess_IR = np.zeros(64), np.zeros((64, num_rows))
-        self.num_columns = 0  # how many plans it knows
+        self.num_columns = 0
         # Column numbers: 0..R-1 slacks, R..2R-1 box columns, then the plans.
         self._basis: Ints = np.zeros(0, dtype=np.int64)
 
@@ -274,7 +274,7 @@ def _pivot(cost_I: Floats, excess_IR: Floats, basis_B: Ints, box: float, scale: 
     plans, rows = excess_IR.shape
     size = rows + 1
     dual, value, basis = np.zeros(size), np.zeros(size), basis_B.copy()
-    found = basis_B.copy()
+    last = basis_B.copy()
     both, column, direction = np.empty((size, 2 * size)), np.empty(size), np.empty(size)
     is_basic = np.zeros(2 * rows + plans, dtype=np.bool_)
     for pivot in range(_MAX_PIVOTS):
@@ -312,7 +312,7 @@ def _pivot(cost_I: Floats, excess_IR: Floats, basis_B: Ints, box: float, scale: 
                         both[r, c] -= factor * both[k, c]
         if singular:
             break
-        found[:] = basis
+        last[:] = basis
         for c in range(size):
             total = 0.0
             for b in range(size):
@@ -374,4 +374,4 @@ def _pivot(cost_I: Floats, excess_IR: Floats, basis_B: Ints, box: float, scale: 
                 elif direction[b] > direction[leaving]:
                     leaving = b
         basis[leaving] = entering
-    return dual, value, found
+    return dual, value, last

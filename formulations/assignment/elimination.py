@@ -212,15 +212,15 @@ def _min_marginals(
 
 
 _CUT_SHARE = 0.05
-"""Share of the too dense part that is split at a time."""
+"""Share of the nodes of the too dense part that are split at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Relaxation:
-    """A model that can be minimised exactly and bounds the true one.
+    """A model that can be minimised exactly and whose minimum bounds the true one's.
 
     Attributes:
-        true: The model asked about.
+        true: The true model.
         model: The relaxed one; the same object if nothing had to be split.
         elimination: Exact minimiser of ``model``.
         entry_Y: The true entry that each relaxed entry stands for.
@@ -287,12 +287,12 @@ def _split(model: AssignmentModel, split_N: Bools) -> tuple[AssignmentModel, Int
     node_entries = [np.arange(int(model.sizes_N.sum()))]
     node_entries += [model.offset_N[n] + np.arange(model.sizes_N[n]) for n in original]
     edge_entries = []
-    turned = np.zeros(len(edges_E2), dtype=np.bool_)
-    turned[cut_E[from_first[cut_E]]] = True
+    transposed = np.zeros(len(edges_E2), dtype=np.bool_)
+    transposed[cut_E[from_first[cut_E]]] = True
     for edge in range(len(edges_E2)):
         shape = (model.sizes_N[first[edge]], model.sizes_N[second[edge]])
         table = model.offset_E[edge] + np.arange(shape[0] * shape[1]).reshape(shape)
-        edge_entries.append((table.T if turned[edge] else table).ravel())
+        edge_entries.append((table.T if transposed[edge] else table).ravel())
     entry_Y = np.concatenate([*node_entries, *edge_entries])
     counts = np.diff(model.pointer_Z1)[entry_Y]
     is_copy = np.zeros(len(entry_Y), dtype=np.bool_)

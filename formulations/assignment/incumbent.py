@@ -1,4 +1,4 @@
-"""What is the best labelling so far, and what must others stay below to be worth finding?
+"""The incumbent: the best labelling within the limits, and how parts of other labellings improve it.
 
 Axes: N nodes.
 """
@@ -15,9 +15,9 @@ from qsync_opt.formulations.assignment.elimination import Relaxation
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
 
 _LARGE_PART = 300
-"""Nodes of a part from which on it is cut."""
+"""Parts of at least so many nodes are also adopted in part."""
 PROOF = 1e-9
-"""Improvements below this share of the objective are not looked for."""
+"""Smaller relative improvements of the objective are not sought."""
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Incumbent:
     """The best labelling of a model within its limits.
 
     Attributes:
-        relaxation: What plans are found with.
+        relaxation: The relaxation that plans come from.
         offset: Constant that is part of the objective when gaps are measured.
         best: The labelling, if there is one.
     """
@@ -36,7 +36,7 @@ class Incumbent:
 
     @property
     def model(self) -> AssignmentModel:
-        """The model asked about."""
+        """The true model."""
         return self.relaxation.true
 
     def offer(self, labels_N: Ints) -> None:
@@ -61,17 +61,17 @@ class Incumbent:
         return np.inf if self.best is None else self.best.objective
 
     def target(self, gap: float) -> float:
-        """Value that a labelling must stay below to be worth finding."""
+        """Value that a labelling must stay below to be worth finding, for a relative gap."""
         return np.inf if self.best is None else self.upper - max(gap, PROOF) * abs(self.upper + self.offset)
 
 
 def blend(model: AssignmentModel, feasible_N: Ints, other_N: Ints, prices_R: Floats) -> Ints:
-    """Improve a feasible labelling by parts of another one.
+    """Improve a feasible labelling by connected parts of another one.
 
     Args:
         model: The problem.
         feasible_N: A labelling within the limits.
-        other_N: Another one, usually better and beyond the limits.
+        other_N: Another one, usually better and infeasible.
         prices_R: Prices of the limits, to rank parts.
 
     Returns:
@@ -92,22 +92,22 @@ def blend(model: AssignmentModel, feasible_N: Ints, other_N: Ints, prices_R: Flo
     price_P = loads_PS[useful] @ model.load_prices(prices_R)
     ratio = gain_P[useful] / np.maximum(price_P, 1e-300)
     order = useful[np.argsort(-ratio, kind="stable")]
-    taken = _take(order, loads_PS, *model.steps, -model.excess(feasible_N))
-    blended_N = np.where(taken[part_N], other_N, feasible_N)  # part -1 reads the last entry, which is never taken
+    adopted = _adopt(order, loads_PS, *model.steps, -model.excess(feasible_N))
+    blended_N = np.where(adopted[part_N], other_N, feasible_N)  # part -1 reads the last entry, which is False
     if int(np.bincount(part_N[part_N >= 0]).max()) < _LARGE_PART:
         return blended_N
-    return min((_cut(model, blended_N, other_N, turned=turned) for turned in (False, True)), key=model.objective)
+    return min((_cut(model, blended_N, other_N, from_end=from_end) for from_end in (False, True)), key=model.objective)
 
 
-def _cut(model: AssignmentModel, feasible_N: Ints, other_N: Ints, *, turned: bool) -> Ints:
-    """Take over the first (or last) nodes of another labelling, as many as the limits allow; by bisection."""
+def _cut(model: AssignmentModel, feasible_N: Ints, other_N: Ints, *, from_end: bool) -> Ints:
+    """Adopt the first (or last) nodes of another labelling, as many as the limits allow; by bisection."""
     number_N = np.arange(model.num_nodes)
     best_N, best = feasible_N, model.objective(feasible_N)
     low, high = 0, model.num_nodes
     while low < high:
         middle = (low + high + 1) // 2
-        takes_N = number_N >= model.num_nodes - middle if turned else number_N < middle
-        mixed_N = model.complete(np.where(takes_N, other_N, feasible_N))
+        adopted_N = number_N >= model.num_nodes - middle if from_end else number_N < middle
+        mixed_N = model.complete(np.where(adopted_N, other_N, feasible_N))
         value = model.objective(mixed_N)
         if value < np.inf and (model.excess(mixed_N) <= 0).all():
             low = middle
@@ -127,10 +127,10 @@ def _parts(model: AssignmentModel, differs_N: Bools) -> tuple[Ints, int]:
 
 
 @compiled("boolean[::1](int64[::1],int64[:,::1],int64[::1],int64[::1],int64[::1],int64[::1])")
-def _take(order: Ints, loads_PS: Ints, row: Ints, load: Ints, sign: Ints, slack_R: Ints) -> Bools:
-    """Parts that are taken over, in order, where the rows (as in `AssignmentModel.steps`) have room; one more False."""
+def _adopt(order: Ints, loads_PS: Ints, row: Ints, load: Ints, sign: Ints, slack_R: Ints) -> Bools:
+    """Parts to adopt, in order, where the rows (as in `AssignmentModel.steps`) have room; one more False at the end."""
     slack, left = slack_R.copy(), np.empty(len(slack_R), dtype=np.int64)
-    taken = np.zeros(len(loads_PS) + 1, dtype=np.bool_)
+    adopted = np.zeros(len(loads_PS) + 1, dtype=np.bool_)
     for part in order:
         left[:] = 0
         for step in range(len(row)):
@@ -142,8 +142,8 @@ def _take(order: Ints, loads_PS: Ints, row: Ints, load: Ints, sign: Ints, slack_
             fits = fits and left[r] >= 0
         if fits:
             slack[:] = left
-            taken[part] = True
-    return taken
+            adopted[part] = True
+    return adopted
 
 
 @compiled("int64[::1](boolean[::1],int64[:,::1])")

@@ -53,7 +53,7 @@ class Derived:
 class Wanted:
     """Nodes of two labels that must be 1 where any of some other nodes takes a label that wants it.
 
-    Being 1 never lowers a load, so a least labelling has 0 where nobody wants 1. Axes: H such nodes, P pairs of one
+    Being 1 never lowers a load, so an optimal labelling has 0 where nobody wants 1. Axes: H such nodes, P pairs of one
     and a node that may want it, ordered by the first.
 
     Attributes:
@@ -69,7 +69,7 @@ class Wanted:
     flag_PA: Ints
 
     def fill(self, labels_N: Ints) -> None:
-        """Set the nodes, in place, to what the others want."""
+        """Set these nodes, in place, as the others want."""
         flag_P = self.flag_PA[np.arange(len(self.source_P)), labels_N[self.source_P]]
         labels_N[self.node_H] = np.maximum.reduceat(flag_P, self.start_H)
 
@@ -97,11 +97,11 @@ class AssignmentModel:
         rows_RS: Coefficients (0 or 1) of the limits, in few bytes where there are many rows.
         limits_R: Right-hand sides.
         derived: Derived nodes, each after its parents.
-        wanted: Nodes that are 1 where another one wants it, if there are any.
+        wanted: Nodes that are 1 where another one wants it, if any.
         maxima: Maxima over rows of loads in the objective.
         offset_N: First table entry of each node.
         offset_E: First table entry of each edge.
-        steps: Where a row differs from the one before: rows, loads, and by how much; short for nested rows.
+        steps: Differences of each row to the one before: rows, loads, amounts; few for nested rows.
     """
 
     sizes_N: Ints
@@ -138,7 +138,7 @@ class AssignmentModel:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes there are."""
+        """Number of nodes."""
         return len(self.sizes_N)
 
     def chosen(self, labels_N: Ints) -> Ints:
@@ -160,7 +160,7 @@ class AssignmentModel:
         return sum_steps(*self.steps, loads_S, len(self.limits_R))
 
     def load_prices(self, prices_R: Floats) -> Floats:
-        """What a unit of each load costs at the limits' prices, shape (S,)."""
+        """Price of a unit of each load at the limits' prices, shape (S,)."""
         priced = np.flatnonzero(prices_R)
         price_S: Floats = prices_R[priced] @ self.rows_RS[priced].astype(np.float64)
         return price_S
@@ -190,10 +190,9 @@ class AssignmentModel:
         )
 
     def amounts(self, entry_X: Ints, rows: Ints, prices_R: Floats) -> tuple[Ints, Floats]:
-        """What table entries add to some limit rows, shape (X, rows), and their priced loads over all rows."""
-        start, count = self.pointer_Z1[entry_X], self.pointer_Z1[entry_X + 1] - self.pointer_Z1[entry_X]
+        """Amounts that table entries add to some limit rows, shape (X, rows), and their priced loads over all rows."""
+        term, count = self._terms(entry_X)
         owner = np.repeat(np.arange(len(entry_X)), count)
-        term = np.arange(len(owner)) + np.repeat(start - (np.cumsum(count) - count), count)
         load, value = self.load_T[term], self.value_T[term]
         amounts = np.zeros((len(entry_X), len(rows)), dtype=np.int64)
         some = np.flatnonzero(count)
@@ -206,13 +205,17 @@ class AssignmentModel:
 
     def loads_of(self, entry_X: Ints, group_X: Ints, num_groups: int) -> Ints:
         """Loads of table entries, summed by group, shape (groups, S)."""
-        start, count = self.pointer_Z1[entry_X], self.pointer_Z1[entry_X + 1] - self.pointer_Z1[entry_X]
+        term, count = self._terms(entry_X)
         group = np.repeat(group_X, count)
-        term = np.arange(len(group)) + np.repeat(start - (np.cumsum(count) - count), count)
         num_loads = self.rows_RS.shape[1]
         loads = np.zeros(num_groups * num_loads, dtype=np.int64)
         np.add.at(loads, group * num_loads + self.load_T[term], self.value_T[term])
         return loads.reshape(num_groups, num_loads)
+
+    def _terms(self, entry_X: Ints) -> tuple[Ints, Ints]:
+        """Terms of table entries, one entry after the other, and how many each has."""
+        start, count = self.pointer_Z1[entry_X], self.pointer_Z1[entry_X + 1] - self.pointer_Z1[entry_X]
+        return np.arange(int(count.sum())) + np.repeat(start - (np.cumsum(count) - count), count), count
 
     def with_limits(self, limits_R: Ints) -> AssignmentModel:
         """The same problem under other limits; everything else is shared."""
@@ -227,7 +230,7 @@ class AssignmentModel:
         return replace(self, rows_RS=rows_RS, limits_R=limits_R)
 
     def complete(self, labels_N: Ints) -> Ints:
-        """Set every derived node to what its parents say, and what is wanted to 1; a new array."""
+        """A copy with every derived node as its parents imply, and every wanted node at 1."""
         result = follow(labels_N, *self._follows)
         if self.wanted is not None:
             self.wanted.fill(result)

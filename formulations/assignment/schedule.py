@@ -1,4 +1,4 @@
-"""In which order are nodes minimised out, and which tables are then summed? Found once per graph.
+"""Order in which nodes are minimised out, and the tables that are then summed; planned once per graph.
 
 A round takes nodes of which no two are neighbours, those with small tables first; a chain of n nodes takes about
 log2(n) rounds. Minimising a node out sums all tables that mention it and leaves a message, a table over its
@@ -8,7 +8,7 @@ Tables lie in one buffer: those of the model first, in its order, then the messa
 
 Axes: I nodes in the order of elimination, K their neighbours then, F tables to be summed, N nodes by number.
 
-Source: bucket elimination (Dechter 1999) along an order of least tables; rounds are ours.
+Source: bucket elimination (Dechter 1999) in order of table size; rounds are ours.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from qsync_opt.formulations.assignment.compiled import compiled
 from qsync_opt.formulations.assignment.model import AssignmentModel, Ints
 
 MAX_TABLE_ENTRIES = 1 << 17
-"""A table larger than this is never formed: the graph is relaxed instead (see ``relaxation``)."""
+"""A larger table is never formed: the graph is relaxed instead (see `relax`)."""
 _SMALL_TABLE = 64
 """Nodes of tables up to this size are minimised out before all others, many at a time."""
 _FEW_NEIGHBOURS = 3
@@ -66,7 +66,7 @@ class Schedule:
 
 
 def plan(model: AssignmentModel) -> Schedule:
-    """Find the order.
+    """Plan the order.
 
     Args:
         model: Only its graph is used.
@@ -75,10 +75,10 @@ def plan(model: AssignmentModel) -> Schedule:
         TooWideError: A table would exceed ``MAX_TABLE_ENTRIES``.
     """
     most = max(_SMALL_TABLE, MAX_TABLE_ENTRIES)
-    found = _eliminate(
+    arrays = _eliminate(
         model.sizes_N, model.edges_E2, model.offset_N, model.offset_E, len(model.objective_Z), _SMALL_TABLE, most
     )
-    node_I, bag_I1, bag_K, target_I, factor_I1, offset_F, stride_J, end, left = found
+    node_I, bag_I1, bag_K, target_I, factor_I1, offset_F, stride_J, end, left = arrays
     if len(left):
         raise TooWideError(left.tolist())
     width_I, count_I = np.diff(bag_I1), np.diff(factor_I1)
@@ -98,13 +98,13 @@ def _ends(count_I: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(count_I)])
 
 
-_Found = tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints, int, Ints]
+_Arrays = tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints, int, Ints]
 
 
 @compiled("(int64[::1],int64[:,::1],int64[::1],int64[::1],int64,int64,int64)")
 def _eliminate(
     sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints, num_entries: int, small: int, most: int
-) -> _Found:
+) -> _Arrays:
     """Nodes in order with neighbours, tables and messages; the last array holds those that cannot be minimised out."""
     num_nodes, num_tables = len(sizes_N), len(edges_E2)
     # A table is a run of ascending nodes. Each node has a chain of links to its tables; dead ones leave it in passing.

@@ -132,7 +132,7 @@ def test_small_loops_do_the_same_in_python(seed):
     for one, two in zip(*found, strict=True):
         np.testing.assert_array_equal(one, two)
     holed = np.where(rng.random(count) < 0.1, np.inf, objective)
-    np.testing.assert_array_equal(*_both(condense._worth, holed, rows_KR, rng.random(count), float(rng.random())))
+    np.testing.assert_array_equal(*_both(condense._undominated, holed, rows_KR, rng.random(count), float(rng.random())))
     edges = rng.integers(0, count, (int(rng.integers(0, 60)), 2))
     np.testing.assert_array_equal(*_both(blend._roots, rng.random(count) < 0.6, edges))
     where, arc = rng.integers(0, 3, count), rng.integers(0, count, count)

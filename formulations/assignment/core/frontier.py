@@ -1,11 +1,12 @@
-"""Which labelling of the core is best within the limits? Dynamic programming over partial labellings with bounds.
+"""Best labelling of a core within the limits, by dynamic programming over partial labellings with bounds.
 
-Core nodes are taken one after the other. A state is a partial labelling: the labels of the taken nodes that still have
-untaken neighbours, the objective so far and the rows so far. A state goes if its priced cost plus the least priced cost
-of the rest reaches the incumbent, if no completion can meet the limits, or if another state with the same open labels
-is at least as good in everything. If none goes for lack of room, the best complete state is the proved optimum.
+Core nodes are added one after the other. A state is a partial labelling: the labels of the open nodes (those with
+neighbours still to be added), the objective so far and the rows so far. A state is dropped if its priced cost plus the
+least priced cost of the rest reaches the incumbent, if no completion can meet the limits, or if another state with the
+same open labels is at least as good in everything. If none is dropped for lack of room, the best complete state is a
+proved optimum.
 
-Axes: K states, A labels of the node being taken, R limit rows, D open nodes.
+Axes: K states, A labels of the node being added, R limit rows, D open nodes.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from qsync_opt.formulations.assignment.core.core import Core, CoreEdge
 from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
 
 _DISTANCES = (1, 2, 3, 5, 8)
-"""How far back in sorted order each state is compared."""
+"""Distances in sorted order at which states are compared."""
 _MAX_COMPLETION_ENTRIES = 4096
 _MAX_AXES = 30
-"""Open nodes beyond which completions are not told apart; numpy before 2.0 has at most 32 axes."""
+"""With more open nodes completions are not distinguished; numpy before 2.0 has at most 32 axes."""
 _MAX_CODE = 1 << 40
 
 
@@ -32,7 +33,7 @@ _MAX_CODE = 1 << 40
 class FrontierResult:
     """The best labelling found, if any beats the incumbent, and a bound.
 
-    ``bound``: no labelling of the core that meets the limits is below it, unless it is at or above the incumbent given.
+    No labelling of the core within the limits is below ``bound``, except where it is not below the incumbent.
     """
 
     labels_N: Ints | None
@@ -49,7 +50,7 @@ def search(core: Core, upper: float, width: int, *, spread: bool, deadline: floa
         upper: Only labellings below this count.
         width: Most states kept after a step.
         spread: Keep states that differ in their rows rather than only those of least priced cost.
-        deadline: ``time.monotonic()`` value at which to give up.
+        deadline: ``time.monotonic()`` value at which to stop.
 
     Returns:
         The best labelling found below ``upper``, and a lower bound.
@@ -70,11 +71,11 @@ def search(core: Core, upper: float, width: int, *, spread: bool, deadline: floa
         if number % 64 == 0 and time.monotonic() > deadline:
             return FrontierResult(None, upper, -np.inf, number)
         over = (last_R < number) & (last_R >= 0)
-        if over.any():  # limits that nothing left to take touches hold, so states need not differ in them any more
+        if over.any():  # a limit that no further node touches holds, so states need not differ in it
             states.rows[:, over] = 0
         slack_R = np.where(over, 0, -core.excess_R - future[number + 1])
-        states, parent, label, gone = _take(core, step, states, slack_R, upper, width, spread=spread)
-        lost = min(lost, gone)
+        states, parent, label, dropped = _add_node(core, step, states, slack_R, upper, width, spread=spread)
+        lost = min(lost, dropped)
         if not len(parent):
             return FrontierResult(None, upper, min(lost, upper), number)
         trail.append((parent, label))
@@ -101,19 +102,19 @@ class _States:
 
 @dataclass(slots=True)
 class _Step:
-    """Taking one node: edges to open nodes, which open nodes stay, and the least priced completion afterwards."""
+    """Adding one node: edges to open nodes, which nodes stay open, and the least priced completion afterwards."""
 
     position: int
-    edges: list[tuple[int, CoreEdge, bool]]  # (slot of the open node, edge, whether the node taken is its first)
-    kept: list[int]  # slots that stay open; the node taken has the last slot
+    edges: list[tuple[int, CoreEdge, bool]]  # (slot of the open node, edge, whether the new node is its first)
+    kept: list[int]  # slots that stay open; the new node has the last slot
     sizes: tuple[int, ...]  # label counts of the open nodes before
     completion: Floats  # over the labels of the kept slots
 
 
-def _take(
+def _add_node(
     core: Core, step: _Step, states: _States, slack_R: Ints, upper: float, width: int, *, spread: bool
 ) -> tuple[_States, Ints, Ints, float]:
-    """Extend every state by every label of one node; returns the states kept, whence they came, and what was lost."""
+    """Extend every state by every label of a node; returns those kept, their parents and labels, and what was lost."""
     node, open_KD = core.nodes[step.position], states.open_KD
     if not open_KD.shape[1] and not step.kept:
         parent, label, rank = extend(
@@ -132,9 +133,9 @@ def _take(
         rows_KAR = states.rows[:, None] + node.rows_AR
         for slot, edge, is_first in step.edges:
             at = (slice(None), open_KD[:, slot]) if is_first else (open_KD[:, slot],)
-            own, dear, amounts = edge.objective_AB[at], edge.priced_AB[at], edge.rows_ABR[at]
+            own, priced, amounts = edge.objective_AB[at], edge.priced_AB[at], edge.rows_ABR[at]
             objective_KA = objective_KA + (own.T if is_first else own)
-            priced_KA = priced_KA + (dear.T if is_first else dear)
+            priced_KA = priced_KA + (priced.T if is_first else priced)
             rows_KAR = rows_KAR + (amounts.transpose(1, 0, 2) if is_first else amounts)
         completion, after_KAD = _after(step, open_KD, len(node.labels_A))
         rank_KA = core.priced + priced_KA + completion
@@ -149,16 +150,16 @@ def _take(
     lost = np.inf
     if len(kept) > width:
         chosen = _select(rank[kept], rows[kept], code[kept], width, spread=spread)
-        gone = np.ones(len(kept), dtype=np.bool_)
-        gone[chosen] = False
-        lost = float(rank[kept[gone]].min())
+        dropped = np.ones(len(kept), dtype=np.bool_)
+        dropped[chosen] = False
+        lost = float(rank[kept[dropped]].min())
         kept = kept[chosen]
-    taken = _States(objective=objective[kept], priced=priced[kept], rows=rows[kept], open_KD=after[kept])
-    return taken, parent[kept], label[kept], lost
+    states = _States(objective=objective[kept], priced=priced[kept], rows=rows[kept], open_KD=after[kept])
+    return states, parent[kept], label[kept], lost
 
 
 def _after(step: _Step, open_KD: Ints, num_labels: int) -> tuple[Floats, Ints]:
-    """Least priced completion, and the labels that stay open, for every state and label of the node taken."""
+    """Least priced completion, and the labels that stay open, for every state and label of the new node."""
     num_states = len(open_KD)
     full = np.empty((num_states, num_labels, open_KD.shape[1] + 1), dtype=np.int64)
     full[:, :, :-1] = open_KD[:, None]
@@ -181,7 +182,7 @@ def _code(open_KD: Ints) -> Ints:
 
 
 def _select(rank_K: Floats, rows_KR: Ints, code_K: Ints, width: int, *, spread: bool) -> Ints:
-    """Which states stay: the best ranked, or also the best ranked of each cell of a grid over open labels and rows."""
+    """States to keep: the best ranked, or also the best ranked of each cell of a grid over open labels and rows."""
     by_rank = np.argsort(rank_K, kind="stable")
     if not spread:
         return by_rank[:width]
@@ -201,7 +202,7 @@ def _select(rank_K: Floats, rows_KR: Ints, code_K: Ints, width: int, *, spread: 
 
 
 def order_of(core: Core) -> list[int]:
-    """Core nodes by connected parts, each in a narrow order; parts with dear deviations first, fine ones last."""
+    """Core nodes by connected parts, each in a narrow order; parts with expensive deviations first, cheap ones last."""
     near: list[list[int]] = [[] for _ in core.nodes]
     for edge in core.edges:
         near[edge.first].append(edge.second)
@@ -229,21 +230,21 @@ def order_of(core: Core) -> list[int]:
 
 
 def _narrow(part: list[int], near: list[list[int]]) -> list[int]:
-    """An order in which few nodes are open: whatever closes an open node is taken before the next node by number."""
-    untaken = {node: len(near[node]) for node in part}
-    taken: dict[int, None] = {}
+    """An order in which few nodes are open: what closes an open node comes before the next node by number."""
+    waiting = {node: len(near[node]) for node in part}
+    order: dict[int, None] = {}
     for start in part:
         stack = [start]
         while stack:
             node = stack.pop()
-            if node in taken:
+            if node in order:
                 continue
-            taken[node] = None
+            order[node] = None
             for other in near[node]:
-                untaken[other] -= 1
-            held = [other for other in (node, *near[node]) if other in taken and untaken[other] == 1]
-            stack += [next(other for other in near[last] if other not in taken) for last in held]
-    return list(taken)
+                waiting[other] -= 1
+            closing = [other for other in (node, *near[node]) if other in order and waiting[other] == 1]
+            stack += [next(other for other in near[last] if other not in order) for last in closing]
+    return list(order)
 
 
 def slots_of(
@@ -259,7 +260,7 @@ def slots_of(
         one, two = place[edge.first], place[edge.second]
         last[one], last[two] = max(last[one], two), max(last[two], one)
     open_nodes: list[int] = []
-    drafts = []
+    steps = []
     for step, c in enumerate(order):
         edges = []
         for edge in touching[c]:
@@ -269,13 +270,13 @@ def slots_of(
         sizes = tuple(len(core.nodes[o].labels_A) for o in open_nodes)
         after = [*open_nodes, c]
         kept = [slot for slot, o in enumerate(after) if last[place[o]] > step]
-        drafts.append((c, edges, kept, sizes))
+        steps.append((c, edges, kept, sizes))
         open_nodes = [after[slot] for slot in kept]
-    return drafts
+    return steps
 
 
 def _steps(core: Core, order: list[int]) -> list[_Step]:
-    """Plan the order and compute least priced completions backwards."""
+    """Steps of an order, with least priced completions computed backwards."""
     steps = []
     completion = np.zeros(())
     for c, edges, kept, sizes in reversed(slots_of(core, order)):
@@ -417,15 +418,15 @@ def extend(
 
 @compiled("boolean[::1](int64[::1],int64)")
 def leaders(cell_K: Ints, most: int) -> Bools:
-    """The first state of each cell, of so many cells at most."""
+    """The first state of each cell, for at most ``most`` cells."""
     size = 2
     while size < 2 * len(cell_K):
         size *= 2
     slot = np.full(size, -1, dtype=np.int64)
     leads = np.zeros(len(cell_K), dtype=np.bool_)
-    found = 0
+    count = 0
     for k in range(len(cell_K)):
-        if found == most:
+        if count == most:
             break
         cell = cell_K[k]
         at = (cell ^ (cell >> 17)) & (size - 1)
@@ -434,5 +435,5 @@ def leaders(cell_K: Ints, most: int) -> Bools:
         if slot[at] < 0:
             slot[at] = k
             leads[k] = True
-            found += 1
+            count += 1
     return leads

@@ -1,11 +1,11 @@
-"""How good can a partial labelling still become, if one row is kept exactly and the others are priced?
+"""Bounds of completions with one row kept exactly, in levels, and the other rows priced.
 
 Amounts of memory are multiples of few sizes. What is left of such a row is counted in levels of their common divisor,
 and for each point of the layers and each level the least cost of the rest is found by dynamic programming; the other
 rows are priced as before. That bound knows which amounts no combination can use, which prices alone do not.
 
-Levels below the table count as its first one, all above its last as unlimited, and amounts that are no multiples are
-rounded down: all of that can only lower the bound. The row of the levels may have a price too, so the bound is never
+Levels below the table count as its first one, levels above it as unlimited, and amounts that are no multiples are
+rounded down: all of this can only lower the bound. The row of the levels may have a price too, so the bound is never
 below the one of prices alone.
 
 Axes: S points, M levels, K arcs, T steps, R limit rows, Q vectors of prices.
@@ -30,7 +30,7 @@ _MOST_ENTRIES = 6_000_000
 _FEWEST_LEVELS, _MOST_LEVELS = 64, 8192
 _MOST_STEPS = 12
 _ENOUGH = 0.02
-"""Share of what is between bound and incumbent to which the best prices are sought."""
+"""Precision of the best prices, as a share of the distance between bound and incumbent."""
 _SLACK = 1e-12
 
 
@@ -41,9 +41,9 @@ class Levels:
     Attributes:
         row: The row that is counted in levels.
         unit: Amount of one level.
-        lowest: Level of the table's first column: how much of the row is left, in units.
+        lowest: Level of the table's first column: what is left of the row, in units.
         start: Level at the first point.
-        number: How many levels a table has.
+        number: Number of levels of a table.
     """
 
     row: int
@@ -58,7 +58,7 @@ class Levels:
         return max(0, min(self.number - 1, self.start - self.lowest))
 
     def weights(self, layers: Layers) -> Ints:
-        """How many levels each arc takes."""
+        """Levels that each arc takes."""
         return np.ascontiguousarray(layers.rows_KR[:, self.row] // self.unit)
 
     def table(self, layers: Layers, prices_R: Floats, out_SM: Floats) -> None:
@@ -99,7 +99,7 @@ def bound(layers: Layers, levels: Levels, prices_R: Floats, upper: float, deadli
         layers: The core, laid out.
         levels: Levels of one of its rows.
         prices_R: Prices to begin with.
-        upper: Incumbent as a difference to the base's objective; where the bound reaches it, the search stops.
+        upper: Incumbent as a difference to the base's objective; the search stops where the bound reaches it.
         deadline: ``time.monotonic()`` value at which to stop.
     """
     table_SM = np.empty((layers.num_points, levels.number))
@@ -137,21 +137,21 @@ def bound(layers: Layers, levels: Levels, prices_R: Floats, upper: float, deadli
             queries.append(target if step % 3 == 2 else (best.prices_R + target) / 2)
 
 
-def fixed(layers: Layers, levels: Levels, found: LevelBound, upper: float) -> Bools:
+def affordable(layers: Layers, levels: Levels, at: LevelBound, upper: float) -> Bools:
     """Arcs that a path below ``upper`` may take."""
-    least_K = levels.least(layers, found.prices_R, found.table_SM)
-    offset = constant(layers, found.prices_R) - rounding(layers, found.prices_R)
+    least_K = levels.least(layers, at.prices_R, at.table_SM)
+    offset = constant(layers, at.prices_R) - rounding(layers, at.prices_R)
     kept: Bools = least_K + offset < upper
     return kept
 
 
 def choose_levels(layers: Layers, prices_R: Floats, room: float) -> Levels:
-    """Levels of the row whose amounts within reach of the incumbent need the fewest.
+    """Choose the row whose amounts within reach of the incumbent need the fewest levels.
 
     Args:
         layers: At least one step and one row.
         prices_R: Prices of the rows.
-        room: What lies between bound and incumbent, in units of the objective; may be infinite.
+        room: Distance between bound and incumbent, in units of the objective; may be infinite.
     """
     fits = max(_FEWEST_LEVELS, min(_MOST_LEVELS, _MOST_ENTRIES // layers.num_points))
     best: tuple[float, Levels] | None = None
@@ -162,7 +162,7 @@ def choose_levels(layers: Layers, prices_R: Floats, room: float) -> Levels:
         needed = 2 * reach // divisor + abs(over) // divisor + 4
         unit = divisor
         largest = int(np.abs(layers.rows_KR[:, row]).max(initial=0))
-        if needed > fits:  # a table that is too narrow says little; one of coarse levels that the way fits in says more
+        if needed > fits:  # a wide table of coarse levels bounds better than a narrow one of fine levels
             unit = max(
                 divisor, largest * 8 // fits // divisor * divisor, (abs(over) * 2 // fits // divisor + 1) * divisor
             )
@@ -178,10 +178,10 @@ def choose_levels(layers: Layers, prices_R: Floats, room: float) -> Levels:
 
 
 def _reach(layers: Layers, prices_R: Floats, row: int, room: float) -> int:
-    """About how far a row can get away from the base's, up or down, with deviations of the incumbent's cost at most."""
+    """Estimate how far a row can move from the base's, up or down, by deviations that cost at most ``room``."""
     priced_K = costs(layers, prices_R)
     starts = layers.first_T1[:-1]
-    dear_K = np.maximum(priced_K - np.minimum.reduceat(priced_K, starts)[layers.step_K], 0.0)
+    extra_K = np.maximum(priced_K - np.minimum.reduceat(priced_K, starts)[layers.step_K], 0.0)
     reach = 0.0
     for sign in (1, -1):
         amount_K = np.maximum(sign * layers.rows_KR[:, row], 0).astype(np.float64)
@@ -189,8 +189,8 @@ def _reach(layers: Layers, prices_R: Floats, row: int, room: float) -> int:
         if not np.isfinite(room):
             reach = max(reach, float(np.maximum.reduceat(amount_K, starts).sum()))
             continue
-        order = used[np.argsort(dear_K[used] / amount_K[used], kind="stable")]
-        before = np.cumsum(dear_K[order]) - dear_K[order]
+        order = used[np.argsort(extra_K[used] / amount_K[used], kind="stable")]
+        before = np.cumsum(extra_K[order]) - extra_K[order]
         reach = max(reach, float(amount_K[order[before <= room]].sum()))
     return int(reach)
 
@@ -205,12 +205,12 @@ def costs(layers: Layers, prices_R: Floats) -> Floats:
 
 
 def constant(layers: Layers, prices_R: Floats) -> float:
-    """What a path of the least priced cost 0 is bounded by."""
+    """Bound of a path of priced cost 0."""
     return float(prices_R @ layers.excess_R)
 
 
 def rounding(layers: Layers, prices_R: Floats) -> float:
-    """What sums of priced costs may be wrong by."""
+    """Rounding error of sums of priced costs."""
     amounts_R = np.abs(layers.excess_R) + np.abs(layers.rows_KR).max(axis=0)
     return _SLACK * (float(np.abs(layers.objective_K).max()) + float(prices_R @ amounts_R))
 
@@ -235,7 +235,7 @@ def completions(
             value = after[0] + cost
             for level in range(low):
                 row[level] = min(row[level], value)
-            # Slices of their own: numbers from 0 on need no care for negative ones, and the loop becomes vectors.
+            # Slices, so that indices start at 0 and the loop is vectorised.
             here, there = row[low:high], after[low - weight : high - weight]
             for level in range(high - low):
                 here[level] = min(here[level], there[level] + cost)
@@ -293,7 +293,7 @@ def least_through(
                 reached = before[level_before] + cost
                 least = min(least, reached + rest[0])
                 after[0] = min(after[0], reached)
-            # As in `completions`; the sums stand apart from their least one, which takes one after the other.
+            # As in `completions`; the minimum of the sums is formed apart, in lanes, so that the loop is vectorised.
             here, there, to = before[low:high], rest[low - weight : high - weight], after[low - weight : high - weight]
             for level_before in range(high - low):
                 reached = here[level_before] + cost
