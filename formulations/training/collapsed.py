@@ -1,8 +1,8 @@
-"""How does one device type of a problem become an assignment problem, and a labelling a plan again?
+"""One device type of a problem as an assignment model, and labellings as plans.
 
-Device types share nothing but the latency limit, so each is collapsed and solved by itself. Loads are the work
-segments between the rows of the latency limit that can bind, then memory. Casts become pairwise tables; what depends
-on one side only is moved to the nodes, exactly, and edges left empty disappear.
+Device types share nothing but the latency limit, so each is collapsed and solved alone. Loads are the work segments
+between the rows of the latency limit that can bind, then memory. Casts become pairwise tables; what depends on one
+side only moves to the nodes, exactly, and edges left empty disappear.
 
 Axes: O operators, P precisions, X operator edges, A and B labels of an edge's two carriers.
 """
@@ -37,9 +37,9 @@ FORWARD, BACKWARD, MEMORY = 0, 1, 2
 
 @dataclass(slots=True)
 class SharedCasts:
-    """Forward cast times and buffers to be added, as Python numbers: what they are charged to, kind, amounts.
+    """Forward cast times and buffers to be added, with their nodes, kind and amounts.
 
-    An edge's amounts are a row for its first node and one for its second: its table is their outer product.
+    An edge's table is the outer product of two rows of amounts, one for each of its nodes.
     """
 
     edges: list[tuple[tuple[int, int], int, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
@@ -112,7 +112,7 @@ def share_casts(graph: GraphTables, tables: DeviceTables, folding: Folding) -> S
 
 
 class _Wants:
-    """Which precisions users want; users share few maps from labels to precisions, so answers are kept by map."""
+    """Precisions that users of an output want; cached by map from labels to precisions, since users share few maps."""
 
     def __init__(self, folding: Folding) -> None:
         self._folding = folding
@@ -120,17 +120,15 @@ class _Wants:
         self._sorted: dict[tuple[int, ...], list[int]] = {}
 
     def precisions(self, targets: list[int]) -> list[int]:
-        """What some label of some user runs in, ascending."""
+        """Precisions of any label of any user, ascending."""
         folding = self._folding
         key = tuple([folding.map_O[target] for target in targets])
-        found = self._sorted.get(key)
-        if found is None:
-            found = sorted({p for number in key for p in folding.maps[number]})
-            self._sorted[key] = found
-        return found
+        if key not in self._sorted:
+            self._sorted[key] = sorted({p for number in key for p in folding.maps[number]})
+        return self._sorted[key]
 
     def any_user(self, targets: list[int], precision: int) -> tuple[int, tuple[int, ...]]:
-        """The node, and its states, that tell whether some user wants a precision; CONSTANT if one always does."""
+        """The node, and flags of its states, for whether some user wants a precision; CONSTANT if one always does."""
         folding = self._folding
         flags: dict[int, tuple[int, ...]] = {}
         for target in targets:
@@ -168,9 +166,9 @@ class Collapsed:
     Attributes:
         model: The problem; its last row is the memory limit, the others are the latency rows.
         tables: The device type's costs.
-        constant_objective: Sensitivity of the operators that never change.
-        memory_limit_kib: The memory limit that is in the model.
-        latency_limit_ns: The latency limit that is in the model.
+        constant_objective: Sensitivity of the operators of constant precision.
+        memory_limit_kib: The memory limit in the model.
+        latency_limit_ns: The latency limit in the model.
     """
 
     problem: Problem
@@ -240,7 +238,7 @@ class _Terms:
         self.node.append((node[position], label, load[position], value_XL[position, label]))
 
     def add_edge(self, pair_X2: Ints, load: Ints, value_XAB: Ints) -> None:
-        """Amounts for every pair of labels; the part that depends on one side only goes to that node."""
+        """Amounts for every pair of labels; the part that depends on one side only is added to that node."""
         first_XA = value_XAB[:, :, 0]
         second_XB = value_XAB[:, 0, :] - value_XAB[:, :1, 0]
         rest = value_XAB - first_XA[:, :, None] - second_XB[:, None, :]
@@ -263,7 +261,7 @@ def collapse(
     memory_limit_kib: int | None = None,
     tied: Sequence[Sequence[str]] = (),
 ) -> Collapsed:
-    """Write one device type as an assignment problem.
+    """Write one device type as an assignment model.
 
     Args:
         problem: The problem.
@@ -309,8 +307,8 @@ def collapse(
         terms.add_constant(terms.load(kind, np.zeros(1, dtype=np.int64)), np.array([value]))
     rows_RS = np.tril(np.ones((num_times + 1, num_times + 1), dtype=np.int8))
     rows_RS[-1, :-1] = 0  # memory stands alone
-    taken = np.append(np.cumsum(terms.constant[:-1]), terms.constant[-1])
-    limits = np.append(rows.limit_K, limit_kib) - taken
+    constants = np.append(np.cumsum(terms.constant[:-1]), terms.constant[-1])
+    limits = np.append(rows.limit_K, limit_kib) - constants
     empty = np.zeros(0, dtype=np.int64)
     model = assemble(
         sizes=np.array(folding.sizes, dtype=np.int64),
@@ -380,7 +378,7 @@ def _work_range(graph: GraphTables, tables: DeviceTables, rows: LatencyRows) -> 
 
 
 def _operator_terms(terms: _Terms, tables: DeviceTables, folding: Folding, carrier: Ints, map_OL: Ints) -> Floats:
-    """Add what operators themselves take; returns the sensitivity per node and label, flat."""
+    """Add the operators' own times and memory; returns the sensitivity per node and label, flat."""
     sizes = np.array(folding.sizes, dtype=np.int64)
     free = np.flatnonzero(carrier != CONSTANT)
     fixed = np.flatnonzero(carrier == CONSTANT)
@@ -408,7 +406,7 @@ def _cast_terms(
     *,
     shared: bool,
 ) -> None:
-    """Add casts: constant, on one node, or on a pair of nodes; ``shared`` leaves the forward ones to others."""
+    """Add casts: constant, on one node, or on a pair of nodes; not the forward ones if they are ``shared``."""
     source, target = graph.source_X, graph.target_X
     sizes = np.array([*folding.sizes, 1], dtype=np.int64)  # the last is CONSTANT's
     left, right = carrier[source], carrier[target]

@@ -1,9 +1,9 @@
-"""The assignment problem as the linear programs of `ilp` see it: choices, products, shared loads, limits.
+"""The assignment problem as the integer program sees it: choices, products, shared loads, limits.
 
-The neutral core for further formulations is the `assignment` package, which bounds and searches by itself. This second
-description is kept apart on purpose: `ilp` and `textbook` are the independent check of that core, so they must not
-share its reading of a problem, its reductions or its arithmetic. It also writes a shared load as one row, where the
-core needs nodes for it, which is the tighter program. Nothing here knows what a precision is.
+The `assignment` package is the general model, with a solver of its own. This second description is separate on
+purpose: `ilp` is the independent check of that solver, so it shares neither its reading of a problem nor its reductions
+nor its arithmetic. It also writes a shared load as one row, where the general model needs nodes for it, which is the
+tighter program. The first half of the module knows nothing of precisions.
 
 * A **choice** is a free decision between labels.
 * A **product** looks at two earlier nodes, each through a grouping of its states into classes; its state is the pair
@@ -162,7 +162,7 @@ class Assignment:
 
 
 @dataclass(slots=True)
-class Draft:
+class NodeBuilder:
     """A node under construction."""
 
     name: str
@@ -175,9 +175,11 @@ class Draft:
     right_class_S: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
-def reduce_pair(drafts: list[Draft], key: tuple[int, int], load_GHR: Ints | None, masks: list[Ints]) -> Product | None:
-    """Classes of equal rows, and nothing at all where the load separates into the two nodes."""
-    left, right = (drafts[node] for node in key)
+def reduce_pair(
+    builders: list[NodeBuilder], key: tuple[int, int], load_GHR: Ints | None, masks: list[Ints]
+) -> Product | None:
+    """The product of a pair of nodes over classes of equal rows; None where the load separates into the two nodes."""
+    left, right = (builders[node] for node in key)
     num_resources = left.load_SR.shape[1]
     shape = (len(left.labels), len(right.labels), num_resources)
     if load_GHR is None:
@@ -187,7 +189,7 @@ def reduce_pair(drafts: list[Draft], key: tuple[int, int], load_GHR: Ints | None
         left.load_SR += load_GHR[:, 0]
         right.load_SR += load_GHR[0] - load_GHR[0, 0]
         return None
-    if not masks and _fold_into_join(drafts, key, load_GHR):
+    if not masks and _fold_into_join(builders, key, load_GHR):
         return None
     # Row and column 0 go to the nodes, so that more rows are equal and more classes coincide.
     left.load_SR += load_GHR[:, 0]
@@ -209,9 +211,9 @@ def reduce_pair(drafts: list[Draft], key: tuple[int, int], load_GHR: Ints | None
     )
 
 
-def _fold_into_join(drafts: list[Draft], key: tuple[int, int], load_GHR: Ints) -> bool:
-    """Charge the load to a join that looks at the other node, if its state tells all that the load needs."""
-    join = drafts[key[1]]
+def _fold_into_join(builders: list[NodeBuilder], key: tuple[int, int], load_GHR: Ints) -> bool:
+    """Charge the load to a join of the other node, if the join's state determines it."""
+    join = builders[key[1]]
     if key[0] not in (join.left, join.right):
         return False
     on_left = key[0] == join.left
@@ -261,18 +263,18 @@ def _classes(rows: Ints) -> Ints:
     return np.array([seen.setdefault(row.tobytes(), len(seen)) for row in np.ascontiguousarray(rows)], np.int64)
 
 
-def freeze(draft: Draft) -> Node:
+def freeze(builder: NodeBuilder) -> Node:
     """The finished node."""
-    if draft.left < 0:
-        return Choice(name=draft.name, labels=draft.labels, cost_S=draft.cost_S, load_SR=draft.load_SR)
+    if builder.left < 0:
+        return Choice(name=builder.name, labels=builder.labels, cost_S=builder.cost_S, load_SR=builder.load_SR)
     return Product(
-        name=draft.name,
-        left=draft.left,
-        left_class_S=draft.left_class_S,
-        right=draft.right,
-        right_class_S=draft.right_class_S,
-        cost_S=draft.cost_S,
-        load_SR=draft.load_SR,
+        name=builder.name,
+        left=builder.left,
+        left_class_S=builder.left_class_S,
+        right=builder.right,
+        right_class_S=builder.right_class_S,
+        cost_S=builder.cost_S,
+        load_SR=builder.load_SR,
     )
 
 
@@ -283,7 +285,7 @@ MEMORY_LIMIT = "memory"
 
 @dataclass(slots=True)
 class _Carrier:
-    """What an operator's precision follows from: precision by state of a node, or one precision for good."""
+    """What an operator's precision follows from: a precision for each state of a node, or a constant precision."""
 
     node: int | None
     precisions: tuple[str, ...]
@@ -319,7 +321,7 @@ class _Builder:
         self.device = device
         self.segments = segments(problem)
         self.num_resources = self.segments.count + 1
-        self.drafts: list[Draft] = []
+        self.builders: list[NodeBuilder] = []
         self.carriers: dict[str, _Carrier] = {}
         self.pair_loads: dict[tuple[int, int], Ints] = {}
         self.shared: list[tuple[str, list[tuple[int, int, Ints]], Ints]] = []
@@ -335,7 +337,7 @@ class _Builder:
     def _add_operator(self, position: int, operator: ProblemOperator) -> None:
         steps = ladder(self.problem, self.device, operator.name)
         if operator.role is Role.ADJUSTABLE and len(steps) > 1:
-            carrier = _Carrier(self._draft(operator.name, steps), steps)
+            carrier = _Carrier(self._add_node(operator.name, steps), steps)
         elif operator.role is Role.DEPENDENT:
             carrier = self._join(operator, steps)
         else:
@@ -353,16 +355,18 @@ class _Builder:
         if carrier.node is None:
             self.constant_cost += float(cost_S[0])
         else:
-            self.drafts[carrier.node].cost_S += cost_S
+            self.builders[carrier.node].cost_S += cost_S
         for source in operator.inputs:
             self._add_edge(source, operator.name)
 
-    def _draft(self, name: str, labels: tuple[str, ...]) -> int:
+    def _add_node(self, name: str, labels: tuple[str, ...]) -> int:
         n = len(labels)
-        self.drafts.append(
-            Draft(name=name, labels=labels, cost_S=np.zeros(n), load_SR=np.zeros((n, self.num_resources), np.int64))
+        self.builders.append(
+            NodeBuilder(
+                name=name, labels=labels, cost_S=np.zeros(n), load_SR=np.zeros((n, self.num_resources), np.int64)
+            )
         )
-        return len(self.drafts) - 1
+        return len(self.builders) - 1
 
     def _join(self, operator: ProblemOperator, steps: tuple[str, ...]) -> _Carrier:
         """Carrier of a dependent operator: the highest rank that its inputs deliver decides."""
@@ -385,7 +389,7 @@ class _Builder:
             return _Carrier(None, (follow(self.problem, steps, highest),))
         node, rank_S = next(iter(varying.items()))
         for other, other_S in list(varying.items())[1:]:
-            node, rank_S = self._product(f"{operator.name}#{len(self.drafts)}", node, rank_S, other, other_S)
+            node, rank_S = self._product(f"{operator.name}#{len(self.builders)}", node, rank_S, other, other_S)
         return _Carrier(node, tuple(follow(self.problem, steps, int(rank)) for rank in rank_S))
 
     def _product(self, name: str, left: int, left_rank_S: Ints, right: int, right_rank_S: Ints) -> tuple[int, Ints]:
@@ -393,10 +397,10 @@ class _Builder:
         left_ranks, left_class_S = np.unique(left_rank_S, return_inverse=True)
         right_ranks, right_class_S = np.unique(right_rank_S, return_inverse=True)
         rank_GH = np.maximum.outer(left_ranks, right_ranks)
-        node = self._draft(name, tuple(f"{g},{h}" for g in left_ranks for h in right_ranks))
-        draft = self.drafts[node]
-        draft.left, draft.left_class_S = left, left_class_S.astype(np.int64)
-        draft.right, draft.right_class_S = right, right_class_S.astype(np.int64)
+        node = self._add_node(name, tuple(f"{g},{h}" for g in left_ranks for h in right_ranks))
+        builder = self.builders[node]
+        builder.left, builder.left_class_S = left, left_class_S.astype(np.int64)
+        builder.right, builder.right_class_S = right, right_class_S.astype(np.int64)
         return node, rank_GH.ravel()
 
     # -- edges -------------------------------------------------------------------------------------------------
@@ -405,7 +409,7 @@ class _Builder:
         if node is None:
             self.constant_R += load_SR[0]
         else:
-            self.drafts[node].load_SR += load_SR
+            self.builders[node].load_SR += load_SR
 
     def _add_edge(self, producer: str, consumer: str) -> None:
         """Casts in both directions and the cast buffer of one edge (forward part elsewhere if casts are shared)."""
@@ -414,22 +418,22 @@ class _Builder:
         share = self.problem.cast_sharing == "producer"
         precisions = self.device.precisions
 
-        def load_R(given: str, wanted: str) -> Ints:
+        def load_R(source_format: str, target: str) -> Ints:
             result_R = np.zeros(self.num_resources, np.int64)
             if not share:
-                result_R += self._forward_cast_R(precisions[given].output, wanted, source.output_elements)
+                result_R += self._forward_cast_R(precisions[source_format].output, target, source.output_elements)
             result_R[segment] += self.device.cast_ns(
-                precisions[wanted].gradient_output, precisions[given].gradient_input, source.output_elements
+                precisions[target].gradient_output, precisions[source_format].gradient_input, source.output_elements
             )
             return result_R
 
         self._add_pair(self.carriers[producer], self.carriers[consumer], load_R)
 
-    def _forward_cast_R(self, given: str, wanted: str, elements: int) -> Ints:
+    def _forward_cast_R(self, source: str, target: str, elements: int) -> Ints:
         result_R = np.zeros(self.num_resources, np.int64)
-        if given != wanted:
-            result_R[MEMORY] = -(-elements * self.problem.formats[wanted] // BYTES_PER_KIB)
-            result_R[1] = self.device.cast_ns(given, wanted, elements)
+        if source != target:
+            result_R[MEMORY] = -(-elements * self.problem.formats[target] // BYTES_PER_KIB)
+            result_R[1] = self.device.cast_ns(source, target, elements)
         return result_R
 
     def _add_pair(self, left: _Carrier, right: _Carrier, load_R: Callable[[str, str], Ints]) -> None:
@@ -458,8 +462,8 @@ class _Builder:
             for source in dict.fromkeys(operator.inputs):
                 consumers.setdefault(source, []).append(operator.name)
         for producer, users in consumers.items():
-            given = self.carriers[producer]
-            outputs = tuple(self.device.precisions[p].output for p in given.precisions)
+            own = self.carriers[producer]
+            outputs = tuple(self.device.precisions[p].output for p in own.precisions)
             wanted = dict.fromkeys(p for user in users for p in self.carriers[user].precisions)
             for source in dict.fromkeys(outputs):
                 for target in wanted:
@@ -469,7 +473,7 @@ class _Builder:
     def _share_cast(self, producer: str, users: list[str], outputs: tuple[str, ...], source: str, target: str) -> None:
         elements = self.problem.operators[self.problem.index(producer)].output_elements
         cast_R = self._forward_cast_R(source, target, elements)
-        given = self.carriers[producer]
+        own = self.carriers[producer]
         here_S = np.array([output == source for output in outputs])
         conditions: list[tuple[int, int, Ints]] = []  # (node, node or -1, mask over states or pairs of states)
         for user in users:
@@ -477,19 +481,19 @@ class _Builder:
             wants_S = np.array([precision == target for precision in wants.precisions])
             if not wants_S.any():
                 continue
-            if wants.node is None or wants.node == given.node:
+            if wants.node is None or wants.node == own.node:
                 mask_S = here_S & wants_S  # broadcasts where either is constant
-                if given.node is None:
+                if own.node is None:
                     self.constant_R += cast_R
                     return
-                conditions.append((given.node, -1, mask_S.astype(np.int64)))
-            elif given.node is None:
+                conditions.append((own.node, -1, mask_S.astype(np.int64)))
+            elif own.node is None:
                 conditions.append((wants.node, -1, wants_S.astype(np.int64)))
             else:
                 mask_GH = np.outer(here_S, wants_S)
-                key = (given.node, wants.node)
-                if given.node > wants.node:
-                    key, mask_GH = (wants.node, given.node), mask_GH.T
+                key = (own.node, wants.node)
+                if own.node > wants.node:
+                    key, mask_GH = (wants.node, own.node), mask_GH.T
                 conditions.append((*key, mask_GH.astype(np.int64)))
         self._add_shared(f"{producer}:{source}>{target}", merge(conditions), cast_R)
 
@@ -517,11 +521,11 @@ class _Builder:
         products: list[Product] = []
         index: dict[tuple[int, int], int] = {}
         for key in dict.fromkeys([*self.pair_loads, *masks]):
-            product = reduce_pair(self.drafts, key, self.pair_loads.get(key), masks.get(key, []))
+            product = reduce_pair(self.builders, key, self.pair_loads.get(key), masks.get(key, []))
             if product is not None:
-                index[key] = len(self.drafts) + len(products)
+                index[key] = len(self.builders) + len(products)
                 products.append(product)
-        nodes = (*(freeze(draft) for draft in self.drafts), *products)
+        nodes = (*(freeze(builder) for builder in self.builders), *products)
         limits = [
             Limit(
                 name=f"time[{s}]",

@@ -1,4 +1,4 @@
-r"""The exact formulation: an assignment as a compact mixed-integer linear program, and the whole mathematics of it.
+r"""The assignment of one device as a compact mixed-integer linear program, with its mathematics.
 
 **The problem.** Operators v = 1..n in forward order, precision x_v from P_v, sensitivity w_v(a), forward and backward
 times f_v(a), g_v(a), memory m_v(a). An edge e = (u, v) adds a forward cast F_e(x_u, x_v), a backward cast
@@ -17,12 +17,11 @@ backward ends::
     R_ik  <=  c_k := T_max - O - sum of D_j (j >= k)            and     peer_k <= c_k, a constant check
 
 R_ik is the whole forward plus the backward of a suffix of the operators: the rows are *nested prefix sums* of the
-backward order. Nothing but T_max is common to two devices, so each is solved alone (`device_model`, `segments`).
+backward order. Nothing but T_max is common to two devices, so each is solved alone (`build_assignment`, `segments`).
 
 **The collapse.** A dependent operator's precision follows from its inputs and adds no decision. What is left are
 choices, one per adjustable operator, and products: nodes whose state is a pair (g, h) of classes of two other nodes.
-A product carries what depends on both: casts on an edge, or the higher of two ranks at a join (`linear_assignment`,
-which says why this description is not that of the `assignment` package).
+A product carries what depends on both: casts on an edge, or the higher of two ranks at a join (see `assignment`).
 
 **The linear program of one device.**
 
@@ -45,7 +44,7 @@ which says why this description is not that of the `assignment` package).
   exact integer evaluation only.
 
 Source: the multiple-choice program of QSync (IPDPS 2024) with cast coupling; the projection to non-reference classes
-and the cumulated rows are ours. `textbook` holds the plain formulation that tests compare with.
+and the cumulated rows are ours.
 """
 
 from __future__ import annotations

@@ -21,12 +21,12 @@ from qsync_opt.formulations.training.ilp.program import AssignmentProgram, Goal,
 from qsync_opt.training import Problem, ProblemDevice
 
 _ROW_SCALE = 1e3
-"""Rows reach about this, so that solvers' tolerances of 1e-9 stay below one nanosecond or KiB."""
+"""Size of the rows, so that solvers' tolerances of 1e-9 stay below one nanosecond or KiB."""
 _WHOLE_COST_SCALE = 1e13
-"""Sum of the largest costs where only whole coefficients are allowed: 1e6 was seen to give wrong optima, and 2**53
-must not be reached."""
+"""Sum of the largest costs where only whole coefficients are allowed: 1e6 gave wrong optima, and 2**53 must not be
+reached."""
 _TIGHTENINGS = 3
-"""How often a limit is tightened when a solver's tolerance let a plan exceed it."""
+"""Most repetitions with tightened limits when a solver's tolerance lets a plan exceed them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,8 @@ def run(
         allowed: Labels that a choice may take.
 
     Returns:
-        The answer. A plan that a solver's tolerance let exceed a limit is never returned: the limit is tightened by
-        the excess and the solve repeated; the bound is that of the real limits all the same.
+        The answer. A plan that exceeds a limit within the solver's tolerance is never returned: the limit is tightened
+        by the excess and the solve repeated; the bound remains that of the real limits.
 
     Raises:
         SolverError: The solver failed, or keeps returning plans that exceed the limits.
