@@ -1,6 +1,6 @@
-"""Bound and fix: an exact solver for choosing one level per group under a few limits.
+"""Assignment problems and bound and fix, their exact solver: one label per node under linear limits.
 
-It knows nothing of precisions; a use translates its problem into an `AssignmentModel`.
+Nothing here knows of precisions; a use translates its problem into an `AssignmentModel`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Precision plans for training: greedy with a bound, exact, exhaustive, the paper's heuristic.
+"""Formulations of training plans: greedy with a bound, exact, integer program, exhaustive, the paper's heuristic.
 
 The registry reaches each formulation by its name.
 """
