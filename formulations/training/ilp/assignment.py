@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Choice:
     """A free decision: ``load_SR`` and ``cost_S`` by label."""
 
@@ -48,7 +48,7 @@ class Choice:
         return len(self.labels)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Product:
     """The pair of a class of node ``left`` and a class of node ``right`` (indices of earlier nodes).
 
@@ -81,6 +81,8 @@ class Product:
 
 
 Node = Choice | Product
+_Masks = dict[tuple[int, int], Ints]
+"""By node and other node (-1: none), a mask over states or pairs of states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,34 +156,19 @@ class Assignment:
                 total_R += shared.load_R
         return total_R
 
-    def excess(self, states: Sequence[int]) -> dict[str, int]:
-        """How far each broken limit is exceeded, by its name."""
+    def excess(self, states: Sequence[int]) -> dict[Limit, int]:
+        """Load of each limit minus its bound."""
         total_R = self.load_R(states)
-        over = {limit.name: int(total_R[list(limit.resources)].sum()) - limit.bound for limit in self.limits}
-        return {name: value for name, value in over.items() if value > 0}
-
-
-@dataclass(slots=True)
-class NodeBuilder:
-    """A node under construction."""
-
-    name: str
-    labels: tuple[str, ...]
-    cost_S: Floats
-    load_SR: Ints
-    left: int = -1
-    right: int = -1
-    left_class_S: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    right_class_S: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+        return {limit: int(total_R[list(limit.resources)].sum()) - limit.bound for limit in self.limits}
 
 
 def reduce_pair(
-    builders: list[NodeBuilder], key: tuple[int, int], load_GHR: Ints | None, masks: list[Ints]
+    nodes: Sequence[Node], key: tuple[int, int], load_GHR: Ints | None, masks: list[Ints]
 ) -> Product | None:
     """The product of a pair of nodes over classes of equal rows; None where the load separates into the two nodes."""
-    left, right = (builders[node] for node in key)
+    left, right = (nodes[node] for node in key)
     num_resources = left.load_SR.shape[1]
-    shape = (len(left.labels), len(right.labels), num_resources)
+    shape = (left.num_states, right.num_states, num_resources)
     if load_GHR is None:
         load_GHR = np.zeros(shape, np.int64)
     rest_GHR = load_GHR - load_GHR[:, :1] - load_GHR[:1, :] + load_GHR[:1, :1]
@@ -189,7 +176,7 @@ def reduce_pair(
         left.load_SR += load_GHR[:, 0]
         right.load_SR += load_GHR[0] - load_GHR[0, 0]
         return None
-    if not masks and _fold_into_join(builders, key, load_GHR):
+    if not masks and _fold_into_join(nodes, key, load_GHR):
         return None
     # Row and column 0 go to the nodes, so that more rows are equal and more classes coincide.
     left.load_SR += load_GHR[:, 0]
@@ -211,71 +198,47 @@ def reduce_pair(
     )
 
 
-def _fold_into_join(builders: list[NodeBuilder], key: tuple[int, int], load_GHR: Ints) -> bool:
+def _fold_into_join(nodes: Sequence[Node], key: tuple[int, int], load_GHR: Ints) -> bool:
     """Charge the load to a join of the other node, if the join's state determines it."""
-    join = builders[key[1]]
-    if key[0] not in (join.left, join.right):
+    join = nodes[key[1]]
+    if not isinstance(join, Product) or key[0] not in (join.left, join.right):
         return False
     on_left = key[0] == join.left
     class_S = join.left_class_S if on_left else join.right_class_S
-    num_right = int(join.right_class_S.max()) + 1
-    states = range(len(join.labels))
-    seen = [np.flatnonzero(class_S == (s // num_right if on_left else s % num_right)) for s in states]
+    states = range(join.num_states)
+    seen = [np.flatnonzero(class_S == (s // join.num_right if on_left else s % join.num_right)) for s in states]
     if any((load_GHR[seen[s], s] != load_GHR[seen[s][0], s]).any() for s in states):
         return False
     join.load_SR += np.array([load_GHR[seen[s][0], s] for s in states])
     return True
 
 
-def freeze_shared(
-    shared: tuple[str, list[tuple[int, int, Ints]], Ints],
-    nodes: tuple[Node, ...],
+def make_shared(
+    name: str,
+    masks: dict[tuple[int, int], Ints],
+    load_R: Ints,
+    nodes: Sequence[Node],
     index: dict[tuple[int, int], int],
 ) -> Shared:
-    """The shared load with its conditions as states of final nodes; ``index`` numbers the products of node pairs."""
-    name, conditions, load_R = shared
-    frozen = []
-    for node, other, mask in conditions:
+    """A shared load with its conditions as states of nodes; ``index`` numbers the products of node pairs."""
+    conditions = []
+    for (node, other), mask in masks.items():
         if other < 0:
-            frozen.append(Condition(node=node, mask_S=mask.astype(np.bool_)))
+            conditions.append(Condition(node=node, mask_S=mask.astype(np.bool_)))
             continue
         product = nodes[index[node, other]]
         assert isinstance(product, Product)  # pairs of nodes are products by construction
         mask_S = np.zeros(product.num_states, np.bool_)
         for a, b in zip(*np.nonzero(mask), strict=True):
             mask_S[product.left_class_S[a] * product.num_right + product.right_class_S[b]] = True
-        frozen.append(Condition(node=index[node, other], mask_S=mask_S))
-    return Shared(name=name, conditions=tuple(frozen), load_R=load_R)
-
-
-def merge(conditions: list[tuple[int, int, Ints]]) -> list[tuple[int, int, Ints]]:
-    """One condition per node or pair of nodes: either mask."""
-    merged: dict[tuple[int, int], Ints] = {}
-    for node, other, mask in conditions:
-        known = merged.get((node, other))
-        merged[node, other] = mask if known is None else known | mask
-    return [(node, other, mask) for (node, other), mask in merged.items()]
+        conditions.append(Condition(node=index[node, other], mask_S=mask_S))
+    return Shared(name=name, conditions=tuple(conditions), load_R=load_R)
 
 
 def _classes(rows: Ints) -> Ints:
     """Number equal rows alike, in order of first appearance."""
     seen: dict[bytes, int] = {}
     return np.array([seen.setdefault(row.tobytes(), len(seen)) for row in np.ascontiguousarray(rows)], np.int64)
-
-
-def freeze(builder: NodeBuilder) -> Node:
-    """The finished node."""
-    if builder.left < 0:
-        return Choice(name=builder.name, labels=builder.labels, cost_S=builder.cost_S, load_SR=builder.load_SR)
-    return Product(
-        name=builder.name,
-        left=builder.left,
-        left_class_S=builder.left_class_S,
-        right=builder.right,
-        right_class_S=builder.right_class_S,
-        cost_S=builder.cost_S,
-        load_SR=builder.load_SR,
-    )
 
 
 MEMORY = 0
@@ -321,10 +284,10 @@ class _Builder:
         self.device = device
         self.segments = segments(problem)
         self.num_resources = self.segments.count + 1
-        self.builders: list[NodeBuilder] = []
+        self.nodes: list[Node] = []
         self.carriers: dict[str, _Carrier] = {}
         self.pair_loads: dict[tuple[int, int], Ints] = {}
-        self.shared: list[tuple[str, list[tuple[int, int, Ints]], Ints]] = []
+        self.shared: list[tuple[str, _Masks, Ints]] = []
         self.constant_R = np.zeros(self.num_resources, np.int64)
         self.constant_cost = 0.0
         for position, operator in enumerate(problem.operators):
@@ -337,7 +300,7 @@ class _Builder:
     def _add_operator(self, position: int, operator: ProblemOperator) -> None:
         steps = ladder(self.problem, self.device, operator.name)
         if operator.role is Role.ADJUSTABLE and len(steps) > 1:
-            carrier = _Carrier(self._add_node(operator.name, steps), steps)
+            carrier = _Carrier(self._add_choice(operator.name, steps), steps)
         elif operator.role is Role.DEPENDENT:
             carrier = self._join(operator, steps)
         else:
@@ -355,18 +318,14 @@ class _Builder:
         if carrier.node is None:
             self.constant_cost += float(cost_S[0])
         else:
-            self.builders[carrier.node].cost_S += cost_S
+            self.nodes[carrier.node].cost_S += cost_S
         for source in operator.inputs:
             self._add_edge(source, operator.name)
 
-    def _add_node(self, name: str, labels: tuple[str, ...]) -> int:
-        n = len(labels)
-        self.builders.append(
-            NodeBuilder(
-                name=name, labels=labels, cost_S=np.zeros(n), load_SR=np.zeros((n, self.num_resources), np.int64)
-            )
-        )
-        return len(self.builders) - 1
+    def _add_choice(self, name: str, labels: tuple[str, ...]) -> int:
+        load_SR = np.zeros((len(labels), self.num_resources), np.int64)
+        self.nodes.append(Choice(name=name, labels=labels, cost_S=np.zeros(len(labels)), load_SR=load_SR))
+        return len(self.nodes) - 1
 
     def _join(self, operator: ProblemOperator, steps: tuple[str, ...]) -> _Carrier:
         """Carrier of a dependent operator: the highest rank that its inputs deliver decides."""
@@ -389,19 +348,25 @@ class _Builder:
             return _Carrier(None, (follow(self.problem, steps, highest),))
         node, rank_S = next(iter(varying.items()))
         for other, other_S in list(varying.items())[1:]:
-            node, rank_S = self._product(f"{operator.name}#{len(self.builders)}", node, rank_S, other, other_S)
+            node, rank_S = self._product(f"{operator.name}#{len(self.nodes)}", node, rank_S, other, other_S)
         return _Carrier(node, tuple(follow(self.problem, steps, int(rank)) for rank in rank_S))
 
     def _product(self, name: str, left: int, left_rank_S: Ints, right: int, right_rank_S: Ints) -> tuple[int, Ints]:
         """Add a node that knows the higher of two ranks, and return it with that rank by state."""
         left_ranks, left_class_S = np.unique(left_rank_S, return_inverse=True)
         right_ranks, right_class_S = np.unique(right_rank_S, return_inverse=True)
-        rank_GH = np.maximum.outer(left_ranks, right_ranks)
-        node = self._add_node(name, tuple(f"{g},{h}" for g in left_ranks for h in right_ranks))
-        builder = self.builders[node]
-        builder.left, builder.left_class_S = left, left_class_S.astype(np.int64)
-        builder.right, builder.right_class_S = right, right_class_S.astype(np.int64)
-        return node, rank_GH.ravel()
+        rank_S = np.maximum.outer(left_ranks, right_ranks).ravel()
+        product = Product(
+            name=name,
+            left=left,
+            left_class_S=left_class_S.astype(np.int64),
+            right=right,
+            right_class_S=right_class_S.astype(np.int64),
+            cost_S=np.zeros(len(rank_S)),
+            load_SR=np.zeros((len(rank_S), self.num_resources), np.int64),
+        )
+        self.nodes.append(product)
+        return len(self.nodes) - 1, rank_S
 
     # -- edges -------------------------------------------------------------------------------------------------
 
@@ -409,7 +374,7 @@ class _Builder:
         if node is None:
             self.constant_R += load_SR[0]
         else:
-            self.builders[node].load_SR += load_SR
+            self.nodes[node].load_SR += load_SR
 
     def _add_edge(self, producer: str, consumer: str) -> None:
         """Casts in both directions and the cast buffer of one edge (forward part elsewhere if casts are shared)."""
@@ -450,8 +415,7 @@ class _Builder:
             key = (left.node, right.node)
             if left.node > right.node:
                 key, load_GHR = (right.node, left.node), load_GHR.swapaxes(0, 1)
-            known_GHR = self.pair_loads.get(key)
-            self.pair_loads[key] = load_GHR if known_GHR is None else known_GHR + load_GHR
+            self.pair_loads[key] = self.pair_loads.get(key, 0) + load_GHR
 
     # -- shared casts ------------------------------------------------------------------------------------------
 
@@ -475,7 +439,7 @@ class _Builder:
         cast_R = self._forward_cast_R(source, target, elements)
         own = self.carriers[producer]
         here_S = np.array([output == source for output in outputs])
-        conditions: list[tuple[int, int, Ints]] = []  # (node, node or -1, mask over states or pairs of states)
+        masks: _Masks = {}
         for user in users:
             wants = self.carriers[user]
             wants_S = np.array([precision == target for precision in wants.precisions])
@@ -486,46 +450,38 @@ class _Builder:
                 if own.node is None:
                     self.constant_R += cast_R
                     return
-                conditions.append((own.node, -1, mask_S.astype(np.int64)))
+                key, mask = (own.node, -1), mask_S
             elif own.node is None:
-                conditions.append((wants.node, -1, wants_S.astype(np.int64)))
+                key, mask = (wants.node, -1), wants_S
             else:
-                mask_GH = np.outer(here_S, wants_S)
-                key = (own.node, wants.node)
+                key, mask = (own.node, wants.node), np.outer(here_S, wants_S)
                 if own.node > wants.node:
-                    key, mask_GH = (wants.node, own.node), mask_GH.T
-                conditions.append((*key, mask_GH.astype(np.int64)))
-        self._add_shared(f"{producer}:{source}>{target}", merge(conditions), cast_R)
-
-    def _add_shared(self, name: str, conditions: list[tuple[int, int, Ints]], cast_R: Ints) -> None:
-        conditions = [condition for condition in conditions if condition[2].any()]
-        if len(conditions) > 1:
-            self.shared.append((name, conditions, cast_R))
+                    key, mask = (wants.node, own.node), mask.T
+            masks[key] = masks.get(key, 0) | mask.astype(np.int64)
+        masks = {key: mask for key, mask in masks.items() if mask.any()}
+        if len(masks) > 1:
+            self.shared.append((f"{producer}:{source}>{target}", masks, cast_R))
             return
-        for node, other, mask in conditions:  # a single condition is an ordinary load
+        for (node, other), mask in masks.items():  # a single condition is an ordinary load
             if other < 0:
                 self._add_loads(node, mask[:, None] * cast_R)
             else:
-                load_GHR = mask[:, :, None] * cast_R
-                known_GHR = self.pair_loads.get((node, other))
-                self.pair_loads[node, other] = load_GHR if known_GHR is None else known_GHR + load_GHR
+                self.pair_loads[node, other] = self.pair_loads.get((node, other), 0) + mask[:, :, None] * cast_R
 
     # -- the whole ---------------------------------------------------------------------------------------------
 
     def finish(self, latency_limit_ns: int) -> Assignment:
         masks: dict[tuple[int, int], list[Ints]] = {}
-        for _, conditions, _ in self.shared:
-            for node, other, mask in conditions:
-                if other >= 0:
-                    masks.setdefault((node, other), []).append(mask)
-        products: list[Product] = []
+        for _, own, _ in self.shared:
+            for key, mask in own.items():
+                if key[1] >= 0:
+                    masks.setdefault(key, []).append(mask)
         index: dict[tuple[int, int], int] = {}
         for key in dict.fromkeys([*self.pair_loads, *masks]):
-            product = reduce_pair(self.builders, key, self.pair_loads.get(key), masks.get(key, []))
+            product = reduce_pair(self.nodes, key, self.pair_loads.get(key), masks.get(key, []))
             if product is not None:
-                index[key] = len(self.builders) + len(products)
-                products.append(product)
-        nodes = (*(freeze(builder) for builder in self.builders), *products)
+                index[key] = len(self.nodes)
+                self.nodes.append(product)
         limits = [
             Limit(
                 name=f"time[{s}]",
@@ -538,8 +494,8 @@ class _Builder:
         return Assignment(
             name=f"{self.problem.name}/{self.device.name}",
             resources=("memory_kib", *(f"segment[{s}]_ns" for s in range(self.segments.count))),
-            nodes=nodes,
-            shared=tuple(freeze_shared(shared, nodes, index) for shared in self.shared),
+            nodes=tuple(self.nodes),
+            shared=tuple(make_shared(*shared, self.nodes, index) for shared in self.shared),
             limits=tuple(limits),
             constant_R=self.constant_R,
             constant_cost=self.constant_cost,

@@ -136,8 +136,7 @@ def _read(
         return None, None, {}
     labels = program.labels(result.values)
     states = assignment.states(labels)
-    total_R = assignment.load_R(states)
-    over = {limit: int(total_R[list(limit.resources)].sum()) - limit.bound for limit in assignment.limits}
+    over = assignment.excess(states)
     moved = [] if goal is Goal.COST else [limit for limit in over if MEMORY not in limit.resources]
     excess = {limit.name: value for limit, value in over.items() if value > 0 and limit not in moved}
     value = float(max(over[limit] for limit in moved)) if moved else assignment.cost(states)
