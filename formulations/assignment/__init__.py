@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.formulations.assignment.compiled import LOOPS, SWITCH, Loop, compiled_by, prepare
+    from qsync_opt.formulations.assignment.compiled import compiled_by, prepare
     from qsync_opt.formulations.assignment.dual import DualResult, Master, Priced, Pricer, maximise
     from qsync_opt.formulations.assignment.effort import PASSES, QUICK_PASSES, SOLVER_PASSES, Effort, Pass
     from qsync_opt.formulations.assignment.elimination import Elimination, Relaxation, relax
@@ -31,12 +31,10 @@ else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "LOOPS",
     "PASSES",
     "PROOF",
     "QUICK_PASSES",
     "SOLVER_PASSES",
-    "SWITCH",
     "AssignmentModel",
     "Bools",
     "BoundAndFix",
@@ -46,7 +44,6 @@ __all__ = [
     "Elimination",
     "Floats",
     "Ints",
-    "Loop",
     "Master",
     "Maximum",
     "Outcome",

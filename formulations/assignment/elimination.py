@@ -35,7 +35,6 @@ class Elimination:
         self.schedule = schedule = plan(model)
         self._sizes_N = model.sizes_N
         width_I = np.diff(schedule.bag_I1)
-        self.widest = int(width_I.max(initial=0))
         self._roots = schedule.target_I[width_I == 0]
         self._largest = int(np.diff(schedule.entries_I1).max(initial=0))
 

@@ -33,135 +33,15 @@ from qsync_opt.model import Role
 from qsync_opt.training import Problem, ProblemDevice, joined
 
 FORWARD, BACKWARD, MEMORY = 0, 1, 2
-
-
-@dataclass(slots=True)
-class SharedCasts:
-    """Forward cast times and buffers to be added, with their nodes, kind and amounts.
-
-    An edge's table is the outer product of two rows of amounts, one for each of its nodes.
-    """
-
-    edges: list[tuple[tuple[int, int], int, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    nodes: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
-    constants: list[tuple[int, int]] = field(default_factory=list)
-
-    def add(self, producer: int, cost_A: tuple[int, ...], wanted: tuple[int, tuple[int, ...]], kind: int) -> None:
-        """Charge ``cost_A`` (by label of the producer's carrier) where the node ``wanted`` is in a state marked 1."""
-        node, flags_B = wanted
-        if not any(cost_A):
-            return
-        if node == CONSTANT and producer == CONSTANT:
-            self.constants.append((kind, cost_A[0]))
-        elif node == CONSTANT:
-            self.nodes.append((producer, kind, cost_A))
-        elif producer == CONSTANT:
-            self.nodes.append((node, kind, tuple(cost_A[0] * flag for flag in flags_B)))
-        elif producer == node:
-            both = zip(cost_A, flags_B, strict=True)
-            self.nodes.append((node, kind, tuple(cost * flag for cost, flag in both)))
-        elif producer < node:
-            self.edges.append(((producer, node), kind, cost_A, flags_B))
-        else:
-            self.edges.append(((node, producer), kind, flags_B, cost_A))
-
-    def edge_batches(self) -> Iterator[tuple[int, Ints, Ints]]:
-        """Kind, node pairs (X, 2) and tables (X, A, B) of edges of equal shape."""
-        groups: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-        for number, (_, kind, first, second) in enumerate(self.edges):
-            groups[kind, len(first), len(second)].append(number)
-        for (kind, _, _), members in groups.items():
-            pairs, _, firsts, seconds = zip(*(self.edges[number] for number in members), strict=True)
-            one, two = np.array(firsts, dtype=np.int64), np.array(seconds, dtype=np.int64)
-            yield kind, np.array(pairs, dtype=np.int64), one[:, :, None] * two[:, None, :]
-
-    def node_batches(self) -> Iterator[tuple[int, Ints, Ints]]:
-        """Kind, nodes (X,) and amounts (X, A) of nodes of equally many labels."""
-        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for number, (_, kind, amounts) in enumerate(self.nodes):
-            groups[kind, len(amounts)].append(number)
-        for (kind, _), members in groups.items():
-            nodes, _, amounts_X = zip(*(self.nodes[number] for number in members), strict=True)
-            yield kind, np.array(nodes, dtype=np.int64), np.array(amounts_X, dtype=np.int64)
-
-
-def share_casts(graph: GraphTables, tables: DeviceTables, folding: Folding) -> SharedCasts:
-    """Forward casts and buffers of every output, once per target format; adds the OR nodes to ``folding``.
-
-    Source: ours.
-    """
-    users: dict[int, list[int]] = defaultdict(list)
-    for source, target in zip(graph.source_X.tolist(), graph.target_X.tolist(), strict=True):
-        users[source].append(target)
-    rank = np.arange(len(tables.bytes_P))
-    every = (graph.elements_O[:, None, None], rank[None, :, None], rank[None, None, :])
-    time_OPP, buffer_OPP = (amounts.transpose(0, 2, 1).tolist() for amounts in cast_forward(tables, *every))
-    result = SharedCasts()
-    wants = _Wants(folding)
-    for operator, targets in users.items():
-        precisions = folding.maps[folding.map_O[operator]]
-        carrier = folding.carrier_O[operator]
-        for precision in wants.precisions(targets):
-            times, buffers = time_OPP[operator][precision], buffer_OPP[operator][precision]
-            time, buffer = tuple([times[p] for p in precisions]), tuple([buffers[p] for p in precisions])
-            if any(time) or any(buffer):
-                some = wants.any_user(targets, precision)
-                result.add(carrier, time, some, FORWARD)
-                result.add(carrier, buffer, some, MEMORY)
-    return result
-
-
-class _Wants:
-    """Precisions that users of an output want; cached by map from labels to precisions, since users share few maps."""
-
-    def __init__(self, folding: Folding) -> None:
-        self._folding = folding
-        self._flags: dict[tuple[int, int], tuple[tuple[int, ...], bool]] = {}
-        self._sorted: dict[tuple[int, ...], list[int]] = {}
-
-    def precisions(self, targets: list[int]) -> list[int]:
-        """Precisions of any label of any user, ascending."""
-        folding = self._folding
-        key = tuple([folding.map_O[target] for target in targets])
-        if key not in self._sorted:
-            self._sorted[key] = sorted({p for number in key for p in folding.maps[number]})
-        return self._sorted[key]
-
-    def any_user(self, targets: list[int], precision: int) -> tuple[int, tuple[int, ...]]:
-        """The node, and flags of its states, for whether some user wants a precision; CONSTANT if one always does."""
-        folding = self._folding
-        flags: dict[int, tuple[int, ...]] = {}
-        for target in targets:
-            number = folding.map_O[target]
-            known = self._flags.get((number, precision))
-            if known is None:
-                own = tuple([int(p == precision) for p in folding.maps[number]])
-                known = self._flags[number, precision] = own, any(own)
-            own, is_any = known
-            carrier = folding.carrier_O[target]
-            if carrier == CONSTANT:
-                if own[0]:
-                    return CONSTANT, (1,)
-            elif is_any:
-                before = flags.get(carrier)
-                flags[carrier] = own if before is None else tuple(map(max, before, own))
-        for states in flags.values():
-            if all(states):
-                return CONSTANT, (1,)
-        if len(flags) > 1:
-            return folding.add_wanted(flags), (0, 1)
-        return next(iter(flags.items()))
-
-
+"""Kinds of amounts before they become loads."""
 DROPPED = -1
 """Load of work that no row counts."""
 NO_TIE = -1
-"""The three kinds of amounts before they become loads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Collapsed:
-    """One device type as an assignment problem.
+    """One device type as an assignment model.
 
     Attributes:
         model: The problem; its last row is the memory limit, the others are the latency rows.
@@ -209,46 +89,6 @@ class Collapsed:
                 precisions = self.folding.maps[self.folding.map_O[row]]
                 labels_N[carrier] = precisions.index(formats.index(choices[name]))
         return self.model.complete(labels_N)
-
-
-class _Terms:
-    """Collects amounts on nodes and edges before they are summed."""
-
-    def __init__(self, load_of: Ints, num_loads: int) -> None:
-        self.node: list[tuple[Ints, Ints, Ints, Ints]] = []
-        self.edge: list[tuple[Ints, Ints, Ints, Ints, Ints]] = []
-        self.pairs: list[Ints] = []
-        self.num_pairs = 0
-        self.constant = np.zeros(num_loads, dtype=np.int64)
-        self._load_of = load_of
-
-    def load(self, kind: int, operators: Ints) -> Ints:
-        """Load index of amounts of a kind charged to operators."""
-        if kind == BACKWARD:
-            return self._load_of[operators]
-        return np.full(len(operators), self._load_of[-2 if kind == FORWARD else -1])
-
-    def add_constant(self, load: Ints, value: Ints) -> None:
-        kept = load != DROPPED
-        np.add.at(self.constant, load[kept], value[kept])
-
-    def add_node(self, node: Ints, load: Ints, value_XL: Ints) -> None:
-        """Amounts for every label of nodes (labels beyond a node's own must be zero)."""
-        position, label = np.nonzero((value_XL != 0) & (load != DROPPED)[:, None])
-        self.node.append((node[position], label, load[position], value_XL[position, label]))
-
-    def add_edge(self, pair_X2: Ints, load: Ints, value_XAB: Ints) -> None:
-        """Amounts for every pair of labels; the part that depends on one side only is added to that node."""
-        first_XA = value_XAB[:, :, 0]
-        second_XB = value_XAB[:, 0, :] - value_XAB[:, :1, 0]
-        rest = value_XAB - first_XA[:, :, None] - second_XB[:, None, :]
-        self.add_node(pair_X2[:, 0], load, first_XA)
-        self.add_node(pair_X2[:, 1], load, second_XB)
-        position, first, second = np.nonzero((rest != 0) & (load != DROPPED)[:, None, None])
-        used, raw = np.unique(position, return_inverse=True)
-        self.edge.append((raw + self.num_pairs, first, second, load[position], rest[position, first, second]))
-        self.pairs.append(pair_X2[used])
-        self.num_pairs += len(used)
 
 
 def collapse(
@@ -377,6 +217,46 @@ def _work_range(graph: GraphTables, tables: DeviceTables, rows: LatencyRows) -> 
     return low, high
 
 
+class _Terms:
+    """Collects amounts on nodes and edges before they are summed."""
+
+    def __init__(self, load_of: Ints, num_loads: int) -> None:
+        self.node: list[tuple[Ints, Ints, Ints, Ints]] = []
+        self.edge: list[tuple[Ints, Ints, Ints, Ints, Ints]] = []
+        self.pairs: list[Ints] = []
+        self.num_pairs = 0
+        self.constant = np.zeros(num_loads, dtype=np.int64)
+        self._load_of = load_of
+
+    def load(self, kind: int, operators: Ints) -> Ints:
+        """Load index of amounts of a kind charged to operators."""
+        if kind == BACKWARD:
+            return self._load_of[operators]
+        return np.full(len(operators), self._load_of[-2 if kind == FORWARD else -1])
+
+    def add_constant(self, load: Ints, value: Ints) -> None:
+        kept = load != DROPPED
+        np.add.at(self.constant, load[kept], value[kept])
+
+    def add_node(self, node: Ints, load: Ints, value_XL: Ints) -> None:
+        """Amounts for every label of nodes (labels beyond a node's own must be zero)."""
+        position, label = np.nonzero((value_XL != 0) & (load != DROPPED)[:, None])
+        self.node.append((node[position], label, load[position], value_XL[position, label]))
+
+    def add_edge(self, pair_X2: Ints, load: Ints, value_XAB: Ints) -> None:
+        """Amounts for every pair of labels; the part that depends on one side only is added to that node."""
+        first_XA = value_XAB[:, :, 0]
+        second_XB = value_XAB[:, 0, :] - value_XAB[:, :1, 0]
+        rest = value_XAB - first_XA[:, :, None] - second_XB[:, None, :]
+        self.add_node(pair_X2[:, 0], load, first_XA)
+        self.add_node(pair_X2[:, 1], load, second_XB)
+        position, first, second = np.nonzero((rest != 0) & (load != DROPPED)[:, None, None])
+        used, raw = np.unique(position, return_inverse=True)
+        self.edge.append((raw + self.num_pairs, first, second, load[position], rest[position, first, second]))
+        self.pairs.append(pair_X2[used])
+        self.num_pairs += len(used)
+
+
 def _operator_terms(terms: _Terms, tables: DeviceTables, folding: Folding, carrier: Ints, map_OL: Ints) -> Floats:
     """Add the operators' own times and memory; returns the sensitivity per node and label, flat."""
     sizes = np.array(folding.sizes, dtype=np.int64)
@@ -455,3 +335,121 @@ def _add_pair(terms: _Terms, pair_X2: Ints, load: Ints, value_XAB: Ints, allowed
         terms.add_node(pair_X2[alone, 1], load[alone], column_XB[alone])
         pair_X2, load, value_XAB = pair_X2[~alone], load[~alone], value_XAB[~alone]
     terms.add_edge(pair_X2, load, value_XAB)
+
+
+@dataclass(slots=True)
+class SharedCasts:
+    """Forward cast times and buffers to be added, with their nodes, kind and amounts.
+
+    An edge's table is the outer product of two rows of amounts, one for each of its nodes.
+    """
+
+    edges: list[tuple[tuple[int, int], int, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    nodes: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    constants: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, producer: int, cost_A: tuple[int, ...], wanted: tuple[int, tuple[int, ...]], kind: int) -> None:
+        """Charge ``cost_A`` (by label of the producer's carrier) where the node ``wanted`` is in a state marked 1."""
+        node, flags_B = wanted
+        if not any(cost_A):
+            return
+        if node == CONSTANT and producer == CONSTANT:
+            self.constants.append((kind, cost_A[0]))
+        elif node == CONSTANT:
+            self.nodes.append((producer, kind, cost_A))
+        elif producer == CONSTANT:
+            self.nodes.append((node, kind, tuple(cost_A[0] * flag for flag in flags_B)))
+        elif producer == node:
+            both = zip(cost_A, flags_B, strict=True)
+            self.nodes.append((node, kind, tuple(cost * flag for cost, flag in both)))
+        elif producer < node:
+            self.edges.append(((producer, node), kind, cost_A, flags_B))
+        else:
+            self.edges.append(((node, producer), kind, flags_B, cost_A))
+
+    def edge_batches(self) -> Iterator[tuple[int, Ints, Ints]]:
+        """Kind, node pairs (X, 2) and tables (X, A, B) of edges of equal shape."""
+        groups: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        for number, (_, kind, first, second) in enumerate(self.edges):
+            groups[kind, len(first), len(second)].append(number)
+        for (kind, _, _), members in groups.items():
+            pairs, _, firsts, seconds = zip(*(self.edges[number] for number in members), strict=True)
+            one, two = np.array(firsts, dtype=np.int64), np.array(seconds, dtype=np.int64)
+            yield kind, np.array(pairs, dtype=np.int64), one[:, :, None] * two[:, None, :]
+
+    def node_batches(self) -> Iterator[tuple[int, Ints, Ints]]:
+        """Kind, nodes (X,) and amounts (X, A) of nodes of equally many labels."""
+        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, (_, kind, amounts) in enumerate(self.nodes):
+            groups[kind, len(amounts)].append(number)
+        for (kind, _), members in groups.items():
+            nodes, _, amounts_X = zip(*(self.nodes[number] for number in members), strict=True)
+            yield kind, np.array(nodes, dtype=np.int64), np.array(amounts_X, dtype=np.int64)
+
+
+def share_casts(graph: GraphTables, tables: DeviceTables, folding: Folding) -> SharedCasts:
+    """Forward casts and buffers of every output, once per target format; adds the OR nodes to ``folding``.
+
+    Source: ours.
+    """
+    users: dict[int, list[int]] = defaultdict(list)
+    for source, target in zip(graph.source_X.tolist(), graph.target_X.tolist(), strict=True):
+        users[source].append(target)
+    rank = np.arange(len(tables.bytes_P))
+    every = (graph.elements_O[:, None, None], rank[None, :, None], rank[None, None, :])
+    time_OPP, buffer_OPP = (amounts.transpose(0, 2, 1).tolist() for amounts in cast_forward(tables, *every))
+    result = SharedCasts()
+    wants = _Wants(folding)
+    for operator, targets in users.items():
+        precisions = folding.maps[folding.map_O[operator]]
+        carrier = folding.carrier_O[operator]
+        for precision in wants.precisions(targets):
+            times, buffers = time_OPP[operator][precision], buffer_OPP[operator][precision]
+            time, buffer = tuple([times[p] for p in precisions]), tuple([buffers[p] for p in precisions])
+            if any(time) or any(buffer):
+                some = wants.any_user(targets, precision)
+                result.add(carrier, time, some, FORWARD)
+                result.add(carrier, buffer, some, MEMORY)
+    return result
+
+
+class _Wants:
+    """Precisions that users of an output want; cached by map from labels to precisions, since users share few maps."""
+
+    def __init__(self, folding: Folding) -> None:
+        self._folding = folding
+        self._flags: dict[tuple[int, int], tuple[tuple[int, ...], bool]] = {}
+        self._sorted: dict[tuple[int, ...], list[int]] = {}
+
+    def precisions(self, targets: list[int]) -> list[int]:
+        """Precisions of any label of any user, ascending."""
+        folding = self._folding
+        key = tuple([folding.map_O[target] for target in targets])
+        if key not in self._sorted:
+            self._sorted[key] = sorted({p for number in key for p in folding.maps[number]})
+        return self._sorted[key]
+
+    def any_user(self, targets: list[int], precision: int) -> tuple[int, tuple[int, ...]]:
+        """The node, and flags of its states, for whether some user wants a precision; CONSTANT if one always does."""
+        folding = self._folding
+        flags: dict[int, tuple[int, ...]] = {}
+        for target in targets:
+            number = folding.map_O[target]
+            known = self._flags.get((number, precision))
+            if known is None:
+                own = tuple([int(p == precision) for p in folding.maps[number]])
+                known = self._flags[number, precision] = own, any(own)
+            own, is_any = known
+            carrier = folding.carrier_O[target]
+            if carrier == CONSTANT:
+                if own[0]:
+                    return CONSTANT, (1,)
+            elif is_any:
+                before = flags.get(carrier)
+                flags[carrier] = own if before is None else tuple(map(max, before, own))
+        for states in flags.values():
+            if all(states):
+                return CONSTANT, (1,)
+        if len(flags) > 1:
+            return folding.add_wanted(flags), (0, 1)
+        return next(iter(flags.items()))

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "solvers.py"
 CORES = ",".join(map(str, sorted(os.sched_getaffinity(0))[:4]))
 FAMILIES = "decoder,moe"
-TINY = f"--sizes 50 --seeds 0 --families {FAMILIES} --time-limit 4 --problems 4 --points 3 --cores {CORES}".split()
+TINY = f"--sizes 50 --seeds 0 --families {FAMILIES} --time-limit 10 --problems 4 --points 3 --cores {CORES}".split()
 
 
 def _run(*arguments):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsync_opt import solve
-from qsync_opt.formulations.assignment import Elimination, Loop, compiled, schedule
+from qsync_opt.formulations.assignment import Elimination, compiled, schedule
 from qsync_opt.formulations.assignment import dual as master
 from qsync_opt.formulations.assignment import elimination as elimination_loops
 from qsync_opt.formulations.assignment import incumbent as blend
@@ -39,7 +39,7 @@ def machine_code():
 
 def _forget():
     compiled.compiled_by.cache_clear()
-    Loop.python_s = 0.0
+    compiled.Loop.python_s = 0.0
     for loop in compiled.LOOPS:
         loop.forget()
 

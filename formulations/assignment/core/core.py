@@ -66,6 +66,18 @@ class Core:
         return labels_N
 
 
+@dataclass(slots=True)
+class CoreResult:
+    """The best labelling found, if any beats the incumbent, and a bound.
+
+    No labelling of the core within the limits is below ``bound``, except where it is not below the incumbent.
+    """
+
+    labels_N: Ints | None
+    objective: float
+    bound: float
+
+
 def extract(model: AssignmentModel, base_N: Ints, allowed_Z: Bools, prices_R: Floats) -> Core:
     """Extract the core.
 

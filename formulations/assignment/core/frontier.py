@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync_opt.formulations.assignment.compiled import compiled
-from qsync_opt.formulations.assignment.core.core import Core, CoreEdge
+from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreResult
 from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
 
 _DISTANCES = (1, 2, 3, 5, 8)
@@ -29,20 +29,7 @@ _MAX_AXES = 30
 _MAX_CODE = 1 << 40
 
 
-@dataclass(slots=True)
-class FrontierResult:
-    """The best labelling found, if any beats the incumbent, and a bound.
-
-    No labelling of the core within the limits is below ``bound``, except where it is not below the incumbent.
-    """
-
-    labels_N: Ints | None
-    objective: float
-    bound: float
-    steps: int
-
-
-def search(core: Core, upper: float, width: int, *, spread: bool, deadline: float = np.inf) -> FrontierResult:
+def search(core: Core, upper: float, width: int, *, spread: bool, deadline: float = np.inf) -> CoreResult:
     """Best labelling of the core within the limits, with at most ``width`` states at a time.
 
     Args:
@@ -69,7 +56,7 @@ def search(core: Core, upper: float, width: int, *, spread: bool, deadline: floa
     last_R = _last_use(core, order)
     for number, step in enumerate(steps):
         if number % 64 == 0 and time.monotonic() > deadline:
-            return FrontierResult(None, upper, -np.inf, number)
+            return CoreResult(None, upper, -np.inf)
         over = (last_R < number) & (last_R >= 0)
         if over.any():  # a limit that no further node touches holds, so states need not differ in it
             states.rows[:, over] = 0
@@ -77,17 +64,17 @@ def search(core: Core, upper: float, width: int, *, spread: bool, deadline: floa
         states, parent, label, dropped = _add_node(core, step, states, slack_R, upper, width, spread=spread)
         lost = min(lost, dropped)
         if not len(parent):
-            return FrontierResult(None, upper, min(lost, upper), number)
+            return CoreResult(None, upper, min(lost, upper))
         trail.append((parent, label))
     state = int(states.objective.argmin())
     value = core.objective + float(states.objective[state])
     if value >= upper:
-        return FrontierResult(None, upper, min(lost, upper), len(steps))
+        return CoreResult(None, upper, min(lost, upper))
     choice_C = np.zeros(len(core.nodes), dtype=np.int64)
     for step, (parent, label) in zip(reversed(steps), reversed(trail), strict=True):
         choice_C[step.position] = label[state]
         state = int(parent[state])
-    return FrontierResult(core.labels(choice_C), value, min(lost, value), len(steps))
+    return CoreResult(core.labels(choice_C), value, min(lost, value))
 
 
 @dataclass(slots=True, kw_only=True)

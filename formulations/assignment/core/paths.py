@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qsync_opt.formulations.assignment.compiled import compiled
-from qsync_opt.formulations.assignment.core.core import Core
-from qsync_opt.formulations.assignment.core.frontier import FrontierResult
+from qsync_opt.formulations.assignment.core.core import Core, CoreResult
 from qsync_opt.formulations.assignment.core.layers import Layers, lay_out
 from qsync_opt.formulations.assignment.core.levels import (
     LevelBound,
@@ -52,7 +51,7 @@ _MOST_TABLES = 30_000_000
 def walk(
     core: Core, upper: float, most_states: tuple[int, ...], *, tolerance: float = 0.0, known: float = -np.inf,
     deadline: float = np.inf,
-) -> FrontierResult | None:  # fmt: skip
+) -> CoreResult | None:  # fmt: skip
     """Find the best labelling of a core within the limits, by wider and wider searches.
 
     Args:
@@ -101,7 +100,7 @@ def walk(
             least = max(least, min(lost, aim))
             if share == 1:
                 left = narrow
-    return FrontierResult(best_labels, upper, min(least, upper), 0)
+    return CoreResult(best_labels, upper, min(least, upper))
 
 
 @dataclass(slots=True)

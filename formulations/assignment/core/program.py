@@ -18,8 +18,7 @@ import math
 
 import numpy as np
 
-from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreNode
-from qsync_opt.formulations.assignment.core.frontier import FrontierResult
+from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreNode, CoreResult
 from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearSolver, LinearStatus
 
 _OBJECTIVE_SCALE = 1e3
@@ -39,7 +38,7 @@ def close(
     *,
     tolerance: float = 0.0,
     most_nodes: int | None = None,
-) -> FrontierResult:
+) -> CoreResult:
     """Find the best labelling of the core below ``upper`` by a linear solver.
 
     Args:
@@ -65,10 +64,10 @@ def close(
     result = solver.solve(model, options)
     slack = _ROUNDING * room
     if result.status in (LinearStatus.INFEASIBLE, LinearStatus.INFEASIBLE_OR_UNBOUNDED):
-        return FrontierResult(None, upper, upper, 0)
+        return CoreResult(None, upper, upper)
     bound = -np.inf if result.bound is None else core.objective + result.bound * unit - slack
     if result.values is None:
-        return FrontierResult(None, upper, min(bound, upper), 0)
+        return CoreResult(None, upper, min(bound, upper))
     values = np.array(result.values)
     choice_C = np.zeros(len(columns), dtype=np.int64)
     for c, own in enumerate(columns):
@@ -77,7 +76,7 @@ def close(
             choice_C[c] = round(float(chosen[0]))
         elif chosen.max(initial=0.0) > 1 / 2:
             choice_C[c] = 1 + int(chosen.argmax())
-    return FrontierResult(core.labels(choice_C), upper, min(bound, upper), 0)
+    return CoreResult(core.labels(choice_C), upper, min(bound, upper))
 
 
 def _room(core: Core, upper: float) -> float:

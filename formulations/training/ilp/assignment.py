@@ -31,6 +31,9 @@ from qsync_opt.training import BYTES_PER_KIB, Problem, ProblemDevice, ProblemOpe
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+MEMORY = 0
+"""Index of the memory resource; segment s is resource s + 1."""
+MEMORY_LIMIT = "memory"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -162,90 +165,6 @@ class Assignment:
         return {limit: int(total_R[list(limit.resources)].sum()) - limit.bound for limit in self.limits}
 
 
-def reduce_pair(
-    nodes: Sequence[Node], key: tuple[int, int], load_GHR: Ints | None, masks: list[Ints]
-) -> Product | None:
-    """The product of a pair of nodes over classes of equal rows; None where the load separates into the two nodes."""
-    left, right = (nodes[node] for node in key)
-    num_resources = left.load_SR.shape[1]
-    shape = (left.num_states, right.num_states, num_resources)
-    if load_GHR is None:
-        load_GHR = np.zeros(shape, np.int64)
-    rest_GHR = load_GHR - load_GHR[:, :1] - load_GHR[:1, :] + load_GHR[:1, :1]
-    if not masks and not rest_GHR.any():
-        left.load_SR += load_GHR[:, 0]
-        right.load_SR += load_GHR[0] - load_GHR[0, 0]
-        return None
-    if not masks and _fold_into_join(nodes, key, load_GHR):
-        return None
-    # Row and column 0 go to the nodes, so that more rows are equal and more classes coincide.
-    left.load_SR += load_GHR[:, 0]
-    right.load_SR += load_GHR[0] - load_GHR[0, 0]
-    signature = np.concatenate([rest_GHR, *(mask[:, :, None] for mask in masks)], axis=2)
-    left_class_S = _classes(signature.reshape(shape[0], -1))
-    right_class_S = _classes(signature.swapaxes(0, 1).reshape(shape[1], -1))
-    first_G = [int(np.argmax(left_class_S == g)) for g in range(left_class_S.max() + 1)]
-    first_H = [int(np.argmax(right_class_S == h)) for h in range(right_class_S.max() + 1)]
-    reduced_GHR = rest_GHR[np.ix_(first_G, first_H)]
-    return Product(
-        name=f"{left.name}|{right.name}",
-        left=key[0],
-        left_class_S=left_class_S,
-        right=key[1],
-        right_class_S=right_class_S,
-        cost_S=np.zeros(len(first_G) * len(first_H)),
-        load_SR=reduced_GHR.reshape(-1, num_resources),
-    )
-
-
-def _fold_into_join(nodes: Sequence[Node], key: tuple[int, int], load_GHR: Ints) -> bool:
-    """Charge the load to a join of the other node, if the join's state determines it."""
-    join = nodes[key[1]]
-    if not isinstance(join, Product) or key[0] not in (join.left, join.right):
-        return False
-    on_left = key[0] == join.left
-    class_S = join.left_class_S if on_left else join.right_class_S
-    states = range(join.num_states)
-    seen = [np.flatnonzero(class_S == (s // join.num_right if on_left else s % join.num_right)) for s in states]
-    if any((load_GHR[seen[s], s] != load_GHR[seen[s][0], s]).any() for s in states):
-        return False
-    join.load_SR += np.array([load_GHR[seen[s][0], s] for s in states])
-    return True
-
-
-def make_shared(
-    name: str,
-    masks: dict[tuple[int, int], Ints],
-    load_R: Ints,
-    nodes: Sequence[Node],
-    index: dict[tuple[int, int], int],
-) -> Shared:
-    """A shared load with its conditions as states of nodes; ``index`` numbers the products of node pairs."""
-    conditions = []
-    for (node, other), mask in masks.items():
-        if other < 0:
-            conditions.append(Condition(node=node, mask_S=mask.astype(np.bool_)))
-            continue
-        product = nodes[index[node, other]]
-        assert isinstance(product, Product)  # pairs of nodes are products by construction
-        mask_S = np.zeros(product.num_states, np.bool_)
-        for a, b in zip(*np.nonzero(mask), strict=True):
-            mask_S[product.left_class_S[a] * product.num_right + product.right_class_S[b]] = True
-        conditions.append(Condition(node=index[node, other], mask_S=mask_S))
-    return Shared(name=name, conditions=tuple(conditions), load_R=load_R)
-
-
-def _classes(rows: Ints) -> Ints:
-    """Number equal rows alike, in order of first appearance."""
-    seen: dict[bytes, int] = {}
-    return np.array([seen.setdefault(row.tobytes(), len(seen)) for row in np.ascontiguousarray(rows)], np.int64)
-
-
-MEMORY = 0
-"""Index of the memory resource; segment s is resource s + 1."""
-MEMORY_LIMIT = "memory"
-
-
 @dataclass(slots=True)
 class _Carrier:
     """What an operator's precision follows from: a precision for each state of a node, or a constant precision."""
@@ -279,6 +198,8 @@ def read_back(problem: Problem, device: ProblemDevice, labels: dict[str, str]) -
 
 
 class _Builder:
+    """Collects nodes and loads, operator by operator."""
+
     def __init__(self, problem: Problem, device: ProblemDevice) -> None:
         self.problem = problem
         self.device = device
@@ -500,3 +421,82 @@ class _Builder:
             constant_R=self.constant_R,
             constant_cost=self.constant_cost,
         )
+
+
+def reduce_pair(
+    nodes: Sequence[Node], key: tuple[int, int], load_GHR: Ints | None, masks: list[Ints]
+) -> Product | None:
+    """The product of a pair of nodes over classes of equal rows; None where the load separates into the two nodes."""
+    left, right = (nodes[node] for node in key)
+    num_resources = left.load_SR.shape[1]
+    shape = (left.num_states, right.num_states, num_resources)
+    if load_GHR is None:
+        load_GHR = np.zeros(shape, np.int64)
+    rest_GHR = load_GHR - load_GHR[:, :1] - load_GHR[:1, :] + load_GHR[:1, :1]
+    if not masks and not rest_GHR.any():
+        left.load_SR += load_GHR[:, 0]
+        right.load_SR += load_GHR[0] - load_GHR[0, 0]
+        return None
+    if not masks and _fold_into_join(nodes, key, load_GHR):
+        return None
+    # Row and column 0 go to the nodes, so that more rows are equal and more classes coincide.
+    left.load_SR += load_GHR[:, 0]
+    right.load_SR += load_GHR[0] - load_GHR[0, 0]
+    signature = np.concatenate([rest_GHR, *(mask[:, :, None] for mask in masks)], axis=2)
+    left_class_S = _classes(signature.reshape(shape[0], -1))
+    right_class_S = _classes(signature.swapaxes(0, 1).reshape(shape[1], -1))
+    first_G = [int(np.argmax(left_class_S == g)) for g in range(left_class_S.max() + 1)]
+    first_H = [int(np.argmax(right_class_S == h)) for h in range(right_class_S.max() + 1)]
+    reduced_GHR = rest_GHR[np.ix_(first_G, first_H)]
+    return Product(
+        name=f"{left.name}|{right.name}",
+        left=key[0],
+        left_class_S=left_class_S,
+        right=key[1],
+        right_class_S=right_class_S,
+        cost_S=np.zeros(len(first_G) * len(first_H)),
+        load_SR=reduced_GHR.reshape(-1, num_resources),
+    )
+
+
+def _fold_into_join(nodes: Sequence[Node], key: tuple[int, int], load_GHR: Ints) -> bool:
+    """Charge the load to a join of the other node, if the join's state determines it."""
+    join = nodes[key[1]]
+    if not isinstance(join, Product) or key[0] not in (join.left, join.right):
+        return False
+    on_left = key[0] == join.left
+    class_S = join.left_class_S if on_left else join.right_class_S
+    states = range(join.num_states)
+    seen = [np.flatnonzero(class_S == (s // join.num_right if on_left else s % join.num_right)) for s in states]
+    if any((load_GHR[seen[s], s] != load_GHR[seen[s][0], s]).any() for s in states):
+        return False
+    join.load_SR += np.array([load_GHR[seen[s][0], s] for s in states])
+    return True
+
+
+def make_shared(
+    name: str,
+    masks: dict[tuple[int, int], Ints],
+    load_R: Ints,
+    nodes: Sequence[Node],
+    index: dict[tuple[int, int], int],
+) -> Shared:
+    """A shared load with its conditions as states of nodes; ``index`` numbers the products of node pairs."""
+    conditions = []
+    for (node, other), mask in masks.items():
+        if other < 0:
+            conditions.append(Condition(node=node, mask_S=mask.astype(np.bool_)))
+            continue
+        product = nodes[index[node, other]]
+        assert isinstance(product, Product)  # pairs of nodes are products by construction
+        mask_S = np.zeros(product.num_states, np.bool_)
+        for a, b in zip(*np.nonzero(mask), strict=True):
+            mask_S[product.left_class_S[a] * product.num_right + product.right_class_S[b]] = True
+        conditions.append(Condition(node=index[node, other], mask_S=mask_S))
+    return Shared(name=name, conditions=tuple(conditions), load_R=load_R)
+
+
+def _classes(rows: Ints) -> Ints:
+    """Number equal rows alike, in order of first appearance."""
+    seen: dict[bytes, int] = {}
+    return np.array([seen.setdefault(row.tobytes(), len(seen)) for row in np.ascontiguousarray(rows)], np.int64)

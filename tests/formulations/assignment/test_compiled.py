@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from qsync_opt.errors import NotInstalledError, ProblemError
-from qsync_opt.formulations.assignment import SWITCH, Loop, compiled_by
 from qsync_opt.formulations.assignment import compiled as module
+from qsync_opt.formulations.assignment.compiled import SWITCH, Loop, compiled_by
 
 
 @pytest.fixture

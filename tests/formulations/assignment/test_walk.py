@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from qsync_opt.formulations.assignment import LOOPS, Loop
+from qsync_opt.formulations.assignment.compiled import LOOPS, Loop
 from qsync_opt.formulations.assignment.core import Core, CoreEdge, CoreNode, condense, lay_out, levels, walk
 from qsync_opt.formulations.assignment.core import levels as level_loops
 from qsync_opt.formulations.assignment.core import paths as module
