@@ -35,9 +35,9 @@ from qsync_opt.io import held_interrupts
 
 SWITCH = "QSYNC_COMPILED_LOOPS"
 LOADING_S = 0.8
-"""Seconds of loops in Python after which kept machine code is loaded, which takes about a second."""
+"""CPU seconds of loops in Python after which kept machine code is loaded, which takes about a second."""
 COMPILING_S = 4.0
-"""Seconds of loops in Python after which they are compiled where no machine code is kept, which takes more than ten."""
+"""CPU seconds of loops in Python after which they are compiled where no machine code is kept, which takes more than ten."""
 _LOGGER = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -77,7 +77,7 @@ class Loop(Generic[_P, _R]):
 
     __slots__ = ("_machine", "_run", "py_func", "signature")
     python_s = 0.0
-    """Seconds that loops have run in Python in this process."""
+    """CPU seconds that loops have run in Python in this process."""
 
     def __init__(self, py_func: Callable[_P, _R], signature: str) -> None:
         self.py_func, self.signature = py_func, signature
@@ -109,12 +109,12 @@ class Loop(Generic[_P, _R]):
         if compiling_pays():
             self._run = self.compiled()
             return self._run(*args, **kwargs)
-        started = time.perf_counter()
+        started = time.thread_time()
         try:
             with np.errstate(all="ignore"):  # machine code does not warn either
                 return self.py_func(*args, **kwargs)
         finally:
-            Loop.python_s += time.perf_counter() - started
+            Loop.python_s += time.thread_time() - started
 
     def prepare(self) -> None:
         """Compile or load it now, if there is a compiler."""
@@ -150,7 +150,7 @@ class Loop(Generic[_P, _R]):
 
 
 def compiling_pays() -> bool:
-    """True if loops are to run compiled from now on: Python has taken long enough, or the environment asks for it."""
+    """True if loops are to run compiled from now on: enough time was spent in Python, or the environment says so."""
     if compiled_by() is None:
         return False
     if os.environ.get(SWITCH) == "1" or Loop.python_s >= COMPILING_S:
