@@ -18,7 +18,7 @@ demo: $(STAMP) ## train a small GPT on two workers under a plan, and show every 
 	$(VENV)/bin/qsync-opt demo
 
 # Compiled first, so that no test waits for it.
-LOOPS := $(PYTHON) -P -c "from qsync_opt.formulations.assignment.compiled import prepare; prepare()"
+LOOPS := $(PYTHON) -P -c "from qsync_opt.formulations.assignment import prepare; prepare()"
 
 test test-all docs-check: export OMP_NUM_THREADS := 1
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from textbook import TextbookFormulation
+
 from qsync_opt import solve
 from qsync_opt.errors import QSyncError
 from qsync_opt.testing import random_problem
@@ -20,7 +22,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ilp, HiGHS": {"method": "ilp", "solver": "ortools"},
     "ilp, SCIP": {"method": "ilp", "solver": "scip"},
     "ilp, CBC": {"method": "ilp", "solver": "pulp"},
-    "textbook, HiGHS": {"method": "textbook", "solver": "ortools"},
+    "textbook, HiGHS": {"method": TextbookFormulation(), "solver": "ortools"},
 }
 """What is compared with exhaustive search."""
 AGREEMENT = 1e-6

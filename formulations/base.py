@@ -1,4 +1,4 @@
-"""What a formulation must be able to do: turn a problem into a claimed answer."""
+"""The contract of formulations: a problem in, a claimed answer out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from qsync_opt.training import Answer, Problem, SolveOptions
 
 
 class Formulation(Protocol):
-    """A way to choose precisions.
+    """A method that chooses precisions.
 
-    A formulation may declare what it can do in a class attribute ``FEATURES`` (a set of `registry.Feature`).
+    A class attribute ``FEATURES`` (a set of `registry.Feature`) may declare what it can do.
     """
 
     def solve(self, problem: Problem, options: SolveOptions) -> Answer:

@@ -136,11 +136,6 @@ BUILT_IN: Mapping[Kind, tuple[Entry, ...]] = MappingProxyType(
                 features=frozenset({Feature.PROOF, Feature.SOLVER, Feature.GAP, Feature.TIME_LIMIT}),
             ),
             Entry(
-                name="textbook",
-                target="qsync_opt.formulations.training.textbook:TextbookFormulation",
-                features=frozenset({Feature.SOLVER, Feature.GAP, Feature.TIME_LIMIT}),
-            ),
-            Entry(
                 name="exhaustive",
                 target="qsync_opt.formulations.training.exhaustive:ExhaustiveFormulation",
                 features=frozenset({Feature.PROOF, Feature.TIME_LIMIT}),

@@ -85,6 +85,15 @@ def browser_path() -> str:
     return found
 
 
+@pytest.fixture(scope="session")
+def textbook():
+    """The module of the textbook program, a baseline of the benchmarks."""
+    spec = importlib.util.spec_from_file_location("textbook", ROOT / "benchmarks" / "textbook.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 INSTANCES = ROOT / "tests" / "data" / "instances"
 
 

@@ -1,6 +1,6 @@
-"""Bound and fix: an exact solver for choosing one level per group under a few limits.
+"""Assignment problems and bound and fix, their exact solver: one label per node under linear limits.
 
-It knows nothing of precisions; a use translates its problem into an `AssignmentModel`.
+Nothing here knows of precisions; a use translates its problem into an `AssignmentModel`.
 """
 
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.formulations.assignment.compiled import LOOPS, SWITCH, Loop, compiled_by, prepare
+    from qsync_opt.formulations.assignment.compiled import compiled_by, prepare
     from qsync_opt.formulations.assignment.dual import DualResult, Master, Priced, Pricer, maximise
     from qsync_opt.formulations.assignment.effort import PASSES, QUICK_PASSES, SOLVER_PASSES, Effort, Pass
     from qsync_opt.formulations.assignment.elimination import Elimination, Relaxation, relax
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
         Derived,
         Floats,
         Ints,
+        Maximum,
         Wanted,
         Whole,
         assemble,
     )
+    from qsync_opt.formulations.assignment.program import labels_at, linear_program
     from qsync_opt.formulations.assignment.schedule import TooWideError
     from qsync_opt.formulations.assignment.search import BoundAndFix, Outcome, split_count
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "LOOPS",
     "PASSES",
     "PROOF",
     "QUICK_PASSES",
     "SOLVER_PASSES",
-    "SWITCH",
     "AssignmentModel",
     "Bools",
     "BoundAndFix",
@@ -44,8 +44,8 @@ __all__ = [
     "Elimination",
     "Floats",
     "Ints",
-    "Loop",
     "Master",
+    "Maximum",
     "Outcome",
     "Pass",
     "Priced",
@@ -57,6 +57,8 @@ __all__ = [
     "assemble",
     "blend",
     "compiled_by",
+    "labels_at",
+    "linear_program",
     "maximise",
     "prepare",
     "relax",

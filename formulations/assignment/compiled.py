@@ -1,18 +1,15 @@
-"""Inner loops that are compiled where numba is installed; without it the same work is done in numpy or plain Python.
+"""Inner loops that numba compiles; until that pays, or where numba is missing, the same functions run as plain Python.
 
-A loop is written twice: as plain loops over arrays, which numba compiles, and as the ``plain`` form, which runs where
-there is no numba. Both give the same numbers to the last bit, so a plan does not depend on what is installed: sums are
-formed in the same order, and nothing is contracted or reordered (no fast mathematics).
+Each loop is written once. Both forms give the same numbers to the last bit (no fast mathematics), so a plan does not
+depend on what is installed; without numba large problems are solved tens of times more slowly.
 
-Loading numba and its code takes about a second, so a process begins in plain form and changes over when its plain
-forms have taken half as long; `prepare` does so at once. Where nothing was compiled yet, that takes more than ten
-seconds, and a process changes over when its plain forms have taken as long. That changes when a result is there, never
-the result.
+Loading numba and its cached code takes about a second, so a process begins in Python and switches when its loops have
+taken `LOADING_S`; where nothing has been compiled yet, when they have taken `COMPILING_S`. `prepare` switches at once.
 
-Machine code is kept by numba: in the folder of ``NUMBA_CACHE_DIR`` if that is set, else in ``__pycache__`` beside the
-source, or in the user's cache folder where that cannot be written. It is made anew for another processor or a changed
-source file; files are written under other names and renamed, so processes may start at the same time. A loop may call
-others of its own file only: numba does not see changes elsewhere.
+numba keeps machine code in the folder of ``NUMBA_CACHE_DIR`` if that is set, else in ``__pycache__`` beside the source,
+or in the user's cache folder where that cannot be written. It compiles anew for another processor or a changed source
+file; processes may start at the same time. A loop may call others of its own file only: numba does not see changes
+elsewhere.
 
 ``QSYNC_COMPILED_LOOPS`` in the environment: 0 leaves numba alone; 1 compiles at once, and is an error where numba is
 not installed.
@@ -20,7 +17,6 @@ not installed.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -28,9 +24,9 @@ import importlib.util
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -38,96 +34,55 @@ from qsync_opt.errors import NotInstalledError, ProblemError
 from qsync_opt.io import held_interrupts
 
 SWITCH = "QSYNC_COMPILED_LOOPS"
+LOADING_S = 0.8
+"""CPU seconds of loops in Python after which kept machine code is loaded, which takes about a second."""
+COMPILING_S = 4.0
+"""CPU seconds of loops in Python after which they are compiled where no machine code is kept, which takes more than ten."""
 _LOGGER = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 LOOPS: list[Loop[..., Any]] = []
-"""Every loop there is, in the order of definition; tests walk it."""
+"""Every loop, in the order of definition."""
 
 
 @functools.cache
 def compiled_by() -> str | None:
-    """What compiles loops in this process, as ``numba 0.68.1``; None if they run in their plain form.
+    """What compiles loops in this process, as ``numba 0.68.1``; None if they run in Python.
 
     Raises:
         NotInstalledError: ``QSYNC_COMPILED_LOOPS`` is 1 and numba is not installed.
         ProblemError: ``QSYNC_COMPILED_LOOPS`` is something else than 0 or 1.
     """
-    asked = os.environ.get(SWITCH, "")
-    if asked not in ("", "0", "1"):
-        raise ProblemError(f"{SWITCH} is {asked!r}; allowed are 0 and 1, or leave it unset to use numba if it is there")
-    if asked == "0":
+    value = os.environ.get(SWITCH, "")
+    if value not in ("", "0", "1"):
+        raise ProblemError(f"{SWITCH} is {value!r}; allowed are 0 and 1, or leave it unset to use numba if it is there")
+    if value == "0":
         return None
     if importlib.util.find_spec("numba") is None:
-        if asked == "1":
+        if value == "1":
             raise NotInstalledError(
-                f"{SWITCH}=1 asks for compiled loops and numba is not installed: pip install 'qsync-opt[fast]'"
+                f"{SWITCH}=1 asks for compiled loops and numba is not installed: pip install 'qsync-opt[solvers]'"
             )
         return None
     return f"numba {importlib.metadata.version('numba')}"
-
-
-class _Plain:
-    """Seconds that plain forms have taken in this process since they could have been compiled."""
-
-    seconds = 0.0
-
-
-PATIENCE_S = 0.5
-"""Loading numba takes about twice as long; a process that has less to do is quicker without it."""
-COMPILING_S = 12.0
-"""About what compiling takes; a process that begins when it has worked for as long takes at most twice the least."""
-
-
-def loops_pay() -> bool:
-    """True if loops are to run compiled from now on: plain forms have taken long enough, or it was asked for."""
-    if compiled_by() is None:
-        return False
-    if os.environ.get(SWITCH) == "1" or _Plain.seconds >= COMPILING_S:
-        return True
-    return _Plain.seconds >= PATIENCE_S and machine_code_is_kept()
-
-
-@functools.cache
-def machine_code_is_kept() -> bool:
-    """True if some process has compiled loops here before, so that they need only be loaded. Loads numba."""
-    with held_interrupts():
-        numba = importlib.import_module("numba")
-        for loop in LOOPS:
-            try:
-                folder = Path(numba.njit(cache=True)(loop.loops).stats.cache_path)
-            except Exception:  # no folder can be written: numba raises what comes, and `Loop.compiled` tells of it
-                return False
-            if any(folder.glob(f"*.{loop.loops.__name__}-*.nbi")):
-                return True
-    return False
-
-
-@contextlib.contextmanager
-def plain_work() -> Iterator[None]:
-    """Count what is done in a plain form; see `loops_pay`."""
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        _Plain.seconds += time.perf_counter() - started
 
 
 class Loop(Generic[_P, _R]):
     """A function that is compiled as soon as that pays; see the module.
 
     Attributes:
-        loops: The loops as Python, very slow without a compiler.
-        plain: What runs where they are not compiled.
-        signature: The types that they are compiled for, as numba writes them.
+        py_func: The function as Python.
+        signature: The types that it is compiled for, as numba writes them.
     """
 
-    __slots__ = ("_machine", "_run", "loops", "plain", "signature")
+    __slots__ = ("_machine", "_run", "py_func", "signature")
+    python_s = 0.0
+    """CPU seconds that loops have run in Python in this process."""
 
-    def __init__(self, loops: Callable[_P, _R], plain: Callable[_P, _R], signature: str) -> None:
-        self.loops, self.plain, self.signature = loops, plain, signature
+    def __init__(self, py_func: Callable[_P, _R], signature: str) -> None:
+        self.py_func, self.signature = py_func, signature
         self._machine: Callable[_P, _R] | None = None
-        self._run: Callable[_P, _R] = self._undecided
+        self._run: Callable[_P, _R] = self._interpreted
         LOOPS.append(self)
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -150,42 +105,42 @@ class Loop(Generic[_P, _R]):
             ]
             return self._run(*laid_out, **kwargs)  # type: ignore[arg-type]
 
-    def _undecided(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if compiled_by() is None:
-            self._run = self.plain
-        elif loops_pay():
+    def _interpreted(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if compiling_pays():
             self._run = self.compiled()
-        else:
-            with plain_work():
-                return self.plain(*args, **kwargs)
-        return self._run(*args, **kwargs)
+            return self._run(*args, **kwargs)
+        started = time.thread_time()
+        try:
+            with np.errstate(all="ignore"):  # machine code does not warn either
+                return self.py_func(*args, **kwargs)
+        finally:
+            Loop.python_s += time.thread_time() - started
 
     def prepare(self) -> None:
-        """Compile it or load it now, if there is a compiler."""
+        """Compile or load it now, if there is a compiler."""
         if compiled_by() is not None:
             self._run = self.compiled()
 
     def forget(self) -> None:
         """Decide anew how it runs."""
-        self._run = self._undecided
+        self._run = self._interpreted
 
     def compiled(self) -> Callable[_P, _R]:
-        """Machine code of the loops, from the cache if it is there."""
-        if self._machine is not None:
-            return self._machine
-        # The compiler calls back into Python, where an interrupt would be printed and lost.
-        with held_interrupts():
-            self._machine = self._compile()
+        """Its machine code, from the cache if it is there."""
+        if self._machine is None:
+            # The compiler calls back into Python, where an interrupt would be printed and lost.
+            with held_interrupts():
+                self._machine = self._compile()
         return self._machine
 
     def _compile(self) -> Callable[_P, _R]:
         numba = importlib.import_module("numba")
         options = {"error_model": "numpy"}
         try:
-            run: Callable[_P, _R] = numba.njit(self.signature, cache=True, **options)(self.loops)
+            run: Callable[_P, _R] = numba.njit(self.signature, cache=True, **options)(self.py_func)
         except Exception as failure:  # a folder without room or rights, a damaged file: numba raises what comes
             # If the cache was not to blame, the same error comes again here.
-            run = numba.njit(self.signature, **options)(self.loops)
+            run = numba.njit(self.signature, **options)(self.py_func)
             _LOGGER.warning(
                 "compiled loops are not kept for other runs (%s: %s); let NUMBA_CACHE_DIR name a folder that can be "
                 "written, or set %s=0",
@@ -194,8 +149,32 @@ class Loop(Generic[_P, _R]):
         return run
 
 
+def compiling_pays() -> bool:
+    """True if loops are to run compiled from now on: enough time was spent in Python, or the environment says so."""
+    if compiled_by() is None:
+        return False
+    if os.environ.get(SWITCH) == "1" or Loop.python_s >= COMPILING_S:
+        return True
+    return Loop.python_s >= LOADING_S and machine_code_is_kept()
+
+
+@functools.cache
+def machine_code_is_kept() -> bool:
+    """True if some process has compiled loops here before, so that they need only be loaded. Loads numba."""
+    with held_interrupts():
+        numba = importlib.import_module("numba")
+        for loop in LOOPS:
+            try:
+                folder = Path(numba.njit(cache=True)(loop.py_func).stats.cache_path)
+            except Exception:  # no folder can be written: numba raises what comes, and `Loop.compiled` logs it
+                return False
+            if any(folder.glob(f"*.{loop.py_func.__name__}-*.nbi")):
+                return True
+    return False
+
+
 def prepare() -> str | None:
-    """Compile, or load, every loop of the solvers now; otherwise each one is once that pays.
+    """Compile, or load, every loop of the solvers now.
 
     Useful where a first solve must be quick, and when an installation is made that will not be writeable.
 
@@ -205,35 +184,25 @@ def prepare() -> str | None:
     importlib.import_module("qsync_opt.formulations.training.exact")
     for loop in LOOPS:
         loop.prepare()
-    _Plain.seconds = COMPILING_S
+    Loop.python_s = COMPILING_S
     return compiled_by()
 
 
-class _Wrap(Protocol):
-    def __call__(self, loops: Callable[_P, _R], /) -> Loop[_P, _R]: ...
+class _Decorator(Protocol):
+    def __call__(self, py_func: Callable[_P, _R], /) -> Loop[_P, _R]: ...
 
 
-@overload
-def compiled(signature: str) -> _Wrap: ...
-
-
-@overload
-def compiled(signature: str, *, plain: Callable[_P, _R]) -> Callable[[Callable[_P, _R]], Loop[_P, _R]]: ...
-
-
-def compiled(signature: str, *, plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
+def compiled(signature: str) -> _Decorator:
     """Decorate a function of plain loops over arrays.
 
     Args:
         signature: The only types that it is compiled for, as ``float64(float64[::1], int64)``. Arrays that are not
             writeable or laid out otherwise are copied at every call; what a loop writes to must be as it says.
-        plain: The same in numpy or Python, with equal results to the last bit; None where the caller has another way,
-            which it takes while `loops_pay` says no.
 
     Source: ours, over numba.
     """
 
-    def wrap(loops: Callable[..., Any]) -> Loop[..., Any]:
-        return Loop(loops, plain or loops, signature)
+    def wrap(py_func: Callable[_P, _R]) -> Loop[_P, _R]:
+        return Loop(py_func, signature)
 
     return wrap

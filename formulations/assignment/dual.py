@@ -1,8 +1,8 @@
-"""Which prices of the limits give the best lower bound? Cutting planes over the exact priced minimum.
+"""The Lagrangian dual: prices of the limits that give the best lower bound, by cutting planes.
 
 For prices p >= 0, ``min_x objective(x) + p . (rows(x) - limits)`` is a lower bound for every feasible labelling.
 
-Axes: N nodes, Z table entries, R limit rows, I plans seen.
+Axes: N nodes, Z table entries, R limit rows, I plans (labellings that are cuts of the dual).
 """
 
 from __future__ import annotations
@@ -19,15 +19,215 @@ from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floa
 _TOLERANCE = 1e-11
 _ROUNDING = 1e-13
 """Reduced costs below this share of the largest dual value are rounding too. While no mix of plans keeps the limits,
-prices are at the box, far above every cost: such noise would be pivoted on without end."""
+prices are at their upper end, far above every cost: pivoting on such noise would never end."""
 _BLAND_AFTER = 200
 _MAX_PIVOTS = 2000
 _LEAST_STEP = 1e-12
 _TIE = 1 + 1e-12
+_BOX = 1e9
+_NEGLIGIBLE = 1e-12
+"""Differences of the bound below this share of the largest objective seen are rounding."""
+_FEW_ROWS = 12
+"""Up to this many rows are all in the master from the start."""
+_BEYOND = 1e-3
+"""Relative overshoot of a step towards a level, against rounding."""
+_FLOAT_SLACK = 1e-13
+"""Relative rounding error by which bounds are lowered."""
+
+
+@dataclass(slots=True)
+class Priced:
+    """A labelling with its objective and its excess over the limits."""
+
+    labels_N: Ints
+    objective: float
+    excess_R: Ints
+
+    @property
+    def key(self) -> tuple[float, bytes]:
+        """Equal for labellings that are the same cut."""
+        return self.objective, self.excess_R.tobytes()
+
+    @property
+    def feasible(self) -> bool:
+        """True if every limit holds."""
+        return bool((self.excess_R <= 0).all())
+
+    def shifted(self, change_R: Ints) -> Priced:
+        """The same labelling under limits that are lower by ``change_R``."""
+        return Priced(self.labels_N, self.objective, self.excess_R + change_R)
+
+
+@dataclass(slots=True)
+class DualResult:
+    """The best bound, its prices, and the plans with their weights in the last master program."""
+
+    bound: float
+    prices_R: Floats
+    plans: list[Priced]
+    weights_I: Floats
+    proved_infeasible: bool = False
+
+
+@dataclass(slots=True)
+class Pricer:
+    """Evaluates the Lagrangian of a model, which may be a relaxation with more nodes than the true one.
+
+    Attributes:
+        model: The problem.
+        elimination: Its exact minimiser.
+        count: Minimisations so far.
+    """
+
+    model: AssignmentModel
+    elimination: Elimination
+    count: int = field(default=0)
+
+    def lagrangian(self, prices_R: Floats, allowed_Z: Bools, weight: float = 1.0) -> tuple[float, Priced]:
+        """Lower bound at some prices (lowered by its rounding error), and the labelling that attains it."""
+        self.count += 1
+        cost_Z = self.model.priced(prices_R, allowed_Z, weight)
+        value, labels_N = self.elimination.minimise(cost_Z)
+        if value == np.inf:
+            return value, Priced(labels_N, np.inf, np.zeros(len(prices_R), dtype=np.int64))
+        plan = Priced(labels_N, self.model.objective(labels_N), self.model.excess(labels_N))
+        limits = self.model.limits_R.astype(np.float64)
+        size = abs(value) + float(prices_R @ np.abs(limits))
+        return value - float(prices_R @ limits) - _FLOAT_SLACK * size, plan
+
+
+def maximise(
+    pricer: Pricer,
+    allowed_Z: Bools,
+    *,
+    prices_R: Floats | None,
+    plans: list[Priced],
+    upper: float,
+    tolerance: float,
+    max_steps: int,
+    weight: float = 1.0,
+    stop_at_feasible: bool = False,
+    deadline: float = np.inf,
+) -> DualResult:
+    """Maximise the Lagrangian bound.
+
+    Args:
+        pricer: The model.
+        allowed_Z: Entries that may be chosen.
+        prices_R: Prices to begin with.
+        plans: Plans that respect ``allowed_Z``, to begin with; the list grows.
+        upper: Stop as soon as the bound reaches this: nothing better can be below.
+        tolerance: Stop when the bound is proved within this share of the dual's maximum.
+        max_steps: Most minimisations.
+        weight: Factor on the objective; 0 leaves feasibility alone.
+        stop_at_feasible: Stop at the first feasible plan.
+        deadline: ``time.monotonic()`` value at which to stop.
+
+    Returns:
+        The best bound and its prices. ``proved_infeasible`` is set if no entry is left to choose.
+
+    Source: Kelley's cutting planes with in-out steps (Ben-Ameur and Neto 2007).
+    """
+    num_rows = len(pricer.model.limits_R)
+    best, best_prices = -np.inf, np.zeros(num_rows) if prices_R is None else prices_R
+    query, weights = best_prices, np.zeros(0)
+    master: _LazyMaster | None = None
+    if plans and prices_R is not None and num_rows:
+        # Plans of a neighbouring problem say more about the prices than its prices do.
+        master = _LazyMaster(plans, weight)
+        target = master.solve(plans)[1]
+        # Where no mix of them keeps the limits, the prices are far too high to be of use.
+        query = prices_R if master.beyond(target) else target
+    known = {plan.key for plan in plans}
+    full_step = False
+    for step in range(max_steps):
+        bound, plan = pricer.lagrangian(query, allowed_Z, weight)
+        if bound == np.inf:
+            return DualResult(np.inf, query, plans, np.zeros(len(plans)), proved_infeasible=True)
+        if bound > best:
+            best, best_prices = bound, query
+        is_new = plan.key not in known
+        known.add(plan.key)
+        plans.append(plan)
+        if best >= upper or (stop_at_feasible and plan.feasible) or not num_rows or time.monotonic() > deadline:
+            break
+        if master is None:
+            master = _LazyMaster(plans, weight)
+        value, target, weights = master.solve(plans)
+        # A full step that returns a known plan adds no cut: what is left is rounding.
+        if value - best <= tolerance * abs(value) + master.negligible or (full_step and not is_new):
+            if not master.add_violated(weights):
+                break
+            value, target, weights = master.solve(plans)
+        near = value - best <= 30 * (tolerance * abs(value) + master.negligible)
+        # Half-way steps damp the jumps; an occasional full step shows whether the maximum is reached.
+        full_step = near or step % 6 == 5
+        query = target if full_step else (best_prices + target) / 2
+        if value > upper and best > -np.inf:
+            query, full_step = master.first_reaching(upper, best_prices, query, plans), False
+    return DualResult(best, best_prices, plans, np.append(weights, np.zeros(len(plans) - len(weights))))
+
+
+class _LazyMaster:
+    """The master program over the rows that matter so far; rows are added when the mix of plans breaks them."""
+
+    def __init__(self, plans: list[Priced], weight: float) -> None:
+        excess_IR = np.stack([plan.excess_R for plan in plans]).astype(np.float64)
+        self._scale_R = np.maximum(np.abs(excess_IR).max(axis=0), 1.0)
+        size = max(abs(plan.objective) for plan in plans) * weight
+        self._weight, self._size = weight, size or 1.0
+        self._box = _BOX * size if size else 1.0
+        self.negligible = _NEGLIGIBLE * self._size
+        num_rows = len(self._scale_R)
+        self._scaled_IR = np.zeros((0, num_rows))
+        worst = np.argsort(-(excess_IR / self._scale_R).max(axis=0), kind="stable")
+        self._active: Ints = np.arange(num_rows) if num_rows <= _FEW_ROWS else np.sort(worst[: _FEW_ROWS // 2])
+        self._master = Master(len(self._active), self._box, self._size)
+
+    def solve(self, plans: list[Priced]) -> tuple[float, Floats, Floats]:
+        """Add new plans and solve; returns the optimum, prices of all rows and the plans' weights."""
+        fresh = [plan.excess_R / self._scale_R for plan in plans[len(self._scaled_IR) :]]
+        self._scaled_IR = np.concatenate([self._scaled_IR, np.stack(fresh)]) if fresh else self._scaled_IR
+        for number in range(self._master.num_columns, len(plans)):
+            self._master.add(plans[number].objective * self._weight, self._scaled_IR[number, self._active])
+        value, scaled, weights = self._master.solve()
+        prices_R = np.zeros(len(self._scale_R))
+        prices_R[self._active] = scaled / self._scale_R[self._active]
+        return value, prices_R, weights
+
+    def beyond(self, prices_R: Floats) -> bool:
+        """True if a price is at its upper end."""
+        return bool((prices_R * self._scale_R >= self._box).any())
+
+    def first_reaching(self, level: float, start_R: Floats, end_R: Floats, plans: list[Priced]) -> Floats:
+        """The prices nearest to ``start_R``, on the line to ``end_R``, at which no known plan is below a level.
+
+        Beyond them the bound says no more than that nothing is below the level; ``end_R`` if it is not reached.
+        """
+        cost_I = np.array([plan.objective * self._weight for plan in plans])
+        from_I = cost_I + self._scaled_IR @ (start_R * self._scale_R)
+        to_I = cost_I + self._scaled_IR @ (end_R * self._scale_R)
+        if (to_I <= level).any():
+            return end_R
+        below = from_I < level
+        step = float(((level - from_I[below]) / (to_I[below] - from_I[below])).max(initial=0.0))
+        return start_R + min(1.0, step * (1 + _BEYOND)) * (end_R - start_R)
+
+    def add_violated(self, weights_I: Floats) -> bool:
+        """Add rows that the mix of plans breaks; returns whether there were any."""
+        mix_R = weights_I @ self._scaled_IR
+        mix_R[self._active] = 0.0
+        worst = np.argsort(-mix_R, kind="stable")[: _FEW_ROWS // 2]
+        worst = worst[mix_R[worst] > 1e-9]
+        if not len(worst):
+            return False
+        self._active = np.union1d(self._active, worst)
+        self._master = Master(len(self._active), self._box, self._size)
+        return True
 
 
 class Master:
-    """The master program; columns are only ever added."""
+    """The master program, solved by the simplex method from its last basis; columns are only added."""
 
     def __init__(self, num_rows: int, box: float, scale: float = 1.0) -> None:
         """Start without columns.
@@ -39,7 +239,7 @@ class Master:
         """
         self._rows, self.box, self._scale = num_rows, box, scale
         self._cost_I, self._excess_IR = np.zeros(64), np.zeros((64, num_rows))
-        self.num_columns = 0  # how many plans it knows
+        self.num_columns = 0
         # Column numbers: 0..R-1 slacks, R..2R-1 box columns, then the plans.
         self._basis: Ints = np.zeros(0, dtype=np.int64)
 
@@ -68,72 +268,13 @@ class Master:
         return float(dual[0]), np.clip(-dual[1:], 0.0, self.box), np.maximum(weights[2 * self._rows :], 0.0)
 
 
-def _row_sums(product: Floats) -> Floats:
-    """Sums of rows, one addend after the other as in a loop."""
-    result: Floats = np.cumsum(product, axis=1)[:, -1]
-    return result
-
-
-def _inverse_plain(matrix: Floats) -> Floats | None:
-    """Inverse by elimination with row exchanges, the same operations in the same order as in `_pivot`."""
-    size = len(matrix)
-    both = np.concatenate([matrix, np.eye(size)], axis=1)
-    for k in range(size):
-        pivot = k + int(np.abs(both[k:, k]).argmax())
-        if both[pivot, k] == 0.0:
-            return None
-        both[[k, pivot]] = both[[pivot, k]]
-        both[k] = both[k] / both[k, k]
-        factor = both[:, k].copy()
-        factor[k] = 0.0
-        both -= factor[:, None] * both[k]
-    return both[:, size:]
-
-
-def _pivot_plain(
-    cost_I: Floats, excess_IR: Floats, basis_B: Ints, box: float, scale: float
-) -> tuple[Floats, Floats, Ints]:
-    rows = excess_IR.shape[1]
-    columns = np.zeros((2 * rows + len(cost_I), rows + 1))
-    columns[:rows, 1:], columns[rows : 2 * rows, 1:] = np.eye(rows), -np.eye(rows)
-    columns[2 * rows :, 0], columns[2 * rows :, 1:] = 1.0, excess_IR
-    cost = np.concatenate([np.zeros(rows), np.full(rows, box), cost_I])
-    dual, value, basis = np.zeros(rows + 1), np.zeros(rows + 1), basis_B.copy()
-    for pivot in range(_MAX_PIVOTS):
-        inverse = _inverse_plain(columns[basis].T)
-        if inverse is None:
-            break
-        basis_B = basis.copy()
-        dual = _row_sums(inverse.T * cost[basis])
-        value = inverse[:, 0].copy()
-        prices = -dual[1:]
-        of_plans = _row_sums(excess_IR * prices) if rows else np.zeros(len(cost_I))
-        reduced = np.concatenate([prices, box - prices, cost_I + of_plans - dual[0]])
-        reduced[basis] = 0.0
-        noise = max(_TOLERANCE * scale, _ROUNDING * float(np.abs(dual).max()))
-        negative = np.flatnonzero(reduced < -noise)
-        if not len(negative):
-            break
-        entering = int(negative[0] if pivot > _BLAND_AFTER else reduced.argmin())
-        direction = _row_sums(inverse * columns[entering])
-        positive = direction > _LEAST_STEP
-        if not positive.any():
-            break
-        ratio = np.full(len(value), np.inf)
-        ratio[positive] = np.maximum(value[positive], 0.0) / direction[positive]
-        ties = np.flatnonzero(ratio <= ratio.min() * _TIE)
-        leaving = int(ties[np.argmin(basis[ties])] if pivot > _BLAND_AFTER else ties[direction[ties].argmax()])
-        basis[leaving] = entering
-    return dual, value, basis_B
-
-
-@compiled("(float64[::1],float64[:,::1],int64[::1],float64,float64)", plain=_pivot_plain)
+@compiled("(float64[::1],float64[:,::1],int64[::1],float64,float64)")
 def _pivot(cost_I: Floats, excess_IR: Floats, basis_B: Ints, box: float, scale: float) -> tuple[Floats, Floats, Ints]:
     """Dual values, values of the basic columns, and the basis, after pivoting to the optimum."""
     plans, rows = excess_IR.shape
     size = rows + 1
     dual, value, basis = np.zeros(size), np.zeros(size), basis_B.copy()
-    found = basis_B.copy()
+    last = basis_B.copy()
     both, column, direction = np.empty((size, 2 * size)), np.empty(size), np.empty(size)
     is_basic = np.zeros(2 * rows + plans, dtype=np.bool_)
     for pivot in range(_MAX_PIVOTS):
@@ -171,7 +312,7 @@ def _pivot(cost_I: Floats, excess_IR: Floats, basis_B: Ints, box: float, scale: 
                         both[r, c] -= factor * both[k, c]
         if singular:
             break
-        found[:] = basis
+        last[:] = basis
         for c in range(size):
             total = 0.0
             for b in range(size):
@@ -233,206 +374,4 @@ def _pivot(cost_I: Floats, excess_IR: Floats, basis_B: Ints, box: float, scale: 
                 elif direction[b] > direction[leaving]:
                     leaving = b
         basis[leaving] = entering
-    return dual, value, found
-
-
-_BOX = 1e9
-_NEGLIGIBLE = 1e-12
-"""Differences of the bound below this share of the largest objective seen are rounding."""
-_FEW_ROWS = 12
-"""Up to this many rows are all in the master from the start."""
-_BEYOND = 1e-3
-"""How far beyond a level a step goes, so that rounding does not leave it short."""
-_FLOAT_SLACK = 1e-13
-"""Relative rounding error granted to a bound: bounds are lowered by it."""
-
-
-@dataclass(slots=True)
-class Priced:
-    """A labelling that is a priced minimum, or was tried."""
-
-    labels_N: Ints
-    objective: float
-    excess_R: Ints
-
-    @property
-    def key(self) -> tuple[float, bytes]:
-        """Equal for plans that are the same cut."""
-        return self.objective, self.excess_R.tobytes()
-
-    @property
-    def feasible(self) -> bool:
-        """True if every limit holds."""
-        return bool((self.excess_R <= 0).all())
-
-    def shifted(self, change_R: Ints) -> Priced:
-        """The same under limits that are lower by so much."""
-        return Priced(self.labels_N, self.objective, self.excess_R + change_R)
-
-
-@dataclass(slots=True)
-class DualResult:
-    """The best bound found, its prices, and the plans with their weights in the last master."""
-
-    bound: float
-    prices_R: Floats
-    plans: list[Priced]
-    weights_I: Floats
-    proved_infeasible: bool = False
-
-
-@dataclass(slots=True)
-class Pricer:
-    """Evaluates the Lagrangian of a model; the relaxed model may have more nodes than the true one.
-
-    Attributes:
-        model: The problem.
-        elimination: Its exact minimiser.
-        count: Minimisations so far.
-    """
-
-    model: AssignmentModel
-    elimination: Elimination
-    count: int = field(default=0)
-
-    def lagrangian(self, prices_R: Floats, allowed_Z: Bools, weight: float = 1.0) -> tuple[float, Priced]:
-        """Lower bound at some prices (lowered by its rounding error), and the labelling that attains it."""
-        self.count += 1
-        cost_Z = self.model.priced(prices_R, allowed_Z, weight)
-        value, labels_N = self.elimination.minimise(cost_Z)
-        if value == np.inf:
-            return value, Priced(labels_N, np.inf, np.zeros(len(prices_R), dtype=np.int64))
-        plan = Priced(labels_N, self.model.objective(labels_N), self.model.excess(labels_N))
-        limits = self.model.limits_R.astype(np.float64)
-        size = abs(value) + float(prices_R @ np.abs(limits))
-        return value - float(prices_R @ limits) - _FLOAT_SLACK * size, plan
-
-
-def maximise(
-    pricer: Pricer,
-    allowed_Z: Bools,
-    *,
-    prices_R: Floats | None,
-    plans: list[Priced],
-    upper: float,
-    tolerance: float,
-    max_steps: int,
-    weight: float = 1.0,
-    stop_at_feasible: bool = False,
-    deadline: float = np.inf,
-) -> DualResult:
-    """Maximise the Lagrangian bound.
-
-    Args:
-        pricer: The model.
-        allowed_Z: Entries that may be chosen.
-        prices_R: Prices to begin with.
-        plans: Plans that respect ``allowed_Z``, to begin with; the list grows.
-        upper: Stop as soon as the bound reaches this: nothing better can be below.
-        tolerance: Stop when the bound is proved within this share of the dual's maximum.
-        max_steps: Most minimisations.
-        weight: Factor on the objective; 0 asks for feasibility alone.
-        stop_at_feasible: Stop at the first feasible plan.
-        deadline: ``time.monotonic()`` value at which to stop.
-
-    Returns:
-        The best bound and its prices. ``proved_infeasible`` is set if no entry is left to choose.
-
-    Source: Kelley's cutting planes with in-out steps (Ben-Ameur and Neto 2007).
-    """
-    num_rows = len(pricer.model.limits_R)
-    best, best_prices = -np.inf, np.zeros(num_rows) if prices_R is None else prices_R
-    query, weights = best_prices, np.zeros(0)
-    master: _LazyMaster | None = None
-    if plans and prices_R is not None and num_rows:
-        # Plans of a neighbouring problem tell more about the prices than its prices do.
-        master = _LazyMaster(plans, weight)
-        target = master.solve(plans)[1]
-        # Where no mix of them keeps the limits, its prices are far too high to say anything.
-        query = prices_R if master.beyond(target) else target
-    known = {plan.key for plan in plans}
-    full_step = False
-    for step in range(max_steps):
-        bound, plan = pricer.lagrangian(query, allowed_Z, weight)
-        if bound == np.inf:
-            return DualResult(np.inf, query, plans, np.zeros(len(plans)), proved_infeasible=True)
-        if bound > best:
-            best, best_prices = bound, query
-        is_new = plan.key not in known
-        known.add(plan.key)
-        plans.append(plan)
-        if best >= upper or (stop_at_feasible and plan.feasible) or not num_rows or time.monotonic() > deadline:
-            break
-        if master is None:
-            master = _LazyMaster(plans, weight)
-        value, target, weights = master.solve(plans)
-        # A full step that brings back a known plan tells the master nothing: what is left is its rounding.
-        if value - best <= tolerance * abs(value) + master.negligible or (full_step and not is_new):
-            if not master.add_violated(weights):
-                break
-            value, target, weights = master.solve(plans)
-        near = value - best <= 30 * (tolerance * abs(value) + master.negligible)
-        # Half-way steps damp the jumps; a full step now and then tells whether the maximum is reached.
-        full_step = near or step % 6 == 5
-        query = target if full_step else (best_prices + target) / 2
-        if value > upper and best > -np.inf:
-            query, full_step = master.first_reaching(upper, best_prices, query, plans), False
-    return DualResult(best, best_prices, plans, np.append(weights, np.zeros(len(plans) - len(weights))))
-
-
-class _LazyMaster:
-    """The master program over the rows that matter so far; rows join when the mix of plans breaks them."""
-
-    def __init__(self, plans: list[Priced], weight: float) -> None:
-        excess_IR = np.stack([plan.excess_R for plan in plans]).astype(np.float64)
-        self._scale_R = np.maximum(np.abs(excess_IR).max(axis=0), 1.0)
-        size = max(abs(plan.objective) for plan in plans) * weight
-        self._weight, self._size = weight, size or 1.0
-        self._box = _BOX * size if size else 1.0
-        self.negligible = _NEGLIGIBLE * self._size
-        num_rows = len(self._scale_R)
-        self._scaled_IR = np.zeros((0, num_rows))
-        worst = np.argsort(-(excess_IR / self._scale_R).max(axis=0), kind="stable")
-        self._active: Ints = np.arange(num_rows) if num_rows <= _FEW_ROWS else np.sort(worst[: _FEW_ROWS // 2])
-        self._master = Master(len(self._active), self._box, self._size)
-
-    def solve(self, plans: list[Priced]) -> tuple[float, Floats, Floats]:
-        """Add new plans and solve; returns the optimum, prices of all rows and the plans' weights."""
-        fresh = [plan.excess_R / self._scale_R for plan in plans[len(self._scaled_IR) :]]
-        self._scaled_IR = np.concatenate([self._scaled_IR, np.stack(fresh)]) if fresh else self._scaled_IR
-        for number in range(self._master.num_columns, len(plans)):
-            self._master.add(plans[number].objective * self._weight, self._scaled_IR[number, self._active])
-        value, scaled, weights = self._master.solve()
-        prices_R = np.zeros(len(self._scale_R))
-        prices_R[self._active] = scaled / self._scale_R[self._active]
-        return value, prices_R, weights
-
-    def beyond(self, prices_R: Floats) -> bool:
-        """True if prices are as high as the master lets them be."""
-        return bool((prices_R * self._scale_R >= self._box).any())
-
-    def first_reaching(self, level: float, start_R: Floats, end_R: Floats, plans: list[Priced]) -> Floats:
-        """The prices nearest to ``start_R``, on the way to ``end_R``, at which no known plan is below a level.
-
-        Beyond them the bound could only say again that nothing is below the level; ``end_R`` if it is not reached.
-        """
-        cost_I = np.array([plan.objective * self._weight for plan in plans])
-        from_I = cost_I + self._scaled_IR @ (start_R * self._scale_R)
-        to_I = cost_I + self._scaled_IR @ (end_R * self._scale_R)
-        if (to_I <= level).any():
-            return end_R
-        below = from_I < level
-        step = float(((level - from_I[below]) / (to_I[below] - from_I[below])).max(initial=0.0))
-        return start_R + min(1.0, step * (1 + _BEYOND)) * (end_R - start_R)
-
-    def add_violated(self, weights_I: Floats) -> bool:
-        """Let rows join that the mix of plans breaks; tells whether any did."""
-        mix_R = weights_I @ self._scaled_IR
-        mix_R[self._active] = 0.0
-        worst = np.argsort(-mix_R, kind="stable")[: _FEW_ROWS // 2]
-        worst = worst[mix_R[worst] > 1e-9]
-        if not len(worst):
-            return False
-        self._active = np.union1d(self._active, worst)
-        self._master = Master(len(self._active), self._box, self._size)
-        return True
+    return dual, value, last

@@ -1,4 +1,4 @@
-"""How hard should a search try? Passes over the undecided core, and when to stop."""
+"""Effort of a search: passes over the undecided core, and when to stop."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,16 @@ from qsync_opt.formulations.linear import LinearSolver
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One core search: at most this many nodes (None: all that are undecided), states, and how states are kept.
+    """One search of a core.
 
-    A width of 0 hands the core to the solver, unless it is so easy that a bounded search closes it;
-    ``solver_nodes`` then bounds the solver's tree where the core is only a part of what is undecided, and it gets all
-    that is undecided where that is at most ``whole`` times ``nodes``. ``whole_only`` leaves a pass out where it would
-    get only a part of what is undecided. A pass with ``walks`` searches paths bounded by levels instead, once for each
-    of these numbers of states (see `walk`).
+    Attributes:
+        nodes: Most nodes of the core; None for all undecided ones.
+        width: Most states kept; 0 hands the core to the solver, unless it is so easy that a bounded search closes it.
+        spread: Keep states that differ in their rows rather than only those of least priced cost.
+        solver_nodes: Most nodes of the solver's tree where the core is only a part of what is undecided.
+        whole: The solver gets all undecided nodes where they are at most ``whole`` times ``nodes``.
+        whole_only: Skip the pass where it would get only a part of what is undecided.
+        walks: Search paths bounded by levels instead, once for each of these numbers of states (see `walk`).
     """
 
     nodes: int | None
@@ -26,24 +29,24 @@ class Pass:
 
     @property
     def needs_solver(self) -> bool:
-        """True if nothing but a solver can do it."""
+        """True if only a solver can do it."""
         return not self.width and not self.walks
 
     @property
-    def is_dear(self) -> bool:
+    def is_expensive(self) -> bool:
         """True if it takes much longer than bounding a node."""
-        return not self.width or self.width > _DEAR_WIDTH
+        return not self.width or self.width > _EXPENSIVE_WIDTH
 
 
-_DEAR_WIDTH = 512
+_EXPENSIVE_WIDTH = 512
 _WALKS = (Pass(300, walks=(300,)), Pass(1200, walks=(300, 1000)), Pass(None, walks=(1000, 4000, 16000)))
-"""Searches of paths: of the nodes nearest to a change, for a better incumbent, then of more, up to all that is open."""
+"""Searches of paths: over the nodes nearest to a change, for a better incumbent, then over more, up to all."""
 QUICK_PASSES = (
     Pass(60, 64, True),
     Pass(150, 64, True),
     *(Pass(None, width, spread) for width in (64, 256) for spread in (True, False)),
 )
-"""Core searches that take little time on any core."""
+"""Core searches that are quick on any core."""
 PASSES = (
     *QUICK_PASSES[:2],
     *_WALKS,
@@ -60,7 +63,7 @@ SOLVER_PASSES = (
     Pass(600, 0, solver_nodes=1000, whole=4),
     Pass(None, 0),
 )
-"""The same with a solver: its small cores improve the incumbent, which rules out most of what is undecided."""
+"""The same with a solver: small cores improve the incumbent, which rules out most of what is undecided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,22 +72,22 @@ class Effort:
 
     Attributes:
         gap: Relative gap at which to stop.
-        enough: Relative gap from which dear passes and further nodes of the tree are not begun.
-        passes: Core searches to try at a node, in this order.
-        tree_passes: Those to try below the root instead, where a node is not split at a join; None: the same.
-        dive_passes: How many of them to try with the joins held.
-        join_passes: How many of them to try before a node is split at a join.
-        blends: Plans of the dual whose parts are tried in the incumbent.
-        dual_share: Share of the gap to which the bound's maximum is sought.
-        dives: Plans of the dual whose joins are held to look for a better incumbent.
+        enough: Relative gap at which no expensive pass and no further node of the tree is begun.
+        passes: Core searches of a node, in this order.
+        tree_passes: Core searches below the root, where a node is not split at a join; None: the same.
+        dive_passes: Number of passes with the joins fixed.
+        join_passes: Number of passes before a node is split at a join.
+        blends: Plans of the dual whose parts may improve the incumbent.
+        dual_share: Precision of the dual's maximum, as a share of the gap.
+        dives: Plans of the dual whose joins are fixed to look for a better incumbent.
         max_nodes: Most nodes of the tree.
-        joins_only: Split nodes of the tree at joins alone.
-        aim: Objective that a labelling is sought below, or proved to be missed; then the search stops.
-        tree_gap: Relative gap from which the tree is not opened further.
+        joins_only: Split nodes of the tree only at joins.
+        aim: Stop as soon as a labelling reaches this objective, or none is proved to.
+        tree_gap: Relative gap at which the tree is not opened further.
         offset: Constant that is part of the objective when gaps are measured.
-        margins: What a search after a change of limits tries first: all that is less above the dual's bound than so
-            many times what the optimum was above it under the limits before.
-        solver: Solver of linear programs for passes of width 0; without one they are left out.
+        margins: After a change of limits, search first whatever is above the dual's bound by less than these multiples
+            of the last optimum's distance to its bound.
+        solver: Linear solver for passes of width 0; without one they are skipped.
     """
 
     gap: float = 0.0

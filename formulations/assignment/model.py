@@ -1,18 +1,21 @@
-"""What is an assignment problem? Nodes with labels, pairwise tables, additive integer loads, linear limits.
+"""The assignment model: nodes with labels, pairwise tables, additive integer loads, linear limits.
 
 Axes: N nodes, E edges, Z table entries (those of the nodes first, then those of the edges), S loads, R limit rows,
 T stored load terms, D derived nodes.
 
-    minimise    sum_n objective(n, x_n) + sum_(a,b) objective(a, b, x_a, x_b)
+    minimise    sum_n cost(n, x_n) + sum_(a,b) cost(a, b, x_a, x_b) + sum_i weight_i * max_k(rows_i @ loads_S(x))_k
     subject to  rows_RS @ loads_S(x) <= limits_R,   loads_S(x) = the sum of the load terms of the chosen entries
                 every chosen entry is allowed
+
+Bound and fix takes models without maxima; `program.linear_program` takes all. A limit on a maximum is a row for each of
+its arguments, see `AssignmentModel.with_maximum_at_most`.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,107 +28,6 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Whole = NDArray[np.integer[Any]]
 """Whole numbers of any width."""
-
-
-def _price_plain(
-    objective_Z: Floats, weight: float, value_T: Floats, price_S: Floats, load_T: Ints, entry_T: Ints, pointer_Z1: Ints,
-    allowed_Z: Bools,
-) -> Floats:  # fmt: skip
-    cost_Z = objective_Z * weight
-    cost_Z += np.bincount(entry_T, weights=value_T * price_S[load_T], minlength=len(cost_Z))
-    cost_Z[~allowed_Z] = np.inf
-    return cost_Z
-
-
-@compiled(
-    "float64[::1](float64[::1],float64,float64[::1],float64[::1],int64[::1],int64[::1],int64[::1],boolean[::1])",
-    plain=_price_plain,
-)
-def price(
-    objective_Z: Floats, weight: float, value_T: Floats, price_S: Floats, load_T: Ints, entry_T: Ints, pointer_Z1: Ints,
-    allowed_Z: Bools,
-) -> Floats:  # fmt: skip
-    """Tables with prices of loads added, forbidden entries infinite."""
-    cost_Z = np.empty(len(objective_Z))
-    for entry in range(len(objective_Z)):
-        added = 0.0
-        for term in range(pointer_Z1[entry], pointer_Z1[entry + 1]):
-            added += value_T[term] * price_S[load_T[term]]
-        cost_Z[entry] = objective_Z[entry] * weight + added if allowed_Z[entry] else np.inf
-    return cost_Z
-
-
-def _choose_plain(labels_N: Ints, sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints) -> Ints:
-    first, second = edges_E2[:, 0], edges_E2[:, 1]
-    entry_E = offset_E + labels_N[first] * sizes_N[second] + labels_N[second]
-    return np.concatenate([offset_N + labels_N, entry_E])
-
-
-@compiled("int64[::1](int64[::1],int64[::1],int64[:,::1],int64[::1],int64[::1])", plain=_choose_plain)
-def choose(labels_N: Ints, sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints) -> Ints:
-    """Chosen entries of nodes, then of edges."""
-    num_nodes = len(labels_N)
-    entries = np.empty(num_nodes + len(edges_E2), dtype=np.int64)
-    for node in range(num_nodes):
-        entries[node] = offset_N[node] + labels_N[node]
-    for edge in range(len(edges_E2)):
-        second = edges_E2[edge, 1]
-        entries[num_nodes + edge] = offset_E[edge] + labels_N[edges_E2[edge, 0]] * sizes_N[second] + labels_N[second]
-    return entries
-
-
-def _sum_loads_plain(entry_X: Ints, pointer_Z1: Ints, load_T: Ints, value_T: Ints, num_loads: int) -> Ints:
-    start, count = pointer_Z1[entry_X], pointer_Z1[entry_X + 1] - pointer_Z1[entry_X]
-    ends = np.cumsum(count)
-    total = int(ends[-1]) if len(ends) else 0
-    term = np.arange(total) + np.repeat(start - (ends - count), count)
-    loads_S = np.zeros(num_loads, dtype=np.int64)
-    np.add.at(loads_S, load_T[term], value_T[term])
-    return loads_S
-
-
-@compiled("int64[::1](int64[::1],int64[::1],int64[::1],int64[::1],int64)", plain=_sum_loads_plain)
-def sum_loads(entry_X: Ints, pointer_Z1: Ints, load_T: Ints, value_T: Ints, num_loads: int) -> Ints:
-    """Loads of table entries together."""
-    loads_S = np.zeros(num_loads, dtype=np.int64)
-    for entry in entry_X:
-        for term in range(pointer_Z1[entry], pointer_Z1[entry + 1]):
-            loads_S[load_T[term]] += value_T[term]
-    return loads_S
-
-
-def _sum_steps_plain(row: Ints, load: Ints, sign: Ints, loads_S: Ints, num_rows: int) -> Ints:
-    step_R = np.zeros(num_rows, dtype=np.int64)
-    np.add.at(step_R, row, sign * loads_S[load])
-    return np.cumsum(step_R)
-
-
-@compiled("int64[::1](int64[::1],int64[::1],int64[::1],int64[::1],int64)", plain=_sum_steps_plain)
-def sum_steps(row: Ints, load: Ints, sign: Ints, loads_S: Ints, num_rows: int) -> Ints:
-    """Left-hand sides of rows that are given by their steps."""
-    left_R = np.zeros(num_rows, dtype=np.int64)
-    for step in range(len(row)):
-        left_R[row[step]] += sign[step] * loads_S[load[step]]
-    for r in range(1, num_rows):
-        left_R[r] += left_R[r - 1]
-    return left_R
-
-
-def _follow_plain(labels_N: Ints, derived_D4: Ints, width_D: Ints, tables: Ints) -> Ints:
-    labels, entries = labels_N.tolist(), tables.tolist()  # long chains of joins are followed faster so than by numpy
-    for (node, first, second, place), width in zip(derived_D4.tolist(), width_D.tolist(), strict=True):
-        labels[node] = entries[place + labels[first] * width + labels[second]]
-    return np.array(labels, dtype=np.int64)
-
-
-@compiled("int64[::1](int64[::1],int64[:,::1],int64[::1],int64[::1])", plain=_follow_plain)
-def follow(labels_N: Ints, derived_D4: Ints, width_D: Ints, tables: Ints) -> Ints:
-    """Labels with the derived ones set."""
-    labels = labels_N.copy()
-    for d in range(len(width_D)):
-        first, second = labels[derived_D4[d, 1]], labels[derived_D4[d, 2]]
-        labels[derived_D4[d, 0]] = tables[derived_D4[d, 3] + first * width_D[d] + second]
-    return labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,28 +49,11 @@ class Derived:
     group_L: tuple[int, ...]
 
 
-def _flat(derived: Sequence[Derived]) -> tuple[Ints, Ints, Ints]:
-    """Derived nodes with both parents and the place of their tables (D, 4), widths (D,), and the tables, each once."""
-    place: dict[tuple[tuple[int, ...], ...], int] = {}
-    tables: list[int] = []
-    rows, widths = [], []
-    for item in derived:
-        at = place.get(item.label_AB)
-        if at is None:
-            at = place[item.label_AB] = len(tables)
-            for row in item.label_AB:
-                tables += row
-        rows.append((item.node, item.first, item.second, at))
-        widths.append(len(item.label_AB[0]))
-    table = np.array(rows, dtype=np.int64).reshape(-1, 4)
-    return table, np.array(widths, dtype=np.int64), np.array(tables, dtype=np.int64)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Wanted:
     """Nodes of two labels that must be 1 where any of some other nodes takes a label that wants it.
 
-    Being 1 never lowers a load, so a least labelling has 0 where nobody wants 1. Axes: H such nodes, P pairs of one
+    Being 1 never lowers a load, so an optimal labelling has 0 where nobody wants 1. Axes: H such nodes, P pairs of one
     and a node that may want it, ordered by the first.
 
     Attributes:
@@ -184,9 +69,17 @@ class Wanted:
     flag_PA: Ints
 
     def fill(self, labels_N: Ints) -> None:
-        """Set the nodes, in place, to what the others want."""
+        """Set these nodes, in place, as the others want."""
         flag_P = self.flag_PA[np.arange(len(self.source_P)), labels_N[self.source_P]]
         labels_N[self.node_H] = np.maximum.reduceat(flag_P, self.start_H)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Maximum:
+    """A term of the objective: ``weight`` (at least 0) times the largest of the rows ``rows_KS @ loads_S``."""
+
+    rows_KS: Whole
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -204,10 +97,11 @@ class AssignmentModel:
         rows_RS: Coefficients (0 or 1) of the limits, in few bytes where there are many rows.
         limits_R: Right-hand sides.
         derived: Derived nodes, each after its parents.
-        wanted: Nodes that are 1 where another one wants it, if there are any.
+        wanted: Nodes that are 1 where another one wants it, if any.
+        maxima: Maxima over rows of loads in the objective.
         offset_N: First table entry of each node.
         offset_E: First table entry of each edge.
-        steps: Where a row differs from the one before: rows, loads, and by how much; short for nested rows.
+        steps: Differences of each row to the one before: rows, loads, amounts; few for nested rows.
     """
 
     sizes_N: Ints
@@ -221,10 +115,10 @@ class AssignmentModel:
     limits_R: Ints
     derived: tuple[Derived, ...] = ()
     wanted: Wanted | None = None
+    maxima: tuple[Maximum, ...] = ()
     offset_N: Ints = field(init=False)
     offset_E: Ints = field(init=False)
     steps: tuple[Ints, Ints, Ints] = field(init=False, repr=False)
-    _entry_T: Ints = field(init=False, repr=False)
     _float_T: Floats = field(init=False, repr=False)
     _follows: tuple[Ints, Ints, Ints] = field(init=False, repr=False)
 
@@ -239,14 +133,12 @@ class AssignmentModel:
         step_RS = np.diff(self.rows_RS, axis=0, prepend=self.rows_RS[:1] * 0)
         row, load = (np.ascontiguousarray(positions) for positions in np.nonzero(step_RS))
         object.__setattr__(self, "steps", (row, load, step_RS[row, load].astype(np.int64)))
-        entry_T = np.repeat(np.arange(len(self.objective_Z)), np.diff(self.pointer_Z1))
-        object.__setattr__(self, "_entry_T", entry_T)
         object.__setattr__(self, "_float_T", self.value_T.astype(np.float64))
         object.__setattr__(self, "_follows", _flat(self.derived))
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes there are."""
+        """Number of nodes."""
         return len(self.sizes_N)
 
     def chosen(self, labels_N: Ints) -> Ints:
@@ -268,7 +160,7 @@ class AssignmentModel:
         return sum_steps(*self.steps, loads_S, len(self.limits_R))
 
     def load_prices(self, prices_R: Floats) -> Floats:
-        """What a unit of each load costs at the limits' prices, shape (S,)."""
+        """Price of a unit of each load at the limits' prices, shape (S,)."""
         priced = np.flatnonzero(prices_R)
         price_S: Floats = prices_R[priced] @ self.rows_RS[priced].astype(np.float64)
         return price_S
@@ -276,7 +168,13 @@ class AssignmentModel:
     def objective(self, labels_N: Ints) -> float:
         """Objective of a labelling; infinite if it chooses a forbidden entry."""
         entry = self.chosen(labels_N)
-        return float(self.objective_Z[entry].sum()) if self.allowed_Z[entry].all() else float("inf")
+        if not self.allowed_Z[entry].all():
+            return float("inf")
+        total = float(self.objective_Z[entry].sum())
+        if self.maxima:
+            loads_S = self.loads(labels_N)
+            total += sum(maximum.weight * float((maximum.rows_KS @ loads_S).max()) for maximum in self.maxima)
+        return total
 
     def least_objective(self) -> float:
         """Objective that no labelling is below, limits and forbidden entries set aside."""
@@ -288,15 +186,13 @@ class AssignmentModel:
         """Tables with the limits' prices added: ``objective + sum_r price_r * row_r``, forbidden entries infinite."""
         price_S = self.load_prices(prices_R)
         return price(
-            self.objective_Z, objective_weight, self._float_T, price_S, self.load_T, self._entry_T, self.pointer_Z1,
-            allowed_Z,
-        )  # fmt: skip
+            self.objective_Z, objective_weight, self._float_T, price_S, self.load_T, self.pointer_Z1, allowed_Z
+        )
 
     def amounts(self, entry_X: Ints, rows: Ints, prices_R: Floats) -> tuple[Ints, Floats]:
-        """What table entries add to some limit rows, shape (X, rows), and their priced loads over all rows."""
-        start, count = self.pointer_Z1[entry_X], self.pointer_Z1[entry_X + 1] - self.pointer_Z1[entry_X]
+        """Amounts that table entries add to some limit rows, shape (X, rows), and their priced loads over all rows."""
+        term, count = self._terms(entry_X)
         owner = np.repeat(np.arange(len(entry_X)), count)
-        term = np.arange(len(owner)) + np.repeat(start - (np.cumsum(count) - count), count)
         load, value = self.load_T[term], self.value_T[term]
         amounts = np.zeros((len(entry_X), len(rows)), dtype=np.int64)
         some = np.flatnonzero(count)
@@ -309,13 +205,17 @@ class AssignmentModel:
 
     def loads_of(self, entry_X: Ints, group_X: Ints, num_groups: int) -> Ints:
         """Loads of table entries, summed by group, shape (groups, S)."""
-        start, count = self.pointer_Z1[entry_X], self.pointer_Z1[entry_X + 1] - self.pointer_Z1[entry_X]
+        term, count = self._terms(entry_X)
         group = np.repeat(group_X, count)
-        term = np.arange(len(group)) + np.repeat(start - (np.cumsum(count) - count), count)
         num_loads = self.rows_RS.shape[1]
         loads = np.zeros(num_groups * num_loads, dtype=np.int64)
         np.add.at(loads, group * num_loads + self.load_T[term], self.value_T[term])
         return loads.reshape(num_groups, num_loads)
+
+    def _terms(self, entry_X: Ints) -> tuple[Ints, Ints]:
+        """Terms of table entries, one entry after the other, and how many each has."""
+        start, count = self.pointer_Z1[entry_X], self.pointer_Z1[entry_X + 1] - self.pointer_Z1[entry_X]
+        return np.arange(int(count.sum())) + np.repeat(start - (np.cumsum(count) - count), count), count
 
     def with_limits(self, limits_R: Ints) -> AssignmentModel:
         """The same problem under other limits; everything else is shared."""
@@ -323,8 +223,14 @@ class AssignmentModel:
         object.__setattr__(other, "limits_R", limits_R)
         return other
 
+    def with_maximum_at_most(self, rows_KS: Whole, limit: int, rest_S: Whole | int = 0) -> AssignmentModel:
+        """The same problem with ``max_k(rows_KS @ loads_S)_k + rest_S @ loads_S <= limit``, as one limit row per k."""
+        rows_RS = np.concatenate([self.rows_RS, rows_KS + rest_S])
+        limits_R = np.append(self.limits_R, np.full(len(rows_KS), limit))
+        return replace(self, rows_RS=rows_RS, limits_R=limits_R)
+
     def complete(self, labels_N: Ints) -> Ints:
-        """Set every derived node to what its parents say, and what is wanted to 1; a new array."""
+        """A copy with every derived node as its parents imply, and every wanted node at 1."""
         result = follow(labels_N, *self._follows)
         if self.wanted is not None:
             self.wanted.fill(result)
@@ -404,9 +310,90 @@ def _sum_terms(key: Ints, value: Ints, num_entries: int, num_loads: int) -> tupl
     return pointer, load, summed
 
 
+def _flat(derived: Sequence[Derived]) -> tuple[Ints, Ints, Ints]:
+    """Derived nodes with both parents and the place of their tables (D, 4), widths (D,), and the tables, each once."""
+    place: dict[tuple[tuple[int, ...], ...], int] = {}
+    tables: list[int] = []
+    rows, widths = [], []
+    for item in derived:
+        at = place.get(item.label_AB)
+        if at is None:
+            at = place[item.label_AB] = len(tables)
+            for row in item.label_AB:
+                tables += row
+        rows.append((item.node, item.first, item.second, at))
+        widths.append(len(item.label_AB[0]))
+    table = np.array(rows, dtype=np.int64).reshape(-1, 4)
+    return table, np.array(widths, dtype=np.int64), np.array(tables, dtype=np.int64)
+
+
 def root(parent: list[int], node: int) -> int:
     """The root of a node's part; paths are halved on the way, in place."""
     while parent[node] != node:
         parent[node] = parent[parent[node]]
         node = parent[node]
     return node
+
+
+@compiled("float64[::1](float64[::1],float64,float64[::1],float64[::1],int64[::1],int64[::1],boolean[::1])")
+def price(
+    objective_Z: Floats,
+    weight: float,
+    value_T: Floats,
+    price_S: Floats,
+    load_T: Ints,
+    pointer_Z1: Ints,
+    allowed_Z: Bools,
+) -> Floats:  # fmt: skip
+    """Tables with prices of loads added, forbidden entries infinite."""
+    cost_Z = np.empty(len(objective_Z))
+    for entry in range(len(objective_Z)):
+        added = 0.0
+        for term in range(pointer_Z1[entry], pointer_Z1[entry + 1]):
+            added += value_T[term] * price_S[load_T[term]]
+        cost_Z[entry] = objective_Z[entry] * weight + added if allowed_Z[entry] else np.inf
+    return cost_Z
+
+
+@compiled("int64[::1](int64[::1],int64[::1],int64[:,::1],int64[::1],int64[::1])")
+def choose(labels_N: Ints, sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints) -> Ints:
+    """Chosen entries of nodes, then of edges."""
+    num_nodes = len(labels_N)
+    entries = np.empty(num_nodes + len(edges_E2), dtype=np.int64)
+    for node in range(num_nodes):
+        entries[node] = offset_N[node] + labels_N[node]
+    for edge in range(len(edges_E2)):
+        second = edges_E2[edge, 1]
+        entries[num_nodes + edge] = offset_E[edge] + labels_N[edges_E2[edge, 0]] * sizes_N[second] + labels_N[second]
+    return entries
+
+
+@compiled("int64[::1](int64[::1],int64[::1],int64[::1],int64[::1],int64)")
+def sum_loads(entry_X: Ints, pointer_Z1: Ints, load_T: Ints, value_T: Ints, num_loads: int) -> Ints:
+    """Loads of table entries together."""
+    loads_S = np.zeros(num_loads, dtype=np.int64)
+    for entry in entry_X:
+        for term in range(pointer_Z1[entry], pointer_Z1[entry + 1]):
+            loads_S[load_T[term]] += value_T[term]
+    return loads_S
+
+
+@compiled("int64[::1](int64[::1],int64[::1],int64[::1],int64[::1],int64)")
+def sum_steps(row: Ints, load: Ints, sign: Ints, loads_S: Ints, num_rows: int) -> Ints:
+    """Left-hand sides of rows that are given by their steps."""
+    left_R = np.zeros(num_rows, dtype=np.int64)
+    for step in range(len(row)):
+        left_R[row[step]] += sign[step] * loads_S[load[step]]
+    for r in range(1, num_rows):
+        left_R[r] += left_R[r - 1]
+    return left_R
+
+
+@compiled("int64[::1](int64[::1],int64[:,::1],int64[::1],int64[::1])")
+def follow(labels_N: Ints, derived_D4: Ints, width_D: Ints, tables: Ints) -> Ints:
+    """Labels with the derived ones set."""
+    labels = labels_N.copy()
+    for d in range(len(width_D)):
+        first, second = labels[derived_D4[d, 1]], labels[derived_D4[d, 2]]
+        labels[derived_D4[d, 0]] = tables[derived_D4[d, 3] + first * width_D[d] + second]
+    return labels

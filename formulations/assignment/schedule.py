@@ -1,4 +1,4 @@
-"""In which order are nodes minimised out, and which tables are then summed? Found once per graph.
+"""Order in which nodes are minimised out, and the tables that are then summed; planned once per graph.
 
 A round takes nodes of which no two are neighbours, those with small tables first; a chain of n nodes takes about
 log2(n) rounds. Minimising a node out sums all tables that mention it and leaves a message, a table over its
@@ -8,7 +8,7 @@ Tables lie in one buffer: those of the model first, in its order, then the messa
 
 Axes: I nodes in the order of elimination, K their neighbours then, F tables to be summed, N nodes by number.
 
-Source: bucket elimination (Dechter 1999) along an order of least tables; rounds are ours.
+Source: bucket elimination (Dechter 1999) in order of table size; rounds are ours.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from qsync_opt.formulations.assignment.compiled import compiled
 from qsync_opt.formulations.assignment.model import AssignmentModel, Ints
 
 MAX_TABLE_ENTRIES = 1 << 17
-"""A table larger than this is never formed: the graph is relaxed instead (see ``relaxation``)."""
+"""A larger table is never formed: the graph is relaxed instead (see `relax`)."""
 _SMALL_TABLE = 64
 """Nodes of tables up to this size are minimised out before all others, many at a time."""
 _FEW_NEIGHBOURS = 3
@@ -39,7 +39,6 @@ class Schedule:
 
     Attributes:
         node_I: Nodes in order.
-        round_I: Number of the round of each; nodes of a round are in ascending order.
         bag_I1: The neighbours of node i are ``bag_I1[i]:bag_I1[i + 1]`` of ``bag_K``, ascending.
         bag_K: Neighbours.
         target_I: Where each message begins in the buffer; row-major over the neighbours.
@@ -54,7 +53,6 @@ class Schedule:
     """
 
     node_I: Ints
-    round_I: Ints
     bag_I1: Ints
     bag_K: Ints
     target_I: Ints
@@ -68,7 +66,7 @@ class Schedule:
 
 
 def plan(model: AssignmentModel) -> Schedule:
-    """Find the order.
+    """Plan the order.
 
     Args:
         model: Only its graph is used.
@@ -77,10 +75,10 @@ def plan(model: AssignmentModel) -> Schedule:
         TooWideError: A table would exceed ``MAX_TABLE_ENTRIES``.
     """
     most = max(_SMALL_TABLE, MAX_TABLE_ENTRIES)
-    found = _eliminate(
+    arrays = _eliminate(
         model.sizes_N, model.edges_E2, model.offset_N, model.offset_E, len(model.objective_Z), _SMALL_TABLE, most
     )
-    node_I, round_I, bag_I1, bag_K, target_I, factor_I1, offset_F, stride_J, end, left = found
+    node_I, bag_I1, bag_K, target_I, factor_I1, offset_F, stride_J, end, left = arrays
     if len(left):
         raise TooWideError(left.tolist())
     width_I, count_I = np.diff(bag_I1), np.diff(factor_I1)
@@ -90,7 +88,7 @@ def plan(model: AssignmentModel) -> Schedule:
         cells_I[some] = np.multiply.reduceat(model.sizes_N[bag_K], bag_I1[some])
     entries_I = cells_I * model.sizes_N[node_I]
     return Schedule(
-        node_I=node_I, round_I=round_I, bag_I1=bag_I1, bag_K=bag_K, target_I=target_I, factor_I1=factor_I1,
+        node_I=node_I, bag_I1=bag_I1, bag_K=bag_K, target_I=target_I, factor_I1=factor_I1,
         offset_F=offset_F, stride_I1=_ends(count_I * (width_I + 1)), stride_J=stride_J, cells_I1=_ends(cells_I),
         entries_I1=_ends(entries_I), end=end,
     )  # fmt: skip
@@ -100,121 +98,13 @@ def _ends(count_I: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(count_I)])
 
 
-_Found = tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints, Ints, int, Ints]
+_Arrays = tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints, int, Ints]
 
 
-class _Graph:
-    """The shrinking graph: neighbours and live tables of each node."""
-
-    def __init__(self, sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints, end: int) -> None:
-        self.sizes: list[int] = sizes_N.tolist()
-        self.neighbours: list[set[int]] = [set() for _ in self.sizes]
-        self.tables: list[dict[tuple[int, ...], int]] = [{} for _ in self.sizes]
-        self.end = end
-        for first, second, offset in zip(*edges_E2.T.tolist(), offset_E.tolist(), strict=True):
-            self.neighbours[first].add(second)
-            self.neighbours[second].add(first)
-            self.tables[first][first, second] = self.tables[second][first, second] = offset
-        self.unary: list[int] = offset_N.tolist()
-
-    def eliminate(self, node: int) -> tuple[list[int], list[tuple[int, tuple[int, ...], int]], int]:
-        """Remove a node; returns its neighbours, its tables (less their size, strides, offset), its message's place."""
-        bag = sorted(self.neighbours[node])
-        sizes = self.sizes
-        factors = [(-sizes[node], (1, *(0 for _ in bag)), self.unary[node])]
-        place = {node: 0, **{other: position + 1 for position, other in enumerate(bag)}}
-        for variables, offset in self.tables[node].items():
-            strides, step = [0] * (len(bag) + 1), 1
-            for other in reversed(variables):
-                strides[place[other]] = step
-                step *= sizes[other]
-                if other != node:
-                    del self.tables[other][variables]
-            factors.append((-step, tuple(strides), offset))
-        factors.sort()
-        target = self._target(bag)
-        for other in bag:
-            near = self.neighbours[other]
-            near.update(bag)
-            near.discard(node)
-            near.discard(other)
-        return bag, factors, target
-
-    def _target(self, bag: list[int]) -> int:
-        """Where the message over ``bag`` goes: to a table that is there already, or to a new one."""
-        if not bag:
-            self.end += 1
-            return self.end - 1
-        if len(bag) == 1:
-            return self.unary[bag[0]]
-        key = tuple(bag)
-        found = self.tables[bag[0]].get(key)
-        if found is None:
-            found, size = self.end, 1
-            for other in bag:
-                self.tables[other][key] = found
-                size *= self.sizes[other]
-            self.end += size
-        return found
-
-    def entries(self, node: int, small: int, most: int) -> int:
-        """Entries of the table that minimises a node out; a node of at most two neighbours counts as small."""
-        near = self.neighbours[node]
-        if len(near) < _FEW_NEIGHBOURS:
-            return small
-        entries: int = self.sizes[node]
-        for other in near:
-            entries *= self.sizes[other]
-            if entries > most:
-                return most + 1
-        return entries
-
-
-def _eliminate_plain(
-    sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints, num_entries: int, small: int, most: int
-) -> _Found:
-    graph = _Graph(sizes_N, edges_E2, offset_N, offset_E, num_entries)
-    nodes, rounds, targets, offsets = [], [], [], []
-    bags: list[int] = []
-    strides: list[int] = []
-    bag_ends, factor_ends = [0], [0]
-    remaining = list(range(len(graph.sizes)))
-    number = 0
-    while remaining:
-        entries = [graph.entries(node, small, most) for node in remaining]
-        limit = max(small, min(entries))
-        if limit > most:
-            break
-        blocked: set[int] = set()
-        chosen, kept = [], []
-        for node, count in zip(remaining, entries, strict=True):
-            if count <= limit and node not in blocked:
-                chosen.append(node)
-                blocked |= graph.neighbours[node]
-            else:
-                kept.append(node)
-        for node in chosen:
-            bag, factors, target = graph.eliminate(node)
-            nodes.append(node)
-            rounds.append(number)
-            bags += bag
-            bag_ends.append(len(bags))
-            targets.append(target)
-            for _, own, offset in factors:
-                offsets.append(offset)
-                strides += own
-            factor_ends.append(len(offsets))
-        remaining = kept
-        number += 1
-    arrays = (nodes, rounds, bag_ends, bags, targets, factor_ends, offsets, strides)
-    n, r, be, b, t, fe, o, s = (np.array(array, dtype=np.int64) for array in arrays)
-    return n, r, be, b, t, fe, o, s, graph.end, np.array(remaining, dtype=np.int64)
-
-
-@compiled("(int64[::1],int64[:,::1],int64[::1],int64[::1],int64,int64,int64)", plain=_eliminate_plain)
+@compiled("(int64[::1],int64[:,::1],int64[::1],int64[::1],int64,int64,int64)")
 def _eliminate(
     sizes_N: Ints, edges_E2: Ints, offset_N: Ints, offset_E: Ints, num_entries: int, small: int, most: int
-) -> _Found:
+) -> _Arrays:
     """Nodes in order with neighbours, tables and messages; the last array holds those that cannot be minimised out."""
     num_nodes, num_tables = len(sizes_N), len(edges_E2)
     # A table is a run of ascending nodes. Each node has a chain of links to its tables; dead ones leave it in passing.
@@ -236,8 +126,7 @@ def _eliminate(
         table_end[edge + 1] = links
         table_offset[edge] = offset_E[edge]
     end = num_entries
-    node_I, round_I = np.empty(num_nodes, dtype=np.int64), np.empty(num_nodes, dtype=np.int64)
-    target_I = np.empty(num_nodes, dtype=np.int64)
+    node_I, target_I = np.empty(num_nodes, dtype=np.int64), np.empty(num_nodes, dtype=np.int64)
     bag_I1, factor_I1 = np.zeros(num_nodes + 1, dtype=np.int64), np.zeros(num_nodes + 1, dtype=np.int64)
     bag_K = np.empty(4 * num_nodes + 16, dtype=np.int64)
     offset_F = np.empty(4 * num_nodes + 16, dtype=np.int64)
@@ -386,12 +275,12 @@ def _eliminate(
                     num_tables += 1
                     table_end[num_tables] = links
                     end += size
-            node_I[done], round_I[done], target_I[done] = node, number, target
+            node_I[done], target_I[done] = node, target
             done += 1
             bag_I1[done], factor_I1[done] = num_bag, num_factors
         remaining = remaining[:kept]
         number += 1
     return (
-        node_I[:done], round_I[:done], bag_I1[: done + 1], bag_K[:num_bag], target_I[:done], factor_I1[: done + 1],
+        node_I[:done], bag_I1[: done + 1], bag_K[:num_bag], target_I[:done], factor_I1[: done + 1],
         offset_F[:num_factors], stride_J[:num_strides], end, remaining,
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Linear programs that no solver package is needed to write down.
+"""Linear programs and their solvers.
 
-`LinearModel` is the program and `LinearSolver` the contract of whoever solves it.
+`LinearModel` is the program, independent of any solver package, and `LinearSolver` the contract of solvers.
 """
 
 from typing import TYPE_CHECKING

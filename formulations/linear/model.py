@@ -1,4 +1,4 @@
-"""A mixed-integer linear program that no solver owns: columns, rows, bounds, integrality, names; and its LP text."""
+"""A mixed-integer linear program, independent of any solver, and its LP text."""
 
 from __future__ import annotations
 
@@ -98,17 +98,17 @@ def _terms(terms: Terms, names: Sequence[str]) -> list[str]:
 
 
 def _lp_names(names: Sequence[str]) -> list[str]:
-    """Names with only letters, digits and a few signs, kept apart by a number where two would coincide."""
+    """Names of letters, digits and a few signs only, with a number where two would coincide."""
     result: list[str] = []
-    taken: set[str] = set()
+    seen: set[str] = set()
     for name in names:
         plain = "".join(c if c.isascii() and (c.isalnum() or c in "_.[],#|") else "_" for c in name)
         plain = plain.replace("[", "(").replace("]", ")")
         unique, k = plain, 1
-        while unique in taken:
+        while unique in seen:
             k += 1
             unique = f"{plain}~{k}"
-        taken.add(unique)
+        seen.add(unique)
         result.append(unique)
     return result
 

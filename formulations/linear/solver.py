@@ -1,4 +1,4 @@
-"""What a solver must be able to do for a formulation: take a linear model, give back a point, a bound and a status."""
+"""The contract of linear solvers: a linear model in; a point, a bound and a status out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class LinearStatus(enum.StrEnum):
     """Why a solver stopped, in one vocabulary for all of them."""
 
     OPTIMAL = "optimal"
-    """The point is best, to the relative gap that was asked for."""
+    """The point is best, to the relative gap of the options."""
     LIMIT = "limit"
     """A limit (time, memory, interrupt) ended it; there may be a point."""
     INFEASIBLE = "infeasible"
@@ -25,10 +25,10 @@ class LinearStatus(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearOptions:
-    """How to solve: limits in seconds, gaps at which to stop, and a seed for repeatable runs.
+    """Limits in seconds, gaps at which to stop, and a seed for repeatable runs.
 
-    ``node_limit`` bounds the solver's search tree; a solver that cannot count its nodes sets it aside. Without
-    ``restarts`` a solver that can be told so does not begin its tree anew when it has fixed many columns.
+    ``node_limit`` bounds the solver's search tree; a solver that cannot count its nodes ignores it. ``restarts`` allows
+    a solver to begin its tree anew when it has fixed many columns, where it has that option.
     """
 
     time_limit_s: float | None = None

@@ -1,4 +1,4 @@
-"""Precision plans for training: greedy with a bound, exact, exhaustive, the paper's heuristic.
+"""Formulations of training plans: greedy with a bound, exact, integer program, exhaustive, the paper's heuristic.
 
 The registry reaches each formulation by its name.
 """
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         recover,
     )
     from qsync_opt.formulations.training.tables import peers_ns, segments
-    from qsync_opt.formulations.training.textbook import build_textbook
 else:
     __getattr__, __dir__ = lazy(__name__)
 
@@ -39,7 +38,6 @@ __all__ = [
     "QsyncFormulation",
     "Sweep",
     "adjustable_positions",
-    "build_textbook",
     "collapse",
     "exact_effort",
     "fast_start",

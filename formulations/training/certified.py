@@ -1,6 +1,6 @@
-"""Plan every device type by bound and fix, with a certificate; what `greedy` and `exact` share.
+"""Plans by bound and fix with a bound; what `greedy` and `exact` share.
 
-Device types share nothing but the latency limit, so each is searched by itself and objectives and bounds add up.
+Device types share nothing but the latency limit, so each is searched alone, and objectives and bounds add up.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from qsync_opt.formulations.training.tables import DeviceTables, GraphTables, de
 from qsync_opt.training import PROOF_GAP, Answer, Plan, Problem, ProblemDevice, TerminationStatus, relative_gap
 
 _SMALL = 60
-"""A problem of so few nodes is searched to the end, whatever gap is asked for: that takes no longer."""
+"""A problem of at most so many nodes is searched to the end, whatever the gap: that takes no longer."""
 
 _FULL_SIZE, _LARGEST = 1500, 5
-"""A problem smaller than this gets a tree that is larger by as much, up to a factor: its nodes are bounded sooner."""
+"""A problem of fewer nodes than this gets a tree larger in proportion, up to a factor: its nodes are bounded sooner."""
 
 
 @dataclass(slots=True)
 class DeviceSearch:
-    """One device type under search; keeps its arrays and its elimination for further limits."""
+    """Search of one device type; keeps its arrays and its elimination for other limits."""
 
     problem: Problem
     device: ProblemDevice
     graph: GraphTables
     tables: DeviceTables
     tied: Sequence[Sequence[str]] = ()
-    latency_limit_ns: int | None = None  # another one than the problem's
+    latency_limit_ns: int | None = None  # None: the problem's
     collapsed: Collapsed = field(init=False)
     engine: BoundAndFix = field(init=False)
     outcome: Outcome = field(init=False)
@@ -49,11 +49,11 @@ class DeviceSearch:
         self.outcome = Outcome(None, math.inf, -math.inf, np.zeros(0))
 
     def advance(self, effort: Effort, aim: float, *, start: Plan | None = None, deadline: float = math.inf) -> bool:
-        """Search with more effort than before; tells whether that settles this device type.
+        """Search with more effort than before; returns whether that settles this device type.
 
         Args:
             effort: How hard to search; see `BoundAndFix.solve`.
-            aim: Relative gap that is asked for in the end.
+            aim: Relative gap of the last stage.
             start: A plan to start from.
             deadline: ``time.monotonic()`` value at which to stop.
         """
@@ -64,12 +64,12 @@ class DeviceSearch:
             larger = min(_LARGEST, max(1, _FULL_SIZE // max(1, self.collapsed.model.num_nodes)))
             tree_passes = effort.tree_passes if larger > 1 else None
             effort = replace(effort, max_nodes=effort.max_nodes * larger, tree_passes=tree_passes)
-        found = self.engine.solve(effort, start=labels, deadline=deadline)
-        found.bound = max(found.bound, self.outcome.bound)
-        self.outcome = found
-        gap = relative_gap(found.objective, found.bound)
-        reached = found.labels_N is not None and gap is not None and gap <= max(aim, 2 * PROOF)
-        return reached or found.proved_infeasible
+        outcome = self.engine.solve(effort, start=labels, deadline=deadline)
+        outcome.bound = max(outcome.bound, self.outcome.bound)
+        self.outcome = outcome
+        gap = relative_gap(outcome.objective, outcome.bound)
+        reached = outcome.labels_N is not None and gap is not None and gap <= max(aim, 2 * PROOF)
+        return reached or outcome.proved_infeasible
 
 
 def plan_certified(
@@ -103,8 +103,8 @@ def plan_certified(
         if searches[-1].collapsed.rows.floor_ns > problem.latency_limit_ns:
             return _infeasible(problem, None, time.monotonic() - started, started, deadline)
     build_s = time.monotonic() - started
-    # Every device type goes through a stage before any begins the next one. Where the last stage was cut short, it goes
-    # on in the time that others left.
+    # Every device type passes a stage before any begins the next one. Where the last stage was cut short, it continues
+    # in the time that others left.
     waiting = searches
     for effort in [*stages, *[stages[-1]] * len(searches)]:
         unsettled = []
@@ -131,7 +131,7 @@ def plan_certified(
 def _infeasible(
     problem: Problem, search: DeviceSearch | None, build_s: float, started: float, deadline: float
 ) -> Answer:
-    """No plan: a search proved it, or without one communication alone does."""
+    """No plan: a search proved it, or communication alone does (None)."""
     reason = explain(problem, None if search is None else search.collapsed, deadline)
     return Answer(
         termination=TerminationStatus.INFEASIBLE,
@@ -143,15 +143,15 @@ def _infeasible(
 
 def _merge(searches: list[DeviceSearch], build_s: float, started: float) -> Answer:
     outcomes = [search.outcome for search in searches]
-    held = all(outcome.labels_N is not None for outcome in outcomes)
+    solved = all(outcome.labels_N is not None for outcome in outcomes)
     constants = [search.collapsed.constant_objective for search in searches]
     # Sensitivities are never negative, so neither is a bound.
     bound = math.fsum(max(o.bound, 0.0) + c for o, c in zip(outcomes, constants, strict=True) if o.bound < math.inf)
-    objective = math.fsum(o.objective + c for o, c in zip(outcomes, constants, strict=True)) if held else None
+    objective = math.fsum(o.objective + c for o, c in zip(outcomes, constants, strict=True)) if solved else None
     if objective is not None and bound >= objective * (1 - 2 * PROOF):
         bound = objective  # the search ends within this share of the optimum: that is its proof
     devices: Mapping[str, Mapping[str, str]] | None = None
-    if held:
+    if solved:
         devices = {
             search.device.name: search.collapsed.choices(outcome.labels_N)
             for search, outcome in zip(searches, outcomes, strict=True)
@@ -164,7 +164,7 @@ def _merge(searches: list[DeviceSearch], build_s: float, started: float) -> Answ
     elif stopped:
         termination = TerminationStatus.TIME_LIMIT
     else:
-        termination = TerminationStatus.FEASIBLE if held else TerminationStatus.ERROR
+        termination = TerminationStatus.FEASIBLE if solved else TerminationStatus.ERROR
     return Answer(
         termination=termination,
         devices=devices,
@@ -172,5 +172,5 @@ def _merge(searches: list[DeviceSearch], build_s: float, started: float) -> Answ
         bound=bound if objective is None else min(bound, objective),
         build_seconds=build_s,
         solve_seconds=time.monotonic() - started - build_s,
-        reason=None if held else "no plan within the limits was found, which proves nothing; allow more time",
+        reason=None if solved else "no plan within the limits was found, which proves nothing; allow more time",
     )

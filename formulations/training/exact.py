@@ -7,8 +7,8 @@
 R_k is a sum over operators and casts, so for prices of these rows the least priced cost is found exactly by dynamic
 programming over the graph of operators, and is a lower bound. Choices whose least priced cost reaches the best known
 plan are ruled out for good. What is left is searched by dynamic programming over partial plans, bounded by tables that
-keep one row exactly and price the others; where plans that share the bound disagree about a join, the two cases are
-taken apart. Proof is to a relative gap of 1e-6 or better.
+keep one row exactly and price the others; where plans that share the bound disagree about a join, the problem is split
+there. Proof is to a relative gap of 1e-6 or better.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from qsync_opt.registry import Kind, create, default_solver
 from qsync_opt.training import Answer, Problem, SolveOptions
 
 _ENOUGH = 5e-7
-"""Half of what counts as proved: closer than this, no dear search is begun."""
+"""Relative gap, half of what counts as proved, at which no further expensive search is begun."""
 _FIRST_PASSES = 2
 
 
 def exact_effort(gap: float, solver: LinearSolver | None) -> Effort:
-    """How hard to search for a proof; ``solver`` closes what bounded searches leave open, if there is one."""
+    """Effort of a proof; ``solver`` closes what bounded searches leave open."""
     passes = PASSES if solver is None else SOLVER_PASSES
     return Effort(gap=gap, enough=_ENOUGH, passes=passes, join_passes=2, solver=solver)
 
 
 def _first_effort(gap: float) -> Effort:
-    """A first plan as of `greedy`, without its widest searches and splits: what they find the proof finds anyway."""
+    """Effort of `greedy` without its widest searches and splits, which the proof replaces."""
     effort = greedy_effort(gap)
     return replace(effort, passes=effort.passes[:_FIRST_PASSES], joins_only=True, tree_passes=None)
 
@@ -42,8 +42,8 @@ def _first_effort(gap: float) -> Effort:
 class ExactFormulation:
     """Optimal plans with proof; see the module.
 
-    What these searches leave open goes to a solver of linear programs: the one that is named, or the first that is
-    installed. Without any, wider and wider searches take its place.
+    What these searches leave open goes to a linear solver: the named one, or the first that is installed. Without any,
+    wider and wider searches replace it.
 
     Source: ours; cutting planes, reduced-cost fixing and bounded dynamic programming are standard.
     """

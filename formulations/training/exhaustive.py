@@ -1,4 +1,4 @@
-"""Every plan of a tiny problem, evaluated one by one by the independent evaluator: the oracle of the tests."""
+"""Exhaustive search: every plan of a tiny problem, evaluated by the independent evaluator; the oracle of the tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import math
 import time
 
 from qsync_opt.errors import UnsupportedError
-from qsync_opt.formulations.training.ilp import Least, describe_infeasible
+from qsync_opt.formulations.training.collapsed import collapse
+from qsync_opt.formulations.training.infeasible import explain
 from qsync_opt.training import (
     Answer,
     Problem,
@@ -35,68 +36,45 @@ class ExhaustiveFormulation:
         deadline = math.inf if options.time_limit_s is None else started + options.time_limit_s
         devices: dict[str, dict[str, str]] = {}
         objective, late = 0.0, False
-        memories: dict[str, Least] = {}
-        times: dict[str, Least] = {}
+        without: ProblemDevice | None = None  # a device that has no plan
         for device in problem.devices:
-            search = _Search(problem, device)
-            late = not search.run(deadline) or late
-            memories[device.name] = search.least(search.least_memory_kib)
-            if search.least_memory_kib <= device.memory_limit_kib:
-                times[device.name] = search.least(search.least_time_ns)
-            if search.best is not None:
-                devices[device.name] = search.best
-                objective += search.objective
-        held = len(devices) == len(problem.devices)
-        verdict = None if held else describe_infeasible(problem, memories, times)
-        if late:
-            termination = TerminationStatus.TIME_LIMIT
-        else:
-            termination = TerminationStatus.OPTIMAL if held else TerminationStatus.INFEASIBLE
+            choices, sensitivity, complete = _best(problem, device, deadline)
+            late = late or not complete
+            if choices is None:
+                without = device
+            else:
+                devices[device.name] = choices
+                objective += sensitivity
+        solved = len(devices) == len(problem.devices)
+        termination = TerminationStatus.OPTIMAL if solved else TerminationStatus.INFEASIBLE
+        proved = without is not None and not late
         return Answer(
-            termination=termination,
-            devices=devices if held else None,
-            objective=objective if held else None,
-            bound=objective if held and not late else None,
+            termination=TerminationStatus.TIME_LIMIT if late else termination,
+            devices=devices if solved else None,
+            objective=objective if solved else None,
+            bound=objective if solved and not late else None,
             solve_seconds=time.monotonic() - started,
-            reason=None if verdict is None else verdict.reason,
+            reason=explain(problem, collapse(problem, without), deadline) if without and proved else None,
         )
 
 
-class _Search:
-    def __init__(self, problem: Problem, device: ProblemDevice) -> None:
-        self.problem, self.device = problem, device
-        self.best: dict[str, str] | None = None
-        self.objective = math.inf
-        self.least_memory_kib: float = math.inf
-        self.least_time_ns: float = math.inf
-        self.seen_all = False
-        sizes = [len(device.operators[operator.name]) for operator in problem.adjustable]
-        if math.prod(sizes) > MOST_PLANS:
-            raise UnsupportedError(
-                f"method 'exhaustive' would evaluate {math.prod(sizes)} plans for device {device.name!r}, but at most "
-                f"{MOST_PLANS} are allowed; use method 'exact'"
-            )
-
-    def run(self, deadline: float) -> bool:
-        """Look at every plan; return False if the time was up before."""
-        names = [operator.name for operator in self.problem.adjustable]
-        for plan in itertools.product(*(self.device.operators[name] for name in names)):
-            if time.monotonic() > deadline:
-                return False
-            choices = dict(zip(names, plan, strict=True))
-            found = evaluate_device(self.problem, self.device, propagate(self.problem, self.device, choices))
-            _, iteration_ns = iteration_time(self.problem, (found,))
-            self.least_memory_kib = min(self.least_memory_kib, found.memory_kib)
-            if found.memory_kib > found.memory_limit_kib:
-                continue
-            self.least_time_ns = min(self.least_time_ns, iteration_ns)
-            if iteration_ns <= self.problem.latency_limit_ns and found.sensitivity < self.objective:
-                self.best, self.objective = choices, found.sensitivity
-        self.seen_all = True
-        return True
-
-    def least(self, value: float) -> Least:
-        """A least value that was seen: proved once every plan has been looked at."""
-        known = None if math.isinf(value) else int(value)
-        bound = known if self.seen_all and known is not None else 0
-        return Least(value=known, bound=bound, choices=None, proved=self.seen_all)
+def _best(problem: Problem, device: ProblemDevice, deadline: float) -> tuple[dict[str, str] | None, float, bool]:
+    """Best plan of a device and its sensitivity, and whether every plan was evaluated in time."""
+    tables = {operator.name: device.operators[operator.name] for operator in problem.adjustable}
+    num_plans = math.prod(len(table) for table in tables.values())
+    if num_plans > MOST_PLANS:
+        raise UnsupportedError(
+            f"method 'exhaustive' would evaluate {num_plans} plans for device {device.name!r}, but at most "
+            f"{MOST_PLANS} are allowed; use method 'exact'"
+        )
+    best, least = None, math.inf
+    for plan in itertools.product(*tables.values()):
+        if time.monotonic() > deadline:
+            return best, least, False
+        choices = dict(zip(tables, plan, strict=True))
+        evaluation = evaluate_device(problem, device, propagate(problem, device, choices))
+        _, iteration_ns = iteration_time(problem, (evaluation,))
+        fits = evaluation.memory_kib <= evaluation.memory_limit_kib and iteration_ns <= problem.latency_limit_ns
+        if fits and evaluation.sensitivity < least:
+            best, least = choices, evaluation.sensitivity
+    return best, least, True

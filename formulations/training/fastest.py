@@ -1,4 +1,4 @@
-"""The plan of least iteration time that keeps the memory limits, device type by device type."""
+"""The fastest plan within the memory limits, and within a budget of sensitivity."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from qsync_opt.registry import Feature, Kind, create, features, require
 from qsync_opt.training import NO_LIMIT_NS, Plan, Problem, SolveOptions, TerminationStatus, evaluate
 
 _STEPS = 80
-"""Of a bisection, more than the bits of any time."""
+"""Most steps of a bisection: more than the bits of any time."""
 _ROUNDING = 1e-12
 """Share of a budget by which a search's own sum of sensitivities may differ from the evaluation's."""
 _FINE = 1e-4
-"""Where nothing is to be proved the search ends this near, as a share of the time."""
+"""Relative precision of the time where nothing is proved."""
 _GREEDY_GAP = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Within:
-    """The fastest plan found whose sensitivity keeps a budget; no such plan is faster than ``bound_ns``."""
+    """The fastest known plan within a budget of sensitivity; no such plan is faster than ``bound_ns``."""
 
     plan: Plan
     iteration_ns: int
@@ -40,14 +40,11 @@ class Within:
 
 
 @dataclass(frozen=True, slots=True)
-class _Try:
-    """What a method says about one latency limit: a plan (or None), and whether none keeps the budget for certain."""
+class _Attempt:
+    """Result of a method under one latency limit: a plan or None, and whether it proved that none keeps the budget."""
 
     plan: Plan | None
-    none: bool
-
-
-_Attempt = Callable[[int], _Try]
+    proved_none: bool
 
 
 def fastest_within(
@@ -59,7 +56,7 @@ def fastest_within(
     deadline: float = math.inf,
     prove: bool = True,
 ) -> Within | None:
-    """Least iteration time with total sensitivity at most ``sensitivity_budget``, by one search under growing limits.
+    """Least iteration time with total sensitivity at most ``sensitivity_budget``, by one search under changing limits.
 
     Args:
         problem: The problem; its latency limit is set aside.
@@ -68,24 +65,24 @@ def fastest_within(
         solver: As in `Sweep`.
         deadline: ``time.monotonic()`` value at which to stop with the best plan and bound known.
         prove: Search at every limit until it is settled whether a plan keeps the budget (method ``exact``), or no
-            harder than the default method does (``greedy``).
+            harder than the default method (``greedy``).
 
     Returns:
         The plan and a proved lower bound of the time, or None if no plan within memory keeps the budget (or none was
         found before the deadline).
 
-    Source: ours; bisection over the latency limit, in which every plan and every bound found moves an end.
+    Source: ours; bisection over the latency limit, in which every plan and every bound moves an end.
     """
     check_number(sensitivity_budget, "sensitivity budget")
     gap = 0.0 if prove else _GREEDY_GAP
     sweep = Sweep(problem, gap=gap, tied=tied, solver=solver, deadline=deadline, thorough=True)
     aim = sensitivity_budget * (1 + _ROUNDING)
 
-    def attempt(limit_ns: int) -> _Try:
+    def attempt(limit_ns: int) -> _Attempt:
         point = sweep.solve(limit_ns, aim=aim)
         if point is None:
-            return _Try(None, sweep.none_proved)
-        return _Try(point.plan, point.bound > aim)
+            return _Attempt(None, sweep.none_proved)
+        return _Attempt(point.plan, point.bound > aim)
 
     return _bisect(problem, sensitivity_budget, attempt, sweep.floor_ns, deadline, fine=0.0 if prove else _FINE)
 
@@ -99,7 +96,7 @@ def fastest_by(
     deadline: float,
     proves: bool,
 ) -> Within | None:
-    """The same by any formulation, which solves the problem anew at every limit.
+    """Find the same by any formulation, which solves the problem anew at every limit.
 
     Args:
         problem: The problem; its latency limit is set aside.
@@ -107,49 +104,49 @@ def fastest_by(
         budget: Most total sensitivity, infinite for none.
         options: For every solve; the time that is left takes the place of their time limit.
         deadline: ``time.monotonic()`` value at which to stop.
-        proves: Whether its bounds, and what it calls infeasible, are to be believed.
+        proves: Whether its bounds and its claims of infeasibility are proofs.
     """
 
-    def attempt(limit_ns: int) -> _Try:
+    def attempt(limit_ns: int) -> _Attempt:
         left_s = None if deadline == math.inf else max(deadline - time.monotonic(), 1e-3)
         limited = replace(problem, latency_limit_ns=limit_ns)
         answer = formulation.solve(limited, replace(options, time_limit_s=left_s))
         if answer.devices is None:
-            return _Try(None, proves and answer.termination is TerminationStatus.INFEASIBLE)
+            return _Attempt(None, proves and answer.termination is TerminationStatus.INFEASIBLE)
         plan = Plan(problem=problem.name, devices=answer.devices)
-        return _Try(plan, proves and answer.bound is not None and answer.bound > budget * (1 + _ROUNDING))
+        return _Attempt(plan, proves and answer.bound is not None and answer.bound > budget * (1 + _ROUNDING))
 
     return _bisect(problem, budget, attempt, 0, deadline, fine=0.0 if proves else _FINE)
 
 
 def _bisect(
-    problem: Problem, budget: float, attempt: _Attempt, floor_ns: int, deadline: float, *, fine: float
+    problem: Problem, budget: float, attempt: Callable[[int], _Attempt], floor_ns: int, deadline: float, *, fine: float
 ) -> Within | None:
     patient = replace(problem, latency_limit_ns=NO_LIMIT_NS)
     best: Within | None = None
-    # Below ``proved`` there is no plan for certain, below ``tried`` none was found.
-    proved = tried = floor_ns
+    # It is proved that no plan is below ``proved``; none was found below ``low``.
+    proved = low = floor_ns
     high = limit = NO_LIMIT_NS
     for _ in range(_STEPS):
-        found = attempt(limit)
-        evaluation = None if found.plan is None else evaluate(patient, found.plan)
-        if found.plan is not None and evaluation and evaluation.feasible and evaluation.objective <= budget:
+        result = attempt(limit)
+        evaluation = None if result.plan is None else evaluate(patient, result.plan)
+        if result.plan is not None and evaluation and evaluation.feasible and evaluation.objective <= budget:
             high = min(limit, evaluation.iteration_ns)
-            best = Within(plan=found.plan, iteration_ns=evaluation.iteration_ns, bound_ns=proved)
+            best = Within(plan=result.plan, iteration_ns=evaluation.iteration_ns, bound_ns=proved)
         elif limit == NO_LIMIT_NS:
             return None
         else:
-            proved = limit + 1 if found.none and proved == tried else proved
-            tried = limit + 1
-        if tried >= high or high - tried <= fine * high or time.monotonic() > deadline:
+            proved = limit + 1 if result.proved_none and proved == low else proved
+            low = limit + 1
+        if low >= high or high - low <= fine * high or time.monotonic() > deadline:
             break
-        limit = (tried + high) // 2
+        limit = (low + high) // 2
     return None if best is None else replace(best, bound_ns=min(proved, best.iteration_ns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fastest:
-    """A fast plan: ``bound_ns`` is a time no plan is below, ``proved`` that this plan reaches the least."""
+    """A fast plan; no plan is faster than ``bound_ns``, and ``proved`` says that none is faster than this one."""
 
     devices: dict[str, dict[str, str]]
     bound_ns: int
@@ -166,13 +163,13 @@ def fastest_plan(
     budget: float | None = None,
     tied: Sequence[Sequence[str]] = (),
 ) -> Fastest | None:
-    """Search by bound and fix with time as the objective; under a budget of sensitivity, by the problem turned round.
+    """Find the fastest plan: bound and fix with time as the objective, or within a budget of sensitivity by bisection.
 
     Args:
         problem: The problem; its latency limit is set aside.
         method: ``"exact"`` proves, ``"greedy"`` searches no harder than the method of that name; any other formulation,
-            by name or as an instance, is asked under one latency limit after another.
-        solver: A solver for what the search leaves undecided, or None.
+            by name or as an instance, solves under one latency limit after another.
+        solver: A linear solver for what the search leaves undecided, or None.
         deadline: When to stop, on `time.monotonic`'s clock.
         budget: Most total sensitivity, if any.
         tied: Groups of adjustable operators that must share one precision.
@@ -213,7 +210,7 @@ def fastest_plan(
 def _least(
     problem: Problem, effort: Effort, deadline: float, tied: Sequence[Sequence[str]], label: str
 ) -> Fastest | None:
-    """The least iteration time whatever the sensitivity, device type by device type."""
+    """Least iteration time whatever the sensitivity, device type by device type."""
     graph = graph_tables(problem)
     reached_ns = bound_ns = peers_ns(problem)
     devices: dict[str, dict[str, str]] = {}

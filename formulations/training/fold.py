@@ -1,10 +1,10 @@
-"""Which decision does each operator's precision follow from? Dependent operators fold into it, joins become nodes.
+"""Folding: the decision that each operator's precision follows from; dependent operators fold into it.
 
 Every operator is carried by one node, or by none if its precision is constant; a map gives its precision for each
 label of the node. A dependent operator that reads several nodes gets a join node: its states are pairs of classes of
-two parents, where a class stands for the step of the operator's ladder that this parent asks for. More than two
-parents make a chain of joins. A join with many readers, as of a concatenation that others go on with, is followed by a
-node that knows the larger step alone: that is all they ask, and tables over many such nodes stay small.
+two parents, where a class stands for the step of the operator's ladder that this parent requires. More than two
+parents make a chain of joins. A join with many readers, as of a concatenation that others extend, is followed by a
+node for the larger step alone: the readers need no more, and tables over many such nodes stay small.
 """
 
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """How a dependent operator with given inputs is carried: by input ``carrier``, or by a chain of joins."""
+    """How a dependent operator is carried: by its input ``carrier``, or by a chain of joins."""
 
     carrier: int | None
     chain: tuple[tuple[int, _Stage], ...]
@@ -70,7 +70,7 @@ def chain_stages(contributions: list[tuple[int, ...]], *, reduced: bool) -> list
 
 @dataclass(slots=True)
 class Folding:
-    """Nodes, their label counts, who carries which operator, and how joins hang together."""
+    """Nodes with their label counts, the carrier and map of every operator, and the joins."""
 
     sizes: list[int] = field(default_factory=list)
     carrier_O: list[int] = field(default_factory=list)
@@ -87,11 +87,10 @@ class Folding:
 
     def map_id(self, precisions: tuple[int, ...]) -> int:
         """Number of a label-to-precision map."""
-        found = self._map_ids.get(precisions)
-        if found is None:
-            found = self._map_ids[precisions] = len(self.maps)
+        number = self._map_ids.setdefault(precisions, len(self.maps))
+        if number == len(self.maps):
             self.maps.append(precisions)
-        return found
+        return number
 
     def add_join(self, left: int, right: int, stage: _Stage, *, reduced: bool) -> int:
         """The join node below two parents, or of its value if ``reduced``; added if there is none yet.
@@ -120,7 +119,7 @@ class Folding:
         return node
 
     def _add_value(self, join: int, stage: _Stage) -> int:
-        """Add a node that knows the value of a join and no more."""
+        """Add a node for the value of a join alone."""
         parts = self._value_parts.get(stage)
         if parts is None:
             distinct = stage.distinct
@@ -166,7 +165,7 @@ class Folding:
 
 
 def fold(graph: GraphTables, tables: DeviceTables, tied_to: dict[int, int], *, shared: bool = False) -> Folding:
-    """Decide what carries every operator.
+    """Choose the carrier of every operator.
 
     Args:
         graph: The operators.
@@ -214,7 +213,7 @@ def fold(graph: GraphTables, tables: DeviceTables, tied_to: dict[int, int], *, s
 
 
 def _continued(graph: GraphTables) -> set[tuple[int, ...]]:
-    """Beginnings that dependent operators' inputs have in common, some with more inputs than others."""
+    """First two inputs that several dependent operators share, at least one of them with further inputs."""
     longest: dict[tuple[int, ...], tuple[int, int]] = {}
     for operator in np.flatnonzero(graph.dependent_O).tolist():
         inputs = graph.inputs[operator]
@@ -245,7 +244,7 @@ def _make_recipe(
         delivered = output[precision]
         return next((i for i, p in enumerate(ladder) if p >= delivered), len(ladder) - 1)
 
-    asked: dict[int, tuple[int, ...]] = {}
+    required: dict[int, tuple[int, ...]] = {}
     base = 0
     numbers: list[int] = list(signature[2:])  # type: ignore[arg-type]
     for local, map_id in zip(numbers[::2], numbers[1::2], strict=True):
@@ -253,15 +252,15 @@ def _make_recipe(
         if local == CONSTANT:
             base = max(base, steps[0])
         else:
-            asked[local] = tuple(map(max, asked.get(local, steps), steps))
-    asked = {local: tuple(max(base, s) for s in steps) for local, steps in asked.items()}
-    free = [local for local, steps in asked.items() if set(steps) != {base}]
+            required[local] = tuple(map(max, required.get(local, steps), steps))
+    required = {local: tuple(max(base, s) for s in steps) for local, steps in required.items()}
+    free = [local for local, steps in required.items() if set(steps) != {base}]
     if not free:
         return _Recipe(CONSTANT, (), 0, folding.map_id((ladder[base],)))
     if len(free) == 1:
-        return _Recipe(free[0], (), 0, folding.map_id(tuple(ladder[s] for s in asked[free[0]])))
+        return _Recipe(free[0], (), 0, folding.map_id(tuple(ladder[s] for s in required[free[0]])))
     reduced = bool(signature[1])
-    stages = chain_stages([asked[local] for local in free], reduced=reduced)
+    stages = chain_stages([required[local] for local in free], reduced=reduced)
     values = stages[-1].distinct if reduced else stages[-1].values
     final = folding.map_id(tuple(ladder[s] for s in values))
     return _Recipe(None, tuple(zip(free[1:], stages, strict=True)), free[0], final, reduced)

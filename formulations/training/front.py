@@ -1,4 +1,4 @@
-"""What does precision cost in time and memory? Fronts, from one growing search.
+"""Trade-off fronts of precision against time and memory, by one search under changing limits.
 
 A change of the latency limit shifts the right-hand sides of all latency rows by the same amount, and of the memory
 limit one row, so every point of a front reuses the arrays, the elimination order, the plans and the prices of the
@@ -24,18 +24,18 @@ from qsync_opt.formulations.training.tables import device_tables, graph_tables
 from qsync_opt.registry import Kind, create, default_solver
 from qsync_opt.training import NO_LIMIT_NS, Plan, Problem, relative_gap
 
+_NO_LIMIT_KIB = 2**50
 _COARSE = Effort(gap=1e-3, passes=PASSES[:2], max_nodes=1)
-"""A front's fastest limit is sought to this relative precision."""
+"""Effort for the fastest limit of a front."""
 _POINT_PASSES = (Pass(30, 8),)
-"""What is searched first for a point of a front with a gap; prices and plans come from its neighbour."""
+"""First passes for a point of a front with a gap; prices and plans come from its neighbour."""
 _FURTHER_PASSES = (Pass(60, 64), Pass(150, 64))
 _FURTHER_NODES = 4
-"""Where that misses the gap: larger cores, and a few splits at joins, which the next points start from."""
+"""Where these miss the gap: larger cores, and a few splits at joins, which the next points start from."""
 _AGAIN_PASSES = (Pass(30, 8), Pass(100, walks=(100,)))
-"""What a further proof begins with instead of the quick searches: the last plan, repaired, is near already."""
-
+"""First passes of a further proof, instead of the quick searches: the last plan, repaired, is near already."""
 _MARGINS = (1.2, 2.5)
-"""Before all that: what is above the bound by less than so many times what the last optimum was above its own."""
+"""Before these: searches near the bound, within these multiples of the last optimum's distance to its bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +55,13 @@ class FrontPoint:
 
 
 class PointStore(Protocol):
-    """Keeps the points of a front, so that an interrupted one goes on where it stopped.
+    """Keeps the points of a front, so that an interrupted front continues where it stopped.
 
-    A point is found under the latency limit and the memory limits that it was sought for; None means that there is
-    none within them.
+    The key of a point are the latency limit and the memory limits of its search; None means that there is no plan.
     """
 
     def get(self, latency_limit_ns: int, memory_limits_kib: Mapping[str, int]) -> tuple[FrontPoint | None] | None:
-        """The known answer in a tuple, or None if these limits were not tried yet."""
+        """The known answer in a tuple, or None if these limits are new."""
         ...
 
     def put(self, latency_limit_ns: int, memory_limits_kib: Mapping[str, int], point: FrontPoint | None) -> None:
@@ -71,7 +70,7 @@ class PointStore(Protocol):
 
 
 Progress = Callable[[int, int], None]
-"""Called with how many points were tried and how many there are to try (0: not known)."""
+"""Called with the number of points so far and in all (0: not known)."""
 
 
 class Sweep:
@@ -88,21 +87,21 @@ class Sweep:
         store: PointStore | None = None,
         thorough: bool = False,
     ) -> None:
-        """Build every device type once.
+        """Build the model of every device type.
 
         Args:
             problem: The problem; its limits are where the sweep starts.
-            gap: Relative gap at which the search for a point stops, and it does little before it gives up; 0 proves
-                every point. Every point carries its own bound.
+            gap: Relative gap at which the search for a point stops; its effort is small. 0 proves every point. Every
+                point carries its own bound.
             tied: Groups of adjustable operators that must share one precision.
             solver: Name of a solver, or an instance, for what a proof leaves open; by default the first installed.
             deadline: ``time.monotonic()`` value at which every search stops.
-            store: Where points are looked up before they are sought, and kept.
+            store: Where known points are looked up and new ones kept.
             thorough: Where a point's quick search misses the gap, search on as the default method does.
         """
         self.problem = problem
         self.none_proved = False
-        """Whether it is certain that no plan keeps the limits (and the aim) of the last search, which found none."""
+        """Whether it is proved that no plan keeps the limits (and the aim) of the last search."""
         self._store = store
         self._deadline = deadline
         self._further: list[Effort] = []
@@ -135,7 +134,7 @@ class Sweep:
 
     @property
     def floor_ns(self) -> int:
-        """What communication, peers and the optimizer alone take."""
+        """Iteration time that communication, peers and the optimizer take alone."""
         return self._searches[0].collapsed.rows.floor_ns
 
     def solve(
@@ -146,13 +145,13 @@ class Sweep:
         start: Plan | None = None,
         aim: float | None = None,
     ) -> FrontPoint | None:
-        """The best plan within limits, or None if there is none (or none was found).
+        """Find the best plan within limits; None if there is none, or none was found.
 
         Args:
             latency_limit_ns: Another latency limit than the problem's.
             memory_limits_kib: Other memory limits, by device type.
-            start: A plan to start from, beside the last one found; it need not be feasible.
-            aim: A sensitivity; whether it can be kept is all that is asked (heeded with one device type).
+            start: A plan to start from, beside the last one; it need not be feasible.
+            aim: A sensitivity: search only for whether a plan keeps it (used with one device type).
         """
         limit_ns = self.problem.latency_limit_ns if latency_limit_ns is None else latency_limit_ns
         self.none_proved = limit_ns < self.floor_ns
@@ -164,7 +163,7 @@ class Sweep:
         if known is not None:
             return known[0]
         point = self._solve(limit_ns, memory_limits_kib, start, aim)
-        if aim is None:  # an aim asks less than the best plan, which is what a store keeps
+        if aim is None:  # with an aim the plan need not be the best
             self._store.put(limit_ns, memory_limits_kib or {}, point)
         return point
 
@@ -180,7 +179,7 @@ class Sweep:
             engine: BoundAndFix = self._engines[number].under(limits)
             labels_N = None if start is None else search.collapsed.labels(start.devices[search.device.name])
             effort = self._effort if self._engines[number].best is None else self._again
-            # What had to be split at joins under other limits is begun with these splits.
+            # A problem that was split at joins under other limits starts from these splits.
             efforts = [effort, *self._further]
             if engine.is_split and self._further and aim is None:
                 efforts = [self._further[0], *self._further]
@@ -265,38 +264,38 @@ def latency_front(
         thorough: Search on where the quick search for a point misses ``gap``, see `Sweep`.
 
     Returns:
-        Points that no other found point beats in both, from the slowest to the fastest; empty if memory forbids all.
+        Points that no other point beats in both, from the slowest to the fastest; empty if memory forbids every plan.
 
     Source: the epsilon-constraint method.
     """
     _check_points(points)
     sweep = Sweep(problem, gap=gap, tied=tied, store=store, thorough=thorough)
-    tell = progress or _silent
+    report = progress or _silent
     point = sweep.slowest()
-    found: list[FrontPoint] = []
+    front: list[FrontPoint] = []
     if point is None:
         return ()
     if points is None:
         while point is not None:
-            found.append(point)
-            tell(len(found), 0)
+            front.append(point)
+            report(len(front), 0)
             point = sweep.solve(point.iteration_ns - 1)
-        return _undominated(found)
-    found.append(point)
-    tell(1, points)
+        return _undominated(front)
+    front.append(point)
+    report(1, points)
     fastest = sweep.fastest()
     if fastest is not None and points > 1:
         fastest_ns = fastest[0]
         start: Plan | None = fastest[1]
-        # From tight to loose every plan found stays feasible, and what it rules out stays ruled out.
+        # From tight to loose every plan stays feasible, and what it rules out stays ruled out.
         limits = np.linspace(fastest_ns, point.iteration_ns, points)[:-1].astype(np.int64).tolist()
-        for tried, limit in enumerate(limits, start=2):
+        for number, limit in enumerate(limits, start=2):
             point = sweep.solve(max(limit, fastest_ns), start=start)
             if point is not None:
-                found.append(point)
+                front.append(point)
                 start = None  # the sweep keeps it
-            tell(tried, points)
-    return _undominated(found)
+            report(number, points)
+    return _undominated(front)
 
 
 def _check_points(points: int | None) -> None:
@@ -305,7 +304,7 @@ def _check_points(points: int | None) -> None:
 
 
 def _silent(done: int, total: int) -> None:
-    """Tell nobody."""
+    """Report nothing."""
 
 
 def memory_front(
@@ -323,27 +322,27 @@ def memory_front(
     problem.device(device)
     _check_points(points)
     sweep = Sweep(problem, gap=gap, tied=tied, store=store, thorough=thorough)
-    tell = progress or _silent
-    point = sweep.solve(memory_limits_kib={device: 2**50})
-    found: list[FrontPoint] = []
-    while point is not None and len(found) < points:
-        found.append(point)
-        tell(len(found), points)
+    report = progress or _silent
+    point = sweep.solve(memory_limits_kib={device: _NO_LIMIT_KIB})
+    front: list[FrontPoint] = []
+    while point is not None and len(front) < points:
+        front.append(point)
+        report(len(front), points)
         # Equal steps down from what the first plan takes.
-        step = max(1, found[0].memory_kib[device] // points)
-        limit = min(point.memory_kib[device] - 1, found[0].memory_kib[device] - len(found) * step)
+        step = max(1, front[0].memory_kib[device] // points)
+        limit = min(point.memory_kib[device] - 1, front[0].memory_kib[device] - len(front) * step)
         point = sweep.solve(memory_limits_kib={device: limit})
-    return _undominated(found, device)
+    return _undominated(front, device)
 
 
-def _undominated(found: list[FrontPoint], device: str | None = None) -> tuple[FrontPoint, ...]:
-    """From the largest to the least use; a point goes if another with no more use is as good."""
+def _undominated(points: list[FrontPoint], device: str | None = None) -> tuple[FrontPoint, ...]:
+    """From the largest to the least use, without points that another one with no more use equals."""
 
     def use(point: FrontPoint) -> int:
         return point.iteration_ns if device is None else point.memory_kib[device]
 
     kept: list[FrontPoint] = []
-    for point in sorted(found, key=lambda p: (use(p), p.objective)):
+    for point in sorted(points, key=lambda p: (use(p), p.objective)):
         if not kept or point.objective < kept[-1].objective:
             kept.append(point)
     return tuple(reversed(kept))

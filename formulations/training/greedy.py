@@ -1,4 +1,4 @@
-"""The default: precision by priced gains, with repair, fill and exchange, and a certificate of how good it is.
+"""The default method: precision by priced gains, with repair, fill and exchange, and a bound.
 
 Prices of latency and memory come from the Lagrangian dual. At these prices the gain of every operator and cast is
 known, so the plan takes what is worth its price, and the few choices near the prices are searched together: taking
@@ -17,7 +17,7 @@ from qsync_opt.registry import Kind, create
 from qsync_opt.training import Answer, Problem, SolveOptions
 
 _GAP = 1e-3
-"""The default stops here; `exact` goes on."""
+"""Relative gap at which the default stops."""
 EFFORT_PASSES = (
     Pass(60, 64, True),
     Pass(150, 64, True),
@@ -25,17 +25,17 @@ EFFORT_PASSES = (
     Pass(300, 512, True),
 )
 _TREE_PASSES = (Pass(60, 64), Pass(600, 256))
-"""In the larger trees of small problems many quick nodes bring more than few thorough ones."""
+"""In the larger trees of small problems many quick nodes gain more than few thorough ones."""
 _TREE_GAP = 5e-3
 _MAX_NODES = 12
 """Small problems have larger trees, see `certified`."""
 
 _SOLVER_PASS = Pass(150, 0, solver_nodes=100)
-"""What a solver that was asked for by name adds: the nodes nearest to a change, searched to a bounded depth."""
+"""The pass that a named solver adds: the nodes nearest to a change, with a bounded tree."""
 
 
 def greedy_effort(gap: float, solver: LinearSolver | None = None) -> Effort:
-    """How hard the default searches for a relative gap."""
+    """Effort of the default for a relative gap."""
     passes = EFFORT_PASSES if solver is None else (*EFFORT_PASSES, _SOLVER_PASS)
     return Effort(
         gap=gap or _GAP,
@@ -51,7 +51,7 @@ def greedy_effort(gap: float, solver: LinearSolver | None = None) -> Effort:
 class GreedyFormulation:
     """Priced allocation with a certificate; see the module.
 
-    It needs no solver. One that is asked for by name works on the choices nearest to a change where the other searches
+    It needs no solver. A named one works on the choices nearest to a change where the other searches
     have not reached the gap.
 
     Source: in the spirit of QSync's allocator (IPDPS 2024), which takes the largest sensitivity first whatever it

@@ -1,4 +1,4 @@
-"""Why is there no plan? Which limits clash on which device type, what could be met, and which operators force it."""
+"""Explanation of infeasibility: the limits that clash, the least values that could be met, the operators at fault."""
 
 from __future__ import annotations
 
@@ -9,17 +9,39 @@ import numpy as np
 from qsync_opt.formulations.assignment import QUICK_PASSES, BoundAndFix, Effort, Ints
 from qsync_opt.formulations.training.collapsed import Collapsed, collapse
 from qsync_opt.formulations.training.latency import least_latency, row_as_objective, with_objective
-from qsync_opt.training import NO_LIMIT_NS, Problem
+from qsync_opt.formulations.training.tables import peers_ns
+from qsync_opt.training import NO_LIMIT_NS, Problem, ProblemDevice
 
 _SHOWN = 3
 """Operators named as those that force a limit."""
-_PASSES, _NODES = QUICK_PASSES, 6
+_EFFORT = Effort(passes=QUICK_PASSES, max_nodes=6)
 """How hard each search for a least value tries: an explanation must not take longer than the answer."""
-_EFFORT = Effort(passes=_PASSES, max_nodes=_NODES)
+
+
+def prove_infeasible(problem: Problem, device: ProblemDevice, deadline: float) -> str | None:
+    """Prove that a device type has no plan within its limits, and say why.
+
+    Args:
+        problem: The problem.
+        device: One of its device types.
+        deadline: ``time.monotonic()`` value at which to stop.
+
+    Returns:
+        The explanation, or None if there is a plan or nothing was settled in time.
+
+    Source: ours.
+    """
+    if peers_ns(problem) > problem.latency_limit_ns:
+        return explain(problem, None, deadline)
+    collapsed = collapse(problem, device)
+    model = collapsed.model
+    no_objective = with_objective(model, np.zeros(len(model.objective_Z)), model.rows_RS, model.limits_R)
+    outcome = BoundAndFix(no_objective).solve(Effort(), deadline=deadline)
+    return explain(problem, collapsed, deadline) if outcome.proved_infeasible else None
 
 
 def explain(problem: Problem, collapsed: Collapsed | None, deadline: float) -> str:
-    """Say why a device type has no plan.
+    """Explain why a device type has no plan.
 
     Args:
         problem: The problem.
@@ -31,9 +53,8 @@ def explain(problem: Problem, collapsed: Collapsed | None, deadline: float) -> s
 
     Source: ours.
     """
-    limit_ns = problem.latency_limit_ns
-    if collapsed is None or collapsed.rows.floor_ns > limit_ns:
-        floor_ns = _floor(problem, collapsed)
+    limit_ns, floor_ns = problem.latency_limit_ns, peers_ns(problem)
+    if collapsed is None or floor_ns > limit_ns:
         return (
             f"the latency limit of {limit_ns} ns cannot be met by any plan: the devices of fixed precision, the "
             f"all-reduces and the optimizer alone take {floor_ns} ns, the least value that could be met"
@@ -48,7 +69,7 @@ def explain(problem: Problem, collapsed: Collapsed | None, deadline: float) -> s
         return (
             f"the memory limit of device {device.name!r}, {device.memory_limit_kib} KiB, cannot be met by any plan; "
             f"the least value that could be met is {_between(memory, least_kib, 'KiB')}"
-            + _forced(collapsed, labels, by_memory=True)
+            + _largest(collapsed, labels, by_memory=True)
         )
     text = (
         f"the latency limit of {limit_ns} ns cannot be met on device {device.name!r} within its memory limit of "
@@ -59,13 +80,7 @@ def explain(problem: Problem, collapsed: Collapsed | None, deadline: float) -> s
         text += f" (or keep it, and allow {_between(memory, least_kib, 'KiB')} of memory)"
     else:
         text += " (no amount of memory helps)"
-    return text + _forced(collapsed, fastest, by_memory=False)
-
-
-def _floor(problem: Problem, collapsed: Collapsed | None) -> int:
-    from qsync_opt.formulations.training.tables import graph_tables, latency_rows
-
-    return (collapsed.rows if collapsed else latency_rows(problem, graph_tables(problem), 0)).floor_ns
+    return text + _largest(collapsed, fastest, by_memory=False)
 
 
 def _between(low: float, high: float, unit: str) -> str:
@@ -75,20 +90,19 @@ def _between(low: float, high: float, unit: str) -> str:
     return f"at least {int(low)} {unit} (not settled further{best})"
 
 
-def _forced(collapsed: Collapsed, labels_N: Ints | None, *, by_memory: bool) -> str:
-    """Name the operators that take most of the limit even in the least plan."""
+def _largest(collapsed: Collapsed, labels_N: Ints | None, *, by_memory: bool) -> str:
+    """Name the operators that take most of a limit in the plan of its least value."""
     if labels_N is None:
         return ""
     precisions = collapsed.precisions(labels_N)
-    rows = np.arange(len(precisions))
-    tables = collapsed.tables
-    spent = tables.memory_OP if by_memory else tables.forward_OP + tables.backward_OP
-    own = spent[rows, precisions]
-    worst = np.argsort(-own, kind="stable")[:_SHOWN].tolist()
-    unit = "KiB" if by_memory else "ns"
+    tables, unit = collapsed.tables, "KiB" if by_memory else "ns"
+    amounts_OP = tables.memory_OP if by_memory else tables.forward_OP + tables.backward_OP
+    own = amounts_OP[np.arange(len(precisions)), precisions]
     formats = tuple(collapsed.problem.formats)
     names = ", ".join(
-        f"{collapsed.graph.names[i]!r} ({own[i]} {unit} at {formats[int(precisions[i])]})" for i in worst if own[i]
+        f"{collapsed.graph.names[i]!r} ({own[i]} {unit} at {formats[int(precisions[i])]})"
+        for i in np.argsort(-own, kind="stable")[:_SHOWN].tolist()
+        if own[i]
     )
     return f"; even there most is taken by {names}" if names else ""
 
@@ -96,16 +110,14 @@ def _forced(collapsed: Collapsed, labels_N: Ints | None, *, by_memory: bool) -> 
 def _least_memory(collapsed: Collapsed, limit_ns: int, deadline: float) -> tuple[float, float, Ints | None]:
     """Bounds of the least memory within a latency limit, and a plan; infinite if no plan keeps the limit."""
     problem, device = collapsed.problem, collapsed.device
-    loose = collapse(
+    model = collapse(
         problem, device, graph=collapsed.graph, tables=collapsed.tables, latency_limit_ns=limit_ns, memory_limit_kib=0
-    )
-    model = loose.model
-    # The memory row becomes the objective; its constant part is what was taken off the right-hand side.
+    ).model
+    # The memory row becomes the objective; its constant part was subtracted from the right-hand side.
     constant = -int(model.limits_R[-1])
-    cost = row_as_objective(model, -1)
-    outcome = BoundAndFix(with_objective(model, cost, model.rows_RS[:-1], model.limits_R[:-1])).solve(
-        Effort(passes=_PASSES, max_nodes=_NODES, offset=float(constant)), deadline=deadline
-    )
+    memory_model = with_objective(model, row_as_objective(model, -1), model.rows_RS[:-1], model.limits_R[:-1])
+    effort = Effort(passes=_EFFORT.passes, max_nodes=_EFFORT.max_nodes, offset=float(constant))
+    outcome = BoundAndFix(memory_model).solve(effort, deadline=deadline)
     if outcome.proved_infeasible:
         return math.inf, math.inf, None
     if outcome.labels_N is None:

@@ -1,8 +1,8 @@
-"""What is the least iteration time of one device type within its memory? Bound and fix, with time as the objective.
+"""Least iteration time of one device type within its memory: bound and fix with time as the objective.
 
 The iteration time is a maximum over latency rows, so one row at a time is minimised while all rows keep a common limit.
-Where the row minimised is the largest in the plan found, that plan is the fastest; where not, the limit is halved
-towards the bound. Every plan found moves the upper end, every bound and every proof of infeasibility the lower.
+Where the row minimised is the largest in the resulting plan, that plan is the fastest; where not, the limit is halved
+towards the bound. Every plan moves the upper end, every bound and every proof of infeasibility the lower.
 
 Axes: N nodes, Z table entries, R limit rows.
 """
@@ -28,6 +28,7 @@ from qsync_opt.formulations.assignment import (
 from qsync_opt.formulations.training.collapsed import Collapsed, collapse
 
 _STEPS = 80
+"""More than the bits of any time."""
 
 
 def with_objective(model: AssignmentModel, cost_Z: Floats, rows_RS: Whole, limits_R: Ints) -> AssignmentModel:
@@ -55,12 +56,12 @@ def least_latency(
     Args:
         collapsed: The device type; its latency limit is set aside.
         deadline: ``time.monotonic()`` value at which to stop.
-        effort: How hard to search at every step; its ``gap`` is the precision asked for.
+        effort: How hard to search at every step; its ``gap`` is the precision of the result.
         relaxation: What to bound ``collapsed.model`` with, if it is at hand.
 
     Returns:
-        A time in nanoseconds that no plan is below, the time of the best plan found, and that plan's labelling. Both
-        ends are infinite where no plan keeps the memory limit.
+        A time in nanoseconds that no plan is below, the time of the best plan, and that plan's labelling. Both times
+        are infinite where no plan keeps the memory limit.
 
     Source: ours.
     """

@@ -1,8 +1,7 @@
-"""QSync's own allocator: start from the fastest plan that fits, then give precision back where it matters most.
+"""QSync's own allocator: start from the fastest plan that fits, then raise precision where it matters most.
 
-QSync's recovery keeps one ladder of precisions per operator. A step that lowers sensitivity is taken, largest
-decrement first, if memory and latency still hold; else it is undone exactly. `qsync` is one pass, in which an operator
-whose step fails tries its next higher level.
+Recovery walks one ladder of precisions per operator: the step of the largest decrement of sensitivity comes first, and
+is undone exactly if it breaks a limit. `qsync` is one pass, in which an operator whose step fails tries its next level.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qsync_opt.formulations.training.ilp import Verdict, explain_infeasible, least_time
+from qsync_opt.formulations.training.ilp import least_time
+from qsync_opt.formulations.training.infeasible import prove_infeasible
 from qsync_opt.formulations.training.tables import peers_ns, segments
 from qsync_opt.model import Role
 from qsync_opt.registry import Kind, create, default_solver
@@ -83,14 +83,14 @@ class DeviceState:
     def _edge(self, producer: int, consumer: int) -> _Edge:
         device, elements = self.device, self.problem.operators[producer].output_elements
         costs = {}
-        for given in self._tables[producer]:
-            for wanted in self._tables[consumer]:
-                output, gradient = device.precisions[given].output, device.precisions[wanted].gradient_output
+        for source in self._tables[producer]:
+            for target in self._tables[consumer]:
+                output, gradient = device.precisions[source].output, device.precisions[target].gradient_output
                 # Pairs that cannot occur together may have no cast; a dependent operator never takes them.
-                backward_ns = self._cast_ns(gradient, device.precisions[given].gradient_input, elements)
-                forward_ns = self._cast_ns(output, wanted, elements)
-                buffer_kib = 0 if output == wanted else self._buffer_kib(wanted, elements)
-                costs[given, wanted] = (0, backward_ns, 0) if self._shared else (forward_ns, backward_ns, buffer_kib)
+                backward_ns = self._cast_ns(gradient, device.precisions[source].gradient_input, elements)
+                forward_ns = self._cast_ns(output, target, elements)
+                buffer_kib = 0 if output == target else self._buffer_kib(target, elements)
+                costs[source, target] = (0, backward_ns, 0) if self._shared else (forward_ns, backward_ns, buffer_kib)
         return _Edge(producer, consumer, costs)
 
     def _cast_ns(self, source: str, target: str, elements: int) -> int:
@@ -101,7 +101,7 @@ class DeviceState:
     def _buffer_kib(self, target: str, elements: int) -> int:
         return -(-elements * self.problem.formats[target] // BYTES_PER_KIB)
 
-    # -- contributions, added (sign 1) or taken away (sign -1) at the present precisions -------------------------
+    # -- contributions, added (sign 1) or subtracted (sign -1) at the current precisions -------------------------
 
     def _add_operator(self, position: int, sign: int) -> None:
         cost = self._tables[position][self.precisions[position]]
@@ -139,10 +139,8 @@ class DeviceState:
         for edge in edges:
             self._add_edge(edge, 1)
 
-    # -- what callers use ----------------------------------------------------------------------------------------
-
     def change(self, position: int, precision: str) -> list[Move]:
-        """Give an adjustable operator another precision and let dependent ones follow; return how to `undo` it."""
+        """Change the precision of an adjustable operator, and of the dependent ones; returns the moves for `undo`."""
         undo: list[Move] = [(position, self.precisions[position])]
         self._move(position, precision)
         waiting = [edge.consumer for edge in self._out_of[position]]
@@ -156,21 +154,21 @@ class DeviceState:
             delivered = max(
                 self.problem.rank(self._outputs[self.precisions[edge.producer]]) for edge in self._into[consumer]
             )
-            found = follow(self.problem, self._ladders[consumer], delivered)
-            if found != self.precisions[consumer]:
+            precision = follow(self.problem, self._ladders[consumer], delivered)
+            if precision != self.precisions[consumer]:
                 undo.append((consumer, self.precisions[consumer]))
-                self._move(consumer, found)
+                self._move(consumer, precision)
                 for edge in self._out_of[consumer]:
                     heapq.heappush(waiting, edge.consumer)
         return undo
 
     def undo(self, moves: Iterable[Move]) -> None:
-        """Take back a change."""
+        """Undo a change."""
         for position, precision in reversed(list(moves)):
             self._move(position, precision)
 
     def sensitivity_change(self, moves: Iterable[Move]) -> float:
-        """Sensitivity now, less what it was before ``moves`` (as `change` returned them) were made."""
+        """Change of sensitivity by moves, as `change` returned them."""
         return math.fsum(
             term
             for position, before in moves
@@ -187,7 +185,7 @@ class DeviceState:
 
     @property
     def iteration_ns(self) -> int:
-        """Iteration time that this device alone would allow (the peers' part is `peers_ns`)."""
+        """Iteration time that this device alone allows (the peers' part is `peers_ns`)."""
         elapsed, longest = 0, 0
         for time_ns, tail_ns in zip(self._times_ns, self._tail_ns, strict=True):
             elapsed += time_ns
@@ -208,9 +206,9 @@ class DeviceState:
 
 _LOGGER = logging.getLogger(__name__)
 _SWEEPS = 8
-"""Most passes over the operators in one descent; it nearly always settles in three."""
+"""Most passes over the operators in one descent; three are nearly always enough."""
 _PRICES = 10
-"""Prices of memory that the search for a start tries, each a factor of four above the last."""
+"""Number of memory prices in the search for a start, each a factor of four above the last."""
 
 
 def adjustable_positions(problem: Problem, device: ProblemDevice) -> list[int]:
@@ -223,7 +221,7 @@ def adjustable_positions(problem: Problem, device: ProblemDevice) -> list[int]:
 
 
 def _uniform_starts(problem: Problem, device: ProblemDevice) -> Iterator[dict[str, str]]:
-    """Each operator at the level of one format, as near as its table allows; and each at its own fastest."""
+    """Each operator at the level of one format, as nearly as its table allows; then each at its own fastest."""
     ladders = {operator.name: ladder(problem, device, operator.name) for operator in problem.adjustable}
     for level in range(len(problem.formats)):
         yield {
@@ -245,7 +243,7 @@ def _descend(state: DeviceState, positions: list[int], price_ns_per_kib: float |
         excess_kib = max(0, state.memory_kib - state.device.memory_limit_kib)
         if price_ns_per_kib is not None:
             return (state.iteration_ns + price_ns_per_kib * state.memory_kib, excess_kib)
-        # Where time is bound by communication the compute time still tells which way is faster.
+        # Where communication bounds the iteration time, the compute time still shows what is faster.
         return (excess_kib, state.iteration_ns, state.compute_ns, state.memory_kib)
 
     best = key()
@@ -256,9 +254,9 @@ def _descend(state: DeviceState, positions: list[int], price_ns_per_kib: float |
                 if precision == state.precisions[position]:
                     continue
                 moves = state.change(position, precision)
-                found = key()
-                if found < best:
-                    best, improved = found, True
+                value = key()
+                if value < best:
+                    best, improved = value, True
                 else:
                     state.undo(moves)
         if not improved or time.monotonic() > deadline:
@@ -266,10 +264,10 @@ def _descend(state: DeviceState, positions: list[int], price_ns_per_kib: float |
 
 
 def fast_start(problem: Problem, device: ProblemDevice, deadline: float) -> DeviceState:
-    """The fastest plan within memory that descent finds; it may break a limit where no better one was found.
+    """Find a fast plan within memory by descent; it may break a limit where none better was found.
 
     Args:
-        problem: The problem; its latency limit only tells when to search on.
+        problem: The problem; its latency limit only decides whether to search on.
         device: The device.
         deadline: When to stop improving, on `time.monotonic`'s clock.
 
@@ -305,11 +303,11 @@ def fast_start(problem: Problem, device: ProblemDevice, deadline: float) -> Devi
 
 
 def recover(state: DeviceState, *, passes: int | None, deadline: float) -> None:
-    """Give precision back to operators, largest decrement of sensitivity first, while the limits hold.
+    """Raise precisions, largest decrement of sensitivity first, while the limits hold.
 
     Args:
         state: A plan that keeps the limits; changed in place, to one that keeps them and is no more sensitive.
-        passes: How many passes over all operators at most; None for as long as they help.
+        passes: Most passes over all operators; None for as long as they help.
         deadline: When to stop, on `time.monotonic`'s clock.
 
     Source: QSync's precision recovery (IPDPS 2024). Ours: a level that does not lower sensitivity is skipped instead
@@ -341,21 +339,21 @@ def recover(state: DeviceState, *, passes: int | None, deadline: float) -> None:
 def _push(
     heap: list[tuple[float, int, int]], state: DeviceState, steps: tuple[str, ...], position: int, level: int
 ) -> None:
-    """Offer the next level above ``level`` that is less sensitive than the present one."""
+    """Push the next level above ``level`` that is less sensitive than the current one."""
     table = state.device.operators[state.problem.operators[position].name]
-    present = table[state.precisions[position]].sensitivity
+    current = table[state.precisions[position]].sensitivity
     for higher in range(level + 1, len(steps)):
-        decrement = present - table[steps[higher]].sensitivity
+        decrement = current - table[steps[higher]].sensitivity
         if decrement > 0:
             heapq.heappush(heap, (-decrement, position, higher))
             return
 
 
 def feasible_start(problem: Problem, device: ProblemDevice, solver: Any, deadline: float) -> DeviceState | None:
-    """A fast plan that keeps both limits, or None if none was found.
+    """Find a fast plan that keeps both limits; None if there is none, or none was found.
 
-    Descent alone is tried first; where it finds none, a solver (an instance, a name, or None for none) looks for the
-    fastest plan within memory, so that a plan is missed only where there is no solver or no time.
+    Where descent fails, a linear solver (an instance, a name, or None) finds the fastest plan within memory, so that a
+    plan is missed only without a solver or without time.
     """
     if peers_ns(problem) > problem.latency_limit_ns:
         return None
@@ -365,10 +363,10 @@ def feasible_start(problem: Problem, device: ProblemDevice, solver: Any, deadlin
     if solver is None:
         return None
     _LOGGER.info("device %s: descent found no plan within the limits; asking a solver for the fastest", device.name)
-    exact = least_time(problem, device, create(Kind.SOLVER, solver), deadline)
-    if exact.choices is None:
+    choices = least_time(problem, device, create(Kind.SOLVER, solver), deadline)
+    if choices is None:
         return None
-    state = DeviceState(problem, device, exact.choices)
+    state = DeviceState(problem, device, choices)
     return state if keeps_limits(state) else None
 
 
@@ -379,7 +377,7 @@ def keeps_limits(state: DeviceState) -> bool:
 
 
 class QsyncFormulation:
-    """The paper's allocator: one pass of recovery.
+    """The method ``qsync``: the paper's allocator with one pass of recovery.
 
     Source: QSync (IPDPS 2024), allocator.
     """
@@ -395,8 +393,7 @@ class QsyncFormulation:
         for device in problem.devices:
             state = feasible_start(problem, device, solver, deadline)
             if state is None:
-                verdict = explain_infeasible(problem, solver, deadline)
-                return self._no_plan(verdict, deadline, time.monotonic() - started)
+                return self._no_plan(prove_infeasible(problem, device, deadline), deadline, started)
             recover(state, passes=self.passes, deadline=deadline)
             devices[device.name] = state.choices()
         return Answer(
@@ -406,12 +403,12 @@ class QsyncFormulation:
         )
 
     @staticmethod
-    def _no_plan(verdict: Verdict | None, deadline: float, seconds: float) -> Answer:
-        if verdict is not None and verdict.proved:
+    def _no_plan(proof: str | None, deadline: float, started: float) -> Answer:
+        if proof is not None:
             termination = TerminationStatus.INFEASIBLE
         elif time.monotonic() > deadline:
             termination = TerminationStatus.TIME_LIMIT
         else:
             termination = TerminationStatus.ERROR
-        reason = "no plan was found in the time allowed" if verdict is None else verdict.reason
-        return Answer(termination=termination, solve_seconds=seconds, reason=reason)
+        reason = proof or "no plan within the limits was found, which proves nothing; allow more time or try 'exact'"
+        return Answer(termination=termination, solve_seconds=time.monotonic() - started, reason=reason)

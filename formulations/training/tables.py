@@ -1,4 +1,4 @@
-"""What does one device type of a problem look like as arrays? The only place that walks its operators' objects.
+"""One device type of a problem as arrays; the only module that walks its operators' objects.
 
 Axes: O operators in forward order, P precisions by rank (a precision's name is a number format), X operator edges,
 K rows of the latency limit.
@@ -6,7 +6,7 @@ K rows of the latency limit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,11 +17,11 @@ from qsync_opt.training import BYTES_PER_KIB, MI_ELEMENTS, Problem, ProblemDevic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """When gradient buckets close on one device.
+    """Work segments of backward on one device, cut where gradient buckets close.
 
     ``segment`` is, by operator in forward order, the number of closings before its backward has run; forward counts
-    into segment 0. ``tail_ns[s]`` is what must still follow closing s: the all-reduces from its first bucket on, and
-    the optimizer. The last segment ends with backward itself.
+    into segment 0. ``tail_ns[s]`` must still follow closing s: the all-reduces from its first bucket on, and the
+    optimizer. The last segment ends with backward itself.
     """
 
     segment: tuple[int, ...]
@@ -57,7 +57,7 @@ def segments(problem: Problem) -> Segments:
 
 
 def peers_ns(problem: Problem) -> int:
-    """Iteration time below which the fixed-precision peers and the all-reduces cannot go, in ns."""
+    """Iteration time in ns that the fixed-precision peers, the all-reduces and the optimizer take alone."""
     communication = problem.communication
     return max(
         (ready + sum(communication.allreduce_ns[k:]) for k, ready in enumerate(communication.peer_ready_ns)), default=0
@@ -66,7 +66,7 @@ def peers_ns(problem: Problem) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GraphTables:
-    """What all device types share: the operators and who reads whom."""
+    """What all device types share: the operators and their edges."""
 
     names: tuple[str, ...]
     dependent_O: tuple[bool, ...]
@@ -155,18 +155,18 @@ def device_tables(problem: Problem, device: ProblemDevice) -> DeviceTables:
 
 def cast_forward(tables: DeviceTables, elements: Ints, source: Ints, target: Ints) -> tuple[Ints, Ints]:
     """Forward cast time and buffer of edges whose ends run in the precisions ``source`` and ``target``."""
-    given = tables.output_P[source]
-    needed = given != target
-    time = tables.cast_base_PP[given, target] + tables.cast_slope_PP[given, target] * elements // MI_ELEMENTS
+    output = tables.output_P[source]
+    needed = output != target
+    time = tables.cast_base_PP[output, target] + tables.cast_slope_PP[output, target] * elements // MI_ELEMENTS
     buffer = -(-elements * tables.bytes_P[target] // BYTES_PER_KIB)
     return np.where(needed, time, 0), np.where(needed, buffer, 0)
 
 
 def cast_backward(tables: DeviceTables, elements: Ints, source: Ints, target: Ints) -> Ints:
     """Backward cast time of edges whose ends run in the precisions ``source`` and ``target``."""
-    given, wanted = tables.gradient_output_P[target], tables.gradient_input_P[source]
-    time = tables.cast_base_PP[given, wanted] + tables.cast_slope_PP[given, wanted] * elements // MI_ELEMENTS
-    return np.where(given != wanted, time, 0)
+    output, input_ = tables.gradient_output_P[target], tables.gradient_input_P[source]
+    time = tables.cast_base_PP[output, input_] + tables.cast_slope_PP[output, input_] * elements // MI_ELEMENTS
+    return np.where(output != input_, time, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -178,7 +178,7 @@ class LatencyRows:
         num_segments: Segments in all; the forward lies before segment 0 and counts in every row.
         segment_K: Last segment of each row, ascending.
         limit_K: Right-hand sides in nanoseconds.
-        floor_ns: What communication, peers and optimizer alone take.
+        floor_ns: Iteration time that communication, peers and optimizer take alone.
     """
 
     segment_O: Ints
@@ -197,11 +197,9 @@ def latency_rows(problem: Problem, graph: GraphTables, limit_ns: int) -> Latency
     Source: ours; the recursion of the two serial streams unrolled.
     """
     allreduce = np.array(problem.communication.allreduce_ns, dtype=np.int64)
-    peers = np.array(problem.communication.peer_ready_ns, dtype=np.int64)
     rest = np.cumsum(allreduce[::-1])[::-1]
-    floor_ns = int((rest + peers).max(initial=0)) + problem.optimizer_ns
     num_operators = len(graph.names)
-    closing: dict[int, int] = {0: limit_ns - problem.optimizer_ns}  # first operator whose backward it waits for
+    closing: dict[int, int] = {0: limit_ns - problem.optimizer_ns}  # by the first operator that the row waits for
     for bucket in range(len(allreduce)):
         members = np.flatnonzero(graph.bucket_O == bucket)
         if len(members):
@@ -213,7 +211,7 @@ def latency_rows(problem: Problem, graph: GraphTables, limit_ns: int) -> Latency
     limit_K = np.array([closing[point] for point in points.tolist()], dtype=np.int64)
     return LatencyRows(
         segment_O=segment_O, num_segments=len(points), segment_K=np.arange(len(points)), limit_K=limit_K,
-        floor_ns=floor_ns,
+        floor_ns=peers_ns(problem),
     )  # fmt: skip
 
 
@@ -245,7 +243,4 @@ def binding_rows(rows: LatencyRows, low_S: Ints, high_S: Ints) -> LatencyRows:
             final.append(row)
             least_below = int(below[row])
     order = np.array(final[::-1], dtype=np.int64)
-    return LatencyRows(
-        segment_O=rows.segment_O, num_segments=rows.num_segments, segment_K=rows.segment_K[order],
-        limit_K=rows.limit_K[order], floor_ns=rows.floor_ns,
-    )  # fmt: skip
+    return replace(rows, segment_K=rows.segment_K[order], limit_K=rows.limit_K[order])

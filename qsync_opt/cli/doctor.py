@@ -64,7 +64,7 @@ _PACKAGES: tuple[tuple[str, str, str, str], ...] = (
     ("torch", "torch", "torch", "pip install 'qsync-opt[torch]'; needed to capture, profile and apply"),
     ("torch", "onnxscript", "onnxscript", "pip install 'qsync-opt[torch]'; needed to capture a torch model"),
     ("onnxruntime", "onnxruntime", "onnxruntime", "pip install 'qsync-opt[onnxruntime]'"),
-    ("fast", "numba", "numba", "pip install 'qsync-opt[fast]'; the solvers are then quicker, with the same plans"),
+    ("solvers", "numba", "numba", "pip install 'qsync-opt[solvers]'; the same plans, much sooner on large problems"),
     ("figures", "matplotlib", "matplotlib", "pip install 'qsync-opt[figures]'; needed for qsync_opt.report.figures"),
     ("figures", "pandas", "pandas", "pip install 'qsync-opt[figures]'; needed for to_pandas"),
 )

@@ -26,9 +26,9 @@ def test_formulation_conforms(method):
 
 
 @pytest.mark.parametrize("make", INSTANCES, ids=lambda make: make.__name__)
-def test_textbook_conforms(make):
+def test_textbook_conforms(make, textbook):
     instance = make()
-    solution = solve(instance.problem, "textbook")
+    solution = solve(instance.problem, textbook.TextbookFormulation())
     # It knows that no plan exists, but not which limit is at fault.
     check_solution(Instance(problem=instance.problem, objective=instance.objective), solution, proves=True)
 

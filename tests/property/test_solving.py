@@ -45,11 +45,11 @@ def _same(first, second):
 
 @given(problem=problems)
 @settings(max_examples=EXAMPLES)
-def test_exhaustive_equals_every_exact_way(problem):
+def test_exhaustive_equals_every_exact_method(textbook, problem):
     known = _objective(problem, "exhaustive")
     assert _same(_objective(problem, "exact", solver="ortools"), known)
     assert _same(_objective(problem, "exact", solver="pulp"), known)
-    assert _same(_objective(problem, "textbook", solver="ortools"), known)
+    assert _same(_objective(problem, textbook.TextbookFormulation(), solver="ortools"), known)
 
 
 @given(problem=problems)

@@ -1,6 +1,6 @@
-"""The search of what bound and fix leaves open: a condensed problem, its frontier and its paths.
+"""Searches of the core, which bound and fix leaves undecided: condensed, by frontier, by paths, or by a linear solver.
 
-`CoreSearch` runs it; the search of the assignment model calls it.
+`CoreSearch` chooses among them for `BoundAndFix`.
 """
 
 from typing import TYPE_CHECKING

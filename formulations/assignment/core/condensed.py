@@ -1,9 +1,9 @@
-"""Fewer and larger decisions: small independent parts of a core become one node each, equal parts are counted.
+"""Condensed cores: small independent parts of a core become one node each, equal parts are counted.
 
 Parts of a core without an edge between them only share the limits. A part of few labellings is one decision between
 those that no other one beats in objective and all rows. Parts whose tables are equal, as the layers of a network of
-equal blocks, need not be told apart: what matters is how many of them take which labelling, so every such labelling
-becomes a node whose labels are numbers of copies, and one more row says how many copies there are.
+equal blocks, need no distinction: only the number of copies that take each labelling matters, so every such labelling
+becomes a node whose labels are numbers of copies, and one more row limits them to the copies there are.
 
 Axes: C core nodes, A labels of a node, K labellings of a part, R limit rows.
 
@@ -19,23 +19,49 @@ import numpy as np
 
 from qsync_opt.formulations.assignment.compiled import compiled
 from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreNode
-from qsync_opt.formulations.assignment.model import Bools, Floats, Ints, root
+from qsync_opt.formulations.assignment.model import Floats, Ints, root
 
 _MOST_LABELLINGS = 256
-"""Parts of more labellings stay as they are."""
+"""Parts of more labellings are not condensed."""
 _MERGED_LABELS = 9
-"""Independent nodes are taken together up to this many labels."""
+"""Independent nodes are merged up to this many labels."""
 _FEWEST_COPIES = 3
 _MOST_CLASSES = 24
 _MOST_COUNTS = 160
 """More copies than this are counted in two digits."""
 _SLACK = 1e-9
-"""Relative rounding granted before a labelling counts as too dear."""
+"""Relative rounding granted before a labelling counts as too expensive."""
+
+
+@dataclass(slots=True)
+class Condensed(Core):
+    """A core of condensed nodes; ``labels`` gives labellings of the whole model as before.
+
+    ``classes`` are the parts that are counted; ``mostly_equal`` is True if most could be.
+    """
+
+    original: Core = field(kw_only=True)
+    items: list[_Item] = field(kw_only=True)
+    classes: list[Ints] = field(kw_only=True)
+    mostly_equal: bool = field(kw_only=True, default=False)
+
+    def labels(self, choice_C: Ints) -> Ints:
+        """The labelling that the labels of the condensed nodes stand for."""
+        choice = np.zeros(len(self.original.nodes), dtype=np.int64)
+        used = [0] * len(self.classes)
+        for item, label in zip(self.items, choice_C.tolist(), strict=True):
+            if item.copies is None or item.counts_A is None:
+                choice[item.positions] = item.choice_AC[label]
+            else:
+                start = used[item.copies]
+                used[item.copies] = end = start + int(item.counts_A[label])
+                choice[self.classes[item.copies][start:end]] = item.choice_AC[0]
+        return self.original.labels(choice)
 
 
 @dataclass(slots=True)
 class _Item:
-    """A condensed node: its tables, and what each label means: choices of the core nodes at ``positions``.
+    """A condensed node: its tables, and for each label the choices of the core nodes at ``positions``.
 
     Where ``copies`` is set, label a stands for ``counts_A[a]`` further copies of a class that take one labelling.
     """
@@ -49,45 +75,19 @@ class _Item:
     counts_A: Ints | None = None
 
 
-@dataclass(slots=True)
-class Condensed(Core):
-    """A core of condensed nodes; ``labels`` gives labellings of the whole model as before.
-
-    ``classes`` are the parts that are counted, ``mostly_equal`` tells whether most could be.
-    """
-
-    original: Core = field(kw_only=True)
-    items: list[_Item] = field(kw_only=True)
-    classes: list[Ints] = field(kw_only=True)
-    mostly_equal: bool = field(kw_only=True, default=False)
-
-    def labels(self, choice_C: Ints) -> Ints:
-        """The labelling that the labels of the condensed nodes stand for."""
-        choice = np.zeros(len(self.original.nodes), dtype=np.int64)
-        taken = [0] * len(self.classes)
-        for item, label in zip(self.items, choice_C.tolist(), strict=True):
-            if item.copies is None or item.counts_A is None:
-                choice[item.positions] = item.choice_AC[label]
-            else:
-                start = taken[item.copies]
-                taken[item.copies] = end = start + int(item.counts_A[label])
-                choice[self.classes[item.copies][start:end]] = item.choice_AC[0]
-        return self.original.labels(choice)
-
-
 def condense(core: Core, upper: float, *, merge: bool, count: bool = True, product: bool = True) -> Core:
     """The same core with fewer nodes.
 
     Args:
         core: The core; its base must be the priced minimum, so that no part's deviation lowers the priced cost.
         upper: Labellings that are not below this need not be kept.
-        merge: Also take small parts together; otherwise only equal parts are counted.
+        merge: Also condense small parts; otherwise only equal parts are counted.
         count: Count equal parts.
-        product: With ``merge``, also take independent nodes together.
+        product: With ``merge``, also merge independent nodes.
 
     Returns:
-        A core in which every labelling below ``upper`` that some optimum needs is left; ``core`` itself if there is
-        nothing to gain.
+        A core that keeps an optimal labelling below ``upper`` if there is one; ``core`` itself if there is nothing
+        to gain.
     """
     room = upper - core.priced
     parts = _parts(core)
@@ -129,7 +129,7 @@ def condense(core: Core, upper: float, *, merge: bool, count: bool = True, produ
 def _build(
     core: Core, parts: list[tuple[list[int], list[CoreEdge]]], kept: list[int], items: list[_Item], classes: list[Ints]
 ) -> Condensed:
-    """Put kept nodes and items together; one more row for each class."""
+    """Join the nodes that stay and the items; one more row for each class."""
     place: dict[int, int] = {}
     single: list[_Item] = []
     edges = []
@@ -173,12 +173,12 @@ def _parts(core: Core) -> list[tuple[list[int], list[CoreEdge]]]:
     parent = list(range(len(core.nodes)))
     for edge in core.edges:
         parent[root(parent, edge.first)] = root(parent, edge.second)
-    found: dict[int, tuple[list[int], list[CoreEdge]]] = {}
+    parts: dict[int, tuple[list[int], list[CoreEdge]]] = {}
     for c in range(len(parent)):
-        found.setdefault(root(parent, c), ([], []))[0].append(c)
+        parts.setdefault(root(parent, c), ([], []))[0].append(c)
     for edge in core.edges:
-        found[root(parent, edge.first)][1].append(edge)
-    return list(found.values())
+        parts[root(parent, edge.first)][1].append(edge)
+    return list(parts.values())
 
 
 def _labellings(core: Core, nodes: list[int]) -> int:
@@ -205,12 +205,12 @@ def _signature(core: Core, nodes: list[int], edges: list[CoreEdge]) -> tuple[obj
 
 
 def _enumerate(core: Core, nodes: list[int], edges: list[CoreEdge], room: float) -> _Item:
-    """All labellings of a part that may be worth taking, the base's first."""
+    """All labellings of a part that an optimum may need, the base's first."""
     positions = np.array(nodes, dtype=np.int64)
     first = core.nodes[nodes[0]]
     objective_K, rows_KR, priced_K = first.objective_A, first.rows_AR, first.priced_A
     if len(nodes) == 1:
-        kept = _worth(objective_K, np.ascontiguousarray(rows_KR), priced_K, room)
+        kept = _undominated(objective_K, np.ascontiguousarray(rows_KR), priced_K, room)
         return _Item(positions, kept[:, None], objective_K[kept], rows_KR[kept], priced_K[kept])
     sizes = [len(core.nodes[c].labels_A) for c in nodes]
     choice_KC = np.indices(sizes).reshape(len(sizes), -1).T
@@ -227,59 +227,12 @@ def _enumerate(core: Core, nodes: list[int], edges: list[CoreEdge], room: float)
         objective_K = objective_K + edge.objective_AB[a, b]
         rows_KR = rows_KR + edge.rows_ABR[a, b]
         priced_K = priced_K + edge.priced_AB[a, b]
-    kept = _worth(objective_K, rows_KR, priced_K, room)
+    kept = _undominated(objective_K, rows_KR, priced_K, room)
     return _Item(positions, choice_KC[kept], objective_K[kept], rows_KR[kept], priced_K[kept])
 
 
-def _worth_plain(objective_K: Floats, rows_KR: Ints, priced_K: Floats, room: float) -> Ints:
-    alive = np.isfinite(objective_K) & (priced_K < room + _SLACK * abs(room))
-    alive[0] = True
-    kept = np.flatnonzero(alive)
-    if len(kept) < 2:
-        return kept
-    objective_K, rows_KR = objective_K[kept], rows_KR[kept]
-    better: Bools = np.array(objective_K[:, None] <= objective_K[None])
-    for row_K in rows_KR.T:
-        better &= row_K[:, None] <= row_K[None]
-    # Of two equal ones the first stays.
-    better &= ~better.T | np.tri(len(kept), k=-1, dtype=np.bool_).T
-    np.fill_diagonal(better, val=False)
-    stays = ~better.any(axis=0) | (np.arange(len(kept)) == 0)
-    result: Ints = kept[stays]
-    return result
-
-
-@compiled("int64[::1](float64[::1],int64[:,::1],float64[::1],float64)", plain=_worth_plain)
-def _worth(objective_K: Floats, rows_KR: Ints, priced_K: Floats, room: float) -> Ints:
-    """Labellings to keep: the first (the base), and those that are not too dear and that no other one beats."""
-    count = 0
-    alive, stays = np.empty(len(objective_K), dtype=np.int64), np.empty(len(objective_K), dtype=np.int64)
-    for k in range(len(objective_K)):
-        if k == 0 or (np.isfinite(objective_K[k]) and priced_K[k] < room + _SLACK * abs(room)):
-            alive[count] = k
-            count += 1
-    kept = 0
-    for i in range(count):
-        k, beaten = alive[i], False
-        for j in range(count):
-            other = alive[j]
-            if i == j or beaten or not objective_K[other] <= objective_K[k]:
-                continue
-            no_worse, equal = True, objective_K[k] <= objective_K[other]
-            for r in range(rows_KR.shape[1]):
-                if rows_KR[other, r] > rows_KR[k, r]:
-                    no_worse = False
-                    break
-                equal = equal and rows_KR[other, r] == rows_KR[k, r]
-            beaten = no_worse and (j < i or not equal)  # of two equal ones the first stays
-        if i == 0 or not beaten:
-            stays[kept] = k
-            kept += 1
-    return stays[:kept].copy()
-
-
 def _merge(items: list[_Item], room: float, most: int) -> list[_Item]:
-    """Take independent items of few labels together, neighbours by how dear their moves are."""
+    """Merge independent items of few labels, in order of how expensive their moves are."""
     order = sorted(range(len(items)), key=lambda i: (-float(np.ptp(items[i].objective_A)), int(items[i].positions[0])))
     merged: list[_Item] = []
     for number in order:
@@ -308,7 +261,7 @@ def _product(one: _Item, two: _Item, room: float) -> _Item:
 
 
 def _counts(item: _Item, copies: int, number: int, room: float) -> list[_Item]:
-    """One item for each labelling of a class after the base: how many copies take it."""
+    """One item for each labelling of a class after the base: the number of copies that take it."""
     result = []
     for k in range(1, len(item.objective_A)):
         price = max(float(item.priced_A[k]), 0.0)
@@ -331,3 +284,32 @@ def _counts(item: _Item, copies: int, number: int, room: float) -> list[_Item]:
             for counts in digits
         ]
     return result
+
+
+@compiled("int64[::1](float64[::1],int64[:,::1],float64[::1],float64)")
+def _undominated(objective_K: Floats, rows_KR: Ints, priced_K: Floats, room: float) -> Ints:
+    """Labellings to keep: the first (the base), and the undominated ones that are not too expensive."""
+    count = 0
+    alive, stays = np.empty(len(objective_K), dtype=np.int64), np.empty(len(objective_K), dtype=np.int64)
+    for k in range(len(objective_K)):
+        if k == 0 or (np.isfinite(objective_K[k]) and priced_K[k] < room + _SLACK * abs(room)):
+            alive[count] = k
+            count += 1
+    kept = 0
+    for i in range(count):
+        k, beaten = alive[i], False
+        for j in range(count):
+            other = alive[j]
+            if i == j or beaten or not objective_K[other] <= objective_K[k]:
+                continue
+            no_worse, equal = True, objective_K[k] <= objective_K[other]
+            for r in range(rows_KR.shape[1]):
+                if rows_KR[other, r] > rows_KR[k, r]:
+                    no_worse = False
+                    break
+                equal = equal and rows_KR[other, r] == rows_KR[k, r]
+            beaten = no_worse and (j < i or not equal)  # of two equal ones the first stays
+        if i == 0 or not beaten:
+            stays[kept] = k
+            kept += 1
+    return stays[:kept].copy()

@@ -1,8 +1,8 @@
-"""What is still undecided around a priced minimum, and what does each deviation from it cost? All tables of the core.
+"""The core: the undecided part of a model around a priced minimum, with the cost of each deviation from it.
 
-Given prices, their priced minimum (the base labelling) and the entries that may still be chosen, the core are the nodes
-with more than one label left. Everything is measured as a difference to the base: per node and label, and per pair of
-core nodes where the two deviations do not simply add up.
+Given prices, their priced minimum (the base labelling) and the entries that may still be chosen, the core is the set of
+nodes with more than one label left. Everything is measured as a difference to the base: per node and label, and per
+pair of core nodes where the two deviations do not simply add up.
 
 Axes: C core nodes, A and B their labels left (the base first), R limit rows.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from qsync_opt.formulations.assignment.model import AssignmentModel, Bools, Floats, Ints
 
 _FEW_ROWS = 16
-"""With more rows, those that cannot bind are sought before any table of rows is made."""
+"""With more rows, those that cannot bind are dropped before any table of rows is formed."""
 _MAX_PAIRED_ROWS = 200
 
 
@@ -66,8 +66,20 @@ class Core:
         return labels_N
 
 
+@dataclass(slots=True)
+class CoreResult:
+    """The best labelling found, if any beats the incumbent, and a bound.
+
+    No labelling of the core within the limits is below ``bound``, except where it is not below the incumbent.
+    """
+
+    labels_N: Ints | None
+    objective: float
+    bound: float
+
+
 def extract(model: AssignmentModel, base_N: Ints, allowed_Z: Bools, prices_R: Floats) -> Core:
-    """Tables of the core.
+    """Extract the core.
 
     Args:
         model: The problem.
@@ -117,7 +129,7 @@ def extract(model: AssignmentModel, base_N: Ints, allowed_Z: Bools, prices_R: Fl
     node_tables = objective_Z[: len(node_entry)], rows_ZR[: len(node_entry)], priced_Z[: len(node_entry)]
     edge_tables = objective_Z[len(node_entry) :], rows_ZR[len(node_entry) :], priced_Z[len(node_entry) :]
     pairs = _Pairs(position_N[first], position_N[second], count_N[first], count_N[second], is_left_XAB)
-    edges = pairs.give(node_tables, edge_tables, np.cumsum(sizes[: len(core_N)]), forbidden_Z[len(node_entry) :])
+    edges = pairs.split(node_tables, edge_tables, np.cumsum(sizes[: len(core_N)]), forbidden_Z[len(node_entry) :])
     nodes = [
         CoreNode(node, labels_NA[node, : end - start], node_tables[0][start:end], node_tables[1][start:end],
                  node_tables[2][start:end])
@@ -160,20 +172,20 @@ class _Pairs:
     size_b_X: Ints
     is_left_XAB: Bools
 
-    def give(
+    def split(
         self,
         node_tables: tuple[Floats, Ints, Floats],
         edge_tables: tuple[Floats, Ints, Floats],
         node_ends: Ints,
         forbidden_Z: Bools,
     ) -> list[CoreEdge]:
-        """Give nodes the parts of the edges' tables that depend on one side; what is left, if anything, is an edge.
+        """Move the parts of the edges' tables that depend on one side to the nodes; the rest, if any, are the edges.
 
         Args:
             node_tables: Objective, rows and priced cost of the nodes' labels; they grow.
             edge_tables: The same of the edges.
             node_ends: Where each node's labels end.
-            forbidden_Z: Pairs that may not be chosen. Their own numbers mean nothing.
+            forbidden_Z: Pairs that may not be chosen; their amounts have no meaning.
         """
         if not len(self.first_X):
             return []
@@ -202,13 +214,13 @@ class _Pairs:
         objective_K = objective_Z[kept] - objective_Z[by_a] - objective_Z[by_b]
         rows_KR = rows_ZR[kept] - rows_ZR[by_a] - rows_ZR[by_b]
         priced_K = priced_Z[kept] - priced_Z[by_a] - priced_Z[by_b]
-        tells = forbidden_Z | (objective_K != 0) | rows_KR.any(axis=1)
+        matters = forbidden_Z | (objective_K != 0) | rows_KR.any(axis=1)
         objective_K[forbidden_Z] = np.inf
         priced_K[forbidden_Z] = np.inf
         inner_X = np.flatnonzero((self.first_X >= 0) & (self.second_X >= 0))
         edges = []
         for number, start, end in _spans(inner_X, sizes[inner_X]):
-            if tells[start:end].any():
+            if matters[start:end].any():
                 shape = int(self.size_a_X[number]), int(self.size_b_X[number])
                 edges.append(
                     CoreEdge(
@@ -259,7 +271,7 @@ def _rows_left(model: AssignmentModel, base_N: Ints, allowed_Z: Bools, excess_R:
 
 
 def _drop_rows(core: Core) -> None:
-    """Leave out rows that no labelling of the core can break, or that another row implies."""
+    """Drop rows that no labelling of the core can break, or that another row implies."""
     excess = core.excess_R
     blocks = [node.rows_AR for node in core.nodes]
     blocks += [edge.rows_ABR.reshape(-1, len(excess)) for edge in core.edges]
@@ -286,7 +298,7 @@ def _drop_rows(core: Core) -> None:
 def nearest(
     allowed_Z: Bools, least_Z: Floats, exists_NA: Bools, entry_NA: Ints, most_nodes: int | None
 ) -> tuple[Bools, float]:
-    """Leave a choice only to the nodes whose second label is least dear; what goes costs the float or more.
+    """Keep a choice only at the nodes whose second label is cheapest; everything else costs at least the float.
 
     Args:
         allowed_Z: Entries that are left.
@@ -295,14 +307,14 @@ def nearest(
         entry_NA: Entry of each label.
         most_nodes: How many nodes keep a choice; None: all of them.
     """
-    tried_Z = allowed_Z.copy()
+    kept_Z = allowed_Z.copy()
     if most_nodes is None or len(exists_NA) <= most_nodes:
-        return tried_Z, np.inf
+        return kept_Z, np.inf
     least_NA = np.where(exists_NA & allowed_Z[entry_NA], least_Z[entry_NA], np.inf)
     second_N = np.partition(least_NA, 1, axis=1)[:, 1]
     order = np.argsort(second_N, kind="stable")
     ceiling = float(second_N[order[most_nodes]])
     out_NA = exists_NA & (least_NA > ceiling)
     out_NA[order[most_nodes:]] = exists_NA[order[most_nodes:]]
-    tried_Z[entry_NA[out_NA]] = False
-    return tried_Z, ceiling
+    kept_Z[entry_NA[out_NA]] = False
+    return kept_Z, ceiling

@@ -1,4 +1,4 @@
-"""How is what a node of the search tree leaves undecided searched? Fixed by min-marginals, cut to a core, closed.
+"""Search of what a node of the tree leaves undecided: fix by min-marginals, cut to a core, close it.
 
 Axes: N nodes, Z table entries, R limit rows.
 
@@ -26,97 +26,16 @@ from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
 from qsync_opt.formulations.linear import LinearSolver
 
 _STATES, _NARROW = 6000, 64
-"""States of a whole core search that pay at this width, and in proportion: short cores are searched more widely."""
+"""States of a whole search at this width, and in proportion: short cores are searched more widely."""
 _MOST_EXTENDED = 1_000_000
-"""A short core is not searched so widely that a step makes more states than this, which are kept in memory."""
+"""Most states that a step of a widened search forms in memory."""
 _EASY_NODES, _EASY_MERGED, _EASY_WIDTH = 40, 16, 8192
 """Cores of one row, or so few nodes before or after merging, are closed by a search of this width before a solver."""
-
-
-def search_width(asked: int, core: Core, merged: Core, *, whole: bool) -> int:
-    """Most states that a search of a core keeps at a step; 0: it is left to a solver.
-
-    Args:
-        asked: What the pass asks for; 0 where it asks for a solver.
-        core: What is open.
-        merged: The same, condensed as it is searched.
-        whole: Nothing that is open was left out of it.
-    """
-    if not asked:
-        few = len(core.nodes) <= _EASY_NODES or (whole and len(merged.nodes) <= _EASY_MERGED)
-        return _EASY_WIDTH if len(core.excess_R) <= 1 or few else 0
-    labels = max((len(node.labels_A) for node in merged.nodes), default=1)
-    return max(asked, min(_STATES * asked // _NARROW // max(len(merged.nodes), 1), _MOST_EXTENDED // labels))
-
-
 _LEAST_S = 0.01
-"""A solver gets this much time even where none is left."""
-
-
-@dataclass(frozen=True, slots=True)
-class Aims:
-    """What the search that has a core asks for.
-
-    Attributes:
-        target: Value that a labelling must stay below, for a relative gap.
-        offer: Takes labellings found.
-        enough: Relative gap that is good enough.
-        tolerance: How far from the best a search may stop.
-        too_dear: Priced cost from which on a part of a core cannot belong to a better labelling.
-        solver: Solver of linear programs, if there is one.
-        deadline: ``time.monotonic()`` value at which to stop.
-    """
-
-    target: Callable[[float], float]
-    offer: Callable[[Ints], None]
-    enough: float
-    tolerance: Callable[[], float]
-    too_dear: float
-    solver: LinearSolver | None
-    deadline: float
-
-
-def walk_core(aims: Aims, core: Core, walks: tuple[int, ...], *, whole: bool, known: float = -np.inf) -> float:
-    """Search a core, of which a lower bound may be known, along paths bounded by levels; returns its bound."""
-    parts = condense(core, aims.too_dear, merge=True, count=False, product=False)
-    if isinstance(parts, Condensed) and parts.mostly_equal:  # counting says more about them than walking
-        if not whole:
-            return -np.inf
-        small = condense(core, aims.too_dear, merge=True)
-        width = search_width(0, core, small, whole=whole)
-        if width:
-            result = search(small, aims.target(0.0), width, spread=True, deadline=aims.deadline)
-            if result.labels_N is not None:
-                aims.offer(result.labels_N)
-            if result.bound >= aims.target(aims.enough) or aims.solver is not None:
-                return result.bound
-    walked = walk(parts, aims.target(0.0), walks, tolerance=aims.tolerance(), known=known, deadline=aims.deadline)
-    if walked is None:
-        return -np.inf
-    if walked.labels_N is not None:
-        aims.offer(walked.labels_N)
-    return walked.bound
-
-
-def close_core(aims: Aims, core: Core, most_nodes: int | None) -> float:
-    """Hand a core to the solver, with a tree of at most so many nodes; returns its bound."""
-    left_s = max(aims.deadline - time.monotonic(), _LEAST_S)
-    result = close(
-        condense(core, aims.too_dear, merge=False),
-        aims.target(0.0),
-        cast("LinearSolver", aims.solver),
-        left_s if left_s < np.inf else None,
-        tolerance=aims.tolerance(),
-        most_nodes=most_nodes,
-    )
-    if result.labels_N is not None:
-        aims.offer(result.labels_N)
-    return result.bound
-
-
+"""Least time of a solver, even past the deadline."""
 _NEAR_WALKS = (300, 1000, 4000)
 _MOST_NEAR = 1000
-"""With more undecided nodes than this the search near the bound is left out."""
+"""With more undecided nodes the search near the bound is skipped."""
 
 
 class CoreSearch:
@@ -129,10 +48,10 @@ class CoreSearch:
     """
 
     def __init__(self, incumbent: Incumbent) -> None:
-        """Start with the least to do.
+        """Start without a deadline.
 
         Args:
-            incumbent: What is to be beaten; labellings found are offered to it.
+            incumbent: The incumbent; better labellings are offered to it.
         """
         self._incumbent, self._relaxation = incumbent, incumbent.relaxation
         self._model = model = incumbent.model
@@ -141,11 +60,11 @@ class CoreSearch:
         num_labels = max(2, int(model.sizes_N.max(initial=1)))
         self._exists_NA = np.arange(num_labels)[None, :] < model.sizes_N[:, None]
         self._entry_NA = np.where(self._exists_NA, model.offset_N[:, None] + np.arange(num_labels), 0)
-        # What the last bounded search was given, how wide it was, and the bound it found.
+        # The input of the last bounded search, whether it spread its states, its width, and its bound.
         self._searched: tuple[tuple[bytes, bytes, float] | None, bool, int, float] = (None, False, 0, -np.inf)
 
     def near(self, allowed_Z: Bools, dual: DualResult, most: float, known: float) -> tuple[float, Bools]:
-        """Search all that may be below a value; as `search`.
+        """Search all labellings that may be below a value; returns as `search`.
 
         Args:
             allowed_Z: Entries that are left.
@@ -165,7 +84,7 @@ class CoreSearch:
         core = extract(self._model, base_N, near_Z, dual.prices_R)
         aims = self._aims()
         aims = replace(
-            aims, target=lambda gap: min(self._incumbent.target(gap), most), too_dear=min(aims.too_dear, most)
+            aims, target=lambda gap: min(self._incumbent.target(gap), most), too_expensive=min(aims.too_expensive, most)
         )
         return min(walk_core(aims, core, _NEAR_WALKS, whole=True, known=known), most), allowed_Z
 
@@ -179,7 +98,7 @@ class CoreSearch:
         return value, least_Z - float(dual.prices_R @ self._model.limits_R), base_N
 
     def search(self, allowed_Z: Bools, dual: DualResult, effort_pass: Pass) -> tuple[float, Bools]:
-        """Fix by min-marginals, search the rest; returns a bound and the entries left."""
+        """Fix by min-marginals and search the rest; returns a bound and the entries left."""
         value, least_Z, base_N = self._through(allowed_Z, dual)
         if value == np.inf:
             return np.inf, allowed_Z
@@ -188,19 +107,19 @@ class CoreSearch:
         most = effort_pass.nodes
         if most is not None and effort_pass.needs_solver and self.undecided(allowed_Z) <= effort_pass.whole * most:
             most = None
-        tried_Z, ceiling = nearest(allowed_Z, least_Z, self._exists_NA, self._entry_NA, most)
-        tried_Z[self._model.chosen(base_N)] = True
-        key = (tried_Z.tobytes(), dual.prices_R.tobytes(), self._incumbent.upper)
+        kept_Z, ceiling = nearest(allowed_Z, least_Z, self._exists_NA, self._entry_NA, most)
+        kept_Z[self._model.chosen(base_N)] = True
+        key = (kept_Z.tobytes(), dual.prices_R.tobytes(), self._incumbent.upper)
         if (
             effort_pass.width
             and self._searched[:2] == (key, effort_pass.spread)
             and effort_pass.width <= self._searched[2]
         ):
             return min(self._searched[3], ceiling), allowed_Z
-        core = extract(self._model, base_N, tried_Z, dual.prices_R)
+        core = extract(self._model, base_N, kept_Z, dual.prices_R)
         if effort_pass.walks:
             return min(walk_core(self._aims(), core, effort_pass.walks, whole=ceiling == np.inf), ceiling), allowed_Z
-        small = condense(core, self._too_dear(), merge=True)
+        small = condense(core, self._too_expensive(), merge=True)
         bound = -np.inf
         width = search_width(effort_pass.width, core, small, whole=ceiling == np.inf)
         if width:
@@ -225,20 +144,97 @@ class CoreSearch:
             self._incumbent.offer,
             effort.enough,
             self._tolerance,
-            self._too_dear(),
+            self._too_expensive(),
             effort.solver,
             self.deadline,
         )
 
     def _tolerance(self) -> float:
-        """How far from the best a search may stop that is not asked for more."""
+        """Distance to the optimum at which a search may stop."""
         return self.effort.enough / 2 * abs(self._incumbent.upper + self.effort.offset) if self._incumbent.best else 0.0
 
-    def _too_dear(self) -> float:
-        """Priced cost from which on a part of a core cannot belong to a better labelling."""
-        # Where nodes are split into copies the base is no priced minimum, and then no part is too dear by itself.
+    def _too_expensive(self) -> float:
+        """Priced cost at which a part of a core cannot belong to a better labelling."""
+        # Where nodes are split into copies the base is no priced minimum, and then no part is too expensive by itself.
         return self._incumbent.target(0.0) if self._relaxation.entry_Y is None else np.inf
 
     def undecided(self, allowed_Z: Bools) -> int:
-        """How many nodes have more than one label left."""
+        """Number of nodes with more than one label left."""
         return int(((self._exists_NA & allowed_Z[self._entry_NA]).sum(axis=1) > 1).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Aims:
+    """Aims of the search of a core.
+
+    Attributes:
+        target: Value that a labelling must stay below, for a relative gap.
+        offer: Called with labellings.
+        enough: Relative gap that is good enough.
+        tolerance: Distance to the optimum at which a search may stop.
+        too_expensive: Priced cost at which a part of a core cannot belong to a better labelling.
+        solver: Linear solver, if there is one.
+        deadline: ``time.monotonic()`` value at which to stop.
+    """
+
+    target: Callable[[float], float]
+    offer: Callable[[Ints], None]
+    enough: float
+    tolerance: Callable[[], float]
+    too_expensive: float
+    solver: LinearSolver | None
+    deadline: float
+
+
+def walk_core(aims: Aims, core: Core, walks: tuple[int, ...], *, whole: bool, known: float = -np.inf) -> float:
+    """Search a core along paths bounded by levels; returns its bound. ``known`` is a lower bound."""
+    parts = condense(core, aims.too_expensive, merge=True, count=False, product=False)
+    if isinstance(parts, Condensed) and parts.mostly_equal:  # counting bounds them better than paths do
+        if not whole:
+            return -np.inf
+        small = condense(core, aims.too_expensive, merge=True)
+        width = search_width(0, core, small, whole=whole)
+        if width:
+            result = search(small, aims.target(0.0), width, spread=True, deadline=aims.deadline)
+            if result.labels_N is not None:
+                aims.offer(result.labels_N)
+            if result.bound >= aims.target(aims.enough) or aims.solver is not None:
+                return result.bound
+    walked = walk(parts, aims.target(0.0), walks, tolerance=aims.tolerance(), known=known, deadline=aims.deadline)
+    if walked is None:
+        return -np.inf
+    if walked.labels_N is not None:
+        aims.offer(walked.labels_N)
+    return walked.bound
+
+
+def close_core(aims: Aims, core: Core, most_nodes: int | None) -> float:
+    """Solve a core by the linear solver, with at most ``most_nodes`` nodes in its tree; returns its bound."""
+    left_s = max(aims.deadline - time.monotonic(), _LEAST_S)
+    result = close(
+        condense(core, aims.too_expensive, merge=False),
+        aims.target(0.0),
+        cast("LinearSolver", aims.solver),
+        left_s if left_s < np.inf else None,
+        tolerance=aims.tolerance(),
+        most_nodes=most_nodes,
+    )
+    if result.labels_N is not None:
+        aims.offer(result.labels_N)
+    return result.bound
+
+
+def search_width(width: int, core: Core, merged: Core, *, whole: bool) -> int:
+    """Most states that a search of a core keeps at a step; 0: it is left to a solver.
+
+    Args:
+        width: That of the pass; 0 for a solver.
+        core: The core.
+        merged: The same, condensed as it is searched.
+        whole: The core holds all that is undecided.
+    """
+    if not width:
+        few = len(core.nodes) <= _EASY_NODES or (whole and len(merged.nodes) <= _EASY_MERGED)
+        return _EASY_WIDTH if len(core.excess_R) <= 1 or few else 0
+    labels = max((len(node.labels_A) for node in merged.nodes), default=1)
+    return max(width, min(_STATES * width // _NARROW // max(len(merged.nodes), 1), _MOST_EXTENDED // labels))

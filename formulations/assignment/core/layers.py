@@ -1,9 +1,9 @@
 """The core as paths through layers: one step per core node, one arc per label, one point per labels of open nodes.
 
-A labelling of the core is a path from the first point to the last; an arc adds to the objective and to the rows. What
-a search knows of a partial labelling is the point that it has reached and what it has used up.
+A labelling of the core is a path from the first point to the last; an arc adds to the objective and to the rows. A
+search represents a partial labelling by the point that it has reached and the amounts so far.
 
-Axes: T steps, S points (all steps'; the last one is the end), K arcs (in order of their steps), R limit rows.
+Axes: T steps, S points (of all steps; the last one is the end), K arcs (in order of their steps), R limit rows.
 """
 
 import math
@@ -47,12 +47,12 @@ class Layers:
 
     @property
     def num_steps(self) -> int:
-        """How many steps there are."""
+        """Number of steps."""
         return len(self.node_T)
 
     @property
     def num_points(self) -> int:
-        """How many points there are."""
+        """Number of points."""
         return int(self.point_T1[-1]) + 1
 
     @property
@@ -71,7 +71,7 @@ class Layers:
         )  # fmt: skip
 
     def without_forced(self) -> tuple["Layers", float, Ints]:
-        """The same layers without steps of one point and one arc; what those add to the objective, and their arcs.
+        """The same layers without steps of one point and one arc; also what those add to the objective, and their arcs.
 
         Their rows are added to ``excess_R``.
         """
@@ -88,7 +88,7 @@ class Layers:
         shift_S = np.append(np.repeat(shift_T, points_T), int(points_T[forced_T].sum()))
         kept_K = ~forced_K
         source_K = self.source_K[kept_K] - shift_S[self.source_K[kept_K]]
-        # What an arc reaches begins the next step that is left.
+        # The target of an arc is the start of the next step that is left.
         target_K = self.target_K[kept_K] - shift_S[self.target_K[kept_K]]
         other = Layers(
             node_T=self.node_T[left], first_T1=np.concatenate([[0], np.cumsum(counts_T[left])]).astype(np.int64),

@@ -1,8 +1,8 @@
-"""Which path through the layers is best within the limits? Label setting with tables of levels as completion bounds.
+"""Best path through the layers within the limits, by label setting with tables of levels as completion bounds.
 
 A state is a point of the layers with the objective and the rows so far. Its bound is the best of several: one table of
-levels for each of some vectors of prices. A state goes if its bound reaches the incumbent, if no completion meets the
-limits, or if another state of the same point is at least as good in everything.
+levels for each of some vectors of prices. A state is dropped if its bound reaches the incumbent, if no completion meets
+the limits, or if another state of the same point is at least as good in everything.
 
 Axes: X states, K arcs, S points, M levels, R limit rows, Q vectors of prices.
 
@@ -13,56 +13,245 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qsync_opt.formulations.assignment.compiled import compiled
-from qsync_opt.formulations.assignment.core.core import Core
-from qsync_opt.formulations.assignment.core.frontier import FrontierResult
+from qsync_opt.formulations.assignment.core.core import Core, CoreResult
 from qsync_opt.formulations.assignment.core.layers import Layers, lay_out
 from qsync_opt.formulations.assignment.core.levels import (
     LevelBound,
     Levels,
+    affordable,
     bound,
     choose_levels,
     constant,
-    fixed,
     rounding,
 )
 from qsync_opt.formulations.assignment.model import Bools, Floats, Ints
 
+_SCALES, _GROWTH = 4, 4.0
+"""Prices further and further from the best: their number on either side, and the factor from one to the next."""
+_NEAREST, _FURTHEST = 1e-4, 0.5
+_LOSS_SHARE = 0.5
+"""Share of the distance between bound and incumbent that the nearest of these prices lose at the start."""
+_SHARES = (0.3, 0.65, 1.0)
+"""Shares of the distance between bound and incumbent to search, one after the other: the best is mostly near the
+bound, and a small share is searched much sooner."""
+_MOST_ROWS = 60
+"""Most rows of a core."""
+_MOST_STATES = 4_000_000
+"""States of one search in all."""
+_MOST_TABLES = 30_000_000
+"""Entries of all tables together."""
 
-def _extend_plain(
-    point_X: Ints, objective_X: Floats, rows_XR: Ints, first: int, end: int, source_K: Ints, target_K: Ints,
-    objective_K: Floats, rows_KR: Ints, most_SR: Ints, prices_QR: Floats, table_QSM: Floats, row: int, unit: int,
-    left: int, lowest: int, upper: float, parent_X: Ints, arc_X: Ints, rank_X: Floats,
-) -> int:  # fmt: skip
-    parent, arc = np.nonzero(point_X[:, None] == source_K[None, first:end])
-    arc = arc + first
-    rows = rows_XR[parent] + rows_KR[arc]
-    fits = (rows <= most_SR[target_K[arc]]).all(axis=1)
-    parent, arc, rows = parent[fits], arc[fits], rows[fits]
-    objective = objective_X[parent] + objective_K[arc]
-    level = np.clip((left - rows[:, row]) // unit - lowest, 0, table_QSM.shape[2] - 1)
-    rank = np.full(len(parent), -np.inf)
-    for vector in range(len(prices_QR)):
-        value = objective + table_QSM[vector, target_K[arc], level]
-        for r in range(rows_KR.shape[1]):
-            value = value + prices_QR[vector, r] * rows[:, r]
-        rank = np.maximum(rank, value)
-    kept = rank < upper
-    count = int(kept.sum())
-    parent_X[:count], arc_X[:count], rank_X[:count] = parent[kept], arc[kept], rank[kept]
-    return count
+
+def walk(
+    core: Core, upper: float, most_states: tuple[int, ...], *, tolerance: float = 0.0, known: float = -np.inf,
+    deadline: float = np.inf,
+) -> CoreResult | None:  # fmt: skip
+    """Find the best labelling of a core within the limits, by wider and wider searches.
+
+    Args:
+        core: The undecided part, not counted in copies.
+        upper: Only labellings below this count.
+        most_states: Most states kept after a step, for each search.
+        tolerance: Distance to the optimum at which the search may stop, in units of the objective.
+        known: A lower bound of all labellings of the core.
+        deadline: ``time.monotonic()`` value at which to stop.
+
+    Returns:
+        The best labelling found below ``upper``, and a lower bound; None if the core has no rows or too many, or
+        cannot be laid out.
+    """
+    if not 0 < len(core.excess_R) <= _MOST_ROWS:
+        return None
+    layers = lay_out(core)
+    if layers is None:
+        return None
+    left = _Left(layers, core.objective, np.zeros(len(core.nodes), dtype=np.int64))
+    best_labels: Ints | None = None
+    least, before, prices_R = known, 0, core.prices_R
+    goal = upper
+    for states in most_states:
+        width = min(states, _MOST_STATES // max(1, layers.num_steps))
+        if width <= before or least >= goal or time.monotonic() > deadline:
+            break
+        before = width
+        levels = choose_levels(left.layers, prices_R, goal - max(core.priced, least))
+        at_best = bound(left.layers, levels, prices_R, goal - left.fixed, deadline)
+        prices_R = at_best.prices_R
+        least = max(least, at_best.bound + left.fixed)
+        for share in _SHARES:
+            if least >= goal or (share < 1 and (best_labels is not None or not np.isfinite(goal))):
+                continue
+            aim = goal if share == 1 else least + share * (goal - least)
+            narrow = left.below(aim, levels, at_best)
+            if narrow is None:
+                least = max(least, aim)
+                continue
+            objective, arcs, lost = narrow.search(prices_R, least, aim, width, deadline)
+            if objective < aim:
+                upper = aim = objective
+                best_labels = core.labels(narrow.chosen(arcs))
+                goal = upper - tolerance  # a better incumbent has to be better by this much
+            least = max(least, min(lost, aim))
+            if share == 1:
+                left = narrow
+    return CoreResult(best_labels, upper, min(least, upper))
+
+
+@dataclass(slots=True)
+class _Left:
+    """Layers that are left, the objective of the base and of all forced arcs, and the labels fixed so far."""
+
+    layers: Layers
+    fixed: float
+    choice_C: Ints
+
+    def below(self, goal: float, levels: Levels, at: LevelBound) -> _Left | None:
+        """Drop arcs that no path below a value takes; None if there is no such path."""
+        layers = self.layers.keep(affordable(self.layers, levels, at, goal - self.fixed))
+        if (np.diff(layers.first_T1) == 0).any():
+            return None
+        step_K, node_T, label_K = layers.step_K, layers.node_T, layers.label_K
+        layers, added, forced = layers.without_forced()
+        choice_C = self.choice_C.copy()
+        choice_C[node_T[step_K[forced]]] = label_K[forced]
+        return _Left(layers, self.fixed + added, choice_C)
+
+    def search(
+        self, prices_R: Floats, least: float, goal: float, width: int, deadline: float
+    ) -> tuple[float, Ints, float]:
+        """Objective and arcs of the best path below ``goal`` (infinite: none), and a bound of what the search lost."""
+        if not self.layers.num_steps:
+            fits = (self.layers.excess_R <= 0).all()
+            return self.fixed if fits else np.inf, np.zeros(0, dtype=np.int64), np.inf
+        levels = choose_levels(self.layers, prices_R, goal - least)
+        objective, arcs, lost = _search(self.layers, levels, prices_R, goal - self.fixed, width, deadline)
+        return self.fixed + objective, arcs, self.fixed + lost
+
+    def chosen(self, arcs: Ints) -> Ints:
+        """Labels of the core's nodes on a path."""
+        chosen_C = self.choice_C.copy()
+        chosen_C[self.layers.node_T] = self.layers.label_K[arcs]
+        return chosen_C
+
+
+def _search(
+    layers: Layers, levels: Levels, prices_R: Floats, upper: float, width: int, deadline: float
+) -> tuple[float, Ints, float]:
+    """One search: objective and arcs of the best path below ``upper`` (infinite: none), and a bound of what it lost."""
+    prices_QR, table_QSM = _tables(layers, levels, prices_R, upper)
+    slack = max(rounding(layers, prices) for prices in prices_QR)
+    most_SR = _room_left(layers)
+    num_rows = len(prices_R)
+    left = -int(layers.excess_R[levels.row])
+    others = [r for r in range(num_rows) if r != levels.row]
+    column = others[0] if others else levels.row
+    point, objective, rows_XR = np.zeros(1, np.int64), np.zeros(1), np.zeros((1, num_rows), np.int64)
+    trail = []
+    lost = np.inf
+    for step in range(layers.num_steps):
+        if step % 16 == 0 and time.monotonic() > deadline:
+            return np.inf, np.zeros(0, dtype=np.int64), -np.inf
+        first, end = int(layers.first_T1[step]), int(layers.first_T1[step + 1])
+        room = len(point) * int(np.bincount(layers.source_K[first:end] - layers.point_T1[step]).max())
+        parent, arc, rank = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room)
+        count = extend(
+            point, objective, rows_XR, first, end, layers.source_K, layers.target_K,
+            layers.objective_K, layers.rows_KR, most_SR, prices_QR, table_QSM, levels.row, levels.unit, left,
+            levels.lowest, upper + slack, parent, arc, rank,
+        )  # fmt: skip
+        parent, arc, rank = parent[:count], arc[:count], rank[:count]
+        if not len(parent):
+            return np.inf, np.zeros(0, dtype=np.int64), lost
+        point, objective, rows_XR = grown(
+            parent, arc, objective, rows_XR, layers.target_K, layers.objective_K, layers.rows_KR
+        )
+        if len(parent) > 1:
+            order = in_order(point, objective, rows_XR, levels.row, column)
+            kept = np.flatnonzero(undominated(order, point, objective, rows_XR, column))
+            if len(kept) > width:
+                by_rank = kept[np.argsort(rank[kept], kind="stable")]
+                lost = min(lost, float(rank[by_rank[width]]))
+                kept = np.sort(by_rank[:width])
+            parent, arc, point, objective = parent[kept], arc[kept], point[kept], objective[kept]
+            rows_XR = np.ascontiguousarray(rows_XR[kept])
+        trail.append((parent, arc))
+    state = int(objective.argmin())
+    value = float(objective[state])
+    if value >= upper:
+        return np.inf, np.zeros(0, dtype=np.int64), lost
+    arcs_T = np.zeros(layers.num_steps, dtype=np.int64)
+    for step in range(layers.num_steps - 1, -1, -1):
+        parent, arc = trail[step]
+        arcs_T[step] = arc[state]
+        state = int(parent[state])
+    return value, arcs_T, lost
+
+
+def _tables(layers: Layers, levels: Levels, prices_R: Floats, upper: float) -> tuple[Floats, NDArray[np.float64]]:
+    """Vectors of prices of the other rows around the best ones, and their tables with all that is constant added.
+
+    The nearest ones are so far off that they lose a share of the distance to the incumbent at the start: a row of
+    thousands of amounts supports finer prices than a row of few.
+    """
+    most = max(1, _MOST_TABLES // max(1, layers.num_points * levels.number))
+    spare_SM = np.empty((layers.num_points, levels.number))
+
+    def at(factor: float) -> Floats:
+        prices = prices_R * factor
+        prices[levels.row] = prices_R[levels.row]
+        return prices
+
+    def start(prices: Floats) -> float:
+        levels.table(layers, prices, spare_SM)
+        return float(spare_SM[0, levels.first]) + constant(layers, prices)
+
+    factors = [1.0]
+    if len(prices_R) > 1:
+        best = start(prices_R)
+        distance = _FURTHEST
+        most_loss = _LOSS_SHARE * (upper - best)
+        loss = best - start(at(1 + distance))
+        while distance > _NEAREST and loss > most_loss:
+            # The loss is convex in the distance: a step by the quotient is never too long, by its root it may be.
+            distance *= math.sqrt(max(most_loss, 0.0) / loss) if distance == _FURTHEST else max(most_loss, 0.0) / loss
+            loss = best - start(at(1 + distance))
+        distance = max(distance, _NEAREST)
+        scale = 1
+        while len(factors) + 2 <= most and scale <= _SCALES and distance <= _FURTHEST:
+            factors += [1 + distance, 1 - distance]
+            distance, scale = distance * _GROWTH, scale + 1
+    prices_QR = np.stack([at(factor) for factor in factors])
+    table_QSM = np.empty((len(factors), layers.num_points, levels.number))
+    for prices, table_SM in zip(prices_QR, table_QSM, strict=True):
+        levels.table(layers, prices, table_SM)
+        table_SM += constant(layers, prices)
+    return prices_QR, table_QSM
+
+
+def _room_left(layers: Layers) -> Ints:
+    """Largest amount of each row that a state at each point may have, shape (S, R)."""
+    num_rows = len(layers.excess_R)
+    far = np.int64(2**62)
+    least_SR = np.full((layers.num_points, num_rows), far)
+    least_SR[-1] = 0
+    for step in range(layers.num_steps - 1, -1, -1):
+        arcs = slice(layers.first_T1[step], layers.first_T1[step + 1])
+        after = least_SR[layers.target_K[arcs]]
+        rest = np.where(after < far, after + layers.rows_KR[arcs], far)
+        np.minimum.at(least_SR, layers.source_K[arcs], rest)
+    room_SR: Ints = np.where(least_SR < far, -layers.excess_R - least_SR, -far)
+    return np.ascontiguousarray(room_SR)
 
 
 @compiled(
     "int64(int64[::1],float64[::1],int64[:,::1],int64,int64,int64[::1],int64[::1],float64[::1],int64[:,::1],"
-    "int64[:,::1],float64[:,::1],float64[:,:,::1],int64,int64,int64,int64,float64,int64[::1],int64[::1],float64[::1])",
-    plain=_extend_plain,
+    "int64[:,::1],float64[:,::1],float64[:,:,::1],int64,int64,int64,int64,float64,int64[::1],int64[::1],float64[::1])"
 )
 def extend(
     point_X: Ints, objective_X: Floats, rows_XR: Ints, first: int, end: int, source_K: Ints, target_K: Ints,
@@ -71,7 +260,8 @@ def extend(
 ) -> int:  # fmt: skip
     """Extend states by the arcs of one step; returns how many may lead below ``upper``.
 
-    Their parents, arcs and bounds are written into the last three arrays, which must have room for every arc.
+    Their parents, arcs and bounds are written into the last three arrays, which must have room for every arc. The many
+    arguments are what numba passes without cost: arrays and numbers, no objects.
     """
     num_rows, last, count = rows_KR.shape[1], table_QSM.shape[2] - 1, 0
     for x in range(len(point_X)):
@@ -104,13 +294,7 @@ def extend(
     return count
 
 
-def _grown_plain(
-    parent_X: Ints, arc_X: Ints, objective_X: Floats, rows_XR: Ints, target_K: Ints, objective_K: Floats, rows_KR: Ints
-) -> tuple[Ints, Floats, Ints]:
-    return target_K[arc_X], objective_X[parent_X] + objective_K[arc_X], rows_XR[parent_X] + rows_KR[arc_X]
-
-
-@compiled("(int64[::1],int64[::1],float64[::1],int64[:,::1],int64[::1],float64[::1],int64[:,::1])", plain=_grown_plain)
+@compiled("(int64[::1],int64[::1],float64[::1],int64[:,::1],int64[::1],float64[::1],int64[:,::1])")
 def grown(
     parent_X: Ints, arc_X: Ints, objective_X: Floats, rows_XR: Ints, target_K: Ints, objective_K: Floats, rows_KR: Ints
 ) -> tuple[Ints, Floats, Ints]:
@@ -127,11 +311,7 @@ def grown(
     return point, objective, rows
 
 
-def _in_order_plain(point_X: Ints, objective_X: Floats, rows_XR: Ints, row: int, column: int) -> Ints:
-    return np.lexsort((objective_X, rows_XR[:, column], rows_XR[:, row], point_X))
-
-
-@compiled("int64[::1](int64[::1],float64[::1],int64[:,::1],int64,int64)", plain=_in_order_plain)
+@compiled("int64[::1](int64[::1],float64[::1],int64[:,::1],int64,int64)")
 def in_order(point_X: Ints, objective_X: Floats, rows_XR: Ints, row: int, column: int) -> Ints:
     """States by point, then the row of levels, then another row, then objective; equal ones as they come.
 
@@ -167,42 +347,12 @@ def in_order(point_X: Ints, objective_X: Floats, rows_XR: Ints, row: int, column
     return order
 
 
-def _undominated_plain(order_X: Ints, point_X: Ints, objective_X: Floats, rows_XR: Ints, column: int) -> Bools:
-    keep = np.zeros(len(order_X), dtype=np.bool_)
-    points, objectives, rows = point_X.tolist(), objective_X.tolist(), rows_XR.tolist()
-    amounts: list[int] = []
-    holders: list[int] = []
-    current = -1
-    for x in order_X.tolist():
-        if points[x] != current:
-            current = points[x]
-            amounts.clear()
-            holders.clear()
-        amount, objective = rows[x][column], objectives[x]
-        place = bisect_right(amounts, amount)
-        if place:
-            holder = holders[place - 1]
-            if objectives[holder] <= objective:
-                if all(a <= b for a, b in zip(rows[holder], rows[x], strict=True)):
-                    continue
-                keep[x] = True
-                continue
-        keep[x] = True
-        start = bisect_left(amounts, amount)
-        stop = start
-        while stop < len(holders) and objectives[holders[stop]] >= objective:
-            stop += 1
-        amounts[start:stop] = [amount]
-        holders[start:stop] = [x]
-    return keep
-
-
-@compiled("boolean[::1](int64[::1],int64[::1],float64[::1],int64[:,::1],int64)", plain=_undominated_plain)
+@compiled("boolean[::1](int64[::1],int64[::1],float64[::1],int64[:,::1],int64)")
 def undominated(order_X: Ints, point_X: Ints, objective_X: Floats, rows_XR: Ints, column: int) -> Bools:
     """States that no earlier one in order beats; exact for two rows, where states are in order of the other one.
 
-    For every amount of the row ``column`` the state of least objective with at most this amount is held; with further
-    rows a state goes only if the one held is no worse in those, too.
+    For every amount of the row ``column`` the state of least objective with at most this amount is remembered; with
+    further rows a state is dropped only if the remembered one is no worse in those, too.
     """
     count = len(order_X)
     keep = np.zeros(count, dtype=np.bool_)
@@ -238,240 +388,9 @@ def undominated(order_X: Ints, point_X: Ints, objective_X: Floats, rows_XR: Ints
                 amounts[place], holders[place] = amounts[place - 1], holders[place - 1]
             size += 1
         elif stop > start + 1:
-            gone = stop - start - 1
-            for place in range(start + 1, size - gone):
-                amounts[place], holders[place] = amounts[place + gone], holders[place + gone]
-            size -= gone
+            dropped = stop - start - 1
+            for place in range(start + 1, size - dropped):
+                amounts[place], holders[place] = amounts[place + dropped], holders[place + dropped]
+            size -= dropped
         amounts[start], holders[start] = amount, x
     return keep
-
-
-_SCALES, _GROWTH = 4, 4.0
-"""Prices further and further from the best: how many on either side, and each so many times further than the last."""
-_NEAREST, _FURTHEST = 1e-4, 0.5
-_TELLING = 0.5
-"""Share of what is between bound and incumbent that the nearest of these prices lose at the start."""
-_SHARES = (0.3, 0.65, 1.0)
-"""Shares of what is between bound and incumbent that are searched, one after the other: the best is mostly near the
-bound, and a small share is searched much sooner."""
-_MOST_ROWS = 60
-"""Cores of more rows are left to others."""
-_MOST_STATES = 4_000_000
-"""Of one search in all."""
-_MOST_TABLES = 30_000_000
-"""Entries of all tables together."""
-
-
-@dataclass(slots=True)
-class _States:
-    point: Ints
-    objective: Floats
-    rows_XR: Ints
-    rank: Floats
-    parent: Ints
-    arc: Ints
-
-
-def _room_left(layers: Layers) -> Ints:
-    """Most that a state at each point may have used up of each row, shape (S, R)."""
-    num_rows = len(layers.excess_R)
-    far = np.int64(2**62)
-    least_SR = np.full((layers.num_points, num_rows), far)
-    least_SR[-1] = 0
-    for step in range(layers.num_steps - 1, -1, -1):
-        arcs = slice(layers.first_T1[step], layers.first_T1[step + 1])
-        after = least_SR[layers.target_K[arcs]]
-        rest = np.where(after < far, after + layers.rows_KR[arcs], far)
-        np.minimum.at(least_SR, layers.source_K[arcs], rest)
-    room_SR: Ints = np.where(least_SR < far, -layers.excess_R - least_SR, -far)
-    return np.ascontiguousarray(room_SR)
-
-
-def walk(
-    core: Core, upper: float, most_states: tuple[int, ...], *, tolerance: float = 0.0, known: float = -np.inf,
-    deadline: float = np.inf,
-) -> FrontierResult | None:  # fmt: skip
-    """Best labelling of a core within the limits, by wider and wider searches.
-
-    Args:
-        core: The undecided part, not counted in copies.
-        upper: Only labellings below this count.
-        most_states: Most states kept after a step, for each search.
-        tolerance: How far from the best the search may stop, in units of the objective; the bound tells the truth.
-        known: A lower bound of all labellings of the core.
-        deadline: ``time.monotonic()`` value at which to give up.
-
-    Returns:
-        The best labelling found below ``upper``, and a lower bound; None if the core has no rows or too many, or
-        cannot be laid out.
-    """
-    if not 0 < len(core.excess_R) <= _MOST_ROWS:
-        return None
-    layers = lay_out(core)
-    if layers is None:
-        return None
-    left = _Left(layers, core.objective, np.zeros(len(core.nodes), dtype=np.int64))
-    best_labels: Ints | None = None
-    least, before, prices_R = known, 0, core.prices_R
-    goal = upper
-    for asked in most_states:
-        width = min(asked, _MOST_STATES // max(1, layers.num_steps))
-        if width <= before or least >= goal or time.monotonic() > deadline:
-            break
-        before = width
-        levels = choose_levels(left.layers, prices_R, goal - max(core.priced, least))
-        found = bound(left.layers, levels, prices_R, goal - left.taken, deadline)
-        prices_R = found.prices_R
-        least = max(least, found.bound + left.taken)
-        for share in _SHARES:
-            if least >= goal or (share < 1 and (best_labels is not None or not np.isfinite(goal))):
-                continue
-            aim = goal if share == 1 else least + share * (goal - least)
-            narrow = left.below(aim, levels, found)
-            if narrow is None:
-                least = max(least, aim)
-                continue
-            objective, arcs, lost = narrow.search(prices_R, least, aim, width, deadline)
-            if objective < aim:
-                upper = aim = objective
-                best_labels = core.labels(narrow.chosen(arcs))
-                goal = upper - tolerance  # from here on near enough is good enough
-            least = max(least, min(lost, aim))
-            if share == 1:
-                left = narrow
-    return FrontierResult(best_labels, upper, min(least, upper), 0)
-
-
-@dataclass(slots=True)
-class _Left:
-    """Layers that are left, the objective of the base and of all that is forced, and the labels taken so far."""
-
-    layers: Layers
-    taken: float
-    choice_C: Ints
-
-    def below(self, goal: float, levels: Levels, found: LevelBound) -> _Left | None:
-        """Without what no path below a value takes; None if there is no such path."""
-        layers = self.layers.keep(fixed(self.layers, levels, found, goal - self.taken))
-        if (np.diff(layers.first_T1) == 0).any():
-            return None
-        step_K, node_T, label_K = layers.step_K, layers.node_T, layers.label_K
-        layers, added, forced = layers.without_forced()
-        choice_C = self.choice_C.copy()
-        choice_C[node_T[step_K[forced]]] = label_K[forced]
-        return _Left(layers, self.taken + added, choice_C)
-
-    def search(
-        self, prices_R: Floats, least: float, goal: float, width: int, deadline: float
-    ) -> tuple[float, Ints, float]:
-        """Objective and arcs of the best path below ``goal`` (infinite: none), and a bound of what the search lost."""
-        if not self.layers.num_steps:
-            fits = (self.layers.excess_R <= 0).all()
-            return self.taken if fits else np.inf, np.zeros(0, dtype=np.int64), np.inf
-        levels = choose_levels(self.layers, prices_R, goal - least)
-        objective, arcs, lost = _search(self.layers, levels, prices_R, goal - self.taken, width, deadline)
-        return self.taken + objective, arcs, self.taken + lost
-
-    def chosen(self, arcs: Ints) -> Ints:
-        """Labels of the core's nodes on a path."""
-        chosen_C = self.choice_C.copy()
-        chosen_C[self.layers.node_T] = self.layers.label_K[arcs]
-        return chosen_C
-
-
-def _tables(layers: Layers, levels: Levels, prices_R: Floats, upper: float) -> tuple[Floats, NDArray[np.float64]]:
-    """Vectors of prices of the other rows around the best ones, and their tables with all that is constant added.
-
-    The nearest ones are so far off that they lose a share of the room at the start: what is left of a row of thousands
-    of amounts can be told finer than that of few.
-    """
-    most = max(1, _MOST_TABLES // max(1, layers.num_points * levels.number))
-    spare_SM = np.empty((layers.num_points, levels.number))
-
-    def at(factor: float) -> Floats:
-        prices = prices_R * factor
-        prices[levels.row] = prices_R[levels.row]
-        return prices
-
-    def start(prices: Floats) -> float:
-        levels.table(layers, prices, spare_SM)
-        return float(spare_SM[0, levels.first]) + constant(layers, prices)
-
-    factors = [1.0]
-    if len(prices_R) > 1:
-        best = start(prices_R)
-        distance = _FURTHEST
-        most_loss = _TELLING * (upper - best)
-        loss = best - start(at(1 + distance))
-        while distance > _NEAREST and loss > most_loss:
-            # The loss is convex in the distance: a step of the whole quotient is never too long, of its root may be.
-            distance *= math.sqrt(max(most_loss, 0.0) / loss) if distance == _FURTHEST else max(most_loss, 0.0) / loss
-            loss = best - start(at(1 + distance))
-        distance = max(distance, _NEAREST)
-        scale = 1
-        while len(factors) + 2 <= most and scale <= _SCALES and distance <= _FURTHEST:
-            factors += [1 + distance, 1 - distance]
-            distance, scale = distance * _GROWTH, scale + 1
-    prices_QR = np.stack([at(factor) for factor in factors])
-    table_QSM = np.empty((len(factors), layers.num_points, levels.number))
-    for prices, table_SM in zip(prices_QR, table_QSM, strict=True):
-        levels.table(layers, prices, table_SM)
-        table_SM += constant(layers, prices)
-    return prices_QR, table_QSM
-
-
-def _search(
-    layers: Layers, levels: Levels, prices_R: Floats, upper: float, width: int, deadline: float
-) -> tuple[float, Ints, float]:
-    """One search: objective and arcs of the best path below ``upper`` (infinite: none), and a bound of what it lost."""
-    prices_QR, table_QSM = _tables(layers, levels, prices_R, upper)
-    slack = max(rounding(layers, prices) for prices in prices_QR)
-    most_SR = _room_left(layers)
-    num_rows = len(prices_R)
-    left = -int(layers.excess_R[levels.row])
-    others = [r for r in range(num_rows) if r != levels.row]
-    column = others[0] if others else levels.row
-    states = _States(
-        np.zeros(1, dtype=np.int64), np.zeros(1), np.zeros((1, num_rows), dtype=np.int64), np.zeros(1),
-        np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64),
-    )  # fmt: skip
-    trail = []
-    lost = np.inf
-    for step in range(layers.num_steps):
-        if step % 16 == 0 and time.monotonic() > deadline:
-            return np.inf, np.zeros(0, dtype=np.int64), -np.inf
-        first, end = int(layers.first_T1[step]), int(layers.first_T1[step + 1])
-        room = len(states.point) * int(np.bincount(layers.source_K[first:end] - layers.point_T1[step]).max())
-        parent, arc, rank = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room)
-        count = extend(
-            states.point, states.objective, states.rows_XR, first, end, layers.source_K, layers.target_K,
-            layers.objective_K, layers.rows_KR, most_SR, prices_QR, table_QSM, levels.row, levels.unit, left,
-            levels.lowest, upper + slack, parent, arc, rank,
-        )  # fmt: skip
-        parent, arc, rank = parent[:count], arc[:count], rank[:count]
-        if not len(parent):
-            return np.inf, np.zeros(0, dtype=np.int64), lost
-        point, objective, rows_XR = grown(
-            parent, arc, states.objective, states.rows_XR, layers.target_K, layers.objective_K, layers.rows_KR
-        )
-        if len(parent) > 1:
-            order = in_order(point, objective, rows_XR, levels.row, column)
-            kept = np.flatnonzero(undominated(order, point, objective, rows_XR, column))
-            if len(kept) > width:
-                by_rank = kept[np.argsort(rank[kept], kind="stable")]
-                lost = min(lost, float(rank[by_rank[width]]))
-                kept = np.sort(by_rank[:width])
-            parent, arc, point, objective = parent[kept], arc[kept], point[kept], objective[kept]
-            rows_XR, rank = np.ascontiguousarray(rows_XR[kept]), rank[kept]
-        states = _States(point, objective, rows_XR, rank, parent, arc)
-        trail.append((parent, arc))
-    state = int(states.objective.argmin())
-    value = float(states.objective[state])
-    if value >= upper:
-        return np.inf, np.zeros(0, dtype=np.int64), lost
-    arcs_T = np.zeros(layers.num_steps, dtype=np.int64)
-    for step in range(layers.num_steps - 1, -1, -1):
-        parent, arc = trail[step]
-        arcs_T[step] = arc[state]
-        state = int(parent[state])
-    return value, arcs_T, lost

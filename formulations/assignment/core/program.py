@@ -1,4 +1,4 @@
-"""The core as a mixed-integer linear program, for a solver to close what the core search leaves open.
+"""The core as a mixed-integer linear program, for a linear solver to close what the core search leaves open.
 
 Axes as in `core`; label 0 is the base's. Columns and rows:
 
@@ -18,17 +18,16 @@ import math
 
 import numpy as np
 
-from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreNode
-from qsync_opt.formulations.assignment.core.frontier import FrontierResult
+from qsync_opt.formulations.assignment.core.core import Core, CoreEdge, CoreNode, CoreResult
 from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearSolver, LinearStatus
 
 _OBJECTIVE_SCALE = 1e3
-"""The room between bound and incumbent in units of the objective; solvers' absolute gaps are then far below it."""
+"""Distance between bound and incumbent in units of the objective; solvers' absolute gaps are far below it."""
 _ROW_SCALE = 1e3
 _LARGEST_TERM = 1e12
-"""Solvers refuse rows with far larger terms; a limit that leaves next to nothing would give them."""
+"""Solvers refuse rows with far larger terms, which a limit with next to no room would give."""
 _ROUNDING = 1e-6
-"""Share of that room by which a solver's bound is lowered: its tolerances."""
+"""Share of that distance by which a solver's bound is lowered, for its tolerances."""
 
 
 def close(
@@ -39,16 +38,16 @@ def close(
     *,
     tolerance: float = 0.0,
     most_nodes: int | None = None,
-) -> FrontierResult:
-    """Best labelling of the core below ``upper``, by a solver.
+) -> CoreResult:
+    """Find the best labelling of the core below ``upper`` by a linear solver.
 
     Args:
         core: The undecided part.
         upper: Only labellings below this count; infinite if none is known.
         solver: A solver of linear models.
         time_limit_s: Seconds.
-        tolerance: How far from the best the solver may stop, in units of the objective; the bound tells the truth.
-        most_nodes: Most nodes of the solver's own search tree, where the solver can limit them.
+        tolerance: Distance to the optimum at which the solver may stop, in units of the objective.
+        most_nodes: Most nodes of the solver's tree, where the solver can limit them.
 
     Returns:
         The best labelling found below ``upper``, and a lower bound.
@@ -58,30 +57,30 @@ def close(
     room = _room(core, upper)
     unit = max(room, 1e-300) / _OBJECTIVE_SCALE
     model, columns = _program(core, unit)
-    # The search has fixed what can be fixed, so a restart of the solver's tree was seen to cost more than it brings.
+    # Everything that can be fixed is fixed, so restarts of the solver's tree cost more than they gain, as measured.
     options = LinearOptions(
         time_limit_s=time_limit_s, absolute_gap=tolerance / unit, node_limit=most_nodes, restarts=False
     )
     result = solver.solve(model, options)
     slack = _ROUNDING * room
     if result.status in (LinearStatus.INFEASIBLE, LinearStatus.INFEASIBLE_OR_UNBOUNDED):
-        return FrontierResult(None, upper, upper, 0)
+        return CoreResult(None, upper, upper)
     bound = -np.inf if result.bound is None else core.objective + result.bound * unit - slack
     if result.values is None:
-        return FrontierResult(None, upper, min(bound, upper), 0)
+        return CoreResult(None, upper, min(bound, upper))
     values = np.array(result.values)
     choice_C = np.zeros(len(columns), dtype=np.int64)
     for c, own in enumerate(columns):
-        taken = values[own]
+        chosen = values[own]
         if core.nodes[c].counted:
-            choice_C[c] = round(float(taken[0]))
-            continue
-        choice_C[c] = 1 + int(taken.argmax()) if taken.max(initial=0.0) > 1 / 2 else 0
-    return FrontierResult(core.labels(choice_C), upper, min(bound, upper), 0)
+            choice_C[c] = round(float(chosen[0]))
+        elif chosen.max(initial=0.0) > 1 / 2:
+            choice_C[c] = 1 + int(chosen.argmax())
+    return CoreResult(core.labels(choice_C), upper, min(bound, upper))
 
 
 def _room(core: Core, upper: float) -> float:
-    """A size of the objective: what lies between bound and incumbent, or the core's own swing where none is known."""
+    """Scale of the objective: the distance between bound and incumbent, or the core's own range without incumbent."""
     if math.isfinite(upper) and upper > core.priced:
         return upper - core.priced
     swings = [float(np.ptp(node.objective_A[np.isfinite(node.objective_A)])) for node in core.nodes]

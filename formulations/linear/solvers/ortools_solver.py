@@ -60,7 +60,7 @@ class OrtoolsSolver:
 
     def solve(self, model: LinearModel, options: LinearOptions) -> LinearResult:
         """Minimise ``model``; see `LinearSolver.solve`."""
-        # Its native parts call Python while they are loaded, and what interrupts that leaves them unusable.
+        # Its native parts call Python while they are loaded, and an interrupt leaves them unusable.
         with held_interrupts():
             from ortools.math_opt.python import mathopt
 
@@ -85,8 +85,8 @@ class OrtoolsSolver:
         reason = result.termination.reason
         values = None
         if result.has_primal_feasible_solution():
-            found = result.variable_values()
-            values = tuple(found[variable] for variable in variables)
+            by_variable = result.variable_values()
+            values = tuple(by_variable[variable] for variable in variables)
         bound = result.termination.objective_bounds.dual_bound
         return LinearResult(
             status=STATUSES.get(reason.name, LinearStatus.ERROR),

@@ -24,11 +24,11 @@ _ABSOLUTE_GAP = 1e-9
 """Objectives are scaled to about 1e3; CBC's own default would stop far earlier."""
 
 _PLAIN_COLUMNS = 200
-"""Programs up to this size are tried without CBC's preprocessing, which was seen to cut off the optimum of one such
-program in thousands. It cannot simply stay off: without it CBC misses some proofs of infeasibility, and crashes on some
-programs. Larger programs keep it, because it is what makes them small."""
+"""Programs up to this size are tried without CBC's preprocessing, which cut off the optimum of one such program in
+thousands. It cannot simply stay off: without it CBC misses some proofs of infeasibility, and crashes on some programs.
+Larger programs keep it, because it makes them small."""
 
-# PuLP's ``status`` says "Optimal" for any run that ended with a point; ``sol_status`` tells a proof from a time limit.
+# PuLP's ``status`` is "Optimal" for any run that ended with a point; ``sol_status`` separates proofs from time limits.
 # A test walks PuLP's own table.
 STATUSES: dict[str, LinearStatus] = {
     "Optimal Solution Found": LinearStatus.OPTIMAL,
@@ -115,7 +115,7 @@ class PulpSolver:
         # Near the time limit CBC also calls a relaxation infeasible that it had no time to solve.
         in_time = options.time_limit_s is None or time.monotonic() - started < options.time_limit_s / 2
         if status is LinearStatus.LIMIT and in_time:
-            status = next((found for words, found in _LOGGED.items() if words in text), status)
+            status = next((logged for words, logged in _LOGGED.items() if words in text), status)
         values = None
         if native.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             values = tuple(float(variable.value() or 0.0) for variable in variables)
@@ -161,7 +161,7 @@ def _bound(model: LinearModel, status: LinearStatus, values: tuple[float, ...] |
     final, passing = _FINAL_BOUND.findall(log), _PASSING_BOUND.findall(log)
     if status is LinearStatus.OPTIMAL and values is not None and not final:
         return model.objective(values)
-    found = [float(text) for text in final or passing]
-    if not found or not math.isfinite(found[-1]):
+    bounds = [float(text) for text in final or passing]
+    if not bounds or not math.isfinite(bounds[-1]):
         return None
-    return found[-1] - _PRINTED + model.constant
+    return bounds[-1] - _PRINTED + model.constant

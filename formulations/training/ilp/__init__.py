@@ -1,6 +1,6 @@
 """The precision plan as one integer linear program, for any registered linear solver.
 
-`IlpFormulation` writes it, solves it, and names the limits in the way where there is no plan.
+`IlpFormulation`, which the registry reaches by name, writes and solves it.
 """
 
 from typing import TYPE_CHECKING
@@ -16,14 +16,8 @@ if TYPE_CHECKING:
         build_assignment,
         read_back,
     )
-    from qsync_opt.formulations.training.ilp.least import (
-        Least,
-        Verdict,
-        describe_infeasible,
-        explain_infeasible,
-        least_time,
-    )
     from qsync_opt.formulations.training.ilp.program import Goal, Units, linearize
+    from qsync_opt.formulations.training.ilp.run import least_time
 else:
     __getattr__, __dir__ = lazy(__name__)
 
@@ -31,14 +25,10 @@ __all__ = [
     "Assignment",
     "Choice",
     "Goal",
-    "Least",
     "Limit",
     "Product",
     "Units",
-    "Verdict",
     "build_assignment",
-    "describe_infeasible",
-    "explain_infeasible",
     "least_time",
     "linearize",
     "read_back",

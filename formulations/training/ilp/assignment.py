@@ -1,9 +1,9 @@
-"""The assignment problem as the linear programs of `ilp` see it: choices, products, shared loads, limits.
+"""The assignment problem as the integer program sees it: choices, products, shared loads, limits.
 
-The neutral core for further formulations is the `assignment` package, which bounds and searches by itself. This second
-description is kept apart on purpose: `ilp` and `textbook` are the independent check of that core, so they must not
-share its reading of a problem, its reductions or its arithmetic. It also writes a shared load as one row, where the
-core needs nodes for it, which is the tighter program. Nothing here knows what a precision is.
+The `assignment` package is the general model, with a solver of its own. This second description is separate on
+purpose: `ilp` is the independent check of that solver, so it shares neither its reading of a problem nor its reductions
+nor its arithmetic. It also writes a shared load as one row, where the general model needs nodes for it, which is the
+tighter program. The first half of the module knows nothing of precisions.
 
 * A **choice** is a free decision between labels.
 * A **product** looks at two earlier nodes, each through a grouping of its states into classes; its state is the pair
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +31,12 @@ from qsync_opt.training import BYTES_PER_KIB, Problem, ProblemDevice, ProblemOpe
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+MEMORY = 0
+"""Index of the memory resource; segment s is resource s + 1."""
+MEMORY_LIMIT = "memory"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Choice:
     """A free decision: ``load_SR`` and ``cost_S`` by label."""
 
@@ -48,7 +51,7 @@ class Choice:
         return len(self.labels)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Product:
     """The pair of a class of node ``left`` and a class of node ``right`` (indices of earlier nodes).
 
@@ -81,6 +84,8 @@ class Product:
 
 
 Node = Choice | Product
+_Masks = dict[tuple[int, int], Ints]
+"""By node and other node (-1: none), a mask over states or pairs of states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,136 +159,15 @@ class Assignment:
                 total_R += shared.load_R
         return total_R
 
-    def excess(self, states: Sequence[int]) -> dict[str, int]:
-        """How far each broken limit is exceeded, by its name."""
+    def excess(self, states: Sequence[int]) -> dict[Limit, int]:
+        """Load of each limit minus its bound."""
         total_R = self.load_R(states)
-        over = {limit.name: int(total_R[list(limit.resources)].sum()) - limit.bound for limit in self.limits}
-        return {name: value for name, value in over.items() if value > 0}
-
-
-@dataclass(slots=True)
-class Draft:
-    """A node under construction."""
-
-    name: str
-    labels: tuple[str, ...]
-    cost_S: Floats
-    load_SR: Ints
-    left: int = -1
-    right: int = -1
-    left_class_S: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    right_class_S: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-
-
-def reduce_pair(drafts: list[Draft], key: tuple[int, int], load_GHR: Ints | None, masks: list[Ints]) -> Product | None:
-    """Classes of equal rows, and nothing at all where the load separates into the two nodes."""
-    left, right = (drafts[node] for node in key)
-    num_resources = left.load_SR.shape[1]
-    shape = (len(left.labels), len(right.labels), num_resources)
-    if load_GHR is None:
-        load_GHR = np.zeros(shape, np.int64)
-    rest_GHR = load_GHR - load_GHR[:, :1] - load_GHR[:1, :] + load_GHR[:1, :1]
-    if not masks and not rest_GHR.any():
-        left.load_SR += load_GHR[:, 0]
-        right.load_SR += load_GHR[0] - load_GHR[0, 0]
-        return None
-    if not masks and _fold_into_join(drafts, key, load_GHR):
-        return None
-    # Row and column 0 go to the nodes, so that more rows are equal and more classes coincide.
-    left.load_SR += load_GHR[:, 0]
-    right.load_SR += load_GHR[0] - load_GHR[0, 0]
-    signature = np.concatenate([rest_GHR, *(mask[:, :, None] for mask in masks)], axis=2)
-    left_class_S = _classes(signature.reshape(shape[0], -1))
-    right_class_S = _classes(signature.swapaxes(0, 1).reshape(shape[1], -1))
-    first_G = [int(np.argmax(left_class_S == g)) for g in range(left_class_S.max() + 1)]
-    first_H = [int(np.argmax(right_class_S == h)) for h in range(right_class_S.max() + 1)]
-    reduced_GHR = rest_GHR[np.ix_(first_G, first_H)]
-    return Product(
-        name=f"{left.name}|{right.name}",
-        left=key[0],
-        left_class_S=left_class_S,
-        right=key[1],
-        right_class_S=right_class_S,
-        cost_S=np.zeros(len(first_G) * len(first_H)),
-        load_SR=reduced_GHR.reshape(-1, num_resources),
-    )
-
-
-def _fold_into_join(drafts: list[Draft], key: tuple[int, int], load_GHR: Ints) -> bool:
-    """Charge the load to a join that looks at the other node, if its state tells all that the load needs."""
-    join = drafts[key[1]]
-    if key[0] not in (join.left, join.right):
-        return False
-    on_left = key[0] == join.left
-    class_S = join.left_class_S if on_left else join.right_class_S
-    num_right = int(join.right_class_S.max()) + 1
-    states = range(len(join.labels))
-    seen = [np.flatnonzero(class_S == (s // num_right if on_left else s % num_right)) for s in states]
-    if any((load_GHR[seen[s], s] != load_GHR[seen[s][0], s]).any() for s in states):
-        return False
-    join.load_SR += np.array([load_GHR[seen[s][0], s] for s in states])
-    return True
-
-
-def freeze_shared(
-    shared: tuple[str, list[tuple[int, int, Ints]], Ints],
-    nodes: tuple[Node, ...],
-    index: dict[tuple[int, int], int],
-) -> Shared:
-    """The shared load with its conditions as states of final nodes; ``index`` numbers the products of node pairs."""
-    name, conditions, load_R = shared
-    frozen = []
-    for node, other, mask in conditions:
-        if other < 0:
-            frozen.append(Condition(node=node, mask_S=mask.astype(np.bool_)))
-            continue
-        product = nodes[index[node, other]]
-        assert isinstance(product, Product)  # pairs of nodes are products by construction
-        mask_S = np.zeros(product.num_states, np.bool_)
-        for a, b in zip(*np.nonzero(mask), strict=True):
-            mask_S[product.left_class_S[a] * product.num_right + product.right_class_S[b]] = True
-        frozen.append(Condition(node=index[node, other], mask_S=mask_S))
-    return Shared(name=name, conditions=tuple(frozen), load_R=load_R)
-
-
-def merge(conditions: list[tuple[int, int, Ints]]) -> list[tuple[int, int, Ints]]:
-    """One condition per node or pair of nodes: either mask."""
-    merged: dict[tuple[int, int], Ints] = {}
-    for node, other, mask in conditions:
-        known = merged.get((node, other))
-        merged[node, other] = mask if known is None else known | mask
-    return [(node, other, mask) for (node, other), mask in merged.items()]
-
-
-def _classes(rows: Ints) -> Ints:
-    """Number equal rows alike, in order of first appearance."""
-    seen: dict[bytes, int] = {}
-    return np.array([seen.setdefault(row.tobytes(), len(seen)) for row in np.ascontiguousarray(rows)], np.int64)
-
-
-def freeze(draft: Draft) -> Node:
-    """The finished node."""
-    if draft.left < 0:
-        return Choice(name=draft.name, labels=draft.labels, cost_S=draft.cost_S, load_SR=draft.load_SR)
-    return Product(
-        name=draft.name,
-        left=draft.left,
-        left_class_S=draft.left_class_S,
-        right=draft.right,
-        right_class_S=draft.right_class_S,
-        cost_S=draft.cost_S,
-        load_SR=draft.load_SR,
-    )
-
-
-MEMORY = 0
-"""Index of the memory resource; segment s is resource s + 1."""
-MEMORY_LIMIT = "memory"
+        return {limit: int(total_R[list(limit.resources)].sum()) - limit.bound for limit in self.limits}
 
 
 @dataclass(slots=True)
 class _Carrier:
-    """What an operator's precision follows from: precision by state of a node, or one precision for good."""
+    """What an operator's precision follows from: a precision for each state of a node, or a constant precision."""
 
     node: int | None
     precisions: tuple[str, ...]
@@ -314,15 +198,17 @@ def read_back(problem: Problem, device: ProblemDevice, labels: dict[str, str]) -
 
 
 class _Builder:
+    """Collects nodes and loads, operator by operator."""
+
     def __init__(self, problem: Problem, device: ProblemDevice) -> None:
         self.problem = problem
         self.device = device
         self.segments = segments(problem)
         self.num_resources = self.segments.count + 1
-        self.drafts: list[Draft] = []
+        self.nodes: list[Node] = []
         self.carriers: dict[str, _Carrier] = {}
         self.pair_loads: dict[tuple[int, int], Ints] = {}
-        self.shared: list[tuple[str, list[tuple[int, int, Ints]], Ints]] = []
+        self.shared: list[tuple[str, _Masks, Ints]] = []
         self.constant_R = np.zeros(self.num_resources, np.int64)
         self.constant_cost = 0.0
         for position, operator in enumerate(problem.operators):
@@ -335,7 +221,7 @@ class _Builder:
     def _add_operator(self, position: int, operator: ProblemOperator) -> None:
         steps = ladder(self.problem, self.device, operator.name)
         if operator.role is Role.ADJUSTABLE and len(steps) > 1:
-            carrier = _Carrier(self._draft(operator.name, steps), steps)
+            carrier = _Carrier(self._add_choice(operator.name, steps), steps)
         elif operator.role is Role.DEPENDENT:
             carrier = self._join(operator, steps)
         else:
@@ -353,16 +239,14 @@ class _Builder:
         if carrier.node is None:
             self.constant_cost += float(cost_S[0])
         else:
-            self.drafts[carrier.node].cost_S += cost_S
+            self.nodes[carrier.node].cost_S += cost_S
         for source in operator.inputs:
             self._add_edge(source, operator.name)
 
-    def _draft(self, name: str, labels: tuple[str, ...]) -> int:
-        n = len(labels)
-        self.drafts.append(
-            Draft(name=name, labels=labels, cost_S=np.zeros(n), load_SR=np.zeros((n, self.num_resources), np.int64))
-        )
-        return len(self.drafts) - 1
+    def _add_choice(self, name: str, labels: tuple[str, ...]) -> int:
+        load_SR = np.zeros((len(labels), self.num_resources), np.int64)
+        self.nodes.append(Choice(name=name, labels=labels, cost_S=np.zeros(len(labels)), load_SR=load_SR))
+        return len(self.nodes) - 1
 
     def _join(self, operator: ProblemOperator, steps: tuple[str, ...]) -> _Carrier:
         """Carrier of a dependent operator: the highest rank that its inputs deliver decides."""
@@ -385,19 +269,25 @@ class _Builder:
             return _Carrier(None, (follow(self.problem, steps, highest),))
         node, rank_S = next(iter(varying.items()))
         for other, other_S in list(varying.items())[1:]:
-            node, rank_S = self._product(f"{operator.name}#{len(self.drafts)}", node, rank_S, other, other_S)
+            node, rank_S = self._product(f"{operator.name}#{len(self.nodes)}", node, rank_S, other, other_S)
         return _Carrier(node, tuple(follow(self.problem, steps, int(rank)) for rank in rank_S))
 
     def _product(self, name: str, left: int, left_rank_S: Ints, right: int, right_rank_S: Ints) -> tuple[int, Ints]:
         """Add a node that knows the higher of two ranks, and return it with that rank by state."""
         left_ranks, left_class_S = np.unique(left_rank_S, return_inverse=True)
         right_ranks, right_class_S = np.unique(right_rank_S, return_inverse=True)
-        rank_GH = np.maximum.outer(left_ranks, right_ranks)
-        node = self._draft(name, tuple(f"{g},{h}" for g in left_ranks for h in right_ranks))
-        draft = self.drafts[node]
-        draft.left, draft.left_class_S = left, left_class_S.astype(np.int64)
-        draft.right, draft.right_class_S = right, right_class_S.astype(np.int64)
-        return node, rank_GH.ravel()
+        rank_S = np.maximum.outer(left_ranks, right_ranks).ravel()
+        product = Product(
+            name=name,
+            left=left,
+            left_class_S=left_class_S.astype(np.int64),
+            right=right,
+            right_class_S=right_class_S.astype(np.int64),
+            cost_S=np.zeros(len(rank_S)),
+            load_SR=np.zeros((len(rank_S), self.num_resources), np.int64),
+        )
+        self.nodes.append(product)
+        return len(self.nodes) - 1, rank_S
 
     # -- edges -------------------------------------------------------------------------------------------------
 
@@ -405,7 +295,7 @@ class _Builder:
         if node is None:
             self.constant_R += load_SR[0]
         else:
-            self.drafts[node].load_SR += load_SR
+            self.nodes[node].load_SR += load_SR
 
     def _add_edge(self, producer: str, consumer: str) -> None:
         """Casts in both directions and the cast buffer of one edge (forward part elsewhere if casts are shared)."""
@@ -414,22 +304,22 @@ class _Builder:
         share = self.problem.cast_sharing == "producer"
         precisions = self.device.precisions
 
-        def load_R(given: str, wanted: str) -> Ints:
+        def load_R(source_format: str, target: str) -> Ints:
             result_R = np.zeros(self.num_resources, np.int64)
             if not share:
-                result_R += self._forward_cast_R(precisions[given].output, wanted, source.output_elements)
+                result_R += self._forward_cast_R(precisions[source_format].output, target, source.output_elements)
             result_R[segment] += self.device.cast_ns(
-                precisions[wanted].gradient_output, precisions[given].gradient_input, source.output_elements
+                precisions[target].gradient_output, precisions[source_format].gradient_input, source.output_elements
             )
             return result_R
 
         self._add_pair(self.carriers[producer], self.carriers[consumer], load_R)
 
-    def _forward_cast_R(self, given: str, wanted: str, elements: int) -> Ints:
+    def _forward_cast_R(self, source: str, target: str, elements: int) -> Ints:
         result_R = np.zeros(self.num_resources, np.int64)
-        if given != wanted:
-            result_R[MEMORY] = -(-elements * self.problem.formats[wanted] // BYTES_PER_KIB)
-            result_R[1] = self.device.cast_ns(given, wanted, elements)
+        if source != target:
+            result_R[MEMORY] = -(-elements * self.problem.formats[target] // BYTES_PER_KIB)
+            result_R[1] = self.device.cast_ns(source, target, elements)
         return result_R
 
     def _add_pair(self, left: _Carrier, right: _Carrier, load_R: Callable[[str, str], Ints]) -> None:
@@ -446,8 +336,7 @@ class _Builder:
             key = (left.node, right.node)
             if left.node > right.node:
                 key, load_GHR = (right.node, left.node), load_GHR.swapaxes(0, 1)
-            known_GHR = self.pair_loads.get(key)
-            self.pair_loads[key] = load_GHR if known_GHR is None else known_GHR + load_GHR
+            self.pair_loads[key] = self.pair_loads.get(key, 0) + load_GHR
 
     # -- shared casts ------------------------------------------------------------------------------------------
 
@@ -458,8 +347,8 @@ class _Builder:
             for source in dict.fromkeys(operator.inputs):
                 consumers.setdefault(source, []).append(operator.name)
         for producer, users in consumers.items():
-            given = self.carriers[producer]
-            outputs = tuple(self.device.precisions[p].output for p in given.precisions)
+            own = self.carriers[producer]
+            outputs = tuple(self.device.precisions[p].output for p in own.precisions)
             wanted = dict.fromkeys(p for user in users for p in self.carriers[user].precisions)
             for source in dict.fromkeys(outputs):
                 for target in wanted:
@@ -469,59 +358,51 @@ class _Builder:
     def _share_cast(self, producer: str, users: list[str], outputs: tuple[str, ...], source: str, target: str) -> None:
         elements = self.problem.operators[self.problem.index(producer)].output_elements
         cast_R = self._forward_cast_R(source, target, elements)
-        given = self.carriers[producer]
+        own = self.carriers[producer]
         here_S = np.array([output == source for output in outputs])
-        conditions: list[tuple[int, int, Ints]] = []  # (node, node or -1, mask over states or pairs of states)
+        masks: _Masks = {}
         for user in users:
             wants = self.carriers[user]
             wants_S = np.array([precision == target for precision in wants.precisions])
             if not wants_S.any():
                 continue
-            if wants.node is None or wants.node == given.node:
+            if wants.node is None or wants.node == own.node:
                 mask_S = here_S & wants_S  # broadcasts where either is constant
-                if given.node is None:
+                if own.node is None:
                     self.constant_R += cast_R
                     return
-                conditions.append((given.node, -1, mask_S.astype(np.int64)))
-            elif given.node is None:
-                conditions.append((wants.node, -1, wants_S.astype(np.int64)))
+                key, mask = (own.node, -1), mask_S
+            elif own.node is None:
+                key, mask = (wants.node, -1), wants_S
             else:
-                mask_GH = np.outer(here_S, wants_S)
-                key = (given.node, wants.node)
-                if given.node > wants.node:
-                    key, mask_GH = (wants.node, given.node), mask_GH.T
-                conditions.append((*key, mask_GH.astype(np.int64)))
-        self._add_shared(f"{producer}:{source}>{target}", merge(conditions), cast_R)
-
-    def _add_shared(self, name: str, conditions: list[tuple[int, int, Ints]], cast_R: Ints) -> None:
-        conditions = [condition for condition in conditions if condition[2].any()]
-        if len(conditions) > 1:
-            self.shared.append((name, conditions, cast_R))
+                key, mask = (own.node, wants.node), np.outer(here_S, wants_S)
+                if own.node > wants.node:
+                    key, mask = (wants.node, own.node), mask.T
+            masks[key] = masks.get(key, 0) | mask.astype(np.int64)
+        masks = {key: mask for key, mask in masks.items() if mask.any()}
+        if len(masks) > 1:
+            self.shared.append((f"{producer}:{source}>{target}", masks, cast_R))
             return
-        for node, other, mask in conditions:  # a single condition is an ordinary load
+        for (node, other), mask in masks.items():  # a single condition is an ordinary load
             if other < 0:
                 self._add_loads(node, mask[:, None] * cast_R)
             else:
-                load_GHR = mask[:, :, None] * cast_R
-                known_GHR = self.pair_loads.get((node, other))
-                self.pair_loads[node, other] = load_GHR if known_GHR is None else known_GHR + load_GHR
+                self.pair_loads[node, other] = self.pair_loads.get((node, other), 0) + mask[:, :, None] * cast_R
 
     # -- the whole ---------------------------------------------------------------------------------------------
 
     def finish(self, latency_limit_ns: int) -> Assignment:
         masks: dict[tuple[int, int], list[Ints]] = {}
-        for _, conditions, _ in self.shared:
-            for node, other, mask in conditions:
-                if other >= 0:
-                    masks.setdefault((node, other), []).append(mask)
-        products: list[Product] = []
+        for _, own, _ in self.shared:
+            for key, mask in own.items():
+                if key[1] >= 0:
+                    masks.setdefault(key, []).append(mask)
         index: dict[tuple[int, int], int] = {}
         for key in dict.fromkeys([*self.pair_loads, *masks]):
-            product = reduce_pair(self.drafts, key, self.pair_loads.get(key), masks.get(key, []))
+            product = reduce_pair(self.nodes, key, self.pair_loads.get(key), masks.get(key, []))
             if product is not None:
-                index[key] = len(self.drafts) + len(products)
-                products.append(product)
-        nodes = (*(freeze(draft) for draft in self.drafts), *products)
+                index[key] = len(self.nodes)
+                self.nodes.append(product)
         limits = [
             Limit(
                 name=f"time[{s}]",
@@ -534,9 +415,88 @@ class _Builder:
         return Assignment(
             name=f"{self.problem.name}/{self.device.name}",
             resources=("memory_kib", *(f"segment[{s}]_ns" for s in range(self.segments.count))),
-            nodes=nodes,
-            shared=tuple(freeze_shared(shared, nodes, index) for shared in self.shared),
+            nodes=tuple(self.nodes),
+            shared=tuple(make_shared(*shared, self.nodes, index) for shared in self.shared),
             limits=tuple(limits),
             constant_R=self.constant_R,
             constant_cost=self.constant_cost,
         )
+
+
+def reduce_pair(
+    nodes: Sequence[Node], key: tuple[int, int], load_GHR: Ints | None, masks: list[Ints]
+) -> Product | None:
+    """The product of a pair of nodes over classes of equal rows; None where the load separates into the two nodes."""
+    left, right = (nodes[node] for node in key)
+    num_resources = left.load_SR.shape[1]
+    shape = (left.num_states, right.num_states, num_resources)
+    if load_GHR is None:
+        load_GHR = np.zeros(shape, np.int64)
+    rest_GHR = load_GHR - load_GHR[:, :1] - load_GHR[:1, :] + load_GHR[:1, :1]
+    if not masks and not rest_GHR.any():
+        left.load_SR += load_GHR[:, 0]
+        right.load_SR += load_GHR[0] - load_GHR[0, 0]
+        return None
+    if not masks and _fold_into_join(nodes, key, load_GHR):
+        return None
+    # Row and column 0 go to the nodes, so that more rows are equal and more classes coincide.
+    left.load_SR += load_GHR[:, 0]
+    right.load_SR += load_GHR[0] - load_GHR[0, 0]
+    signature = np.concatenate([rest_GHR, *(mask[:, :, None] for mask in masks)], axis=2)
+    left_class_S = _classes(signature.reshape(shape[0], -1))
+    right_class_S = _classes(signature.swapaxes(0, 1).reshape(shape[1], -1))
+    first_G = [int(np.argmax(left_class_S == g)) for g in range(left_class_S.max() + 1)]
+    first_H = [int(np.argmax(right_class_S == h)) for h in range(right_class_S.max() + 1)]
+    reduced_GHR = rest_GHR[np.ix_(first_G, first_H)]
+    return Product(
+        name=f"{left.name}|{right.name}",
+        left=key[0],
+        left_class_S=left_class_S,
+        right=key[1],
+        right_class_S=right_class_S,
+        cost_S=np.zeros(len(first_G) * len(first_H)),
+        load_SR=reduced_GHR.reshape(-1, num_resources),
+    )
+
+
+def _fold_into_join(nodes: Sequence[Node], key: tuple[int, int], load_GHR: Ints) -> bool:
+    """Charge the load to a join of the other node, if the join's state determines it."""
+    join = nodes[key[1]]
+    if not isinstance(join, Product) or key[0] not in (join.left, join.right):
+        return False
+    on_left = key[0] == join.left
+    class_S = join.left_class_S if on_left else join.right_class_S
+    states = range(join.num_states)
+    seen = [np.flatnonzero(class_S == (s // join.num_right if on_left else s % join.num_right)) for s in states]
+    if any((load_GHR[seen[s], s] != load_GHR[seen[s][0], s]).any() for s in states):
+        return False
+    join.load_SR += np.array([load_GHR[seen[s][0], s] for s in states])
+    return True
+
+
+def make_shared(
+    name: str,
+    masks: dict[tuple[int, int], Ints],
+    load_R: Ints,
+    nodes: Sequence[Node],
+    index: dict[tuple[int, int], int],
+) -> Shared:
+    """A shared load with its conditions as states of nodes; ``index`` numbers the products of node pairs."""
+    conditions = []
+    for (node, other), mask in masks.items():
+        if other < 0:
+            conditions.append(Condition(node=node, mask_S=mask.astype(np.bool_)))
+            continue
+        product = nodes[index[node, other]]
+        assert isinstance(product, Product)  # pairs of nodes are products by construction
+        mask_S = np.zeros(product.num_states, np.bool_)
+        for a, b in zip(*np.nonzero(mask), strict=True):
+            mask_S[product.left_class_S[a] * product.num_right + product.right_class_S[b]] = True
+        conditions.append(Condition(node=index[node, other], mask_S=mask_S))
+    return Shared(name=name, conditions=tuple(conditions), load_R=load_R)
+
+
+def _classes(rows: Ints) -> Ints:
+    """Number equal rows alike, in order of first appearance."""
+    seen: dict[bytes, int] = {}
+    return np.array([seen.setdefault(row.tobytes(), len(seen)) for row in np.ascontiguousarray(rows)], np.int64)

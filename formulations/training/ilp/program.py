@@ -1,4 +1,4 @@
-r"""The exact formulation: an assignment as a compact mixed-integer linear program, and the whole mathematics of it.
+r"""The assignment of one device as a compact mixed-integer linear program, with its mathematics.
 
 **The problem.** Operators v = 1..n in forward order, precision x_v from P_v, sensitivity w_v(a), forward and backward
 times f_v(a), g_v(a), memory m_v(a). An edge e = (u, v) adds a forward cast F_e(x_u, x_v), a backward cast
@@ -17,12 +17,11 @@ backward ends::
     R_ik  <=  c_k := T_max - O - sum of D_j (j >= k)            and     peer_k <= c_k, a constant check
 
 R_ik is the whole forward plus the backward of a suffix of the operators: the rows are *nested prefix sums* of the
-backward order. Nothing but T_max is common to two devices, so each is solved alone (`device_model`, `segments`).
+backward order. Nothing but T_max is common to two devices, so each is solved alone (`build_assignment`, `segments`).
 
 **The collapse.** A dependent operator's precision follows from its inputs and adds no decision. What is left are
 choices, one per adjustable operator, and products: nodes whose state is a pair (g, h) of classes of two other nodes.
-A product carries what depends on both: casts on an edge, or the higher of two ranks at a join (`linear_assignment`,
-which says why this description is not that of the `assignment` package).
+A product carries what depends on both: casts on an edge, or the higher of two ranks at a join (see `assignment`).
 
 **The linear program of one device.**
 
@@ -45,7 +44,7 @@ which says why this description is not that of the `assignment` package).
   exact integer evaluation only.
 
 Source: the multiple-choice program of QSync (IPDPS 2024) with cast coupling; the projection to non-reference classes
-and the cumulated rows are ours. `textbook` holds the plain formulation that tests compare with.
+and the cumulated rows are ours.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class Goal(enum.StrEnum):
 
     COST = "cost"
     TIME = "time"
-    MEMORY = "memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,12 +196,11 @@ class _Linearizer:
                 self._add_row(limit.name, _sum([{elapsed: 1.0}, _scale(total, -1.0)]), upper=limit.bound / unit)
             before = {elapsed: 1.0}
 
-    def add_memory(self, total: _Expression, load: _Expression, unit: float) -> None:
-        """Keep the memory limit; ``total`` is added to its bound."""
+    def add_memory(self, load: _Expression, unit: float) -> None:
+        """Keep the memory limit."""
         for limit in self.assignment.limits:
             if limit.resources == (MEMORY,):
-                terms = _sum([_scale(load, 1 / unit), _scale(total, -1.0)])
-                self._add_row(limit.name, terms, upper=limit.bound / unit)
+                self._add_row(limit.name, _scale(load, 1 / unit), upper=limit.bound / unit)
 
     def loads(self) -> list[_Expression]:
         """Total load of each resource."""
@@ -238,8 +235,8 @@ def linearize(
     Args:
         assignment: The assignment. Its first resource is memory in KiB, the others are consecutive time segments in
             ns, limited by prefixes.
-        goal: What to minimise: the cost; or by how much all time limits, or the memory limit, must be moved together
-            for some plan to keep them (limits built at 0 then give the least time or memory itself).
+        goal: What to minimise: the cost; or by how much all time limits must be moved together for some plan to keep
+            them (limits built at 0 then give the least time itself).
         units: Scales; exact integers by default.
         whole: Make every column whole, for solvers without continuous columns (use whole units then).
         allowed: Labels that a choice may take (all, where the choice is not in it).
@@ -258,11 +255,11 @@ def linearize(
     else:
         reach = sum(abs(v) for load in (memory, *segments) for v in load.values())
         reach += sum(abs(limit.bound) for limit in assignment.limits)
-        reach /= units.time_ns if goal is Goal.TIME else units.memory_kib
+        reach /= units.time_ns
         lowest = 0.0 if all(limit.bound <= 0 for limit in assignment.limits) else -reach
         moved = {builder.model.add_column("moved", lower=lowest, upper=reach, integer=whole, cost=1.0): 1.0}
-    builder.add_time(moved if goal is Goal.TIME else {}, segments, units.time_ns)
-    builder.add_memory(moved if goal is Goal.MEMORY else {}, memory, units.memory_kib)
+    builder.add_time(moved, segments, units.time_ns)
+    builder.add_memory(memory, units.memory_kib)
     return AssignmentProgram(model=builder.model, choice_columns=builder.choice_columns, units=units)
 
 

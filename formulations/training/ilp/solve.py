@@ -1,4 +1,4 @@
-"""Proved optima: the integer program of `ilp` on each device type, scaled around the greedy plan."""
+"""The method ``ilp``: the integer program of each device type, scaled around a greedy plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from qsync_opt.errors import NotInstalledError, SolverError
 from qsync_opt.formulations.linear import LinearOptions, LinearSolver, LinearStatus
 from qsync_opt.formulations.training.ilp.assignment import Assignment, Choice, build_assignment, read_back
-from qsync_opt.formulations.training.ilp.least import Run, explain_infeasible, run
+from qsync_opt.formulations.training.ilp.run import Run, run
+from qsync_opt.formulations.training.infeasible import prove_infeasible
 from qsync_opt.formulations.training.paper_greedy import fast_start, keeps_limits, recover
 from qsync_opt.formulations.training.tables import peers_ns
 from qsync_opt.registry import Kind, create, default_solver
@@ -20,18 +21,18 @@ from qsync_opt.training import PROOF_GAP, Answer, Problem, ProblemDevice, SolveO
 _OBJECTIVE_SCALE = 1e3
 """The incumbent's cost in units of the objective: solvers' absolute gaps of about 1e-6 are then 1e-9 of it."""
 _FALL = 1e3
-"""When the incumbent falls by more than this, the scale was wrong and the solve is repeated."""
+"""When the incumbent falls by a larger factor, the scale was wrong and the solve is repeated."""
 _START_SHARE = 0.1
-"""Most of the time limit that the search for a plan to scale by may take."""
+"""Largest share of the time limit for the search of a plan to scale by."""
 _NO_SOLVER = "method 'ilp' needs a solver and none is installed; install one: pip install 'qsync-opt[solvers]'"
 
 
 @dataclass(slots=True)
 class _DeviceAnswer:
-    """What is known of one device; ``labels`` and ``cost`` are None without a plan, ``bound`` is always valid.
+    """State of one device; ``labels`` and ``cost`` are None without a plan, ``bound`` is always valid.
 
-    ``cost`` and ``bound`` are above ``lowest``, which every plan pays: their differences are far smaller than it at
-    times, and would drown in its rounding.
+    ``cost`` and ``bound`` are measured from ``lowest``, which every plan pays: it may be so large that they would
+    vanish in its rounding.
     """
 
     status: LinearStatus
@@ -44,9 +45,9 @@ class _DeviceAnswer:
 
 
 class IlpFormulation:
-    """The integer linear program, solved to a proved optimum or to the gap or time that is asked for.
+    """The integer linear program, solved to a proved optimum, or to a gap or time limit.
 
-    Source: `ilp`; the reductions around an incumbent are ours.
+    Source: `program`; the reductions around an incumbent are ours.
     """
 
     def solve(self, problem: Problem, options: SolveOptions) -> Answer:
@@ -59,41 +60,42 @@ class IlpFormulation:
         solver: LinearSolver = create(Kind.SOLVER, choice)
         label = f"{solver.name} {solver.version}"
         if peers_ns(problem) > problem.latency_limit_ns:
-            return _infeasible(problem, solver, deadline, label, [])
+            return _infeasible(problem, problem.devices[0], deadline, label, [])
         answers: list[_DeviceAnswer] = []
         for left, device in zip(range(len(problem.devices), 0, -1), problem.devices, strict=True):
             share = math.inf if math.isinf(deadline) else max(0.0, deadline - time.monotonic()) / left
             answers.append(_solve_device(problem, device, solver, options.gap, time.monotonic() + share))
             if answers[-1].status is LinearStatus.INFEASIBLE:
-                return _infeasible(problem, solver, deadline, label, answers)
+                return _infeasible(problem, device, deadline, label, answers)
         return _merge(problem, answers, label, options.gap)
 
 
 def _infeasible(
-    problem: Problem, solver: LinearSolver, deadline: float, label: str, answers: list[_DeviceAnswer]
+    problem: Problem, device: ProblemDevice, deadline: float, label: str, answers: list[_DeviceAnswer]
 ) -> Answer:
-    verdict = explain_infeasible(problem, solver, deadline)
     reason = "the solver proved that no plan keeps the limits; there was no time to find out which limit is at fault"
     return Answer(
         termination=TerminationStatus.INFEASIBLE,
         solver=label,
         build_seconds=sum(answer.build_seconds for answer in answers),
         solve_seconds=sum(answer.solve_seconds for answer in answers),
-        reason=verdict.reason if verdict is not None and verdict.proved else reason,
+        reason=prove_infeasible(problem, device, deadline) or reason,
     )
 
 
 def _merge(problem: Problem, answers: list[_DeviceAnswer], label: str, gap: float) -> Answer:
     """Device types share only the latency limit, so objectives and bounds add up."""
     bound = math.fsum(part for answer in answers for part in (answer.lowest, answer.bound))
-    held = all(answer.labels is not None for answer in answers)
-    objective = math.fsum(part for answer in answers for part in (answer.lowest, answer.cost or 0.0)) if held else None
+    solved = all(answer.labels is not None for answer in answers)
+    objective = (
+        math.fsum(part for answer in answers for part in (answer.lowest, answer.cost or 0.0)) if solved else None
+    )
     reached = relative_gap(objective, bound)
     if reached is not None and reached <= PROOF_GAP:
         termination = TerminationStatus.OPTIMAL
     elif all(answer.status is LinearStatus.OPTIMAL for answer in answers) or (reached is not None and reached <= gap):
         termination = TerminationStatus.FEASIBLE
-    elif any(answer.status is LinearStatus.ERROR for answer in answers) and not held:
+    elif any(answer.status is LinearStatus.ERROR for answer in answers) and not solved:
         termination = TerminationStatus.ERROR
     else:
         termination = TerminationStatus.TIME_LIMIT
@@ -103,14 +105,14 @@ def _merge(problem: Problem, answers: list[_DeviceAnswer], label: str, gap: floa
             device.name: read_back(problem, device, dict(answer.labels or {}))
             for device, answer in zip(problem.devices, answers, strict=True)
         }
-        if held
+        if solved
         else None,
         objective=objective,
         bound=bound,
         solver=label,
         build_seconds=sum(answer.build_seconds for answer in answers),
         solve_seconds=sum(answer.solve_seconds for answer in answers),
-        reason=None if held else "no plan within the limits was found in the time allowed, which proves nothing",
+        reason=None if solved else "no plan within the limits was found in the time allowed, which proves nothing",
     )
 
 
@@ -137,45 +139,45 @@ def _solve_device(
             return answer
         scale = _highest(shifted) if answer.cost is None else answer.cost
         left_s = deadline - time.monotonic()
-        found = run(
+        result = run(
             shifted,
             solver,
             cost_unit=max(scale / _OBJECTIVE_SCALE, sys.float_info.min),  # a share of the least float is 0
             allowed=_allowed(shifted, answer.cost),
             options=LinearOptions(time_limit_s=None if math.isinf(left_s) else left_s, relative_gap=gap),
         )
-        if _take(answer, found, solver) or answer.cost is None or answer.cost * _FALL >= scale:
+        if _add_result(answer, result, solver) or answer.cost is None or answer.cost * _FALL >= scale:
             return answer
     return answer
 
 
-def _take(answer: _DeviceAnswer, found: Run, solver: LinearSolver) -> bool:
-    """Fold a solver's answer in; return True if nothing more is to be learnt."""
-    answer.build_seconds += found.build_seconds
-    answer.solve_seconds += found.solve_seconds
-    answer.status = found.status
-    if found.status in (LinearStatus.INFEASIBLE, LinearStatus.INFEASIBLE_OR_UNBOUNDED):
+def _add_result(answer: _DeviceAnswer, result: Run, solver: LinearSolver) -> bool:
+    """Add a solver's result; returns True if a repeated solve would not improve it."""
+    answer.build_seconds += result.build_seconds
+    answer.solve_seconds += result.solve_seconds
+    answer.status = result.status
+    if result.status in (LinearStatus.INFEASIBLE, LinearStatus.INFEASIBLE_OR_UNBOUNDED):
         if answer.labels is not None:
-            raise SolverError(f"{solver.name} calls a problem infeasible ({found.native}) that has a plan at hand")
+            raise SolverError(f"{solver.name} calls a problem infeasible ({result.native}) that has a plan at hand")
         answer.status = LinearStatus.INFEASIBLE  # costs are never negative, so it is not unbounded
         return True
-    if found.status in (LinearStatus.UNBOUNDED, LinearStatus.ERROR):
-        raise SolverError(f"{solver.name} failed: {found.native}; use another solver")
-    if found.bound is not None:
+    if result.status in (LinearStatus.UNBOUNDED, LinearStatus.ERROR):
+        raise SolverError(f"{solver.name} failed: {result.native}; use another solver")
+    if result.bound is not None:
         # Labels left out for costing more than the incumbent do not weaken the bound below the incumbent itself.
         ceiling = answer.cost if answer.cost is not None else math.inf
-        answer.bound = max(answer.bound, min(found.bound, ceiling))
-    if found.value is not None and (answer.cost is None or found.value < answer.cost):
-        answer.labels, answer.cost = found.labels, found.value
+        answer.bound = max(answer.bound, min(result.bound, ceiling))
+    if result.value is not None and (answer.cost is None or result.value < answer.cost):
+        answer.labels, answer.cost = result.labels, result.value
     if answer.cost is not None:
         answer.bound = min(answer.bound, answer.cost)
-    return found.status is not LinearStatus.OPTIMAL
+    return result.status is not LinearStatus.OPTIMAL
 
 
 def _shift(assignment: Assignment) -> tuple[Assignment, float]:
-    """The assignment with every choice's least cost taken out, and the sum of what was taken.
+    """The assignment with every choice's least cost subtracted, and the sum of these costs.
 
-    The scale of the objective is then set by what can be decided, not by what every plan pays.
+    The scale of the objective then depends on the decisions alone, not on what every plan pays.
     """
     nodes = tuple(
         replace(node, cost_S=node.cost_S - node.cost_S.min()) if isinstance(node, Choice) else node
@@ -191,7 +193,7 @@ def _highest(shifted: Assignment) -> float:
 
 
 def _allowed(shifted: Assignment, budget: float | None) -> dict[str, frozenset[str]] | None:
-    """Labels that a plan better than the incumbent can take: each other one alone costs more than ``budget``."""
+    """Labels that a plan better than the incumbent can take: any other label alone costs more than ``budget``."""
     if budget is None:
         return None
     most = budget * (1 + 1e-9)

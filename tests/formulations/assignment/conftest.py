@@ -86,21 +86,21 @@ def core_truth(core: Core) -> float:
     return best
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def random_model() -> Callable[..., AssignmentModel]:
     return make_model
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def every_labelling() -> Callable[[AssignmentModel], list[np.ndarray]]:
     return labellings
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def values() -> Callable[[Core, np.ndarray], tuple[float, np.ndarray]]:
     return core_values
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def truth() -> Callable[[Core], float]:
     return core_truth

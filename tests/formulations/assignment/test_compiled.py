@@ -1,4 +1,4 @@
-"""Loops that numba compiles: the same results in every form, and what happens where numba or its cache is missing."""
+"""Loops that numba compiles: when they are, and what happens where numba or its cache is missing."""
 
 import logging
 import os
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from qsync_opt.errors import NotInstalledError, ProblemError
-from qsync_opt.formulations.assignment import SWITCH, Loop, compiled_by
 from qsync_opt.formulations.assignment import compiled as module
+from qsync_opt.formulations.assignment.compiled import SWITCH, Loop, compiled_by
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def switched(monkeypatch):
         monkeypatch.setenv(SWITCH, value)
         compiled_by.cache_clear()
 
-    monkeypatch.setattr(module._Plain, "seconds", 0.0)
+    monkeypatch.setattr(Loop, "python_s", 0.0)
     yield switch
     compiled_by.cache_clear()
 
@@ -36,10 +36,10 @@ def _total(values):
 
 def _loop(monkeypatch) -> Loop:
     monkeypatch.setattr(module, "LOOPS", [])
-    return Loop(_total, lambda values: float(np.cumsum(values)[-1]), "float64(float64[::1])")
+    return Loop(_total, "float64(float64[::1])")
 
 
-def test_without_numba_the_plain_form_runs(monkeypatch, switched):
+def test_without_numba_python_runs(monkeypatch, switched):
     switched("")
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(module.importlib, "import_module", lambda name: pytest.fail(f"imports {name}"))
@@ -50,7 +50,7 @@ def test_without_numba_the_plain_form_runs(monkeypatch, switched):
 def test_numba_that_is_asked_for_must_be_there(monkeypatch, switched):
     switched("1")
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(NotInstalledError, match=r"pip install 'qsync-opt\[fast\]'"):
+    with pytest.raises(NotInstalledError, match=r"pip install 'qsync-opt\[solvers\]'"):
         compiled_by()
 
 
@@ -62,7 +62,7 @@ def test_the_switch_turns_it_off_and_takes_nothing_else(switched):
         compiled_by()
 
 
-def test_what_compiles_is_told(switched):
+def test_compiled_by_names_the_compiler(switched):
     pytest.importorskip("numba")
     switched("1")
     assert compiled_by().startswith("numba ")
@@ -72,22 +72,22 @@ def test_a_short_process_does_without(monkeypatch, switched):
     """Loading the compiler takes longer than a small problem."""
     pytest.importorskip("numba")
     switched("")
-    monkeypatch.setattr(module, "PATIENCE_S", 3600.0)  # on a busy machine, too
+    monkeypatch.setattr(module, "LOADING_S", 3600.0)  # on a busy machine, too
     monkeypatch.setattr(module, "COMPILING_S", 7200.0)
     loop = _loop(monkeypatch)
     monkeypatch.setattr(Loop, "compiled", lambda self: lambda values: -1.0)
     assert loop(np.ones(3)) == 3.0
-    assert module._Plain.seconds > 0.0
-    assert not module.loops_pay()
-    monkeypatch.setattr(module._Plain, "seconds", module.PATIENCE_S)
+    assert Loop.python_s > 0.0
+    assert not module.compiling_pays()
+    monkeypatch.setattr(Loop, "python_s", module.LOADING_S)
     monkeypatch.setattr(module, "machine_code_is_kept", lambda: False)
-    assert not module.loops_pay()  # compiling takes much longer than loading
+    assert not module.compiling_pays()  # compiling takes much longer than loading
     assert loop(np.ones(3)) == 3.0
     monkeypatch.setattr(module, "machine_code_is_kept", lambda: True)
-    assert module.loops_pay()
+    assert module.compiling_pays()
     monkeypatch.setattr(module, "machine_code_is_kept", lambda: False)
-    monkeypatch.setattr(module._Plain, "seconds", module.COMPILING_S)
-    assert module.loops_pay()
+    monkeypatch.setattr(Loop, "python_s", module.COMPILING_S)
+    assert module.compiling_pays()
     assert loop(np.ones(3)) == -1.0
     loop.forget()
     switched("0")
@@ -106,7 +106,7 @@ def test_arrays_laid_out_otherwise_are_taken_too(monkeypatch, switched):
         loop("text")
 
 
-def test_a_cache_that_fails_is_told_and_not_used(monkeypatch, switched, caplog):
+def test_a_cache_that_fails_is_logged_and_not_used(monkeypatch, switched, caplog):
     numba = pytest.importorskip("numba")
     switched("1")
     real = numba.njit
@@ -130,10 +130,10 @@ def test_a_second_process_does_not_compile_again(tmp_path):
     code = (
         "import numpy as np\n"
         "from qsync_opt.formulations.assignment import compiled\n"
-        "from qsync_opt.formulations.assignment import model_loops\n"
-        "compiled.LOOPS[:] = [model_loops.price]\n"
+        "from qsync_opt.formulations.assignment.model import price\n"
+        "compiled.LOOPS[:] = [price]\n"
         "print(compiled.machine_code_is_kept(), end=' ')\n"
-        "run = model_loops.price.compiled()\n"
+        "run = price.compiled()\n"
         "print(sum(run.stats.cache_hits.values()), sum(run.stats.cache_misses.values()))\n"
     )
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}

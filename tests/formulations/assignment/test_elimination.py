@@ -25,11 +25,6 @@ def test_minimum_and_min_marginals_equal_enumeration(seed, random_model, every_l
     np.testing.assert_allclose(least, expected, rtol=1e-9)
 
 
-def test_long_chain_takes_few_rounds(random_model):
-    model = random_model(0, nodes=2, joins=0, density=1.0)
-    assert Elimination(model).widest == 1
-
-
 def test_everything_forbidden_is_infinite(random_model):
     model = random_model(1)
     value, _ = Elimination(model).minimise(np.full(len(model.objective_Z), np.inf))

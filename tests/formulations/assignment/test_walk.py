@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from qsync_opt.formulations.assignment import LOOPS, Loop
+from qsync_opt.formulations.assignment.compiled import LOOPS, Loop
 from qsync_opt.formulations.assignment.core import Core, CoreEdge, CoreNode, condense, lay_out, levels, walk
 from qsync_opt.formulations.assignment.core import levels as level_loops
 from qsync_opt.formulations.assignment.core import paths as module
@@ -151,7 +151,7 @@ def test_what_is_beaten_goes_and_nothing_else(seed):
     point, objective = rng.integers(0, 2, count), np.round(rng.uniform(0, 3, count), 1)
     rows = rng.integers(0, 6, (count, 2))
     order = np.lexsort((objective, rows[:, 1], rows[:, 0], point))
-    keep = walk_loops.undominated.plain(order, point, objective, rows, 1)
+    keep = walk_loops.undominated.py_func(order, point, objective, rows, 1)
     for x in range(count):
         no_worse = (point == point[x]) & (objective <= objective[x]) & (rows <= rows[x]).all(axis=1)
         same = no_worse & (objective == objective[x]) & (rows == rows[x]).all(axis=1)
@@ -177,15 +177,15 @@ def recorded_calls(monkeypatch) -> list[tuple[Loop, tuple]]:
     return calls
 
 
-def test_compiled_and_plain_loops_give_the_same_bits(monkeypatch):
+def test_compiled_and_python_loops_give_the_same_bits(monkeypatch):
     pytest.importorskip("numba")
     calls = recorded_calls(monkeypatch)
-    own = [loop for loop in LOOPS if loop.loops.__module__.endswith(("levels", "paths"))]
-    assert {loop.loops.__name__ for loop, _ in calls} == {loop.loops.__name__ for loop in own}
+    own = [loop for loop in LOOPS if loop.py_func.__module__.endswith(("levels", "paths"))]
+    assert {loop.py_func.__name__ for loop, _ in calls} == {loop.py_func.__name__ for loop in own}
     run = {id(loop): loop.compiled() for loop in own}
     for loop, args in calls:
         mine = tuple(arg.copy() if isinstance(arg, np.ndarray) else arg for arg in args)
-        plain, fast = loop.plain(*args), run[id(loop)](*mine)
+        plain, fast = loop.py_func(*args), run[id(loop)](*mine)
         for one, two in zip(*((each if isinstance(each, tuple) else (each,)) for each in (plain, fast)), strict=True):
             np.testing.assert_array_equal(one, two)
         used = plain if loop is walk_loops.extend else None

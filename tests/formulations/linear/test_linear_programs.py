@@ -15,7 +15,6 @@ import pytest
 from qsync_opt import solve
 from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearStatus
 from qsync_opt.formulations.linear.solvers.ortools_solver import OrtoolsSolver
-from qsync_opt.formulations.training import build_textbook
 from qsync_opt.formulations.training.ilp import (
     Assignment,
     Choice,
@@ -44,8 +43,8 @@ def test_golden_text_of_the_compact_program(make):
     _compare_with_golden(make.__name__, linearize(build_assignment(problem, problem.devices[0])).model.to_lp())
 
 
-def test_golden_text_of_the_textbook_program():
-    _compare_with_golden("diamond_textbook", build_textbook(diamond().problem)[0].to_lp())
+def test_golden_text_of_the_textbook_program(textbook):
+    _compare_with_golden("diamond_textbook", textbook.build_textbook(diamond().problem)[0].to_lp())
 
 
 def _optimum(model):
@@ -64,7 +63,7 @@ def test_every_assignment_of_the_diamond_is_a_point_of_the_program():
         program = linearize(assignment, allowed=allowed)
         found = OrtoolsSolver().solve(program.model, LinearOptions())
         states = assignment.states(labels)
-        if assignment.excess(states):
+        if any(value > 0 for value in assignment.excess(states).values()):
             assert found.status is LinearStatus.INFEASIBLE
             continue
         assert program.labels(found.values) == labels
@@ -79,13 +78,10 @@ def test_units_and_integrality_do_not_move_the_optimum(units, whole):
     assert program.model.objective(_optimum(program.model).values) * units.cost == pytest.approx(2.0)
 
 
-def test_goals_give_least_time_and_least_memory():
+def test_the_goal_of_time_gives_the_least_time():
     problem = diamond().problem
     timed = build_assignment(problem, problem.devices[0], latency_limit_ns=0)
     assert _optimum(linearize(timed, goal=Goal.TIME).model).bound == pytest.approx(10200)
-    # By how much the limit of 58 KiB must move for the least of 35.
-    memory = linearize(build_assignment(problem, problem.devices[0]), goal=Goal.MEMORY)
-    assert _optimum(memory.model).bound == pytest.approx(35 - 58)
 
 
 def test_sensitivities_near_the_least_float_can_be_solved():

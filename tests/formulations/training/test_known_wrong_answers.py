@@ -29,11 +29,11 @@ def test_the_preprocessing_of_cbc_cuts_off_this_optimum():
 
 
 @pytest.mark.parametrize("seed", [5, 7, 16, 30])
-def test_sensitivities_below_the_absolute_gaps_of_solvers(seed):
+def test_sensitivities_below_the_absolute_gaps_of_solvers(seed, textbook):
     problem = _with_sensitivities_times(random_problem(random.Random(seed)), 1e-10)
     known = solve(problem, "exhaustive").objective
     assert known > 0
-    found = solve(problem, "textbook", solver="ortools")
+    found = solve(problem, textbook.TextbookFormulation(), solver="ortools")
     assert found.termination is TerminationStatus.OPTIMAL
     assert found.objective == pytest.approx(known, rel=1e-6)
     assert found.bound == pytest.approx(known, rel=1e-6)

@@ -192,7 +192,10 @@ def test_a_solver_out_of_time_leaves_the_greedy_plan_and_a_bound():
     assert (solution.objective, solution.bound) == (0.25, pytest.approx(0.025))
 
 
-def test_infeasibility_that_no_time_is_left_to_explain():
-    solution = solve(no_memory().problem, "ilp", solver=_Lying(status=LinearStatus.INFEASIBLE))
+def test_infeasibility_that_a_solver_proves_is_explained(monkeypatch):
+    solver = _Lying(status=LinearStatus.INFEASIBLE)
+    assert "cannot be met by any plan" in solve(no_memory().problem, "ilp", solver=solver).reason
+    monkeypatch.setattr(whole_program, "prove_infeasible", lambda *_: None)
+    solution = solve(no_memory().problem, "ilp", solver=solver)
     assert solution.termination is TerminationStatus.INFEASIBLE
     assert "no time to find out which limit" in solution.reason

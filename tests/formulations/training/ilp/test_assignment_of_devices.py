@@ -22,7 +22,7 @@ def _check(problem, device, choices):
     _, iteration_ns = iteration_time(problem, (found,))
     prefixes = [int(load_R[1 : s + 2].sum()) + tail for s, tail in enumerate(segments(problem).tail_ns)]
     assert max([peers_ns(problem), *prefixes]) == iteration_ns
-    excess = assignment.excess(states)
+    excess = [limit.name for limit, value in assignment.excess(states).items() if value > 0]
     assert ("memory" in excess) == (found.memory_kib > device.memory_limit_kib)
     in_time = max(prefixes) <= problem.latency_limit_ns
     assert any(name.startswith("time") for name in excess) == (not in_time)

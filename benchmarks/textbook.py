@@ -1,4 +1,4 @@
-"""The plain formulation, kept as an oracle: nothing collapsed, nothing unrolled, all device types in one program.
+"""Baseline and oracle: the textbook program, nothing collapsed or unrolled, all device types in one model.
 
 It shares no idea with `ilp` but the problem itself: dependent operators are variables with the max rule as rows, casts
 are products with the textbook bound y >= x + x' - 1, and all-reduces have start times S_k. Its bound is weak, so it is
@@ -14,13 +14,11 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from qsync_opt.errors import NotInstalledError, SolverError
 from qsync_opt.formulations.linear import LinearModel, LinearOptions, LinearResult, LinearSolver, LinearStatus
-from qsync_opt.formulations.training.ilp import explain_infeasible
 from qsync_opt.model import Role
-from qsync_opt.registry import Kind, create, default_solver
+from qsync_opt.registry import Feature, Kind, create, default_solver
 from qsync_opt.training import (
     BYTES_PER_KIB,
     Answer,
@@ -176,10 +174,12 @@ def build_textbook(problem: Problem) -> tuple[LinearModel, list[_Device]]:
 
 
 class TextbookFormulation:
-    """The plain program, solved as it stands; for comparison with `exact` on small problems.
+    """The textbook program, solved as it stands; for comparison with `exact` on small problems.
 
     Source: the multiple-choice program of QSync (IPDPS 2024) with textbook linearisation.
     """
+
+    FEATURES = frozenset({Feature.SOLVER, Feature.GAP, Feature.TIME_LIMIT})
 
     def solve(self, problem: Problem, options: SolveOptions) -> Answer:
         """Plan every device type; see `Formulation.solve`."""
@@ -196,15 +196,14 @@ class TextbookFormulation:
         termination = _TERMINATIONS[result.status]
         if termination is TerminationStatus.OPTIMAL and options.gap:
             termination = TerminationStatus.FEASIBLE
-        held = result.values is not None
         return Answer(
             termination=termination,
             devices={d.device.name: d.choices(result.values) for d in devices} if result.values is not None else None,
-            bound=result.bound if held else None,
+            bound=None if result.values is None else result.bound,
             solver=f"{solver.name} {solver.version}",
             build_seconds=built - started,
             solve_seconds=time.monotonic() - built,
-            reason=_reason(problem, choice, options, started) if termination is TerminationStatus.INFEASIBLE else None,
+            reason="no plan keeps the limits" if termination is TerminationStatus.INFEASIBLE else None,
         )
 
 
@@ -233,12 +232,3 @@ def _solve_scaled(model: LinearModel, solver: LinearSolver, options: SolveOption
         if best * _FALL >= scale or best <= 0.0:
             return result
         scale = best
-
-
-def _reason(problem: Problem, solver: Any, options: SolveOptions, started: float) -> str:
-    """Which limit cannot be met: the plain program only says that there is one."""
-    deadline = math.inf if options.time_limit_s is None else started + options.time_limit_s
-    verdict = explain_infeasible(problem, solver, deadline)
-    if verdict is None or not verdict.proved:
-        return "the solver proved that the limits cannot be met, but there was no time to find out which"
-    return verdict.reason

@@ -12,7 +12,7 @@ from qsync_opt.training import Plan, evaluate, fastest, load_problem, solve
 
 
 @pytest.mark.parametrize("method", ["exact", "greedy", "exhaustive"])
-def test_the_problem_turned_round_has_the_best_time_of_all_plans(method):
+def test_the_fastest_plan_has_the_best_time_of_all_plans(method):
     for seed in range(40):
         problem = random_problem(random.Random(seed))
         if math.prod(len(d.operators[o.name]) for d in problem.devices for o in problem.adjustable) > 3000:
