@@ -11,9 +11,7 @@ from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.arguments import CONVOLUTIONS, PRODUCTS, convolution_call, product_call
-from qsync_opt.kernels.autograd import convolution_eight as eight_bit_convolution
-from qsync_opt.kernels.autograd import float_modes, fp8, linear
-from qsync_opt.kernels.autograd import products_half as int8
+from qsync_opt.kernels.autograd import convolution, float_modes, linear, product
 from qsync_opt.kernels.backend import device_precisions
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize import Quantized, quantize_fp8, quantize_int8
@@ -166,8 +164,8 @@ def _run_in_mode(
     if is_plain_linear(op_type, args, kwargs):
         return float_modes.linear(args[0], args[1], args[2] if len(args) > 2 else None, mode)
     call = product_call(op_type, function, args, kwargs)
-    product = float_modes.product(call.a, call.b, mode)
-    return call.finish(product if call.bias is None else product + call.bias)
+    result = float_modes.product(call.a, call.b, mode)
+    return call.finish(result if call.bias is None else result + call.bias)
 
 
 def _run_eight_bits(
@@ -180,13 +178,11 @@ def _run_eight_bits(
 ) -> Any:
     if op_type in CONVOLUTIONS:
         conv = convolution_call(op_type, args, kwargs)
-        convolution = eight_bit_convolution.convolution if options.backward == "eight" else int8.convolution
         return conv.restore(convolution(conv.x, conv.weight, conv.bias, conv.geometry, options))
     if is_plain_linear(op_type, args, kwargs):
         return linear(args[0], args[1], args[2] if len(args) > 2 else None, precision, options)
     call = product_call(op_type, function, args, kwargs)
-    kernel = int8.product if precision == "INT8" else fp8.product
-    return call.finish(kernel(call.a, call.b, call.bias, options))
+    return call.finish(product(call.a, call.b, call.bias, precision, options))
 
 
 def execute(

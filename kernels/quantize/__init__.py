@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         quantize_int8,
     )
     from qsync_opt.kernels.quantize.random_bits import centred_noise, random_words, signed, stepped_key, stream_key
-    from qsync_opt.kernels.quantize.weight_cache import forget_weights, kept_bytes, once_per_version
+    from qsync_opt.kernels.quantize.weight_cache import forget_weights, kept_bytes, once_per_step, once_per_version
 else:
     __getattr__, __dir__ = lazy(__name__)
 
@@ -56,6 +56,7 @@ __all__ = [
     "format_of",
     "int8_scale",
     "kept_bytes",
+    "once_per_step",
     "once_per_version",
     "plain_by_amax",
     "quantize_by_amax",
