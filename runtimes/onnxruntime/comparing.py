@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qsync_opt.runtimes.onnxruntime.parts import Feeds, run_exposed
 from qsync_opt.runtimes.onnxruntime.prepared import Array
 from qsync_opt.runtimes.onnxruntime.runnable import RunnableModel
+from qsync_opt.runtimes.onnxruntime.sessions import Feeds, run_exposed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,11 +24,10 @@ from qsync_opt.model import Operator, Role, TensorSpec
 from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.runtimes.onnxruntime.graph_rewrite import rewrite
 from qsync_opt.runtimes.onnxruntime.number_types import ELEMENT_TYPE
-from qsync_opt.runtimes.onnxruntime.parts import Part, record_values
 from qsync_opt.runtimes.onnxruntime.prepared import Array
 from qsync_opt.runtimes.onnxruntime.runnable import RunnableModel
-from qsync_opt.runtimes.onnxruntime.sessions import Device, bound_run, start_session, tensor_on
-from qsync_opt.runtimes.onnxruntime.support import FORMATS, Support, border_formats
+from qsync_opt.runtimes.onnxruntime.sessions import Device, bound_run, record_values, start_session, tensor_on
+from qsync_opt.runtimes.onnxruntime.support import FORMATS, Part, Support, border_formats
 from qsync_opt.runtimes.timing import cast_pairs, edge_sizes, steady_medians
 from qsync_opt.training import MeasuredPasses, calibrate, problem_role, uniform_precisions
 

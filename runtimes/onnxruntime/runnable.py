@@ -15,9 +15,8 @@ from qsync_opt.io import write_bytes
 from qsync_opt.model import OpGraph, Role, RoleTable
 from qsync_opt.numerics import number_format
 from qsync_opt.runtimes.onnxruntime.graph_rewrite import EdgeCast, MixedGraph, rewrite
-from qsync_opt.runtimes.onnxruntime.parts import made_up_feeds, record_values
 from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel, prepare
-from qsync_opt.runtimes.onnxruntime.sessions import find_device, reason_of, start_session
+from qsync_opt.runtimes.onnxruntime.sessions import find_device, made_up_feeds, reason_of, record_values, start_session
 from qsync_opt.runtimes.onnxruntime.support import FORMATS, Support, border_formats
 from qsync_opt.training import problem_role
 

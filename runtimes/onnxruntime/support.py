@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -12,10 +13,9 @@ from onnx import TensorProto, helper, numpy_helper
 from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.model import ROLE_TABLE, Operator, Role, base_kind
 from qsync_opt.numerics import PrecisionFormats, number_format
-from qsync_opt.runtimes.onnxruntime.graph_rewrite import rewrite
-from qsync_opt.runtimes.onnxruntime.parts import Part, record_values, take_part
+from qsync_opt.runtimes.onnxruntime.graph_rewrite import INTEGER_KINDS, rewrite
 from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel, prepare
-from qsync_opt.runtimes.onnxruntime.sessions import Device, start_session
+from qsync_opt.runtimes.onnxruntime.sessions import Device, record_values, start_session
 
 FORMATS = ("INT8", "BF16", "FP16", "FP32")
 """Those that this runtime writes, coarsest first."""
@@ -35,6 +35,67 @@ def border_formats(precision: str) -> PrecisionFormats:
     """Formats at the borders of an operator: integers answer in FP32, and nothing runs backward."""
     output = "FP32" if precision == "INT8" else precision
     return PrecisionFormats(output=output, gradient_input="FP32", gradient_output="FP32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One operator as a model; ``inputs`` are the values that it gets from others, with what they were in one run."""
+
+    model: PreparedModel
+    inputs: Mapping[str, Array]
+
+    def arrivals(self, number_format: str) -> dict[str, str]:
+        """Formats in which floating-point inputs arrive when the operator runs in a format."""
+        floating = [value for value in self.inputs if self.model.is_floating(value)]
+        if number_format != "INT8":
+            return dict.fromkeys(floating, number_format)
+        nodes = self.model.proto.graph.node
+        operands = {v for node in nodes if node.op_type in INTEGER_KINDS for v in node.input[:2]}
+        others = {v for node in nodes for v in node.input[2 if node.op_type in INTEGER_KINDS else 0 :]}
+        return {value: "INT8" if value in operands - others else "FP32" for value in floating}
+
+    @property
+    def integer_nodes(self) -> int:
+        """How many nodes have an integer form."""
+        return sum(node.op_type in INTEGER_KINDS for node in self.model.proto.graph.node)
+
+
+def take_part(model: PreparedModel, operator: str, values: Mapping[str, Array]) -> Part:
+    """Return one operator of a model as a model of its own.
+
+    Args:
+        model: The whole.
+        operator: Its name.
+        values: Of one run, by `record_values`.
+
+    Raises:
+        ModelError: The operator reads or writes what is no tensor.
+    """
+    graph = model.proto.graph
+    nodes = [node for node, owner in zip(graph.node, model.owners, strict=True) if owner == operator]
+    inside = {value for node in nodes for value in node.output if value}
+    reads = list(dict.fromkeys(v for node in nodes for v in node.input if v and v not in inside))
+    for value in (*reads, *inside):
+        if value not in model.types:
+            raise ModelError(f"operator {operator!r} reads or writes {value!r}, which is no tensor")
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    fixed = {value for node in graph.node if node.op_type == "Constant" for value in node.output}
+    read_by_others = {
+        v for node, owner in zip(graph.node, model.owners, strict=True) if owner != operator for v in node.input
+    } | {info.name for info in graph.output}
+    outputs = [v for node in nodes for v in node.output if v and v in read_by_others]
+    inputs = {v: values[v] for v in reads if v not in weights and v not in fixed}
+    part = onnx.GraphProto(name=f"{graph.name}: {operator}", node=nodes)
+    part.initializer.extend(weights[v] for v in reads if v in weights)
+    part.initializer.extend(numpy_helper.from_array(values[v], v) for v in reads if v in fixed)
+    part.input.extend(helper.make_tensor_value_info(v, model.types[v], a.shape) for v, a in inputs.items())
+    results = outputs or [v for node in nodes for v in node.output if v]
+    part.output.extend(helper.make_tensor_value_info(v, model.types[v], values[v].shape) for v in results)
+    proto = onnx.ModelProto(ir_version=model.proto.ir_version, graph=part)
+    proto.opset_import.extend(model.proto.opset_import)
+    constants = {v: a for v, a in model.constants.items() if v in reads or v in inside}
+    whole = replace(model, proto=proto, owners=(operator,) * len(nodes), constants=constants)
+    return Part(model=whole, inputs=inputs)
 
 
 class Support:
