@@ -1,4 +1,4 @@
-"""Compile the CUDA kernels: one shared library per unit and list of targets, built once and kept on disk.
+"""The build of the CUDA kernels: one shared library per unit and list of targets, kept on disk.
 
 A unit is the sources ``csrc/cuda/<unit>*.cu`` and ``.cpp``. A source whose name ends in ``_sm75``, ``_sm80``, ``_sm89``
 or ``_sm90`` (or has it followed by another word: ``matmul_sm90_int8.cu``) is compiled only for the targets of that code
@@ -52,18 +52,11 @@ class Unit:
     targets: tuple[str, ...] = TARGETS
 
 
-UNITS: dict[str, Unit] = {
-    unit.name: unit
-    for unit in (
-        Unit(name="quantize"),
-        Unit(name="matmul"),
-        Unit(name="convolution"),
-    )
-}
+UNITS = {name: Unit(name=name) for name in ("quantize", "matmul", "convolution")}
 
 
 def target_of(capability: tuple[int, int]) -> str:
-    """The target whose code a card of a compute capability runs.
+    """The target whose code runs on a card of a compute capability.
 
     ``QSYNC_KERNEL_TARGET`` overrides it, for trying an older target's code path on a newer card (through PTX).
 
@@ -88,30 +81,26 @@ def target_of(capability: tuple[int, int]) -> str:
 
 def cache_folder() -> Path:
     """Where libraries are kept: ``QSYNC_KERNEL_CACHE``, else ``kernels`` in `default_cache_folder`."""
-    given = os.environ.get(CACHE_VARIABLE)
-    if given:
-        return Path(given)
-    return default_cache_folder() / "kernels"
+    folder = os.environ.get(CACHE_VARIABLE)
+    return Path(folder) if folder else default_cache_folder() / "kernels"
 
 
 def sources(unit: Unit, targets: Sequence[str]) -> dict[Path, tuple[str, ...]]:
     """The unit's source files, each with those of ``targets`` that it is compiled for."""
-    found = sorted(path for path in (CSRC / "cuda").glob(f"{unit.name}*") if path.suffix in (".cu", ".cpp"))
-    chosen: dict[Path, tuple[str, ...]] = {}
-    for path in found:
-        paths = re.search(r"_sm(\d+)(?:_|$)", path.stem)
-        allowed = _PATHS[paths[1]] if paths else TARGETS
-        fitting = tuple(target for target in targets if target in allowed)
-        if fitting:
-            chosen[path] = fitting
-    return chosen
+    result: dict[Path, tuple[str, ...]] = {}
+    for path in sorted(path for path in (CSRC / "cuda").glob(f"{unit.name}*") if path.suffix in (".cu", ".cpp")):
+        match = re.search(r"_sm(\d+)(?:_|$)", path.stem)
+        allowed = _PATHS[match[1]] if match else TARGETS
+        if fitting := tuple(target for target in targets if target in allowed):
+            result[path] = fitting
+    return result
 
 
 def _headers(unit: Unit) -> list[Path]:
     """Headers that the unit's sources may include: all but those that bear another unit's name."""
     others = tuple(name for name in UNITS if name != unit.name)
-    found = (path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh"))
-    return [path for path in found if not path.name.startswith(others)]
+    headers = (path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh"))
+    return [path for path in headers if not path.name.startswith(others)]
 
 
 def _digest(unit: Unit, targets: Sequence[str]) -> str:
@@ -133,11 +122,11 @@ def library_path(unit: Unit, targets: Sequence[str]) -> Path:
 def _compile(unit: Unit, targets: Sequence[str], output: Path, jobs: int) -> None:
     tools = find_toolchain()
     flags = compiler.flags(targets, CSRC)
-    chosen = sources(unit, targets)
-    if not chosen:
+    paths = sources(unit, targets)
+    if not paths:
         raise NotReadyError(f"unit {unit.name} has no source for {', '.join(targets)} in {CSRC / 'cuda'}")
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f"{unit.name}-") as folder:
-        objects = {path: Path(folder) / f"{path.name}.o" for path in chosen}
+        objects = {path: Path(folder) / f"{path.name}.o" for path in paths}
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             runs = [
                 pool.submit(
@@ -145,7 +134,7 @@ def _compile(unit: Unit, targets: Sequence[str], output: Path, jobs: int) -> Non
                     [tools.nvcc, "-c", path, "-o", objects[path], *flags, *map(compiler.code, fitting)],
                     f"{path.name} for {', '.join(fitting)}",
                 )
-                for path, fitting in chosen.items()
+                for path, fitting in paths.items()
             ]
             for run in runs:
                 run.result()
@@ -191,10 +180,10 @@ def build(unit: Unit, targets: Sequence[str], jobs: int | None = None) -> Path:
         NotReadyError: A source does not compile; the text holds the compiler's first error.
         UnsupportedError: A target that the unit has no code path for.
     """
-    strange = [target for target in targets if target not in unit.targets]
-    if strange or not targets:
+    unknown = [target for target in targets if target not in unit.targets]
+    if unknown or not targets:
         allowed = ", ".join(unit.targets)
-        raise UnsupportedError(f"unit {unit.name} for {', '.join(strange) or 'no target'}: allowed are {allowed}")
+        raise UnsupportedError(f"unit {unit.name} for {', '.join(unknown) or 'no target'}: allowed are {allowed}")
     output = library_path(unit, targets)
     if output.is_file():
         return output
@@ -216,16 +205,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--unit", action="append", choices=tuple(UNITS), help="default: every unit that has sources")
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: every target of the unit")
     parser.add_argument("--jobs", type=int, help="compilers to run at once")
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        for unit in (UNITS[name] for name in chosen.unit or UNITS):
-            if not chosen.unit and not sources(unit, unit.targets):
+        for unit in (UNITS[name] for name in options.unit or UNITS):
+            if not options.unit and not sources(unit, unit.targets):
                 continue
-            for target in chosen.target or unit.targets:
-                if chosen.unit is None and target not in unit.targets:
+            for target in options.target or unit.targets:
+                if options.unit is None and target not in unit.targets:
                     continue
                 begin = time.perf_counter()
-                path = build(unit, (target,), chosen.jobs)
+                path = build(unit, (target,), options.jobs)
                 sys.stdout.write(f"{unit.name} {target}: {path} ({time.perf_counter() - begin:.0f} s)\n")
                 sys.stdout.flush()
     except QSyncError as error:
