@@ -22,7 +22,7 @@ class ProductCall:
     """``alpha * (a @ b) + beta * addend``, reshaped by ``restore``.
 
     ``a`` is (N, K) with ``b`` (K, M), or (B, N, K) with (B, K, M). ``bias`` (M,) is added to the product before
-    ``restore``; ``addend`` is anything else that is added after.
+    ``restore``, ``addend`` after it.
     """
 
     a: Tensor
@@ -61,7 +61,7 @@ class ConvolutionCall:
 
     @property
     def geometry(self) -> tuple[Any, ...]:
-        """What ``torch.convolution`` takes after the bias."""
+        """The arguments of ``torch.convolution`` after the bias."""
         return (self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups)
 
 

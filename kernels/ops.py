@@ -94,7 +94,7 @@ def cast(x: Tensor, target: str, options: KernelOptions | None = None) -> Tensor
 
 
 def types_left(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Floating types of operands that are not cast for a product in ``dtype``: FP64 is never cast down."""
+    """Floating types of operands that are not cast for a product in ``dtype``; FP64 is not cast down to FP32."""
     return (dtype, torch.float64) if dtype is torch.float32 else (dtype,)
 
 

@@ -38,7 +38,7 @@ def differentiated_once(reason: str) -> Callable[[Callable[..., Any]], Callable[
         def once(ctx: Any, *gradients: Any) -> Any:
             with torch.no_grad():
                 result = backward(ctx, *gradients)
-            # A compiler differentiates nothing twice, and refuses by itself.
+            # A compiler refuses to differentiate twice.
             if torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return result
             results = result if isinstance(result, tuple) else (result,)

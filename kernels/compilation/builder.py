@@ -168,7 +168,7 @@ def build(unit: Unit, targets: Sequence[str], jobs: int | None = None) -> Path:
     """The unit's library for some targets, compiled if the cache has none.
 
     Args:
-        unit: What to build.
+        unit: The unit.
         targets: Of :data:`TARGETS`; the library holds code for each.
         jobs: Compilers to run at once; None takes ``QSYNC_KERNEL_JOBS`` or the number of CPUs.
 

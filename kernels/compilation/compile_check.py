@@ -45,7 +45,7 @@ def check(units: Sequence[builder.Unit], folder: Path, jobs: int | None = None) 
     """Compile all sources of some units for all of their targets, and link each unit for each target.
 
     Args:
-        units: What to compile.
+        units: The units.
         folder: Where objects and libraries go.
         jobs: Compilers to run at once; None takes ``QSYNC_KERNEL_JOBS`` or the number of CPUs.
 

@@ -89,7 +89,7 @@ JOBS_VARIABLE = "QSYNC_KERNEL_JOBS"
 def code(target: str) -> str:
     """The option that makes the compiler generate code for a target."""
     number = target.removeprefix("sm_")
-    # PTX beside the machine code lets later cards run it; that of 9.0a runs on 9.0a alone.
+    # With PTX besides machine code, later cards can run it; that of 9.0a runs only on 9.0a.
     kinds = target if target.endswith("a") else f"[{target},compute_{number}]"
     return f"-gencode=arch=compute_{number},code={kinds}"
 

@@ -117,9 +117,9 @@ def _check_factors(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Ten
 def _check_geometry(
     x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> None:
-    for name, pair, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
-        if len(pair) != 2 or min(pair) < least:
-            raise UnsupportedError(f"scaled_conv2d: {name} {tuple(pair)}; needed are two integers from {least}")
+    for name, pair, minimum in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
+        if len(pair) != 2 or min(pair) < minimum:
+            raise UnsupportedError(f"scaled_conv2d: {name} {tuple(pair)}; needed are two integers from {minimum}")
     p, q = _output_sizes(x.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1), stride, padding, dilation)
     if min(p, q) < 1:
         raise UnsupportedError(

@@ -244,7 +244,7 @@ def scaled_mm(
 def scaled_mm_unchecked(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """:func:`scaled_mm` of operands that a quantizer has just made: the host checks nothing twice (CUDA code does)."""
+    """`scaled_mm` without checks on the host, for operands that a quantizer has written (CUDA code checks them)."""
     if a.is_cuda:
         activate()
     result: Tensor = _scaled_mm(a, b, a_scale, b_scale, bias, "none", out_dtype)

@@ -1,7 +1,7 @@
 """Choice of the tile that each product is cut into: tables of the package, and those tuned on this machine.
 
-A choice never changes what is computed beyond the order of FP32 sums. It is looked up by the codes, shape and number of
-multiprocessors; a product that no table has gets the estimate of the compiled code, the same on every run. ``tune``
+A choice changes nothing but the order of FP32 sums. It is looked up by the codes, shape and number of
+multiprocessors; a product in no table gets the estimate of the compiled code, the same on every run. ``tune``
 measures, keeps the fastest choice in a file of the user's cache folder, and uses it from then on.
 """
 
@@ -174,7 +174,7 @@ def forget(kind: ProductKind) -> None:
 
 
 def choice_of(kind: ProductKind) -> Choice | None:
-    """What products of a kind use now; None where the compiled code has one tile only."""
+    """Current choice for products of a kind; None where the compiled code has only one tile."""
     activate()
     numbers = torch.ops.qsync_opt.scaled_mm_choice(kind.key())
     return Choice(**dict(zip(_CHOICE_NUMBERS, numbers, strict=True))) if numbers else None

@@ -1,6 +1,6 @@
-"""Quantization: formats, rounding with given random bits, the fused operators and the cache of weights.
+"""Quantization to 8 bits: formats, random bits, quantizers of tensors and matrices, and the cache of weight codes.
 
-Each operator has a reference that it equals bit for bit.
+The compiled operators equal their plain PyTorch implementations bit for bit.
 """
 
 from typing import TYPE_CHECKING

@@ -96,7 +96,7 @@ def plain_by_amax(
     step: Tensor | None,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain PyTorch: as ``quantize`` per tensor, with the largest magnitude given."""
+    """Plain PyTorch: ``quantize`` per tensor with a known largest magnitude."""
     return _codes(x, scale_from(amax.reshape(1, 1), format_of(format)), format, rounding, key, step, transposed)
 
 
@@ -116,7 +116,7 @@ def _dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _recast(codes: Tensor, format: torch.dtype, ratio: float, rounding: str, key: int, step: Tensor | None) -> Tensor:
-    """Plain PyTorch: codes of ``format`` for ``ratio`` times the codes given."""
+    """Plain PyTorch: codes of ``format`` for ``ratio`` times ``codes``."""
     form = format_of(format)
     stream = stepped_key(key, step) if rounding == "stochastic" else None
     values = codes.contiguous().to(torch.float32)
@@ -207,7 +207,7 @@ def quantize_matrix(
         NaN.
 
     Raises:
-        UnsupportedError: An argument outside what is named above.
+        UnsupportedError: An argument that is not among those named above.
 
     Source: Stochastic rounding as in S. Gupta et al., "Deep learning with limited numerical precision", ICML 2015;
         kernels and noise are ours.

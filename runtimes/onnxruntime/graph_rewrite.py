@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import onnx
 from google.protobuf.message import EncodeError
-from onnx import TensorProto, helper, shape_inference
+from onnx import TensorProto, helper, numpy_helper, shape_inference
 
 from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.model.onnx import GRAPH_KEY
-from qsync_opt.runtimes.onnxruntime.number_types import ELEMENT_TYPE, TYPE_TEXT, stored, tensor_of, weight_codes
+from qsync_opt.runtimes.onnxruntime.number_types import ELEMENT_TYPE, TYPE_TEXT, stored, weight_codes
 from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel
 
 _OWN_DOMAINS = ("", "ai.onnx")
@@ -32,9 +32,9 @@ INTEGER_KINDS = frozenset({"MatMul", "Gemm", "Conv"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeCast:
-    """A value that is cast: once, for all nodes that want it in ``target``.
+    """A value that is cast once, for all nodes that read it in ``target``.
 
-    ``for_result`` tells that the model returns the value, and nothing else wanted it so.
+    ``for_result``: only a result of the model needs it so.
     """
 
     value: str
@@ -45,7 +45,7 @@ class EdgeCast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedGraph:
-    """A rewritten model; ``formats`` has the format of each floating-point value, ``names`` what it is called now."""
+    """A rewritten model; ``formats`` has the format of each floating-point value, ``names`` the new names of some."""
 
     proto: onnx.ModelProto
     casts: tuple[EdgeCast, ...]
@@ -65,9 +65,9 @@ def rewrite(
     Args:
         model: In FP32.
         node_formats: Format of each node: FP32, FP16, BF16, or INT8 for those that have an integer form.
-        arrivals: Inputs of the model that arrive in another format than FP32, for measuring parts of a model. One in
-            INT8 arrives as three: codes, scale and zero point.
-        results_as_they_are: Return results in the format that they come in, instead of FP32.
+        arrivals: Formats of inputs of the model that are not FP32, for measuring parts of a model. An INT8 input is
+            three inputs: codes, scale and zero point.
+        results_as_they_are: Leave results in the format of their node, instead of FP32.
 
     Raises:
         UnsupportedError: A node cannot be written in its format; the text names it and says why.
@@ -81,7 +81,7 @@ def rewrite(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Quantized:
-    """Names of the values that stand for a quantized tensor: codes, scale, zero point ("" where it is zero)."""
+    """Names of the values of a quantized tensor: codes, scale, zero point ("" where it is zero)."""
 
     codes: str
     scale: str
@@ -113,7 +113,7 @@ class _Writer:
         return name
 
     def node(self, node: onnx.NodeProto, node_format: str) -> None:
-        """Write one node in its format, its casts before it."""
+        """Write the casts of one node, then the node in its format."""
         label = node.name or next(iter(node.output), node.op_type)
         if node_format == "INT8":
             if node.op_type in INTEGER_KINDS and node.domain in _OWN_DOMAINS:
@@ -128,7 +128,7 @@ class _Writer:
             if value and self._model.is_floating(value):
                 self._deliver(copy, position, value, bound)
         if node.op_type == "Constant":
-            # What reads it in another format has a copy of its own.
+            # Readers in another format have copies of their own.
             self._formats[node.output[0]] = "FP32"
         self.nodes.append(copy)
 
@@ -169,13 +169,13 @@ class _Writer:
             ) from error
 
     def _deliver(self, copy: onnx.NodeProto, position: int, value: str, formats: Mapping[int, str]) -> None:
-        """Note the format of a result; what the model returns keeps its name for the FP32 form."""
+        """Note the format of a node's result; the name of a result of the model stays with its FP32 form."""
         self._formats[value] = formats[position]
         if formats[position] != "FP32" and value in self._results and not self._keep_results:
             self._names[value] = copy.output[position] = self.fresh(f"{value}__{formats[position]}")
 
     def _value(self, value: str, target: str) -> str:
-        """Name of a value in a format; a cast, or a copy of a weight, is made the first time that it is wanted."""
+        """Name of a value in a format; the first call writes the cast, or the copy of a weight."""
         source = self._formats[value]
         if source == target:
             return self._names.get(value, value)
@@ -220,22 +220,22 @@ class _Writer:
             self._casts[value, target] = cast
 
     def wanted(self, value: str, target: str) -> str:
-        """Name of a value in the format that a node wants it in; the cast is one of the plan's."""
+        """Name of a value in the format that a node reads; the cast counts as one of the plan's."""
         self._note(value, target)
         return self._value(value, target)
 
     def store(self, values: Array, name: str) -> str:
         """Store an array as an initializer and return its name."""
-        tensor = tensor_of(values, self.fresh(name))
+        tensor = numpy_helper.from_array(values, self.fresh(name))
         self._new_tensors.append(tensor)
         return tensor.name
 
     def constant(self, value: str) -> Array | None:
-        """Values of an input that never changes; None for others."""
+        """Values of a constant; None for other values."""
         return self._model.constants.get(value)
 
     def finish(self) -> MixedGraph:
-        """Cast what the model returns back to FP32, leave out what nobody reads, and check the whole."""
+        """Cast the model's results back to FP32, drop what is not read, and check the graph."""
         for info in self._model.proto.graph.output:
             if info.name in self._names:
                 self._note(info.name, "FP32", for_result=True)
@@ -261,7 +261,7 @@ class _Writer:
         )
 
     def _arriving(self, info: onnx.ValueInfoProto) -> list[onnx.ValueInfoProto]:
-        """An input in the format that it arrives in; one in codes is three."""
+        """An input in its format; one in codes is three."""
         arrival = self._arrivals.get(info.name, "FP32")
         if arrival == "FP32":
             return [info]
@@ -325,13 +325,13 @@ class _IntegerForm:
         return self._dynamic(self._node.input[0], transposed, "left")
 
     def _right(self, transposed: bool) -> _Quantized:
-        """The second operand: a weight, or computed like the first."""
+        """The second operand: a weight, or quantized at run time like the first."""
         value = self._node.input[1]
         weight = self._writer.constant(value)
         if weight is None:
             return self._dynamic(value, transposed, "right")
         weight = np.ascontiguousarray(weight.T) if transposed else weight
-        # Scales per column have no place in the result of a product of a vector or of a stack of matrices.
+        # Scales per column do not broadcast over products of a vector or of a stack of matrices.
         codes, scale = self._weight(weight, 1 if weight.ndim == 2 else None)
         return _Quantized(codes=codes, scale=scale, zero="")
 
@@ -350,7 +350,7 @@ class _IntegerForm:
         self._finish(sums, self._times(scale, alpha, "alpha"), self._bias(bias, beta))
 
     def _convolution(self, bias: str | None) -> None:
-        """A convolution whose weight never changes."""
+        """A convolution with a constant weight."""
         weight = self._writer.constant(self._node.input[1])
         if weight is None:
             raise UnsupportedError(f"node {self._name!r} convolves with a computed weight, which has no integer form")

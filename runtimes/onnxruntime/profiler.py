@@ -1,8 +1,8 @@
-"""Profile an ONNX model on a device: every operator alone in every format, and casts. Inference: nothing runs backward.
+"""Profiling of an ONNX model on a device: every operator alone in every format, and casts. Nothing runs backward.
 
-Each operator is a model of its own that gets the values it gets in the whole, in the format that they would arrive in,
-so that casts are not in its time; casts are timed by themselves and fitted. What starting a run costs is taken off, and
-what an iteration costs beyond its operators is fitted to runs of the whole model in each precision.
+Each operator is timed as a model of its own, on inputs with the values and formats that they have in the whole model,
+so that casts are not in its time; casts are timed separately and fitted. The cost of starting a run is subtracted, and
+the cost of an iteration beyond its operators is fitted to runs of the whole model in each precision.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from qsync_opt.runtimes.timing import cast_pairs, edge_sizes, steady_medians
 from qsync_opt.training import MeasuredPasses, calibrate, problem_role, uniform_precisions
 
 METHOD = 1
-"""Version of the way of measuring; measurements made in another way are not taken from the cache."""
+"""Version of the method of measuring; the cache gives no measurements of other versions."""
 _ROUND_NS = 1e6
-_MOST_AT_ONCE = 200
+_MAX_AT_ONCE = 200
 _OPSET = 21
 
 
@@ -53,13 +53,13 @@ def profile(
 
     Args:
         model: Without a plan.
-        args: Inputs in the model's order, of the kind that it will get; operators are timed on what becomes of them.
+        args: Typical inputs in the model's order; operators are timed on the values computed from them.
         kwargs: Inputs by name.
-        precisions: Those that plans may use; None: all that some operator can run in. FP32 is always among them.
+        precisions: Those that plans may use; None: all that some operator can run in. FP32 is always included.
         cache_dir: Folder of measurements that equal runs share; None keeps none.
         progress: As in the torch runtime's `profile`.
-        repeats: Runs per round; there are rounds until two agree.
-        name: Of the device, where that of the hardware does not tell it from others.
+        repeats: Runs per round; rounds are run until two agree.
+        name: Of the device, where that of the hardware is ambiguous.
 
     Returns:
         The profile: times of the forward pass alone, an optimizer that costs nothing.
@@ -148,7 +148,7 @@ class _Bench:
     cache: MeasurementCache
 
     def precisions(self, operator: Operator) -> list[str]:
-        """What an operator is measured in."""
+        """Precisions that an operator is measured in."""
         role = problem_role(operator)
         if role is Role.FIXED:
             return ["FP32"]
@@ -180,7 +180,7 @@ class _Bench:
         return fit_cost(samples)
 
     def whole(self, profile: DeviceProfile, precision: str, feeds: Mapping[str, Array]) -> MeasuredPasses:
-        """One run of the whole model with every operator in a precision, or the next finer that it has."""
+        """One run of the whole model with every operator in a precision, or its next finer one."""
         tables = {o.name: profile.cost(o.name) for o in self.model.graph}
         uniform = uniform_precisions(self.model.graph, profile, tables, precision)
         proto = self.model.prepared.proto
@@ -203,8 +203,8 @@ class _Bench:
         mixed = rewrite(part.model, formats, arrivals=arrivals, results_as_they_are=True)
         device = self.model.device
         session = start_session(mixed.proto, device, f"operator {operator.name!r} in {precision}")
-        taken = {entry.name for entry in session.get_inputs()}
-        tensors = {k: v for k, v in _arriving(part, arrivals, device).items() if k in taken}
+        names = {entry.name for entry in session.get_inputs()}
+        tensors = {k: v for k, v in _inputs(part, arrivals, device).items() if k in names}
         return self.stopwatch.time(session, tensors)
 
     def _time_cast(self, source: str, target: str, spec: TensorSpec) -> float:
@@ -229,8 +229,8 @@ class _Bench:
         return self.stopwatch.time(session, {"x": tensor_on(values, source, self.model.device)})
 
 
-def _arriving(part: Part, arrivals: Mapping[str, str], device: Device) -> dict[str, Any]:
-    """The inputs of a part, in the formats that they arrive in."""
+def _inputs(part: Part, arrivals: Mapping[str, str], device: Device) -> dict[str, Any]:
+    """The inputs of a part, in the formats that they have in the whole model."""
     tensors = {}
     for name, value in part.inputs.items():
         arrival = arrivals.get(name, "FP32")
@@ -247,7 +247,7 @@ def _arriving(part: Part, arrivals: Mapping[str, str], device: Device) -> dict[s
 
 
 class _Stopwatch:
-    """Times runs of sessions. Caches are left warm: in inference what an operator reads has just been written."""
+    """A timer of runs of sessions. Caches stay warm: in inference an operator's input has just been written."""
 
     def __init__(self, device: Device, repeats: int) -> None:
         self._device = device
@@ -260,11 +260,11 @@ class _Stopwatch:
         self._idle_ns = self.time(idle, {"x": tensor_on(np.zeros(1, np.float32), "FP32", device)})
 
     def time(self, session: Any, tensors: Mapping[str, Any]) -> float:
-        """Nanoseconds of one run, less what an empty model takes; short ones are timed several at once."""
+        """Nanoseconds of one run minus those of an empty model; several short runs are timed at once."""
         try:
             binding = bound_run(session, tensors, self._device)
             self._runs_ns(session, binding, 2)  # allocates results and packs weights
-            at_once = max(1, min(_MOST_AT_ONCE, round(_ROUND_NS / max(1.0, self._runs_ns(session, binding, 1)))))
+            at_once = max(1, min(_MAX_AT_ONCE, round(_ROUND_NS / max(1.0, self._runs_ns(session, binding, 1)))))
 
             def run_round() -> list[tuple[float]]:
                 return [(self._runs_ns(session, binding, at_once) / at_once,) for _ in range(self._repeats)]

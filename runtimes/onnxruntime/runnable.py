@@ -1,4 +1,4 @@
-"""An ONNX model that can be run, put under a plan, and taken off it again."""
+"""An ONNX model with a session, to which a plan is applied and undone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qsync_opt.model import OpGraph, Role, RoleTable
 from qsync_opt.numerics import number_format
 from qsync_opt.runtimes.onnxruntime.graph_rewrite import EdgeCast, MixedGraph, rewrite
 from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel, prepare
-from qsync_opt.runtimes.onnxruntime.sessions import find_device, made_up_feeds, reason_of, record_values, start_session
+from qsync_opt.runtimes.onnxruntime.sessions import find_device, reason_of, record_values, sample_feeds, start_session
 from qsync_opt.runtimes.onnxruntime.support import FORMATS, Support, border_formats
 from qsync_opt.training import problem_role
 
@@ -44,7 +44,7 @@ class RunnableModel:
     Attributes:
         graph: Its operators.
         device: Where it runs.
-        precisions: Precision of every operator under the plan at work; empty without one.
+        precisions: Precision of every operator under the applied plan; empty without one.
         mixed: The graph that runs under the plan; None without one, and under one that leaves everything in FP32.
 
     Raises:
@@ -71,12 +71,12 @@ class RunnableModel:
 
     @property
     def prepared(self) -> PreparedModel:
-        """The model as it was given, in FP32."""
+        """The original model, in FP32."""
         return self._prepared
 
     @property
     def proto(self) -> onnx.ModelProto:
-        """The model that runs: as it was given, or rewritten by the plan at work. Do not change it."""
+        """The model that runs: the original, or rewritten under the applied plan. Do not change it."""
         return self._prepared.proto if self.mixed is None else self.mixed.proto
 
     @property
@@ -91,8 +91,8 @@ class RunnableModel:
 
     @cached_property
     def support(self) -> Support:
-        """What its operators can run in, found out with made-up inputs."""
-        values = record_values(self._prepared, made_up_feeds(self._prepared.proto), self.device)
+        """Formats of its operators, by trial with sample inputs."""
+        values = record_values(self._prepared, sample_feeds(self._prepared.proto), self.device)
         return Support(self._prepared, self.device, values)
 
     def feeds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> dict[str, Array]:
@@ -104,23 +104,23 @@ class RunnableModel:
         names = self.input_names
         if len(args) > len(names):
             raise ModelError(f"{len(args)} inputs were given, but the model has {', '.join(names)}")
-        given = dict(zip(names, args, strict=False))
+        values = dict(zip(names, args, strict=False))
         for name, value in (kwargs or {}).items():
-            if name in given or name not in names:
+            if name in values or name not in names:
                 raise ModelError(f"input {name!r} is given twice or unknown: the model has {', '.join(names)}")
-            given[name] = value
-        missing = [name for name in names if name not in given]
+            values[name] = value
+        missing = [name for name in names if name not in values]
         if missing:
             raise ModelError(f"input {missing[0]!r} is missing: the model has {', '.join(names)}")
-        feeds = {name: np.asarray(value) for name, value in given.items()}
+        feeds = {name: np.asarray(value) for name, value in values.items()}
         for info in self._prepared.proto.graph.input:
             if info.name in feeds:
                 shape = tuple(dim.dim_value for dim in info.type.tensor_type.shape.dim)
                 dtype = onnx.helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
-                found = feeds[info.name]
-                if found.shape != shape or found.dtype != dtype:
+                array = feeds[info.name]
+                if array.shape != shape or array.dtype != dtype:
                     raise ModelError(
-                        f"input {info.name!r} has shape {found.shape} and type {found.dtype}, but the model takes "
+                        f"input {info.name!r} has shape {array.shape} and type {array.dtype}, but the model takes "
                         f"{shape} and {dtype}"
                     )
         return feeds
@@ -171,7 +171,7 @@ class RunnableModel:
                         f"allowed are {allowed}"
                     )
             else:
-                precision = self._followed(operator.name, precisions)
+                precision = self._dependent_precision(operator.name, precisions)
                 if choices.get(operator.name, precision) != precision:
                     raise UnsupportedError(
                         f"operator {operator.name!r} is {problem_role(operator)} and runs in {precision} under this "
@@ -180,8 +180,8 @@ class RunnableModel:
             precisions[operator.name] = precision
         return precisions
 
-    def _followed(self, name: str, precisions: Mapping[str, str]) -> str:
-        """Precision of an operator that is not adjustable: at least as fine as all that it reads."""
+    def _dependent_precision(self, name: str, precisions: Mapping[str, str]) -> str:
+        """Precision of an operator that is not adjustable: at least as fine as its inputs."""
         operator = self.graph[name]
         if operator.role is not Role.DEPENDENT or not operator.inputs:
             return "FP32"

@@ -30,14 +30,14 @@ Feeds = Mapping[str, Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Where sessions run: ``kind`` is cpu or cuda, ``threads`` those of one operator on the processor."""
+    """Device of sessions: ``kind`` is cpu or cuda, ``threads`` those of one operator on the processor."""
 
     kind: str
     index: int
     threads: int
 
     def identity(self, name: str | None) -> DeviceIdentity:
-        """Device and versions that times depend on; ``name`` in place of the hardware's."""
+        """Device and versions that times depend on; ``name`` replaces that of the hardware."""
         versions = {
             "onnxruntime": ort.__version__,
             "onnx": onnx.__version__,
@@ -80,7 +80,7 @@ def start_session(proto: onnx.ModelProto, device: Device, what: str, *, own_devi
         proto: The model.
         device: Where.
         what: Names the model in errors.
-        own_device_only: Refuse a model of which a part would run on the processor in place of the card.
+        own_device_only: Refuse a model of which a part would run on the processor instead of the card.
 
     Raises:
         ModelError: The model is too large to be handed over.
@@ -105,14 +105,14 @@ def start_session(proto: onnx.ModelProto, device: Device, what: str, *, own_devi
 
 
 def reason_of(error: BaseException) -> str:
-    """What ONNX Runtime says, in one line and without its error codes."""
+    """The message of ONNX Runtime in one line, without its error codes."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     parts = line.split(" : ", 3)
     return parts[3] if line.startswith("[ONNXRuntimeError]") and len(parts) == 4 else line
 
 
-def made_up_feeds(proto: onnx.ModelProto) -> dict[str, Array]:
-    """Inputs for a model: normal numbers, index 0, True; always the same ones.
+def sample_feeds(proto: onnx.ModelProto) -> dict[str, Array]:
+    """Sample inputs of a model, the same in every call: normal numbers, index 0, True.
 
     Raises:
         ModelError: They would take more memory than a whole model may.
@@ -140,7 +140,7 @@ def made_up_feeds(proto: onnx.ModelProto) -> dict[str, Array]:
 
 
 def record_values(model: PreparedModel, feeds: Feeds, device: Device) -> dict[str, Array]:
-    """Run a model once in FP32 and return every tensor that a node reads or writes, inputs included.
+    """Every tensor that a node reads or writes in one FP32 run, inputs included.
 
     Raises:
         ModelError: It does not run on these inputs.
@@ -154,7 +154,7 @@ def record_values(model: PreparedModel, feeds: Feeds, device: Device) -> dict[st
 def run_exposed(
     proto: onnx.ModelProto, values: Sequence[str], types: Mapping[str, int], feeds: Feeds, device: Device
 ) -> list[Array]:
-    """Run a model and return some of its values, whether it returns them or not."""
+    """Some values of a model from one run, whether they are among its results or not."""
     scratch = onnx.ModelProto()
     scratch.CopyFrom(proto)
     scratch.graph.ClearField("output")
@@ -162,14 +162,14 @@ def run_exposed(
         scratch.graph.output.append(helper.make_tensor_value_info(value, types[value], None))
     session = start_session(scratch, device, f"the model {proto.graph.name!r} with all its values returned")
     try:
-        found: list[Any] = session.run(list(values), dict(feeds))
+        arrays: list[Any] = session.run(list(values), dict(feeds))
     except Exception as error:  # the library's errors have no base of their own
         raise ModelError(f"the model {proto.graph.name!r} does not run: {reason_of(error)}") from error
-    return [np.asarray(value) for value in found]
+    return [np.asarray(value) for value in arrays]
 
 
 def tensor_on(values: Array, number_format: str, device: Device) -> Any:
-    """Hand FP32, integer or boolean values to the device; FP32 ones in a 16-bit format if that is asked for."""
+    """FP32, integer or boolean values as a tensor on the device; FP32 ones in the 16-bit format named, if any."""
     if number_format == "BF16":
         bits = bfloat16_bits(values)
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, onnx.TensorProto.BFLOAT16)

@@ -1,4 +1,4 @@
-"""In which formats can each operator run on a device? Found out by asking ONNX Runtime to load it alone."""
+"""Formats in which operators run on a device: each operator is loaded by ONNX Runtime as a model of its own."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel, prepar
 from qsync_opt.runtimes.onnxruntime.sessions import Device, record_values, start_session
 
 FORMATS = ("INT8", "BF16", "FP16", "FP32")
-"""Those that this runtime writes, coarsest first."""
+"""Formats that this runtime writes, coarsest first."""
 _OPSET = 21
-# Kinds of torch operators, as files of its exporter name them, by the node that stands for them.
-_STAND_FOR = {
+# By kind of torch operator, as files of its exporter name it, the kind of node that is tried in its place.
+_NODE_KINDS = {
     "linear": "Gemm",
     **dict.fromkeys(("matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention"), "MatMul"),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), "Conv"),
@@ -32,20 +32,20 @@ _STAND_FOR = {
 
 
 def border_formats(precision: str) -> PrecisionFormats:
-    """Formats at the borders of an operator: integers answer in FP32, and nothing runs backward."""
+    """Formats at the borders of an operator: results of INT8 are FP32, and nothing runs backward."""
     output = "FP32" if precision == "INT8" else precision
     return PrecisionFormats(output=output, gradient_input="FP32", gradient_output="FP32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One operator as a model; ``inputs`` are the values that it gets from others, with what they were in one run."""
+    """One operator as a model; ``inputs`` are the values that it reads from others, as recorded in one run."""
 
     model: PreparedModel
     inputs: Mapping[str, Array]
 
     def arrivals(self, number_format: str) -> dict[str, str]:
-        """Formats in which floating-point inputs arrive when the operator runs in a format."""
+        """Formats of the floating-point inputs when the operator runs in a format."""
         floating = [value for value in self.inputs if self.model.is_floating(value)]
         if number_format != "INT8":
             return dict.fromkeys(floating, number_format)
@@ -56,17 +56,12 @@ class Part:
 
     @property
     def integer_nodes(self) -> int:
-        """How many nodes have an integer form."""
+        """Number of nodes that have an integer form."""
         return sum(node.op_type in INTEGER_KINDS for node in self.model.proto.graph.node)
 
 
 def take_part(model: PreparedModel, operator: str, values: Mapping[str, Array]) -> Part:
-    """Return one operator of a model as a model of its own.
-
-    Args:
-        model: The whole.
-        operator: Its name.
-        values: Of one run, by `record_values`.
+    """Extract one operator of a model, with ``values`` of one run by `record_values`.
 
     Raises:
         ModelError: The operator reads or writes what is no tensor.
@@ -99,7 +94,7 @@ def take_part(model: PreparedModel, operator: str, values: Mapping[str, Array]) 
 
 
 class Support:
-    """What the operators of one model can run in on one device, each kind asked once.
+    """Formats of the operators of one model on one device; equal operators are tried once.
 
     Args:
         model: The model.
@@ -114,11 +109,11 @@ class Support:
         self._known: dict[tuple[str, tuple[bool, ...], str], str | None] = {}
 
     def part(self, operator: Operator) -> Part:
-        """The operator as a model of its own."""
+        """The operator as a model."""
         return take_part(self._model, operator.name, self._values)
 
     def precisions(self, operator: Operator) -> tuple[str, ...]:
-        """Formats that an operator can run in, coarsest first, whatever its role lets a plan choose."""
+        """Formats that an operator can run in, coarsest first, whatever its role allows in a plan."""
         return tuple(name for name in FORMATS if self.refusal(operator, name) is None)
 
     def refusal(self, operator: Operator, precision: str) -> str | None:
@@ -155,8 +150,8 @@ class Support:
 
 
 def kind_precisions(op_type: str, device: Device) -> tuple[str, ...]:
-    """Formats that a small operator of a kind can run in, coarsest first; FP32 alone for kinds not adjustable."""
-    node = _STAND_FOR.get(base_kind(op_type), op_type)
+    """Formats of a small operator of a kind, coarsest first; only FP32 for kinds that are not adjustable."""
+    node = _NODE_KINDS.get(base_kind(op_type), op_type)
     if ROLE_TABLE.get(base_kind(op_type)) is not Role.ADJUSTABLE and node != "Gather":
         return ("FP32",)
     return _sample_precisions(node, device)
