@@ -172,7 +172,7 @@ def _plain_amax(
     return result, result.abs().amax().to(torch.float32).reshape(1)
 
 
-def _fake(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _empty(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     return a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=out_dtype)
 
 
@@ -184,20 +184,20 @@ _scaled_mm = library.define(
     f"scaled_mm{_ARGUMENTS} -> Tensor",
     unit="matmul",
     plain=_plain_product,
-    fake=lambda *arguments: _fake(*arguments[:2], arguments[6]),
+    fake=lambda a, b, *others: _empty(a, b, others[4]),
 )
 _scaled_mm_aux = library.define(
     f"scaled_mm_aux{_ARGUMENTS} -> (Tensor, Tensor)",
     unit="matmul",
     plain=product,
-    fake=lambda *arguments: (_fake(*arguments[:2], arguments[6]), _fake(*arguments[:2], arguments[6])),
+    fake=lambda a, b, *others: (_empty(a, b, others[4]), _empty(a, b, others[4])),
 )
 _scaled_mm_amax = library.define(
     "scaled_mm_amax(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, ScalarType out_dtype) -> "
     "(Tensor, Tensor)",
     unit="matmul",
     plain=_plain_amax,
-    fake=lambda a, b, *others: (_fake(a, b, others[-1]), a.new_empty((1,), dtype=torch.float32)),
+    fake=lambda a, b, *others: (_empty(a, b, others[3]), a.new_empty((1,), dtype=torch.float32)),
 )
 
 

@@ -88,6 +88,11 @@ class _Quantized:
     zero: str
 
 
+def rewrite_operators(model: PreparedModel, precisions: Mapping[str, str]) -> MixedGraph:
+    """`rewrite` with a precision per operator."""
+    return rewrite(model, [precisions[owner] for owner in model.owners])
+
+
 class _Writer:
     def __init__(self, model: PreparedModel, arrivals: Mapping[str, str], results_as_they_are: bool) -> None:
         self._model = model

@@ -22,11 +22,18 @@ from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.io import Fields, MeasurementCache, Report, check_integer, reporting
 from qsync_opt.model import Operator, Role, TensorSpec
 from qsync_opt.numerics import PrecisionFormats
-from qsync_opt.runtimes.onnxruntime.graph_rewrite import rewrite
+from qsync_opt.runtimes.onnxruntime.graph_rewrite import rewrite_operators
 from qsync_opt.runtimes.onnxruntime.number_types import ELEMENT_TYPE
 from qsync_opt.runtimes.onnxruntime.prepared import Array
 from qsync_opt.runtimes.onnxruntime.runnable import RunnableModel
-from qsync_opt.runtimes.onnxruntime.sessions import Device, bound_run, record_values, start_session, tensor_on
+from qsync_opt.runtimes.onnxruntime.sessions import (
+    Device,
+    bound_run,
+    record_values,
+    small_model,
+    start_session,
+    tensor_on,
+)
 from qsync_opt.runtimes.onnxruntime.support import FORMATS, Part, Support, border_formats
 from qsync_opt.runtimes.timing import cast_pairs, edge_sizes, steady_medians
 from qsync_opt.training import MeasuredPasses, calibrate, problem_role, uniform_precisions
@@ -35,7 +42,6 @@ METHOD = 1
 """Version of the method of measuring; the cache gives no measurements of other versions."""
 _ROUND_NS = 1e6
 _MAX_AT_ONCE = 200
-_OPSET = 21
 
 
 def profile(
@@ -161,15 +167,9 @@ class _Bench:
     def cost(self, operator: Operator, precision: str) -> MeasuredCost:
         if operator.op_type == "input":
             return MeasuredCost(forward_ns=0, backward_ns=0)
-        return MeasuredCost(
-            forward_ns=round(
-                self._known(
-                    f"operator {operator.signature} {problem_role(operator)} {precision}",
-                    lambda: self._time_operator(operator, precision),
-                )
-            ),
-            backward_ns=0,
-        )
+        key = f"operator {operator.signature} {problem_role(operator)} {precision}"
+        time_ns = self._known(key, lambda: self._time_operator(operator, precision))
+        return MeasuredCost(forward_ns=round(time_ns), backward_ns=0)
 
     def cast(self, source: str, target: str, specs: Sequence[TensorSpec]) -> CostFit:
         samples = []
@@ -185,7 +185,7 @@ class _Bench:
         uniform = uniform_precisions(self.model.graph, profile, tables, precision)
         proto = self.model.prepared.proto
         if set(uniform.values()) != {"FP32"}:
-            proto = rewrite(self.model.prepared, [uniform[owner] for owner in self.model.prepared.owners]).proto
+            proto = rewrite_operators(self.model.prepared, uniform).proto
         session = start_session(proto, self.model.device, f"the model in {precision}")
         tensors = {name: tensor_on(value, "FP32", self.model.device) for name, value in feeds.items()}
         return MeasuredPasses(forward_ns=max(1, round(self.stopwatch.time(session, tensors))), backward_ns=1)
@@ -198,13 +198,10 @@ class _Bench:
 
     def _time_operator(self, operator: Operator, precision: str) -> float:
         part = self.support.part(operator)
-        formats = [precision] * len(part.model.proto.graph.node)
-        arrivals = part.arrivals(precision)
-        mixed = rewrite(part.model, formats, arrivals=arrivals, results_as_they_are=True)
-        device = self.model.device
-        session = start_session(mixed.proto, device, f"operator {operator.name!r} in {precision}")
+        session = part.session(precision, self.model.device)
         names = {entry.name for entry in session.get_inputs()}
-        tensors = {k: v for k, v in _inputs(part, arrivals, device).items() if k in names}
+        inputs = _inputs(part, part.arrivals(precision), self.model.device)
+        tensors = {name: value for name, value in inputs.items() if name in names}
         return self.stopwatch.time(session, tensors)
 
     def _time_cast(self, source: str, target: str, spec: TensorSpec) -> float:
@@ -219,12 +216,9 @@ class _Bench:
             nodes.append(helper.make_node("Cast", ["x"], ["y"], to=ELEMENT_TYPE[target]))
         result = TensorProto.UINT8 if target == "INT8" else ELEMENT_TYPE[target]
         outputs = [helper.make_tensor_value_info("y", result, spec.shape)]
-        proto = helper.make_model(
-            helper.make_graph(nodes, "cast", inputs, outputs),
-            opset_imports=[helper.make_opsetid("", _OPSET)],
-            ir_version=10,
+        session = start_session(
+            small_model(nodes, inputs, outputs), self.model.device, f"a cast from {source} to {target}"
         )
-        session = start_session(proto, self.model.device, f"a cast from {source} to {target}")
         values = np.random.default_rng(0).standard_normal(spec.shape, dtype=np.float32)
         return self.stopwatch.time(session, {"x": tensor_on(values, source, self.model.device)})
 
@@ -254,8 +248,7 @@ class _Stopwatch:
         self._repeats = repeats
         self._idle_ns = 0.0
         x = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("x", "y")]
-        graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "idle", x[:1], x[1:])
-        proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=10)
+        proto = small_model([helper.make_node("Identity", ["x"], ["y"])], x[:1], x[1:])
         idle = start_session(proto, device, "an empty model")
         self._idle_ns = self.time(idle, {"x": tensor_on(np.zeros(1, np.float32), "FP32", device)})
 

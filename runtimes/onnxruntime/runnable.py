@@ -14,7 +14,7 @@ from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
 from qsync_opt.io import write_bytes
 from qsync_opt.model import OpGraph, Role, RoleTable
 from qsync_opt.numerics import number_format
-from qsync_opt.runtimes.onnxruntime.graph_rewrite import EdgeCast, MixedGraph, rewrite
+from qsync_opt.runtimes.onnxruntime.graph_rewrite import EdgeCast, MixedGraph, rewrite_operators
 from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel, prepare
 from qsync_opt.runtimes.onnxruntime.sessions import find_device, reason_of, record_values, sample_feeds, start_session
 from qsync_opt.runtimes.onnxruntime.support import FORMATS, Support, border_formats
@@ -44,6 +44,7 @@ class RunnableModel:
     Attributes:
         graph: Its operators.
         device: Where it runs.
+        prepared: The original model, in FP32.
         precisions: Precision of every operator under the applied plan; empty without one.
         mixed: The graph that runs under the plan; None without one, and under one that leaves everything in FP32.
 
@@ -62,22 +63,17 @@ class RunnableModel:
         name: str | None = None,
     ) -> None:
         self.device = find_device(device, threads)
-        self._prepared = prepare(source, roles=roles, name=name)
-        self.graph: OpGraph = self._prepared.graph
+        self.prepared: PreparedModel = prepare(source, roles=roles, name=name)
+        self.graph: OpGraph = self.prepared.graph
         self.precisions: Mapping[str, str] = {}
         self.mixed: MixedGraph | None = None
-        self._plain = start_session(self._prepared.proto, self.device, f"the model {self.graph.name!r}")
+        self._plain = start_session(self.prepared.proto, self.device, f"the model {self.graph.name!r}")
         self._session = self._plain
-
-    @property
-    def prepared(self) -> PreparedModel:
-        """The original model, in FP32."""
-        return self._prepared
 
     @property
     def proto(self) -> onnx.ModelProto:
         """The model that runs: the original, or rewritten under the applied plan. Do not change it."""
-        return self._prepared.proto if self.mixed is None else self.mixed.proto
+        return self.prepared.proto if self.mixed is None else self.mixed.proto
 
     @property
     def casts(self) -> tuple[EdgeCast, ...]:
@@ -92,8 +88,8 @@ class RunnableModel:
     @cached_property
     def support(self) -> Support:
         """Formats of its operators, by trial with sample inputs."""
-        values = record_values(self._prepared, sample_feeds(self._prepared.proto), self.device)
-        return Support(self._prepared, self.device, values)
+        values = record_values(self.prepared, sample_feeds(self.prepared.proto), self.device)
+        return Support(self.prepared, self.device, values)
 
     def feeds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> dict[str, Array]:
         """Inputs by name: ``args`` in the model's order, ``kwargs`` by name.
@@ -113,7 +109,7 @@ class RunnableModel:
         if missing:
             raise ModelError(f"input {missing[0]!r} is missing: the model has {', '.join(names)}")
         feeds = {name: np.asarray(value) for name, value in values.items()}
-        for info in self._prepared.proto.graph.input:
+        for info in self.prepared.proto.graph.input:
             if info.name in feeds:
                 shape = tuple(dim.dim_value for dim in info.type.tensor_type.shape.dim)
                 dtype = onnx.helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
@@ -185,8 +181,7 @@ class RunnableModel:
         operator = self.graph[name]
         if operator.role is not Role.DEPENDENT or not operator.inputs:
             return "FP32"
-        delivered = [border_formats(precisions[source]).output for source in operator.inputs]
-        rank = max(number_format(name).rank for name in delivered)
+        rank = max(number_format(border_formats(precisions[source]).output).rank for source in operator.inputs)
         finer = [f for f in FORMATS if f != "INT8" and number_format(f).rank >= rank]
         return next(f for f in finer if self.support.refusal(operator, f) is None)
 
@@ -202,7 +197,7 @@ class RunnableModel:
             raise NotReadyError("a plan is applied to this model already: undo(model) before applying another")
         precisions = self.resolve(plan, device_type)
         if set(precisions.values()) != {"FP32"}:
-            mixed = rewrite(self._prepared, [precisions[owner] for owner in self._prepared.owners])
+            mixed = rewrite_operators(self.prepared, precisions)
             self._session = start_session(mixed.proto, self.device, f"the model {self.graph.name!r} under the plan")
             self.mixed = mixed
         self.precisions = precisions
@@ -236,8 +231,8 @@ def _of_device_type(plan: Mapping[str, str] | DevicePlans, device_type: str | No
         (device_type,) = devices
     if device_type not in devices:
         raise ModelError(f"the plan has no device type {device_type!r}: it has {', '.join(devices)}; name one of them")
-    chosen: Mapping[str, str] = devices[device_type]
-    return chosen
+    choices: Mapping[str, str] = devices[device_type]
+    return choices
 
 
 def _some(names: list[str]) -> str:

@@ -25,6 +25,7 @@ from qsync_opt.runtimes.onnxruntime.prepared import LARGEST_BYTES, Array, Prepar
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 _QUIET, _ERRORS = 4, 3
+_OPSET = 21
 Feeds = Mapping[str, Array]
 
 
@@ -102,6 +103,17 @@ def start_session(proto: onnx.ModelProto, device: Device, what: str, *, own_devi
         return ort.InferenceSession(data, options, providers=providers)
     except Exception as error:  # the library's errors have no base of their own
         raise UnsupportedError(f"{what} cannot run on {device.kind}: {reason_of(error)}") from error
+
+
+def small_model(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[onnx.ValueInfoProto],
+    outputs: Sequence[onnx.ValueInfoProto],
+    weights: Sequence[onnx.TensorProto] = (),
+) -> onnx.ModelProto:
+    """A model of a few nodes."""
+    graph = helper.make_graph(nodes, "sample", inputs, outputs, weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=10)
 
 
 def reason_of(error: BaseException) -> str:

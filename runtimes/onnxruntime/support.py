@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,11 +16,10 @@ from qsync_opt.model import ROLE_TABLE, Operator, Role, base_kind
 from qsync_opt.numerics import PrecisionFormats, number_format
 from qsync_opt.runtimes.onnxruntime.graph_rewrite import INTEGER_KINDS, rewrite
 from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel, prepare
-from qsync_opt.runtimes.onnxruntime.sessions import Device, record_values, start_session
+from qsync_opt.runtimes.onnxruntime.sessions import Device, record_values, small_model, start_session
 
 FORMATS = ("INT8", "BF16", "FP16", "FP32")
 """Formats that this runtime writes, coarsest first."""
-_OPSET = 21
 # By kind of torch operator, as files of its exporter name it, the kind of node that is tried in its place.
 _NODE_KINDS = {
     "linear": "Gemm",
@@ -54,10 +54,12 @@ class Part:
         others = {v for node in nodes for v in node.input[2 if node.op_type in INTEGER_KINDS else 0 :]}
         return {value: "INT8" if value in operands - others else "FP32" for value in floating}
 
-    @property
-    def integer_nodes(self) -> int:
-        """Number of nodes that have an integer form."""
-        return sum(node.op_type in INTEGER_KINDS for node in self.model.proto.graph.node)
+    def session(self, precision: str, device: Device, *, own_device_only: bool = False) -> Any:
+        """A session of the operator in a precision, with inputs and results in the formats that it has there."""
+        formats = [precision] * len(self.model.proto.graph.node)
+        mixed = rewrite(self.model, formats, arrivals=self.arrivals(precision), results_as_they_are=True)
+        what = f"operator {self.model.owners[0]!r} in {precision}"
+        return start_session(mixed.proto, device, what, own_device_only=own_device_only)
 
 
 def take_part(model: PreparedModel, operator: str, values: Mapping[str, Array]) -> Part:
@@ -139,11 +141,10 @@ class Support:
     def _try(self, operator: Operator, precision: str) -> str | None:
         try:
             part = self.part(operator)
-            if precision == "INT8" and part.integer_nodes != 1:
-                return f"it has {part.integer_nodes} nodes with an integer form, but exactly one is needed"
-            formats = [precision] * len(part.model.proto.graph.node)
-            mixed = rewrite(part.model, formats, arrivals=part.arrivals(precision), results_as_they_are=True)
-            start_session(mixed.proto, self._device, f"operator {operator.name!r} in {precision}", own_device_only=True)
+            integer_nodes = sum(node.op_type in INTEGER_KINDS for node in part.model.proto.graph.node)
+            if precision == "INT8" and integer_nodes != 1:
+                return f"it has {integer_nodes} nodes with an integer form, but exactly one is needed"
+            part.session(precision, self._device, own_device_only=True)
         except (UnsupportedError, ModelError) as error:
             return str(error)
         return None
@@ -186,11 +187,9 @@ def _sample(kind: str) -> onnx.ModelProto | None:
     attributes = {"equation": "ij,jk->ik"} if kind == "Einsum" else {}
     inputs = ["w", "x"] if kind == "Gather" else ["x", "w"]
     x_type = TensorProto.INT64 if kind == "Gather" else TensorProto.FLOAT
-    graph = helper.make_graph(
+    return small_model(
         [helper.make_node(kind, inputs, ["y"], name="sample", **attributes)],
-        "sample",
         [helper.make_tensor_value_info("x", x_type, x_shape)],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
         [numpy_helper.from_array(np.ones(w_shape, np.float32), "w")],
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=10)
