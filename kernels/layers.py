@@ -30,12 +30,12 @@ def _codes_dtype(precision: str) -> torch.dtype:
 
 class _RoundTrip(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, granularity: str, options: KernelOptions) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, options: KernelOptions) -> Tensor:
         ctx.dtype = x.dtype
         codes, scale, _ = quantize_matrix(
             x.reshape(-1, x.shape[-1]),
             dtype,
-            granularity=granularity,
+            granularity="row",
             rounding=options.rounding,
             key=stream_key(options.seed, options.offset, 0),
             step=options.step,
@@ -46,7 +46,7 @@ class _RoundTrip(torch.autograd.Function):
     @staticmethod
     @differentiated_once(EIGHT_BITS)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.to(ctx.dtype), None, None, None
+        return grad.to(ctx.dtype), None, None
 
 
 def embedding(
@@ -70,7 +70,7 @@ def embedding(
     """
     rows = F.embedding(index, table, padding_idx)
     options = options or KernelOptions()
-    result: Tensor = _RoundTrip.apply(rows, _codes_dtype(precision), "row", options)  # type: ignore[no-untyped-call]
+    result: Tensor = _RoundTrip.apply(rows, _codes_dtype(precision), options)  # type: ignore[no-untyped-call]
     return result
 
 

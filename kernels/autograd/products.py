@@ -77,17 +77,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, precision: str, options: 
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str, options: KernelOptions) -> Tensor:
-    """``x @ weight.T + bias`` in 8 bits, with gradients, as one autograd node.
-
-    Args:
-        x: (.., K).
-        weight: (M, K).
-        bias: (M,) or None.
-        precision: As for `product`, as are the options.
-        options: See there.
-
-    Returns:
-        (.., M) in the 16-bit format.
+    """``x @ weight.T + bias`` of (.., K), (M, K), (M,) in 8 bits, with gradients, as one autograd node; see `product`.
 
     Source: Unbiased 8-bit gradients as in R. Banner et al., "Scalable methods for 8-bit training of neural networks",
         NeurIPS 2018, and J. Chen et al., "A statistical framework for low-bitwidth training", NeurIPS 2020; scales per

@@ -36,12 +36,12 @@ def _compile(path: Path, targets: Sequence[str], output: Path, options: Sequence
     )
 
 
-def _link(unit: builder.Unit, target: str, objects: Sequence[Path], output: Path) -> None:
-    what = f"unit {unit.name} for {target}"
+def _link(unit: str, target: str, objects: Sequence[Path], output: Path) -> None:
+    what = f"unit {unit} for {target}"
     compiler.run([find_toolchain().nvcc, "-shared", *objects, "-o", output, compiler.code(target)], what)
 
 
-def check(units: Sequence[builder.Unit], folder: Path, jobs: int | None = None) -> int:
+def check(units: Sequence[str], folder: Path, jobs: int | None = None) -> int:
     """Compile all sources of some units for all of their targets, and link each unit for each target.
 
     Args:
@@ -59,7 +59,7 @@ def check(units: Sequence[builder.Unit], folder: Path, jobs: int | None = None) 
     options = _quick_options()
     compiles: dict[Path, tuple[Path, tuple[str, ...]]] = {}  # by object: source and targets
     for unit in units:
-        for path, targets in builder.sources(unit, unit.targets).items():
+        for path, targets in builder.sources(unit, builder.TARGETS).items():
             alone = "QSYNC_HAS_" in path.read_text(encoding="utf-8")
             for group in [(target,) for target in targets] if alone else [targets]:
                 compiles[folder / f"{path.name}-{'-'.join(group)}.o"] = (path, group)
@@ -71,10 +71,10 @@ def check(units: Sequence[builder.Unit], folder: Path, jobs: int | None = None) 
             for run in runs:
                 run.result()
             for unit in units:
-                for target in unit.targets:
+                for target in builder.TARGETS:
                     paths = builder.sources(unit, (target,))
                     parts = [output for output, (path, group) in compiles.items() if path in paths and target in group]
-                    runs.append(pool.submit(_link, unit, target, parts, folder / f"{unit.name}-{target}.so"))
+                    runs.append(pool.submit(_link, unit, target, parts, folder / f"{unit}-{target}.so"))
             for run in runs:
                 run.result()
         except BaseException:
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     try:
         with tempfile.TemporaryDirectory(prefix="qsync-kernels-") as folder:
-            count = check(tuple(builder.UNITS.values()), Path(folder), options.jobs)
+            count = check(builder.UNITS, Path(folder), options.jobs)
     except QSyncError as error:
         sys.stderr.write(f"{error}\n")
         return 1

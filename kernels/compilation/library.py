@@ -76,7 +76,7 @@ def _load(unit: str) -> str:
     if not torch.cuda.is_available():
         return "torch sees no CUDA card"
     try:
-        torch.ops.load_library(builder.build(builder.UNITS[unit], present_targets()))  # type: ignore[no-untyped-call]
+        torch.ops.load_library(builder.build(unit, present_targets()))  # type: ignore[no-untyped-call]
     except (NotInstalledError, NotReadyError, UnsupportedError) as error:
         return str(error)
     return ""
