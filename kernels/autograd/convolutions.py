@@ -243,9 +243,6 @@ def _transposed_weight(weight: Tensor, codes: Quantized, options: KernelOptions)
     return Quantized(codes.codes.transpose(0, 1), codes.scale)
 
 
-# The integer input gradient.
-
-
 class Phase(NamedTuple):
     """Every ``stride``-th element of one dimension of an input gradient, and the convolution that computes it.
 
@@ -267,15 +264,9 @@ class Phase(NamedTuple):
 
 
 def phases(size: int, result: int, taps: int, stride: int, padding: int, dilation: int) -> list[Phase]:
-    """Phases of one dimension.
+    """Phases of one dimension, from the sizes of the input and the result of the forward convolution and its geometry.
 
-    Args:
-        size: Of the input.
-        result: Size of the result.
-        taps: Of the weight.
-        stride: Of the forward convolution; with a dilation it must be 1.
-        padding: Of the forward convolution.
-        dilation: Of the forward convolution.
+    With a dilation the stride must be 1.
 
     Source: ours. Element ``stride * i + first`` of the input meets tap ``tap + stride * t`` in element
         ``i + offset - dilation * t`` of the result.
@@ -313,13 +304,8 @@ def input_gradient(
 ) -> Tensor:
     """Gradient of the input of a convolution, (N, C, spatial) of the given spatial ``sizes``, in ``dtype``.
 
-    Args:
-        grad: Codes (N, K, spatial) of the gradient of the result, one scale.
-        exchanged: Codes (C, K, taps) of the weight, one scale or one per input channel.
-        sizes: Spatial sizes of the input.
-        geometry: Of the forward convolution, one that :func:`takes_input_gradient`.
-        dtype: Of the result.
-        backend: As for products.
+    ``grad`` has codes (N, K, spatial) of the gradient of the result and one scale, ``exchanged`` codes (C, K, taps) of
+    the weight and one scale or one per input channel; ``geometry`` is that of the forward convolution.
     """
     stride, padding, dilation, *_ = geometry
     taps = exchanged.codes.shape[2:]

@@ -175,9 +175,6 @@ def _quantized_gelu(
     return QuantizedMatrix(*codes), total
 
 
-# The operators.
-
-
 def _with_amax(values: Tensor) -> tuple[Tensor, Tensor]:
     if values.numel() == 0:
         return values, values.new_zeros(1, dtype=torch.float32)

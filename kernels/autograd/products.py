@@ -196,9 +196,6 @@ def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return converted(grad.sum(dims, dtype=torch.float32), dtype)
 
 
-# Quantization.
-
-
 class Operand(NamedTuple):
     """Codes of a matrix, and of its transposition if it is needed, each with scales along the rows of the codes."""
 
@@ -274,9 +271,6 @@ def quantize_gradient(
     """Codes of a gradient (N, M) with one scale, rounded stochastically whatever the options say."""
     key = stream_key(options.seed, options.offset, stream)
     return quantize_unchecked(grad, codes, "tensor", "stochastic", key, options.step, transposed, options.backend)
-
-
-# Multiplication.
 
 
 def _runs_compiled(x: Tensor, backend: str) -> bool:

@@ -44,13 +44,7 @@ def define(schema: str, *, unit: str, plain: Callable[..., Any], fake: Callable[
 def define_opaque(schema: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Declare an operator that is the same Python on every device and that no compiler looks into.
 
-    Args:
-        schema: As of `define`.
-        plain: The operator; it calls functions of torch.
-        fake: As of `define`.
-
-    Returns:
-        The operator, an ``OpOverload``.
+    Arguments and result are those of `define`.
     """
     return _register(schema.partition("(")[0], schema, plain, fake, ("CPU", "CUDA"))
 

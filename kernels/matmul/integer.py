@@ -23,26 +23,18 @@ def _per_channel(scale: Tensor, channels: int) -> Tensor:
 
 
 def linear(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``(a.codes @ b.codes) * a.scale * b.scale + bias`` in ``dtype`` (BF16 or FP32).
+    """``(a.codes @ b.codes) * a.scale * b.scale + bias`` in ``dtype`` (BF16 or FP32); INT32 sums are scaled in FP32.
 
-    Args:
-        a: Codes (N, K), one scale.
-        b: Codes (K, M) in any layout, one scale or (1, M).
-        bias: (M,), any floating type, or None.
-        dtype: Of the result; the sums are INT32 and scaled in FP32.
-
-    Returns:
-        Shape (N, M).
+    ``a`` is (N, K) with one scale, ``b`` (K, M) in any layout with one scale or (1, M).
     """
     columns = b.codes.shape[1]
-    zero_points = torch.zeros(columns, dtype=torch.int32)
     result: Tensor = torch.ops.onednn.qlinear_pointwise(
         a.codes.contiguous(),
         a.scale.item(),
         0,
         b.codes.to_mkldnn(),
         _per_channel(b.scale, columns),
-        zero_points,
+        torch.zeros(columns, dtype=torch.int32),
         None if bias is None else bias.to(torch.float32),
         1.0,
         0,
@@ -59,12 +51,7 @@ def convolution(
 ) -> Tensor:
     """Convolution of codes with scales and bias applied, in ``dtype``; the result is channels-last in memory.
 
-    Args:
-        x: Codes (N, C, ...), one scale.
-        weight: Codes (M, C / groups, ...), one scale or one per output channel.
-        bias: (M,) or None.
-        geometry: stride, padding, dilation, transposed (must be False), output padding, groups.
-        dtype: Of the result.
+    ``x`` has one scale, ``weight`` one or one per output channel; ``geometry`` is not transposed.
     """
     stride, padding, dilation, _, _, groups = geometry
     channels = weight.codes.shape[0]

@@ -27,11 +27,10 @@ if TYPE_CHECKING:
         INT8_MAX,
         Quantized,
         dequantize,
-        int8_scale,
         quantize_fp8,
         quantize_int8,
     )
-    from qsync_opt.kernels.quantize.random_bits import centred_noise, random_words, signed, stepped_key, stream_key
+    from qsync_opt.kernels.quantize.random_bits import signed, stepped_key, stream_key
     from qsync_opt.kernels.quantize.weight_cache import forget_weights, kept_bytes, once_per_step, once_per_version
 else:
     __getattr__, __dir__ = lazy(__name__)
@@ -49,12 +48,10 @@ __all__ = [
     "Quantized",
     "QuantizedMatrix",
     "amax",
-    "centred_noise",
     "dequantize",
     "dequantize_matrix",
     "forget_weights",
     "format_of",
-    "int8_scale",
     "kept_bytes",
     "once_per_step",
     "once_per_version",
@@ -64,7 +61,6 @@ __all__ = [
     "quantize_int8",
     "quantize_matrix",
     "quantize_unchecked",
-    "random_words",
     "recast_matrix",
     "scale_from",
     "signed",

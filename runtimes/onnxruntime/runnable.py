@@ -122,14 +122,7 @@ class RunnableModel:
         return feeds
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Run the model.
-
-        Args:
-            args: Arrays, in the order of the model's inputs.
-            kwargs: Arrays by name.
-
-        Returns:
-            Result name to array; results are FP32 under every plan.
+        """Run the model on inputs as of `feeds`; returns its results by name, FP32 under every plan.
 
         Raises:
             ModelError: The inputs do not fit, or the model fails on them.
@@ -151,9 +144,9 @@ class RunnableModel:
         choices = _of_device_type(plan, device_type)
         unknown = [name for name in choices if name not in self.graph]
         missing = [o.name for o in self.graph.by_role(Role.ADJUSTABLE) if o.name not in choices]
-        for names, text in ((unknown, "it names {}, which this model does not have"), (missing, "it lacks {}")):
-            if names:
-                raise ModelError(f"the plan is for another model: {text.format(_some(names))}; plan this model")
+        if unknown or missing:
+            named = f"it names {_some(unknown)}, which this model does not have" if unknown else ""
+            raise ModelError(f"the plan is for another model: {named or f'it lacks {_some(missing)}'}; plan this model")
         precisions: dict[str, str] = {}
         for operator in self.graph:
             precision = choices.get(operator.name, "FP32")

@@ -75,13 +75,9 @@ def find_device(name: str, threads: int | None = None) -> Device:
 
 
 def start_session(proto: onnx.ModelProto, device: Device, what: str, *, own_device_only: bool = False) -> Any:
-    """Start a session.
+    """Start a session; ``what`` names the model in errors.
 
-    Args:
-        proto: The model.
-        device: Where.
-        what: Names the model in errors.
-        own_device_only: Refuse a model of which a part would run on the processor instead of the card.
+    ``own_device_only`` refuses a model of which a part would run on the processor instead of the card.
 
     Raises:
         ModelError: The model is too large to be handed over.
