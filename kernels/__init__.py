@@ -1,6 +1,6 @@
-"""Operators in eight bits and half precision, compiled for CUDA or by a plain reference.
+"""Operators in 8 bits, 16 bits, TF32 and FP32 with gradients, by compiled CUDA kernels or plain PyTorch.
 
-`ops` holds the operators, `layers` the modules, and `KernelOptions` says how they run.
+`ops` runs one operator at one precision, `layers` has trainable modules, and `KernelOptions` says how they round.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""One normal form per kind of operator: what a torch call multiplies, whatever way its arguments were written.
+"""Normal forms of torch calls: products and convolutions, however their arguments are written.
 
 Products become matrices (N, K) (K, M) or batches (B, N, K) (B, K, M) with an optional bias; convolutions become the
 arguments of ``torch.convolution``.
@@ -22,7 +22,7 @@ class ProductCall:
     """``alpha * (a @ b) + beta * addend``, reshaped by ``restore``.
 
     ``a`` is (N, K) with ``b`` (K, M), or (B, N, K) with (B, K, M). ``bias`` (M,) is added to the product before
-    ``restore``; ``addend`` is anything else that is added after.
+    ``restore``, ``addend`` after it.
     """
 
     a: Tensor
@@ -61,7 +61,7 @@ class ConvolutionCall:
 
     @property
     def geometry(self) -> tuple[Any, ...]:
-        """What ``torch.convolution`` takes after the bias."""
+        """The arguments of ``torch.convolution`` after the bias."""
         return (self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups)
 
 
@@ -144,11 +144,11 @@ def _tuple(value: int | tuple[int, ...] | list[int], dims: int) -> tuple[int, ..
 
 def _explicit_padding(
     x: Tensor, padding: Any, weight: Tensor, dilation: tuple[int, ...], dims: int
-) -> tuple[Tensor, tuple[int, ...]]:
+) -> tuple[Tensor, Any]:
     if padding == "valid":
         return x, (0,) * dims
     if padding != "same":
-        return x, _tuple(padding, dims)
+        return x, padding
     totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
     if all(total % 2 == 0 for total in totals):
         return x, tuple(total // 2 for total in totals)
@@ -156,8 +156,7 @@ def _explicit_padding(
     return torch.nn.functional.pad(x, edges), (0,) * dims
 
 
-def _forward_convolution(
-    dims: int,
+def _forward(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -165,25 +164,11 @@ def _forward_convolution(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> ConvolutionCall:
-    x = input.unsqueeze(0) if input.dim() == dims + 1 else input
-    x, edges = _explicit_padding(x, padding, weight, _tuple(dilation, dims), dims)
-    return ConvolutionCall(
-        x=x,
-        weight=weight,
-        bias=bias,
-        stride=_tuple(stride, dims),
-        padding=edges,
-        dilation=_tuple(dilation, dims),
-        transposed=False,
-        output_padding=(0,) * dims,
-        groups=groups,
-        restore=_same if input.dim() == dims + 2 else lambda y: y.squeeze(0),
-    )
+) -> tuple[Any, ...]:
+    return input, weight, bias, stride, padding, dilation, False, 0, groups
 
 
-def _transposed_convolution(
-    dims: int,
+def _transposed(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -192,22 +177,28 @@ def _transposed_convolution(
     output_padding: Any = 0,
     groups: int = 1,
     dilation: Any = 1,
-) -> ConvolutionCall:
-    return ConvolutionCall(
-        x=input.unsqueeze(0) if input.dim() == dims + 1 else input,
-        weight=weight,
-        bias=bias,
-        stride=_tuple(stride, dims),
-        padding=_tuple(padding, dims),
-        dilation=_tuple(dilation, dims),
-        transposed=True,
-        output_padding=_tuple(output_padding, dims),
-        groups=groups,
-        restore=_same if input.dim() == dims + 2 else lambda y: y.squeeze(0),
-    )
+) -> tuple[Any, ...]:
+    return input, weight, bias, stride, padding, dilation, True, output_padding, groups
 
 
 def convolution_call(op_type: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ConvolutionCall:
     """Normal form of a convolution, transposed or not, of one to three dimensions."""
-    build = _transposed_convolution if "transpose" in op_type else _forward_convolution
-    return build(int(op_type[-2]), *args, **kwargs)
+    dims = int(op_type[-2])
+    spell = _transposed if "transpose" in op_type else _forward
+    input, weight, bias, stride, padding, dilation, transposed, output_padding, groups = spell(*args, **kwargs)
+    dilation = _tuple(dilation, dims)
+    x = input.unsqueeze(0) if input.dim() == dims + 1 else input
+    if not transposed:
+        x, padding = _explicit_padding(x, padding, weight, dilation, dims)
+    return ConvolutionCall(
+        x=x,
+        weight=weight,
+        bias=bias,
+        stride=_tuple(stride, dims),
+        padding=_tuple(padding, dims),
+        dilation=dilation,
+        transposed=transposed,
+        output_padding=_tuple(output_padding, dims),
+        groups=groups,
+        restore=_same if input.dim() == dims + 2 else lambda y: y.squeeze(0),
+    )

@@ -1,4 +1,4 @@
-"""Which precisions a device computes in, which implementation runs there, and why."""
+"""Precisions of devices, and the implementations that run there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import UNITS, library
 from qsync_opt.kernels.matmul import has_native_product, has_onednn_convolution, has_onednn_linear
 
-# From this compute capability on, the card has products in the format.
+# The first compute capability with products in the format.
 _CUDA_FROM: dict[str, tuple[int, int]] = {
     "INT8": (7, 5),
     "FP8": (8, 9),
@@ -28,14 +28,14 @@ def known_device(device: torch.device | str) -> torch.device:
         UnsupportedError: torch knows no such device, or does not see the card here.
     """
     try:
-        found = torch.device(device)
+        known = torch.device(device)
     except RuntimeError:
         raise UnsupportedError(f"device {device!r}: plans can be made for cpu and cuda") from None
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    if known.type == "cuda" and (known.index or 0) >= torch.cuda.device_count():
         raise UnsupportedError(
-            f"device {str(found)!r}: torch sees {torch.cuda.device_count()} CUDA devices here; name one of them, or cpu"
+            f"device {str(known)!r}: torch sees {torch.cuda.device_count()} CUDA devices here; name one of them, or cpu"
         )
-    return found
+    return known
 
 
 def device_precisions(device: torch.device | str) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ def cuda_precisions(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def half_format(device: torch.device | str) -> str:
-    """The 16-bit format in which 8-bit operators of a device answer and run backward.
+    """The 16-bit format of results and backward passes of 8-bit operators on a device.
 
     BF16 where the device multiplies it (its range needs no loss scaling), else FP16.
     """
@@ -70,7 +70,7 @@ def half_format(device: torch.device | str) -> str:
 
 
 def _explain_products(device: torch.device) -> dict[str, str]:
-    """What multiplies and convolves where the compiled kernels do not."""
+    """Implementations of products and convolutions without the compiled kernels, by kind of operator."""
     native = has_native_product(device)
     product = "torch._int_mm" if native else "float products of integer values: no exact INT8 product on this device"
     linear = convolution = product
@@ -88,10 +88,9 @@ def _explain_products(device: torch.device) -> dict[str, str]:
 
 
 def explain(device: torch.device | str) -> dict[str, str]:
-    """For each kind of 8-bit operator, which implementation ``backend="auto"`` runs on a device, and why.
+    """By kind of 8-bit operator, the implementation that ``backend="auto"`` runs on a device, and why.
 
-    On a card the compiled kernels are built and loaded by this call, if they were not yet; where that cannot be done,
-    the text says why and what to install.
+    On a card this call builds and loads the compiled kernels; where that fails, the text says why and what to install.
     """
     device = torch.device(device)
     result = _explain_products(device)

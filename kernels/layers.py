@@ -1,8 +1,8 @@
 """Trainable layers in 8 bits: Linear, FeedForward and Embedding as modules, matmul and embedding as functions.
 
-Their parameters are FP32 or 16-bit master weights, as ``state_dict`` has them in the layers of torch. Rounding noise
-follows ``options``: raise ``options.step`` in place between training steps (or pass options with another offset) for
-noise that is new in every step.
+Their parameters are FP32 or 16-bit master weights with the names that torch's layers have in ``state_dict``. Rounding
+noise follows ``options``: raise ``options.step`` in place between training steps (or pass options with another offset)
+for new noise in every step.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def _codes_dtype(precision: str) -> torch.dtype:
 
 class _RoundTrip(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, granularity: str, options: KernelOptions) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, options: KernelOptions) -> Tensor:
         ctx.dtype = x.dtype
         codes, scale, _ = quantize_matrix(
             x.reshape(-1, x.shape[-1]),
             dtype,
-            granularity=granularity,
+            granularity="row",
             rounding=options.rounding,
             key=stream_key(options.seed, options.offset, 0),
             step=options.step,
@@ -46,7 +46,7 @@ class _RoundTrip(torch.autograd.Function):
     @staticmethod
     @differentiated_once(EIGHT_BITS)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.to(ctx.dtype), None, None, None
+        return grad.to(ctx.dtype), None, None
 
 
 def embedding(
@@ -57,7 +57,7 @@ def embedding(
     *,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Rows of a table as its 8-bit codes hold them: each with a scale of its own, in the 16-bit format.
+    """Rows of a table after rounding to 8 bits, each with a scale of its own, in the 16-bit format.
 
     Only the rows that are looked up are rounded. The gradient passes straight to the master rows.
 
@@ -70,7 +70,7 @@ def embedding(
     """
     rows = F.embedding(index, table, padding_idx)
     options = options or KernelOptions()
-    result: Tensor = _RoundTrip.apply(rows, _codes_dtype(precision), "row", options)  # type: ignore[no-untyped-call]
+    result: Tensor = _RoundTrip.apply(rows, _codes_dtype(precision), options)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -82,16 +82,9 @@ def matmul(a: Tensor, b: Tensor, precision: str, options: KernelOptions | None =
 
 
 class Linear(nn.Linear):
-    """``torch.nn.Linear`` that computes in 8 bits.
+    """``torch.nn.Linear`` that computes in 8 bits: ``precision`` is ``"INT8"`` or ``"FP8"``.
 
-    Args:
-        in_features: As for ``torch.nn.Linear``, as are ``out_features``, ``bias``, ``device`` and ``dtype``.
-        out_features: See there.
-        bias: See there.
-        precision: ``"INT8"`` or ``"FP8"``.
-        options: How to round and scale, and in how many bits the backward pass runs.
-        device: See there.
-        dtype: See there.
+    ``options`` say how to round and scale, and in how many bits the backward pass runs.
 
     Raises:
         UnsupportedError: Another precision; at the call, a device that has no products in it.
@@ -121,16 +114,10 @@ class Linear(nn.Linear):
 
 
 class FeedForward(nn.Module):
-    """Linear, GELU, Linear as one 8-bit operation: `qsync_opt.kernels.autograd.feed_forward`.
+    """Linear, GELU, Linear as one 8-bit operation, `qsync_opt.kernels.autograd.feed_forward`.
 
-    Args:
-        features: Of input and output.
-        hidden: Features between the two.
-        bias: Whether both have one.
-        precision: ``"INT8"`` or ``"FP8"``.
-        options: How to round; scales are per tensor and the backward pass is in 8 bits.
-        device: As for ``torch.nn.Linear``.
-        dtype: As for ``torch.nn.Linear``.
+    ``features`` are those of input and output, ``hidden`` those between; scales are per tensor and the backward pass is
+    in 8 bits, whatever ``options`` say.
     """
 
     def __init__(

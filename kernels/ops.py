@@ -1,4 +1,4 @@
-"""Run one operator at one precision: the single door through which runtime and profiler reach the kernels."""
+"""Execution of one operator at one precision: the only entry of runtimes and profilers to the kernels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.arguments import CONVOLUTIONS, PRODUCTS, convolution_call, product_call
-from qsync_opt.kernels.autograd import convolution_eight as eight_bit_convolution
-from qsync_opt.kernels.autograd import float_modes, fp8, linear
-from qsync_opt.kernels.autograd import products_half as int8
+from qsync_opt.kernels.autograd import convolution, float_modes, linear, product
 from qsync_opt.kernels.backend import device_precisions
 from qsync_opt.kernels.options import KernelOptions
 from qsync_opt.kernels.quantize import Quantized, quantize_fp8, quantize_int8
@@ -27,10 +25,13 @@ _DTYPES: dict[str, torch.dtype] = {
     "FP32": torch.float32,
 }
 _FLOATS = frozenset({"BF16", "FP16", "FP32"})
-_INT8_OPS = PRODUCTS | {"conv1d", "conv2d", "conv3d"}
-_FP8_OPS = frozenset({"linear", "addmm", "mm"})
-# Attention and einsum bring their own backward pass, which cannot be held to TF32; a lookup multiplies nothing.
+# Attention and einsum have their own backward pass, which cannot be set to TF32; a lookup multiplies nothing.
 TF32_OPERATORS = PRODUCTS | CONVOLUTIONS
+_OPERATORS: dict[str, frozenset[str]] = {
+    "INT8": PRODUCTS | {"conv1d", "conv2d", "conv3d"},
+    "FP8": frozenset({"linear", "addmm", "mm"}),
+    "TF32": TF32_OPERATORS,
+}
 ADJUSTABLE: frozenset[str] = PRODUCTS | CONVOLUTIONS | {"einsum", "embedding", "scaled_dot_product_attention"}
 _DEFAULTS = KernelOptions()
 
@@ -38,9 +39,7 @@ _DEFAULTS = KernelOptions()
 def _kernel_exists(op_type: str, precision: str) -> bool:
     if op_type not in ADJUSTABLE:
         return precision == "FP32"
-    if precision in _FLOATS:
-        return True
-    return op_type in {"INT8": _INT8_OPS, "FP8": _FP8_OPS, "TF32": TF32_OPERATORS}.get(precision, frozenset())
+    return precision in _FLOATS or op_type in _OPERATORS.get(precision, frozenset())
 
 
 def precisions_of(op_type: str, device: torch.device | str) -> tuple[str, ...]:
@@ -71,7 +70,7 @@ def require(op_type: str, precision: str, device: torch.device) -> None:
 
 
 def cast(x: Tensor, target: str, options: KernelOptions | None = None) -> Tensor | Quantized:
-    """What the runtime does on an edge towards an operator that computes in ``target``.
+    """Cast a value on the edge to an operator that computes in ``target``.
 
     Args:
         x: Floating tensor.
@@ -95,15 +94,12 @@ def cast(x: Tensor, target: str, options: KernelOptions | None = None) -> Tensor
 
 
 def types_left(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Floating types of operands that are not cast for a product in a type: to FP32 nothing is cast down.
-
-    What a script computes in FP64, it computes so on purpose.
-    """
+    """Floating types of operands that are not cast for a product in ``dtype``; FP64 is not cast down to FP32."""
     return (dtype, torch.float64) if dtype is torch.float32 else (dtype,)
 
 
 def _cast_all(values: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    """Cast the floating tensors among the arguments of a call, but for `types_left`; everything else stays."""
+    """Cast the floating tensors among the arguments of a call, except those of `types_left`."""
     kept = types_left(dtype)
     cast_values = []
     for value in values:
@@ -129,9 +125,9 @@ def _device(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | 
         if isinstance(value, Tensor) and value.is_floating_point():
             return value.device
         if isinstance(value, (tuple, list)):
-            found = _device(tuple(value), {})
-            if found is not None:
-                return found
+            device = _device(tuple(value), {})
+            if device is not None:
+                return device
     return None
 
 
@@ -157,7 +153,7 @@ def _run_float(
 def _run_in_mode(
     op_type: str, mode: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A product or convolution of FP32 tensors with TF32 or true FP32 arithmetic, in both directions."""
+    """A product or convolution of FP32 tensors in TF32 or true FP32 arithmetic, forward and backward."""
     args = _cast_all(args, torch.float32)
     kwargs = _cast_named(kwargs, torch.float32)
     if op_type in CONVOLUTIONS:
@@ -166,8 +162,8 @@ def _run_in_mode(
     if is_plain_linear(op_type, args, kwargs):
         return float_modes.linear(args[0], args[1], args[2] if len(args) > 2 else None, mode)
     call = product_call(op_type, function, args, kwargs)
-    product = float_modes.product(call.a, call.b, mode)
-    return call.finish(product if call.bias is None else product + call.bias)
+    result = float_modes.product(call.a, call.b, mode)
+    return call.finish(result if call.bias is None else result + call.bias)
 
 
 def _run_eight_bits(
@@ -180,13 +176,11 @@ def _run_eight_bits(
 ) -> Any:
     if op_type in CONVOLUTIONS:
         conv = convolution_call(op_type, args, kwargs)
-        convolution = eight_bit_convolution.convolution if options.backward == "eight" else int8.convolution
         return conv.restore(convolution(conv.x, conv.weight, conv.bias, conv.geometry, options))
     if is_plain_linear(op_type, args, kwargs):
         return linear(args[0], args[1], args[2] if len(args) > 2 else None, precision, options)
     call = product_call(op_type, function, args, kwargs)
-    kernel = int8.product if precision == "INT8" else fp8.product
-    return call.finish(kernel(call.a, call.b, call.bias, options))
+    return call.finish(product(call.a, call.b, call.bias, precision, options))
 
 
 def execute(

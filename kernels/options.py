@@ -1,4 +1,4 @@
-"""How low-precision operators round and scale: the options that every kernel takes."""
+"""Options of the 8-bit operators: rounding, scales, random stream and implementation."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class KernelOptions:
         weight_granularity: One scale for the whole ``"tensor"``, or one per output ``"channel"``.
         half_format: 16-bit format of the results and of the backward pass of 8-bit operators, ``"BF16"`` or ``"FP16"``.
         seed: Key of the random stream, any integer of 64 bits.
-        offset: Position in the stream; a caller that wants fresh noise per step raises it per step.
+        offset: Position in the stream; raised per step by a caller that needs new noise per step.
         backward: Products of the backward pass in ``"half"`` (the 16-bit format) or in ``"eight"`` bits: the gradient
             of the result is rounded stochastically, whatever ``rounding`` says, and scaled per tensor. Batches of
-            products run theirs in 16 bits; of a convolution, the codes of the gradient are what both gradients come
-            from, and :mod:`~qsync_opt.kernels.autograd.convolution_eight` says which of them integer kernels compute.
+            products run theirs in 16 bits; both gradients of a convolution are computed from the codes of the
+            gradient, :mod:`~qsync_opt.kernels.autograd.convolutions` says which of them by integer kernels.
         weights: Quantize the weight of a product or convolution in every ``"call"``, or once per ``"step"``: its codes
             are kept until it is written to in place (a write through ``weight.data`` is not seen), with the noise of
-            the call that made them.
+            the call that computed them.
         backend: ``"compiled"`` demands integer (or FP8) hardware products and refuses where there are none,
             ``"reference"`` demands the plain PyTorch ones, ``"auto"`` takes the compiled where they exist.
         step: One int64 on the operator's device that is mixed into the random stream: raised in place between steps, it

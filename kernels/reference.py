@@ -1,4 +1,4 @@
-"""What the 8-bit kernels must compute, in plain FP64 arithmetic: the specification that tests hold them to.
+"""The specification of the 8-bit operators in plain FP64 arithmetic, which tests compare them with.
 
 An 8-bit operator multiplies the values of its codes exactly, adds the bias and rounds once to the 16-bit format; its
 gradients are those of the same product of the values of the codes. Works on every device, FP8 on CPU included.

@@ -1,4 +1,4 @@
-"""Where plans run: adapters to frameworks, and what they share about hosts and timing.
+"""Adapters to frameworks, in which models are profiled and plans are applied, and what the adapters share.
 
 Runtimes never import a solver.
 """
@@ -13,9 +13,4 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = lazy(__name__)
 
-__all__ = [
-    "MAX_ROUNDS",
-    "cast_pairs",
-    "free_port",
-    "steady_medians",
-]
+__all__ = ["MAX_ROUNDS", "cast_pairs", "free_port", "steady_medians"]

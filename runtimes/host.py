@@ -1,4 +1,4 @@
-"""Ports of this host for the workers of a job. Does not load torch, so that a launcher can start workers at once."""
+"""The processor's name and free TCP ports of this host, without loading torch: a launcher starts workers at once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from pathlib import Path
 
 from qsync_opt.errors import NotReadyError
 
+_FIRST_PORT = 20000
+_PORT_TRIES = 100
+_MAX_KEPT = 32
+_KEPT: collections.deque[int] = collections.deque()
+"""Descriptors of bound sockets."""
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
 
 def processor_name() -> str:
-    """Model name of the processor; the kind of machine where the system does not tell it."""
+    """Model name of the processor; the kind of machine where the system does not name it."""
     path = Path("/proc/cpuinfo")
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -24,33 +31,25 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-_FIRST_PORT = 20000
-_PORT_TRIES = 100
-_MOST_KEPT = 32
-_KEPT: collections.deque[int] = collections.deque()
-"""Descriptors of bound sockets."""
-_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-
-
 def free_port() -> int:
-    """A TCP port of this host that is free now, of those that the system does not give to connections by itself.
+    """A free TCP port of this host, outside the range that the system assigns to connections.
 
-    Between this call and a worker's use of the port some time passes, in which any connection that some process opens
-    may be given a port of the system's own range, and another call of this function, in any process, any other one. On
-    Linux the latter cannot happen: this process keeps the last ports that it gave for itself and for its workers.
+    Before a worker binds the port, another process may bind it: any connection could be assigned a port of the system's
+    range, and another call of this function could return any other one. On Linux the latter cannot happen: this process
+    reserves the last ports that it returned, for itself and for its workers.
 
     Raises:
-        NotReadyError: A hundred ports, taken at random, are all in use.
+        NotReadyError: A hundred random ports are all in use.
     """
     for _ in range(_PORT_TRIES):
         port = _FIRST_PORT + secrets.randbelow(_first_ephemeral_port() - _FIRST_PORT)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             if sys.platform == "linux":
-                # A socket that is bound and does not listen keeps others from binding the port, but for those that ask
-                # to share it, as torch's stores do.
+                # A bound socket that does not listen keeps others from binding the port, except those that ask to share
+                # it, as torch's stores do.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if len(_KEPT) == _MOST_KEPT:
+                if len(_KEPT) == _MAX_KEPT:
                     os.close(_KEPT.popleft())
                 _KEPT.append(probe.detach())
             return port
@@ -60,7 +59,7 @@ def free_port() -> int:
 
 
 def _first_ephemeral_port() -> int:
-    """First port that the system gives to connections; RFC 6335's where it does not say, or leaves nothing below."""
+    """First port that the system assigns to connections; RFC 6335's where that is unknown or leaves none below it."""
     with contextlib.suppress(OSError, ValueError):
         first = int(_EPHEMERAL_PORTS.read_text().split()[0])
         if first > _FIRST_PORT + _PORT_TRIES:

@@ -1,7 +1,7 @@
-"""One figure from many noisy times: medians of rounds, and as many rounds as it takes for two to agree.
+"""Measuring in every runtime: pairs and sizes of casts, and medians of repeated rounds.
 
-What disturbs a time on a shared machine only ever adds to it, and comes in bursts that can cover a whole round. So
-the rounds with the lowest medians are believed, once two of them agree.
+Disturbances on a shared machine only lengthen times, and come in bursts that can cover a whole round. So the rounds
+with the lowest medians count, once two of them agree.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ from qsync_opt.numerics import PrecisionFormats
 
 MAX_SIZES = 6
 """Sizes that a cast is measured at: the smallest, the largest, and some between."""
+MAX_ROUNDS = 6
+AGREEMENT = 0.04
+"""Relative distance within which two rounds agree."""
+RESOLUTION_NS = 1000.0
+"""Distance below which they agree in any case."""
 
 
 def cast_pairs(formats: Mapping[str, PrecisionFormats]) -> tuple[tuple[str, str], ...]:
@@ -38,13 +43,6 @@ def edge_sizes(graph: OpGraph) -> tuple[TensorSpec, ...]:
     return tuple(by_size[size] for size in sizes)
 
 
-MAX_ROUNDS = 6
-AGREEMENT = 0.04
-"""Relative distance within which two rounds agree."""
-RESOLUTION_NS = 1000.0
-"""Distance below which they agree in any case."""
-
-
 def steady_medians(run_round: Callable[[], Sequence[Sequence[float]]]) -> tuple[float, ...]:
     """Run rounds until, in every column, the two lowest medians agree, at most `MAX_ROUNDS` of them.
 
@@ -57,13 +55,13 @@ def steady_medians(run_round: Callable[[], Sequence[Sequence[float]]]) -> tuple[
     Source: ours.
     """
     columns: list[list[float]] = []
-    for done in range(1, MAX_ROUNDS + 1):
+    for rounds in range(1, MAX_ROUNDS + 1):
         medians = [statistics.median(column) for column in zip(*run_round(), strict=True)]
         columns = columns or [[] for _ in medians]
         for column, value in zip(columns, medians, strict=True):
             column.append(value)
             column.sort()
-        if done >= 2 and all(_agree(column[0], column[1]) for column in columns):
+        if rounds >= 2 and all(_agree(column[0], column[1]) for column in columns):
             break
     return tuple((column[0] + column[1]) / 2 for column in columns)
 

@@ -1,6 +1,6 @@
-"""Differentiable operators in low precision, made of quantization and products.
+"""Products and convolutions with gradients: INT8, FP8, and FP32 or TF32 by choice.
 
-`ops` of the package above registers them.
+Codes come from `quantize`, products of codes from `matmul` and `convolution`.
 """
 
 from typing import TYPE_CHECKING
@@ -8,33 +8,25 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.kernels.autograd import convolution_eight, float_modes, fp8, products_half
-    from qsync_opt.kernels.autograd.convolution_eight import phases
+    from qsync_opt.kernels.autograd import float_modes
+    from qsync_opt.kernels.autograd.convolutions import convolution, convolution_slices, scaled_convolution
+    from qsync_opt.kernels.autograd.derivatives import EIGHT_BITS, differentiated_once
     from qsync_opt.kernels.autograd.feed_forward_block import feed_forward
-    from qsync_opt.kernels.autograd.float_modes import EIGHT_BITS, differentiated_once, fp32_mode
-    from qsync_opt.kernels.autograd.linear_layer import linear
-    from qsync_opt.kernels.autograd.products_half import (
-        convolution,
-        convolution_slices,
-        product_slices,
-        scaled_convolution,
-    )
+    from qsync_opt.kernels.autograd.float_modes import fp32_mode
+    from qsync_opt.kernels.autograd.products import linear, product, product_slices
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "EIGHT_BITS",
     "convolution",
-    "convolution_eight",
     "convolution_slices",
     "differentiated_once",
     "feed_forward",
     "float_modes",
-    "fp8",
     "fp32_mode",
     "linear",
-    "phases",
+    "product",
     "product_slices",
-    "products_half",
     "scaled_convolution",
 ]

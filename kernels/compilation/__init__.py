@@ -1,4 +1,4 @@
-"""Compiling and loading the CUDA sources, once per source, target and toolkit.
+"""The build of the CUDA sources, once per source, target and toolkit, and the loading of the libraries.
 
 `library` loads a compiled unit; ``python -m qsync_opt.kernels.compilation`` builds all of them ahead of time.
 """

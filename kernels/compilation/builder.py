@@ -1,4 +1,4 @@
-"""Compile the CUDA kernels: one shared library per unit and list of targets, built once and kept on disk.
+"""The build of the CUDA kernels: one shared library per unit and list of targets, kept on disk.
 
 A unit is the sources ``csrc/cuda/<unit>*.cu`` and ``.cpp``. A source whose name ends in ``_sm75``, ``_sm80``, ``_sm89``
 or ``_sm90`` (or has it followed by another word: ``matmul_sm90_int8.cu``) is compiled only for the targets of that code
@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from qsync_opt.errors import NotReadyError, QSyncError, UnsupportedError
@@ -39,31 +38,12 @@ _PATHS: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """Kernels that are compiled and loaded together.
-
-    Attributes:
-        name: Stem that its sources' names begin with.
-        targets: Targets it has a code path for.
-    """
-
-    name: str
-    targets: tuple[str, ...] = TARGETS
-
-
-UNITS: dict[str, Unit] = {
-    unit.name: unit
-    for unit in (
-        Unit(name="quantize"),
-        Unit(name="matmul"),
-        Unit(name="convolution"),
-    )
-}
+# Stems of the sources' names: kernels that are compiled and loaded together.
+UNITS = ("quantize", "matmul", "convolution")
 
 
 def target_of(capability: tuple[int, int]) -> str:
-    """The target whose code a card of a compute capability runs.
+    """The target whose code runs on a card of a compute capability.
 
     ``QSYNC_KERNEL_TARGET`` overrides it, for trying an older target's code path on a newer card (through PTX).
 
@@ -88,36 +68,32 @@ def target_of(capability: tuple[int, int]) -> str:
 
 def cache_folder() -> Path:
     """Where libraries are kept: ``QSYNC_KERNEL_CACHE``, else ``kernels`` in `default_cache_folder`."""
-    given = os.environ.get(CACHE_VARIABLE)
-    if given:
-        return Path(given)
-    return default_cache_folder() / "kernels"
+    folder = os.environ.get(CACHE_VARIABLE)
+    return Path(folder) if folder else default_cache_folder() / "kernels"
 
 
-def sources(unit: Unit, targets: Sequence[str]) -> dict[Path, tuple[str, ...]]:
+def sources(unit: str, targets: Sequence[str]) -> dict[Path, tuple[str, ...]]:
     """The unit's source files, each with those of ``targets`` that it is compiled for."""
-    found = sorted(path for path in (CSRC / "cuda").glob(f"{unit.name}*") if path.suffix in (".cu", ".cpp"))
-    chosen: dict[Path, tuple[str, ...]] = {}
-    for path in found:
-        paths = re.search(r"_sm(\d+)(?:_|$)", path.stem)
-        allowed = _PATHS[paths[1]] if paths else TARGETS
-        fitting = tuple(target for target in targets if target in allowed)
-        if fitting:
-            chosen[path] = fitting
-    return chosen
+    result: dict[Path, tuple[str, ...]] = {}
+    for path in sorted(path for path in (CSRC / "cuda").glob(f"{unit}*") if path.suffix in (".cu", ".cpp")):
+        match = re.search(r"_sm(\d+)(?:_|$)", path.stem)
+        allowed = _PATHS[match[1]] if match else TARGETS
+        if fitting := tuple(target for target in targets if target in allowed):
+            result[path] = fitting
+    return result
 
 
-def _headers(unit: Unit) -> list[Path]:
+def _headers(unit: str) -> list[Path]:
     """Headers that the unit's sources may include: all but those that bear another unit's name."""
-    others = tuple(name for name in UNITS if name != unit.name)
-    found = (path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh"))
-    return [path for path in found if not path.name.startswith(others)]
+    others = tuple(name for name in UNITS if name != unit)
+    headers = (path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh"))
+    return [path for path in headers if not path.name.startswith(others)]
 
 
-def _digest(unit: Unit, targets: Sequence[str]) -> str:
+def _digest(unit: str, targets: Sequence[str]) -> str:
     tools = find_toolchain()
     digest = hashlib.sha256()
-    facts = [unit.name, *targets, tools.nvcc_version, tools.torch_version]
+    facts = [unit, *targets, tools.nvcc_version, tools.torch_version]
     digest.update("\0".join(facts).encode())
     for path in sorted([*sources(unit, targets), *_headers(unit), Path(__file__), Path(compiler.__file__)]):
         digest.update(f"{path.name}\0".encode())
@@ -125,19 +101,19 @@ def _digest(unit: Unit, targets: Sequence[str]) -> str:
     return digest.hexdigest()[:20]
 
 
-def library_path(unit: Unit, targets: Sequence[str]) -> Path:
+def library_path(unit: str, targets: Sequence[str]) -> Path:
     """File of the unit's library for some targets, whether it is built yet or not."""
-    return cache_folder() / f"{unit.name}-{'-'.join(targets)}-{_digest(unit, targets)}.so"
+    return cache_folder() / f"{unit}-{'-'.join(targets)}-{_digest(unit, targets)}.so"
 
 
-def _compile(unit: Unit, targets: Sequence[str], output: Path, jobs: int) -> None:
+def _compile(unit: str, targets: Sequence[str], output: Path, jobs: int) -> None:
     tools = find_toolchain()
     flags = compiler.flags(targets, CSRC)
-    chosen = sources(unit, targets)
-    if not chosen:
-        raise NotReadyError(f"unit {unit.name} has no source for {', '.join(targets)} in {CSRC / 'cuda'}")
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f"{unit.name}-") as folder:
-        objects = {path: Path(folder) / f"{path.name}.o" for path in chosen}
+    paths = sources(unit, targets)
+    if not paths:
+        raise NotReadyError(f"unit {unit} has no source for {', '.join(targets)} in {CSRC / 'cuda'}")
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f"{unit}-") as folder:
+        objects = {path: Path(folder) / f"{path.name}.o" for path in paths}
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             runs = [
                 pool.submit(
@@ -145,7 +121,7 @@ def _compile(unit: Unit, targets: Sequence[str], output: Path, jobs: int) -> Non
                     [tools.nvcc, "-c", path, "-o", objects[path], *flags, *map(compiler.code, fitting)],
                     f"{path.name} for {', '.join(fitting)}",
                 )
-                for path, fitting in chosen.items()
+                for path, fitting in paths.items()
             ]
             for run in runs:
                 run.result()
@@ -161,7 +137,7 @@ def _compile(unit: Unit, targets: Sequence[str], output: Path, jobs: int) -> Non
             *(f"-l{name}" for name in names),
             *map(compiler.code, targets),
         ]
-        compiler.run([tools.nvcc, "-shared", *objects.values(), "-o", linked, *options], f"unit {unit.name}")
+        compiler.run([tools.nvcc, "-shared", *objects.values(), "-o", linked, *options], f"unit {unit}")
         linked.replace(output)
 
 
@@ -175,11 +151,11 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def build(unit: Unit, targets: Sequence[str], jobs: int | None = None) -> Path:
+def build(unit: str, targets: Sequence[str], jobs: int | None = None) -> Path:
     """The unit's library for some targets, compiled if the cache has none.
 
     Args:
-        unit: What to build.
+        unit: One of :data:`UNITS`.
         targets: Of :data:`TARGETS`; the library holds code for each.
         jobs: Compilers to run at once; None takes ``QSYNC_KERNEL_JOBS`` or the number of CPUs.
 
@@ -189,12 +165,12 @@ def build(unit: Unit, targets: Sequence[str], jobs: int | None = None) -> Path:
     Raises:
         NotInstalledError: nvcc or torch's headers are missing.
         NotReadyError: A source does not compile; the text holds the compiler's first error.
-        UnsupportedError: A target that the unit has no code path for.
+        UnsupportedError: An unknown target, or none.
     """
-    strange = [target for target in targets if target not in unit.targets]
-    if strange or not targets:
-        allowed = ", ".join(unit.targets)
-        raise UnsupportedError(f"unit {unit.name} for {', '.join(strange) or 'no target'}: allowed are {allowed}")
+    unknown = [target for target in targets if target not in TARGETS]
+    if unknown or not targets:
+        allowed = ", ".join(TARGETS)
+        raise UnsupportedError(f"unit {unit} for {', '.join(unknown) or 'no target'}: allowed are {allowed}")
     output = library_path(unit, targets)
     if output.is_file():
         return output
@@ -213,20 +189,16 @@ def build(unit: Unit, targets: Sequence[str], jobs: int | None = None) -> Path:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build units ahead of time, each target as a library of its own."""
     parser = argparse.ArgumentParser(prog="qsync_opt.kernels.compilation", description=main.__doc__)
-    parser.add_argument("--unit", action="append", choices=tuple(UNITS), help="default: every unit that has sources")
-    parser.add_argument("--target", action="append", choices=TARGETS, help="default: every target of the unit")
+    parser.add_argument("--unit", action="append", choices=UNITS, help="default: every unit that has sources")
+    parser.add_argument("--target", action="append", choices=TARGETS, help="default: every target")
     parser.add_argument("--jobs", type=int, help="compilers to run at once")
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        for unit in (UNITS[name] for name in chosen.unit or UNITS):
-            if not chosen.unit and not sources(unit, unit.targets):
-                continue
-            for target in chosen.target or unit.targets:
-                if chosen.unit is None and target not in unit.targets:
-                    continue
+        for unit in options.unit or [unit for unit in UNITS if sources(unit, TARGETS)]:
+            for target in options.target or TARGETS:
                 begin = time.perf_counter()
-                path = build(unit, (target,), chosen.jobs)
-                sys.stdout.write(f"{unit.name} {target}: {path} ({time.perf_counter() - begin:.0f} s)\n")
+                path = build(unit, (target,), options.jobs)
+                sys.stdout.write(f"{unit} {target}: {path} ({time.perf_counter() - begin:.0f} s)\n")
                 sys.stdout.flush()
     except QSyncError as error:
         sys.stderr.write(f"{error}\n")

@@ -1,9 +1,8 @@
-"""Compile every CUDA source for every target as quickly as the compiler can, link it, and keep nothing.
+"""A check that every CUDA source compiles and links for every target, as quickly as the compiler can; nothing is kept.
 
 A source is compiled once for all of its targets, so that its host part is compiled once; only sources whose host part
-depends on the targets (they name ``QSYNC_HAS_``) are compiled for each target by itself, as a build does. The compiler
-leaves out its expensive optimizations where it can be told to, so nothing here says how fast or how large the code of
-`qsync_opt.kernels.compilation.builder` is.
+depends on the targets (they name ``QSYNC_HAS_``) are compiled for each target separately, as in a builder. Expensive
+optimizations are off where the compiler has an option for that: speed and size of the code are not those of a builder.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qsync_opt.errors import QSyncError
-from qsync_opt.kernels.compilation import builder as build
-from qsync_opt.kernels.compilation import compiler
+from qsync_opt.kernels.compilation import builder, compiler
 from qsync_opt.kernels.compilation.compiler import find_toolchain
 
 
@@ -30,7 +28,7 @@ def _quick_options() -> list[str]:
 
 
 def _compile(path: Path, targets: Sequence[str], output: Path, options: Sequence[str]) -> None:
-    flags = [flag for flag in compiler.flags(targets, build.CSRC) if flag != "-O3"]
+    flags = [flag for flag in compiler.flags(targets, builder.CSRC) if flag != "-O3"]
     code = map(compiler.code, targets)
     compiler.run(
         [find_toolchain().nvcc, "-c", path, "-o", output, *flags, *options, *code],
@@ -38,16 +36,16 @@ def _compile(path: Path, targets: Sequence[str], output: Path, options: Sequence
     )
 
 
-def _link(unit: build.Unit, target: str, objects: Sequence[Path], output: Path) -> None:
-    what = f"unit {unit.name} for {target}"
+def _link(unit: str, target: str, objects: Sequence[Path], output: Path) -> None:
+    what = f"unit {unit} for {target}"
     compiler.run([find_toolchain().nvcc, "-shared", *objects, "-o", output, compiler.code(target)], what)
 
 
-def check(units: Sequence[build.Unit], folder: Path, jobs: int | None = None) -> int:
+def check(units: Sequence[str], folder: Path, jobs: int | None = None) -> int:
     """Compile all sources of some units for all of their targets, and link each unit for each target.
 
     Args:
-        units: What to compile.
+        units: The units.
         folder: Where objects and libraries go.
         jobs: Compilers to run at once; None takes ``QSYNC_KERNEL_JOBS`` or the number of CPUs.
 
@@ -61,7 +59,7 @@ def check(units: Sequence[build.Unit], folder: Path, jobs: int | None = None) ->
     options = _quick_options()
     compiles: dict[Path, tuple[Path, tuple[str, ...]]] = {}  # by object: source and targets
     for unit in units:
-        for path, targets in build.sources(unit, unit.targets).items():
+        for path, targets in builder.sources(unit, builder.TARGETS).items():
             alone = "QSYNC_HAS_" in path.read_text(encoding="utf-8")
             for group in [(target,) for target in targets] if alone else [targets]:
                 compiles[folder / f"{path.name}-{'-'.join(group)}.o"] = (path, group)
@@ -73,10 +71,10 @@ def check(units: Sequence[build.Unit], folder: Path, jobs: int | None = None) ->
             for run in runs:
                 run.result()
             for unit in units:
-                for target in unit.targets:
-                    chosen = build.sources(unit, (target,))
-                    parts = [output for output, (path, group) in compiles.items() if path in chosen and target in group]
-                    runs.append(pool.submit(_link, unit, target, parts, folder / f"{unit.name}-{target}.so"))
+                for target in builder.TARGETS:
+                    paths = builder.sources(unit, (target,))
+                    parts = [output for output, (path, group) in compiles.items() if path in paths and target in group]
+                    runs.append(pool.submit(_link, unit, target, parts, folder / f"{unit}-{target}.so"))
             for run in runs:
                 run.result()
         except BaseException:
@@ -89,17 +87,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compile everything and keep nothing: ``python -P -m qsync_opt.kernels.compilation.compile_check``."""
     parser = argparse.ArgumentParser(prog="qsync_opt.kernels.compilation.compile_check", description=main.__doc__)
     parser.add_argument("--jobs", type=int, help="compilers to run at once")
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     begin = time.perf_counter()
     try:
         with tempfile.TemporaryDirectory(prefix="qsync-kernels-") as folder:
-            count = check(tuple(build.UNITS.values()), Path(folder), chosen.jobs)
+            count = check(builder.UNITS, Path(folder), options.jobs)
     except QSyncError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    targets = ", ".join(build.TARGETS)
+    targets = ", ".join(builder.TARGETS)
     sys.stdout.write(
-        f"{count} pairs of source and target compile, and {len(build.UNITS)} units link for {targets} "
+        f"{count} pairs of source and target compile, and {len(builder.UNITS)} units link for {targets} "
         f"({time.perf_counter() - begin:.0f} s)\n"
     )
     return 0

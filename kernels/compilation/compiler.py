@@ -1,4 +1,4 @@
-"""How a CUDA source is compiled: options for targets, running the compiler, and how many compilers at once."""
+"""The CUDA compiler: finding it, its options, running it, and the number of processes at once."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def _find_nvcc() -> Path | None:
         root = os.environ.get(variable)
         if root and (Path(root) / "bin" / "nvcc").is_file():
             return Path(root) / "bin" / "nvcc"
-    found = shutil.which("nvcc")
-    if found:
-        return Path(found)
+    on_path = shutil.which("nvcc")
+    if on_path:
+        return Path(on_path)
     usual = Path("/usr/local/cuda/bin/nvcc")
     return usual if usual.is_file() else None
 
 
 def _nvcc_version(nvcc: Path) -> str:
-    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
-    found = re.search(r"release (\S+), (V\S+)", done.stdout)
-    if done.returncode != 0 or found is None:
-        raise NotInstalledError(f"{nvcc} --version answers {done.returncode}: install a working CUDA toolkit")
-    return f"{found[1]} {found[2]}"
+    process = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    match = re.search(r"release (\S+), (V\S+)", process.stdout)
+    if process.returncode != 0 or match is None:
+        raise NotInstalledError(f"{nvcc} --version answers {process.returncode}: install a working CUDA toolkit")
+    return f"{match[1]} {match[2]}"
 
 
 @functools.cache
@@ -89,13 +89,13 @@ JOBS_VARIABLE = "QSYNC_KERNEL_JOBS"
 def code(target: str) -> str:
     """The option that makes the compiler generate code for a target."""
     number = target.removeprefix("sm_")
-    # PTX beside the machine code lets later cards run it; that of 9.0a runs on 9.0a alone.
+    # With PTX besides machine code, later cards can run it; that of 9.0a runs only on 9.0a.
     kinds = target if target.endswith("a") else f"[{target},compute_{number}]"
     return f"-gencode=arch=compute_{number},code={kinds}"
 
 
 def flags(targets: Sequence[str], sources: Path) -> list[str]:
-    """Options to compile a source with, but those of `code`.
+    """Options to compile a source with, except those of `code`.
 
     Args:
         targets: Which code paths its host part may call.
@@ -121,11 +121,11 @@ def run(command: Sequence[str | os.PathLike[str]], what: str) -> None:
     Raises:
         NotReadyError: It failed; the text says ``what`` does not compile, and why.
     """
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        output = (done.stderr + done.stdout).splitlines()
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode != 0:
+        output = (process.stderr + process.stdout).splitlines()
         first = next((line for line in output if re.search(r"\berror\b|undefined reference|fatal", line)), None)
-        reason = first or next(iter(output), f"nvcc ended with {done.returncode}")
+        reason = first or next(iter(output), f"nvcc ended with {process.returncode}")
         raise NotReadyError(f"{what} does not compile: {reason.strip()}")
 
 
@@ -135,9 +135,9 @@ def jobs(requested: int | None) -> int:
     Raises:
         UnsupportedError: The variable holds no number from 1.
     """
-    given = os.environ.get(JOBS_VARIABLE)
-    if requested is None and given is not None:
-        if not given.isdigit() or int(given) < 1:
-            raise UnsupportedError(f"{JOBS_VARIABLE}={given!r}: a number of processes from 1 is needed")
-        requested = int(given)
+    text = os.environ.get(JOBS_VARIABLE)
+    if requested is None and text is not None:
+        if not text.isdigit() or int(text) < 1:
+            raise UnsupportedError(f"{JOBS_VARIABLE}={text!r}: a number of processes from 1 is needed")
+        requested = int(text)
     return requested or min(os.cpu_count() or 1, 16)

@@ -1,4 +1,4 @@
-"""The operators ``torch.ops.qsync_opt.*``: how they are declared, and how their CUDA code is loaded.
+"""The operators ``torch.ops.qsync_opt.*``: their declaration, and the loading of their CUDA code.
 
 An operator is declared in Python: schema, plain-PyTorch implementation (the specification, and what CPUs run) and
 fake kernel. Its CUDA implementation is registered by the compiled library of its unit, which :func:`activate` builds
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from qsync_opt.errors import NotInstalledError, NotReadyError, UnsupportedError
-from qsync_opt.kernels.compilation import builder as build
+from qsync_opt.kernels.compilation import builder
 
 NAMESPACE = "qsync_opt"
 _FRAGMENT: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -36,28 +36,24 @@ def define(schema: str, *, unit: str, plain: Callable[..., Any], fake: Callable[
     Returns:
         The operator, an ``OpOverload``.
     """
-    _FRAGMENT.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    name = schema.split("(", 1)[0]
-    _FRAGMENT.impl(name, plain, "CPU")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_FRAGMENT)
+    name = schema.partition("(")[0]
     _PLAIN.setdefault(unit, []).append((name, plain))
-    return getattr(torch.ops.qsync_opt, name).default
+    return _register(name, schema, plain, fake, ("CPU",))
 
 
 def define_opaque(schema: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Declare an operator that is the same Python on every device and that no compiler looks into.
 
-    Args:
-        schema: As of `define`.
-        plain: The operator; it calls functions of torch.
-        fake: As of `define`.
-
-    Returns:
-        The operator, an ``OpOverload``.
+    Arguments and result are those of `define`.
     """
+    return _register(schema.partition("(")[0], schema, plain, fake, ("CPU", "CUDA"))
+
+
+def _register(
+    name: str, schema: str, plain: Callable[..., Any], fake: Callable[..., Any], keys: tuple[str, ...]
+) -> Any:
     _FRAGMENT.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    name = schema.split("(", 1)[0]
-    for key in ("CPU", "CUDA"):
+    for key in keys:
         _FRAGMENT.impl(name, plain, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_FRAGMENT)
     return getattr(torch.ops.qsync_opt, name).default
@@ -66,7 +62,7 @@ def define_opaque(schema: str, plain: Callable[..., Any], fake: Callable[..., An
 def present_targets() -> tuple[str, ...]:
     """Targets of the cards that torch sees, without repetition."""
     capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    return tuple(sorted({build.target_of(capability) for capability in capabilities}))
+    return tuple(sorted({builder.target_of(capability) for capability in capabilities}))
 
 
 def _load(unit: str) -> str:
@@ -74,7 +70,7 @@ def _load(unit: str) -> str:
     if not torch.cuda.is_available():
         return "torch sees no CUDA card"
     try:
-        torch.ops.load_library(build.build(build.UNITS[unit], present_targets()))  # type: ignore[no-untyped-call]
+        torch.ops.load_library(builder.build(unit, present_targets()))  # type: ignore[no-untyped-call]
     except (NotInstalledError, NotReadyError, UnsupportedError) as error:
         return str(error)
     return ""

@@ -1,6 +1,6 @@
-"""Convolutions of quantized operands.
+"""Convolutions of INT8 codes with scales, bias and activation fused.
 
-`scaled_convolution` is the forward and both backward passes.
+Gradients are in `autograd`.
 """
 
 from typing import TYPE_CHECKING
@@ -12,7 +12,4 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = lazy(__name__)
 
-__all__ = [
-    "MAX_TERMS",
-    "scaled_conv2d",
-]
+__all__ = ["MAX_TERMS", "scaled_conv2d"]

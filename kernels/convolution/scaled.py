@@ -13,6 +13,7 @@ P Q output rows and columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,13 +51,12 @@ def _plain(
     groups: int,
     activation: str,
     out_dtype: torch.dtype,
-    tile: int = -1,
+    *_: int,
 ) -> Tensor:
     """The operator in plain PyTorch: the specification."""
-    geometry = (tuple(stride), tuple(padding), tuple(dilation), False, (0, 0), groups)
     if x_NHWC.numel() == 0:
-        p, q = _output_sizes(x_NHWC, weight_KRSC, stride, padding, dilation)
-        return x_NHWC.new_empty((x_NHWC.shape[0], p, q, weight_KRSC.shape[0]), dtype=out_dtype)
+        return _fake(x_NHWC, weight_KRSC, x_scale, weight_scale, bias, stride, padding, dilation, 0, "", out_dtype)
+    geometry = (tuple(stride), tuple(padding), tuple(dilation), False, (0, 0), groups)
     x_NCHW, weight_KCRS = x_NHWC.permute(0, 3, 1, 2), weight_KRSC.permute(0, 3, 1, 2)
     sums_NPQK = exact_convolution(x_NCHW, weight_KCRS, geometry, "reference").permute(0, 2, 3, 1)
     result = sums_NPQK.to(torch.float32).mul_(x_scale.reshape(-1, 1, 1, 1) * weight_scale.reshape(-1))
@@ -67,22 +67,9 @@ def _plain(
     return result.to(out_dtype).contiguous()
 
 
-def _fake(
-    x_NHWC: Tensor,
-    weight_KRSC: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    activation: str,
-    out_dtype: torch.dtype,
-    tile: int = -1,
-) -> Tensor:
-    p, q = _output_sizes(x_NHWC, weight_KRSC, stride, padding, dilation)
-    return x_NHWC.new_empty((x_NHWC.shape[0], p, q, weight_KRSC.shape[0]), dtype=out_dtype)
+def _fake(x_NHWC: Tensor, weight_KRSC: Tensor, *others: Any) -> Tensor:
+    p, q = _output_sizes(x_NHWC, weight_KRSC, *others[3:6])
+    return x_NHWC.new_empty((x_NHWC.shape[0], p, q, weight_KRSC.shape[0]), dtype=others[8])
 
 
 _scaled_conv2d = library.define(
@@ -130,9 +117,9 @@ def _check_factors(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Ten
 def _check_geometry(
     x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> None:
-    for name, pair, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
-        if len(pair) != 2 or min(pair) < least:
-            raise UnsupportedError(f"scaled_conv2d: {name} {tuple(pair)}; needed are two integers from {least}")
+    for name, pair, minimum in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
+        if len(pair) != 2 or min(pair) < minimum:
+            raise UnsupportedError(f"scaled_conv2d: {name} {tuple(pair)}; needed are two integers from {minimum}")
     p, q = _output_sizes(x.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1), stride, padding, dilation)
     if min(p, q) < 1:
         raise UnsupportedError(

@@ -38,7 +38,7 @@ inline cudaStream_t stream_of(const Tensor& x) {
 }
 
 // A new dense tensor on the card of another. Not by torch::stable::new_empty, which looks its operator up by name in
-// every call: a product or quantizer makes several tensors, and the host's time is what small ones cost.
+// every call: a product or quantizer allocates several tensors, and small ones are bound by the host.
 inline Tensor empty_on(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {
   constexpr size_t kMostDims = 4;
   STD_TORCH_CHECK(sizes.size() <= kMostDims, "a new tensor of ", sizes.size(), " dimensions; at most ", kMostDims, " are made");

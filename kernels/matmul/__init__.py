@@ -1,6 +1,6 @@
-"""Matrix products of quantized operands: tiles, tuning, and the CPU's integer product.
+"""Matrix products of 8-bit codes: with scales, bias and activation fused, or exact in INT32.
 
-`scaled_mm` picks a kernel for the shape and the device.
+`scaled_mm` takes the tile that is tuned for the shape and the card; `integer` has the products of CPUs.
 """
 
 from typing import TYPE_CHECKING

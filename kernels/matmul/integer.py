@@ -1,4 +1,4 @@
-"""Exact products of INT8 codes: INT32 results from whatever the device multiplies fastest.
+"""Exact products of INT8 codes, by the fastest instructions of the device, and oneDNN's fused operators on CPU.
 
 Axis letters: B batch, N rows, K contraction, M columns.
 """
@@ -6,6 +6,7 @@ Axis letters: B batch, N rows, K contraction, M columns.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,26 +23,18 @@ def _per_channel(scale: Tensor, channels: int) -> Tensor:
 
 
 def linear(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``(a.codes @ b.codes) * a.scale * b.scale + bias`` in ``dtype`` (BF16 or FP32).
+    """``(a.codes @ b.codes) * a.scale * b.scale + bias`` in ``dtype`` (BF16 or FP32); INT32 sums are scaled in FP32.
 
-    Args:
-        a: Codes (N, K), one scale.
-        b: Codes (K, M) in any layout, one scale or (1, M).
-        bias: (M,), any floating type, or None.
-        dtype: Of the result; the sums are INT32 and scaled in FP32.
-
-    Returns:
-        Shape (N, M).
+    ``a`` is (N, K) with one scale, ``b`` (K, M) in any layout with one scale or (1, M).
     """
     columns = b.codes.shape[1]
-    zero_points = torch.zeros(columns, dtype=torch.int32)
     result: Tensor = torch.ops.onednn.qlinear_pointwise(
         a.codes.contiguous(),
         a.scale.item(),
         0,
         b.codes.to_mkldnn(),
         _per_channel(b.scale, columns),
-        zero_points,
+        torch.zeros(columns, dtype=torch.int32),
         None if bias is None else bias.to(torch.float32),
         1.0,
         0,
@@ -58,12 +51,7 @@ def convolution(
 ) -> Tensor:
     """Convolution of codes with scales and bias applied, in ``dtype``; the result is channels-last in memory.
 
-    Args:
-        x: Codes (N, C, ...), one scale.
-        weight: Codes (M, C / groups, ...), one scale or one per output channel.
-        bias: (M,) or None.
-        geometry: stride, padding, dilation, transposed (must be False), output padding, groups.
-        dtype: Of the result.
+    ``x`` has one scale, ``weight`` one or one per output channel; ``geometry`` is not transposed.
     """
     stride, padding, dilation, _, _, groups = geometry
     channels = weight.codes.shape[0]
@@ -112,29 +100,29 @@ def _extreme_codes(*shape: int) -> Tensor:
     return codes
 
 
-@functools.cache
-def has_onednn_linear() -> bool:
-    """Whether the fused linear operator exists and is exact for the largest codes (tried once)."""
-    a = Quantized(_extreme_codes(4, 64), torch.ones(1, 1))
-    b = Quantized(_extreme_codes(8, 64).t(), torch.ones(1, 8))
+def _is_exact(run: Callable[[], Tensor], expected: Tensor) -> bool:
     try:
-        result = linear(a, b, None, torch.float32)
+        return torch.equal(run(), expected)
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
-    return torch.equal(result, a.codes.float() @ b.codes.float())
+
+
+@functools.cache
+def has_onednn_linear() -> bool:
+    """Whether the fused linear operator exists and is exact for the largest codes."""
+    a = Quantized(_extreme_codes(4, 64), torch.ones(1, 1))
+    b = Quantized(_extreme_codes(8, 64).t(), torch.ones(1, 8))
+    return _is_exact(lambda: linear(a, b, None, torch.float32), a.codes.float() @ b.codes.float())
 
 
 @functools.cache
 def has_onednn_convolution() -> bool:
-    """Whether the fused convolution exists and is exact for the largest codes (tried once)."""
+    """Whether the fused convolution exists and is exact for the largest codes."""
     x = Quantized(_extreme_codes(2, 8, 5, 5), torch.ones(1, 1, 1, 1))
     weight = Quantized(_extreme_codes(4, 8, 3, 3), torch.ones(4, 1, 1, 1))
     geometry = ((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
-    try:
-        result = convolution(x, weight, None, geometry, torch.float32)
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return False
-    return torch.equal(result, torch.nn.functional.conv2d(x.codes.float(), weight.codes.float(), padding=1))
+    expected = torch.nn.functional.conv2d(x.codes.float(), weight.codes.float(), padding=1)
+    return _is_exact(lambda: convolution(x, weight, None, geometry, torch.float32), expected)
 
 
 # FP32 sums of products of codes are exact while they stay below 2**24, FP64 sums below 2**53.
@@ -143,29 +131,25 @@ _FP32_EXACT_TERMS = (1 << 24) // (INT8_MAX * INT8_MAX)
 
 @functools.cache
 def native_product_works(device_type: str, index: int | None) -> bool:
-    """Whether ``torch._int_mm`` is exact on a device, tried once with the products that saturate 16-bit sums.
+    """Whether ``torch._int_mm`` is exact on a device for products that saturate 16-bit sums.
 
-    Instructions that add two 8-bit products in 16 bits (x86 before VNNI) saturate on such inputs.
+    Instructions that add two 8-bit products in 16 bits (x86 before VNNI) do so.
     """
     device = torch.device(device_type) if index is None else torch.device(device_type, index)
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 5):
-        return False
     if device.type not in ("cpu", "cuda"):
+        return False
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 5):
         return False
     a_NK = torch.full((32, 64), INT8_MAX, dtype=torch.int8, device=device)
     b_KM = torch.full((64, 32), INT8_MAX, dtype=torch.int8, device=device)
     b_KM[:, 1::2] = -INT8_MAX
-    try:
-        product = torch._int_mm(a_NK, b_KM)
-    except (RuntimeError, NotImplementedError):
-        return False
-    expected = 64 * INT8_MAX * INT8_MAX
-    return bool((product[:, 0] == expected).all()) and bool((product[:, 1] == -expected).all())
+    expected = b_KM[:1].to(torch.int32).expand(32, 32) * (64 * INT8_MAX)
+    return _is_exact(lambda: torch._int_mm(a_NK, b_KM), expected)
 
 
 @torch.compiler.assume_constant_result
 def has_native_product(device: torch.device) -> bool:
-    """Whether the device multiplies INT8 matrices into INT32 by itself."""
+    """Whether the device has an exact product of INT8 matrices in INT32."""
     return native_product_works(device.type, device.index)
 
 

@@ -14,13 +14,15 @@ Axis letters: B batch, N rows, K contraction, M columns, S blocks of 128 along K
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels.compilation import library
-from qsync_opt.kernels.matmul import tiles as matmul_choices
 from qsync_opt.kernels.matmul.integer import int8_bmm
+from qsync_opt.kernels.matmul.tiles import activate
 
 SCALE_BLOCK = 128
 EPILOGUES = ("none", "relu", "gelu")
@@ -83,10 +85,9 @@ def _check(
 def _per_block(scale: Tensor, codes: Tensor) -> Tensor:
     """A scale seen as (B, rows, S)."""
     batch, rows, depth = codes.shape
-    blocks = _blocks(depth)
-    if scale.numel() == batch * rows * blocks and blocks > 1 and scale.numel() not in (1, batch * rows, batch):
-        return scale.reshape(batch, rows, blocks)
-    return _per_row(scale, codes).expand(batch, rows, blocks)
+    if _is_blocked(scale, codes):
+        return scale.reshape(batch, rows, _blocks(depth))
+    return _per_row(scale, codes).expand(batch, rows, _blocks(depth))
 
 
 def _per_row(scale: Tensor, codes: Tensor) -> Tensor:
@@ -158,44 +159,8 @@ def product(
     return _activated(result, epilogue).to(out_dtype).reshape(shape), result.to(out_dtype).reshape(shape)
 
 
-def _plain(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    epilogue: str,
-    out_dtype: torch.dtype,
-    accurate: bool = False,
-) -> Tensor:
-    return product(a, b, a_scale, b_scale, bias, epilogue, out_dtype, accurate)[0]
-
-
-def _fake(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    epilogue: str,
-    out_dtype: torch.dtype,
-    accurate: bool = False,
-) -> Tensor:
-    return a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=out_dtype)
-
-
-def _fake_aux(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    epilogue: str,
-    out_dtype: torch.dtype,
-    accurate: bool = False,
-) -> tuple[Tensor, Tensor]:
-    shape = (*a.shape[:-1], b.shape[-2])
-    return a.new_empty(shape, dtype=out_dtype), a.new_empty(shape, dtype=out_dtype)
+def _plain_product(*arguments: Any) -> Tensor:
+    return product(*arguments)[0]
 
 
 def _plain_amax(
@@ -207,27 +172,32 @@ def _plain_amax(
     return result, result.abs().amax().to(torch.float32).reshape(1)
 
 
-def _fake_amax(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    shape = (*a.shape[:-1], b.shape[-2])
-    return a.new_empty(shape, dtype=out_dtype), a.new_empty((1,), dtype=torch.float32)
+def _empty(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=out_dtype)
 
 
 _ARGUMENTS = (
     "(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, str epilogue, ScalarType out_dtype, "
     "bool accurate=False)"
 )
-_scaled_mm = library.define(f"scaled_mm{_ARGUMENTS} -> Tensor", unit="matmul", plain=_plain, fake=_fake)
+_scaled_mm = library.define(
+    f"scaled_mm{_ARGUMENTS} -> Tensor",
+    unit="matmul",
+    plain=_plain_product,
+    fake=lambda a, b, *others: _empty(a, b, others[4]),
+)
 _scaled_mm_aux = library.define(
-    f"scaled_mm_aux{_ARGUMENTS} -> (Tensor, Tensor)", unit="matmul", plain=product, fake=_fake_aux
+    f"scaled_mm_aux{_ARGUMENTS} -> (Tensor, Tensor)",
+    unit="matmul",
+    plain=product,
+    fake=lambda a, b, *others: (_empty(a, b, others[4]), _empty(a, b, others[4])),
 )
 _scaled_mm_amax = library.define(
     "scaled_mm_amax(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, ScalarType out_dtype) -> "
     "(Tensor, Tensor)",
     unit="matmul",
     plain=_plain_amax,
-    fake=_fake_amax,
+    fake=lambda a, b, *others: (_empty(a, b, others[3]), a.new_empty((1,), dtype=torch.float32)),
 )
 
 
@@ -266,7 +236,7 @@ def scaled_mm(
     """
     _check(a, b, a_scale, b_scale, bias, epilogue, out_dtype)
     if a.is_cuda:
-        matmul_choices.activate()
+        activate()
     result: Tensor = _scaled_mm(a, b, a_scale, b_scale, bias, epilogue, out_dtype, accurate)
     return result
 
@@ -274,9 +244,9 @@ def scaled_mm(
 def scaled_mm_unchecked(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """:func:`scaled_mm` of operands that a quantizer has just made: the host checks nothing twice (CUDA code does)."""
+    """`scaled_mm` without checks on the host, for operands that a quantizer has written (CUDA code checks them)."""
     if a.is_cuda:
-        matmul_choices.activate()
+        activate()
     result: Tensor = _scaled_mm(a, b, a_scale, b_scale, bias, "none", out_dtype)
     return result
 
@@ -301,7 +271,7 @@ def scaled_mm_aux(
     """
     _check(a, b, a_scale, b_scale, bias, epilogue, out_dtype)
     if a.is_cuda:
-        matmul_choices.activate()
+        activate()
     result: tuple[Tensor, Tensor] = _scaled_mm_aux(a, b, a_scale, b_scale, bias, epilogue, out_dtype, accurate)
     return result
 
@@ -327,6 +297,6 @@ def scaled_mm_amax(
     """
     _check(a, b, a_scale, b_scale, bias, "none", out_dtype)
     if a.is_cuda:
-        matmul_choices.activate()
+        activate()
     result: tuple[Tensor, Tensor] = _scaled_mm_amax(a, b, a_scale, b_scale, bias, out_dtype)
     return result

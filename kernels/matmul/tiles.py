@@ -1,7 +1,7 @@
-"""Which tile each product is cut into: the tables that come with the package and those tuned on this machine.
+"""Choice of the tile that each product is cut into: tables of the package, and those tuned on this machine.
 
-A choice never changes what is computed beyond the order of FP32 sums. It is looked up by the codes, shape and number of
-multiprocessors; a product that no table has gets the estimate of the compiled code, the same on every run. ``tune``
+A choice changes nothing but the order of FP32 sums. It is looked up by the codes, shape and number of
+multiprocessors; a product in no table gets the estimate of the compiled code, the same on every run. ``tune``
 measures, keeps the fastest choice in a file of the user's cache folder, and uses it from then on.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from qsync_opt.errors import ProblemError, UnsupportedError
 from qsync_opt.io import Fields, read_json, write_json
-from qsync_opt.kernels.compilation import builder as build
-from qsync_opt.kernels.compilation import library
+from qsync_opt.kernels.compilation import builder, library
 
 CHOICES_FORMAT = "qsync-matmul-choices/1"
 TABLES = Path(__file__).resolve().parents[1] / "tables"
@@ -75,9 +74,8 @@ class ProductKind:
 
     def key(self) -> list[int]:
         """The numbers that the compiled code looks choices up by."""
-        codes = [_CODE_NAMES.index(self.a), _CODE_NAMES.index(self.b)]
-        shape = [self.batch, self.rows, self.columns, self.depth, self.multiprocessors]
-        return [*codes, self.result_bytes, int(self.promoting), *shape]
+        a, b, *numbers = (getattr(self, entry.name) for entry in fields(self))
+        return [_CODE_NAMES.index(a), _CODE_NAMES.index(b), *map(int, numbers)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +123,7 @@ def device_name(index: int | None = None) -> str:
 
 def cache_file() -> Path:
     """Where ``tune`` keeps choices for the current card."""
-    return build.cache_folder() / f"matmul-{device_name()}.json"
+    return builder.cache_folder() / f"matmul-{device_name()}.json"
 
 
 def read_choices(path: Path) -> dict[ProductKind, Choice]:
@@ -138,21 +136,21 @@ def read_choices(path: Path) -> dict[ProductKind, Choice]:
     data.version(CHOICES_FORMAT)
     choices: dict[ProductKind, Choice] = {}
     for number, entry in enumerate(data.sequence("choices")):
-        fields = Fields(entry, f"{path}: choices[{number}]")
-        promoting = fields.take("promoting")
+        row = Fields(entry, f"{path}: choices[{number}]")
+        promoting = row.take("promoting")
         if not isinstance(promoting, bool):
-            fields.fail(f"promoting is {promoting!r}, but it must be true or false")
+            row.fail(f"promoting is {promoting!r}, but it must be true or false")
         try:
             kind = ProductKind(
-                a=fields.text("a"),
-                b=fields.text("b"),
+                a=row.text("a"),
+                b=row.text("b"),
                 promoting=promoting,
-                **{name: fields.integer(name) for name in _KIND_NUMBERS},
+                **{name: row.integer(name) for name in _KIND_NUMBERS},
             )
-            choice = Choice(**{name: fields.integer(name) for name in _CHOICE_NUMBERS})
+            choice = Choice(**{name: row.integer(name) for name in _CHOICE_NUMBERS})
         except UnsupportedError as error:
-            raise ProblemError(f"{fields.where}: {error}") from error
-        fields.finish()
+            raise ProblemError(f"{row.where}: {error}") from error
+        row.finish()
         choices[kind] = choice
     data.finish()
     return choices
@@ -176,17 +174,17 @@ def forget(kind: ProductKind) -> None:
 
 
 def choice_of(kind: ProductKind) -> Choice | None:
-    """What products of a kind use now; None where the compiled code has one tile only."""
+    """Current choice for products of a kind; None where the compiled code has only one tile."""
     activate()
-    found = torch.ops.qsync_opt.scaled_mm_choice(kind.key())
-    return Choice(variant=found[0], splits=found[1], group=found[2]) if found else None
+    numbers = torch.ops.qsync_opt.scaled_mm_choice(kind.key())
+    return Choice(**dict(zip(_CHOICE_NUMBERS, numbers, strict=True))) if numbers else None
 
 
 def variants(b: str, *, promoting: bool) -> list[int]:
     """Indices of the tiles that products have whose second operand has codes ``b``."""
     activate()
-    found: list[int] = torch.ops.qsync_opt.scaled_mm_variants(_CODE_NAMES.index(b), promoting)
-    return found
+    indices: list[int] = torch.ops.qsync_opt.scaled_mm_variants(_CODE_NAMES.index(b), promoting)
+    return indices
 
 
 _LOADED: list[bool] = []

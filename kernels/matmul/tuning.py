@@ -1,4 +1,4 @@
-"""Find the fastest tile for a product by measuring, and keep it on disk for this machine's card."""
+"""Measurement of the fastest tile for a product, kept on disk for this machine's card."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qsync_opt.errors import NotReadyError
 from qsync_opt.kernels.compilation import library
-from qsync_opt.kernels.matmul import scaled as matmul
+from qsync_opt.kernels.matmul.scaled import SCALE_BLOCK, scaled_mm
 from qsync_opt.kernels.matmul.tiles import (
     CODES,
     Choice,
@@ -30,74 +30,8 @@ from qsync_opt.kernels.matmul.tiles import (
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _GROUPS = (4, 8, 16, 32)
 _SECOND_LEVEL_CACHES = 2  # inputs are spread over so many times the card's second-level cache
-_MOST_SETS = 8
-_FINALISTS = 4
-
-
-def median_s(launches: Sequence[Callable[[], object]], replays: int) -> float:
-    """Median device time of one launch, seconds: over replays of a CUDA graph, which leave out the host."""
-    for launch in launches:
-        launch()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=_side_stream(), capture_error_mode="thread_local"):
-        for launch in launches:
-            launch()
-    times = []
-    for _ in range(replays + 1):  # the first brings the clocks up and is left out
-        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(float(begin.elapsed_time(end)) * 1e-3)
-    return statistics.median(times[1:]) / len(launches)
-
-
-def random_codes(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Codes as quantizers write them: normal values, the largest near the end of the range."""
-    x = torch.randn(shape, device="cuda")
-    if dtype is torch.int8:
-        return (x * 32).round_().clamp_(-127, 127).to(torch.int8)
-    return (x * 96).clamp_(-448, 448).to(dtype)
-
-
-def operand_sets(
-    shape: tuple[int, int, int, int], a_dtype: torch.dtype, b_dtype: torch.dtype
-) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Codes and scales for a product (batch, rows, columns, depth), as many as outgrow the second-level cache."""
-    batch, rows, columns, depth = shape
-    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    one = batch * (rows + columns) * depth + 2 * batch * rows * columns
-    count = max(1, min(_MOST_SETS, math.ceil(_SECOND_LEVEL_CACHES * cache / one)))
-    lead = (batch,) if batch > 1 else ()
-    return [
-        (
-            random_codes((*lead, rows, depth), a_dtype),
-            random_codes((*lead, columns, depth), b_dtype),
-            torch.rand((*lead, rows), device="cuda") * 1e-3,
-            torch.rand((*lead, columns), device="cuda") * 1e-3,
-        )
-        for _ in range(count)
-    ]
-
-
-def _candidates(kind: ProductKind) -> list[Choice]:
-    blocks = math.ceil(kind.depth / matmul.SCALE_BLOCK)
-    few = kind.batch * math.ceil(kind.rows / 128) * math.ceil(kind.columns / 128) < 4 * kind.multiprocessors
-    splits = [s for s in _SPLITS if s == 1 or (few and s * 4 <= blocks)]
-    return [Choice(variant=index, splits=s) for index in variants(kind.b, promoting=kind.promoting) for s in splits]
-
-
-def rank(
-    kind: ProductKind, launches: Sequence[Callable[[], object]], candidates: Sequence[Choice], replays: int
-) -> list[tuple[float, Choice]]:
-    """Median seconds of a launch with each choice, the fastest first; leaves the last one remembered."""
-    times = []
-    for choice in candidates:
-        remember(kind, choice)
-        times.append((median_s(launches, replays), choice))
-    return sorted(times, key=lambda entry: entry[0])
+_MAX_SETS = 8
+_SHORTLIST = 4
 
 
 def tune(
@@ -138,11 +72,9 @@ def tune(
         raise NotReadyError(f"cannot tune products: {library.reason('matmul')}")
     sets = operand_sets((batch, rows, columns, depth), codes, codes if b_codes is None else b_codes)
     kind = kind_of(sets[0][0], sets[0][1], out_dtype, promoting=accurate and codes in CODES and codes is not torch.int8)
-    launches = [
-        functools.partial(matmul.scaled_mm, *operands, out_dtype=out_dtype, accurate=accurate) for operands in sets
-    ]
+    launches = [functools.partial(scaled_mm, *operands, out_dtype=out_dtype, accurate=accurate) for operands in sets]
     first = rank(kind, launches, _candidates(kind), replays=3)
-    groups = [replace(choice, group=group) for _, choice in first[:_FINALISTS] for group in _GROUPS]
+    groups = [replace(choice, group=group) for _, choice in first[:_SHORTLIST] for group in _GROUPS]
     final = rank(kind, launches, groups, replays=7)
     remember(kind, final[0][1])
     if keep:
@@ -152,10 +84,70 @@ def tune(
     return final + first
 
 
-def _side_stream() -> torch.cuda.Stream:
-    """A stream that can be captured: the current one, or a fresh one in place of the default one."""
-    current = torch.cuda.current_stream()
-    if current != torch.cuda.default_stream():
-        return current
-    fresh = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    return fresh
+def operand_sets(
+    shape: tuple[int, int, int, int], a_dtype: torch.dtype, b_dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Codes and scales for a product (batch, rows, columns, depth), as many as outgrow the second-level cache."""
+    batch, rows, columns, depth = shape
+    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    one = batch * (rows + columns) * depth + 2 * batch * rows * columns
+    count = max(1, min(_MAX_SETS, math.ceil(_SECOND_LEVEL_CACHES * cache / one)))
+    lead = (batch,) if batch > 1 else ()
+    return [
+        (
+            random_codes((*lead, rows, depth), a_dtype),
+            random_codes((*lead, columns, depth), b_dtype),
+            torch.rand((*lead, rows), device="cuda") * 1e-3,
+            torch.rand((*lead, columns), device="cuda") * 1e-3,
+        )
+        for _ in range(count)
+    ]
+
+
+def random_codes(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Codes as quantizers write them: normal values, the largest near the end of the range."""
+    x = torch.randn(shape, device="cuda")
+    if dtype is torch.int8:
+        return (x * 32).round_().clamp_(-127, 127).to(torch.int8)
+    return (x * 96).clamp_(-448, 448).to(dtype)
+
+
+def _candidates(kind: ProductKind) -> list[Choice]:
+    blocks = math.ceil(kind.depth / SCALE_BLOCK)
+    few = kind.batch * math.ceil(kind.rows / 128) * math.ceil(kind.columns / 128) < 4 * kind.multiprocessors
+    splits = [s for s in _SPLITS if s == 1 or (few and s * 4 <= blocks)]
+    return [Choice(variant=index, splits=s) for index in variants(kind.b, promoting=kind.promoting) for s in splits]
+
+
+def rank(
+    kind: ProductKind, launches: Sequence[Callable[[], object]], candidates: Sequence[Choice], replays: int
+) -> list[tuple[float, Choice]]:
+    """Median seconds of a launch with each choice, the fastest first; leaves the last one in use."""
+    times = []
+    for choice in candidates:
+        remember(kind, choice)
+        times.append((median_s(launches, replays), choice))
+    return sorted(times, key=lambda entry: entry[0])
+
+
+def median_s(launches: Sequence[Callable[[], object]], replays: int) -> float:
+    """Median device time of one launch, seconds: over replays of a CUDA graph, which leave out the host."""
+    for launch in launches:
+        launch()
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.current_stream()
+    if stream == torch.cuda.default_stream():  # which cannot be captured
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for launch in launches:
+            launch()
+    times = []
+    for _ in range(replays + 1):  # the first brings the clocks up and is left out
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(float(begin.elapsed_time(end)) * 1e-3)
+    return statistics.median(times[1:]) / len(launches)

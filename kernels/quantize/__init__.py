@@ -1,6 +1,6 @@
-"""Quantization: formats, rounding with given random bits, the fused operators and the cache of weights.
+"""Quantization to 8 bits: formats, random bits, quantizers of tensors and matrices, and the cache of weight codes.
 
-Each operator has a reference that it equals bit for bit.
+The compiled operators equal their plain PyTorch implementations bit for bit.
 """
 
 from typing import TYPE_CHECKING
@@ -27,12 +27,11 @@ if TYPE_CHECKING:
         INT8_MAX,
         Quantized,
         dequantize,
-        int8_scale,
         quantize_fp8,
         quantize_int8,
     )
-    from qsync_opt.kernels.quantize.random_bits import centred_noise, random_words, signed, stepped_key, stream_key
-    from qsync_opt.kernels.quantize.weight_cache import forget_weights, kept_bytes, once_per_version
+    from qsync_opt.kernels.quantize.random_bits import signed, stepped_key, stream_key
+    from qsync_opt.kernels.quantize.weight_cache import forget_weights, kept_bytes, once_per_step, once_per_version
 else:
     __getattr__, __dir__ = lazy(__name__)
 
@@ -49,13 +48,12 @@ __all__ = [
     "Quantized",
     "QuantizedMatrix",
     "amax",
-    "centred_noise",
     "dequantize",
     "dequantize_matrix",
     "forget_weights",
     "format_of",
-    "int8_scale",
     "kept_bytes",
+    "once_per_step",
     "once_per_version",
     "plain_by_amax",
     "quantize_by_amax",
@@ -63,7 +61,6 @@ __all__ = [
     "quantize_int8",
     "quantize_matrix",
     "quantize_unchecked",
-    "random_words",
     "recast_matrix",
     "scale_from",
     "signed",

@@ -64,12 +64,12 @@ def amax(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
 def scale_from(largest_magnitude: Tensor, form: EightBits) -> Tensor:
     """Scale of each slice: ``amax / largest``, at least the smallest normal number, NaN if a value is not finite."""
     # A tensor as divisor: by a number, cards multiply with its reciprocal, which rounds differently.
-    largest, least = form.largest, SMALLEST_NORMAL
+    largest, smallest = form.largest, SMALLEST_NORMAL
     if torch.compiler.is_compiling():  # with dynamic=True torch takes numbers that it reads anywhere for variables
         largest = 127.0 if form.dtype is torch.int8 else torch.finfo(form.dtype).max
-        least = torch.finfo(torch.float32).tiny
+        smallest = torch.finfo(torch.float32).tiny
     divisor = largest_magnitude.new_full((), largest)
-    scale = (largest_magnitude / divisor).clamp_min_(least)
+    scale = (largest_magnitude / divisor).clamp_min_(smallest)
     return scale + (scale - scale)  # an infinite amax becomes NaN, any other scale is unchanged
 
 
@@ -78,7 +78,7 @@ CHUNK = 1 << 16
 
 
 def factor_of(scale: Tensor, form: EightBits, rounding: str) -> Tensor:
-    """What values are multiplied by before they are rounded: ``1 / scale``, one unit less where noise is added."""
+    """The factor of values before they are rounded: ``1 / scale``, one unit less where noise is added."""
     inverse = scale.reciprocal()
     if form is not INT8 or rounding == "nearest":
         return inverse

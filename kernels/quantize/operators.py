@@ -1,4 +1,4 @@
-"""The operators ``qsync_opt::quantize``, ``dequantize`` and ``recast`` on matrices, and how to call them.
+"""The operators ``qsync_opt::quantize``, ``quantize_by_amax``, ``dequantize`` and ``recast`` on matrices.
 
 The plain implementations below are the specification; CUDA gives the same scales and codes bit for bit, except that the
 codes of a slice that holds NaN or an infinity mean nothing anywhere (its scale is NaN, and so is all computed from it).
@@ -22,11 +22,12 @@ BLOCK = 128
 UNIT = "quantize"
 GRANULARITIES = ("tensor", "row", "channel", "block")
 ROUNDINGS = ("nearest", "stochastic")
+_DIMS: dict[str, tuple[int, ...] | None] = {"tensor": None, "row": (1,), "channel": (0,)}
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class QuantizedMatrix(NamedTuple):
-    """Codes (N, K), FP32 scales, and the codes transposed, (K, N) and dense, if they were asked for.
+    """Codes (N, K), FP32 scales, and, on request, the codes transposed, (K, N) and dense.
 
     Scales are (1, 1) per tensor, (N, 1) per row, (1, K) per channel (column), (N, ceil(K / 128)) per block.
     """
@@ -34,10 +35,6 @@ class QuantizedMatrix(NamedTuple):
     codes: Tensor
     scale: Tensor
     transposed: Tensor | None
-
-
-def _dims(granularity: str) -> tuple[int, ...] | None:
-    return {"tensor": None, "row": (1,), "channel": (0,)}[granularity]
 
 
 def _block_count(columns: int) -> int:
@@ -70,7 +67,7 @@ def _quantize(
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Plain PyTorch: ``codes = round(x * factor_of(scale))``; element (n, k) draws noise number n K + k."""
-    largest = _block_amax(x) if granularity == "block" else amax(x, _dims(granularity))
+    largest = _block_amax(x) if granularity == "block" else amax(x, _DIMS[granularity])
     return _codes(x, scale_from(largest, format_of(format)), format, rounding, key, step, transposed)
 
 
@@ -86,8 +83,8 @@ def _codes(
         int8_codes(codes.view(-1), dense, factor, stream)
     else:
         codes = fp8_codes(dense.to(torch.float32) * factor, form, stream)
-    turned = codes.view(torch.uint8).t().contiguous().view(format) if transposed else codes.new_empty(0)
-    return codes, scale, turned
+    copy = codes.view(torch.uint8).t().contiguous().view(format) if transposed else codes.new_empty(0)
+    return codes, scale, copy
 
 
 def plain_by_amax(
@@ -99,37 +96,18 @@ def plain_by_amax(
     step: Tensor | None,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain PyTorch: as ``quantize`` per tensor, with the largest magnitude given."""
+    """Plain PyTorch: ``quantize`` per tensor with a known largest magnitude."""
     return _codes(x, scale_from(amax.reshape(1, 1), format_of(format)), format, rounding, key, step, transposed)
 
 
-def _quantize_by_amax_fake(
-    x: Tensor,
-    amax: Tensor,
-    format: torch.dtype,
-    rounding: str,
-    key: int,
-    step: Tensor | None,
-    transposed: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _quantize_fake(x, format, "tensor", rounding, key, step, transposed)
-
-
-def _quantize_fake(
-    x: Tensor,
-    format: torch.dtype,
-    granularity: str,
-    rounding: str,
-    key: int,
-    step: Tensor | None,
-    transposed: bool,
+def _fake_quantize(
+    x: Tensor, format: torch.dtype, granularity: str, rounding: str, key: int, step: Tensor | None, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
     high = rows if granularity in ("row", "block") else 1
     wide = {"channel": columns, "block": (columns + BLOCK - 1) // BLOCK}.get(granularity, 1)
-    codes = x.new_empty((rows, columns), dtype=format)
-    turned = x.new_empty((columns, rows) if transposed else (0,), dtype=format)
-    return codes, x.new_empty((high, wide), dtype=torch.float32), turned
+    copy = x.new_empty((columns, rows) if transposed else (0,), dtype=format)
+    return x.new_empty((rows, columns), dtype=format), x.new_empty((high, wide), dtype=torch.float32), copy
 
 
 def _dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -137,12 +115,8 @@ def _dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.to(torch.float32).mul_(spread(scale, *codes.shape)).to(dtype)
 
 
-def _dequantize_fake(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return codes.new_empty(codes.shape, dtype=dtype)
-
-
 def _recast(codes: Tensor, format: torch.dtype, ratio: float, rounding: str, key: int, step: Tensor | None) -> Tensor:
-    """Plain PyTorch: codes of ``format`` for ``ratio`` times the codes given."""
+    """Plain PyTorch: codes of ``format`` for ``ratio`` times ``codes``."""
     form = format_of(format)
     stream = stepped_key(key, step) if rounding == "stochastic" else None
     values = codes.contiguous().to(torch.float32)
@@ -154,45 +128,33 @@ def _recast(codes: Tensor, format: torch.dtype, ratio: float, rounding: str, key
     return result
 
 
-def _recast_fake(
-    codes: Tensor, format: torch.dtype, ratio: float, rounding: str, key: int, step: Tensor | None
-) -> Tensor:
-    return torch.empty(codes.shape, dtype=format, device=codes.device)
-
-
-_OPERATORS: dict[str, Any] = {
-    "quantize": library.define(
-        "quantize(Tensor x, ScalarType format, str granularity, str rounding, int key, Tensor? step, bool transposed)"
-        " -> (Tensor, Tensor, Tensor)",
-        unit=UNIT,
-        plain=_quantize,
-        fake=_quantize_fake,
-    ),
-    "quantize_by_amax": library.define(
-        "quantize_by_amax(Tensor x, Tensor amax, ScalarType format, str rounding, int key, Tensor? step,"
-        " bool transposed) -> (Tensor, Tensor, Tensor)",
-        unit=UNIT,
-        plain=plain_by_amax,
-        fake=_quantize_by_amax_fake,
-    ),
-    "dequantize": library.define(
-        "dequantize(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
-        unit=UNIT,
-        plain=_dequantize,
-        fake=_dequantize_fake,
-    ),
-    "recast": library.define(
-        "recast(Tensor codes, ScalarType format, float ratio, str rounding, int key, Tensor? step) -> Tensor",
-        unit=UNIT,
-        plain=_recast,
-        fake=_recast_fake,
-    ),
-}
-_PLAIN: dict[str, Any] = {
-    "quantize": _quantize,
-    "quantize_by_amax": plain_by_amax,
-    "dequantize": _dequantize,
-    "recast": _recast,
+# By name, the operator and its plain implementation.
+_OPERATORS: dict[str, tuple[Any, Any]] = {
+    schema.partition("(")[0]: (library.define(schema, unit=UNIT, plain=plain, fake=fake), plain)
+    for schema, plain, fake in (
+        (
+            "quantize(Tensor x, ScalarType format, str granularity, str rounding, int key, Tensor? step, "
+            "bool transposed) -> (Tensor, Tensor, Tensor)",
+            _quantize,
+            _fake_quantize,
+        ),
+        (
+            "quantize_by_amax(Tensor x, Tensor amax, ScalarType format, str rounding, int key, Tensor? step, "
+            "bool transposed) -> (Tensor, Tensor, Tensor)",
+            plain_by_amax,
+            lambda x, amax, format, *others: _fake_quantize(x, format, "tensor", *others),
+        ),
+        (
+            "dequantize(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
+            _dequantize,
+            lambda codes, scale, dtype: codes.new_empty(codes.shape, dtype=dtype),
+        ),
+        (
+            "recast(Tensor codes, ScalarType format, float ratio, str rounding, int key, Tensor? step) -> Tensor",
+            _recast,
+            lambda codes, format, *others: torch.empty(codes.shape, dtype=format, device=codes.device),
+        ),
+    )
 }
 
 
@@ -203,8 +165,8 @@ def _operator(name: str, device: torch.device, backend: str) -> Any:
         if backend == "compiled" and not compiled:
             raise UnsupportedError(f"backend 'compiled': {name} runs in plain PyTorch here: {library.reason(UNIT)}")
     elif backend == "reference":
-        return _PLAIN[name]
-    return _OPERATORS[name]
+        return _OPERATORS[name][1]
+    return _OPERATORS[name][0]
 
 
 def _check_choice(what: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -245,7 +207,7 @@ def quantize_matrix(
         NaN.
 
     Raises:
-        UnsupportedError: An argument outside what is named above.
+        UnsupportedError: An argument that is not among those named above.
 
     Source: Stochastic rounding as in S. Gupta et al., "Deep learning with limited numerical precision", ICML 2015;
         kernels and noise are ours.
@@ -272,10 +234,10 @@ def quantize_unchecked(
     transposed: bool,
     backend: str,
 ) -> QuantizedMatrix:
-    """:func:`quantize_matrix` for callers that keep to what it allows by themselves."""
+    """`quantize_matrix` without its checks of arguments."""
     operator = _operator("quantize", x.device, backend)
-    codes, scale, turned = operator(x, format, granularity, rounding, signed(key), step, transposed)
-    return QuantizedMatrix(codes, scale, turned if transposed else None)
+    codes, scale, copy = operator(x, format, granularity, rounding, signed(key), step, transposed)
+    return QuantizedMatrix(codes, scale, copy if transposed else None)
 
 
 def quantize_by_amax(
@@ -289,17 +251,9 @@ def quantize_by_amax(
     transposed: bool = False,
     backend: str = "auto",
 ) -> QuantizedMatrix:
-    """:func:`quantize_matrix` per tensor in one pass, where the operator that made ``x`` found its largest magnitude.
+    """`quantize_matrix` per tensor in one pass, where the operator that wrote ``x`` has computed its largest magnitude.
 
-    Args:
-        x: As there, as are all arguments but the next.
-        largest: FP32, one element on the device of ``x``: no magnitude in ``x`` may be above it.
-        format: See there.
-        rounding: See there.
-        key: See there.
-        step: See there.
-        transposed: See there.
-        backend: See there.
+    ``largest`` is FP32, one element on the device of ``x``: no magnitude in ``x`` may be above it.
     """
     if x.dim() != 2 or x.dtype not in _SOURCES or largest.numel() != 1 or largest.dtype is not torch.float32:
         raise UnsupportedError(
@@ -309,8 +263,8 @@ def quantize_by_amax(
     format_of(format)
     _check_choice("rounding", rounding, ROUNDINGS)
     operator = _operator("quantize_by_amax", x.device, backend)
-    codes, scale, turned = operator(x, largest, format, rounding, signed(key), step, transposed)
-    return QuantizedMatrix(codes, scale, turned if transposed else None)
+    codes, scale, copy = operator(x, largest, format, rounding, signed(key), step, transposed)
+    return QuantizedMatrix(codes, scale, copy if transposed else None)
 
 
 def dequantize_matrix(codes: Tensor, scale: Tensor, dtype: torch.dtype, *, backend: str = "auto") -> Tensor:
@@ -344,16 +298,9 @@ def recast_matrix(
     step: Tensor | None = None,
     backend: str = "auto",
 ) -> QuantizedMatrix:
-    """Codes of another 8-bit format with the same granularity: the range of each slice is kept, not measured again.
+    """Codes (N, K) in another 8-bit format with the same granularity: each slice keeps its range.
 
-    Args:
-        codes: (N, K) of an 8-bit format.
-        scale: Their scales, any granularity.
-        format: Of the result.
-        rounding: As for :func:`quantize_matrix`, as are ``key``, ``step`` and ``backend``.
-        key: See there.
-        step: See there.
-        backend: See there.
+    The other arguments are those of `quantize_matrix`.
 
     Returns:
         Codes, and scales multiplied by the ratio of the formats' largest values.

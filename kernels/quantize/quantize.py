@@ -56,11 +56,8 @@ def _dense_order(x: Tensor) -> list[int]:
     return order
 
 
-def _back(order: list[int]) -> list[int]:
-    back = [0] * len(order)
-    for position, dim in enumerate(order):
-        back[dim] = position
-    return back
+def _inverse(order: list[int]) -> list[int]:
+    return [order.index(dim) for dim in range(len(order))]
 
 
 def int8_scale(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
@@ -71,13 +68,13 @@ def int8_scale(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
 def _on_card(
     x: Tensor, dims: tuple[int, ...] | None, form: EightBits, options: KernelOptions, key: int
 ) -> Quantized | None:
-    """The quantizer of matrices, where memory order makes ``dims`` the rows or the columns of one; else None."""
+    """Result of the quantizer of matrices, where memory order makes ``dims`` the rows or columns of one; else None."""
     if x.dim() == 2 and x.is_contiguous() and not torch.compiler.is_compiling():
         granularity = "tensor" if dims is None or len(dims) == 2 else "row" if dims == (1,) else "channel"
-        found = quantize_unchecked(
+        matrix_codes = quantize_unchecked(
             x, form.dtype, granularity, options.rounding, key, options.step, False, options.backend
         )
-        return Quantized(found.codes, found.scale)
+        return Quantized(matrix_codes.codes, matrix_codes.scale)
     order = _dense_order(x)
     dense = x.permute(order).contiguous()
     shared = [dims is None or dim in dims for dim in order]
@@ -95,7 +92,7 @@ def _on_card(
         matrix, form.dtype, granularity=granularity, rounding=options.rounding, key=key, step=options.step
     )
     sizes = [1 if together else size for together, size in zip(shared, dense.shape, strict=True)]
-    back = _back(order)
+    back = _inverse(order)
     return Quantized(result.codes.view(dense.shape).permute(back), result.scale.view(sizes).permute(back))
 
 
@@ -105,9 +102,9 @@ def _quantize(
     options = options or KernelOptions()
     key = stream_key(options.seed, options.offset, stream)
     if x.device.type == "cuda" and options.backend != "reference" and library.activate(UNIT):
-        found = _on_card(x, dims, form, options, key)
-        if found is not None:
-            return found
+        quantized = _on_card(x, dims, form, options, key)
+        if quantized is not None:
+            return quantized
     order = _dense_order(x)
     dense = x.permute(order).contiguous()
     scale = scale_from(amax(x, dims), form)
@@ -121,7 +118,7 @@ def _quantize(
             int8_codes(codes.view(-1), dense * inverse, None, noise)
     else:
         codes = fp8_codes(dense.to(torch.float32) * inverse, form, noise)
-    return Quantized(codes.permute(_back(order)), scale)
+    return Quantized(codes.permute(_inverse(order)), scale)
 
 
 def quantize_int8(
@@ -161,10 +158,10 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
         return codes.to(dtype).mul_(scale.item())
     if codes.device.type == "cuda" and codes.dim() == 2:
         # A transposed matrix is dequantized in its own memory order.
-        turned = codes.stride(0) < codes.stride(1)
-        matrix, factors = (codes.t(), scale.t()) if turned else (codes, scale)
+        transposed = codes.stride(0) < codes.stride(1)
+        matrix, factors = (codes.t(), scale.t()) if transposed else (codes, scale)
         values = dequantize_matrix(matrix, factors, dtype)
-        return values.t() if turned else values
+        return values.t() if transposed else values
     if codes.device.type == "cuda" and codes.dim() > 2:
         # In memory order a tensor is a matrix whose rows have a scale each, or one of a single row.
         order = _dense_order(codes)
@@ -172,5 +169,5 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
         rows = 1 if scale.numel() == 1 else dense.shape[0]
         if dense.is_contiguous() and scale.numel() == factors.shape[0] == rows and dense.numel() > 0:
             values = dequantize_matrix(dense.reshape(rows, -1), factors.reshape(rows, 1), dtype)
-            return values.view(dense.shape).permute(_back(order))
+            return values.view(dense.shape).permute(_inverse(order))
     return codes.to(torch.float32).mul_(scale).to(dtype)

@@ -1,4 +1,4 @@
-"""Codes of a weight, computed once per step and not once per call: kept until the weight changes or is freed."""
+"""Codes of weights, kept until the weight changes or is freed: computed once per step instead of once per call."""
 
 from __future__ import annotations
 
@@ -10,13 +10,32 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing as is_capturing
 
+from qsync_opt.kernels.options import KernelOptions
+
 _Codes = TypeVar("_Codes")
-# Per weight, by its identity: a weak reference to it, the version it had, and what was computed from that version.
+# By id of the weight: a weak reference to it, its version, and what was computed from that version.
 _ENTRIES: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], dict[Hashable, Any]]] = {}
 
 
-def once_per_version(weight: Tensor, facts: Hashable, make: Callable[[], _Codes]) -> _Codes:
-    """What ``make`` computes from a weight, computed anew only when the weight was written to.
+def once_per_step(
+    weight: Tensor, facts: Hashable, options: KernelOptions, quantize: Callable[[Tensor], _Codes]
+) -> _Codes:
+    """``quantize(weight)``, computed in every call or only when the weight has changed, as ``options.weights`` says.
+
+    Args:
+        weight: A parameter, or a view of one.
+        facts: What the result depends on, besides the weight and the options.
+        options: Rounding, seed and backend, on which the result depends too, and ``weights``.
+        quantize: Computes the result.
+    """
+    if options.weights == "call":
+        return quantize(weight)
+    plain = weight.detach()
+    return once_per_version(weight, (facts, options.rounding, options.seed, options.backend), lambda: quantize(plain))
+
+
+def once_per_version(weight: Tensor, facts: Hashable, compute: Callable[[], _Codes]) -> _Codes:
+    """Result of ``compute`` for a weight, computed anew only when the weight was written to.
 
     A write is seen by the version counter that torch keeps per tensor (every in-place operation raises it, those of
     optimizers too) and by the address of the data. Writes through ``weight.data`` of unchanged address are not seen.
@@ -26,23 +45,23 @@ def once_per_version(weight: Tensor, facts: Hashable, make: Callable[[], _Codes]
     Args:
         weight: A parameter, or a view of one.
         facts: All else that the result depends on, besides the geometry of the view.
-        make: Computes the result; it must not hold a reference to the weight.
+        compute: Computes the result, which must not hold a reference to the weight.
     """
     if torch.compiler.is_compiling() or (weight.is_cuda and is_capturing()):
-        return make()
+        return compute()
     base = weight._base if weight._base is not None else weight
     if base.is_inference():
-        return make()
+        return compute()
     version = (base._version, base.data_ptr())
     identity = id(base)
-    known = _ENTRIES.get(identity)
-    if known is None or known[0]() is not base or known[1] != version:
-        known = (weakref.ref(base, lambda _: _ENTRIES.pop(identity, None)), version, {})
-        _ENTRIES[identity] = known
+    entry = _ENTRIES.get(identity)
+    if entry is None or entry[0]() is not base or entry[1] != version:
+        entry = (weakref.ref(base, lambda _: _ENTRIES.pop(identity, None)), version, {})
+        _ENTRIES[identity] = entry
     place = (facts, weight.shape, weight.stride(), weight.storage_offset())
-    if place not in known[2]:
-        known[2][place] = make()
-    result: _Codes = known[2][place]
+    if place not in entry[2]:
+        entry[2][place] = compute()
+    result: _Codes = entry[2][place]
     return result
 
 
@@ -55,9 +74,9 @@ def kept_bytes() -> int:
     """Bytes of the codes and scales that are kept now."""
     tensors = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for _, _, made in _ENTRIES.values()
-        for value in made.values()
-        for tensor in value
+        for _, _, results in _ENTRIES.values()
+        for result in results.values()
+        for tensor in result
         if isinstance(tensor, Tensor)
     }
     return sum(tensors.values())

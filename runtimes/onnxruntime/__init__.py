@@ -1,6 +1,6 @@
-"""Plans for inference on ONNX Runtime.
+"""Inference on ONNX Runtime under a plan.
 
-`OnnxRuntime` profiles a model file, rewrites it under a plan and runs it.
+`OnnxRuntime` profiles a model, rewrites it in mixed precision and runs it.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""How far is a model under a plan from the same model in FP32? Result by result, and operator by operator."""
+"""Errors of a model under a plan against the same model in FP32, per result and per operator."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qsync_opt.runtimes.onnxruntime.parts import Feeds, run_exposed
 from qsync_opt.runtimes.onnxruntime.prepared import Array
 from qsync_opt.runtimes.onnxruntime.runnable import RunnableModel
+from qsync_opt.runtimes.onnxruntime.sessions import Feeds, run_exposed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Comparison:
     """Relative errors against FP32: the root of the summed squares of the differences over that of the FP32 values.
 
     ``results`` by name of the model's result, ``operators`` by operator, for its first floating-point result, errors
-    of everything before it included. Elements that are equal, infinities included, have no error. Infinity where the
+    of all operators before it included. Equal elements, infinities too, have no error. The error is infinite where the
     FP32 values are all zero and the others are not, and where only one of the two has an infinity or a NaN.
     """
 
@@ -33,12 +33,12 @@ class Comparison:
 
 
 def compare(model: RunnableModel, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Comparison:
-    """Run a model under its plan and in FP32 on the same inputs, and compare all that operators deliver.
+    """Run a model under its plan and in FP32 on the same inputs, and compare the results of all operators.
 
-    Results of all operators are held at once.
+    Results of all operators are in memory at once. Without a plan every error is zero.
 
     Args:
-        model: With a plan applied; without one every error is zero.
+        model: With a plan applied.
         args: Inputs in the model's order.
         kwargs: Inputs by name.
 
@@ -67,23 +67,23 @@ def compare(model: RunnableModel, args: tuple[Any, ...], kwargs: Mapping[str, An
     )
 
 
-def relative_error(found: Array, wanted: Array) -> float:
-    """Norm of the difference over the norm of the finite numbers in ``wanted``; see `Comparison`."""
+def relative_error(values: Array, exact: Array) -> float:
+    """Norm of the difference over the norm of the finite numbers in ``exact``; see `Comparison`."""
     # Masks of attention hold infinities, whose difference is no number.
-    alike = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
+    alike = (values == exact) | (np.isnan(values) & np.isnan(exact))
     if alike.all():
         return 0.0
-    finite = np.isfinite(wanted)
-    if not (np.isfinite(found) & finite)[~alike].all():
+    finite = np.isfinite(exact)
+    if not (np.isfinite(values) & finite)[~alike].all():
         return float("inf")
-    kept = wanted[finite].astype(np.float64)
-    difference = float(np.linalg.norm(found[finite].astype(np.float64) - kept))
+    kept = exact[finite].astype(np.float64)
+    difference = float(np.linalg.norm(values[finite].astype(np.float64) - kept))
     norm = float(np.linalg.norm(kept))
     return difference / norm if norm > 0 else float("inf")
 
 
 def _mixed_values(model: RunnableModel, values: list[str], feeds: Feeds) -> dict[str, Array]:
-    """The values of the graph that runs, in FP32: what is in another format is cast on its way out."""
+    """Values of the graph that runs, in FP32: those in another format are cast."""
     proto = onnx.ModelProto()
     proto.CopyFrom(model.proto)
     formats: Mapping[str, str] = {} if model.mixed is None else model.mixed.formats
@@ -96,5 +96,5 @@ def _mixed_values(model: RunnableModel, values: list[str], feeds: Feeds) -> dict
             node = helper.make_node("Cast", [names.get(value, value)], [exposed[value]], to=TensorProto.FLOAT)
             proto.graph.node.append(node)
     types = dict.fromkeys(exposed.values(), int(TensorProto.FLOAT))
-    found = run_exposed(proto, list(exposed.values()), types, feeds, model.device)
-    return dict(zip(values, found, strict=True))
+    arrays = run_exposed(proto, list(exposed.values()), types, feeds, model.device)
+    return dict(zip(values, arrays, strict=True))

@@ -1,7 +1,12 @@
-"""Write a mixed-precision ONNX graph: every node in its format, with explicit casts where formats meet.
+"""Rewriting of an ONNX graph in mixed precision: every node in its format, with explicit casts where formats meet.
 
-A value is cast once per format, however many nodes want it; no value is cast twice in a row. Weights are stored in the
-format that they are read in. What a model returns stays FP32. A node that no format was lowered for is copied as it is.
+A value is cast once per format, however many nodes read it so; no value is cast twice in a row. Weights are stored in
+the format that they are read in. Results of the model stay FP32.
+
+INT8 products and convolutions are written in ONNX's own operators. The input is quantized at run time
+(``DynamicQuantizeLinear``: unsigned, asymmetric, one scale per tensor), a weight in advance (signed, symmetric, one
+scale per column or channel). ``MatMulInteger`` and ``ConvInteger`` sum exactly; the result is the sum times both
+scales, in FP32. No calibration data is needed.
 """
 
 from __future__ import annotations
@@ -10,24 +15,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx
 from google.protobuf.message import EncodeError
-from onnx import TensorProto, helper, shape_inference
+from onnx import TensorProto, helper, numpy_helper, shape_inference
 
 from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.model.onnx import GRAPH_KEY
-from qsync_opt.runtimes.onnxruntime.integer import INTEGER_KINDS, Quantized, Workshop, integer_form
-from qsync_opt.runtimes.onnxruntime.number_types import ELEMENT_TYPE, TYPE_TEXT, stored
+from qsync_opt.runtimes.onnxruntime.number_types import ELEMENT_TYPE, TYPE_TEXT, stored, weight_codes
 from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel
 
 _OWN_DOMAINS = ("", "ai.onnx")
+INTEGER_KINDS = frozenset({"MatMul", "Gemm", "Conv"})
+"""Kinds of nodes that have an integer form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeCast:
-    """A value that is cast: once, for all nodes that want it in ``target``.
+    """A value that is cast once, for all nodes that read it in ``target``.
 
-    ``for_result`` tells that the model returns the value, and nothing else wanted it so.
+    ``for_result``: only a result of the model needs it so.
     """
 
     value: str
@@ -38,7 +45,7 @@ class EdgeCast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedGraph:
-    """A rewritten model; ``formats`` has the format of each floating-point value, ``names`` what it is called now."""
+    """A rewritten model; ``formats`` has the format of each floating-point value, ``names`` the new names of some."""
 
     proto: onnx.ModelProto
     casts: tuple[EdgeCast, ...]
@@ -58,9 +65,9 @@ def rewrite(
     Args:
         model: In FP32.
         node_formats: Format of each node: FP32, FP16, BF16, or INT8 for those that have an integer form.
-        arrivals: Inputs of the model that arrive in another format than FP32, for measuring parts of a model. One in
-            INT8 arrives as three: codes, scale and zero point.
-        results_as_they_are: Return results in the format that they come in, instead of FP32.
+        arrivals: Formats of inputs of the model that are not FP32, for measuring parts of a model. An INT8 input is
+            three inputs: codes, scale and zero point.
+        results_as_they_are: Leave results in the format of their node, instead of FP32.
 
     Raises:
         UnsupportedError: A node cannot be written in its format; the text names it and says why.
@@ -72,11 +79,25 @@ def rewrite(
     return writer.finish()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Quantized:
+    """Names of the values of a quantized tensor: codes, scale, zero point ("" where it is zero)."""
+
+    codes: str
+    scale: str
+    zero: str
+
+
+def rewrite_operators(model: PreparedModel, precisions: Mapping[str, str]) -> MixedGraph:
+    """`rewrite` with a precision per operator."""
+    return rewrite(model, [precisions[owner] for owner in model.owners])
+
+
 class _Writer:
     def __init__(self, model: PreparedModel, arrivals: Mapping[str, str], results_as_they_are: bool) -> None:
         self._model = model
         self._keep_results = results_as_they_are
-        self._nodes: list[onnx.NodeProto] = []
+        self.nodes: list[onnx.NodeProto] = []
         self._new_tensors: list[TensorProto] = []
         self._taken = {*model.types, *(v for node in model.proto.graph.node for v in (*node.input, *node.output))}
         self._results = {info.name for info in model.proto.graph.output}
@@ -84,10 +105,11 @@ class _Writer:
         self._formats: dict[str, str] = {v: "FP32" for v in model.types if model.is_floating(v)} | self._arrivals
         self._names: dict[str, str] = {}
         self._available: dict[tuple[str, str], str] = {}
-        self._quantized: dict[str, Quantized] = {}
+        self._quantized: dict[str, _Quantized] = {}
         self._casts: dict[tuple[str, str], EdgeCast] = {}
 
-    def _fresh(self, base: str) -> str:
+    def fresh(self, base: str) -> str:
+        """A name that no value has yet."""
         name, count = base, 1
         while name in self._taken:
             count += 1
@@ -96,11 +118,12 @@ class _Writer:
         return name
 
     def node(self, node: onnx.NodeProto, node_format: str) -> None:
-        """Write one node in its format, its casts before it."""
+        """Write the casts of one node, then the node in its format."""
         label = node.name or next(iter(node.output), node.op_type)
         if node_format == "INT8":
             if node.op_type in INTEGER_KINDS and node.domain in _OWN_DOMAINS:
-                self._integer(node)
+                _IntegerForm(node, self).write()
+                self._formats[node.output[0]] = "FP32"
                 return
             node_format = "FP32"  # the rest of an operator of several nodes
         copy = onnx.NodeProto()
@@ -110,9 +133,9 @@ class _Writer:
             if value and self._model.is_floating(value):
                 self._deliver(copy, position, value, bound)
         if node.op_type == "Constant":
-            # What reads it in another format has a copy of its own.
+            # Readers in another format have copies of their own.
             self._formats[node.output[0]] = "FP32"
-        self._nodes.append(copy)
+        self.nodes.append(copy)
 
     def _bind(self, copy: onnx.NodeProto, node: onnx.NodeProto, node_format: str, label: str) -> Mapping[int, str]:
         """Point the inputs of a node to values in its format; return the format of each floating-point result."""
@@ -120,7 +143,7 @@ class _Writer:
         results = [i for i, value in enumerate(node.output) if value and self._model.is_floating(value)]
         if node_format == "FP32" or not floating:
             for i, value in floating:
-                copy.input[i] = self._wanted(value, "FP32")
+                copy.input[i] = self.wanted(value, "FP32")
             return dict.fromkeys(results, "FP32")
         schema = self._schema(node, label)
         wanted = TYPE_TEXT[node_format]
@@ -129,7 +152,7 @@ class _Writer:
             kind, allowed = _constraint(schema, schema.inputs, i)
             # Some parameters, such as the scales of Resize, are FP32 whatever the data is.
             chosen = node_format if wanted in allowed else "FP32"
-            copy.input[i] = self._wanted(value, chosen)
+            copy.input[i] = self.wanted(value, chosen)
             bound[kind] = chosen
         if node_format not in bound.values():
             version = schema.since_version
@@ -151,13 +174,13 @@ class _Writer:
             ) from error
 
     def _deliver(self, copy: onnx.NodeProto, position: int, value: str, formats: Mapping[int, str]) -> None:
-        """Note the format of a result; what the model returns keeps its name for the FP32 form."""
+        """Note the format of a node's result; the name of a result of the model stays with its FP32 form."""
         self._formats[value] = formats[position]
         if formats[position] != "FP32" and value in self._results and not self._keep_results:
-            self._names[value] = copy.output[position] = self._fresh(f"{value}__{formats[position]}")
+            self._names[value] = copy.output[position] = self.fresh(f"{value}__{formats[position]}")
 
     def _value(self, value: str, target: str) -> str:
-        """Name of a value in a format; a cast, or a copy of a weight, is made the first time that it is wanted."""
+        """Name of a value in a format; the first call writes the cast, or the copy of a weight."""
         source = self._formats[value]
         if source == target:
             return self._names.get(value, value)
@@ -168,31 +191,31 @@ class _Writer:
     def _converted(self, value: str, source: str, target: str) -> str:
         constant = self._model.constants.get(value)
         if constant is not None:
-            name = self._fresh(f"{value}__{target}")
+            name = self.fresh(f"{value}__{target}")
             self._new_tensors.append(stored(constant, name, target, label=value))
             return name
         if source == "INT8":
             raise ModelError(f"value {value!r} arrives in codes and is wanted in {target}, which is not measured so")
         returned = value in self._results and target == "FP32" and not self._keep_results
-        name = value if returned else self._fresh(f"{value}__{target}")
+        name = value if returned else self.fresh(f"{value}__{target}")
         node = helper.make_node("Cast", [self._names.get(value, value)], [name], to=ELEMENT_TYPE[target])
-        node.name = self._fresh(f"cast__{value}__{target}")
-        self._nodes.append(node)
+        node.name = self.fresh(f"cast__{value}__{target}")
+        self.nodes.append(node)
         return name
 
-    def _quantize(self, value: str) -> Quantized:
-        """A value in 8-bit codes, made once; the operator takes FP32 only, so that other formats go by way of it."""
+    def quantized(self, value: str) -> _Quantized:
+        """A value in 8-bit codes, written once; the operator takes FP32 only, so other formats are cast to it first."""
         if value not in self._quantized:
             source = self._formats[value]
             parts = [f"{value}__{part}" for part in ("codes", "scale", "zero")]
             if source != "INT8":
                 wide = self._value(value, "FP32")
-                parts = [self._fresh(part) for part in parts]
+                parts = [self.fresh(part) for part in parts]
                 node = helper.make_node("DynamicQuantizeLinear", [wide], parts)
-                node.name = self._fresh(f"cast__{value}__INT8")
-                self._nodes.append(node)
+                node.name = self.fresh(f"cast__{value}__INT8")
+                self.nodes.append(node)
                 self._note(value, "INT8")
-            self._quantized[value] = Quantized(codes=parts[0], scale=parts[1], zero=parts[2])
+            self._quantized[value] = _Quantized(codes=parts[0], scale=parts[1], zero=parts[2])
         return self._quantized[value]
 
     def _note(self, value: str, target: str, *, for_result: bool = False) -> None:
@@ -201,41 +224,31 @@ class _Writer:
             cast = EdgeCast(value=value, source=source, target=target, for_result=for_result)
             self._casts[value, target] = cast
 
-    def _wanted(self, value: str, target: str) -> str:
-        """Name of a value in the format that a node wants it in; the cast is one of the plan's."""
+    def wanted(self, value: str, target: str) -> str:
+        """Name of a value in the format that a node reads; the cast counts as one of the plan's."""
         self._note(value, target)
         return self._value(value, target)
 
-    def _store(self, tensor: TensorProto) -> str:
-        tensor.name = self._fresh(tensor.name)
+    def store(self, values: Array, name: str) -> str:
+        """Store an array as an initializer and return its name."""
+        tensor = numpy_helper.from_array(values, self.fresh(name))
         self._new_tensors.append(tensor)
         return tensor.name
 
-    def _integer(self, node: onnx.NodeProto) -> None:
-        shop = Workshop(
-            fresh=self._fresh,
-            add=self._nodes.append,
-            store=self._store,
-            quantized=self._quantize,
-            in_fp32=lambda value: self._wanted(value, "FP32"),
-            constant=self._constant,
-        )
-        integer_form(node, node.output[0], shop)
-        self._formats[node.output[0]] = "FP32"
-
-    def _constant(self, value: str) -> Array | None:
+    def constant(self, value: str) -> Array | None:
+        """Values of a constant; None for other values."""
         return self._model.constants.get(value)
 
     def finish(self) -> MixedGraph:
-        """Cast what the model returns back to FP32, leave out what nobody reads, and check the whole."""
+        """Cast the model's results back to FP32, drop what is not read, and check the graph."""
         for info in self._model.proto.graph.output:
             if info.name in self._names:
                 self._note(info.name, "FP32", for_result=True)
                 self._value(info.name, "FP32")
         before = self._model.proto
-        read = {value for node in self._nodes for value in node.input} | self._results
+        read = {value for node in self.nodes for value in node.input} | self._results
         graph = onnx.GraphProto(name=before.graph.name, doc_string=before.graph.doc_string)
-        graph.node.extend(node for node in self._nodes if node.op_type != "Constant" or node.output[0] in read)
+        graph.node.extend(node for node in self.nodes if node.op_type != "Constant" or node.output[0] in read)
         graph.initializer.extend(tensor for tensor in before.graph.initializer if tensor.name in read)
         graph.initializer.extend(self._new_tensors)
         weights = {tensor.name for tensor in before.graph.initializer}
@@ -253,7 +266,7 @@ class _Writer:
         )
 
     def _arriving(self, info: onnx.ValueInfoProto) -> list[onnx.ValueInfoProto]:
-        """An input in the format that it arrives in; one in codes is three."""
+        """An input in its format; one in codes is three."""
         arrival = self._arrivals.get(info.name, "FP32")
         if arrival == "FP32":
             return [info]
@@ -265,6 +278,118 @@ class _Writer:
             helper.make_tensor_value_info(f"{info.name}__scale", TensorProto.FLOAT, []),
             helper.make_tensor_value_info(f"{info.name}__zero", TensorProto.UINT8, []),
         ]
+
+
+class _IntegerForm:
+    """The nodes that compute a node on 8-bit integers, with its result in FP32."""
+
+    def __init__(self, node: onnx.NodeProto, writer: _Writer) -> None:
+        self._name = node.name or node.output[0]
+        self._node = node
+        self._output = node.output[0]
+        self._writer = writer
+
+    def write(self) -> None:
+        """Add the nodes.
+
+        Raises:
+            UnsupportedError: This node has no integer form; the text says why.
+        """
+        attributes = {entry.name: helper.get_attribute_value(entry) for entry in self._node.attribute}
+        bias = self._node.input[2] if len(self._node.input) > 2 and self._node.input[2] else None
+        if self._node.op_type == "Conv":
+            self._convolution(bias)
+        elif self._node.op_type == "MatMul":
+            self._product(self._left(False), self._right(False), 1.0, None, 1.0)
+        else:
+            left = self._left(bool(attributes.get("transA", 0)))
+            right = self._right(bool(attributes.get("transB", 0)))
+            alpha, beta = float(attributes.get("alpha", 1.0)), float(attributes.get("beta", 1.0))
+            self._product(left, right, alpha, bias, beta)
+
+    def _inner(self, what: str) -> str:
+        return f"{self._output}__{what}"
+
+    def _add(self, kind: str, inputs: list[str], what: str, **attributes: Any) -> str:
+        """Add a node with one result; ``what`` names it, "" is the result of the whole form."""
+        output = self._writer.fresh(self._inner(what)) if what else self._output
+        name = f"{self._name}__{what or 'result'}"
+        self._writer.nodes.append(helper.make_node(kind, inputs, [output], name=name, **attributes))
+        return output
+
+    def _weight(self, values: Array, axis: int | None) -> tuple[str, str]:
+        """Store a weight's codes and scales; the scales have one entry, or one per index of ``axis``."""
+        if not values.size:
+            raise UnsupportedError(f"node {self._name!r} has an empty weight: keep it in FP32")
+        codes, scales = weight_codes(values, axis)
+        stored = self._writer.store(codes, self._inner("weight"))
+        return stored, self._writer.store(scales, self._inner("weight_scale"))
+
+    def _left(self, transposed: bool) -> _Quantized:
+        """The first operand."""
+        return self._dynamic(self._node.input[0], transposed, "left")
+
+    def _right(self, transposed: bool) -> _Quantized:
+        """The second operand: a weight, or quantized at run time like the first."""
+        value = self._node.input[1]
+        weight = self._writer.constant(value)
+        if weight is None:
+            return self._dynamic(value, transposed, "right")
+        weight = np.ascontiguousarray(weight.T) if transposed else weight
+        # Scales per column do not broadcast over products of a vector or of a stack of matrices.
+        codes, scale = self._weight(weight, 1 if weight.ndim == 2 else None)
+        return _Quantized(codes=codes, scale=scale, zero="")
+
+    def _dynamic(self, value: str, transposed: bool, side: str) -> _Quantized:
+        q = self._writer.quantized(value)
+        if not transposed:
+            return q
+        codes = self._add("Transpose", [q.codes], f"{side}_transposed", perm=[1, 0])
+        return _Quantized(codes=codes, scale=q.scale, zero=q.zero)
+
+    def _product(self, left: _Quantized, right: _Quantized, alpha: float, bias: str | None, beta: float) -> None:
+        """``alpha * left @ right + beta * bias``."""
+        zeros = [left.zero, right.zero] if right.zero else [left.zero]
+        sums = self._add("MatMulInteger", [left.codes, right.codes, *zeros], "sums")
+        scale = self._add("Mul", [left.scale, right.scale], "scale")
+        self._finish(sums, self._times(scale, alpha, "alpha"), self._bias(bias, beta))
+
+    def _convolution(self, bias: str | None) -> None:
+        """A convolution with a constant weight."""
+        weight = self._writer.constant(self._node.input[1])
+        if weight is None:
+            raise UnsupportedError(f"node {self._name!r} convolves with a computed weight, which has no integer form")
+        x = self._writer.quantized(self._node.input[0])
+        codes, scales = self._weight(weight, 0)
+        sums = self._writer.fresh(self._inner("sums"))
+        node = helper.make_node("ConvInteger", [x.codes, codes, x.zero], [sums], name=f"{self._name}__sums")
+        node.attribute.extend(self._node.attribute)
+        self._writer.nodes.append(node)
+        shape = [-1, *[1] * (weight.ndim - 2)]
+        per_channel = self._reshaped(scales, shape, "weight_scale")
+        scale = self._add("Mul", [x.scale, per_channel], "scale")
+        if bias is not None:
+            bias = self._reshaped(self._writer.wanted(bias, "FP32"), shape, "bias")
+        self._finish(sums, scale, bias)
+
+    def _reshaped(self, value: str, shape: list[int], what: str) -> str:
+        sizes = self._writer.store(np.array(shape, dtype=np.int64), self._inner(f"{what}_shape"))
+        return self._add("Reshape", [value, sizes], f"{what}_reshaped")
+
+    def _times(self, value: str, factor: float, what: str) -> str:
+        if factor == 1.0:
+            return value
+        stored = self._writer.store(np.array(factor, dtype=np.float32), self._inner(what))
+        return self._add("Mul", [value, stored], f"{what}_times")
+
+    def _bias(self, value: str | None, beta: float) -> str | None:
+        return None if value is None else self._times(self._writer.wanted(value, "FP32"), beta, "beta")
+
+    def _finish(self, sums: str, scale: str, bias: str | None) -> None:
+        wide = self._add("Cast", [sums], "wide", to=onnx.TensorProto.FLOAT)
+        result = self._add("Mul", [wide, scale], "scaled" if bias is not None else "")
+        if bias is not None:
+            self._add("Add", [result, bias], "")
 
 
 def _constraint(schema: onnx.defs.OpSchema, formal: Sequence[Any], position: int) -> tuple[str, frozenset[str]]:

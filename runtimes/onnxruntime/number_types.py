@@ -1,28 +1,27 @@
-"""How numbers of each format are stored in an ONNX tensor."""
+"""Storage of numbers of each format in ONNX tensors."""
 
 from __future__ import annotations
 
 import numpy as np
-import onnx
 from onnx import TensorProto, numpy_helper
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.runtimes.onnxruntime.prepared import Array
 
 ELEMENT_TYPE = {"FP32": TensorProto.FLOAT, "FP16": TensorProto.FLOAT16, "BF16": TensorProto.BFLOAT16}
-"""Format to ONNX element type; integer formats have a scale beside them and are made by `integer`."""
+"""ONNX element type of each floating-point format."""
 TYPE_TEXT = {"FP32": "tensor(float)", "FP16": "tensor(float16)", "BF16": "tensor(bfloat16)"}
-"""The same as the schemas of operators write it."""
+"""The same in the spelling of operator schemas."""
 WEIGHT_LEVEL = 63
 """Largest 8-bit code of a weight.
 
 Processors without dot-product instructions add pairs of products of 8-bit codes in 16 bits: 2 x 255 x 127 overflows
-there without notice, 2 x 255 x 63 does not. The bit is given up so that every processor gives the same result.
+there silently, 2 x 255 x 63 does not. One bit is given up so that every processor gives the same result.
 """
 
 
 def stored(values: Array, name: str, number_format: str, *, label: str | None = None) -> TensorProto:
-    """Return FP32 values as a tensor of a format, rounded to nearest, ties to even; ``label`` names it in errors.
+    """FP32 values as a tensor of a format, rounded to nearest, ties to even; ``label`` names it in errors.
 
     Raises:
         UnsupportedError: A finite value is beyond the largest of the format.
@@ -69,8 +68,3 @@ def weight_codes(values: Array, axis: int | None) -> tuple[Array, Array]:
     codes = np.clip(np.rint(values / scale), -WEIGHT_LEVEL, WEIGHT_LEVEL).astype(np.int8)
     flat: Array = scale.reshape(-1) if axis is not None else scale.reshape(())
     return codes, flat
-
-
-def tensor_of(values: Array, name: str) -> onnx.TensorProto:
-    """Return an array as a tensor of its own type."""
-    return numpy_helper.from_array(values, name)

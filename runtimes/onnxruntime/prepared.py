@@ -1,4 +1,4 @@
-"""What the rewriting needs to know of an ONNX model: its nodes with their operators, element types and constants."""
+"""ONNX models prepared for rewriting: their nodes with operators, element types and constants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qsync_opt.model import OpGraph, RoleTable
 from qsync_opt.model.onnx import EXTERNAL_FAILURES, inline_functions, load_proto, read_onnx
 
 LARGEST_BYTES = 2**31 - 1
-"""Protocol buffers hold no more, and a model is handed to its session as one."""
+"""The limit of protocol buffers: a model is passed to its session as one."""
 _FLOATING = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
 _INVALID = (onnx.checker.ValidationError, shape_inference.InferenceError)
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -1,8 +1,8 @@
-"""Profile an ONNX model on a device: every operator alone in every format, and casts. Inference: nothing runs backward.
+"""Profiling of an ONNX model on a device: every operator alone in every format, and casts. Nothing runs backward.
 
-Each operator is a model of its own that gets the values it gets in the whole, in the format that they would arrive in,
-so that casts are not in its time; casts are timed by themselves and fitted. What starting a run costs is taken off, and
-what an iteration costs beyond its operators is fitted to runs of the whole model in each precision.
+Each operator is timed as a model of its own, on inputs with the values and formats that they have in the whole model,
+so that casts are not in its time; casts are timed separately and fitted. The cost of starting a run is subtracted, and
+the cost of an iteration beyond its operators is fitted to runs of the whole model in each precision.
 """
 
 from __future__ import annotations
@@ -22,21 +22,26 @@ from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.io import Fields, MeasurementCache, Report, check_integer, encode, reporting
 from qsync_opt.model import Operator, Role, TensorSpec
 from qsync_opt.numerics import PrecisionFormats
-from qsync_opt.runtimes.onnxruntime.graph_rewrite import rewrite
+from qsync_opt.runtimes.onnxruntime.graph_rewrite import rewrite_operators
 from qsync_opt.runtimes.onnxruntime.number_types import ELEMENT_TYPE
-from qsync_opt.runtimes.onnxruntime.parts import Part, record_values
 from qsync_opt.runtimes.onnxruntime.prepared import Array
 from qsync_opt.runtimes.onnxruntime.runnable import RunnableModel
-from qsync_opt.runtimes.onnxruntime.sessions import Device, bound_run, start_session, tensor_on
-from qsync_opt.runtimes.onnxruntime.support import FORMATS, Support, border_formats
+from qsync_opt.runtimes.onnxruntime.sessions import (
+    Device,
+    bound_run,
+    record_values,
+    small_model,
+    start_session,
+    tensor_on,
+)
+from qsync_opt.runtimes.onnxruntime.support import FORMATS, Part, Support, border_formats
 from qsync_opt.runtimes.timing import cast_pairs, edge_sizes, steady_medians
 from qsync_opt.training import MeasuredPasses, calibrate, problem_role, uniform_precisions
 
 METHOD = 1
-"""Version of the way of measuring; measurements made in another way are not taken from the cache."""
+"""Version of the method of measuring; the cache gives no measurements of other versions."""
 _ROUND_NS = 1e6
-_MOST_AT_ONCE = 200
-_OPSET = 21
+_MAX_AT_ONCE = 200
 
 
 def profile(
@@ -54,13 +59,13 @@ def profile(
 
     Args:
         model: Without a plan.
-        args: Inputs in the model's order, of the kind that it will get; operators are timed on what becomes of them.
+        args: Typical inputs in the model's order; operators are timed on the values computed from them.
         kwargs: Inputs by name.
-        precisions: Those that plans may use; None: all that some operator can run in. FP32 is always among them.
+        precisions: Those that plans may use; None: all that some operator can run in. FP32 is always included.
         cache_dir: Folder of measurements that equal runs share; None keeps none.
         progress: As in the torch runtime's `profile`.
-        repeats: Runs per round; there are rounds until two agree.
-        name: Of the device, where that of the hardware does not tell it from others.
+        repeats: Runs per round; rounds are run until two agree.
+        name: Of the device, where that of the hardware is ambiguous.
 
     Returns:
         The profile: times of the forward pass alone, an optimizer that costs nothing.
@@ -149,7 +154,7 @@ class _Bench:
     cache: MeasurementCache
 
     def precisions(self, operator: Operator) -> list[str]:
-        """What an operator is measured in."""
+        """Precisions that an operator is measured in."""
         role = problem_role(operator)
         if role is Role.FIXED:
             return ["FP32"]
@@ -162,15 +167,9 @@ class _Bench:
     def cost(self, operator: Operator, precision: str) -> MeasuredCost:
         if operator.op_type == "input":
             return MeasuredCost(forward_ns=0, backward_ns=0)
-        return MeasuredCost(
-            forward_ns=round(
-                self._known(
-                    f"operator {operator.signature} {problem_role(operator)} {precision}",
-                    lambda: self._time_operator(operator, precision),
-                )
-            ),
-            backward_ns=0,
-        )
+        key = f"operator {operator.signature} {problem_role(operator)} {precision}"
+        time_ns = self._known(key, lambda: self._time_operator(operator, precision))
+        return MeasuredCost(forward_ns=round(time_ns), backward_ns=0)
 
     def cast(self, source: str, target: str, specs: Sequence[TensorSpec]) -> CostFit:
         samples = []
@@ -181,12 +180,12 @@ class _Bench:
         return fit_cost(samples)
 
     def whole(self, profile: DeviceProfile, precision: str, feeds: Mapping[str, Array]) -> MeasuredPasses:
-        """One run of the whole model with every operator in a precision, or the next finer that it has."""
+        """One run of the whole model with every operator in a precision, or its next finer one."""
         tables = {o.name: profile.cost(o.name) for o in self.model.graph}
         uniform = uniform_precisions(self.model.graph, profile, tables, precision)
         proto = self.model.prepared.proto
         if set(uniform.values()) != {"FP32"}:
-            proto = rewrite(self.model.prepared, [uniform[owner] for owner in self.model.prepared.owners]).proto
+            proto = rewrite_operators(self.model.prepared, uniform).proto
         session = start_session(proto, self.model.device, f"the model in {precision}")
         tensors = {name: tensor_on(value, "FP32", self.model.device) for name, value in feeds.items()}
         return MeasuredPasses(forward_ns=max(1, round(self.stopwatch.time(session, tensors))), backward_ns=1)
@@ -199,13 +198,10 @@ class _Bench:
 
     def _time_operator(self, operator: Operator, precision: str) -> float:
         part = self.support.part(operator)
-        formats = [precision] * len(part.model.proto.graph.node)
-        arrivals = part.arrivals(precision)
-        mixed = rewrite(part.model, formats, arrivals=arrivals, results_as_they_are=True)
-        device = self.model.device
-        session = start_session(mixed.proto, device, f"operator {operator.name!r} in {precision}")
-        taken = {entry.name for entry in session.get_inputs()}
-        tensors = {k: v for k, v in _arriving(part, arrivals, device).items() if k in taken}
+        session = part.session(precision, self.model.device)
+        names = {entry.name for entry in session.get_inputs()}
+        inputs = _inputs(part, part.arrivals(precision), self.model.device)
+        tensors = {name: value for name, value in inputs.items() if name in names}
         return self.stopwatch.time(session, tensors)
 
     def _time_cast(self, source: str, target: str, spec: TensorSpec) -> float:
@@ -220,18 +216,15 @@ class _Bench:
             nodes.append(helper.make_node("Cast", ["x"], ["y"], to=ELEMENT_TYPE[target]))
         result = TensorProto.UINT8 if target == "INT8" else ELEMENT_TYPE[target]
         outputs = [helper.make_tensor_value_info("y", result, spec.shape)]
-        proto = helper.make_model(
-            helper.make_graph(nodes, "cast", inputs, outputs),
-            opset_imports=[helper.make_opsetid("", _OPSET)],
-            ir_version=10,
+        session = start_session(
+            small_model(nodes, inputs, outputs), self.model.device, f"a cast from {source} to {target}"
         )
-        session = start_session(proto, self.model.device, f"a cast from {source} to {target}")
         values = np.random.default_rng(0).standard_normal(spec.shape, dtype=np.float32)
         return self.stopwatch.time(session, {"x": tensor_on(values, source, self.model.device)})
 
 
-def _arriving(part: Part, arrivals: Mapping[str, str], device: Device) -> dict[str, Any]:
-    """The inputs of a part, in the formats that they arrive in."""
+def _inputs(part: Part, arrivals: Mapping[str, str], device: Device) -> dict[str, Any]:
+    """The inputs of a part, in the formats that they have in the whole model."""
     tensors = {}
     for name, value in part.inputs.items():
         arrival = arrivals.get(name, "FP32")
@@ -248,24 +241,23 @@ def _arriving(part: Part, arrivals: Mapping[str, str], device: Device) -> dict[s
 
 
 class _Stopwatch:
-    """Times runs of sessions. Caches are left warm: in inference what an operator reads has just been written."""
+    """A timer of runs of sessions. Caches stay warm: in inference an operator's input has just been written."""
 
     def __init__(self, device: Device, repeats: int) -> None:
         self._device = device
         self._repeats = repeats
         self._idle_ns = 0.0
         x = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("x", "y")]
-        graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "idle", x[:1], x[1:])
-        proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=10)
+        proto = small_model([helper.make_node("Identity", ["x"], ["y"])], x[:1], x[1:])
         idle = start_session(proto, device, "an empty model")
         self._idle_ns = self.time(idle, {"x": tensor_on(np.zeros(1, np.float32), "FP32", device)})
 
     def time(self, session: Any, tensors: Mapping[str, Any]) -> float:
-        """Nanoseconds of one run, less what an empty model takes; short ones are timed several at once."""
+        """Nanoseconds of one run minus those of an empty model; several short runs are timed at once."""
         try:
             binding = bound_run(session, tensors, self._device)
             self._runs_ns(session, binding, 2)  # allocates results and packs weights
-            at_once = max(1, min(_MOST_AT_ONCE, round(_ROUND_NS / max(1.0, self._runs_ns(session, binding, 1)))))
+            at_once = max(1, min(_MAX_AT_ONCE, round(_ROUND_NS / max(1.0, self._runs_ns(session, binding, 1)))))
 
             def run_round() -> list[tuple[float]]:
                 return [(self._runs_ns(session, binding, at_once) / at_once,) for _ in range(self._repeats)]

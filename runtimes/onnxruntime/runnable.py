@@ -1,4 +1,4 @@
-"""An ONNX model that can be run, put under a plan, and taken off it again."""
+"""An ONNX model with a session, to which a plan is applied and undone."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from qsync_opt.errors import ModelError, NotReadyError, UnsupportedError
 from qsync_opt.io import write_bytes
 from qsync_opt.model import OpGraph, Role, RoleTable
 from qsync_opt.numerics import number_format
-from qsync_opt.runtimes.onnxruntime.graph_rewrite import EdgeCast, MixedGraph, rewrite
-from qsync_opt.runtimes.onnxruntime.parts import made_up_feeds, record_values
+from qsync_opt.runtimes.onnxruntime.graph_rewrite import EdgeCast, MixedGraph, rewrite_operators
 from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel, prepare
-from qsync_opt.runtimes.onnxruntime.sessions import find_device, reason_of, start_session
+from qsync_opt.runtimes.onnxruntime.sessions import find_device, reason_of, record_values, sample_feeds, start_session
 from qsync_opt.runtimes.onnxruntime.support import FORMATS, Support, border_formats
 from qsync_opt.training import problem_role
 
@@ -45,7 +44,8 @@ class RunnableModel:
     Attributes:
         graph: Its operators.
         device: Where it runs.
-        precisions: Precision of every operator under the plan at work; empty without one.
+        prepared: The original model, in FP32.
+        precisions: Precision of every operator under the applied plan; empty without one.
         mixed: The graph that runs under the plan; None without one, and under one that leaves everything in FP32.
 
     Raises:
@@ -63,22 +63,17 @@ class RunnableModel:
         name: str | None = None,
     ) -> None:
         self.device = find_device(device, threads)
-        self._prepared = prepare(source, roles=roles, name=name)
-        self.graph: OpGraph = self._prepared.graph
+        self.prepared: PreparedModel = prepare(source, roles=roles, name=name)
+        self.graph: OpGraph = self.prepared.graph
         self.precisions: Mapping[str, str] = {}
         self.mixed: MixedGraph | None = None
-        self._plain = start_session(self._prepared.proto, self.device, f"the model {self.graph.name!r}")
+        self._plain = start_session(self.prepared.proto, self.device, f"the model {self.graph.name!r}")
         self._session = self._plain
 
     @property
-    def prepared(self) -> PreparedModel:
-        """The model as it was given, in FP32."""
-        return self._prepared
-
-    @property
     def proto(self) -> onnx.ModelProto:
-        """The model that runs: as it was given, or rewritten by the plan at work. Do not change it."""
-        return self._prepared.proto if self.mixed is None else self.mixed.proto
+        """The model that runs: the original, or rewritten under the applied plan. Do not change it."""
+        return self.prepared.proto if self.mixed is None else self.mixed.proto
 
     @property
     def casts(self) -> tuple[EdgeCast, ...]:
@@ -92,9 +87,9 @@ class RunnableModel:
 
     @cached_property
     def support(self) -> Support:
-        """What its operators can run in, found out with made-up inputs."""
-        values = record_values(self._prepared, made_up_feeds(self._prepared.proto), self.device)
-        return Support(self._prepared, self.device, values)
+        """Formats of its operators, by trial with sample inputs."""
+        values = record_values(self.prepared, sample_feeds(self.prepared.proto), self.device)
+        return Support(self.prepared, self.device, values)
 
     def feeds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> dict[str, Array]:
         """Inputs by name: ``args`` in the model's order, ``kwargs`` by name.
@@ -105,36 +100,29 @@ class RunnableModel:
         names = self.input_names
         if len(args) > len(names):
             raise ModelError(f"{len(args)} inputs were given, but the model has {', '.join(names)}")
-        given = dict(zip(names, args, strict=False))
+        values = dict(zip(names, args, strict=False))
         for name, value in (kwargs or {}).items():
-            if name in given or name not in names:
+            if name in values or name not in names:
                 raise ModelError(f"input {name!r} is given twice or unknown: the model has {', '.join(names)}")
-            given[name] = value
-        missing = [name for name in names if name not in given]
+            values[name] = value
+        missing = [name for name in names if name not in values]
         if missing:
             raise ModelError(f"input {missing[0]!r} is missing: the model has {', '.join(names)}")
-        feeds = {name: np.asarray(value) for name, value in given.items()}
-        for info in self._prepared.proto.graph.input:
+        feeds = {name: np.asarray(value) for name, value in values.items()}
+        for info in self.prepared.proto.graph.input:
             if info.name in feeds:
                 shape = tuple(dim.dim_value for dim in info.type.tensor_type.shape.dim)
                 dtype = onnx.helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
-                found = feeds[info.name]
-                if found.shape != shape or found.dtype != dtype:
+                array = feeds[info.name]
+                if array.shape != shape or array.dtype != dtype:
                     raise ModelError(
-                        f"input {info.name!r} has shape {found.shape} and type {found.dtype}, but the model takes "
+                        f"input {info.name!r} has shape {array.shape} and type {array.dtype}, but the model takes "
                         f"{shape} and {dtype}"
                     )
         return feeds
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
-        """Run the model.
-
-        Args:
-            args: Arrays, in the order of the model's inputs.
-            kwargs: Arrays by name.
-
-        Returns:
-            Result name to array; results are FP32 under every plan.
+        """Run the model on inputs as of `feeds`; returns its results by name, FP32 under every plan.
 
         Raises:
             ModelError: The inputs do not fit, or the model fails on them.
@@ -156,9 +144,9 @@ class RunnableModel:
         choices = _of_device_type(plan, device_type)
         unknown = [name for name in choices if name not in self.graph]
         missing = [o.name for o in self.graph.by_role(Role.ADJUSTABLE) if o.name not in choices]
-        for names, text in ((unknown, "it names {}, which this model does not have"), (missing, "it lacks {}")):
-            if names:
-                raise ModelError(f"the plan is for another model: {text.format(_some(names))}; plan this model")
+        if unknown or missing:
+            named = f"it names {_some(unknown)}, which this model does not have" if unknown else ""
+            raise ModelError(f"the plan is for another model: {named or f'it lacks {_some(missing)}'}; plan this model")
         precisions: dict[str, str] = {}
         for operator in self.graph:
             precision = choices.get(operator.name, "FP32")
@@ -172,7 +160,7 @@ class RunnableModel:
                         f"allowed are {allowed}"
                     )
             else:
-                precision = self._followed(operator.name, precisions)
+                precision = self._dependent_precision(operator.name, precisions)
                 if choices.get(operator.name, precision) != precision:
                     raise UnsupportedError(
                         f"operator {operator.name!r} is {problem_role(operator)} and runs in {precision} under this "
@@ -181,13 +169,12 @@ class RunnableModel:
             precisions[operator.name] = precision
         return precisions
 
-    def _followed(self, name: str, precisions: Mapping[str, str]) -> str:
-        """Precision of an operator that is not adjustable: at least as fine as all that it reads."""
+    def _dependent_precision(self, name: str, precisions: Mapping[str, str]) -> str:
+        """Precision of an operator that is not adjustable: at least as fine as its inputs."""
         operator = self.graph[name]
         if operator.role is not Role.DEPENDENT or not operator.inputs:
             return "FP32"
-        delivered = [border_formats(precisions[source]).output for source in operator.inputs]
-        rank = max(number_format(name).rank for name in delivered)
+        rank = max(number_format(border_formats(precisions[source]).output).rank for source in operator.inputs)
         finer = [f for f in FORMATS if f != "INT8" and number_format(f).rank >= rank]
         return next(f for f in finer if self.support.refusal(operator, f) is None)
 
@@ -203,7 +190,7 @@ class RunnableModel:
             raise NotReadyError("a plan is applied to this model already: undo(model) before applying another")
         precisions = self.resolve(plan, device_type)
         if set(precisions.values()) != {"FP32"}:
-            mixed = rewrite(self._prepared, [precisions[owner] for owner in self._prepared.owners])
+            mixed = rewrite_operators(self.prepared, precisions)
             self._session = start_session(mixed.proto, self.device, f"the model {self.graph.name!r} under the plan")
             self.mixed = mixed
         self.precisions = precisions
@@ -237,8 +224,8 @@ def _of_device_type(plan: Mapping[str, str] | DevicePlans, device_type: str | No
         (device_type,) = devices
     if device_type not in devices:
         raise ModelError(f"the plan has no device type {device_type!r}: it has {', '.join(devices)}; name one of them")
-    chosen: Mapping[str, str] = devices[device_type]
-    return chosen
+    choices: Mapping[str, str] = devices[device_type]
+    return choices
 
 
 def _some(names: list[str]) -> str:

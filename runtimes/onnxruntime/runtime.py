@@ -1,4 +1,4 @@
-"""ONNX Runtime as a runtime: the functions of this package behind the common contract."""
+"""ONNX Runtime behind the common interface of runtimes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qsync_opt.runtimes.onnxruntime.sessions import find_device
 from qsync_opt.runtimes.onnxruntime.support import FORMATS, border_formats, kind_precisions
 
 Model = RunnableModel | onnx.ModelProto | str | os.PathLike[str]
-"""A model with a session, or what one is made of, which then runs on the processor."""
+"""A model with a session, or a source of one, which then runs on the processor."""
 
 
 class OnnxRuntime:
@@ -50,11 +50,11 @@ class OnnxRuntime:
 
     def device_formats(self, device: Any) -> dict[str, PrecisionFormats]:
         """Precisions in which matrix products run on a device; a model's own operators may have fewer."""
-        able = set(kind_precisions("MatMul", find_device(device))) | set(kind_precisions("Gather", find_device(device)))
+        able = {p for kind in ("MatMul", "Gather") for p in kind_precisions(kind, find_device(device))}
         return {precision: border_formats(precision) for precision in FORMATS if precision in able}
 
     def operator_precisions(self, op_type: str, device: Any) -> tuple[str, ...]:
-        """Precisions in which a small operator of a kind runs on a device; FP32 alone for kinds not adjustable."""
+        """Precisions of a small operator of a kind on a device; only FP32 for kinds that are not adjustable."""
         return kind_precisions(op_type, find_device(device))
 
     def profile(
@@ -101,7 +101,7 @@ class OnnxRuntime:
         """Run a model as a mixed-precision graph; see `RunnableModel.apply`.
 
         Raises:
-            ModelError: Besides, ``graph`` is of another model.
+            ModelError: ``graph`` is of another model; else as there.
         """
         runnable = self.load(model)
         if graph is not None and graph.fingerprint() != runnable.graph.fingerprint():
@@ -110,7 +110,7 @@ class OnnxRuntime:
         return runnable
 
     def undo(self, model: RunnableModel) -> RunnableModel:
-        """Take the plan off again."""
+        """Run the model as before `apply`."""
         runnable = self.load(model)
         runnable.undo()
         return runnable

@@ -1,9 +1,11 @@
-"""In which formats can each operator run on a device? Found out by asking ONNX Runtime to load it alone."""
+"""Formats in which operators run on a device: each operator is loaded by ONNX Runtime as a model of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import onnx
@@ -12,16 +14,14 @@ from onnx import TensorProto, helper, numpy_helper
 from qsync_opt.errors import ModelError, UnsupportedError
 from qsync_opt.model import ROLE_TABLE, Operator, Role, base_kind
 from qsync_opt.numerics import PrecisionFormats, number_format
-from qsync_opt.runtimes.onnxruntime.graph_rewrite import rewrite
-from qsync_opt.runtimes.onnxruntime.parts import Part, record_values, take_part
+from qsync_opt.runtimes.onnxruntime.graph_rewrite import INTEGER_KINDS, rewrite
 from qsync_opt.runtimes.onnxruntime.prepared import Array, PreparedModel, prepare
-from qsync_opt.runtimes.onnxruntime.sessions import Device, start_session
+from qsync_opt.runtimes.onnxruntime.sessions import Device, record_values, small_model, start_session
 
 FORMATS = ("INT8", "BF16", "FP16", "FP32")
-"""Those that this runtime writes, coarsest first."""
-_OPSET = 21
-# Kinds of torch operators, as files of its exporter name them, by the node that stands for them.
-_STAND_FOR = {
+"""Formats that this runtime writes, coarsest first."""
+# By kind of torch operator, as files of its exporter name it, the kind of node that is tried in its place.
+_NODE_KINDS = {
     "linear": "Gemm",
     **dict.fromkeys(("matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention"), "MatMul"),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), "Conv"),
@@ -32,13 +32,71 @@ _STAND_FOR = {
 
 
 def border_formats(precision: str) -> PrecisionFormats:
-    """Formats at the borders of an operator: integers answer in FP32, and nothing runs backward."""
+    """Formats at the borders of an operator: results of INT8 are FP32, and nothing runs backward."""
     output = "FP32" if precision == "INT8" else precision
     return PrecisionFormats(output=output, gradient_input="FP32", gradient_output="FP32")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One operator as a model; ``inputs`` are the values that it reads from others, as recorded in one run."""
+
+    model: PreparedModel
+    inputs: Mapping[str, Array]
+
+    def arrivals(self, number_format: str) -> dict[str, str]:
+        """Formats of the floating-point inputs when the operator runs in a format."""
+        floating = [value for value in self.inputs if self.model.is_floating(value)]
+        if number_format != "INT8":
+            return dict.fromkeys(floating, number_format)
+        nodes = self.model.proto.graph.node
+        operands = {v for node in nodes if node.op_type in INTEGER_KINDS for v in node.input[:2]}
+        others = {v for node in nodes for v in node.input[2 if node.op_type in INTEGER_KINDS else 0 :]}
+        return {value: "INT8" if value in operands - others else "FP32" for value in floating}
+
+    def session(self, precision: str, device: Device, *, own_device_only: bool = False) -> Any:
+        """A session of the operator in a precision, with inputs and results in the formats that it has there."""
+        formats = [precision] * len(self.model.proto.graph.node)
+        mixed = rewrite(self.model, formats, arrivals=self.arrivals(precision), results_as_they_are=True)
+        what = f"operator {self.model.owners[0]!r} in {precision}"
+        return start_session(mixed.proto, device, what, own_device_only=own_device_only)
+
+
+def take_part(model: PreparedModel, operator: str, values: Mapping[str, Array]) -> Part:
+    """Extract one operator of a model, with ``values`` of one run by `record_values`.
+
+    Raises:
+        ModelError: The operator reads or writes what is no tensor.
+    """
+    graph = model.proto.graph
+    nodes = [node for node, owner in zip(graph.node, model.owners, strict=True) if owner == operator]
+    inside = {value for node in nodes for value in node.output if value}
+    reads = list(dict.fromkeys(v for node in nodes for v in node.input if v and v not in inside))
+    for value in (*reads, *inside):
+        if value not in model.types:
+            raise ModelError(f"operator {operator!r} reads or writes {value!r}, which is no tensor")
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    fixed = {value for node in graph.node if node.op_type == "Constant" for value in node.output}
+    read_by_others = {
+        v for node, owner in zip(graph.node, model.owners, strict=True) if owner != operator for v in node.input
+    } | {info.name for info in graph.output}
+    outputs = [v for node in nodes for v in node.output if v and v in read_by_others]
+    inputs = {v: values[v] for v in reads if v not in weights and v not in fixed}
+    part = onnx.GraphProto(name=f"{graph.name}: {operator}", node=nodes)
+    part.initializer.extend(weights[v] for v in reads if v in weights)
+    part.initializer.extend(numpy_helper.from_array(values[v], v) for v in reads if v in fixed)
+    part.input.extend(helper.make_tensor_value_info(v, model.types[v], a.shape) for v, a in inputs.items())
+    results = outputs or [v for node in nodes for v in node.output if v]
+    part.output.extend(helper.make_tensor_value_info(v, model.types[v], values[v].shape) for v in results)
+    proto = onnx.ModelProto(ir_version=model.proto.ir_version, graph=part)
+    proto.opset_import.extend(model.proto.opset_import)
+    constants = {v: a for v, a in model.constants.items() if v in reads or v in inside}
+    whole = replace(model, proto=proto, owners=(operator,) * len(nodes), constants=constants)
+    return Part(model=whole, inputs=inputs)
+
+
 class Support:
-    """What the operators of one model can run in on one device, each kind asked once.
+    """Formats of the operators of one model on one device; equal operators are tried once.
 
     Args:
         model: The model.
@@ -53,11 +111,11 @@ class Support:
         self._known: dict[tuple[str, tuple[bool, ...], str], str | None] = {}
 
     def part(self, operator: Operator) -> Part:
-        """The operator as a model of its own."""
+        """The operator as a model."""
         return take_part(self._model, operator.name, self._values)
 
     def precisions(self, operator: Operator) -> tuple[str, ...]:
-        """Formats that an operator can run in, coarsest first, whatever its role lets a plan choose."""
+        """Formats that an operator can run in, coarsest first, whatever its role allows in a plan."""
         return tuple(name for name in FORMATS if self.refusal(operator, name) is None)
 
     def refusal(self, operator: Operator, precision: str) -> str | None:
@@ -83,19 +141,18 @@ class Support:
     def _try(self, operator: Operator, precision: str) -> str | None:
         try:
             part = self.part(operator)
-            if precision == "INT8" and part.integer_nodes != 1:
-                return f"it has {part.integer_nodes} nodes with an integer form, but exactly one is needed"
-            formats = [precision] * len(part.model.proto.graph.node)
-            mixed = rewrite(part.model, formats, arrivals=part.arrivals(precision), results_as_they_are=True)
-            start_session(mixed.proto, self._device, f"operator {operator.name!r} in {precision}", own_device_only=True)
+            integer_nodes = sum(node.op_type in INTEGER_KINDS for node in part.model.proto.graph.node)
+            if precision == "INT8" and integer_nodes != 1:
+                return f"it has {integer_nodes} nodes with an integer form, but exactly one is needed"
+            part.session(precision, self._device, own_device_only=True)
         except (UnsupportedError, ModelError) as error:
             return str(error)
         return None
 
 
 def kind_precisions(op_type: str, device: Device) -> tuple[str, ...]:
-    """Formats that a small operator of a kind can run in, coarsest first; FP32 alone for kinds not adjustable."""
-    node = _STAND_FOR.get(base_kind(op_type), op_type)
+    """Formats of a small operator of a kind, coarsest first; only FP32 for kinds that are not adjustable."""
+    node = _NODE_KINDS.get(base_kind(op_type), op_type)
     if ROLE_TABLE.get(base_kind(op_type)) is not Role.ADJUSTABLE and node != "Gather":
         return ("FP32",)
     return _sample_precisions(node, device)
@@ -130,11 +187,9 @@ def _sample(kind: str) -> onnx.ModelProto | None:
     attributes = {"equation": "ij,jk->ik"} if kind == "Einsum" else {}
     inputs = ["w", "x"] if kind == "Gather" else ["x", "w"]
     x_type = TensorProto.INT64 if kind == "Gather" else TensorProto.FLOAT
-    graph = helper.make_graph(
+    return small_model(
         [helper.make_node(kind, inputs, ["y"], name="sample", **attributes)],
-        "sample",
         [helper.make_tensor_value_info("x", x_type, x_shape)],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
         [numpy_helper.from_array(np.ones(w_shape, np.float32), "w")],
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=10)

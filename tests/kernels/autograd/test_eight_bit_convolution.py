@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from qsync_opt.kernels import KernelOptions, ops
-from qsync_opt.kernels.autograd import convolution_eight as eight_bit_convolution
-from qsync_opt.kernels.autograd import phases
+from qsync_opt.kernels.autograd.convolutions import input_gradient, phases, takes_input_gradient
 from qsync_opt.kernels.quantize import Quantized, forget_weights, kept_bytes
 
 # Function, input, weight, stride, padding, dilation, groups.
@@ -79,9 +78,9 @@ def test_the_input_gradient_of_codes_is_exact(name):
     dims = len(x) - 2
     stride, padding, dilation = ((v,) * dims if isinstance(v, int) else v for v in geometry[:3])
     plain = (stride, padding, dilation, False, (0,) * dims, 1)
-    assert eight_bit_convolution.takes_input_gradient(plain)
+    assert takes_input_gradient(plain)
     scales = torch.rand(x[1])
-    found = eight_bit_convolution.input_gradient(
+    found = input_gradient(
         Quantized(grad, torch.ones(1)),
         Quantized(codes.transpose(0, 1), scales.reshape(-1, *(1,) * (dims + 1))),
         x[2:],

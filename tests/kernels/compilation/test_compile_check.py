@@ -7,7 +7,7 @@ from qsync_opt.errors import NotReadyError
 from qsync_opt.kernels.compilation import builder as build
 from qsync_opt.kernels.compilation import compile_check, compiler
 
-UNIT = build.UNITS["quantize"]
+UNIT = "quantize"
 
 
 def compiled(log):

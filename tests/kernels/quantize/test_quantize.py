@@ -5,7 +5,8 @@ import torch
 
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.kernels import KernelOptions
-from qsync_opt.kernels.quantize import dequantize, int8_scale, quantize_fp8, quantize_int8
+from qsync_opt.kernels.quantize import dequantize, quantize_fp8, quantize_int8
+from qsync_opt.kernels.quantize.quantize import int8_scale
 
 NEAREST = KernelOptions(rounding="nearest")
 

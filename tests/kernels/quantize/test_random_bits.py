@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from qsync_opt.kernels.quantize import centred_noise, random_words, stream_key
+from qsync_opt.kernels.quantize.random_bits import centred_noise, random_words, stream_key
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,363 @@
+"""Matrix products in 8 bits with gradients, in 16 or in 8 bits backward.
+
+Forward: both operands are quantized and multiplied, exactly in INT8 and with FP32 sums in FP8; the result is scaled in
+FP32 and rounded once to the 16-bit format. Gradients pass straight through the quantizer, as if it were the identity
+(with stochastic rounding its expectation is), and are delivered in the element type of their operand.
+
+``backward="half"`` saves the codes of both operands, dequantizes them and multiplies in the 16-bit format. The gradient
+of an FP32 weight keeps its FP32 sums.
+
+``backward="eight"`` multiplies x (N, K) and a weight w (M, K) in 8 bits three times, each time codes that are
+contiguous along the contraction:
+
+    forward            x (N, K)    w (M, K)    scales per tensor, row of x, row of w
+    input gradient     g (N, M)    w_T (K, M)  g per tensor, w_T per tensor or column of w
+    weight gradient    g_T (M, N)  x_T (K, N)  g per tensor, x_T per tensor or column of x
+
+The gradient g of the result is rounded stochastically, so that both gradients are unbiased given x and w. The
+transposed codes of an operand with one scale are written in the pass that rounds it; else its columns are scaled
+separately in a second pass, because a scale may not change along a contraction. Only x_T and w_T are saved.
+
+Axis letters: B batch, N rows, K contraction, M columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qsync_opt.kernels.autograd.derivatives import EIGHT_BITS, differentiated_once
+from qsync_opt.kernels.matmul import activate, int8_bmm, int8_mm, integer, scaled_mm, scaled_mm_unchecked
+from qsync_opt.kernels.options import KernelOptions
+from qsync_opt.kernels.quantize import (
+    E4M3,
+    E5M2,
+    INT8,
+    Quantized,
+    QuantizedMatrix,
+    dequantize,
+    once_per_step,
+    quantize_fp8,
+    quantize_int8,
+    quantize_unchecked,
+    stream_key,
+)
+
+# Numbers of the random streams of one call.
+_INPUT, _WEIGHT, _GRADIENT, _INPUT_COLUMNS, _WEIGHT_COLUMNS = 0, 1, 2, 3, 4
+
+Dims = tuple[int, ...] | None
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None, precision: str, options: KernelOptions) -> Tensor:
+    """``a @ b + bias`` in 8 bits, with gradients.
+
+    Args:
+        a: (N, K), or (B, N, K) when ``b`` is batched.
+        b: (K, M), scaled as a weight; or (B, K, M), INT8 only, scaled as an activation, 16-bit backward pass.
+        bias: (M,) or None.
+        precision: ``"INT8"`` or ``"FP8"`` (one scale per tensor).
+        options: Rounding, granularity, 16-bit format, random stream, and in how many bits the backward pass runs.
+
+    Returns:
+        (N, M) or (B, N, M) in the 16-bit format.
+
+    Source: Data flow of an INT8 operator as in QSync (INT8 forward, 16-bit backward, FP32 weight gradient); rounding
+        unbiased instead of truncating, results in 16 bits instead of FP32. 8-bit backward pass: see `linear`.
+    """
+    if options.backward == "eight" and b.dim() == 2:
+        return linear(a, b.t(), bias, precision, options)
+    result: Tensor = _HalfBackward.apply(a, b, bias, precision, False, options)  # type: ignore[no-untyped-call]
+    return result
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str, options: KernelOptions) -> Tensor:
+    """``x @ weight.T + bias`` of (.., K), (M, K), (M,) in 8 bits, with gradients, as one autograd node; see `product`.
+
+    Source: Unbiased 8-bit gradients as in R. Banner et al., "Scalable methods for 8-bit training of neural networks",
+        NeurIPS 2018, and J. Chen et al., "A statistical framework for low-bitwidth training", NeurIPS 2020; scales per
+        tensor and shared codes are ours. 8-bit gradients are in E5M2 where the codes are FP8, for its range.
+    """
+    if options.backward == "eight":
+        result: Tensor = _EightBackward.apply(x, weight, bias, precision, options)  # type: ignore[no-untyped-call]
+    else:
+        result = _HalfBackward.apply(x, weight, bias, precision, True, options)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _HalfBackward(torch.autograd.Function):
+    """``a @ b + bias`` or, of a linear layer, ``a @ b.T + bias`` with ``a`` (.., K).
+
+    A linear layer's changes of shape are made in here, where they are no autograd nodes: most operators of a
+    transformer are linear layers, and in eager mode small ones wait for the host.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, precision: str, is_linear: bool, options: KernelOptions
+    ) -> Tensor:
+        rows = flattened(a) if is_linear else a
+        a_dims, b_dims = product_slices(rows, b, options, is_linear) if precision == "INT8" else (None, None)
+        x = _FORMATS[precision].quantize(rows, a_dims, options, _INPUT)
+        if b.dim() == 2:
+            w = quantized_weight(b, b_dims, options, precision, is_linear)
+        else:
+            w = _FORMATS[precision].quantize(b, b_dims, options, _WEIGHT)
+        ctx.save_for_backward(*x, *w)
+        ctx.dtypes = (a.dtype, b.dtype, None if bias is None else bias.dtype)
+        ctx.half, ctx.shape, ctx.is_linear = options.half_dtype, a.shape, is_linear
+        if is_linear and _runs_compiled(a, options.backend):
+            result = scaled_mm_unchecked(x.codes, w.codes, x.scale, w.scale, bias, ctx.half)
+        else:
+            w = Quantized(w.codes.t(), w.scale.t()) if is_linear else w
+            result = _FORMATS[precision].multiply(x, w, bias, ctx.half, options.backend)
+        return result if result.dim() == a.dim() else result.view(*a.shape[:-1], b.shape[0])
+
+    @staticmethod
+    @differentiated_once(EIGHT_BITS)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a_codes, a_scale, b_codes, b_scale = ctx.saved_tensors
+        a_dtype, b_dtype, bias_dtype = ctx.dtypes
+        grad_a = grad_b = grad_bias = None
+        if ctx.is_linear:
+            grad = flattened(grad)
+        if ctx.needs_input_grad[0]:
+            b = dequantize(Quantized(b_codes, b_scale), ctx.half)
+            grad_a = converted(grad @ (b if ctx.is_linear else b.mT), a_dtype)
+            if grad_a.dim() != len(ctx.shape):
+                grad_a = grad_a.view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            a = dequantize(Quantized(a_codes, a_scale), ctx.half)
+            grad_b = _half_product(grad, a, b_dtype) if ctx.is_linear else _half_product(a, grad, b_dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = bias_gradient(grad, bias_dtype)
+        return grad_a, grad_b, grad_bias, None, None, None
+
+
+class _EightBackward(torch.autograd.Function):
+    """``x @ weight.T + bias`` of (.., K), (M, K), (M,) with three products in 8 bits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, precision: str, options: KernelOptions
+    ) -> Tensor:
+        codes = _FORMATS[precision].codes
+        a = quantize_operand(flattened(x), codes, options.activation_granularity, options, ctx.needs_input_grad[1])
+        b = weight_operand(weight, codes, options, ctx.needs_input_grad[0])
+        ctx.save_for_backward(a.transposed, a.transposed_scale, b.transposed, b.transposed_scale)
+        ctx.options, ctx.gradient_codes = options, _FORMATS[precision].gradient_codes
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.shape = x.shape
+        result = scaled_mm_unchecked(a.codes, b.codes, a.scale, b.scale, bias, options.half_dtype)
+        return result if x.dim() == 2 else result.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @differentiated_once(EIGHT_BITS)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        options: KernelOptions = ctx.options
+        grad_x = grad_weight = grad_bias = None
+        grad = flattened(grad)
+        if x is not None or weight is not None:
+            g = quantize_gradient(grad, ctx.gradient_codes, options, _GRADIENT, x is not None)
+            if weight is not None:
+                # FP32 at once where it is wanted; a compiled graph fuses the cast with what reads it, and moves half.
+                wide = x_dtype is torch.float32 and not torch.compiler.is_compiling()
+                dtype = torch.float32 if wide else options.half_dtype
+                grad_x = converted(scaled_mm_unchecked(g.codes, weight, g.scale, weight_scale, None, dtype), x_dtype)
+                if len(ctx.shape) != 2:
+                    grad_x = grad_x.view(ctx.shape)
+            if x is not None:
+                grad_weight = weight_gradient(g, x, x_scale, weight_dtype, options)
+        if ctx.needs_input_grad[2]:
+            grad_bias = bias_gradient(grad, bias_dtype)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def flattened(x: Tensor) -> Tensor:
+    """A tensor (.., K) as a matrix (N, K)."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)`` without a call of the host where nothing changes."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
+def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum of the gradient of a result over all dimensions but that of the bias: columns, or channels (dimension 1)."""
+    dims = 0 if grad.dim() == 2 else [0, *range(2, grad.dim())]
+    return converted(grad.sum(dims, dtype=torch.float32), dtype)
+
+
+class Operand(NamedTuple):
+    """Codes of a matrix, and of its transposition if it is needed, each with scales along the rows of the codes."""
+
+    codes: Tensor
+    scale: Tensor
+    transposed: Tensor | None
+    transposed_scale: Tensor | None
+
+
+def product_slices(a: Tensor, b: Tensor, options: KernelOptions, is_linear: bool = False) -> tuple[Dims, Dims]:
+    """Dimensions of operands that share a scale: along the contraction, or all (None).
+
+    A second operand of two dimensions is a weight: (K, M), of a linear layer (M, K).
+    """
+    per_row = options.activation_granularity == "row"
+    per_column = options.weight_granularity == "channel" if b.dim() == 2 else per_row
+    return (a.dim() - 1,) if per_row else None, (b.dim() - (1 if is_linear else 2),) if per_column else None
+
+
+def quantized_weight(
+    weight: Tensor, dims: Dims, options: KernelOptions, precision: str = "INT8", is_linear: bool = False
+) -> Quantized:
+    """Codes of a weight with one scale per slice that ``dims`` span, computed once per step if the options say so."""
+    quantize = _FORMATS[precision].quantize
+    facts = (precision, dims, is_linear)
+    return once_per_step(weight, facts, options, lambda plain: quantize(plain, dims, options, _WEIGHT))
+
+
+def quantize_operand(
+    x: Tensor,
+    codes: torch.dtype,
+    granularity: str,
+    options: KernelOptions,
+    transposed: bool,
+    streams: tuple[int, int] = (_INPUT, _INPUT_COLUMNS),
+) -> Operand:
+    """Codes of ``x`` (N, K) with scales per ``"tensor"`` or ``"row"``; if wanted, codes of its transposition (K, N)."""
+
+    def quantize(granularity: str, stream: int, transposed: bool) -> QuantizedMatrix:
+        key = stream_key(options.seed, options.offset, stream)
+        return quantize_unchecked(
+            x, codes, granularity, options.rounding, key, options.step, transposed, options.backend
+        )
+
+    if granularity == "tensor" or not transposed:
+        rows = quantize(granularity, streams[0], transposed)
+        return Operand(*rows, rows.scale if transposed else None)
+    rows, columns = quantize("row", streams[0], False), quantize("channel", streams[1], True)
+    return Operand(rows.codes, rows.scale, columns.transposed, columns.scale)
+
+
+def weight_operand(
+    weight: Tensor,
+    codes: torch.dtype,
+    options: KernelOptions,
+    transposed: bool,
+    streams: tuple[int, int] = (_WEIGHT, _WEIGHT_COLUMNS),
+) -> Operand:
+    """`quantize_operand` of a weight (M, K), computed once per step if the options say so.
+
+    FP8 codes have one scale for the tensor, whatever the options say: so do their products on every card.
+    """
+    granularity = "row" if options.weight_granularity == "channel" and codes is INT8.dtype else "tensor"
+    facts = (codes, granularity, transposed, streams)
+    return once_per_step(
+        weight, facts, options, lambda plain: quantize_operand(plain, codes, granularity, options, transposed, streams)
+    )
+
+
+def quantize_gradient(
+    grad: Tensor, codes: torch.dtype, options: KernelOptions, stream: int, transposed: bool
+) -> QuantizedMatrix:
+    """Codes of a gradient (N, M) with one scale, rounded stochastically whatever the options say."""
+    key = stream_key(options.seed, options.offset, stream)
+    return quantize_unchecked(grad, codes, "tensor", "stochastic", key, options.step, transposed, options.backend)
+
+
+def _runs_compiled(x: Tensor, backend: str) -> bool:
+    return x.is_cuda and backend != "reference" and activate()
+
+
+def runs_onednn(x: Quantized, dtype: torch.dtype, backend: str) -> bool:
+    """Whether oneDNN's fused operators take an input: one scale, no FP16, not traced (packed weights cannot be)."""
+    on_host = backend != "reference" and x.codes.device.type == "cpu" and not torch.compiler.is_compiling()
+    return on_host and dtype is not torch.float16 and x.scale.numel() == 1 and x.codes.numel() > 0
+
+
+def rescaled(sums: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``sums * scale + bias`` formed in FP32, rounded once to ``dtype``."""
+    result = sums.to(torch.float32).mul_(scale)
+    if bias is not None:
+        result.add_(bias.to(torch.float32))
+    return result.to(dtype)
+
+
+def _compiled_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The fused CUDA kernels; codes that are not contiguous along K are copied once."""
+    a_codes, b_codes = (codes if codes.stride(-1) == 1 else codes.contiguous() for codes in (a.codes, b.codes.mT))
+    return scaled_mm(a_codes, b_codes, a.scale, b.scale, bias, out_dtype=dtype)
+
+
+def _int8_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype, backend: str) -> Tensor:
+    """``(a @ b) + bias`` of INT8 operands: (N, K) (K, M) or (B, N, K) (B, K, M), in ``dtype``."""
+    if _runs_compiled(a.codes, backend):
+        return _compiled_product(a, b, bias, dtype)
+    if a.codes.dim() == 3:
+        return rescaled(int8_bmm(a.codes, b.codes, backend), a.scale * b.scale, bias, dtype)
+    if runs_onednn(a, dtype, backend) and b.codes.numel() > 0 and integer.has_onednn_linear():
+        return integer.linear(a, b, bias, dtype)
+    return rescaled(int8_mm(a.codes, b.codes, backend), a.scale * b.scale, bias, dtype)
+
+
+def _fp8_product(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype, backend: str) -> Tensor:
+    """``(a @ b) + bias`` of E4M3 operands (N, K), (K, M) with one scale each, in ``dtype``."""
+    if _runs_compiled(a.codes, backend):
+        return _compiled_product(a, b, bias, dtype)
+    (n, k), m = a.codes.shape, b.codes.shape[1]
+    if min(n, k, m) == 0:
+        result = torch.zeros((n, m), dtype=dtype, device=a.codes.device)
+    else:
+        # torch._scaled_mm wants K and M in multiples of 16. Torch cannot pad FP8, hence bytes: byte 0 is the value 0.
+        k_pad, m_pad = -k % 16, -m % 16
+        a_bytes = F.pad(a.codes.contiguous().view(torch.uint8), (0, k_pad))
+        b_bytes = F.pad(b.codes.t().contiguous().view(torch.uint8), (0, k_pad, 0, m_pad))
+        result = torch._scaled_mm(
+            a_bytes.view(E4M3.dtype),
+            b_bytes.view(E4M3.dtype).t(),
+            scale_a=a.scale.reshape(()),
+            scale_b=b.scale.reshape(()),
+            out_dtype=dtype,
+        )[:, :m]
+    return result if bias is None else result + bias.to(dtype)
+
+
+class _Format(NamedTuple):
+    """A precision of products: element types of codes, the quantizer, and the product of codes."""
+
+    codes: torch.dtype
+    gradient_codes: torch.dtype
+    quantize: Callable[[Tensor, Dims, KernelOptions, int], Quantized]
+    multiply: Callable[[Quantized, Quantized, Tensor | None, torch.dtype, str], Tensor]
+
+
+_FORMATS = {
+    "INT8": _Format(INT8.dtype, INT8.dtype, quantize_int8, _int8_product),
+    "FP8": _Format(E4M3.dtype, E5M2.dtype, quantize_fp8, _fp8_product),
+}
+
+
+def _half_product(a: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """``a.mT @ grad`` of 16-bit operands, in ``dtype``; of matrices with FP32 sums and result where that is FP32."""
+    if dtype is torch.float32 and a.dim() == 2:
+        if a.device.type == "cuda":
+            return torch.mm(a.mT, grad, out_dtype=torch.float32)
+        return a.float().mT @ grad.float()  # the same sums of the same products
+    return (a.mT @ grad).to(dtype)
+
+
+def weight_gradient(
+    grad: QuantizedMatrix, x: Tensor, x_scale: Tensor, dtype: torch.dtype, options: KernelOptions
+) -> Tensor:
+    """Gradient (M, K) of a weight from the transposed codes of the result's gradient and the input, in ``dtype``."""
+    assert grad.transposed is not None
+    sums = torch.float32 if dtype is torch.float32 else options.half_dtype
+    return converted(scaled_mm_unchecked(grad.transposed, x, grad.scale, x_scale, None, sums), dtype)
