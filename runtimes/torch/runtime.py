@@ -1,4 +1,4 @@
-"""PyTorch as a runtime: the functions of this package behind the common contract."""
+"""PyTorch as a registered runtime."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from qsync_opt.costs import DeviceProfile
 from qsync_opt.model import OpGraph
 from qsync_opt.numerics import PrecisionFormats
 from qsync_opt.runtimes.torch.capture import capture, capture_model
-from qsync_opt.runtimes.torch.execution import ApplyOptions, DevicePlans, apply, capabilities, undo
+from qsync_opt.runtimes.torch.execution import (
+    ApplyOptions,
+    DevicePlans,
+    apply,
+    device_formats,
+    operator_precisions,
+    undo,
+)
 from qsync_opt.runtimes.torch.profiling import profile
 
 
@@ -24,16 +31,16 @@ class TorchRuntime:
     trains = True
 
     def capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> OpGraph:
-        """Operators of one training forward pass; see ``capture``."""
+        """Operators of one training forward pass; see `capture`."""
         return capture(model, args, kwargs)
 
     def device_formats(self, device: torch.device | str) -> dict[str, PrecisionFormats]:
-        """Precisions of a device with their border formats; see ``capabilities.device_formats``."""
-        return capabilities.device_formats(device)
+        """Precisions of a device with their border formats; see `execution.device_formats`."""
+        return device_formats(device)
 
     def operator_precisions(self, op_type: str, device: torch.device | str) -> tuple[str, ...]:
-        """Precisions in which a kind of operator can run; see ``capabilities.operator_precisions``."""
-        return capabilities.operator_precisions(op_type, device)
+        """Precisions in which a kind of operator can run; see `execution.operator_precisions`."""
+        return operator_precisions(op_type, device)
 
     def profile(
         self,
@@ -67,9 +74,9 @@ class TorchRuntime:
         graph: OpGraph | None = None,
         options: ApplyOptions | None = None,
     ) -> nn.Module:
-        """Make a model run under a plan; see ``apply``."""
+        """Make a model run under a plan; see `apply`."""
         return apply(model, plan, device_type, graph=graph, options=options)
 
     def undo(self, model: nn.Module) -> nn.Module:
-        """Take the plan off again; see ``undo``."""
+        """Take the plan off again; see `undo`."""
         return undo(model)

@@ -1,4 +1,4 @@
-"""Is this model one that a plan can be applied to, and is the plan for it?"""
+"""Checks that a plan can be applied to a model and belongs to it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _SHOWN = 3
 
 
 def some_names(names: list[str]) -> str:
-    """The first few of some names, for an error's text."""
+    """The first few names, for an error's text."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(repr(name) for name in names[:_SHOWN]) + more
 
 
 def operator_kind(name: str) -> str | None:
-    """Kind of an adjustable operator from its name, None if the name is not of one."""
+    """Kind of an adjustable operator by its name, None for the name of another."""
     last = name.rsplit("/", 1)[-1]
     if last in ops.ADJUSTABLE:
         return last
@@ -34,10 +34,10 @@ def operator_kind(name: str) -> str | None:
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """Where all of a model lies.
+    """The device of all parameters and buffers of a model.
 
     Raises:
-        ModelError: It lies on several devices.
+        ModelError: There are several.
     """
     tensors = [*model.parameters(), *model.buffers()]
     devices = sorted({str(tensor.device) for tensor in tensors})
@@ -57,23 +57,22 @@ def check_master_weights(model: nn.Module) -> None:
 
 
 def _fsdp() -> Any:
-    """Torch's package of sharding wrappers; None if it is not in use: loading it to find that out takes seconds."""
+    """Torch's package of sharding wrappers if it is loaded, else None: loading it takes seconds."""
     return sys.modules.get("torch.distributed.fsdp")
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether ``fully_shard`` or ``FullyShardedDataParallel`` holds some of the model's parameters."""
     fsdp = _fsdp()
-    if fsdp is None:
-        return False
-    return any(isinstance(module, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)) for module in model.modules())
+    kinds = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def check_sharding(model: nn.Module, weights: str = "call") -> None:
     """Refuse wrappers that hand operators other weights than the FP32 ones.
 
     Args:
-        model: To look through.
+        model: To check.
         weights: As in `KernelOptions`.
 
     Raises:
@@ -91,10 +90,10 @@ def check_sharding(model: nn.Module, weights: str = "call") -> None:
             )
         if isinstance(module, fsdp.FSDPModule):
             policy = getattr(module._get_fsdp_state(), "_mp_policy", None)
-            given = getattr(policy, "param_dtype", None)
-            if given not in (None, torch.float32):
+            dtype = getattr(policy, "param_dtype", None)
+            if dtype not in (None, torch.float32):
                 raise UnsupportedError(
-                    f"module {name!r} is sharded with param_dtype={given}: a plan decides each operator's precision "
+                    f"module {name!r} is sharded with param_dtype={dtype}: a plan decides each operator's precision "
                     "and needs the FP32 weights; leave param_dtype out of MixedPrecisionPolicy (reduce_dtype may stay)"
                 )
             if weights == "step":
@@ -120,17 +119,17 @@ def check_names(model: nn.Module, plan: Mapping[str, str], graph: OpGraph | None
     planned = [parameter.name for parameter in graph.parameters]
     names = {name for name, _ in model.named_parameters()}
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    # A graph has the trained ones alone; what was frozen since is still the same model.
+    # A graph has trained parameters only; some may have been frozen since.
     different = [a for a in planned if a not in names] or [a for a in trained if a not in set(planned)]
     if planned and different:
         raise ModelError(f"the graph is of another model: parameters differ, first {some_names(different)}")
 
 
 def check_precisions(plan: Mapping[str, str], graph: OpGraph | None, device: torch.device) -> dict[str, str]:
-    """Precision of each adjustable operator of the plan, every one possible on the device.
+    """Precision of each adjustable operator of the plan, checked against the device.
 
     Raises:
-        ModelError: Without a graph: no name of the plan is one that capture gives, as in plans of plain ONNX files.
+        ModelError: Without a graph: no name of the plan is one of a captured model, as in plans of plain ONNX files.
         UnsupportedError: The device lacks a planned precision, or an operator cannot run at it.
     """
     adjustable = {}
@@ -157,7 +156,7 @@ def check_precisions(plan: Mapping[str, str], graph: OpGraph | None, device: tor
 
 
 def check_autocast(adjustable: Mapping[str, str], wanted: str | None, device: torch.device) -> None:
-    """Refuse ``torch.autocast`` as the way to carry out a plan that says more than it can."""
+    """Refuse ``torch.autocast`` for a plan that it cannot carry out."""
     if wanted is None:
         return
     for name, precision in adjustable.items():
@@ -174,15 +173,14 @@ NO_SECOND_DERIVATIVE = (
     "the gradient of a captured pass cannot be differentiated again: do without graphed(), or capture, for a loss that "
     "holds gradients, such as a gradient penalty"
 )
-"""What a second differentiation of captured passes ends in."""
+"""Error of differentiating captured passes twice."""
 
 
 def check_capturable(model: nn.Module) -> None:
-    """Refuse models whose passes cannot be captured, as far as that is known beforehand.
+    """Refuse models that are known not to be capturable.
 
     Raises:
-        UnsupportedError: The model is not on a card, is sharded, has recurrent layers, or layers whose passes wait for
-            other workers.
+        UnsupportedError: The model is not on a card, is sharded, or has recurrent layers or SyncBatchNorm.
     """
     waiting = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
     if waiting is not None:
