@@ -163,9 +163,9 @@ def _warn_compiled(name: str) -> bool:
 class AppliedPlan:
     """A plan at work on a model: runs every operator call.
 
-    ``audit`` compares the first steps with the prediction, if the plan has one. ``counter`` is an integer on the device,
-    the number of passes, from which compiled graphs draw their noise. ``device_type`` is the applied entry of the plan,
-    None if it has no name.
+    ``audit`` compares the first steps with the prediction, if there is one. ``counter`` is the number of passes, an
+    integer on the device, from which compiled graphs draw their noise. ``device_type`` is the applied entry of the
+    plan, None if it has no name.
     """
 
     def __init__(
