@@ -129,12 +129,7 @@ def _describe(argument: TensorArgument) -> list[Any]:
 
 
 def index_bound(op_type: str, tensors: tuple[torch.Tensor, ...]) -> int | None:
-    """Exclusive bound of the integer arguments of an operator, None if it takes no index.
-
-    Args:
-        op_type: Kind of operator.
-        tensors: All tensor arguments in argument order; data is not needed.
-    """
+    """Exclusive bound of the integer arguments of an operator from all its tensors, None if it takes no index."""
     shape = next((tensor.shape for tensor in tensors if tensor.is_floating_point()), None)
     if shape is None:
         return None

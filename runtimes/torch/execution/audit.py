@@ -62,14 +62,10 @@ class StepAudit:
     def __init__(
         self, model: nn.Module, *, predicted_ns: int, predicted_bytes: int | None, steps: int = 20, warm_up: int = 5
     ) -> None:
-        """Begin to watch.
+        """Begin to watch the passes of ``model`` in training mode with gradients, ``steps`` after some warm-up.
 
-        Args:
-            model: To watch; only passes in training mode with gradients count.
-            predicted_ns: Of one iteration of the job.
-            predicted_bytes: At the peak on this worker; None: memory is not measured.
-            steps: That count.
-            warm_up: Before them.
+        ``predicted_ns`` is the time of one iteration of the job; ``predicted_bytes`` the peak on this worker, None if
+        memory is not to be measured.
         """
         check_integer(steps, "steps", minimum=1)
         check_integer(warm_up, "warm_up")

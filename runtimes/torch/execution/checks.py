@@ -69,15 +69,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def check_sharding(model: nn.Module, weights: str = "call") -> None:
-    """Refuse wrappers that hand operators other weights than the FP32 ones.
-
-    Args:
-        model: To check.
-        weights: As in `KernelOptions`.
-
-    Raises:
-        UnsupportedError: There is such a wrapper; the text names it.
-    """
+    """Refuse wrappers that hand operators other weights than the FP32 ones; ``weights`` as in `KernelOptions`."""
     fsdp = _fsdp()
     if fsdp is None:
         return
@@ -105,10 +97,11 @@ def check_sharding(model: nn.Module, weights: str = "call") -> None:
 
 def check_names(model: nn.Module, plan: Mapping[str, str], graph: OpGraph | None) -> None:
     """Refuse a plan for another model, naming the first operators that differ."""
-    paths = {path for path, _ in model.named_modules()}
-    unknown = [name for name in plan if (name.rsplit("/", 1)[0] if "/" in name else "") not in paths]
     if graph is not None:
         unknown = [name for name in plan if name not in graph]
+    else:
+        paths = {path for path, _ in model.named_modules()}
+        unknown = [name for name in plan if name.rpartition("/")[0] not in paths]
     if unknown:
         where = "graph" if graph is not None else "model"
         raise ModelError(

@@ -81,11 +81,7 @@ _DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16, "FP16": torch.float16}
 
 
 def refuse_autocast(name: str, precision: str) -> NoReturn:
-    """Refuse an operator that runs under ``torch.autocast``.
-
-    Raises:
-        NotReadyError: Always.
-    """
+    """Refuse an operator that runs under ``torch.autocast``."""
     raise NotReadyError(
         f"operator {name!r} runs under torch.autocast, which would override its precision "
         f"{precision}: leave autocast while a plan is applied"
@@ -93,11 +89,7 @@ def refuse_autocast(name: str, precision: str) -> NoReturn:
 
 
 def refuse_transforms(name: str) -> None:
-    """Refuse transforms of ``torch.func``, which cannot transform the 8-bit kernels of operator ``name``.
-
-    Raises:
-        UnsupportedError: A transform is active.
-    """
+    """Refuse transforms of ``torch.func``, which cannot transform the 8-bit kernels of operator ``name``."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedError(
             f"the model runs inside a transform of torch.func (vmap, grad, jvp, ...), which the kernels of operator "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.runtimes.torch.interception.functions import FIXED_KINDS, alike, function_names, functions_named
+    from qsync_opt.runtimes.torch.interception.functions import functions_named
     from qsync_opt.runtimes.torch.interception.interception import (
         Handler,
         Interception,
@@ -19,20 +19,15 @@ if TYPE_CHECKING:
         interception_of,
         operator_name,
     )
-    from qsync_opt.runtimes.torch.interception.recomputation import CallMemory
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "FIXED_KINDS",
-    "CallMemory",
     "Handler",
     "Interception",
     "OperatorCall",
     "Run",
-    "alike",
     "check_not_scripted",
-    "function_names",
     "functions_named",
     "intercepted",
     "interception_of",

@@ -135,14 +135,14 @@ class Interception:
             model: The root of the module paths.
             handler: As above.
             kinds: ATen names of operators to report besides the adjustable and the fixed ones.
-            on_pass_begin: Called before an outermost forward pass that is no recomputation.
-            on_pass_end: Called after an outermost forward pass that did not raise, with the path of its module.
+            on_pass_begin: Called before an outermost forward pass, but not before a recomputation.
+            on_pass_end: Called with the path of the outermost module after its pass.
             recurrent_inputs: Applied to the arguments of recurrent modules, which compare the types of inputs and
                 weights before any operator runs.
 
         Raises:
             NotReadyError: The model is being intercepted already.
-            UnsupportedError: A module whose ``forward`` cannot be shadowed (a scripted one).
+            UnsupportedError: A module is scripted.
         """
         self.handler = handler
         self._on_pass_begin = on_pass_begin
@@ -159,7 +159,7 @@ class Interception:
         self.pass_index = 0
         self.training = True
         self.recomputing = False
-        self._passing = False
+        self._evaluating = False
         self.traced = False
         self.resting = False
         self.may_rest: Callable[[], bool] | None = None
@@ -196,7 +196,7 @@ class Interception:
         self.recomputing = torch._C._current_graph_task_id() != -1
         self.training = forward.module.training
         # An evaluation is never recomputed; a training pass without gradients may be (a checkpointed one).
-        self._passing = not (self.training or torch.is_grad_enabled())
+        self._evaluating = not (self.training or torch.is_grad_enabled())
         self.prepared_pass = (
             self.prepare is not None and not self.traced and (self.training or self.prepares_evaluation)
         )
@@ -259,7 +259,7 @@ class Interception:
     def enter(self, path: str, args: tuple[Any, ...], outermost: bool = False) -> None:
         """Note that a module begins to run inside the pass, or as its outermost."""
         self.path = path
-        if not (self.recomputing or self._passing or torch.compiler.is_compiling()):
+        if not (self.recomputing or self._evaluating or torch.compiler.is_compiling()):
             self._memory.remember(path, self.pass_index, self._counts, args[0] if args else None, outermost)
 
     def _recall(self, path: str, args: tuple[Any, ...]) -> bool:
@@ -311,7 +311,7 @@ class Interception:
                 return forward.inner(x)
             finally:
                 self.path = outer
-        if not (self.recomputing or self._passing):
+        if not (self.recomputing or self._evaluating):
             self._memory.remember(forward.path, self.pass_index, self._counts, x)
         with _past_modes():
             if leaf.arguments is None:

@@ -48,15 +48,7 @@ class CallMemory:
                     free(call[2])
 
     def remember(self, path: str, pass_index: int, counts: Counts, x: Any, outermost: bool = False) -> None:
-        """Note that a module begins to run.
-
-        Args:
-            path: Of the module.
-            pass_index: Of the pass.
-            counts: Before its operators.
-            x: Its first positional argument.
-            outermost: Whether no other module called it.
-        """
+        """Note that a module begins to run, with its first positional argument ``x`` and the counts before it."""
         calls = self._calls.get(path)
         if calls is None:
             calls = self._calls[path] = []

@@ -11,7 +11,7 @@ and reused in backward, as in a training step, and page faults occur where a ste
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from qsync_opt.runtimes.torch.support import (
     rebuilt,
     state_bytes,
     storage_of,
+    tensors_in,
 )
 
 DTYPES: dict[str, torch.dtype] = {
@@ -168,7 +169,7 @@ class OperatorBench:
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             result = run.work()
-        cost = self._kept(run, list(_flat(result)), saved)
+        cost = self._kept(run, tensors_in(result), saved)
         del result
         run = self._run(self._tensors())
         delivered_bytes = 0
@@ -226,14 +227,6 @@ def _idle_backward(stopwatch: Stopwatch, device: torch.device) -> tuple[float, .
     return steady_medians(run_round)
 
 
-def _flat(result: Any) -> Iterator[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, (tuple, list)):
-        for item in result:
-            yield from _flat(item)
-
-
 def _stored(gradient: Tensor) -> tuple[Tensor, ...]:
     """The tensors that store a gradient: of an embedding's sparse one, indices and values."""
     return (gradient._indices(), gradient._values()) if gradient.is_sparse else (gradient,)
@@ -241,7 +234,7 @@ def _stored(gradient: Tensor) -> tuple[Tensor, ...]:
 
 def _backward(run: _Run, result: Any) -> Callable[[], tuple[Tensor | None, ...]] | None:
     """Backward pass of one run with constant gradients; None if no gradient flows."""
-    outputs = [tensor for tensor in _flat(result) if tensor.requires_grad]
+    outputs = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
     if not outputs or not run.leaves:
         return None
     gradients = [torch.full_like(tensor, 1e-3) for tensor in outputs]

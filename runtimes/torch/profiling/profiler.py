@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -37,14 +38,11 @@ from qsync_opt.training import MeasuredPasses, calibrate, problem_role, uniform_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One measurement: an operator in a precision, a cast, or a sum of gradients in a format."""
+    """One measurement: its key in the cache, its label, and the work."""
 
     key: str
     label: str
-    operator: Operator | None = None
-    precision: str = ""
-    pair: tuple[str, str] | None = None
-    spec: TensorSpec | None = None
+    measure: Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,43 +61,44 @@ class ProfileRun:
     def tasks(self) -> list[Task]:
         """All distinct measurements: operators in execution order, then casts and sums."""
         tasks: dict[str, Task] = {}
+
+        def add(key: str, label: str, work: Callable[..., dict[str, Any]], *args: Any) -> None:
+            tasks.setdefault(key, Task(key=key, label=label, measure=functools.partial(work, *args)))
+
         for operator in self.graph:
             for precision in self._precisions(operator):
                 key = _operator_key(operator, precision)
-                label = f"{operator.name} {precision}"
-                tasks.setdefault(key, Task(key=key, label=label, operator=operator, precision=precision))
+                add(key, f"{operator.name} {precision}", self._measure_operator, operator, precision)
         for spec in edge_sizes(self.graph):
-            for pair in cast_pairs(self.formats):
-                key = f"cast {pair[0]}>{pair[1]} {list(spec.shape)}"
-                tasks[key] = Task(key=key, label=f"cast {pair[0]}>{pair[1]}", pair=pair, spec=spec)
+            shape = list(spec.shape)
+            for source, target in cast_pairs(self.formats):
+                label = f"cast {source}>{target}"
+                add(f"{label} {shape}", label, self._measure_cast, source, target, spec)
             for name in self._sum_formats():
-                key = f"gradient sum {name} {list(spec.shape)}"
-                tasks[key] = Task(key=key, label=f"gradient sum {name}", precision=name, spec=spec)
+                label = f"gradient sum {name}"
+                add(f"{label} {shape}", label, self._measure_gradient_sum, name, spec)
         return list(tasks.values())
 
     def do(self, task: Task) -> None:
         """Measure what the cache lacks."""
         if self.cache.get(task.key) is None:
-            self.cache.put(task.key, self._measure(task))
+            self.cache.put(task.key, task.measure())
 
-    def _measure(self, task: Task) -> dict[str, Any]:
-        if task.operator is not None:
-            call = self.calls[task.operator.name]
-            bench = OperatorBench(task.operator, call, task.precision, self.device, self.options)
-            try:
-                return bench.measure(self.stopwatch, self.repeats).to_json()
-            except (RuntimeError, NotImplementedError) as failure:
-                raise ModelError(
-                    f"operator {task.operator.name!r} cannot run by itself in {task.precision} on {self.device}: "
-                    f"{first_line(failure)}; give it the role fixed (RoleTable) to keep it in FP32"
-                ) from failure
-        assert task.spec is not None
-        if task.pair is not None:
-            source, target = task.pair
-            time_ns = time_cast(source, target, task.spec, self.device, self.options, self.stopwatch, self.repeats)
-        else:
-            time_ns = time_gradient_sum(task.precision, task.spec, self.device, self.stopwatch, self.repeats)
-        return {"ns": time_ns}
+    def _measure_operator(self, operator: Operator, precision: str) -> dict[str, Any]:
+        bench = OperatorBench(operator, self.calls[operator.name], precision, self.device, self.options)
+        try:
+            return bench.measure(self.stopwatch, self.repeats).to_json()
+        except (RuntimeError, NotImplementedError) as failure:
+            raise ModelError(
+                f"operator {operator.name!r} cannot run by itself in {precision} on {self.device}: "
+                f"{first_line(failure)}; give it the role fixed (RoleTable) to keep it in FP32"
+            ) from failure
+
+    def _measure_cast(self, source: str, target: str, spec: TensorSpec) -> dict[str, Any]:
+        return {"ns": time_cast(source, target, spec, self.device, self.options, self.stopwatch, self.repeats)}
+
+    def _measure_gradient_sum(self, name: str, spec: TensorSpec) -> dict[str, Any]:
+        return {"ns": time_gradient_sum(name, spec, self.device, self.stopwatch, self.repeats)}
 
     def optimizer(self, optimizer: torch.optim.Optimizer | None) -> OptimizerCost:
         """Cost of an optimizer's step; None: of AdamW over the graph's parameters."""

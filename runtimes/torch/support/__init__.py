@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from qsync_opt.runtimes.torch.support.models import bare_model, model_unchanged, plain_name
     from qsync_opt.runtimes.torch.support.optimizers import check_steps, kind_of, rebuilt, single, state_bytes
-    from qsync_opt.runtimes.torch.support.outputs import HALF, default_loss, full_precision, own_loss
+    from qsync_opt.runtimes.torch.support.outputs import HALF, default_loss, full_precision, own_loss, tensors_in
     from qsync_opt.runtimes.torch.support.timing import (
         Elapsed,
         Stopwatch,
@@ -76,6 +76,7 @@ __all__ = [
     "single",
     "state_bytes",
     "storage_of",
+    "tensors_in",
     "time_mark",
     "time_passes",
     "unnoticed",

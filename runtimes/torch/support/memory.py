@@ -7,12 +7,10 @@ added up; it reports no release of memory allocated before it started, and no bu
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -89,14 +87,9 @@ def allocation_of(work: Callable[[], T], device: torch.device) -> tuple[T, Alloc
 
 
 def allocations_of(phases: Sequence[Callable[[Any], Any]], device: torch.device) -> tuple[Any, list[Allocation]]:
-    """Run phases one after the other and measure the memory of each on ``device``.
+    """Run phases one after the other; returns the last result, and the memory of each phase on ``device``.
 
-    Args:
-        phases: Each is called with the result of the one before, the first with None.
-        device: ``cpu`` or a CUDA device.
-
-    Returns:
-        The last result, and one allocation per phase; a later phase may release the memory of an earlier one.
+    Each is called with the result of the one before, the first with None. It may release memory of an earlier one.
     """
     if device.type == "cuda":
         return _cuda_allocations(phases, device)
@@ -129,37 +122,16 @@ def _cpu_allocations(phases: Sequence[Callable[[Any], Any]]) -> tuple[Any, list[
         for i, phase in enumerate(phases):
             with torch.profiler.record_function(f"{_PHASE} {i}"):
                 result = phase(result)
-    events = _trace_events(profiler)
-    changes = [
-        (float(event["ts"]), int(event["args"]["Bytes"]))
-        for event in events
-        # Device type 0 is the cpu.
-        if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0
-    ]
-    spans = {
-        event["name"]: (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
-        for event in events
-        if event.get("ph") == "X" and str(event.get("name")).startswith(_PHASE)
-    }
-    return result, [_within(changes, *spans[f"{_PHASE} {i}"]) for i in range(len(phases))]
-
-
-def _within(changes: Sequence[tuple[float, int]], start: float, end: float) -> Allocation:
-    now_bytes = peak_bytes = 0
-    for time, num_bytes in sorted(changes):
-        if start <= time <= end:
-            now_bytes += num_bytes
-            peak_bytes = max(peak_bytes, now_bytes)
-    return Allocation(peak_bytes=peak_bytes, kept_bytes=now_bytes)
-
-
-def _trace_events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory(prefix="qsync-opt-") as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text(encoding="utf-8"))
-    events: list[dict[str, Any]] = trace["traceEvents"]
-    return events
+    finished: Any = profiler.profiler
+    events, cpu = finished.kineto_results.events(), torch._C._autograd.DeviceType.CPU
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]" and e.device_type() == cpu)
+    spans = {e.name(): (e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name().startswith(_PHASE)}
+    allocations = []
+    for i in range(len(phases)):
+        start, end = spans[f"{_PHASE} {i}"]
+        steps = [0, *itertools.accumulate(num_bytes for time, num_bytes in changes if start <= time <= end)]
+        allocations.append(Allocation(peak_bytes=max(steps), kept_bytes=steps[-1]))
+    return result, allocations
 
 
 @contextlib.contextmanager

@@ -64,11 +64,9 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def rebuilt(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return an optimizer of the same kind and settings without state over other groups of parameters.
+    """An optimizer of the same kind and settings, without state, over other groups of parameters.
 
-    Args:
-        optimizer: To be copied.
-        groups: As many as it has; if it stands for several optimizers and there are not, the first takes all groups.
+    If it stands for several optimizers and the number of groups differs, the first takes all groups.
 
     Raises:
         UnsupportedError: Its class cannot be built from groups and settings.

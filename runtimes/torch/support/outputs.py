@@ -1,4 +1,4 @@
-"""What a model returns: its loss, and 16-bit tensors in FP32."""
+"""Outputs of models: their tensors, their loss, and their 16-bit parts in FP32."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def default_loss(output: Any) -> Tensor:
     loss = own_loss(output)
     if loss is not None:
         return loss
-    tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad and tensor.is_floating_point()]
+    tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.is_floating_point()]
     if not tensors:
         raise ModelError(
             "the model's output has no floating-point tensor that gradients flow into; give a loss function"
@@ -47,12 +47,9 @@ def default_loss(output: Any) -> Tensor:
 
 
 def full_precision(output: Any) -> Any:
-    """A model's output with its 16-bit tensors in FP32, for whatever the script computes from them.
+    """A model's output with its 16-bit tensors in FP32, also those in tuples, lists, mappings and data classes.
 
     If the model returns its own loss, nothing is changed: nobody needs the rest, which may be large.
-
-    Args:
-        output: Tensors, also in tuples, lists, mappings and data classes.
     """
     loss, first = _named_loss(output), _first(output)
     if isinstance(loss, Tensor) or (isinstance(first, Tensor) and not first.dim()):
@@ -68,11 +65,12 @@ def _first(output: Any) -> Any:
     return output[0] if isinstance(output, tuple | list) and output else output
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in a value, also in tuples, lists and mappings."""
     if isinstance(value, Tensor):
         return [value]
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
+    return [tensor for item in items for tensor in tensors_in(item)]
 
 
 def _lifted(value: Any) -> Any:

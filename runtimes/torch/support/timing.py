@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,29 +36,6 @@ class Elapsed:
 
     device_ns: float
     host_ns: float = 0.0
-
-
-class Stopwatch(Protocol):
-    """Times pieces of work one by one."""
-
-    def settle(self, *, flush: bool = True) -> None:
-        """Bring caches into the state of a training step; without ``flush``, only the interpreter's."""
-
-    def time(self, work: Callable[[], T]) -> tuple[T, Elapsed]:
-        """Run ``work`` once; returns its result and its time."""
-
-
-def make_stopwatch(device: torch.device) -> Stopwatch:
-    """Return a stopwatch for a device.
-
-    Raises:
-        UnsupportedError: Neither cpu nor cuda.
-    """
-    if device.type == "cpu":
-        return CpuStopwatch()
-    if device.type == "cuda":
-        return CudaStopwatch(device)
-    raise UnsupportedError(f"cannot time work on {device}: allowed are cpu and cuda")
 
 
 def time_mark(device: torch.device) -> Any:
@@ -100,7 +77,7 @@ class CpuStopwatch:
         self._warm_up()
 
     def time(self, work: Callable[[], T]) -> tuple[T, Elapsed]:
-        """Run ``work`` once."""
+        """Run ``work`` once; returns its result and its time."""
         start_ns = self._clock()
         result = work()
         elapsed_ns = self._clock() - start_ns
@@ -130,11 +107,11 @@ class CudaStopwatch:
         for _ in range(3):
             self._warm_up()
             self._flush_ns = max(1.0, min(self._flush_ns, self.time(lambda: self._scratch.add_(1.0))[1].device_ns))
-        self._own_ns = min(self._time_nothing() for _ in range(_READINGS // 10))
-
-    def _time_nothing(self) -> float:
-        self.settle()
-        return self.time(lambda: None)[1].device_ns
+        idle_ns = []
+        for _ in range(_READINGS // 10):
+            self.settle()
+            idle_ns.append(self.time(lambda: None)[1].device_ns)
+        self._own_ns = min(idle_ns)
 
     def settle(self, *, flush: bool = True) -> None:
         """Bring caches into the state of a training step, and give the host a head start over the device."""
@@ -147,7 +124,7 @@ class CudaStopwatch:
             self._scratch.add_(1.0)
 
     def time(self, work: Callable[[], T]) -> tuple[T, Elapsed]:
-        """Run ``work`` once."""
+        """Run ``work`` once; returns its result and its time."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         start_ns = time.perf_counter_ns()
@@ -169,3 +146,20 @@ class _WarmUp:
 
     def __call__(self) -> None:
         torch.autograd.grad([self._x.view(1) * 2.0], [self._x], [self._gradient])
+
+
+Stopwatch = CpuStopwatch | CudaStopwatch
+"""Times pieces of work one by one."""
+
+
+def make_stopwatch(device: torch.device) -> Stopwatch:
+    """The stopwatch of a device.
+
+    Raises:
+        UnsupportedError: Neither cpu nor cuda.
+    """
+    if device.type == "cpu":
+        return CpuStopwatch()
+    if device.type == "cuda":
+        return CudaStopwatch(device)
+    raise UnsupportedError(f"cannot time work on {device}: allowed are cpu and cuda")
