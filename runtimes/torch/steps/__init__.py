@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.steps.compiled import compiled_inside, compiled_plan_peak
     from qsync_opt.runtimes.torch.steps.profile import (
         StepRecords,
-        fit_samples,
         profile_steps,
         record_plan,
         record_steps,
@@ -32,7 +31,6 @@ __all__ = [
     "Stepper",
     "compiled_inside",
     "compiled_plan_peak",
-    "fit_samples",
     "profile_steps",
     "read_events",
     "record_plan",

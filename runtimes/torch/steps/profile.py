@@ -9,7 +9,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -23,7 +23,13 @@ from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, device_forma
 from qsync_opt.runtimes.torch.interception import Interception, interception_of
 from qsync_opt.runtimes.torch.profiling import DTYPES, wanted_formats
 from qsync_opt.runtimes.torch.steps.compiled import record_compiled_plan
-from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper, record_step
+from qsync_opt.runtimes.torch.steps.recording import (
+    RecordingOptions,
+    Stepper,
+    step_labels,
+    traced_spans,
+    watch_tensors,
+)
 from qsync_opt.runtimes.torch.support import TrainingExample, bare_model, identify
 from qsync_opt.steps import (
     MIXED,
@@ -92,24 +98,37 @@ class StepRecords:
     device: DeviceIdentity
     half_format: str
     samples: tuple[StepSample, ...]
-    casts: Mapping[str, CostFit]
-    cast_host_ns: int
-    available: Mapping[str, Sequence[str]]
+    casts: Mapping[str, CostFit] = field(default_factory=dict)
+    cast_host_ns: int = 0
+    available: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def fit(self, graph: OpGraph) -> StepCosts:
         """The costs of all cases, with the residual of every recorded plan.
 
         Cases that could not be recorded for lack of memory are scaled (`qsync_opt.steps.fitting`).
         """
-        costs = fit_samples(
+        costs, predicted = self._fit(graph, None)
+        paces = kernel_paces(self.samples, {name: time_ns for name, (time_ns, _) in predicted.items()})
+        if paces and self.device.kind != "cpu":
+            costs, predicted = self._fit(graph, paces)
+        return scaled_costs(graph, checked(costs, predicted, self.samples), self.available)
+
+    def _fit(self, graph: OpGraph, paces: Mapping[str, float] | None) -> tuple[StepCosts, dict[str, tuple[int, int]]]:
+        """Costs, and by plan the time and peak memory that they predict."""
+        costs = fit_step_costs(
             graph,
             self.samples,
             self.device,
             half_format=self.half_format,
             casts=self.casts,
             cast_host_ns=self.cast_host_ns,
+            paces=paces,
         )
-        return scaled_costs(graph, costs, self.available)
+        predictor, predicted = StepPredictor(graph, costs), {}
+        for sample in self.samples:
+            step = predictor.plan(sample.precisions)
+            predicted[sample.name] = (predictor.steady_ns(step), predictor.memory(step).peak_bytes)
+        return costs, predicted
 
 
 def profile_steps(
@@ -347,18 +366,33 @@ def record_plan(
     options: RecordingOptions | None = None,
     kernels: KernelOptions | None = None,
 ) -> StepSample:
-    """Record steps under one plan, which is applied for that time."""
-    with _applied(stepper.example.model, graph, plan, kernels) as interception:
+    """Record steps under one plan, which is applied for that time; they train the model."""
+    model, options = stepper.example.model, options or RecordingOptions()
+    with _applied(model, graph, plan, kernels) as interception:
         may_rest, interception.may_rest = interception.may_rest, None
-        sample = record_step(stepper, graph, name=label, precisions=plan, options=options)
+        for _ in range(options.warm_up):
+            stepper.step()
+        measured = stepper.measure(options.repeats)
+        with step_labels(model, graph):
+            spans = traced_spans(stepper, options.traced, memory=False)
+            memory = traced_spans(stepper, 1, memory=True)
+        outputs, kept = watch_tensors(stepper, graph)
+        sample = StepSample(
+            name=label,
+            precisions=dict(plan),
+            outputs=outputs,
+            spans=spans,
+            memory=memory,
+            kept=kept,
+            **measured,
+        )
         if set(plan.values()) != {"FP32"}:
             return sample
         interception.may_rest = may_rest
         stepper.step()
         stepper.step()
-        repeats = (options or RecordingOptions()).repeats
-        phases, _ = stepper.host_ns(repeats)
-        iteration_ns = statistics.median(stepper.paced_ns(repeats))
+        phases, _ = stepper.host_ns(options.repeats)
+        iteration_ns = statistics.median(stepper.paced_ns(options.repeats))
         return dataclasses.replace(sample, resting_ns=sum(phases.values()), iteration_ns=iteration_ns)
 
 
@@ -400,31 +434,3 @@ def _over_rounds(sample: StepSample, rounds: Sequence[tuple[Mapping[str, float],
         # The steps of a plan of FP32 alone were timed at rest, unlike these rounds.
         iteration_ns=sample.iteration_ns if sample.resting_ns else statistics.median(pace for _, pace in rounds),
     )
-
-
-def fit_samples(
-    graph: OpGraph,
-    samples: Sequence[StepSample],
-    device: DeviceIdentity,
-    *,
-    half_format: str,
-    casts: Mapping[str, CostFit] | None = None,
-    cast_host_ns: int = 0,
-) -> StepCosts:
-    """Costs fitted to samples, with the residual of each."""
-
-    def fit(paces: Mapping[str, float] | None) -> tuple[StepCosts, dict[str, tuple[int, int]]]:
-        costs = fit_step_costs(
-            graph, samples, device, half_format=half_format, casts=casts, cast_host_ns=cast_host_ns, paces=paces
-        )
-        predictor, predicted = StepPredictor(graph, costs), {}
-        for sample in samples:
-            step = predictor.plan(sample.precisions)
-            predicted[sample.name] = (predictor.steady_ns(step), predictor.memory(step).peak_bytes)
-        return costs, predicted
-
-    costs, predicted = fit(None)
-    paces = kernel_paces(samples, {name: time_ns for name, (time_ns, _) in predicted.items()})
-    if paces and device.kind != "cpu":
-        costs, predicted = fit(paces)
-    return checked(costs, predicted, samples)

@@ -7,7 +7,7 @@ import itertools
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,6 @@ from qsync_opt.steps import (
     Node,
     Range,
     StepEvents,
-    StepSample,
     StepSpans,
     charge,
     operator_label,
@@ -329,38 +328,6 @@ class Stepper:
         }
 
 
-def record_step(
-    stepper: Stepper,
-    graph: OpGraph,
-    *,
-    name: str,
-    precisions: Mapping[str, str],
-    options: RecordingOptions | None = None,
-) -> StepSample:
-    """Record steps of a model as it is (with a plan applied, DistributedDataParallel around); they train it.
-
-    ``name`` is that of the plan, ``precisions`` are those of its adjustable operators.
-    """
-    options = options or RecordingOptions()
-    model = stepper.example.model
-    for _ in range(options.warm_up):
-        stepper.step()
-    measured = stepper.measure(options.repeats)
-    with step_labels(model, graph):
-        spans = _traced(stepper, options.traced, memory=False)
-        memory = _traced(stepper, 1, memory=True)
-    outputs, kept = watch_tensors(stepper, graph)
-    return StepSample(
-        name=name,
-        precisions=dict(precisions),
-        outputs=outputs,
-        spans=spans,
-        memory=memory,
-        kept=kept,
-        **measured,
-    )
-
-
 def trace_steps(stepper: Stepper, steps: int, *, memory: bool) -> torch.profiler.profile:
     """The finished profiler of some steps, to read the last of: the first pays for the profiler's setup.
 
@@ -377,7 +344,8 @@ def trace_steps(stepper: Stepper, steps: int, *, memory: bool) -> torch.profiler
     return finished
 
 
-def _traced(stepper: Stepper, steps: int, *, memory: bool) -> StepSpans:
+def traced_spans(stepper: Stepper, steps: int, *, memory: bool) -> StepSpans:
+    """The last of some traced steps, charged to operators."""
     return charge(read_events(trace_steps(stepper, steps, memory=memory)))[-1]
 
 

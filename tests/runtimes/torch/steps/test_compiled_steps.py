@@ -19,7 +19,7 @@ from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply
 from qsync_opt.runtimes.torch.job import PlanningOptions, Way, auto_plan
 from qsync_opt.runtimes.torch.job import steps as job_steps
 from qsync_opt.runtimes.torch.job import timing as job_timing
-from qsync_opt.runtimes.torch.steps import RecordingOptions, Stepper, fit_samples, record_plan
+from qsync_opt.runtimes.torch.steps import RecordingOptions, Stepper, StepRecords, record_plan
 from qsync_opt.runtimes.torch.steps.compiled import (
     annotated_operators,
     compiled_inside,
@@ -322,7 +322,7 @@ def test_compiled_steps_are_recorded_kernel_by_kernel(block):
     for phase in (FORWARD, BACKWARD):
         for name in ("a/linear", "gelu", "b/linear"):
             assert sample.spans.spans[phase, name].host_ns > 0
-    costs = fit_samples(block.graph, [sample], CPU, half_format="BF16")
+    costs = StepRecords(device=CPU, half_format="BF16", samples=(sample,)).fit(block.graph)
     assert costs.graphs == 1
     assert StepCosts.from_json(costs.to_json(), "again") == costs
     predictor = StepPredictor(block.graph, costs)
@@ -339,11 +339,11 @@ def sample(block):
 
 def test_steps_of_both_kinds_are_not_fitted_together(block, sample):
     with pytest.raises(ProblemError, match="some of the recorded steps were compiled and some not"):
-        fit_samples(block.graph, [sample, replace(sample, graphs=1)], CPU, half_format="BF16")
+        StepRecords(device=CPU, half_format="BF16", samples=(sample, replace(sample, graphs=1))).fit(block.graph)
 
 
 def test_gradients_of_one_graph_are_ready_at_its_end(block, sample):
-    costs = fit_samples(block.graph, [sample], CPU, half_format="BF16")
+    costs = StepRecords(device=CPU, half_format="BF16", samples=(sample,)).fit(block.graph)
     times = []
     for graphs in (0, 1, 2):
         predictor = StepPredictor(block.graph, replace(costs, graphs=graphs), (block.graph.index("b/linear"),))
