@@ -1,4 +1,4 @@
-"""Plans at work on a model: every operator runs in its precision, forward and backward.
+"""Plans applied to a model: every operator runs in its precision, forward and backward.
 
 Users need `apply`, `undo`, and `graphed`, which captures planned passes as CUDA graphs.
 """

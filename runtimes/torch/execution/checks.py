@@ -148,16 +148,14 @@ def check_precisions(plan: Mapping[str, str], graph: OpGraph | None, device: tor
     return adjustable
 
 
-def check_autocast(adjustable: Mapping[str, str], wanted: str | None, device: torch.device) -> None:
-    """Refuse ``torch.autocast`` for a plan that it cannot carry out."""
-    if wanted is None:
-        return
+def check_autocast(adjustable: Mapping[str, str], autocast: str, device: torch.device) -> None:
+    """Refuse ``torch.autocast`` in a precision for a plan that it cannot carry out."""
     for name, precision in adjustable.items():
         kind = operator_kind(name)
-        possible = kind is not None and ops.supports(kind, wanted, device)
-        if precision != wanted and (possible or precision != "FP32"):
+        possible = kind is not None and ops.supports(kind, autocast, device)
+        if precision != autocast and (possible or precision != "FP32"):
             raise UnsupportedError(
-                f"operator {name!r} is planned in {precision}, but torch.autocast runs all in {wanted}: leave the "
+                f"operator {name!r} is planned in {precision}, but torch.autocast runs all in {autocast}: leave the "
                 "option autocast out for a plan that mixes precisions"
             )
 

@@ -43,6 +43,55 @@ _LOGGER = logging.getLogger(__name__)
 _WARM_UPS = 3
 
 
+def graphed(model: nn.Module, batch: Any) -> nn.Module:
+    """Capture a planned model's training passes in CUDA graphs and replay them from then on, until ``undo``.
+
+    This helps models whose steps wait for the host, which has more to do under a plan than without one. Forward and
+    backward pass are each launched as one; loss functions outside the model, the optimizer and the all-reduce of
+    ``DistributedDataParallel`` are not captured. A pass in evaluation mode, without gradients, or with a batch of
+    other shapes or other non-tensor arguments runs eagerly. After applying another plan, call this again.
+
+    As with any CUDA graph, each pass overwrites the output of the one before; Python code of the model (hooks of inner
+    modules, counters, branches on values) does not run again; nothing in the model may wait for the device or work on
+    the CPU. Memory for the activations stays reserved. Each backward pass must come before the next forward pass.
+    Gradients may be accumulated; parameters receive them all at once, after the whole backward pass, so that an
+    all-reduce no longer overlaps it.
+
+    Args:
+        model: On a card, in training mode, with a plan applied; also inside ``DistributedDataParallel``.
+        batch: As in training: keyword arguments as a mapping, positional ones as a tuple or list, or the single one.
+
+    Returns:
+        The same model, changed in place. Parameters, gradients, buffers and random state are as before.
+
+    Raises:
+        NotReadyError: No plan is applied, or the model is in evaluation mode.
+        UnsupportedError: The model is not on a card, is sharded, has recurrent layers or SyncBatchNorm, or returns
+            other objects than tensors.
+
+    Source:
+        See the module's text.
+    """
+    bare = bare_model(model)
+    interception = interception_of(bare)
+    if interception is None:
+        raise NotReadyError(
+            "no plan is applied to this model: apply(model, plan) comes first; a model without a plan is captured with "
+            "torch.cuda.make_graphed_callables"
+        )
+    if not bare.training:
+        raise NotReadyError(
+            "graphed: the model is in evaluation mode: call model.train() before, passes of it are captured"
+        )
+    check_capturable(bare)
+    interception.graphs = None
+    positional = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (positional, {})
+    with torch.cuda.device(model_device(bare)):
+        interception.graphs = CapturedPasses(interception, bare, args, kwargs)
+    return model
+
+
 def _description(leaf: Any) -> Any:
     """The part of an input that a captured pass fixes: of a tensor all but its values, else the value itself."""
     if isinstance(leaf, Tensor):
@@ -345,52 +394,3 @@ class FirstPass:
 
 def _differentiable(leaves: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-def graphed(model: nn.Module, batch: Any) -> nn.Module:
-    """Capture a planned model's training passes in CUDA graphs and replay them from then on, until ``undo``.
-
-    This helps models whose steps wait for the host, which has more to do under a plan than without one. Forward and
-    backward pass are each launched as one; loss functions outside the model, the optimizer and the all-reduce of
-    ``DistributedDataParallel`` are not captured. A pass in evaluation mode, without gradients, or with a batch of
-    other shapes or other non-tensor arguments runs eagerly. After applying another plan, call this again.
-
-    As with any CUDA graph, each pass overwrites the output of the one before; Python code of the model (hooks of inner
-    modules, counters, branches on values) does not run again; nothing in the model may wait for the device or work on
-    the CPU. Memory for the activations stays reserved. Each backward pass must come before the next forward pass.
-    Gradients may be accumulated; parameters receive them all at once, after the whole backward pass, so that an
-    all-reduce no longer overlaps it.
-
-    Args:
-        model: On a card, in training mode, with a plan applied; also inside ``DistributedDataParallel``.
-        batch: As in training: keyword arguments as a mapping, positional ones as a tuple or list, or the single one.
-
-    Returns:
-        The same model, changed in place. Parameters, gradients, buffers and random state are as before.
-
-    Raises:
-        NotReadyError: No plan is applied, or the model is in evaluation mode.
-        UnsupportedError: The model is not on a card, is sharded, has recurrent layers or SyncBatchNorm, or returns
-            other objects than tensors.
-
-    Source:
-        See the module's text.
-    """
-    bare = bare_model(model)
-    interception = interception_of(bare)
-    if interception is None:
-        raise NotReadyError(
-            "no plan is applied to this model: apply(model, plan) comes first; a model without a plan is captured with "
-            "torch.cuda.make_graphed_callables"
-        )
-    if not bare.training:
-        raise NotReadyError(
-            "graphed: the model is in evaluation mode: call model.train() before, passes of it are captured"
-        )
-    check_capturable(bare)
-    interception.graphs = None
-    positional = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
-    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (positional, {})
-    with torch.cuda.device(model_device(bare)):
-        interception.graphs = CapturedPasses(interception, bare, args, kwargs)
-    return model

@@ -161,7 +161,7 @@ def _warn_compiled(name: str) -> bool:
 
 
 class AppliedPlan:
-    """A plan at work on a model: runs every operator call.
+    """A plan that is applied to a model: runs every operator call.
 
     ``audit`` compares the first steps with the prediction, if there is one. ``counter`` is the number of passes, an
     integer on the device, from which compiled graphs draw their noise. ``device_type`` is the applied entry of the
@@ -335,10 +335,10 @@ class AppliedPlan:
 
     def _under_autocast(self, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Context of a forward pass whose plan is carried out by torch's own mixed precision."""
-        wanted = AUTOCAST_TYPES[str(self._options.autocast)]
+        dtype = AUTOCAST_TYPES[str(self._options.autocast)]
         kind = self._device.type
         if torch.is_autocast_enabled(kind):
-            if torch.get_autocast_dtype(kind) is not wanted:
+            if torch.get_autocast_dtype(kind) is not dtype:
                 raise NotReadyError(
                     f"the model runs under torch.autocast in {torch.get_autocast_dtype(kind)}, but its plan is "
                     f"{self._options.autocast}: leave autocast while a plan is applied"
@@ -346,7 +346,7 @@ class AppliedPlan:
             return contextlib.nullcontext()  # a recomputation in the backward pass
         if not module.training and self._options.evaluate_in == "FP32":
             return contextlib.nullcontext()
-        return torch.autocast(kind, dtype=wanted)
+        return torch.autocast(kind, dtype=dtype)
 
     def _begin_pass(self) -> None:
         if not torch.compiler.is_compiling():
@@ -447,14 +447,13 @@ def apply(
         options = replace(options, autocast=settings.autocast, captured=settings.captured)
     if options.captured:
         check_capturable(bare)
-    check_autocast(adjustable, options.autocast, model_device(bare))
-    name = device_type
-    if name is None and isinstance(plan, DevicePlans):
-        name = next(iter(plan.devices))
-    kinds = () if graph is None else graph.lifted_kinds()
-    if graph is None and settings is not None:
-        kinds = settings.lifted_kinds  # of the graph, which rank 0 alone has
-    applied = AppliedPlan(bare, adjustable, graph, options, name, kinds)
+    if options.autocast is not None:
+        check_autocast(adjustable, options.autocast, model_device(bare))
+    if device_type is None and isinstance(plan, DevicePlans):
+        device_type = next(iter(plan.devices))
+    # Without the graph, which rank 0 alone has, the settings name its kinds.
+    kinds = graph.lifted_kinds() if graph is not None else settings.lifted_kinds if settings is not None else ()
+    applied = AppliedPlan(bare, adjustable, graph, options, device_type, kinds)
     if options.captured:
         applied.interception.graphs = FirstPass(applied.interception, bare)
     if settings is not None:

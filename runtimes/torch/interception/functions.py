@@ -133,7 +133,7 @@ def alike(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
     return _cast(args, target), {name: _cast(value, target) for name, value in kwargs.items()}
 
 
-def _enterable(function: FunctionType) -> FunctionType:
+def _enterable(function: Any) -> FunctionType:
     """Copy a torch Python function so that it does not dispatch to the mode again, while the calls inside it do."""
     checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     copy = FunctionType(

@@ -30,7 +30,7 @@ from qsync_opt.runtimes.torch.steps.recording import (
     traced_spans,
     watch_tensors,
 )
-from qsync_opt.runtimes.torch.support import TrainingExample, bare_model, identify
+from qsync_opt.runtimes.torch.support import TrainingExample, bare_model, identify, intervals_ns, time_mark
 from qsync_opt.steps import (
     MIXED,
     StepCosts,
@@ -46,45 +46,6 @@ from qsync_opt.steps import (
 
 _ELEMENTS = (1 << 16, 1 << 20, 1 << 23)
 _RUNS = 10
-
-
-def time_casts(device: torch.device, formats: Sequence[str], kernels: KernelOptions) -> tuple[dict[str, CostFit], int]:
-    """Device time of the casts between formats, fitted over sizes, and the host's time of one."""
-    sources = [name for name in ("BF16", "FP16", "FP32") if name in formats]
-    pairs = [(a, b) for a, b in itertools.product(sources, [*sources, "INT8", "FP8"]) if a != b and b in formats]
-    fits = {}
-    host: list[float] = []
-    for source, target in pairs:
-        samples = []
-        for elements in _ELEMENTS:
-            x = torch.randn(elements // 256, 256, device=device).to(DTYPES[source])
-            device_ns, host_ns = _run_often(lambda x=x, target=target: ops.cast(x, target, kernels), device)  # type: ignore[misc]
-            samples.append((elements, max(1.0, device_ns)))
-            if elements == _ELEMENTS[0]:
-                host.append(host_ns)
-        fits[f"{source}>{target}"] = fit_cost(samples)
-    return fits, round(statistics.median(host)) if host and device.type != "cpu" else 0
-
-
-def _run_often(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Time of one run on the device with a full queue, and on the host."""
-    work()
-    if device.type != "cuda":
-        start = time.perf_counter_ns()
-        for _ in range(_RUNS):
-            work()
-        return (time.perf_counter_ns() - start) / _RUNS, 0.0
-    torch.cuda.synchronize(device)
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start = time.perf_counter_ns()
-    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # a head start for the host
-    first.record()
-    for _ in range(_RUNS):
-        work()
-    last.record()
-    host_ns = (time.perf_counter_ns() - start) / _RUNS
-    torch.cuda.synchronize(device)
-    return float(first.elapsed_time(last)) * 1e6 / _RUNS, host_ns
 
 
 _FAR_ABOVE = 2.0
@@ -235,7 +196,7 @@ def record_steps(
             )
         report(len(plans), len(plans) + 1, "casts")
         # A compiler fuses casts: those that were not recorded cost next to nothing.
-        casts, cast_host_ns = ({}, 0) if compiled else time_casts(device, tuple(formats), kernels)
+        casts, cast_host_ns = ({}, 0) if compiled else _time_casts(device, tuple(formats), kernels)
         report(len(plans) + 1, len(plans) + 1, "done")
     return StepRecords(
         device=identify(device, name),
@@ -310,7 +271,7 @@ class _Recorder:
                     break
                 if sample.iteration_ns < _FAR_ABOVE * sum(sample.host_ns.values()):
                     report(f"{sample.name}, host")
-                    rounds[sample.name].append(time_host(self._stepper, self._graph, sample, options, self._kernels))
+                    rounds[sample.name].append(_time_host(self._stepper, self._graph, sample, options, self._kernels))
         self.samples = [_over_rounds(sample, rounds[sample.name]) for sample in self.samples]
 
     def record_lost_in_parts(self, available: Mapping[str, Sequence[str]]) -> None:
@@ -396,7 +357,7 @@ def record_plan(
         return dataclasses.replace(sample, resting_ns=sum(phases.values()), iteration_ns=iteration_ns)
 
 
-def time_host(
+def _time_host(
     stepper: Stepper, graph: OpGraph, sample: StepSample, options: RecordingOptions, kernels: KernelOptions
 ) -> tuple[dict[str, float], float]:
     """Nanoseconds on the host by phase under a plan that was recorded before, and of consecutive steps."""
@@ -434,3 +395,41 @@ def _over_rounds(sample: StepSample, rounds: Sequence[tuple[Mapping[str, float],
         # The steps of a plan of FP32 alone were timed at rest, unlike these rounds.
         iteration_ns=sample.iteration_ns if sample.resting_ns else statistics.median(pace for _, pace in rounds),
     )
+
+
+def _time_casts(device: torch.device, formats: Sequence[str], kernels: KernelOptions) -> tuple[dict[str, CostFit], int]:
+    """Device time of the casts between formats, fitted over sizes, and the host's time of one."""
+    sources = [name for name in ("BF16", "FP16", "FP32") if name in formats]
+    pairs = [(a, b) for a, b in itertools.product(sources, [*sources, "INT8", "FP8"]) if a != b and b in formats]
+    fits = {}
+    host: list[float] = []
+    for source, target in pairs:
+        samples = []
+        for elements in _ELEMENTS:
+            x = torch.randn(elements // 256, 256, device=device).to(DTYPES[source])
+            device_ns, host_ns = _run_often(lambda x=x, target=target: ops.cast(x, target, kernels), device)  # type: ignore[misc]
+            samples.append((elements, max(1.0, device_ns)))
+            if elements == _ELEMENTS[0]:
+                host.append(host_ns)
+        fits[f"{source}>{target}"] = fit_cost(samples)
+    return fits, round(statistics.median(host)) if host and device.type != "cpu" else 0
+
+
+def _run_often(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Time of one run on the device with a full queue, and on the host."""
+    work()
+    if device.type != "cuda":
+        start = time.perf_counter_ns()
+        for _ in range(_RUNS):
+            work()
+        return (time.perf_counter_ns() - start) / _RUNS, 0.0
+    torch.cuda.synchronize(device)
+    start = time.perf_counter_ns()
+    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # a head start for the host
+    first = time_mark(device)
+    for _ in range(_RUNS):
+        work()
+    last = time_mark(device)
+    host_ns = (time.perf_counter_ns() - start) / _RUNS
+    torch.cuda.synchronize(device)
+    return intervals_ns((first, last))[0] / _RUNS, host_ns

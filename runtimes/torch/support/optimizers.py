@@ -81,7 +81,7 @@ def rebuilt(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> t
     settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     try:
         copy: torch.optim.Optimizer = type(optimizer)(groups, **settings)
-    except Exception as failure:  # whatever a user's class says to these arguments
+    except Exception as failure:  # of a user's class
         raise UnsupportedError(
             f"an optimizer of the class {type(optimizer).__name__} cannot be built anew from its groups and defaults, "
             f"to be timed ({first_line(failure)}): {_INSTEAD}"

@@ -64,8 +64,8 @@ def compiled_plan_peak(
             "the model in training mode?"
         )
     # The backward pass may delete its incoming gradients only if torch hands them over.
-    held = not hasattr(torch.autograd.Function, "boxed_grads_call")
-    return step_peak(passes[0][1], passes[1][1], tangents_held=held)
+    handed_over = hasattr(torch.autograd.Function, "boxed_grads_call")
+    return step_peak(passes[0][1], passes[1][1], tangents_held=not handed_over)
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ def generated_passes() -> Iterator[list[tuple[bool, GeneratedPass]]]:
     passes: list[tuple[bool, GeneratedPass]] = []
     lowering: Any = GraphLowering
 
-    def noted(graph: Any) -> Any:
+    def collect(graph: Any) -> Any:
         code, _ = graph.codegen()
         passes.append((bool(graph.is_backward), GeneratedPass(code.value, _sizes(graph))))
         graph.cache_key, graph.cache_path = PyCodeCache.write(code.value)
@@ -89,13 +89,13 @@ def generated_passes() -> Iterator[list[tuple[bool, GeneratedPass]]]:
     before = lowering.compile_to_module
     graphs: Any = torch._inductor.config
     autograd: Any = torch._functorch.config
-    lowering.compile_to_module = noted
+    lowering.compile_to_module = collect
     # Versions that compile the backward pass when it first runs have a setting to compile it now.
-    wanted = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+    settings = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
     try:
         with (
             graphs.patch({"fx_graph_cache": False, "graph_partition": False}),
-            autograd.patch({name: value for name, value in wanted.items() if hasattr(autograd, name)}),
+            autograd.patch({name: value for name, value in settings.items() if hasattr(autograd, name)}),
         ):
             yield passes
     finally:
