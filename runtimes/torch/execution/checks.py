@@ -42,7 +42,7 @@ def model_device(model: nn.Module) -> torch.device:
     tensors = [*model.parameters(), *model.buffers()]
     devices = sorted({str(tensor.device) for tensor in tensors})
     if len(devices) > 1:
-        raise ModelError(f"the model lies on several devices ({', '.join(devices)}): a plan is for a model on one")
+        raise ModelError(f"the model is on several devices ({', '.join(devices)}): a plan is for a model on one")
     return torch.device(devices[0]) if devices else torch.device("cpu")
 
 
@@ -91,7 +91,7 @@ def check_sharding(model: nn.Module, weights: str = "call") -> None:
             if weights == "step":
                 raise UnsupportedError(
                     f"module {name!r} is sharded and kernel option weights='step': gathering fills a weight without "
-                    "saying that it was written to, so that old codes would be used; use weights='call'"
+                    "marking it as written, so that old codes would be used; use weights='call'"
                 )
 
 
@@ -184,8 +184,8 @@ def check_capturable(model: nn.Module) -> None:
     recurrent = next((name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)), None)
     if recurrent is not None:
         raise UnsupportedError(
-            f"graphed: {recurrent or 'the model'!r} is a recurrent layer, which keeps its parameters in a place of its "
-            "own besides, so that a captured pass would lose their gradients: run this model operator by operator"
+            f"graphed: {recurrent or 'the model'!r} is a recurrent layer, which also keeps its parameters in a flat "
+            "buffer, so that a captured pass would lose their gradients: run this model operator by operator"
         )
     device = model_device(model)
     if device.type != "cuda":

@@ -301,8 +301,8 @@ class CapturedPasses:
         tensors, gradients = self._tensors_of(recorded.leaves), recorded.gradients
         if [g is not None for g in gradients] != used:
             raise UnsupportedError(
-                "graphed: a module of this model keeps its parameters in a place of its own besides, so that their "
-                "gradients would be lost: run it operator by operator"
+                "graphed: a module of this model also keeps its parameters elsewhere, so that their gradients would be "
+                "lost: run it operator by operator"
             )
         remaining = iter(gradients)
         by_input = [next(remaining) if x.requires_grad else None for x in inputs]
