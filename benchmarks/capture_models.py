@@ -1,6 +1,6 @@
 """How completely and how fast are known models captured? Every product counted twice, by module.
 
-Each model of ``qsync_opt.runtimes.torch.example_models`` (and two small ones with tied and shared modules) is
+Each model of ``example_models`` (and two small ones with tied and shared modules) is
 captured at full size. Beside it, ``torch.utils.flop_counter`` watches one plain forward pass: its products and
 convolutions, calls and FLOPs, are compared module by module with those of the graph. Writes
 ``benchmarks/results/capture.json`` and prints a table.
@@ -26,8 +26,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from example_models import NAMES, Example, example
+
 from qsync_opt.model import PRODUCTS, OpGraph, Role
-from qsync_opt.runtimes.torch import NAMES, Example, example
 from qsync_opt.runtimes.torch.capture import CapturedModel, capture_model
 
 RESULTS = Path(__file__).parent / "results" / "capture.json"

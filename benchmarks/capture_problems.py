@@ -12,18 +12,22 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from example_models import example
+
 from qsync_opt import evaluate
 from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.costs import CostFit, DeviceIdentity, DeviceProfile, MeasuredCost, OptimizerCost
 from qsync_opt.model import Operator, OpGraph, Role
 from qsync_opt.numerics import formats_for, number_format
-from qsync_opt.runtimes.torch import example
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.training import Problem, build_problem, problem_role, problem_to_json, uniform_plan
 

@@ -1,7 +1,7 @@
 """Memory of compiled training steps: what the compiler's code says that they need, beside what they then took.
 
 Plans are drawn at random, operator by operator; nothing is recorded before. For each, the model is compiled as
-far as the code (`qsync_opt.runtimes.torch.steps.compiled_peak`), then compiled in earnest and stepped, and the
+far as the code (`qsync_opt.runtimes.torch.steps.compiled.peak`), then compiled in earnest and stepped, and the
 allocator asked.
 
     python benchmarks/compiled_memory.py [--only vit-short] [--plans 6] [--part 0/2] [--device cuda|cpu] [--output PATH]
@@ -33,7 +33,7 @@ from predictor import RESULTS, errors, summarize
 from predictor_models import BATCHES, MEDIUM, SMALL, Subject
 from predictor_partition import partition
 
-import qsync_opt.runtimes.torch.steps.compiled_peak as compiled_peak
+import qsync_opt.runtimes.torch.steps.compiled.peak as compiled_peak
 from qsync_opt.errors import QSyncError
 from qsync_opt.io import write_json
 from qsync_opt.kernels import ops

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from example_models import Classifier, resnet
 from torch import nn
 
 from qsync_opt.model import OpGraph, load_graph, save_graph
-from qsync_opt.runtimes.torch import Classifier, resnet
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
 

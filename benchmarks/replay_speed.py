@@ -13,6 +13,7 @@ import datetime
 import platform
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from qsync_opt.steps import PlannedStep, StepPredictor, bucket_borders, bucket_s
 from qsync_opt.testing import random_step_costs
 from qsync_opt.training import gradient_buckets
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 RESULTS = Path(__file__).parent / "results"
 TYPES = 4
 PRECISIONS = ("INT8", "FP8", "BF16", "FP16", "TF32", "FP32")
@@ -30,7 +33,8 @@ PRECISIONS = ("INT8", "FP8", "BF16", "FP16", "TF32", "FP32")
 
 def captured(model: str) -> OpGraph:
     """The graph of an example model."""
-    from qsync_opt.runtimes.torch import example
+    from example_models import example
+
     from qsync_opt.runtimes.torch.capture import capture
 
     found = example(model)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from example_models import example
 from runtime_training import Batch, Run, Worker, everywhere, fused_adamw, kinds
 from torch import nn
 
 import qsync_opt
-from qsync_opt.runtimes.torch import example
 from qsync_opt.runtimes.torch.ddp import broadcast_json, gather_json
 from qsync_opt.runtimes.torch.demo import Gpt, GptConfig
 from qsync_opt.runtimes.torch.job import JobPlan, Way, paired_medians

@@ -1,6 +1,6 @@
 """Plans on PyTorch: capture, profiling, applying plans, distributed training, checkpoints.
 
-`TorchRuntime` is the registered adapter; the folders hold one part of the work each.
+`TorchRuntime` is the registered adapter; each folder does one part of the work.
 """
 
 from typing import TYPE_CHECKING
@@ -8,16 +8,8 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.runtimes.torch.example_models import NAMES, Classifier, Example, example, resnet
     from qsync_opt.runtimes.torch.runtime import TorchRuntime
 else:
     __getattr__, __dir__ = lazy(__name__)
 
-__all__ = [
-    "NAMES",
-    "Classifier",
-    "Example",
-    "TorchRuntime",
-    "example",
-    "resnet",
-]
+__all__ = ["TorchRuntime"]

@@ -1,4 +1,4 @@
-"""PyTorch as a runtime: the functions of this package behind the common contract."""
+"""PyTorch as a registered runtime."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+import qsync_opt.runtimes.torch.capture as capturing
+import qsync_opt.runtimes.torch.execution as execution
 from qsync_opt.costs import DeviceProfile
-from qsync_opt.model import OpGraph
-from qsync_opt.numerics import PrecisionFormats
-from qsync_opt.runtimes.torch.capture import capture, capture_model
-from qsync_opt.runtimes.torch.execution import ApplyOptions, DevicePlans, apply, capabilities, undo
 from qsync_opt.runtimes.torch.profiling import profile
 
 
@@ -22,18 +20,11 @@ class TorchRuntime:
 
     name = "torch"
     trains = True
-
-    def capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> OpGraph:
-        """Operators of one training forward pass; see ``capture``."""
-        return capture(model, args, kwargs)
-
-    def device_formats(self, device: torch.device | str) -> dict[str, PrecisionFormats]:
-        """Precisions of a device with their border formats; see ``capabilities.device_formats``."""
-        return capabilities.device_formats(device)
-
-    def operator_precisions(self, op_type: str, device: torch.device | str) -> tuple[str, ...]:
-        """Precisions in which a kind of operator can run; see ``capabilities.operator_precisions``."""
-        return capabilities.operator_precisions(op_type, device)
+    capture = staticmethod(capturing.capture)
+    device_formats = staticmethod(execution.device_formats)
+    operator_precisions = staticmethod(execution.operator_precisions)
+    apply = staticmethod(execution.apply)
+    undo = staticmethod(execution.undo)
 
     def profile(
         self,
@@ -49,7 +40,7 @@ class TorchRuntime:
     ) -> DeviceProfile:
         """Capture a model and measure it; see `profile`, which can also measure whole iterations."""
         return profile(
-            capture_model(model, args, kwargs),
+            capturing.capture_model(model, args, kwargs),
             device,
             precisions=precisions,
             cache_dir=cache_dir,
@@ -57,19 +48,3 @@ class TorchRuntime:
             name=name,
             progress=False,
         )
-
-    def apply(
-        self,
-        model: nn.Module,
-        plan: Mapping[str, str] | DevicePlans,
-        device_type: str | None = None,
-        *,
-        graph: OpGraph | None = None,
-        options: ApplyOptions | None = None,
-    ) -> nn.Module:
-        """Make a model run under a plan; see ``apply``."""
-        return apply(model, plan, device_type, graph=graph, options=options)
-
-    def undo(self, model: nn.Module) -> nn.Module:
-        """Take the plan off again; see ``undo``."""
-        return undo(model)

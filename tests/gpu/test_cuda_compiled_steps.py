@@ -8,13 +8,8 @@ from torch import nn
 import qsync_opt
 from qsync_opt.kernels.autograd import float_modes
 from qsync_opt.runtimes.torch.execution import apply, undo
-from qsync_opt.runtimes.torch.steps import (
-    RecordingOptions,
-    Stepper,
-    compiled_inside,
-    compiled_plan_peak,
-    record_compiled_plan,
-)
+from qsync_opt.runtimes.torch.steps import RecordingOptions, Stepper
+from qsync_opt.runtimes.torch.steps.compiled import compiled_inside, compiled_plan_peak, record_compiled_plan
 from qsync_opt.steps import BACKWARD
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning:torch")]

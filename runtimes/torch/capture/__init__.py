@@ -1,6 +1,6 @@
-"""The operator graph of a PyTorch model, through its export to ONNX and one traced forward pass.
+"""The operator graph of a PyTorch model, from one forward pass and its export to ONNX.
 
-`capture` takes a module and its arguments, `capture_model` also says how its calls map to operators.
+`capture` returns the graph; `capture_model` also returns the call of each operator.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What exactly was called? A recorded call of one operator, enough to run it again on tensors made up for it."""
+"""Recorded calls of operators, which can be run again on random tensors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from qsync_opt.model import TensorSpec
 class TensorArgument:
     """A tensor argument without its data.
 
-    ``stride`` is in elements. ``state`` is the name of the parameter or buffer it is, None for an activation;
-    ``is_parameter`` tells these two apart, trainable or not. ``requires_gradient`` is what backward asks for.
-    ``upper`` is the exclusive bound of the values an index may take, None where any value will do.
+    ``stride`` is in elements. ``state`` is the name of the parameter (``is_parameter``, trainable or not) or buffer,
+    None for an activation. ``requires_gradient`` says whether backward flows into it. ``upper`` is the exclusive bound
+    of an index's values, None if any value will do.
     """
 
     spec: TensorSpec
@@ -36,7 +36,7 @@ class TensorArgument:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type as torch has it."""
+        """Element type of torch."""
         dtype = getattr(torch, self.spec.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
@@ -46,12 +46,12 @@ class TensorArgument:
         return torch.empty_strided(self.spec.shape, self.stride, dtype=self.dtype, device="meta")
 
     def random(self, device: torch.device | str, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Return a tensor of this shape, type and stride with made-up values: normal, valid indices, or True.
+        """Return a tensor of this shape, type and stride with random values: normal numbers or valid indices.
 
-        Masks are True everywhere, because an attention row with nothing to attend to has no finite result.
+        Masks are True everywhere: an attention row that attends to nothing has no finite result.
         """
         if self.spec.is_floating:
-            # One flat storage seen through the strides: expanded dimensions (stride 0) come out as they were.
+            # One flat storage seen through the strides, so that expanded dimensions (stride 0) stay expanded.
             last = sum((size - 1) * step for size, step in zip(self.spec.shape, self.stride, strict=True))
             storage = torch.randn(max(last + 1, 0), generator=generator, device=device).to(self.dtype)
             return storage.as_strided(self.spec.shape, self.stride).detach().requires_grad_(self.requires_gradient)
@@ -66,7 +66,7 @@ class RecordedCall:
     """One call of the captured forward pass.
 
     ``target`` is the ATen overload (or ``operator.getitem``); tensors in ``args`` and ``kwargs``, also inside lists,
-    are ``TensorArgument``. ``is_view`` says that the result shares an argument's memory, so that no data moves.
+    are ``TensorArgument``. ``is_view``: the result shares an argument's memory, so that no data moves.
     """
 
     target: Callable[..., Any]
@@ -81,25 +81,29 @@ class RecordedCall:
         """All tensor arguments, in argument order."""
         return _tensors((*self.args, *self.kwargs.values()))
 
-    def build(self, make: Callable[[TensorArgument], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and keyword arguments with ``make`` applied to every tensor argument."""
+    def build(
+        self, make: Callable[[TensorArgument], Any], device: torch.device | str | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments with ``make`` applied to every tensor, for a call on ``device``."""
         args = tuple(_replaced(argument, make) for argument in self.args)
-        return args, {key: _replaced(argument, make) for key, argument in self.kwargs.items()}
+        kwargs = {key: _replaced(argument, make) for key, argument in self.kwargs.items()}
+        if device is not None and "device" in kwargs:
+            kwargs["device"] = torch.device(device)
+        return args, kwargs
 
     def random_arguments(
         self, device: torch.device | str, generator: torch.Generator | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments with made-up values on ``device``, ready for ``target(*args, **kwargs)``."""
-        args, kwargs = self.build(lambda argument: argument.random(device, generator))
-        return args, {key: torch.device(device) if key == "device" else value for key, value in kwargs.items()}
+        """Random arguments on ``device``, for ``target(*args, **kwargs)``."""
+        return self.build(lambda argument: argument.random(device, generator), device)
 
     def description(self) -> str:
-        """Text that is equal for two calls exactly when they do the same work on the same kinds of tensors."""
+        """Text that is equal for two calls exactly if they do the same work on the same kinds of tensors."""
         args, kwargs = self.build(_describe)
         return json.dumps([str(self.target), args, kwargs], default=str, sort_keys=True)
 
     def signature(self, op_type: str) -> str:
-        """Return a short form of ``description``, headed by the kind of operator."""
+        """Digest of ``description`` after the kind of operator."""
         return f"{op_type}:{hashlib.sha256(self.description().encode()).hexdigest()[:24]}"
 
 
@@ -125,37 +129,31 @@ def _describe(argument: TensorArgument) -> list[Any]:
 
 
 def index_bound(op_type: str, tensors: tuple[torch.Tensor, ...]) -> int | None:
-    """Return the exclusive bound of the integer arguments of an operator, None if it takes no index.
-
-    Args:
-        op_type: Kind of operator.
-        tensors: All tensor arguments in argument order, as exported (no data needed).
-    """
-    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
-    if not floating:
+    """Exclusive bound of the integer arguments of an operator from all its tensors, None if it takes no index."""
+    shape = next((tensor.shape for tensor in tensors if tensor.is_floating_point()), None)
+    if shape is None:
         return None
     match op_type:
         case "embedding" | "embedding_bag":
-            return floating[0].shape[0]
+            return shape[0]
         case "cross_entropy_loss" | "nll_loss" | "nll_loss_nd" | "nll_loss2d":
-            return floating[0].shape[1] if floating[0].dim() > 1 else floating[0].shape[0]
+            return shape[1] if len(shape) > 1 else shape[0]
         case "gather" | "index" | "index_select" | "take_along_dim" | "take" | "scatter" | "scatter_add" | "index_add":
-            return min(floating[0].shape, default=1)
+            return min(shape, default=1)
     return None
 
 
 def count_flops(name: str, call: RecordedCall) -> int:
-    """Return the forward floating-point operations of a call's products and convolutions, a multiply-add being two.
+    """Forward floating-point operations of a call's products and convolutions, two for a multiply-add.
 
-    The call runs on the meta device under torch's own counter, with the products counted besides that it leaves out.
+    The call runs on the meta device under torch's own counter, extended by the products that it leaves out.
 
     Raises:
-        ModelError: The call cannot be run on tensors without data.
+        ModelError: The call cannot run on tensors without data.
     """
-    args, kwargs = call.build(TensorArgument.meta)
-    kwargs = {key: torch.device("meta") if key == "device" else value for key, value in kwargs.items()}
+    args, kwargs = call.build(TensorArgument.meta, "meta")
     try:
-        # The kernel for fused attention is chosen by device, and not every one is known to the counter.
+        # The kernel of fused attention depends on the device, and the counter does not know all of them.
         with (
             torch.no_grad(),
             sdpa_kernel(SDPBackend.MATH),
@@ -167,22 +165,10 @@ def count_flops(name: str, call: RecordedCall) -> int:
     return int(counter.get_total_flops())
 
 
-def _matrix_vector(a_shape: Any, b_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return int(2 * a_shape[0] * a_shape[1])
-
-
-def _added_matrix_vector(c_shape: Any, a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
-    return int(2 * a_shape[0] * a_shape[1])
-
-
-def _vector_vector(a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
-    return int(2 * a_shape[0])
-
-
 def _trilinear(
     a_shape: Any, b_shape: Any, c_shape: Any, a_new: Any, b_new: Any, c_new: Any, sums: Any, *_: Any, **__: Any
 ) -> int:
-    """Each operand gets new dimensions of size 1; then all are multiplied and summed."""
+    """Each operand gets new dimensions of size 1; all are multiplied and summed."""
     expanded = []
     for shape, new in ((a_shape, a_new), (b_shape, b_new), (c_shape, c_new)):
         sizes = list(shape)
@@ -193,9 +179,9 @@ def _trilinear(
 
 
 _OTHER_PRODUCTS: dict[Any, Any] = {
-    torch.ops.aten.mv: _matrix_vector,
-    torch.ops.aten.addmv: _added_matrix_vector,
-    torch.ops.aten.dot: _vector_vector,
-    torch.ops.aten.vdot: _vector_vector,
+    torch.ops.aten.mv: lambda a_shape, *_, **__: 2 * a_shape[0] * a_shape[1],
+    torch.ops.aten.addmv: lambda c_shape, a_shape, *_, **__: 2 * a_shape[0] * a_shape[1],
+    torch.ops.aten.dot: lambda a_shape, *_, **__: 2 * a_shape[0],
+    torch.ops.aten.vdot: lambda a_shape, *_, **__: 2 * a_shape[0],
     torch.ops.aten._trilinear: _trilinear,
 }

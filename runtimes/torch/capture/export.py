@@ -1,20 +1,20 @@
-"""How does a PyTorch model become an exported program and an ONNX model, with failures a user can act on?
+"""Export of PyTorch models to programs of torch.export and to ONNX, in training mode and with static shapes.
 
-Training mode, static shapes, no output of the exporters' own. A failure carries the exporter's reason and the module
-in which it stopped.
+The exporters print nothing. A failure names the exporter's reason and the module in which it stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import logging
 import math
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,7 @@ from qsync_opt.errors import ModelError
 op: Any = opset18
 
 
-def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Return the table of own translations for ``torch.onnx.export``."""
-    return {torch.ops.aten.scaled_dot_product_attention.default: attention}
-
-
-def attention(
+def _attention(
     query: Any,
     key: Any,
     value: Any,
@@ -46,7 +41,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Write softmax(Q Kᵀ · scale + mask) V in ONNX; Q (..., H, L, E), K (..., G, S, E), V (..., G, S, F), G divides H.
+    """ONNX form of softmax(Q Kᵀ · scale + mask) V; Q (..., H, L, E), K (..., G, S, E), V (..., G, S, F), G divides H.
 
     Source:
         The equivalent code in the documentation of ``torch.nn.functional.scaled_dot_product_attention``; ours is
@@ -86,7 +81,7 @@ def _scalar(number: float, like: Any) -> Any:
 
 
 def _lowest(like: Any) -> Any:
-    # The least finite number instead of -inf, so that a row that attends to nothing gives no NaN.
+    # The lowest finite number instead of -inf, so that a row that attends to nothing gives no NaN.
     return _scalar(float(like.dtype.min), like)
 
 
@@ -107,8 +102,8 @@ _NODE = re.compile(r"%(\w+)")
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the exporters' warnings, log lines and prints from the user; the settings are restored afterwards."""
+def _quiet() -> Iterator[None]:
+    """Suppress the exporters' warnings, log lines and prints."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -122,7 +117,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model that is in evaluation mode into training mode; a model in training mode is left as it is."""
+    """Put a model in evaluation mode into training mode; one in training mode is left as it is."""
     if model.training:
         yield
         return
@@ -135,36 +130,8 @@ def training_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-class _Whereabouts:
-    """Knows in which module a forward pass stopped: the deepest one entered and not left."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._stack: list[str] = []
-        self._handles: list[Any] = []
-        for path, module in model.named_modules():
-            where = describe_module(path, module)
-            self._handles.append(module.register_forward_pre_hook(self._enter(where), prepend=True))
-            self._handles.append(module.register_forward_hook(self._leave))
-
-    def _enter(self, where: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            self._stack.append(where)
-
-        return hook
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._stack.pop()
-
-    def __str__(self) -> str:
-        return self._stack[-1] if self._stack else "the model's forward"
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
 def describe_module(path: str, module: nn.Module | type | str) -> str:
-    """Return ``module 'encoder.0' (TransformerEncoderLayer)`` for messages."""
+    """A module for messages, as ``module 'encoder.0' (TransformerEncoderLayer)``."""
     kind = module if isinstance(module, str) else (module if isinstance(module, type) else type(module)).__name__
     kind = kind.rsplit(".", 1)[-1]
     return f"module {path!r} ({kind})" if path else f"the model itself ({kind})"
@@ -173,36 +140,49 @@ def describe_module(path: str, module: nn.Module | type | str) -> str:
 @contextlib.contextmanager
 def locating(model: nn.Module, what: str) -> Iterator[None]:
     """Turn an exception of a forward pass inside the block into a ModelError that names the module it came from."""
-    whereabouts = _Whereabouts(model)
+    running = ["the model's forward"]  # modules that were entered and not left
+    handles: list[Any] = []
+
+    def enter(where: str, *_: Any) -> None:
+        running.append(where)
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    for path, module in model.named_modules():
+        hook = functools.partial(enter, describe_module(path, module))
+        handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        handles.append(module.register_forward_hook(leave))
     try:
         yield
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"{what} in {whereabouts}: {reason_of(error)}") from error
+        raise ModelError(f"{what} in {running[-1]}: {_reason(error)}") from error
     finally:
-        whereabouts.remove()
+        for handle in handles:
+            handle.remove()
 
 
-def reason_of(error: BaseException) -> str:
-    """Return the first line of the innermost explicit cause of ``error``, with its kind."""
+def _reason(error: BaseException) -> str:
+    """The first line of the innermost explicit cause of ``error``, with its type."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in _ESCAPES.sub("", str(error)).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-# Tensor methods that return their own tensor when there is nothing to do.
+# Tensor methods that may return their own tensor.
 _MAY_RETURN_SELF = frozenset(
     {"to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "flatten", "ravel", "cpu", "cuda"}
 )
 
 
 class _SeparateIdentities(TorchFunctionMode):
-    """Lets ``y = x.float()`` be another tensor than ``x`` during tracing, even where it changes nothing.
+    """Makes ``y = x.float()`` another tensor than ``x`` during tracing, even if it converts nothing.
 
-    The tracer knows tensors by identity. Without this, every later use of ``x`` would seem to read the conversion,
-    although under a plan, where ``x`` may be in 16 bit, it does not. ``flatten`` takes the aliases out again.
+    The tracer identifies tensors by object. Without this, every later use of ``x`` would seem to read the conversion,
+    which is wrong under a plan, where ``x`` may have 16 bits. ``flatten`` removes the aliases.
     """
 
     def __torch_function__(
@@ -214,7 +194,7 @@ class _SeparateIdentities(TorchFunctionMode):
 
 
 def _tensors_only(model: nn.Module, args: Any, output: Any) -> list[torch.Tensor]:
-    """Forward hook: the tensors of an output, without containers that torch.export does not know (caches)."""
+    """Forward hook: the tensors of an output, without containers unknown to torch.export (caches)."""
     tensors = _tensors_of(output)
     if not tensors and output is not None:
         raise ModelError(
@@ -234,37 +214,24 @@ def _tensors_of(output: Any) -> list[torch.Tensor]:
     return tensors
 
 
-@contextlib.contextmanager
-def _tensor_outputs(model: nn.Module) -> Iterator[None]:
-    handle = model.register_forward_hook(_tensors_only)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the ``torch.export.ExportedProgram`` of ``model`` as it stands, at the level of torch operations.
+    """Return the ``torch.export.ExportedProgram`` of ``model`` in its present mode, at the level of torch operations.
 
     Raises:
         ModelError: The model cannot be exported; the text has the reason and the module where it stopped.
     """
-    with (
-        quiet(),
-        locating(model, "torch.export stopped"),
-        _tensor_outputs(model),
-        _SeparateIdentities(),
-        _one_tf32_setting(),
-    ):
-        return torch.export.export(model, args, dict(kwargs), strict=False)
+    with _quiet(), locating(model, "torch.export stopped"), contextlib.ExitStack() as stack:
+        stack.callback(model.register_forward_hook(_tensors_only).remove)
+        with _SeparateIdentities(), _one_tf32_setting():
+            return torch.export.export(model, args, dict(kwargs), strict=False)
 
 
 @contextlib.contextmanager
 def _one_tf32_setting() -> Iterator[None]:
-    """Give torch's exporters one TF32 setting of cuDNN to read, and the settings of its parts back afterwards.
+    """Let torch's exporters read one TF32 setting of cuDNN, and restore the settings of its parts afterwards.
 
-    torch refuses to read it as a whole where its parts were set by themselves, and exporting loses what they were set
-    to. What is read decides nothing about the exported program.
+    torch refuses to read it as a whole if the parts were set separately, and exporting loses their settings. The value
+    does not matter to the exported program.
     """
     backends: Any = torch.backends
     parts = (backends.cudnn.conv, backends.cudnn.rnn)
@@ -282,39 +249,37 @@ def _one_tf32_setting() -> Iterator[None]:
 
 
 def export_onnx(program: Any) -> Any:
-    """Return the ``torch.onnx.ONNXProgram`` of an exported program, without graph optimizations.
-
-    Optimizations would fold operators into each other, and every ONNX node should lead back to one operator.
+    """Return the ``torch.onnx.ONNXProgram`` of an exported program, without optimizations, which would fuse operators.
 
     Raises:
         ModelError: An operation has no translation; the text has the exporter's reason and the module.
     """
     try:
-        with quiet(), _one_tf32_setting():
+        with _quiet(), _one_tf32_setting():
             return torch.onnx.export(
                 program,
                 dynamo=True,
                 verbose=False,
                 optimize=False,
-                custom_translation_table=translations(),
+                custom_translation_table={torch.ops.aten.scaled_dot_product_attention.default: _attention},
             )
     except Exception as error:
         where = _module_of_failure(program, error)
-        raise ModelError(f"the ONNX exporter stopped in {where}: {reason_of(error)}") from error
+        raise ModelError(f"the ONNX exporter stopped in {where}: {_reason(error)}") from error
 
 
 def _module_of_failure(program: Any, error: BaseException) -> str:
-    """Find the module of the node that the exporter's messages name."""
+    """The module of the node that the exporter's messages name."""
     nodes = {node.name: node for node in program.graph.nodes}
     cause: BaseException | None = error
     while cause is not None:
         failed = _FAILED_NODE.search(str(cause))
         if failed is not None:
-            # Decomposition renames nodes: one that the program lacks is looked for among the users of its arguments.
+            # Decomposition renames nodes: a missing one is searched among the users of its arguments.
             arguments = (nodes[name] for name in _NODE.findall(failed[2]) if name in nodes)
             users = (user for argument in arguments for user in argument.users)
-            found = nodes.get(failed[1]) or nodes.get(failed[1].lstrip("_")) or next(users, None)
-            stack = found.meta.get("nn_module_stack") if found is not None else None
+            node = nodes.get(failed[1]) or nodes.get(failed[1].lstrip("_")) or next(users, None)
+            stack = node.meta.get("nn_module_stack") if node is not None else None
             if stack:
                 path, kind = list(stack.values())[-1]
                 return describe_module(path, kind)
@@ -323,16 +288,16 @@ def _module_of_failure(program: Any, error: BaseException) -> str:
 
 
 def save_onnx(onnx_program: Any, path: Path) -> Path:
-    """Write an ONNX program to ``path``, large weights to ``<path>.data`` beside it; whole or not at all.
+    """Write an ONNX program to ``path``, large weights to ``<path>.data``; whole or not at all.
 
     Raises:
         ModelError: The folder cannot be written to.
     """
     try:
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-            with quiet():
+            with _quiet():
                 onnx_program.save(Path(folder) / path.name)
-            # The file of weights first: the model refers to it by name.
+            # The weights first: the model refers to their file by name.
             for file in sorted(Path(folder).iterdir(), key=lambda file: file.name == path.name):
                 file.replace(path.parent / file.name)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""What does a PyTorch model consist of? Captures a model in training mode as an operator graph, by way of ONNX.
+"""Captures a PyTorch model in training mode as an operator graph.
 
-The model runs once (to see it run, and what runs), is exported with torch.export and the dynamo exporter to ONNX, and
-the ONNX model is read back: its nodes carry the operator they belong to, its metadata the operators themselves, those
-included that leave no node behind. Nothing of the model changes: mode, buffers and random state are put back.
+The model runs once, is exported with torch.export and the dynamo exporter to ONNX, and the ONNX model is read back: its
+nodes carry the operators that they belong to, its metadata all operators, also those without a node. The model is left
+unchanged: mode, buffers and random state are restored.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from qsync_opt.runtimes.torch.support import model_unchanged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedModel:
-    """A captured model: its operators, and what is needed to run each of them by itself.
+    """A captured model: its operator graph, and by name the call of every operator, to run it by itself.
 
-    ``program`` is the ``torch.export.ExportedProgram`` at the level of torch operations. ``calls`` has the call of
-    every operator of ``graph``, by name.
+    ``program`` is the ``torch.export.ExportedProgram`` at the level of torch operations.
     """
 
     graph: OpGraph
@@ -56,20 +55,20 @@ def capture_model(
     """Capture the operators of one training forward pass.
 
     Args:
-        model: In FP32, on any device. One in evaluation mode is captured in training mode and then put back.
-        args: Positional arguments of the forward pass, as in training; shapes are taken as fixed. Pass the labels
-            too where the model computes its loss.
+        model: In FP32, on any device. In evaluation mode it is captured in training mode and then restored.
+        args: Positional arguments of the forward pass, as in training; shapes are fixed. Pass the labels too if the
+            model computes its loss.
         kwargs: Keyword arguments of the forward pass.
-        roles: The role table with changes; None is the shipped one.
-        name: Of the graph; None is the class name of the model.
-        onnx_path: Where the ONNX file is kept, its weights beside it if large; None keeps none.
+        roles: The role table with changes; None: the built-in one.
+        name: Of the graph; None: the class name of the model.
+        onnx_path: Where to keep the ONNX file, its weights beside it if large; None keeps none.
 
     Returns:
         The graph, the exported program, and the call of each operator.
 
     Raises:
-        ModelError: The forward pass or one of the exporters fails (with the reason and the module where it stopped),
-            a parameter is not FP32, or what was exported is not what runs.
+        ModelError: The forward pass or an exporter fails (with the reason and the module where it stopped), a
+            parameter is not FP32, or the exported model is not the one that runs.
 
     Source:
         Ours. The exporters are torch.export and torch.onnx.
@@ -78,7 +77,7 @@ def capture_model(
     _check_model(model, args)
     with training_mode(model):
         seen = _run_once(model, args, kwargs)
-        with model_unchanged(model):  # tracing leaves its own tensors where the forward pass assigns buffers
+        with model_unchanged(model):  # tracing replaces buffers that the forward pass assigns
             program = export_program(model, args, kwargs)
     flatten(program)
     operators = read_operators(program, model, roles or RoleTable(), name or type(model).__name__)
@@ -96,7 +95,7 @@ def capture(
     name: str | None = None,
     onnx_path: str | os.PathLike[str] | None = None,
 ) -> OpGraph:
-    """Return the operator graph of one training forward pass; all as in ``capture_model``, without the calls."""
+    """Return the operator graph of one training forward pass, with the arguments and errors of `capture_model`."""
     return capture_model(model, args, kwargs, roles=roles, name=name, onnx_path=onnx_path).graph
 
 
@@ -118,7 +117,7 @@ def _check_model(model: nn.Module, args: Any) -> None:
 
 
 def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Run one forward pass and return the names of the adjustable kinds of operators that run, in order."""
+    """Run one forward pass and return the names of its operators of adjustable kinds, in order."""
     seen: list[str] = []
 
     def note(call: OperatorCall) -> Any:
@@ -137,9 +136,9 @@ def _run_once(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def _compare(graph: OpGraph, seen: tuple[str, ...]) -> None:
-    """Refuse a graph whose adjustable kinds of operators are not those that ran.
+    """Refuse a graph whose operators of adjustable kinds are not those that ran.
 
-    Other kinds are left out: some torch functions run as one where the export shows the operations inside.
+    Other kinds are not compared: the export shows the inner operations of some torch functions.
     """
     captured = tuple(operator.name for operator in graph if ROLE_TABLE.get(operator.op_type) is Role.ADJUSTABLE)
     if captured == seen:
@@ -156,7 +155,7 @@ def _compare(graph: OpGraph, seen: tuple[str, ...]) -> None:
 
 
 def _through_onnx(program: Any, operators: Operators, path: str | os.PathLike[str] | None) -> OpGraph:
-    """Export to ONNX and read the result back, which also checks that its nodes agree with the operators."""
+    """Export to ONNX and read the file back, which checks its nodes against the operators."""
     onnx_program = export_onnx(program)
     model = onnx_program.model
     model.metadata_props[GRAPH_KEY] = json.dumps(graph_to_json(operators.graph), separators=(",", ":"))
@@ -166,14 +165,14 @@ def _through_onnx(program: Any, operators: Operators, path: str | os.PathLike[st
     with tempfile.TemporaryDirectory(prefix="qsync-opt-") as folder:
         if path is not None:
             return read_onnx(save_onnx(onnx_program, Path(path)))
-        # Weights would only be written to be skipped.
+        # Reading skips the weights, so none are written.
         file = Path(folder) / "model.onnx"
         onnx_program.save(file, include_initializers=False, keep_initializers_as_inputs=True)
         return read_onnx(file)
 
 
 def _owners(decomposed: Any, operators: Operators) -> dict[str, str]:
-    """Map each call of the program that was translated to the operator it stems from."""
+    """Map each call of the translated program to its operator."""
     owners: dict[str, str] = {}
     for node in decomposed.graph.nodes:
         if node.op != "call_function":
@@ -184,17 +183,17 @@ def _owners(decomposed: Any, operators: Operators) -> dict[str, str]:
             names.append(origin[-1].name)
             origin = origin[-1].from_node
         # The innermost origin is the node of the program before decomposition.
-        found = [operators.by_node[name] for name in reversed(names) if name in operators.by_node]
-        if not found:
+        owner = next((operators.by_node[name] for name in reversed(names) if name in operators.by_node), None)
+        if owner is None:
             raise ModelError(
                 f"the ONNX exporter made call {node.name!r} ({node.target}) out of no operator of the model"
             )
-        owners[node.name] = found[0]
+        owners[node.name] = owner
     return owners
 
 
 def _called(node: Any) -> str:
-    """Name of the program's call that an ONNX node was translated from."""
+    """Name of the program's call that became an ONNX node."""
     text = node.metadata_props.get("pkg.torch.onnx.fx_node", "")
     call = re.match(r"%(\w+)", text)
     if call is None:

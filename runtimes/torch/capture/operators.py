@@ -1,14 +1,14 @@
-"""Which operators does an exported program consist of? Names, roles, edges, sizes and calls, read from its graph.
+"""Operators of an exported program: names, roles, edges, sizes and calls.
 
-One operator for each call that yields a tensor, in execution order, and one of kind ``input`` for each floating-point
-argument of the model, so that casts of inputs have a place.
+Each call that returns a tensor is an operator, in execution order; so is each floating-point argument of the model, of
+kind ``input``, so that casts of inputs have a place.
 """
 
 from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +40,9 @@ from qsync_opt.runtimes.torch.capture.program import (
 from qsync_opt.runtimes.torch.interception import operator_name
 
 INPUT = "input"
-"""Kind of the operators that stand for the model's floating-point arguments."""
+"""Kind of the operators for the model's floating-point arguments."""
 
-# Kinds that read only the rows or elements they select, not the whole of their first argument.
+# Kinds that read only the selected rows or elements of their first argument.
 _SELECTING = frozenset({"embedding", "embedding_bag", "index_select", "index", "gather", "take", "take_along_dim"})
 
 
@@ -59,15 +59,17 @@ def read_operators(program: Any, model: nn.Module, roles: RoleTable, name: str) 
     """Return the operators of the flattened ``program`` that ``model`` was exported to.
 
     Raises:
-        ModelError: A shape or element type that cannot be planned, no operators, or a role pattern that fits none.
+        ModelError: A shape or element type cannot be planned, there are no operators, or a role pattern fits none.
     """
     reader = _Reader(program, model, roles)
     for node in program.graph.nodes:
-        reader.take(node)
+        reader.read(node)
     if all(operator.op_type == INPUT for operator in reader.operators):
         raise ModelError(f"model {name!r} does nothing: its forward pass has no tensor operation to plan")
     parameters = tuple(
-        ParameterSpec(name=key, spec=TensorSpec(shape=tuple(parameter.shape), dtype=_dtype_name(parameter.dtype)))
+        ParameterSpec(
+            name=key, spec=TensorSpec(shape=tuple(parameter.shape), dtype=str(parameter.dtype).removeprefix("torch."))
+        )
         for key, parameter in model.named_parameters()
         if parameter.requires_grad
     )
@@ -95,8 +97,8 @@ class _Reader:
         first = {id(module): path for path, module in model.named_modules()}
         self._paths = {path: first[id(module)] for path, module in model.named_modules(remove_duplicate=False)}
 
-    def take(self, node: fx.Node) -> None:
-        """Take in the next node; one that yields no tensor (an assertion, a size) has nothing to plan."""
+    def read(self, node: fx.Node) -> None:
+        """Read the next node; one without a tensor result (an assertion, a size) is no operator."""
         tensors = tensors_of(node)
         if node.op == "call_function" and tensors:
             kind = _kind(node)
@@ -114,11 +116,12 @@ class _Reader:
 
     def _add(self, node: fx.Node, kind: str, path: str, name: str) -> None:
         call = self._call(node, kind)
-        # Of the tuple that it takes apart, getitem reads one tensor.
+        # getitem reads one tensor of its tuple.
         reads = call.args[0][call.args[1] : call.args[1] + 1] if kind == "getitem" else tuple(call.tensors())
         outputs = tuple(tensor_spec(tensor, node) for tensor in tensors_of(node))
         role = self._role(node, kind, name, outputs)
         signature = call.signature(kind)
+        trained = (str(read.state) for read in reads if read.is_parameter and read.requires_gradient)
         self.operators.append(
             Operator(
                 name=name,
@@ -128,7 +131,7 @@ class _Reader:
                 inputs=self._inputs(node, role),
                 input_specs=tuple(read.spec for read in reads),
                 output_specs=outputs,
-                parameters=_unique(read.state for read in reads if read.is_parameter and read.requires_gradient),
+                parameters=tuple(dict.fromkeys(trained)),
                 onnx_nodes=(),
                 flops=self._count_flops(name, kind, signature, call),
                 num_bytes=_count_bytes(kind, reads, outputs, call.is_view),
@@ -166,7 +169,7 @@ class _Reader:
         delivers_floating = any(spec.is_floating for spec in outputs)
         if listed is None and (delivers_floating or activations):
             self.unknown.add(kind)
-        # What writes into an activation keeps that one's format, whatever else it reads.
+        # An operator that writes into an activation keeps its format, whatever else it reads.
         keeps_format = is_in_place(node) and bool(activations) and reads[0] is activations[0]
         return decide_role(
             listed,
@@ -189,7 +192,7 @@ class _Reader:
             return ()
         reads = [read for read in self._floating_reads(node) if self._flow.state(read) is None]
         if role is Role.DEPENDENT:
-            # Type promotion lets 0-dim operands follow the others; empty ones (a cache's beginning) are made to.
+            # 0-dim operands follow the others by type promotion, empty ones (the start of a cache) by the runtime.
             deciding = [read for read in reads if tensors_of(read)[0].dim() > 0 and tensors_of(read)[0].numel() > 0]
             reads = deciding or reads
         return tuple(self.by_node[self._flow.source(read).name] for read in reads)
@@ -203,7 +206,7 @@ class _Reader:
 
 
 def _kind(node: fx.Node) -> str:
-    """Kind of a call: the name of its ATen operator, with the namespace in front for those of other libraries."""
+    """Kind of a call: the name of its ATen operator, after the namespace for those of other libraries."""
     if node.target is operator.getitem:
         return "getitem"
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -216,14 +219,6 @@ def _kind(node: fx.Node) -> str:
 
 def _is_floating_type(value: Any) -> bool:
     return isinstance(value, torch.dtype) and value.is_floating_point
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _unique(names: Iterable[str | None]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
 def _count_bytes(kind: str, reads: Sequence[TensorArgument], outputs: Sequence[TensorSpec], is_view: bool) -> int:

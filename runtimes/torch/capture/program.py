@@ -1,14 +1,13 @@
-"""How does an exported program become one flat list of calls?
+"""Exported programs as one flat list of calls, and the dataflow between these.
 
-torch.export keeps regions under ``no_grad`` and ``autocast`` as nested graphs. They are inlined, so that their calls
-are operators like all others; what they mean for gradients is kept in the nodes' metadata. The aliases that tracing
-put in are taken out.
+torch.export keeps regions under ``no_grad`` and ``autocast`` as nested graphs. They are inlined, with their effect on
+gradients in the nodes' metadata, and the aliases that tracing inserted are removed.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,30 +25,27 @@ NO_GRADIENT = "qsync_opt.no_gradient"
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the innermost module that a node runs in, as in ``named_modules``; "" is the model itself."""
+    """Path of the innermost module that a node runs in, "" for the model itself."""
     stack = node.meta.get("nn_module_stack")
     return str(list(stack.values())[-1][0]) if stack else ""
 
 
-def where(node: fx.Node) -> str:
-    """Describe the module a node runs in, for messages."""
+def _where(node: fx.Node) -> str:
+    """The module that a node runs in, for messages."""
     stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return "the model itself"
-    path, kind = list(stack.values())[-1]
-    return describe_module(path, kind)
+    return describe_module(*list(stack.values())[-1]) if stack else "the model itself"
 
 
 def flatten(program: Any) -> None:
-    """Inline the nested regions of an exported program and drop its aliases, in place.
+    """Inline the nested regions of an exported program and remove its aliases, in place.
 
     Raises:
-        ModelError: A region cannot be part of a straight forward pass (cond, scan, ...) or enables autocast.
+        ModelError: A region has control flow (cond, scan, ...) or enables autocast.
     """
     graph_module = program.graph_module
     graph = graph_module.graph
     while region := next((n for n in graph.nodes if _is_region(n)), None):
-        _inline(program, graph_module, region)
+        _inline(program, region)
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is torch.ops.aten.alias.default:
             _substitute(program, node, node.args[0])
@@ -63,7 +59,7 @@ def _is_region(node: fx.Node) -> bool:
 
 
 def _region_parts(node: fx.Node) -> tuple[fx.Node, Sequence[Any], bool]:
-    """Return a region's nested graph, its operands and whether gradients are disabled inside."""
+    """A region's nested graph, its operands and whether gradients are disabled inside."""
     kind = str(node.target)
     match kind, node.args:
         case "wrap_with_set_grad_enabled", (bool(enabled), fx.Node() as body, *operands):
@@ -71,20 +67,20 @@ def _region_parts(node: fx.Node) -> tuple[fx.Node, Sequence[Any], bool]:
         case "wrap_with_autocast", (device, dtype, bool(enabled), _, fx.Node() as body, *operands):
             if enabled:
                 raise ModelError(
-                    f"{where(node)} enables autocast ({device}, {dtype}) in its forward: precisions are set by the "
+                    f"{_where(node)} enables autocast ({device}, {dtype}) in its forward: precisions are set by the "
                     "plan alone, take the autocast block out"
                 )
             return body, operands, False
         case "tag_activation_checkpoint", (fx.Node() as body, *operands):
             return body, operands, False
     raise ModelError(
-        f"{where(node)} contains {kind}: only a forward pass without control flow and custom regions can be planned, "
+        f"{_where(node)} contains {kind}: only a forward pass without control flow and custom regions can be planned, "
         "rewrite it with plain tensor operations"
     )
 
 
-def _inline(program: Any, graph_module: fx.GraphModule, region: fx.Node) -> None:
-    graph = graph_module.graph
+def _inline(program: Any, region: fx.Node) -> None:
+    graph_module, graph = program.graph_module, program.graph_module.graph
     body_node, operands, no_gradient = _region_parts(region)
     no_gradient = no_gradient or bool(region.meta.get(NO_GRADIENT))
     body = graph_module.get_submodule(str(body_node.target))
@@ -95,39 +91,25 @@ def _inline(program: Any, graph_module: fx.GraphModule, region: fx.Node) -> None
     for node in body.graph.nodes:
         if node.op == "placeholder":
             values[node] = next(remaining)
-        elif node.op == "output":
+            continue
+        if node.op == "output":
             results = fx.map_arg(node.args[0], values.__getitem__)
-        else:
-            values[node] = _copy(graph_module, body, node, values, region, no_gradient)
+            continue
+        with graph.inserting_before(region):
+            copy = values[node] = graph.node_copy(node, values.__getitem__)
+        if no_gradient:
+            copy.meta[NO_GRADIENT] = True
+        if node.op == "get_attr":  # the graph of a region inside this one moves up, under a free name
+            copy.target = name = f"{region.name}_{str(node.target).replace('.', '_')}"
+            graph_module.add_module(name, body.get_submodule(str(node.target)))
     _replace(program, region, results)
     graph.erase_node(region)
     if not body_node.users:
         graph.erase_node(body_node)
 
 
-def _copy(
-    graph_module: fx.GraphModule,
-    body: fx.GraphModule,
-    node: fx.Node,
-    values: Mapping[fx.Node, Any],
-    region: fx.Node,
-    no_gradient: bool,
-) -> fx.Node:
-    graph = graph_module.graph
-    with graph.inserting_before(region):
-        copy = graph.node_copy(node, values.__getitem__)
-    if no_gradient:
-        copy.meta[NO_GRADIENT] = True
-    if node.op == "get_attr":
-        # A nested region's own graph moves up under a name that is free here.
-        name = f"{region.name}_{str(node.target).replace('.', '_')}"
-        graph_module.add_module(name, body.get_submodule(str(node.target)))
-        copy.target = name
-    return copy
-
-
 def _replace(program: Any, region: fx.Node, results: Any) -> None:
-    """Let the users of a region's results use the inlined nodes instead."""
+    """Make the users of a region's results use the inlined nodes."""
     if isinstance(results, fx.Node):
         _substitute(program, region, results)
         return
@@ -137,14 +119,14 @@ def _replace(program: Any, region: fx.Node, results: Any) -> None:
 
 
 def _substitute(program: Any, old: fx.Node, new: Any) -> None:
-    """Put ``new`` in the place of ``old`` everywhere, the program's signature included."""
+    """Replace ``old`` by ``new`` everywhere, also in the program's signature."""
     old.replace_all_uses_with(new)
     program.graph_signature.replace_all_uses(old.name, new.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """A parameter, buffer or constant of the model, by the first name the model gives it."""
+    """A parameter, buffer or constant of the model, under the first name that the model has for it."""
 
     name: str
     is_parameter: bool
@@ -152,7 +134,7 @@ class State:
 
 
 def tensor_spec(tensor: torch.Tensor, node: fx.Node) -> TensorSpec:
-    """Describe the tensor that ``node`` yields.
+    """Shape and type of a tensor that ``node`` returns.
 
     Raises:
         ModelError: A size depends on the data, or the element type is not supported.
@@ -161,37 +143,37 @@ def tensor_spec(tensor: torch.Tensor, node: fx.Node) -> TensorSpec:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if not all(isinstance(size, int) for size in shape):
         raise ModelError(
-            f"{where(node)} yields a tensor {node.name!r} of shape {list(map(str, shape))}, which depends on the data: "
-            "only models with fixed shapes can be planned"
+            f"{_where(node)} yields a tensor {node.name!r} of shape {list(map(str, shape))}, which depends on the "
+            "data: only models with fixed shapes can be planned"
         )
     if dtype not in DTYPE_BYTES:
         raise ModelError(
-            f"{where(node)} yields {node.name!r} of element type {dtype}: allowed are {', '.join(DTYPE_BYTES)}"
+            f"{_where(node)} yields {node.name!r} of element type {dtype}: allowed are {', '.join(DTYPE_BYTES)}"
         )
     return TensorSpec(shape=shape, dtype=dtype)
 
 
 def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    """Return the tensors a node yields, without data."""
+    """The tensors that a node returns, without data."""
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else (value,)
     return tuple(item for item in values if isinstance(item, torch.Tensor))
 
 
 def is_floating(tensor: torch.Tensor) -> bool:
-    """True for tensors whose precision matters, as ``TensorSpec.is_floating``."""
+    """Whether the precision of a tensor matters, as ``TensorSpec.is_floating``."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def is_in_place(node: fx.Node) -> bool:
-    """True if the call writes into its first argument."""
+    """Whether a call writes into its first argument."""
     schema = getattr(node.target, "_schema", None)
     first = schema.arguments[0] if schema is not None and schema.arguments else None
     return first is not None and first.alias_info is not None and first.alias_info.is_write
 
 
 class Dataflow:
-    """Reads of an exported program, taken in node by node in execution order."""
+    """Reads, writes and gradients of an exported program, followed node by node in execution order."""
 
     def __init__(self, program: Any, model: nn.Module) -> None:
         self._states = _states(program, model)
@@ -201,25 +183,25 @@ class Dataflow:
         self._order = {node: position for position, node in enumerate(program.graph.nodes)}
 
     def state(self, node: fx.Node) -> State | None:
-        """Return the parameter or buffer that a node stands for, None if it is an activation or was overwritten."""
+        """The parameter or buffer that a node is, None for an activation and for one that was overwritten."""
         return self._states.get(node.name) if self.source(node) is node else None
 
     def source(self, node: fx.Node) -> fx.Node:
-        """Return the node that last wrote the tensor which ``node`` names."""
+        """The node that last wrote the tensor of ``node``."""
         writer = self._writers.get(self._roots.get(node, node), node)
         return writer if self._order[writer] > self._order[node] else node
 
     def reads(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """Return the nodes whose tensors a call takes, once per argument, in argument order."""
+        """The nodes whose tensors a call reads, once per argument, in argument order."""
         return tuple(argument for argument in _nodes((*node.args, *node.kwargs.values())) if tensors_of(argument))
 
     def requires_gradient(self, node: fx.Node) -> bool:
-        """True if backward flows into the tensor that ``node`` names."""
+        """Whether backward flows into the tensor of ``node``."""
         state = self.state(node)
         return state.requires_gradient if state else self.source(node) in self._gradients
 
     def shares_memory(self, node: fx.Node) -> bool:
-        """True if a call's result is a view of its first argument."""
+        """Whether a call's result is a view of its first argument."""
         schema = getattr(node.target, "_schema", None)
         if node.target is not operator.getitem and (
             schema is None or all(r.alias_info is None for r in schema.returns)
@@ -232,7 +214,7 @@ class Dataflow:
         return all(tensor.untyped_storage()._cdata in storages for tensor in tensors_of(node))
 
     def advance(self, node: fx.Node) -> None:
-        """Take in the effects of a call: views, writes, gradients."""
+        """Follow the effects of a call: views, writes, gradients."""
         reads = self.reads(node)
         detached = node.meta.get(NO_GRADIENT) or "detach" in str(node.target)
         if not detached and any(self.requires_gradient(read) for read in reads):
@@ -247,7 +229,7 @@ class Dataflow:
             self._roots[node] = root
 
     def argument(self, node: fx.Node, upper: int | None = None) -> Any:
-        """Describe the tensor a node yields as an argument; a list of descriptions if it yields several."""
+        """The result of a node as an argument; a tuple if it returns several tensors."""
         state = self.state(node)
         gradient = self.requires_gradient(node)
 
@@ -275,7 +257,7 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
 
 
 def _states(program: Any, model: nn.Module) -> dict[str, State]:
-    """Map placeholder names to states; tied parameters get the name that ``named_parameters`` gives them."""
+    """Placeholder name to state; tied parameters have their name of ``named_parameters``."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     states: dict[str, State] = {}

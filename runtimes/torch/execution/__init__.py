@@ -1,6 +1,6 @@
-"""A plan on a model: every operator runs in its precision, forward and backward.
+"""Plans applied to a model: every operator runs in its precision, forward and backward.
 
-`apply` and `undo` are the whole of it for users; `graphed` captures planned steps as CUDA graphs.
+Users need `apply`, `undo`, and `graphed`, which captures planned passes as CUDA graphs.
 """
 
 from typing import TYPE_CHECKING

@@ -1,11 +1,9 @@
-"""Compare the first training steps with what was predicted; the device is waited for once, at the end."""
+"""Compares the first training steps under a plan with its predictions."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import statistics
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 from torch import nn
 
 from qsync_opt.io import check_integer
-from qsync_opt.runtimes.torch.support import is_capturing
+from qsync_opt.runtimes.torch.support import intervals_ns, is_capturing, time_mark
 
 _LOGGER = logging.getLogger(__name__)
 _TOLERANCE = 0.15
@@ -24,7 +22,7 @@ _TOLERANCE = 0.15
 class AuditResult:
     """Predicted and measured iteration time in nanoseconds (median), and peak memory in bytes.
 
-    Memory is None where it was not measured (on a CPU), or not predicted for steps as they are.
+    Memory is None if it was not measured (on a CPU), or not predicted for steps as they are.
     """
 
     predicted_ns: int
@@ -54,23 +52,20 @@ class AuditResult:
 
 
 class StepAudit:
-    """Watches a model's training passes until it has seen enough, logs what it found, and goes.
+    """Times a model's first training steps, logs the result and removes itself.
 
-    A step lasts from the beginning of one training pass to the beginning of the next, so it holds the backward pass,
-    the all-reduce, the optimizer and the data loader. With gradient accumulation it is one micro-step.
+    A step lasts from the beginning of one training pass to the beginning of the next, so that it includes the backward
+    pass, the all-reduce, the optimizer and the data loader. With gradient accumulation it is one micro-step. The device
+    is waited for once, at the end.
     """
 
     def __init__(
         self, model: nn.Module, *, predicted_ns: int, predicted_bytes: int | None, steps: int = 20, warm_up: int = 5
     ) -> None:
-        """Begin to watch.
+        """Begin to watch the passes of ``model`` in training mode with gradients, ``steps`` after some warm-up.
 
-        Args:
-            model: Whose passes count; only passes in training mode with gradients do.
-            predicted_ns: Of one iteration of the job.
-            predicted_bytes: At the peak on this worker; None: memory is not looked at.
-            steps: That count.
-            warm_up: Before them.
+        ``predicted_ns`` is the time of one iteration of the job; ``predicted_bytes`` the peak on this worker, None if
+        memory is not to be measured.
         """
         check_integer(steps, "steps", minimum=1)
         check_integer(warm_up, "warm_up")
@@ -84,7 +79,7 @@ class StepAudit:
         self._handle: Any = model.register_forward_pre_hook(self._mark)
 
     def stop(self) -> None:
-        """Watch no longer; without enough steps there is no result."""
+        """Stop watching; without enough steps there is no result."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -93,30 +88,25 @@ class StepAudit:
     def _mark(self, module: nn.Module, _: tuple[Any, ...]) -> None:
         if not (module.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return
-        if self._device.type == "cuda" and is_capturing():
+        on_cuda = self._device.type == "cuda"
+        if on_cuda and is_capturing():
             return
         if self._skipped:
             self._skipped -= 1
             return
-        if self._device.type == "cuda":
-            if not self._marks:
-                torch.cuda.reset_peak_memory_stats(self._device)
-            mark: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            mark.record()
-        else:
-            mark = time.perf_counter_ns()
-        self._marks.append(mark)
+        if on_cuda and not self._marks:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._marks.append(time_mark(self._device))
         if len(self._marks) > self._steps:
             self._finish()
 
     def _finish(self) -> None:
-        marks, peak = self._marks, None
+        peak = None
         if self._device.type == "cuda":
-            marks[-1].synchronize()
-            spans = [a.elapsed_time(b) * 1e6 for a, b in itertools.pairwise(marks)]
-            peak = None if self._predicted_bytes is None else torch.cuda.max_memory_allocated(self._device)
-        else:
-            spans = [float(b - a) for a, b in itertools.pairwise(marks)]
+            self._marks[-1].synchronize()
+            if self._predicted_bytes is not None:
+                peak = torch.cuda.max_memory_allocated(self._device)
+        spans = intervals_ns(self._marks)
         self.stop()
         self.result = AuditResult(
             predicted_ns=self._predicted_ns,

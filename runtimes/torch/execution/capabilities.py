@@ -1,4 +1,4 @@
-"""What a torch device can compute in, and the formats at the borders of an operator there."""
+"""Precisions of a torch device and of each kind of operator on it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import torch
 
 from qsync_opt.kernels import backend, ops
 from qsync_opt.numerics import PrecisionFormats, formats_for
-
-# Which kinds of operators a plan may adjust.
-ADJUSTABLE = ops.ADJUSTABLE
 
 
 def device_formats(device: torch.device | str) -> dict[str, PrecisionFormats]:
@@ -18,7 +15,7 @@ def device_formats(device: torch.device | str) -> dict[str, PrecisionFormats]:
     8.9 also FP8.
 
     Raises:
-        UnsupportedError: A device that is neither.
+        UnsupportedError: The device is neither, or is not there.
     """
     return formats_for(backend.device_precisions(device), backend.half_format(device))
 

@@ -1,4 +1,4 @@
-"""Is this model one that a plan can be applied to, and is the plan for it?"""
+"""Checks that a plan can be applied to a model and belongs to it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _SHOWN = 3
 
 
 def some_names(names: list[str]) -> str:
-    """The first few of some names, for an error's text."""
+    """The first few names, for an error's text."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(repr(name) for name in names[:_SHOWN]) + more
 
 
 def operator_kind(name: str) -> str | None:
-    """Kind of an adjustable operator from its name, None if the name is not of one."""
+    """Kind of an adjustable operator by its name, None for the name of another."""
     last = name.rsplit("/", 1)[-1]
     if last in ops.ADJUSTABLE:
         return last
@@ -34,15 +34,15 @@ def operator_kind(name: str) -> str | None:
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """Where all of a model lies.
+    """The device of all parameters and buffers of a model.
 
     Raises:
-        ModelError: It lies on several devices.
+        ModelError: There are several.
     """
     tensors = [*model.parameters(), *model.buffers()]
     devices = sorted({str(tensor.device) for tensor in tensors})
     if len(devices) > 1:
-        raise ModelError(f"the model lies on several devices ({', '.join(devices)}): a plan is for a model on one")
+        raise ModelError(f"the model is on several devices ({', '.join(devices)}): a plan is for a model on one")
     return torch.device(devices[0]) if devices else torch.device("cpu")
 
 
@@ -57,28 +57,19 @@ def check_master_weights(model: nn.Module) -> None:
 
 
 def _fsdp() -> Any:
-    """Torch's package of sharding wrappers; None if it is not in use: loading it to find that out takes seconds."""
+    """Torch's package of sharding wrappers if it is loaded, else None: loading it takes seconds."""
     return sys.modules.get("torch.distributed.fsdp")
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether ``fully_shard`` or ``FullyShardedDataParallel`` holds some of the model's parameters."""
     fsdp = _fsdp()
-    if fsdp is None:
-        return False
-    return any(isinstance(module, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)) for module in model.modules())
+    kinds = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def check_sharding(model: nn.Module, weights: str = "call") -> None:
-    """Refuse wrappers that hand operators other weights than the FP32 ones.
-
-    Args:
-        model: To look through.
-        weights: As in `KernelOptions`.
-
-    Raises:
-        UnsupportedError: There is such a wrapper; the text names it.
-    """
+    """Refuse wrappers that hand operators other weights than the FP32 ones; ``weights`` as in `KernelOptions`."""
     fsdp = _fsdp()
     if fsdp is None:
         return
@@ -91,25 +82,26 @@ def check_sharding(model: nn.Module, weights: str = "call") -> None:
             )
         if isinstance(module, fsdp.FSDPModule):
             policy = getattr(module._get_fsdp_state(), "_mp_policy", None)
-            given = getattr(policy, "param_dtype", None)
-            if given not in (None, torch.float32):
+            dtype = getattr(policy, "param_dtype", None)
+            if dtype not in (None, torch.float32):
                 raise UnsupportedError(
-                    f"module {name!r} is sharded with param_dtype={given}: a plan decides each operator's precision "
+                    f"module {name!r} is sharded with param_dtype={dtype}: a plan decides each operator's precision "
                     "and needs the FP32 weights; leave param_dtype out of MixedPrecisionPolicy (reduce_dtype may stay)"
                 )
             if weights == "step":
                 raise UnsupportedError(
                     f"module {name!r} is sharded and kernel option weights='step': gathering fills a weight without "
-                    "saying that it was written to, so that old codes would be used; use weights='call'"
+                    "marking it as written, so that old codes would be used; use weights='call'"
                 )
 
 
 def check_names(model: nn.Module, plan: Mapping[str, str], graph: OpGraph | None) -> None:
     """Refuse a plan for another model, naming the first operators that differ."""
-    paths = {path for path, _ in model.named_modules()}
-    unknown = [name for name in plan if (name.rsplit("/", 1)[0] if "/" in name else "") not in paths]
     if graph is not None:
         unknown = [name for name in plan if name not in graph]
+    else:
+        paths = {path for path, _ in model.named_modules()}
+        unknown = [name for name in plan if name.rpartition("/")[0] not in paths]
     if unknown:
         where = "graph" if graph is not None else "model"
         raise ModelError(
@@ -120,17 +112,17 @@ def check_names(model: nn.Module, plan: Mapping[str, str], graph: OpGraph | None
     planned = [parameter.name for parameter in graph.parameters]
     names = {name for name, _ in model.named_parameters()}
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    # A graph has the trained ones alone; what was frozen since is still the same model.
+    # A graph has trained parameters only; some may have been frozen since.
     different = [a for a in planned if a not in names] or [a for a in trained if a not in set(planned)]
     if planned and different:
         raise ModelError(f"the graph is of another model: parameters differ, first {some_names(different)}")
 
 
 def check_precisions(plan: Mapping[str, str], graph: OpGraph | None, device: torch.device) -> dict[str, str]:
-    """Precision of each adjustable operator of the plan, every one possible on the device.
+    """Precision of each adjustable operator of the plan, checked against the device.
 
     Raises:
-        ModelError: Without a graph: no name of the plan is one that capture gives, as in plans of plain ONNX files.
+        ModelError: Without a graph: no name of the plan is one of a captured model, as in plans of plain ONNX files.
         UnsupportedError: The device lacks a planned precision, or an operator cannot run at it.
     """
     adjustable = {}
@@ -156,16 +148,14 @@ def check_precisions(plan: Mapping[str, str], graph: OpGraph | None, device: tor
     return adjustable
 
 
-def check_autocast(adjustable: Mapping[str, str], wanted: str | None, device: torch.device) -> None:
-    """Refuse ``torch.autocast`` as the way to carry out a plan that says more than it can."""
-    if wanted is None:
-        return
+def check_autocast(adjustable: Mapping[str, str], autocast: str, device: torch.device) -> None:
+    """Refuse ``torch.autocast`` in a precision for a plan that it cannot carry out."""
     for name, precision in adjustable.items():
         kind = operator_kind(name)
-        possible = kind is not None and ops.supports(kind, wanted, device)
-        if precision != wanted and (possible or precision != "FP32"):
+        possible = kind is not None and ops.supports(kind, autocast, device)
+        if precision != autocast and (possible or precision != "FP32"):
             raise UnsupportedError(
-                f"operator {name!r} is planned in {precision}, but torch.autocast runs all in {wanted}: leave the "
+                f"operator {name!r} is planned in {precision}, but torch.autocast runs all in {autocast}: leave the "
                 "option autocast out for a plan that mixes precisions"
             )
 
@@ -174,15 +164,14 @@ NO_SECOND_DERIVATIVE = (
     "the gradient of a captured pass cannot be differentiated again: do without graphed(), or capture, for a loss that "
     "holds gradients, such as a gradient penalty"
 )
-"""What a second differentiation of captured passes ends in."""
+"""Error of differentiating captured passes twice."""
 
 
 def check_capturable(model: nn.Module) -> None:
-    """Refuse models whose passes cannot be captured, as far as that is known beforehand.
+    """Refuse models that are known not to be capturable.
 
     Raises:
-        UnsupportedError: The model is not on a card, is sharded, has recurrent layers, or layers whose passes wait for
-            other workers.
+        UnsupportedError: The model is not on a card, is sharded, or has recurrent layers or SyncBatchNorm.
     """
     waiting = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
     if waiting is not None:
@@ -195,8 +184,8 @@ def check_capturable(model: nn.Module) -> None:
     recurrent = next((name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)), None)
     if recurrent is not None:
         raise UnsupportedError(
-            f"graphed: {recurrent or 'the model'!r} is a recurrent layer, which keeps its parameters in a place of its "
-            "own besides, so that a captured pass would lose their gradients: run this model operator by operator"
+            f"graphed: {recurrent or 'the model'!r} is a recurrent layer, which also keeps its parameters in a flat "
+            "buffer, so that a captured pass would lose their gradients: run this model operator by operator"
         )
     device = model_device(model)
     if device.type != "cuda":

@@ -1,13 +1,12 @@
 """Forward and backward pass of a planned model as two CUDA graphs, which the host launches instead of every kernel.
 
-A plan costs the host more than plain torch does, and a model of small operators waits for its host anyway. In a
-captured pass no Python of ours or the model's runs: operators, casts and roundings are those that were captured, on the
-present weights, with noise that is new in every pass.
+A plan costs the host more than plain torch, and models of small operators are bound by their host anyway. A captured
+pass runs no Python: it replays operators, casts and roundings on the present weights, with new noise in every pass.
 
 Source:
-    The arrangement (warm up, capture forward, then backward) is that of ``torch.cuda.make_graphed_callables``; it
-    differs in taking any batch, in refusing a backward pass whose activations are gone, in keeping gradients that are
-    accumulated, and in leaving alone the nodes that accumulate into parameters.
+    The procedure (warm up, capture forward, then backward) is that of ``torch.cuda.make_graphed_callables``; it differs
+    in accepting any batch, refusing a backward pass whose activations are overwritten, keeping accumulated gradients,
+    and not touching the nodes that accumulate into parameters.
 """
 
 from __future__ import annotations
@@ -44,324 +43,19 @@ _LOGGER = logging.getLogger(__name__)
 _WARM_UPS = 3
 
 
-def _description(leaf: Any) -> Any:
-    """What a captured pass is bound to: of a tensor all but its values, else the value itself."""
-    if isinstance(leaf, Tensor):
-        return (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
-    return leaf
-
-
-def _may_replay() -> bool:
-    """Whether a training pass that begins now could be a replay."""
-    recomputed = torch._C._current_graph_task_id() != -1
-    refused = recomputed or torch.is_autocast_enabled("cuda") or is_capturing()
-    return torch.is_grad_enabled() and not refused
-
-
-@dataclass(frozen=True, slots=True)
-class _Passes:
-    """Two graphs and the tensors that they read and write."""
-
-    forward: torch.cuda.CUDAGraph
-    backward: torch.cuda.CUDAGraph | None
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    spec: TreeSpec
-    leaves: tuple[Any, ...]
-    """Of the output; a number stands for the tensor in that place."""
-    output_gradients: tuple[Tensor | None, ...]
-    gradients: tuple[Tensor | None, ...]
-    """Of the inputs, then of the parameters."""
-    written: set[int]
-    """Places of ``output_gradients`` that are not zero."""
-
-
-class _Recorded(NamedTuple):
-    """Two graphs just captured, what the forward pass returned, and the gradients of that and of what was wanted."""
-
-    forward: torch.cuda.CUDAGraph
-    backward: torch.cuda.CUDAGraph | None
-    found: list[Any]
-    spec: TreeSpec
-    seeds: list[Tensor]
-    gradients: tuple[Tensor | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor of the output stands among its tensors."""
-
-    index: int
-
-
-class _Replay(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, graphs: CapturedPasses, passes: _Passes, *tensors: Tensor) -> tuple[Tensor, ...]:
-        for place, given in zip(passes.inputs, tensors, strict=False):
-            if place.data_ptr() != given.data_ptr():
-                place.copy_(given, non_blocking=True)
-        ctx.set_materialize_grads(False)
-        passes.forward.replay()
-        graphs.generation += 1
-        ctx.graphs, ctx.passes, ctx.generation = graphs, passes, graphs.generation
-        # A loss is copied: users keep those of many steps.
-        outputs = tuple(output.clone() if output.numel() == 1 else output.detach() for output in passes.outputs)
-        ctx.mark_non_differentiable(
-            *(o for o, place in zip(outputs, passes.output_gradients, strict=True) if place is None)
-        )
-        return outputs
-
-    @staticmethod
-    @differentiated_once(NO_SECOND_DERIVATIVE)
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        graphs: CapturedPasses = ctx.graphs
-        passes: _Passes = ctx.passes
-        if ctx.generation != graphs.generation:
-            raise NotReadyError(
-                "a captured forward pass ran again before the backward pass of the one before it, whose activations "
-                "are gone: call backward() before the next forward pass, or do without graphed()"
-            )
-        graphs.keep_accumulated(passes)
-        for index, (place, given) in enumerate(zip(passes.output_gradients, gradients, strict=True)):
-            if place is None:
-                continue
-            if given is not None:
-                place.copy_(given)
-                passes.written.add(index)
-            elif index in passes.written:  # it may be large, as logits are beside the loss
-                place.zero_()
-                passes.written.discard(index)
-        assert passes.backward is not None
-        passes.backward.replay()
-        return (None, None, *(None if g is None else g.detach() for g in passes.gradients))
-
-
-class CapturedPasses:
-    """The graphs of one model for one kind of batch; used by its interception while they fit.
-
-    Attributes:
-        generation: Forward passes replayed so far.
-        replayed: Whether the last pass of the model was a replay.
-    """
-
-    def __init__(self, interception: Interception, model: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
-        self.generation = 0
-        self.replayed = False
-        self._interception = interception
-        self._model = model
-        self._training = model.training
-        leaves, self._spec = tree_flatten((args, dict(kwargs)))
-        self._bound = [_description(leaf) for leaf in leaves]
-        self._parameters = tuple(p for p in model.parameters() if p.requires_grad)
-        self._passes: _Passes | None = self._captured(leaves)
-        self._told = False
-
-    def forget(self) -> None:
-        """Capture anew before the next replay: what the graphs hold as constants has changed."""
-        self._passes = None
-
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The model's output by a replay; ``NotImplemented`` if the pass does not fit what was captured."""
-        self.replayed = False
-        if self._model.training is not self._training or not _may_replay():
-            return NotImplemented
-        leaves, spec = tree_flatten((args, dict(kwargs)))
-        if spec != self._spec or [_description(leaf) for leaf in leaves] != self._bound:
-            if not self._told:
-                self._told = True
-                _LOGGER.warning("a batch differs from the captured one in shape or kind: such passes run eagerly")
-            return NotImplemented
-        if self._passes is None:
-            self._passes = self._captured(leaves)
-        passes = self._passes
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        outputs = _Replay.apply(self, passes, *tensors, *self._parameters)  # type: ignore[no-untyped-call]
-        self.replayed = True
-        found = [outputs[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in passes.leaves]
-        return tree_unflatten(found, passes.spec)
-
-    def keep_accumulated(self, passes: _Passes) -> None:
-        """Give gradients that lie where the next replay writes a memory of their own."""
-        count = len(passes.inputs)
-        for parameter, written in zip(self._parameters, passes.gradients[count:], strict=True):
-            kept = parameter.grad
-            if kept is not None and written is not None and kept.data_ptr() == written.data_ptr():
-                parameter.grad = kept.clone()
-
-    def _captured(self, leaves: Sequence[Any]) -> _Passes:
-        """Warm up, then capture on a side stream; nothing of the model but its interception's counts changes."""
-        interception = self._interception
-        previous, interception.graphs = interception.graphs, None
-        # Warming up must not move the rounding on.
-        counter = getattr(interception.handler, "counter", None)
-        counted, passes = None if counter is None else counter.clone(), interception.passes
-        gc.collect()  # graphs of before, which hold memory, may be part of a cycle
-        try:
-            with model_unchanged(self._model):
-                return self._made(leaves)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as failure:
-            reason = str(failure).partition("\n")[0]
-            raise UnsupportedError(
-                f"graphed: the passes of this model cannot be captured ({reason}): a captured pass may neither wait "
-                "for the device, as .item() and branches on values do, nor move tensors from and to the CPU"
-            ) from failure
-        finally:
-            interception.graphs = previous
-            interception.rewind(passes)
-            if counter is not None and counted is not None:
-                counter.copy_(counted)
-
-    def _made(self, leaves: Sequence[Any]) -> _Passes:
-        # Memory of their own, so that a replay reads what was copied there, whatever the caller's tensor holds by then.
-        places = [
-            leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-        ]
-        inputs = tuple(place for place in places if isinstance(place, Tensor))
-        args, kwargs = tree_unflatten(places, self._spec)
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-
-        def run(parameters: Sequence[Tensor]) -> tuple[list[Any], TreeSpec]:
-            given = {names[id(own)]: other for own, other in zip(self._parameters, parameters, strict=True)}
-            return tree_flatten(functional_call(self._model, given, args, kwargs))
-
-        def backward(found: Sequence[Any], parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-            outputs = _differentiable(found)
-            if not outputs:
-                return (None,) * (sum(x.requires_grad for x in inputs) + len(parameters))
-            seeds = [torch.zeros_like(output) for output in outputs]
-            wanted = (*(x for x in inputs if x.requires_grad), *parameters)
-            return torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
-
-        used = [g is not None for g in backward(run(self._parameters)[0], self._parameters)]
-        # The same memory as other leaves of the graph: nodes that accumulate into parameters may be kept by a wrapper
-        # or an earlier loss and belong to the stream that they were made on, which must not be touched while capturing.
-        aliases = [parameter.detach().requires_grad_() for parameter in self._parameters]
-        stream = capture_stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS - 1):
-                backward(run(aliases)[0], aliases)
-            with waits_noted() as waits:
-                backward(run(aliases)[0], aliases)
-        if waits:
-            _LOGGER.info("captured in the model's knowledge, because a pass waits for the device: %s", waits[0])
-        torch.cuda.current_stream().wait_stream(stream)
-        forget_weights()  # captured passes keep none
-        made = _recorded(run, inputs, aliases, stream, waits=bool(waits))
-        tensors, gradients = self._tensors_of(made.found), made.gradients
-        if [g is not None for g in gradients] != used:
-            raise UnsupportedError(
-                "graphed: a module of this model keeps its parameters in a place of its own besides, so that their "
-                "gradients would be lost: run it operator by operator"
-            )
-        remaining = iter(gradients)
-        by_input = [next(remaining) if x.requires_grad else None for x in inputs]
-        given = iter(made.seeds)
-        places_of = {id(tensor): _Place(index) for index, tensor in enumerate(tensors)}
-        return _Passes(
-            forward=made.forward,
-            backward=made.backward,
-            inputs=inputs,
-            outputs=tuple(tensor.detach() for tensor in tensors),
-            spec=made.spec,
-            leaves=tuple(places_of[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in made.found),
-            output_gradients=tuple(next(given) if tensor.requires_grad else None for tensor in tensors),
-            gradients=(*by_input, *remaining),
-            written=set(),
-        )
-
-    @staticmethod
-    def _tensors_of(found: Sequence[Any]) -> list[Tensor]:
-        for leaf in found:
-            if not (leaf is None or isinstance(leaf, (Tensor, bool, int, float, str))):
-                raise UnsupportedError(
-                    f"the model's output holds a {type(leaf).__name__}, which cannot be handed out by a captured pass: "
-                    "tensors in tuples, lists, mappings or classes that torch.utils._pytree knows are needed"
-                )
-        return [leaf for leaf in found if isinstance(leaf, Tensor)]
-
-
-def _recorded(
-    run: Callable[[Sequence[Tensor]], tuple[list[Any], TreeSpec]],
-    inputs: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    stream: torch.cuda.Stream,
-    *,
-    waits: bool,
-) -> _Recorded:
-    """Capture a forward pass and its backward pass.
-
-    A model that never waits for its device is not told that it is being captured, so that it does what it does in an
-    eager pass; if that cannot be captured, also without cuDNN's attention, it is told.
-    """
-
-    def both() -> _Recorded:
-        forward, backward = torch.cuda.CUDAGraph(), None
-        with capturing(forward, stream):
-            found, spec = run(parameters)
-        outputs = _differentiable(found)
-        seeds = [torch.zeros_like(output) for output in outputs]
-        wanted = (*(x for x in inputs if x.requires_grad), *parameters)
-        gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
-        if outputs and wanted:
-            backward = torch.cuda.CUDAGraph()
-            # In a pool of its own: the next forward pass would write where gradients lie that are still accumulated.
-            with capturing(backward, stream):
-                gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
-        return _Recorded(forward, backward, found, spec, seeds, gradients)
-
-    # cuDNN's attention may refuse to be captured, where flash attention does not.
-    for attention in () if waits else (contextlib.nullcontext, without_cudnn_attention):
-        try:
-            with unnoticed(), attention():
-                return both()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as failure:
-            _LOGGER.info("not captured like an eager pass: %s", str(failure).partition("\n")[0])
-    return both()
-
-
-class FirstPass:
-    """Captures a model by the batch of its first training pass, and leaves the later ones to what was captured."""
-
-    def __init__(self, interception: Interception, model: nn.Module) -> None:
-        self._interception = interception
-        self._model = model
-
-    def forget(self) -> None:
-        """Nothing is captured yet."""
-
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The output of the first replay; ``NotImplemented`` before a training pass."""
-        if not self._model.training or not _may_replay():
-            return NotImplemented
-        with torch.cuda.device(model_device(self._model)):
-            graphs = CapturedPasses(self._interception, self._model, args, kwargs)
-            self._interception.graphs = graphs
-            return graphs.run(args, kwargs)
-
-
-def _differentiable(found: Sequence[Any]) -> list[Tensor]:
-    return [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
 def graphed(model: nn.Module, batch: Any) -> nn.Module:
-    """Capture a planned model's training passes in CUDA graphs; from then on they are replayed, until ``undo``.
+    """Capture a planned model's training passes in CUDA graphs and replay them from then on, until ``undo``.
 
-    For a model whose steps wait for the host, which has more to do under a plan than without one. Forward and
-    backward pass are each launched as one; loss functions outside of the model, the optimizer and the all-reduce of
-    ``DistributedDataParallel`` stay as they are. A pass in evaluation mode, without gradients, or with a batch of
-    other shapes or other non-tensor arguments runs eagerly. After another plan is applied, call this again.
+    This helps models whose steps wait for the host, which has more to do under a plan than without one. Forward and
+    backward pass are each launched as one; loss functions outside the model, the optimizer and the all-reduce of
+    ``DistributedDataParallel`` are not captured. A pass in evaluation mode, without gradients, or with a batch of
+    other shapes or other non-tensor arguments runs eagerly. After applying another plan, call this again.
 
-    As with any CUDA graph: what a pass returns is overwritten by the next one; Python code of the model (hooks of inner
-    modules, counters, branches on values) ran when it was captured and does not run again; nothing in the model may
-    wait for the device or work on the CPU. Memory for the activations stays reserved. Each backward pass must come
-    before the next forward pass. Gradients may be accumulated; they are handed to the parameters all at once, after
-    the whole backward pass, so that an all-reduce no longer overlaps it.
+    As with any CUDA graph, each pass overwrites the output of the one before; Python code of the model (hooks of inner
+    modules, counters, branches on values) does not run again; nothing in the model may wait for the device or work on
+    the CPU. Memory for the activations stays reserved. Each backward pass must come before the next forward pass.
+    Gradients may be accumulated; parameters receive them all at once, after the whole backward pass, so that an
+    all-reduce no longer overlaps it.
 
     Args:
         model: On a card, in training mode, with a plan applied; also inside ``DistributedDataParallel``.
@@ -373,7 +67,7 @@ def graphed(model: nn.Module, batch: Any) -> nn.Module:
     Raises:
         NotReadyError: No plan is applied, or the model is in evaluation mode.
         UnsupportedError: The model is not on a card, is sharded, has recurrent layers or SyncBatchNorm, or returns
-            something that is no tensor.
+            other objects than tensors.
 
     Source:
         See the module's text.
@@ -396,3 +90,307 @@ def graphed(model: nn.Module, batch: Any) -> nn.Module:
     with torch.cuda.device(model_device(bare)):
         interception.graphs = CapturedPasses(interception, bare, args, kwargs)
     return model
+
+
+def _description(leaf: Any) -> Any:
+    """The part of an input that a captured pass fixes: of a tensor all but its values, else the value itself."""
+    if isinstance(leaf, Tensor):
+        return (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+    return leaf
+
+
+def _may_replay() -> bool:
+    """Whether a training pass that begins now could be a replay."""
+    recomputing = torch._C._current_graph_task_id() != -1
+    refused = recomputing or torch.is_autocast_enabled("cuda") or is_capturing()
+    return torch.is_grad_enabled() and not refused
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """Two graphs and the tensors that they read and write."""
+
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph | None
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    """Of the output, with a `_Place` for each tensor."""
+    output_gradients: tuple[Tensor | None, ...]
+    gradients: tuple[Tensor | None, ...]
+    """Of the inputs, then of the parameters."""
+    written: set[int]
+    """Indices of ``output_gradients`` that are not zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Index of a tensor of the output among its tensors."""
+
+    index: int
+
+
+class _Recorded(NamedTuple):
+    """Two captured graphs, the leaves of the output, gradients of the outputs, and of inputs and parameters."""
+
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph | None
+    leaves: list[Any]
+    spec: TreeSpec
+    seeds: list[Tensor]
+    gradients: tuple[Tensor | None, ...]
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graphs: CapturedPasses, passes: _Passes, *tensors: Tensor) -> tuple[Tensor, ...]:
+        for place, tensor in zip(passes.inputs, tensors, strict=False):
+            if place.data_ptr() != tensor.data_ptr():
+                place.copy_(tensor, non_blocking=True)
+        ctx.set_materialize_grads(False)
+        passes.forward.replay()
+        graphs.generation += 1
+        ctx.graphs, ctx.passes, ctx.generation = graphs, passes, graphs.generation
+        # A loss is copied: users keep those of many steps.
+        outputs = tuple(output.clone() if output.numel() == 1 else output.detach() for output in passes.outputs)
+        ctx.mark_non_differentiable(
+            *(o for o, place in zip(outputs, passes.output_gradients, strict=True) if place is None)
+        )
+        return outputs
+
+    @staticmethod
+    @differentiated_once(NO_SECOND_DERIVATIVE)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        graphs: CapturedPasses = ctx.graphs
+        passes: _Passes = ctx.passes
+        if ctx.generation != graphs.generation:
+            raise NotReadyError(
+                "a captured forward pass ran again before the backward pass of the one before it, whose activations "
+                "are gone: call backward() before the next forward pass, or do without graphed()"
+            )
+        graphs.keep_accumulated(passes)
+        for index, (place, gradient) in enumerate(zip(passes.output_gradients, gradients, strict=True)):
+            if place is None:
+                continue
+            if gradient is not None:
+                place.copy_(gradient)
+                passes.written.add(index)
+            elif index in passes.written:  # only then: it may be large, as logits are beside the loss
+                place.zero_()
+                passes.written.discard(index)
+        assert passes.backward is not None
+        passes.backward.replay()
+        return (None, None, *(None if g is None else g.detach() for g in passes.gradients))
+
+
+class CapturedPasses:
+    """The graphs of one model for one kind of batch, which its interception replays for batches that fit.
+
+    Attributes:
+        generation: Forward passes replayed so far.
+        replayed: Whether the last pass of the model was a replay.
+    """
+
+    def __init__(self, interception: Interception, model: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        self.generation = 0
+        self.replayed = False
+        self._interception = interception
+        self._model = model
+        self._training = model.training
+        leaves, self._spec = tree_flatten((args, dict(kwargs)))
+        self._bound = [_description(leaf) for leaf in leaves]
+        self._parameters = tuple(p for p in model.parameters() if p.requires_grad)
+        self._passes: _Passes | None = self._capture(leaves)
+        self._warned = False
+
+    def forget(self) -> None:
+        """Capture anew before the next replay: constants of the graphs have changed."""
+        self._passes = None
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The model's output by a replay; ``NotImplemented`` if the pass does not fit the captured one."""
+        self.replayed = False
+        if self._model.training is not self._training or not _may_replay():
+            return NotImplemented
+        leaves, spec = tree_flatten((args, dict(kwargs)))
+        if spec != self._spec or [_description(leaf) for leaf in leaves] != self._bound:
+            if not self._warned:
+                self._warned = True
+                _LOGGER.warning("a batch differs from the captured one in shape or kind: such passes run eagerly")
+            return NotImplemented
+        if self._passes is None:
+            self._passes = self._capture(leaves)
+        passes = self._passes
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        outputs = _Replay.apply(self, passes, *tensors, *self._parameters)  # type: ignore[no-untyped-call]
+        self.replayed = True
+        values = [outputs[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in passes.leaves]
+        return tree_unflatten(values, passes.spec)
+
+    def keep_accumulated(self, passes: _Passes) -> None:
+        """Copy accumulated gradients out of the memory that the next replay writes."""
+        count = len(passes.inputs)
+        for parameter, target in zip(self._parameters, passes.gradients[count:], strict=True):
+            gradient = parameter.grad
+            if gradient is not None and target is not None and gradient.data_ptr() == target.data_ptr():
+                parameter.grad = gradient.clone()
+
+    def _capture(self, leaves: Sequence[Any]) -> _Passes:
+        """Warm up and capture; the model and its random streams are left unchanged."""
+        interception = self._interception
+        previous, interception.graphs = interception.graphs, None
+        counter, passes = getattr(interception.handler, "counter", None), interception.passes
+        count = None if counter is None else counter.clone()
+        gc.collect()  # earlier graphs, which hold memory, may be part of a cycle
+        try:
+            with model_unchanged(self._model):
+                return self._warm_up_and_capture(leaves)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as failure:
+            reason = str(failure).partition("\n")[0]
+            raise UnsupportedError(
+                f"graphed: the passes of this model cannot be captured ({reason}): a captured pass may neither wait "
+                "for the device, as .item() and branches on values do, nor move tensors from and to the CPU"
+            ) from failure
+        finally:
+            interception.graphs = previous
+            interception.passes = passes
+            if counter is not None:
+                counter.copy_(count)
+
+    def _warm_up_and_capture(self, leaves: Sequence[Any]) -> _Passes:
+        # Memory of their own, so that a replay does not depend on the caller's tensors.
+        places = [
+            leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
+        inputs = tuple(place for place in places if isinstance(place, Tensor))
+        args, kwargs = tree_unflatten(places, self._spec)
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+
+        def run(parameters: Sequence[Tensor]) -> tuple[list[Any], TreeSpec]:
+            replaced = {names[id(own)]: other for own, other in zip(self._parameters, parameters, strict=True)}
+            return tree_flatten(functional_call(self._model, replaced, args, kwargs))
+
+        def backward(leaves: Sequence[Any], parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+            outputs = _differentiable(leaves)
+            wanted = (*(x for x in inputs if x.requires_grad), *parameters)
+            if not outputs:
+                return (None,) * len(wanted)
+            seeds = [torch.zeros_like(output) for output in outputs]
+            return torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+
+        used = [g is not None for g in backward(run(self._parameters)[0], self._parameters)]
+        # The same memory as other leaves of the autograd graph: a wrapper or an earlier loss may keep the nodes that
+        # accumulate into parameters, which belong to their stream and must not be touched while capturing.
+        aliases = [parameter.detach().requires_grad_() for parameter in self._parameters]
+        stream = capture_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS - 1):
+                backward(run(aliases)[0], aliases)
+            with waits_noted() as waits:
+                backward(run(aliases)[0], aliases)
+        if waits:
+            _LOGGER.info("captured in the model's knowledge, because a pass waits for the device: %s", waits[0])
+        torch.cuda.current_stream().wait_stream(stream)
+        forget_weights()  # captured passes use no stored ones
+        recorded = _record(run, inputs, aliases, stream, waits=bool(waits))
+        tensors, gradients = self._tensors_of(recorded.leaves), recorded.gradients
+        if [g is not None for g in gradients] != used:
+            raise UnsupportedError(
+                "graphed: a module of this model also keeps its parameters elsewhere, so that their gradients would be "
+                "lost: run it operator by operator"
+            )
+        remaining = iter(gradients)
+        by_input = [next(remaining) if x.requires_grad else None for x in inputs]
+        seeds = iter(recorded.seeds)
+        places_of = {id(tensor): _Place(index) for index, tensor in enumerate(tensors)}
+        return _Passes(
+            forward=recorded.forward,
+            backward=recorded.backward,
+            inputs=inputs,
+            outputs=tuple(tensor.detach() for tensor in tensors),
+            spec=recorded.spec,
+            leaves=tuple(places_of[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in recorded.leaves),
+            output_gradients=tuple(next(seeds) if tensor.requires_grad else None for tensor in tensors),
+            gradients=(*by_input, *remaining),
+            written=set(),
+        )
+
+    @staticmethod
+    def _tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
+        for leaf in leaves:
+            if not (leaf is None or isinstance(leaf, (Tensor, bool, int, float, str))):
+                raise UnsupportedError(
+                    f"the model's output holds a {type(leaf).__name__}, which cannot be handed out by a captured pass: "
+                    "tensors in tuples, lists, mappings or classes that torch.utils._pytree knows are needed"
+                )
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _record(
+    run: Callable[[Sequence[Tensor]], tuple[list[Any], TreeSpec]],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    stream: torch.cuda.Stream,
+    *,
+    waits: bool,
+) -> _Recorded:
+    """Capture a forward pass and its backward pass.
+
+    The capture is first hidden from a model that never waits for its device, so that it takes the branches of an eager
+    pass; if that fails, also without cuDNN's attention, the model is captured in the open.
+    """
+
+    def both() -> _Recorded:
+        forward, backward = torch.cuda.CUDAGraph(), None
+        with capturing(forward, stream):
+            leaves, spec = run(parameters)
+        outputs = _differentiable(leaves)
+        seeds = [torch.zeros_like(output) for output in outputs]
+        wanted = (*(x for x in inputs if x.requires_grad), *parameters)
+        gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
+        if outputs and wanted:
+            backward = torch.cuda.CUDAGraph()
+            # In a pool of its own: the next forward pass would overwrite gradients that are still accumulated.
+            with capturing(backward, stream):
+                gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+        return _Recorded(forward, backward, leaves, spec, seeds, gradients)
+
+    # cuDNN's attention may refuse to be captured, where flash attention does not.
+    for attention in () if waits else (contextlib.nullcontext, without_cudnn_attention):
+        try:
+            with unnoticed(), attention():
+                return both()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as failure:
+            _LOGGER.info("not captured like an eager pass: %s", str(failure).partition("\n")[0])
+    return both()
+
+
+class FirstPass:
+    """Captures a model on the batch of its first training pass; `CapturedPasses` then takes its place."""
+
+    def __init__(self, interception: Interception, model: nn.Module) -> None:
+        self._interception = interception
+        self._model = model
+
+    def forget(self) -> None:
+        """Nothing is captured yet."""
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The output of the first replay; ``NotImplemented`` before a training pass."""
+        if not self._model.training or not _may_replay():
+            return NotImplemented
+        with torch.cuda.device(model_device(self._model)):
+            graphs = CapturedPasses(self._interception, self._model, args, kwargs)
+            self._interception.graphs = graphs
+            return graphs.run(args, kwargs)
+
+
+def _differentiable(leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]

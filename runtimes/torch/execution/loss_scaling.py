@@ -1,8 +1,8 @@
-"""Loss scaling on which all ranks agree: where one overflows, all skip the step and lower the scale together.
+"""Loss scaling across ranks: if one overflows, all skip the step and lower the scale together.
 
-A rank whose plan computes in FP16 loses small gradients unless the loss is scaled; the others need no scaling, but must
-take part in it, because gradients are averaged. The agreement is needed wherever ranks do not end up with equal
-gradients: sharded ones, parameters that ``DistributedDataParallel`` ignores, hooks that compress.
+A rank whose plan computes in FP16 loses small gradients unless the loss is scaled; the others must scale too, because
+gradients are averaged. Agreeing on overflows matters if ranks do not end up with equal gradients: sharded ones,
+parameters that ``DistributedDataParallel`` ignores, compressing hooks.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def computes_in_fp16(model: nn.Module) -> bool:
 class LossScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` whose overflows are known to all ranks of the default process group.
 
-    Used as that one: ``scaler.scale(loss).backward()``, ``scaler.unscale_(optimizer)`` before clipping,
-    ``scaler.step(optimizer)``, ``scaler.update()``. Every rank must take part. With gradient accumulation scale every
-    part, and unscale, step and update once.
+    Use it in the same way on every rank: ``scaler.scale(loss).backward()``, ``scaler.unscale_(optimizer)`` before
+    clipping, ``scaler.step(optimizer)``, ``scaler.update()``. With gradient accumulation scale every part, and unscale,
+    step and update once.
     """
 
     def __init__(self, model: nn.Module, *, enabled: bool | None = None, **settings: Any) -> None:
-        """Find out whether scaling is needed; every rank must call it, after `apply`.
+        """Decide whether scaling is needed; every rank must call it, after `apply`.
 
         Args:
             model: With its plan.
-            enabled: None: on all ranks if gradients pass through FP16 on any of them now; True where a later plan may
-                bring FP16.
+            enabled: None: on all ranks if gradients pass through FP16 on any of them now; pass True if a later plan
+                may use FP16.
             settings: As for ``torch.amp.GradScaler``: ``init_scale``, ``growth_factor``, ``backoff_factor``,
                 ``growth_interval``.
         """
@@ -57,10 +57,11 @@ class LossScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: As in ``torch.amp.GradScaler``: called twice, or after ``step``.
-            UnsupportedError: Inside of ``join()``, where workers that are through take no part.
+            UnsupportedError: Inside ``join()``, where workers without further inputs take no part.
         """
         _, size = world()
-        if self.is_enabled() and size > 1 and self._is_joining():
+        # Whether DistributedDataParallel is inside its join(), or Join, as far as is known.
+        if self.is_enabled() and size > 1 and self._wrapper is not None and self._wrapper._join_config.enable:
             raise UnsupportedError(
                 "loss scaling inside of join(): workers that are through with their inputs take no part in agreeing on "
                 "overflows; give all workers as many batches (DistributedSampler does), or plan without FP16"
@@ -68,22 +69,18 @@ class LossScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
         if not self.is_enabled() or size == 1:
             return
-        found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        for overflow in found.values():
+        overflows: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        for overflow in overflows.values():
             with others_needed():
                 dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
 
-    def _is_joining(self) -> bool:
-        """Whether ``DistributedDataParallel`` is inside of its ``join()``, or of ``Join``, as far as is known."""
-        return self._wrapper is not None and bool(self._wrapper._join_config.enable)
-
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Run the optimizer's step unless any rank met an overflow; see ``torch.amp.GradScaler.step``.
+        """Run the optimizer's step unless a rank has an overflow; see ``torch.amp.GradScaler.step``.
 
         Returns:
             What the optimizer's step returns, None if it was skipped.
         """
-        # Fused optimizers would look for overflows by themselves, on this rank alone.
+        # Fused optimizers would check for overflows themselves, on this rank alone.
         if self.is_enabled() and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)

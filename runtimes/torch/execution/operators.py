@@ -1,13 +1,13 @@
-"""Operators of a plan that is at work: everything decided once that does not change from pass to pass.
+"""How operators run under a plan: fixed ones in FP32, planned ones with the decisions made once for all passes.
 
-The same results as `qsync_opt.kernels.ops.execute` gives, bit for bit: whatever is not as usual (another device, an
-argument by name, a list of tensors) is handed to it.
+Results equal those of `qsync_opt.kernels.ops.execute` bit for bit; unusual calls (another device, an argument by name,
+a list of tensors) are handed to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -17,27 +17,27 @@ from torch.nn.utils.rnn import PackedSequence
 from qsync_opt.errors import NotReadyError, UnsupportedError
 from qsync_opt.kernels import CONVOLUTIONS, KernelOptions, ops
 from qsync_opt.kernels.autograd import float_modes, linear
-from qsync_opt.runtimes.torch.interception import HALF, OperatorCall, Run
+from qsync_opt.runtimes.torch.interception import OperatorCall, Run
+from qsync_opt.runtimes.torch.support import HALF
 
-_HALF = (torch.bfloat16, torch.float16)
 _SOFTMAXES = (F.softmax, F.log_softmax)
 
 
 def lifted(values: Any) -> Any:
-    """Cast 16-bit tensors among arguments of a call up to FP32."""
+    """Arguments of a call with 16-bit tensors cast to FP32."""
     if isinstance(values, Tensor):
-        return values.float() if values.dtype in _HALF else values
+        return values.float() if values.dtype in HALF else values
     if isinstance(values, PackedSequence):
-        return values.float() if values.data.dtype in _HALF else values
-    if isinstance(values, (tuple, list)) and type(values) in (tuple, list):
+        return values.float() if values.data.dtype in HALF else values
+    if type(values) in (tuple, list):
         return type(values)(lifted(value) for value in values)
     return values
 
 
 def any_half(values: Any) -> bool:
-    """Whether a 16-bit tensor is among arguments of a call."""
+    """Whether arguments of a call include a 16-bit tensor."""
     if isinstance(values, Tensor):
-        return values.dtype in _HALF
+        return values.dtype in HALF
     return isinstance(values, (tuple, list)) and any(any_half(value) for value in values)
 
 
@@ -51,7 +51,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """``F.cross_entropy`` of classes, its softmax fused with the cast; None if the call is of another form."""
+    """``F.cross_entropy`` of classes with the cast fused into its softmax; None for calls of another form."""
     if target.is_floating_point() or label_smoothing or size_average is not None or reduce is not None:
         return None
     logarithms = F.log_softmax(input, 0 if input.dim() == 1 else 1, dtype=torch.float32)
@@ -59,9 +59,9 @@ def _cross_entropy(
 
 
 def run_fixed(call: OperatorCall) -> Any:
-    """Result of a fixed operator, computed in FP32 and in FP32."""
+    """Run a fixed operator in FP32."""
     first = call.args[0] if call.args else None
-    if isinstance(first, Tensor) and first.dtype in _HALF:
+    if isinstance(first, Tensor) and first.dtype in HALF:
         if call.function in _SOFTMAXES and "dtype" not in call.kwargs and len(call.args) < 4:
             return call.function(*call.args, **{**call.kwargs, "dtype": torch.float32})
         if call.function is F.cross_entropy:
@@ -70,7 +70,7 @@ def run_fixed(call: OperatorCall) -> Any:
                 return result
     kwargs = {name: lifted(value) for name, value in call.kwargs.items()}
     out = call.kwargs.get("out")
-    if isinstance(out, Tensor) and out.dtype in _HALF:  # else the cast copy would be written to
+    if isinstance(out, Tensor) and out.dtype in HALF:  # not into the cast copy
         del kwargs["out"]
         result = call.function(*lifted(call.args), **kwargs)
         return out.resize_(result.shape).copy_(result)
@@ -80,12 +80,8 @@ def run_fixed(call: OperatorCall) -> Any:
 _DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16, "FP16": torch.float16}
 
 
-def refuse_autocast(name: str, precision: str) -> None:
-    """Raise: an operator was met under autocast.
-
-    Raises:
-        NotReadyError: Always.
-    """
+def refuse_autocast(name: str, precision: str) -> NoReturn:
+    """Refuse an operator that runs under ``torch.autocast``."""
     raise NotReadyError(
         f"operator {name!r} runs under torch.autocast, which would override its precision "
         f"{precision}: leave autocast while a plan is applied"
@@ -93,14 +89,7 @@ def refuse_autocast(name: str, precision: str) -> None:
 
 
 def refuse_transforms(name: str) -> None:
-    """Raise inside a transform of ``torch.func``, which cannot see into kernels in 8 bits.
-
-    Args:
-        name: Of an operator that is planned in 8 bits.
-
-    Raises:
-        UnsupportedError: A transform is at work.
-    """
+    """Refuse transforms of ``torch.func``, which cannot transform the 8-bit kernels of operator ``name``."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedError(
             f"the model runs inside a transform of torch.func (vmap, grad, jvp, ...), which the kernels of operator "
@@ -109,7 +98,7 @@ def refuse_transforms(name: str) -> None:
 
 
 def fixed(name: str, op_type: str) -> Run:
-    """How a fixed operator runs: in FP32."""
+    """A fixed operator, in FP32."""
 
     def run(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         for value in args:
@@ -127,7 +116,7 @@ def fixed(name: str, op_type: str) -> Run:
 
 
 def floating(name: str, op_type: str, precision: str, device: torch.device) -> Run:
-    """How an operator runs in FP32, TF32, BF16 or FP16 on the device of its model."""
+    """An operator in FP32, TF32, BF16 or FP16 on the device of its model."""
     dtype = _DTYPES.get(precision, torch.float32)
     kind, on_cuda = device.type, device.type == "cuda"
     takes_mode = on_cuda and op_type in ops.TF32_OPERATORS and dtype is torch.float32
@@ -159,7 +148,7 @@ def floating(name: str, op_type: str, precision: str, device: torch.device) -> R
 def eight_bits(
     name: str, op_type: str, precision: str, device: torch.device, options: Callable[[], KernelOptions]
 ) -> Run:
-    """How an operator runs in INT8 or FP8; ``options`` are asked for in every call."""
+    """An operator in INT8 or FP8 with the kernel options of each call."""
     kind, on_cuda = device.type, device.type == "cuda"
     ops.require(op_type, precision, device)
     is_linear = op_type == "linear"

@@ -1,20 +1,18 @@
-"""Put a plan on a model for one device type, and take it off again.
+"""Applies the plan of one device type to a model, and removes it.
 
-The model keeps its class, FP32 parameters and ``state_dict``; only the calls inside its forward pass obey the plan, so
-that ``DistributedDataParallel`` and optimizers work unchanged. Gradients reach the parameters, and with them the
-all-reduce, in FP32 on every rank.
+The model keeps its class, FP32 parameters and ``state_dict``; only the calls inside its forward pass follow the plan,
+so that ``DistributedDataParallel`` and optimizers work unchanged. Gradients reach the parameters, and the all-reduce,
+in FP32 on every rank.
 
-What runs how: a planned operator runs at its precision. An adjustable operator that the plan does not name runs in FP32
-and is named once in a warning. A fixed operator (normalisation, softmax, losses and such) gets its 16-bit inputs cast
-up to FP32. Everything else follows its inputs by torch's type promotion. In-place operations keep the type of the
-tensor they write to, as in plain torch. What the model, or a part of it that the script calls, returns is cast
-up to FP32, unless it returns its own loss.
+A planned operator runs at its precision. An adjustable operator that the plan does not name runs in FP32 and is named
+once in a warning. A fixed operator (normalisation, softmax, losses and such) gets its 16-bit inputs cast to FP32.
+Everything else follows its inputs by torch's type promotion; in-place operations keep the type of the tensor that they
+write to. The output of the model, or of a part that the script calls, is cast to FP32 unless it is its own loss.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import warnings
 from collections.abc import Mapping
@@ -55,7 +53,7 @@ from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, Ru
 from qsync_opt.runtimes.torch.support import bare_model, full_precision
 
 AUTOCAST_TYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
-"""What ``torch.autocast`` is told for a precision."""
+"""Argument of ``torch.autocast`` for a precision."""
 
 
 @runtime_checkable
@@ -65,17 +63,15 @@ class DevicePlans(Protocol):
     @property
     def devices(self) -> Mapping[str, Mapping[str, str]]:
         """Device type to operator to precision."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplySettings:
-    """What a plan says about its own application, beside the precisions.
+    """How a plan wants to be applied, beside its precisions.
 
-    ``worthwhile`` is False where the model is better left alone. ``autocast`` and ``captured`` are as in
-    `ApplyOptions`. ``lifted_kinds`` are the kinds of fixed operators to cast for where no graph is given.
-    ``expected_ns`` is the predicted time of a step; ``expected_bytes`` its predicted peak memory, None if it was
-    predicted for other conditions.
+    ``worthwhile`` is False if the model is better left alone. ``autocast`` and ``captured`` are as in `ApplyOptions`.
+    ``lifted_kinds`` are the kinds of fixed operators whose inputs are cast if no graph is given. ``expected_ns`` is the
+    predicted time of a step; ``expected_bytes`` its predicted peak memory, None if predicted for other conditions.
     """
 
     worthwhile: bool
@@ -88,11 +84,10 @@ class ApplySettings:
 
 @runtime_checkable
 class SettingsOfPlan(Protocol):
-    """A plan that brings its own settings (a `JobPlan` does)."""
+    """A plan with settings of its own (a `JobPlan`)."""
 
     def apply_settings(self) -> ApplySettings:
         """The settings for this worker."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,18 +97,18 @@ class ApplyOptions:
     Attributes:
         kernels: Rounding, granularity and backend of 8-bit operators. Seed and offset in it are starting points: every
             operator, pass and rank has its own stream. ``half_format`` is replaced by the device's.
-        evaluate_in: ``"plan"``: a model in evaluation mode obeys the plan too, rounding to nearest, so that equal
+        evaluate_in: ``"plan"``: a model in evaluation mode follows the plan too, rounding to nearest, so that equal
             inputs give equal results. ``"FP32"``: it runs in FP32, as the plain model would.
-        rank: Which stream of random bits this worker uses; None: the rank in the default process group, 0 without
-            one. Workers with different streams make independent rounding errors, which average out.
+        rank: Stream of random bits of this worker; None: the rank in the default process group, 0 without one. Workers
+            with different streams make independent rounding errors, which average out.
         autocast: ``"BF16"`` or ``"FP16"`` for a plan that has this precision alone: the forward pass runs under
-            ``torch.autocast`` and its operators are not told apart, so that it takes as long as plain mixed precision.
-            None: operator by operator. A `JobPlan` says it by itself.
+            ``torch.autocast`` without distinguishing operators, as fast as plain mixed precision. None: operator by
+            operator. A `JobPlan` sets it.
         captured: Capture the first training pass in CUDA graphs and replay it from then on, as `graphed` does. A
-            `JobPlan` says it by itself.
-        outputs: ``"FP32"``: what the model, or a module of it that the script calls by itself, returns in 16 bits is
-            cast up, so that losses and metrics outside of the model compute as they did before; unless the model
-            returns its own loss. ``"plan"``: it comes as the last operators made it.
+            `JobPlan` sets it.
+        outputs: ``"FP32"``: 16-bit outputs of the model, or of a module of it that the script calls by itself, are cast
+            to FP32, so that losses and metrics outside the model compute as before; unless the model returns its own
+            loss. ``"plan"``: outputs keep the format of the last operators.
 
     Raises:
         UnsupportedError: ``evaluate_in``, ``autocast`` or ``outputs`` is something else.
@@ -127,21 +122,20 @@ class ApplyOptions:
     outputs: str = "FP32"
 
     def __post_init__(self) -> None:
-        if self.evaluate_in not in ("plan", "FP32"):
-            raise UnsupportedError(f"option evaluate_in={self.evaluate_in!r}: allowed are plan, FP32")
-        if self.outputs not in ("plan", "FP32"):
-            raise UnsupportedError(f"option outputs={self.outputs!r}: allowed are plan, FP32")
+        for name, value in (("evaluate_in", self.evaluate_in), ("outputs", self.outputs)):
+            if value not in ("plan", "FP32"):
+                raise UnsupportedError(f"option {name}={value!r}: allowed are plan, FP32")
         if self.autocast not in (None, *AUTOCAST_TYPES):
             raise UnsupportedError(
                 f"option autocast={self.autocast!r}: allowed are {', '.join(AUTOCAST_TYPES)} and None"
             )
 
 
-def of_device_type(plan: Mapping[str, str] | DevicePlans, device_type: str | None) -> dict[str, str]:
-    """Operator to precision on one device type, which need not be named where there is one only.
+def _precisions_of(plan: Mapping[str, str] | DevicePlans, device_type: str | None) -> dict[str, str]:
+    """Operator to precision on one device type, which need not be named if it is the only one.
 
     Raises:
-        ModelError: The plan has no such device type, several to choose from, or is no plan.
+        ModelError: The plan lacks the device type, has several to choose from, or is no plan.
     """
     if not isinstance(plan, DevicePlans):
         if not isinstance(plan, Mapping) or not all(isinstance(text, str) for entry in plan.items() for text in entry):
@@ -159,24 +153,19 @@ def of_device_type(plan: Mapping[str, str] | DevicePlans, device_type: str | Non
     return dict(plan.devices[device_type])
 
 
-def _seed(name: str, seed: int, rank: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{rank}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _warn_compiled(name: str) -> bool:
-    """Say while a model is compiled, not while it runs, that an operator is in no plan."""
+    """Warn of an operator without a plan, while the model is compiled and not while it runs."""
     warnings.warn(f"adjustable operator {name!r} is not in the plan and runs in FP32", stacklevel=2)
     return True
 
 
 class AppliedPlan:
-    """A plan at work on a model: decides for every operator call how it runs.
+    """A plan that is applied to a model: runs every operator call.
 
-    ``audit`` compares the first steps with the prediction, if the plan came with one. ``counter`` is one integer on the
-    device, the number of passes, which a compiled graph draws its noise by. ``device_type`` is the entry of
-    the plan that is carried out, None if it has no name.
+    ``audit`` compares the first steps with the prediction, if there is one. ``counter`` is the number of passes, an
+    integer on the device, from which compiled graphs draw their noise. ``device_type`` is the applied entry of the
+    plan, None if it has no name.
     """
 
     def __init__(
@@ -190,8 +179,16 @@ class AppliedPlan:
     ) -> None:
         device = model_device(model)
         self._model = model
-        held = ((m._parameters, n, p) for m in model.modules() for n, p in m._parameters.items() if p is not None)
-        self._first, self._first_name = next(((found, n) for found, n, p in held if p.is_floating_point()), ({}, ""))
+        # The first floating-point parameter, which is looked up in every pass.
+        self._first, self._first_name = next(
+            (
+                (module._parameters, name)
+                for module in model.modules()
+                for name, parameter in module._parameters.items()
+                if parameter is not None and parameter.is_floating_point()
+            ),
+            ({}, ""),
+        )
         self.device_type = device_type
         self.graph = graph
         rank = options.rank
@@ -203,17 +200,17 @@ class AppliedPlan:
         self._device = device
         self._rank = rank
         self._fixed = frozenset() if graph is None else frozenset(o.name for o in graph.by_role(Role.FIXED))
-        # A compiled or captured graph is the same in every pass: this counter on the device makes its noise new.
+        # A compiled or captured graph is the same in every pass; this counter on the device renews its noise.
         own = options.kernels.step is None
         self.counter = options.kernels.step
         if own:
             self.counter = torch.full((), signed(options.kernels.offset), dtype=torch.int64, device=device)
-        self._kernels, self._traced_kernels = self._stream_options(device, rank)
+        self._set_kernels()
         self._counts_passes = own and bool(self._kernels)
         self.audit: StepAudit | None = None
         self._unplanned: list[str] = []
         self._checked = False
-        # With FP32 everywhere and no 16-bit tensor in sight nothing has to be decided after the first pass.
+        # With FP32 everywhere and no 16-bit tensor seen, passes after the first can bypass the interception.
         self._changes_nothing = set(self.precisions.values()) <= {"FP32"}
         self._families: set[str] = set()
         self.interception = Interception(
@@ -232,54 +229,51 @@ class AppliedPlan:
 
     @property
     def options(self) -> ApplyOptions:
-        """As given to `apply`, with the random stream where the next forward pass will be.
-
-        A plan that takes over goes on from here.
-        """
+        """Options that continue the random stream at the next forward pass, for a plan that replaces this one."""
         kernels = self._options.kernels
         offset = kernels.offset + self.interception.passes
         if self._counts_passes and self.counter is not None:
-            offset = int(self.counter)  # passes of a compiled graph are counted here alone
+            offset = int(self.counter)  # the only count of a compiled graph's passes
         return replace(self._options, kernels=kernels.at(seed=kernels.seed, offset=offset))
 
     @property
     def half_formats(self) -> frozenset[str]:
-        """16-bit formats that gradients pass through: ``"BF16"``, ``"FP16"``, both or none."""
+        """16-bit formats that gradients pass through."""
         planned = {"BF16", "FP16"} & set(self.precisions.values())
         return frozenset(planned | {kernels.half_format for kernels in self._kernels.values()})
 
     def go_on_at(self, seed: int, offset: int, step: int | None = None) -> None:
-        """Move the rounding to a place in the random stream; the next forward pass begins there.
+        """Move the rounding to a place in the random stream.
 
         Args:
             seed: As in `KernelOptions`.
             offset: As in `KernelOptions`, of the next forward pass.
-            step: Value for the kernels' own counter on the device, if they were given one; None leaves it as it is.
+            step: Value for the user's own counter on the device, if the kernel options have one; None keeps it.
         """
         kernels = self._options.kernels.at(seed=seed, offset=offset - self.interception.passes)
         self._options = replace(self._options, kernels=kernels)
-        self._kernels, self._traced_kernels = self._stream_options(self._device, self._rank)
+        self._set_kernels()
         self.interception.forget_prepared()
-        counted = offset if kernels.step is None else step
-        if counted is not None and self.counter is not None:
-            self.counter.fill_(signed(counted))
+        count = offset if kernels.step is None else step
+        if count is not None and self.counter is not None:
+            self.counter.fill_(signed(count))
 
-    def _stream_options(
-        self, device: torch.device, rank: int
-    ) -> tuple[dict[str, KernelOptions], dict[str, KernelOptions]]:
-        """Kernel options of each 8-bit operator, with a seed of its own; and the same for a compiled graph."""
+    def _set_kernels(self) -> None:
+        """Set the kernel options of each 8-bit operator, with a seed of its own; and the same for a compiled graph."""
         base = self._options.kernels
-        result, traced = {}, {}
+        self._kernels: dict[str, KernelOptions] = {}
         for name, precision in self.precisions.items():
             if precision in ("INT8", "FP8"):
-                half, seed = backend.half_format(device), _seed(name, base.seed, rank)
-                result[name] = dataclasses.replace(base, half_format=half, seed=seed)
-                traced[name] = dataclasses.replace(result[name], offset=0, step=self.counter)
-        self._seeds = {name: str(kernels.seed) for name, kernels in traced.items()}
-        return result, traced
+                digest = hashlib.blake2b(f"{base.seed}/{self._rank}/{name}".encode(), digest_size=8).digest()
+                seed, half_format = int.from_bytes(digest, "little"), backend.half_format(self._device)
+                self._kernels[name] = replace(base, half_format=half_format, seed=seed)
+        self._traced_kernels = {
+            name: replace(kernels, offset=0, step=self.counter) for name, kernels in self._kernels.items()
+        }
+        self._seeds = {name: str(kernels.seed) for name, kernels in self._kernels.items()}
 
     def __call__(self, call: OperatorCall) -> Any:
-        """Run one operator as the plan wants."""
+        """Run one operator in its precision."""
         precision = self.precisions.get(call.name)
         if not (torch.compiler.is_compiling() or self._checked):
             self._note(call)
@@ -310,7 +304,7 @@ class AppliedPlan:
         return ops.execute(call.op_type, precision, call.function, call.args, call.kwargs, kernels)
 
     def _prepare(self, name: str, op_type: str) -> Run:
-        """How an operator runs in every pass from now on, as :meth:`__call__` would run it."""
+        """Runs an operator in every later pass as :meth:`__call__` would."""
         if name not in self.precisions and op_type not in ops.ADJUSTABLE:
             return fixed(name, op_type)
         precision = self.precisions.get(name, "FP32")
@@ -332,7 +326,7 @@ class AppliedPlan:
             self._changes_nothing = False
 
     def _may_rest(self) -> bool:
-        """Whether torch by itself does just what the plan says; asked before every pass, because modes may change."""
+        """Whether plain torch does what the plan says; asked before every pass, because modes may change."""
         if torch.is_autocast_enabled(self._device.type):
             return False  # refused at the first operator
         return self._device.type == "cpu" or all(
@@ -340,33 +334,33 @@ class AppliedPlan:
         )
 
     def _under_autocast(self, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """What the forward pass runs in where torch's own mixed precision carries the plan out."""
-        wanted = AUTOCAST_TYPES[str(self._options.autocast)]
+        """Context of a forward pass whose plan is carried out by torch's own mixed precision."""
+        dtype = AUTOCAST_TYPES[str(self._options.autocast)]
         kind = self._device.type
         if torch.is_autocast_enabled(kind):
-            if torch.get_autocast_dtype(kind) is not wanted:
+            if torch.get_autocast_dtype(kind) is not dtype:
                 raise NotReadyError(
                     f"the model runs under torch.autocast in {torch.get_autocast_dtype(kind)}, but its plan is "
                     f"{self._options.autocast}: leave autocast while a plan is applied"
                 )
-            return contextlib.nullcontext()  # a part that is computed again in the backward pass
+            return contextlib.nullcontext()  # a recomputation in the backward pass
         if not module.training and self._options.evaluate_in == "FP32":
             return contextlib.nullcontext()
-        return torch.autocast(kind, dtype=wanted)
+        return torch.autocast(kind, dtype=dtype)
 
     def _begin_pass(self) -> None:
         if not torch.compiler.is_compiling():
             if self._kernels:
                 refuse_transforms(next(iter(self._kernels)))
             first = self._first.get(self._first_name)
-            if first is not None and first.dtype is not torch.float32:  # cast since, as by model.half()
+            if first is not None and first.dtype is not torch.float32:  # cast since apply, as by model.half()
                 check_master_weights(self._model)
         if self._counts_passes and self.counter is not None:
             self.counter.add_(1)
 
     def _end_pass(self, path: str) -> None:
-        """After the first whole forward pass: was every planned operator met, and was every one met planned?"""
-        # While a pass is compiled, nothing that changes between passes may be looked at: it would be compiled again.
+        """Check after the first whole forward pass that it ran every planned operator, and warn of unplanned ones."""
+        # While a pass is compiled, nothing that changes between passes may be read: it would be compiled again.
         tracing = torch.compiler.is_compiling()
         if path or (not tracing and self._checked):
             return
@@ -401,16 +395,15 @@ def apply(
     graph: OpGraph | None = None,
     options: ApplyOptions | None = None,
 ) -> nn.Module:
-    """Make a model run under a plan, until :func:`undo`.
+    """Run a model under a plan, until :func:`undo`.
 
     Args:
-        model: FP32 model on the device that it will run on; also one that ``DistributedDataParallel`` wraps already, or
-            that ``torch.compile`` has.
+        model: FP32 model on its device; ``DistributedDataParallel`` or ``torch.compile`` may wrap it already.
         plan: Operator to precision, or a plan with such a mapping per device type. A `JobPlan` that is not worthwhile
             changes nothing.
-        device_type: Which entry of the plan; may be left out if there is one only.
-        graph: The captured graph; with it the plan is compared to the model name by name at once, without it module
-            paths are compared now and operators after the first forward pass.
+        device_type: Which entry of the plan; may be left out if there is only one.
+        graph: The captured graph; with it all names of the plan are checked at once, without it module paths now and
+            operators after the first forward pass.
         options: Kernels and evaluation.
 
     Returns:
@@ -418,10 +411,10 @@ def apply(
 
     Raises:
         ModelError: The plan or graph is of another model (the first differing operators are named), the plan lacks
-            the device type, parameters are not FP32, or what is given is no model or no plan. Raised also by the first
-            forward pass, if it does not meet an operator of the plan, and by any if the model was cast since.
-        UnsupportedError: The device lacks a planned precision, or an operator cannot run at it; or ``autocast`` is
-            wanted for a plan that mixes precisions, or ``captured`` for a model that cannot be.
+            the device type, parameters are not FP32, or an argument is no model or no plan. Raised also by the first
+            forward pass if it does not run an operator of the plan, and by any if the model was cast since.
+        UnsupportedError: The device lacks a planned precision, or an operator cannot run at it; or ``autocast`` is set
+            for a plan that mixes precisions, or ``captured`` for a model that cannot be captured.
         NotReadyError: A plan is applied already. Raised also by a forward pass under ``torch.autocast``, and by an
             attempt to copy or pickle the model before ``undo``.
 
@@ -444,7 +437,7 @@ def apply(
     bare = bare_model(model)
     if interception_of(bare) is not None:
         raise NotReadyError("a plan is applied to this model already: undo(model) before applying another")
-    precisions = of_device_type(plan, device_type)
+    precisions = _precisions_of(plan, device_type)
     options = options or ApplyOptions()
     check_master_weights(bare)
     check_sharding(bare, options.kernels.weights)
@@ -454,14 +447,13 @@ def apply(
         options = replace(options, autocast=settings.autocast, captured=settings.captured)
     if options.captured:
         check_capturable(bare)
-    check_autocast(adjustable, options.autocast, model_device(bare))
-    name = device_type
-    if name is None and isinstance(plan, DevicePlans):
-        name = next(iter(plan.devices))
-    kinds = () if graph is None else graph.lifted_kinds()
-    if graph is None and settings is not None:
-        kinds = settings.lifted_kinds  # of the graph, which rank 0 alone has
-    applied = AppliedPlan(bare, adjustable, graph, options, name, kinds)
+    if options.autocast is not None:
+        check_autocast(adjustable, options.autocast, model_device(bare))
+    if device_type is None and isinstance(plan, DevicePlans):
+        device_type = next(iter(plan.devices))
+    # Without the graph, which rank 0 alone has, the settings name its kinds.
+    kinds = graph.lifted_kinds() if graph is not None else settings.lifted_kinds if settings is not None else ()
+    applied = AppliedPlan(bare, adjustable, graph, options, device_type, kinds)
     if options.captured:
         applied.interception.graphs = FirstPass(applied.interception, bare)
     if settings is not None:
@@ -470,14 +462,14 @@ def apply(
 
 
 def applied_plan(model: nn.Module) -> AppliedPlan | None:
-    """The plan at work on a model (also inside ``DistributedDataParallel``), None if there is none."""
+    """The plan applied to a model (also inside ``DistributedDataParallel``), None if there is none."""
     interception = interception_of(bare_model(model))
     handler = None if interception is None else interception.handler
     return handler if isinstance(handler, AppliedPlan) else None
 
 
 def undo(model: nn.Module) -> nn.Module:
-    """Take the plan off: the model runs as before :func:`apply`.
+    """Remove the plan: the model runs as before :func:`apply`.
 
     Returns:
         The same model.

@@ -1,6 +1,6 @@
-"""Which operator of the graph a running call belongs to, and code run around it.
+"""Names the operators of a running forward pass as the captured graph does, and runs code around them.
 
-Applying, profiling and probing all hook in here.
+Plans, recordings and probes are all built on `Interception`.
 """
 
 from typing import TYPE_CHECKING
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.runtimes.torch.interception.forwards import HALF
-    from qsync_opt.runtimes.torch.interception.functions import FIXED_KINDS, alike, function_names, functions_named
+    from qsync_opt.runtimes.torch.interception.functions import functions_named
     from qsync_opt.runtimes.torch.interception.interception import (
         Handler,
         Interception,
@@ -20,21 +19,15 @@ if TYPE_CHECKING:
         interception_of,
         operator_name,
     )
-    from qsync_opt.runtimes.torch.interception.recomputation import CallMemory
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "FIXED_KINDS",
-    "HALF",
-    "CallMemory",
     "Handler",
     "Interception",
     "OperatorCall",
     "Run",
-    "alike",
     "check_not_scripted",
-    "function_names",
     "functions_named",
     "intercepted",
     "interception_of",

@@ -1,4 +1,4 @@
-"""What stands before the ``forward`` of each module of an intercepted model."""
+"""The replacement for each module's ``forward``, and the torch modules that are one operator."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qsync_opt.errors import NotReadyError
+from qsync_opt.runtimes.torch.interception.recomputation import PLAIN_TENSORS
 
 if TYPE_CHECKING:
     from qsync_opt.runtimes.torch.interception.interception import Interception
 
 
-HALF = (torch.bfloat16, torch.float16)
-
-
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One module.
+    """A torch module that is one operator.
 
     Attributes:
         function: The torch function that its ``forward`` calls.
-        op_type: Name of the operator: adjustable if ``arguments`` is there, else always fixed; None for one that the
-            plan leaves alone unless a user's role says otherwise.
-        arguments: Of the function for an input; None where ``forward`` itself is called.
+        op_type: Name of the operator: adjustable if it has ``arguments``, else always fixed; None for one that plans
+            leave alone unless a user gives it a role.
+        arguments: Of the function, from the module's input; None: ``forward`` itself is called.
     """
 
     function: Any
@@ -89,7 +87,7 @@ _OTHERS: dict[Any, Leaf] = {
 
 
 def leaf_of(module: nn.Module) -> Leaf | None:
-    """What a module is, None if it is not one operator of torch."""
+    """The operator that a module is, None if it is not one operator of torch."""
     if next(module.children(), None) is not None:  # a parametrization, with operators of its own
         return None
     forward = type(module).forward
@@ -98,22 +96,18 @@ def leaf_of(module: nn.Module) -> Leaf | None:
     return _OTHERS.get(forward)
 
 
-_PLAIN = (torch.Tensor, nn.Parameter)
 _modes_active: Callable[[], int] = torch._C._len_torch_function_stack
 
 
 class Forward:
-    """Stands before one module's ``forward`` and tells the interception when the module runs.
-
-    Made by `forward_of`, which gives each one code of its own.
-    """
+    """Shadows one module's ``forward`` and tells the interception when the module runs; `forward_of` builds it."""
 
     def __init__(self, interception: Interception, path: str, module: nn.Module) -> None:
         self.interception = interception
         self.path = path
         self.module = module
         self.inner: Callable[..., Any] = module.forward
-        # What the instance itself had before; None when forward comes from the class.
+        # The instance's own attribute, None if forward comes from the class.
         self.shadowed = module.__dict__.get("forward")
         self.recurrent = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
         self.leaf = None if self.shadowed is not None else leaf_of(module)
@@ -121,7 +115,7 @@ class Forward:
         functools.update_wrapper(self, self.inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module: as a pass if none runs, as part of it else."""
+        """Run the module, as a pass of its own or as a part of the running one."""
         interception = self.interception
         if interception.resting:
             return self.inner(*args, **kwargs)
@@ -143,7 +137,7 @@ class Forward:
             and interception.prepared_pass
             and len(args) == 1
             and not kwargs
-            and type(args[0]) in _PLAIN
+            and type(args[0]) in PLAIN_TENSORS
             and _modes_active() == 1
         ):
             return interception.run_leaf(self, leaf, args[0])
@@ -172,10 +166,10 @@ class Forward:
 
 
 def forward_of(interception: Interception, path: str, module: nn.Module) -> Forward:
-    """A `Forward` whose ``__call__`` is a copy: ``torch.compile`` counts by code how often something was compiled.
+    """A `Forward` with a code object of its own.
 
-    With one code for all modules and plans, a job that compiles its layers one by one, or moves between plans, would
-    soon have reached the number (8) from which on torch compiles no more.
+    ``torch.compile`` counts compilations per code object and gives up after 8; with one object for all modules and
+    plans, a job that compiles its layers one by one, or changes plans, would soon reach that.
     """
     whole = Forward.__call__
     code = whole.__code__.replace(co_name=f"forward of {path}" if path else "forward")

@@ -1,4 +1,8 @@
-"""Who is told of the functions of torch that run? Function modes that pick out the named ones."""
+"""The torch functions that are operators, and the function modes that report their calls.
+
+Functions that torch promotes no operands for get operands of one floating type here as well, because the operators of
+a plan may deliver 16 bits where the script expects FP32.
+"""
 
 from __future__ import annotations
 
@@ -13,59 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qsync_opt.model import ROLE_TABLE, Role
-
-_HALF = (torch.bfloat16, torch.float16)
-
-_PROMOTED = frozenset(
-    {
-        torch.lerp, Tensor.lerp, F.grid_sample, torch.grid_sampler, torch.heaviside, Tensor.heaviside,
-        torch.isclose, Tensor.isclose, torch.allclose, Tensor.allclose, torch.cross, Tensor.cross, torch.linalg.cross,
-        torch.linalg.vecdot, torch.meshgrid, torch.cartesian_prod, torch.sparse.mm, torch.spmm, torch.dsmm,
-    }
-)  # fmt: skip
-_WRITING = frozenset(
-    {
-        Tensor.__setitem__, Tensor.index_put_, torch.index_put_, Tensor.index_add_, Tensor.index_copy_,
-        Tensor.index_reduce_, Tensor.scatter_, Tensor.scatter_add_, Tensor.scatter_reduce_, Tensor.masked_scatter_,
-        Tensor.put_, Tensor.lerp_, Tensor.addmm_, Tensor.baddbmm_, Tensor.addbmm_, Tensor.addmv_, torch.addmv_,
-        Tensor.addr_,
-    }
-)  # fmt: skip
-UNLIKE = _PROMOTED | _WRITING
-"""The functions; `alike` makes their arguments fit."""
-
-
-def _floating(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values] if values.is_floating_point() else []
-    return [tensor for value in values for tensor in _floating(value)] if type(values) in (tuple, list) else []
-
-
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    if isinstance(values, Tensor):
-        return values.to(dtype) if values.is_floating_point() and values.dtype is not dtype else values
-    return type(values)(_cast(value, dtype) for value in values) if type(values) in (tuple, list) else values
-
-
-def alike(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Arguments of one of the functions `UNLIKE` with one floating type, if 16 bits are among several.
-
-    Args:
-        function: To be called.
-        args: Its positional arguments.
-        kwargs: Its arguments by name.
-    """
-    dtypes = {tensor.dtype for tensor in _floating([*args, *kwargs.values()])}
-    if len(dtypes) < 2 or dtypes.isdisjoint(_HALF):  # without 16 bits the call is the script's own affair
-        return args, kwargs
-    if function in _WRITING:
-        target = args[0].dtype
-        if not target.is_floating_point:
-            return args, kwargs
-    else:
-        target = functools.reduce(torch.promote_types, dtypes)
-    return _cast(args, target), {name: _cast(value, target) for name, value in kwargs.items()}
-
+from qsync_opt.runtimes.torch.support import HALF
 
 # Operators that a plan may adjust, with every torch function that runs them.
 _ADJUSTABLE: dict[str, tuple[Any, ...]] = {
@@ -86,10 +38,10 @@ _ADJUSTABLE: dict[str, tuple[Any, ...]] = {
     "embedding": (F.embedding, torch.embedding),
 }
 
-# Operators that always run in FP32 although torch could run them in 16 bits, by ATen name.
 FIXED_KINDS: tuple[str, ...] = tuple(
     kind for kind, role in ROLE_TABLE.items() if role is Role.FIXED and kind.islower() and kind != "input"
 )
+"""Operators, by ATen name, that always run in FP32 although torch could run them in 16 bits."""
 
 # Functions whose ATen name is not their Python name.
 _RENAMED: dict[str, tuple[Any, ...]] = {
@@ -98,53 +50,95 @@ _RENAMED: dict[str, tuple[Any, ...]] = {
     "pow": (Tensor.__pow__, Tensor.__rpow__),
 }
 
-# Python functions that call operators of their own; they are entered instead of being treated as one operator.
-_COMPOSITES: frozenset[Any] = frozenset({F.multi_head_attention_forward})
-
 
 def functions_named(kind: str) -> tuple[Any, ...]:
     """Every torch function that runs the operator called ``kind``: torch, Tensor, functional, linalg and fft forms."""
     if kind in _ADJUSTABLE:
         return _ADJUSTABLE[kind]
-    found = [getattr(place, kind, None) for place in (torch, Tensor, F, torch._C._VariableFunctions)]
+    candidates = [getattr(place, kind, None) for place in (torch, Tensor, F, torch._C._VariableFunctions)]
     for prefix, place in (("linalg_", torch.linalg), ("fft_", torch.fft)):
         if kind.startswith(prefix):
-            found.append(getattr(place, kind.removeprefix(prefix), None))
-    return (*(function for function in found if callable(function)), *_RENAMED.get(kind, ()))
+            candidates.append(getattr(place, kind.removeprefix(prefix), None))
+    return (*(function for function in candidates if callable(function)), *_RENAMED.get(kind, ()))
 
 
 def function_names(kinds: tuple[str, ...] = ()) -> dict[Any, str]:
     """Map torch functions to operator names: adjustable and fixed operators, and those of ``kinds`` besides."""
     names = {function: kind for kind in (*kinds, *FIXED_KINDS) for function in functions_named(kind)}
-    names.update({function: kind for kind, functions in _ADJUSTABLE.items() for function in functions})
-    # F.nll_loss becomes nll_loss_nd; the renaming wins over the equal Python name.
-    names.update({function: kind for kind, functions in _RENAMED.items() for function in functions})
+    # F.nll_loss becomes nll_loss_nd: the renamed functions come last.
+    for table in (_ADJUSTABLE, _RENAMED):
+        names.update({function: kind for kind, functions in table.items() for function in functions})
     return names
 
 
-def python_methods(names: Mapping[Any, str]) -> tuple[tuple[Any, str], ...]:
-    """Of named functions, the methods of tensors that torch has written in Python, ``**`` among them.
+def _python_methods(names: Mapping[Any, str]) -> tuple[tuple[Any, str], ...]:
+    """The named functions that are tensor methods written in Python, such as ``**``.
 
-    While it compiles, torch misses these as keys of a dictionary, because it hashes them in two ways; it then guards on
-    their absence, which fails at once. Comparing them one by one finds them.
+    torch.compile does not find these as keys of a dictionary, because it hashes them in two ways; it then guards on
+    their absence, which fails at once. Comparing them one by one works.
     """
     methods = {method for method in vars(Tensor).values() if isinstance(method, FunctionType)}
     return tuple((function, kind) for function, kind in names.items() if function in methods)
 
 
-def _never_overridden(*_: Any) -> bool:
-    return False
-
-
-def _enterable(function: FunctionType) -> FunctionType:
-    """Copy a torch Python function so that it does not dispatch to the mode again, while the calls inside it do."""
-    names = {
-        name: _never_overridden
-        for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+# Functions that refuse operands of different floating types.
+_PROMOTED = frozenset(
+    {
+        torch.lerp, Tensor.lerp, F.grid_sample, torch.grid_sampler, torch.heaviside, Tensor.heaviside,
+        torch.isclose, Tensor.isclose, torch.allclose, Tensor.allclose, torch.cross, Tensor.cross, torch.linalg.cross,
+        torch.linalg.vecdot, torch.meshgrid, torch.cartesian_prod, torch.sparse.mm, torch.spmm, torch.dsmm,
     }
+)  # fmt: skip
+# The same of those that write into their first argument, whose type decides.
+_WRITING = frozenset(
+    {
+        Tensor.__setitem__, Tensor.index_put_, torch.index_put_, Tensor.index_add_, Tensor.index_copy_,
+        Tensor.index_reduce_, Tensor.scatter_, Tensor.scatter_add_, Tensor.scatter_reduce_, Tensor.masked_scatter_,
+        Tensor.put_, Tensor.lerp_, Tensor.addmm_, Tensor.baddbmm_, Tensor.addbmm_, Tensor.addmv_, torch.addmv_,
+        Tensor.addr_,
+    }
+)  # fmt: skip
+_ONE_TYPE = _PROMOTED | _WRITING
+
+
+def _floating(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values] if values.is_floating_point() else []
+    return [tensor for value in values for tensor in _floating(value)] if type(values) in (tuple, list) else []
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    if isinstance(values, Tensor):
+        return values.to(dtype) if values.is_floating_point() and values.dtype is not dtype else values
+    return type(values)(_cast(value, dtype) for value in values) if type(values) in (tuple, list) else values
+
+
+def alike(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Arguments cast to one floating type, if they have several with a 16-bit type among them.
+
+    Args:
+        function: One that refuses operands of different types.
+        args: Its positional arguments.
+        kwargs: Its arguments by name.
+    """
+    dtypes = {tensor.dtype for tensor in _floating([*args, *kwargs.values()])}
+    if len(dtypes) < 2 or dtypes.isdisjoint(HALF):  # without 16 bits the mixture is the script's own
+        return args, kwargs
+    if function in _WRITING:
+        target = args[0].dtype
+        if not target.is_floating_point:
+            return args, kwargs
+    else:
+        target = functools.reduce(torch.promote_types, dtypes)
+    return _cast(args, target), {name: _cast(value, target) for name, value in kwargs.items()}
+
+
+def _enterable(function: Any) -> FunctionType:
+    """Copy a torch Python function so that it does not dispatch to the mode again, while the calls inside it do."""
+    checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     copy = FunctionType(
         function.__code__,
-        {**function.__globals__, **names},
+        {**function.__globals__, **dict.fromkeys(checks, _never_overridden)},
         function.__name__,
         function.__defaults__,
         function.__closure__,
@@ -153,30 +147,34 @@ def _enterable(function: FunctionType) -> FunctionType:
     return copy
 
 
-ENTERED: dict[Any, FunctionType] = {function: _enterable(function) for function in _COMPOSITES}
-"""Functions to enter, and the copies to run instead of them."""
+def _never_overridden(*_: Any) -> bool:
+    return False
 
 
-class Calls(Protocol):
-    """What is told of every call of a named function, and returns its result."""
+# Python functions whose inner calls are operators of their own, with the copies to run instead.
+_ENTERED: dict[Any, FunctionType] = {F.multi_head_attention_forward: _enterable(F.multi_head_attention_forward)}
+
+
+class CallHandler(Protocol):
+    """Runs the calls of named functions."""
 
     function_names: dict[Any, str]
 
     def call(self, op_type: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one call."""
+        """Run one call and return its result."""
 
 
 class FunctionMode(TorchFunctionMode):
-    """Hands the calls of named functions over, and enters those that call operators of their own."""
+    """Hands the calls of named functions to a handler, and enters functions that call operators of their own."""
 
-    def __init__(self, interception: Calls) -> None:
+    def __init__(self, handler: CallHandler) -> None:
         super().__init__()
-        self._interception = interception
-        self.listen(interception.function_names)
+        self._handler = handler
+        self.listen(handler.function_names)
 
     def listen(self, names: dict[Any, str]) -> None:
-        """Pick out these functions from now on."""
-        self.names, self.methods = names, python_methods(names)
+        """Report these functions from now on."""
+        self.names, self.methods = names, _python_methods(names)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -184,23 +182,23 @@ class FunctionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         op_type = self.names.get(func)
         if op_type is not None:
-            return self._interception.call(op_type, func, args, kwargs)
-        entered = ENTERED.get(func)
+            return self._handler.call(op_type, func, args, kwargs)
+        entered = _ENTERED.get(func)
         if entered is not None:
             with self:
                 return entered(*args, **kwargs)
-        if func in UNLIKE:
+        if func in _ONE_TYPE:
             args, kwargs = alike(func, args, kwargs)
         return func(*args, **kwargs)
 
 
 class TracedFunctionMode(FunctionMode):
-    """The same while a pass is compiled, where methods written in Python are no keys that torch finds."""
+    """The same while a pass is compiled; see `_python_methods`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         for method, op_type in self.methods:
             if func is method:
-                return self._interception.call(op_type, func, args, kwargs or {})
+                return self._handler.call(op_type, func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)

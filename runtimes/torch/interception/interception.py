@@ -1,16 +1,14 @@
-"""Which operator is running? Names every torch-level call of a forward pass as the capture names it.
+"""Intercepts the operators of a model's forward passes, under the names that the captured graph has for them.
 
-A call is named ``<module path>/<operation>``; a second call of the same operation under the same path in one forward
-pass gets the suffix ``_1``, a third ``_2`` and so on, so that a module called twice and a module that calls the same
-function twice are told apart by one rule. ``capture`` derives the same names from the exported program and checks
-that both sides agree.
+A call is named ``<module path>/<operation>``; later calls of the same operation under the same path in one forward pass
+get the suffixes ``_1``, ``_2`` and so on. ``capture`` derives the same names from the exported program and checks that
+both sides agree.
 
-How it works: each module's ``forward`` is shadowed by an attribute of the instance that keeps the path of the running
-module, and a torch function mode, active only inside the outermost ``forward``, sees the calls. Shadowing was taken
-instead of hooks because it can clean up in ``finally``: an interrupt in the middle of a forward pass leaves nothing
-behind. The mode was taken instead of replacing leaf modules because functional operations need it anyway. It costs
-every function of torch some microseconds of host time, named or not. Once a handler has said how each operator runs
-(``prepare``), a pass asks it no more, and modules of torch that are one operator are run past the mode.
+Each module's ``forward`` is shadowed by an attribute of the instance that keeps the path of the running module, and a
+torch function mode, active only inside the outermost ``forward``, sees the calls. Unlike hooks, a shadow can clean up
+in ``finally``, so that an interrupt in the middle of a forward pass leaves nothing behind. The mode costs some
+microseconds of host time per torch function. Once the handler has prepared how each operator runs (``prepare``), passes
+no longer ask it, and torch modules that are one operator run without the mode.
 """
 
 from __future__ import annotations
@@ -25,21 +23,21 @@ import torch
 from torch import nn
 
 from qsync_opt.errors import NotReadyError, UnsupportedError
-from qsync_opt.runtimes.torch.interception.forwards import HALF, Forward, Leaf, forward_of
+from qsync_opt.runtimes.torch.interception.forwards import Forward, Leaf, forward_of
 from qsync_opt.runtimes.torch.interception.functions import FunctionMode, TracedFunctionMode, function_names
 from qsync_opt.runtimes.torch.interception.recomputation import CallMemory, Counts
-from qsync_opt.runtimes.torch.support import is_capturing
+from qsync_opt.runtimes.torch.support import HALF, is_capturing
 
 
 def operator_name(module: str, op_type: str, occurrence: int) -> str:
-    """Name of an operator: module path, operation, and which occurrence under that path (0 for the first)."""
+    """Name of an operator: module path, kind, and the number of its occurrence under that path from 0."""
     base = f"{module}/{op_type}" if module else op_type
     return base if occurrence == 0 else f"{base}_{occurrence}"
 
 
 @dataclass(slots=True)
 class OperatorCall:
-    """One call of a named operator; ``run`` executes it, by default with its own arguments."""
+    """One call of a named operator."""
 
     name: str
     op_type: str
@@ -50,14 +48,14 @@ class OperatorCall:
 
     @property
     def writes(self) -> bool:
-        """Whether an element-wise operator writes into its input: ``relu_``, or ``relu`` told to with ``inplace``."""
+        """Whether an element-wise operator writes into its input: ``relu_``, or ``relu`` with ``inplace``."""
         return (
             self.op_type.endswith("_") or self.kwargs.get("inplace") is True or any(x is True for x in self.args[1:2])
         )
 
     @property
     def traced_name(self) -> str:
-        """Name in a captured graph, where what writes into its input is an operator of its own (``relu_``)."""
+        """Name in a captured graph, where an operator that writes into its input has a kind of its own (``relu_``)."""
         if not self.writes or self.op_type.endswith("_"):
             return self.name
         path, slash, last = self.name.rpartition("/")
@@ -74,53 +72,51 @@ Handler = Callable[[OperatorCall], Any]
 
 
 class Replays(Protocol):
-    """Passes of the root module that were captured."""
+    """Captured passes of the root module."""
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The result of a pass, ``NotImplemented`` if it must run as usual."""
-        ...
 
     def forget(self) -> None:
-        """Something that was captured as a constant has changed."""
-        ...
+        """Capture anew: something captured as a constant has changed."""
 
 
-# Runs one operator: torch function, positional and keyword arguments of the call.
 Run = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+"""Runs one operator, given the torch function and the positional and keyword arguments of the call."""
 
 _past_modes: Any = torch._C.DisableTorchFunction
 
 
 class Interception:
-    """Reports every named operator of a model's forward passes to a handler, until it is removed.
+    """Hands every named operator of a model's forward passes to a handler, until it is removed.
 
     The model's class, parameters, hooks and ``state_dict`` stay as they are. Shared modules report under the first
     path that ``named_modules`` gives them. A module that runs again during the backward pass (activation
-    checkpointing) reports under the names, and with the pass index, of the call that it repeats (`CallMemory`).
-    What is checkpointed must be a module, or a function that calls modules: a function's own operations run again
-    outside of any module's ``forward``, where they are not seen.
+    checkpointing) reports under the names, and with the pass index, of the call that it repeats (`CallMemory`). Only
+    modules, and functions that call modules, can be checkpointed: a function's own operations are recomputed outside
+    of any module's ``forward``, where they are not seen.
 
     Attributes:
+        handler: Called with every named operator; returns the result of the call.
         path: Path of the running module, None outside of a forward pass.
-        thread: Which thread the present or last pass runs in.
-        pass_index: Number of outermost forward passes before the present one; a recomputation has that of the pass it
-            repeats.
+        thread: Thread of the present or last pass.
+        passes: Outermost forward passes that have begun, without recomputations.
+        pass_index: Index of the present pass; for a recomputation, of the pass that it repeats.
         training: Whether the outermost module of the present pass is in training mode.
         recomputing: Whether the present pass is a recomputation.
-        traced: Whether the present pass is being compiled or captured as a CUDA graph: whatever is decided now holds
-            in every run of what comes out, and ``pass_index`` says nothing.
+        traced: Whether the present pass is being compiled or captured as a CUDA graph: decisions are then constants of
+            the graph, and ``pass_index`` is meaningless.
         seen: Names met in the present or last pass.
-        may_rest: Asked before an eager pass, if the handler set it: True runs the pass as if nothing were intercepted.
-            Such a pass is not counted.
-        at_rest: What the handler wants every pass to run in, given its outermost module, as if nothing were
-            intercepted; a compiled pass too.
-        resting: Whether the present pass is such a one.
-        prepare: From the name and kind of an operator to how it runs, if the handler set it: eager passes then ask this
-            once per operator, and the handler no more.
-        prepares_evaluation: Whether that holds in evaluation mode too.
+        may_rest: If set, asked before an eager pass: True runs the pass as if nothing were intercepted, uncounted.
+        at_rest: If set, the context in which every pass, compiled ones included, runs as if nothing were intercepted;
+            given the outermost module.
+        resting: Whether the present pass runs in one of these ways.
+        prepare: If set, maps an operator's name and kind to how it runs; eager passes ask this once per operator
+            instead of the handler in every call.
+        prepares_evaluation: Whether ``prepare`` holds in evaluation mode too.
+        prepared_pass: Whether the present pass uses it.
         graphs: Captured passes of the root module, tried before a pass runs.
-        prepared_pass: Whether the present pass is such a one.
-        finish: Applied to what an outermost module returns, if the handler set it.
+        finish: If set, applied to what an outermost module returns.
     """
 
     def __init__(
@@ -137,18 +133,18 @@ class Interception:
 
         Args:
             model: The root of the module paths.
-            handler: Called with every named operator; what it returns is the result of the call.
+            handler: As above.
             kinds: ATen names of operators to report besides the adjustable and the fixed ones.
-            on_pass_begin: Called before an outermost forward pass that is no recomputation.
-            on_pass_end: Called after an outermost forward pass that did not raise, with the path of its module.
+            on_pass_begin: Called before an outermost forward pass, but not before a recomputation.
+            on_pass_end: Called with the path of the outermost module after its pass.
             recurrent_inputs: Applied to the arguments of recurrent modules, which compare the types of inputs and
                 weights before any operator runs.
 
         Raises:
             NotReadyError: The model is being intercepted already.
-            UnsupportedError: A module whose ``forward`` cannot be shadowed (a scripted one).
+            UnsupportedError: A module is scripted.
         """
-        self._handler = handler
+        self.handler = handler
         self._on_pass_begin = on_pass_begin
         self._on_pass_end = on_pass_end
         self.recurrent_inputs = recurrent_inputs
@@ -156,14 +152,14 @@ class Interception:
         self._mode, self._traced_mode = FunctionMode(self), TracedFunctionMode(self)
         self._counts: Counts = {}
         self._operator_names: dict[tuple[str, str], list[str]] = {}
-        self._passes = 0
+        self.passes = 0
         self._modules: list[tuple[str, nn.Module]] = []
         self.path: str | None = None
         self.thread = 0
         self.pass_index = 0
         self.training = True
         self.recomputing = False
-        self._passing = False
+        self._evaluating = False
         self.traced = False
         self.resting = False
         self.may_rest: Callable[[], bool] | None = None
@@ -185,15 +181,6 @@ class Interception:
             module.forward = forward_of(self, path, module)
             self._modules.append((path, module))
 
-    @property
-    def passes(self) -> int:
-        """Outermost forward passes that have begun, recomputations not counted."""
-        return self._passes
-
-    def rewind(self, passes: int) -> None:
-        """Count from an earlier pass on: those after it did not matter."""
-        self._passes = passes
-
     def outermost(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module of a pass."""
         if self.at_rest is not None:
@@ -208,8 +195,8 @@ class Interception:
         self.thread = get_ident()
         self.recomputing = torch._C._current_graph_task_id() != -1
         self.training = forward.module.training
-        # Nothing of an evaluation is computed again. (A training pass without gradients may be: a checkpointed one.)
-        self._passing = not (self.training or torch.is_grad_enabled())
+        # An evaluation is never recomputed; a training pass without gradients may be (a checkpointed one).
+        self._evaluating = not (self.training or torch.is_grad_enabled())
         self.prepared_pass = (
             self.prepare is not None and not self.traced and (self.training or self.prepares_evaluation)
         )
@@ -220,8 +207,8 @@ class Interception:
             self._counts = {}
             self.seen.clear()
             if not self.traced:  # a captured pass does not run now, and runs many times later
-                self.pass_index = self._passes
-                self._passes += 1
+                self.pass_index = self.passes
+                self.passes += 1
             if self._on_pass_begin is not None:
                 self._on_pass_begin()
             self.enter(forward.path, args, outermost=True)
@@ -240,24 +227,24 @@ class Interception:
     def _traced(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the outermost module while ``torch.compile`` traces it.
 
-        Nothing may be read here that a pass changes, or the next pass would be traced anew. A recomputation is part of
-        the graph then and needs no memory of earlier calls.
+        Nothing that a pass changes may be read here, or the next pass would be traced anew. A recomputation is part of
+        the graph and needs no memory of earlier calls.
         """
         self.traced = True
         self.recomputing = self.prepared_pass = False
         self.training = forward.module.training
         self._counts = {}
-        self.seen = []  # a new list: a compiled pass must not depend on what the old one held
+        self.seen = []  # a new list: a compiled pass must not depend on the contents of the old one
         if self._on_pass_begin is not None:
             self._on_pass_begin()
         result = self._run(forward, args, kwargs)
         if self._on_pass_end is not None:
             self._on_pass_end(forward.path)
-        # A compiled part may be one that is computed again, which nothing tells here.
+        # Whether a compiled part is a recomputation is unknown here.
         return self._finished(result, not forward.path)
 
     def _finished(self, result: Any, whole: bool) -> Any:
-        """What a pass returns; ``whole`` says whether it is for the script, not for the rest of the model."""
+        """What a pass returns; ``whole``: to the script, not to the rest of the model."""
         return self.finish(result) if whole and self.finish is not None else result
 
     def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -272,16 +259,16 @@ class Interception:
     def enter(self, path: str, args: tuple[Any, ...], outermost: bool = False) -> None:
         """Note that a module begins to run inside the pass, or as its outermost."""
         self.path = path
-        if not (self.recomputing or self._passing or torch.compiler.is_compiling()):
+        if not (self.recomputing or self._evaluating or torch.compiler.is_compiling()):
             self._memory.remember(path, self.pass_index, self._counts, args[0] if args else None, outermost)
 
     def _recall(self, path: str, args: tuple[Any, ...]) -> bool:
         """Set the counters as they were when the call that is now recomputed began; return whether it was outermost."""
-        found = self._memory.recall(path, args[0] if args else None)
-        if found is None:
+        repeated = self._memory.recall(path, args[0] if args else None)
+        if repeated is None:
             self._counts = {}
             return not path
-        self.pass_index, self._counts, outermost = found
+        self.pass_index, self._counts, outermost = repeated
         return outermost
 
     def call(self, op_type: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -300,7 +287,7 @@ class Interception:
                 names.append(operator_name(module, op_type, occurrence))
             name = names[occurrence]
         self.seen.append(name)
-        return self._handler(OperatorCall(name, op_type, module, function, args, kwargs))
+        return self.handler(OperatorCall(name, op_type, module, function, args, kwargs))
 
     def _run_of(self, key: tuple[str, str], occurrence: int) -> Run:
         """How an operator runs, by module path, kind and occurrence."""
@@ -317,15 +304,14 @@ class Interception:
 
     def run_leaf(self, forward: Forward, leaf: Leaf, x: torch.Tensor) -> Any:
         """Run a module that is one operator in a prepared pass, without the mode."""
-        names = self._mode.names
-        if leaf.op_type is None and leaf.function in names:  # a role that a user gave
+        if leaf.op_type is None and leaf.function in self._mode.names:  # a user gave it a role
             outer = self.path
             self.enter(forward.path, (x,))
             try:
                 return forward.inner(x)
             finally:
                 self.path = outer
-        if not (self.recomputing or self._passing):
+        if not (self.recomputing or self._evaluating):
             self._memory.remember(forward.path, self.pass_index, self._counts, x)
         with _past_modes():
             if leaf.arguments is None:
@@ -338,36 +324,29 @@ class Interception:
             return self._run_of(key, occurrence)(leaf.function, leaf.arguments(x), {})
 
     def forget_prepared(self) -> None:
-        """Ask ``prepare`` anew for every operator, and capture anew: what was decided has changed."""
+        """Ask ``prepare`` anew for every operator, and capture anew, because decisions have changed."""
         self._prepared.clear()
         if self.graphs is not None:
             self.graphs.forget()
 
-    @property
-    def handler(self) -> Handler:
-        """Whoever is told of the calls."""
-        return self._handler
-
     @contextlib.contextmanager
     def observed(self, handle: Callable[[OperatorCall, bool], Any], kinds: tuple[str, ...]) -> Iterator[None]:
-        """Let somebody else run the operators while the block lasts, those of further kinds too.
+        """Replace the handler within the block, for operators of further kinds too.
 
         Args:
-            handle: Called with a call, and whether the handler would be told of it; returns the result.
+            handle: Called with a call, and whether the replaced handler would have run it; returns the result.
             kinds: ATen names of operators to report besides.
         """
-        names, handler, may_rest, prepare = self.function_names, self._handler, self.may_rest, self.prepare
-        (graphs, self.graphs), (at_rest, self.at_rest) = (self.graphs, None), (self.at_rest, None)
-        told = frozenset(names.values())
+        names, before = self.function_names, (self.handler, self.may_rest, self.prepare, self.graphs, self.at_rest)
+        handled = frozenset(names.values())
         self._listen({**function_names(kinds), **names})
-        self._handler = lambda call: handle(call, call.op_type in told)
-        self.may_rest = self.prepare = None
+        self.handler = lambda call: handle(call, call.op_type in handled)
+        self.may_rest = self.prepare = self.graphs = self.at_rest = None
         try:
             yield
         finally:
-            self.may_rest, self.prepare, self.graphs, self.at_rest = may_rest, prepare, graphs, at_rest
             self._listen(names)
-            self._handler = handler
+            self.handler, self.may_rest, self.prepare, self.graphs, self.at_rest = before
 
     def _listen(self, names: dict[Any, str]) -> None:
         self.function_names = names
@@ -406,7 +385,7 @@ def _check_free(path: str, module: nn.Module) -> None:
 
 
 def check_not_scripted(path: str, module: nn.Module) -> None:
-    """Refuse a module that ``torch.jit`` made."""
+    """Refuse a module of ``torch.jit``."""
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError(
             f"module {path or 'the root'!r} is scripted: plans need plain Python modules; build the model without "

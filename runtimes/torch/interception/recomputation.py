@@ -1,4 +1,4 @@
-"""Which call does a recomputation repeat? Activation checkpointing runs modules again in the backward pass."""
+"""Matches recomputed calls to the original ones: activation checkpointing runs modules again in the backward pass."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ import torch
 from torch import nn
 
 Counts = dict[tuple[str, str], int]
-"""How many operators of a kind a module has met in a pass, by its path and the kind."""
+"""Operators met in a pass, by module path and kind."""
 
-_PLAIN = (torch.Tensor, nn.Parameter)
+PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _free: Any = torch.UntypedStorage._free_weak_ref
 _KEPT_PASSES = 8
 _NO_COUNTS: Counts = {}
 
 
 class CallMemory:
-    """The calls of every module in the last passes, each with the storage that its input lay in.
+    """The calls of every module in the last passes, each with the storage of its input.
 
-    A checkpointed module gets the same input again, which was kept for that: of the calls that were not repeated yet,
-    the last one with it is the one, also where other passes ran in between (another view of a contrastive loss, an
-    evaluation). Where no input tells, because memory was moved or a function was checkpointed whose modules get new
-    tensors, the pass of the last repetition goes on, and calls are repeated in reverse order.
+    A checkpointed module gets the same input again, which was saved for that. The call that is repeated is the last one
+    with this input that was not repeated yet, also if other passes ran in between (another view of a contrastive loss,
+    an evaluation). If no input matches, because memory was moved or the checkpointed function hands its modules new
+    tensors, the pass of the last repetition continues, and calls are repeated in reverse order.
 
-    An address would not do: new tensors often lie where the freed input of some other call lay. A weak reference lets
-    the memory go with the last tensor, and no later storage is taken for that one while it is held. (Torch's
-    ``StorageWeakRef`` does the same, but takes more host time in every module.)
+    Addresses would not do: new tensors often reuse the freed memory of another call's input. A weak reference releases
+    the memory with the last tensor, and no later storage equals it while it exists. (Torch's ``StorageWeakRef`` does
+    the same, but takes more host time in every module.)
     """
 
     def __init__(self, *, shared_modules: bool) -> None:
-        """Know nothing yet.
+        """Start empty.
 
         Args:
-            shared_modules: Whether a module has several paths, so that a first call may find counts of another one's.
+            shared_modules: Whether a module has several paths, so that counts may not be zero at its first call.
         """
         self._shared_modules = shared_modules
         self._last = -1  # pass of the last repetition
-        # Oldest first; each: pass, counts, weak reference to the input's storage or 0, where in it the input begins,
+        # Oldest first; each: pass, counts, weak reference to the input's storage or 0, offset of the input in it,
         # whether it was recomputed, whether it was outermost.
         self._calls: dict[str, list[list[Any]]] = {}
 
@@ -48,15 +48,7 @@ class CallMemory:
                     free(call[2])
 
     def remember(self, path: str, pass_index: int, counts: Counts, x: Any, outermost: bool = False) -> None:
-        """Note that a module begins to run.
-
-        Args:
-            path: Of the module.
-            pass_index: Of the pass.
-            counts: As they are now.
-            x: Its first positional argument.
-            outermost: Whether no other module's call is around it.
-        """
+        """Note that a module begins to run, with its first positional argument ``x`` and the counts before it."""
         calls = self._calls.get(path)
         if calls is None:
             calls = self._calls[path] = []
@@ -70,7 +62,7 @@ class CallMemory:
         calls.append([pass_index, counts.copy() if again else _NO_COUNTS, *place, False, outermost])
 
     def recall(self, path: str, x: Any) -> tuple[int, Counts, bool] | None:
-        """Of the call that is now repeated: pass index, counts when it began, whether it was outermost.
+        """Pass index, counts at its beginning, and whether it was outermost, of the call that is now repeated.
 
         None for an unknown module.
         """
@@ -83,10 +75,8 @@ class CallMemory:
             for call in waiting:
                 call[4] = False
         storage = _storage(x)
-        same = []
-        if storage is not None:
-            place = [storage._cdata, x.storage_offset()]
-            same = [call for call in waiting if call[2:4] == place]
+        place = None if storage is None else [storage._cdata, x.storage_offset()]
+        same = [call for call in waiting if call[2:4] == place]
         likely = same or [c for c in waiting if c[0] == self._last] or waiting
         likely[-1][4] = True
         self._last, counts = likely[-1][:2]
@@ -94,8 +84,8 @@ class CallMemory:
 
 
 def _storage(x: Any) -> Any:
-    """Storage of a tensor, None where there is none to tell by."""
-    if type(x) not in _PLAIN:
+    """Storage of a tensor, None if it has none to identify it by."""
+    if type(x) not in PLAIN_TENSORS:
         return None
     try:
         return x.untyped_storage()

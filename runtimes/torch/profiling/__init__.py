@@ -1,6 +1,6 @@
 """Measured costs of operators, casts and whole iterations on a device.
 
-`profile` gives the `DeviceProfile` of a model.
+`profile` returns the `DeviceProfile` of a model; `try_plan` measures the memory of a plan.
 """
 
 from typing import TYPE_CHECKING

@@ -1,18 +1,17 @@
-"""What does one operator cost in one precision? Its recorded call, run again and again on made-up tensors.
+"""Costs of single operators, casts and optimizer steps, measured on random tensors.
 
-Adjustable operators run through ``kernels.ops.execute``, as under a plan; the others are called as they were recorded,
-in each format that they may run in. Activations arrive in the format that the runtime would hand over, so that their
-casts are not in the time; an 8-bit operator quantizes inside, and what that costs is taken off again by the caller,
-because it is priced on the edge.
+Adjustable operators run through ``kernels.ops.execute``, as under a plan; the others run their recorded call, in each
+format that they may have. Activations arrive in the format that the runtime would deliver, so that their casts are not
+in the time; an 8-bit operator quantizes inside, which the caller subtracts because it is a cost of the edge.
 
 All results of a round are kept until their backward passes have run, in reverse order: memory is then fresh in forward
-and reused in backward, as in a training step, and page faults are counted where a step has them.
+and reused in backward, as in a training step, and page faults occur where a step has them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +34,7 @@ from qsync_opt.runtimes.torch.support import (
     rebuilt,
     state_bytes,
     storage_of,
+    tensors_in,
 )
 
 DTYPES: dict[str, torch.dtype] = {
@@ -44,31 +44,27 @@ DTYPES: dict[str, torch.dtype] = {
     "FP32": torch.float32,
 }
 ROUND_BYTES = 32 * 2**20
-"""Results that one round may keep alive; larger operators run in more, shorter rounds."""
+"""Results that one round may keep; larger operators run in shorter rounds."""
 _FREE_KINDS = frozenset({"input", "getitem"})
-"""Kinds that only name a tensor: no work, no memory."""
+"""Kinds that only name a tensor."""
+_ROTATED = 4
+"""Sets of arguments that runs use in turn."""
+_IDLE_RUNS = 20
+_NOTHING = Elapsed(device_ns=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """One run, ready to be started: the work, its floating activations as passed, and where gradients are wanted."""
+    """One run: its work, its floating-point activations, parameters and buffers, and the tensors with gradients."""
 
     work: Callable[[], Any]
     activations: tuple[Tensor, ...]
     state: tuple[Tensor, ...]
-    wanted: tuple[Tensor, ...]
+    leaves: tuple[Tensor, ...]
 
 
 class OperatorBench:
-    """Runs one recorded call in one precision.
-
-    Args:
-        operator: The operator, for its kind and role.
-        call: Its recorded call.
-        precision: To run it in.
-        device: Where.
-        options: Of the 8-bit kernels.
-    """
+    """Runs one recorded call in one precision on a device, with the ``options`` of the 8-bit kernels."""
 
     def __init__(
         self,
@@ -90,28 +86,28 @@ class OperatorBench:
         self._generator = torch.Generator(device).manual_seed(0)
 
     def measure(self, stopwatch: Stopwatch, repeats: int) -> MeasuredCost:
-        """Time and memory; from rounds of ``repeats`` runs, the first of which does not count."""
+        """Time and memory, from rounds of ``repeats`` runs after one that does not count."""
         if self._operator.op_type in _FREE_KINDS:
             return MeasuredCost(forward_ns=0, backward_ns=0, alias_input=0 if self._operator.inputs else None)
         memory = self._memory()
         per_run = max(1, sum(spec.num_bytes for spec in self._operator.output_specs) + memory.saved_bytes)
         count = max(2, min(repeats, ROUND_BYTES // per_run))
         rotated = [self._tensors() for _ in range(min(count, _ROTATED))]
-        # The first round touches all of its memory for the first time; those page faults are no part of a step.
+        # The first round touches its memory for the first time; those page faults are no part of a step.
         self._round(stopwatch, rotated, count)
         idle = _idle_backward(stopwatch, self._device)
         times = steady_medians(lambda: self._round(stopwatch, rotated, count))
         forward, host_forward, backward, host_backward = times
         return replace(
             memory,
-            forward_ns=_whole(forward),
-            host_forward_ns=_whole(host_forward),
-            backward_ns=_whole(backward - idle[0]),
-            host_backward_ns=_whole(host_backward - idle[1]),
+            forward_ns=max(0, round(forward)),
+            host_forward_ns=max(0, round(host_forward)),
+            backward_ns=max(0, round(backward - idle[0])),
+            host_backward_ns=max(0, round(host_backward - idle[1])),
         )
 
     def _tensors(self) -> list[Tensor]:
-        """Make up the tensor arguments, in argument order."""
+        """Random tensor arguments, in argument order."""
 
         def make(argument: TensorArgument) -> Tensor:
             tensor = argument.random(self._device, self._generator)
@@ -124,11 +120,10 @@ class OperatorBench:
         return [make(argument) for argument in self._call.tensors()]
 
     def _run(self, tensors: Sequence[Tensor]) -> _Run:
-        """Put the call together; an operator that writes into an argument gets copies: none may hold an earlier run."""
+        """Build the call; an operator that writes into an argument gets copies, for each run must see the original."""
         passed = [t.clone() if self._in_place and t.is_floating_point() else t for t in tensors]
         remaining = iter(passed)
-        args, kwargs = self._call.build(lambda _: next(remaining))
-        kwargs = {key: self._device if key == "device" else value for key, value in kwargs.items()}
+        args, kwargs = self._call.build(lambda _: next(remaining), self._device)
         work = functools.partial(self._call.target, *args, **kwargs)
         if self._operator.role is Role.ADJUSTABLE:
             arguments = (self._operator.op_type, self._precision, self._call.target, args, kwargs, self._options)
@@ -138,17 +133,17 @@ class OperatorBench:
             work=work,
             activations=tuple(t for argument, t in pairs if argument.state is None and argument.spec.is_floating),
             state=tuple(t for argument, t in pairs if argument.state is not None),
-            wanted=tuple(t for t in tensors if t.requires_grad),
+            leaves=tuple(t for t in tensors if t.requires_grad),
         )
 
     def _round(self, stopwatch: Stopwatch, rotated: Sequence[list[Tensor]], count: int) -> list[tuple[float, ...]]:
-        """``count`` forward passes, then their backward passes in reverse; device and host time of each, per run."""
+        """``count`` forward passes, then their backward passes in reverse: device and host time of each, per run."""
         forward: list[Elapsed] = []
         backward: list[Elapsed] = []
         kept: list[tuple[_Run, Any]] = []
         for i in range(count):
             run = self._run(rotated[i % len(rotated)])
-            # A view moves no data: what it costs is the interpreter's and in no cache that a flush models.
+            # A view moves no data: its cost is the interpreter's, whose caches a step does not flush.
             stopwatch.settle(flush=not self._call.is_view)
             result, elapsed = stopwatch.time(run.work)
             forward.append(elapsed)
@@ -164,10 +159,7 @@ class OperatorBench:
         return [(f.device_ns, f.host_ns, b.device_ns, b.host_ns) for f, b in pairs]
 
     def _memory(self) -> MeasuredCost:
-        """What is kept for backward and what is allocated in passing; the times are left at zero.
-
-        In passing means: the peak less what is kept (forward) or handed on (backward).
-        """
+        """Memory saved for backward, and workspace: the peak less what is kept (forward) or delivered (backward)."""
         run = self._run(self._tensors())
         saved: list[Tensor] = []
 
@@ -177,27 +169,32 @@ class OperatorBench:
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             result = run.work()
-        cost = self._kept(run, list(_flat(result)), saved)
+        cost = self._kept(run, tensors_in(result), saved)
         del result
         run = self._run(self._tensors())
-        handed_on: list[int] = []
+        delivered_bytes = 0
 
         def backward(result: Any) -> None:
+            nonlocal delivered_bytes
             if (work := _backward(run, result)) is not None:
                 parts = [part for gradient in work() if gradient is not None for part in _stored(gradient)]
                 delivered = {storage_of(t): t.untyped_storage().nbytes() for t in parts}
-                handed_on.append(sum(delivered.values()))
+                delivered_bytes = sum(delivered.values())
 
         _, (first, second) = allocations_of([lambda _: run.work(), backward], self._device)
         return replace(
             cost,
             forward_workspace_bytes=max(0, first.peak_bytes - first.kept_bytes),
-            backward_workspace_bytes=max(0, second.peak_bytes - sum(handed_on)),
+            backward_workspace_bytes=max(0, second.peak_bytes - delivered_bytes),
         )
 
     def _kept(self, run: _Run, results: Sequence[Tensor], saved: Sequence[Tensor]) -> MeasuredCost:
-        """Sort saved tensors by whose storage they are: parameters', inputs', the result's, or the operator's own."""
-        positions = self._positions(run)
+        """Assign saved tensors by storage to parameters, inputs, the result, or the operator itself."""
+        edges = run.activations
+        if len(edges) > len(self._operator.inputs):
+            edges = tuple(tensor for tensor in edges if tensor.dim() > 0)
+        # Storage of each activation with an edge, and its position among the operator's inputs.
+        positions = {storage_of(tensor): position for position, tensor in reversed(list(enumerate(edges)))}
         state = {storage_of(tensor) for tensor in run.state}
         outputs = {storage_of(tensor) for tensor in results}
         keys = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
@@ -211,22 +208,9 @@ class OperatorBench:
             alias_input=next((positions[key] for key in outputs if key in positions), None),
         )
 
-    def _positions(self, run: _Run) -> dict[int, int]:
-        """Storage of each activation that has an edge -> its position among the operator's inputs."""
-        edges = run.activations
-        if len(edges) > len(self._operator.inputs):
-            edges = tuple(tensor for tensor in edges if tensor.dim() > 0)
-        return {storage_of(tensor): position for position, tensor in reversed(list(enumerate(edges)))}
-
-
-_NOTHING = Elapsed(device_ns=0.0)
-_IDLE_RUNS = 20
-_ROTATED = 4
-"""Sets of arguments that runs take turns with."""
-
 
 def _idle_backward(stopwatch: Stopwatch, device: torch.device) -> tuple[float, ...]:
-    """What a call of the autograd engine costs that has nothing to do; a step calls it once, not once per operator."""
+    """Time of an autograd call without work, which a step makes once and not per operator."""
     x = torch.zeros(1, device=device, requires_grad=True)
     y = x.view(1)
     g = torch.zeros(1, device=device)
@@ -243,30 +227,18 @@ def _idle_backward(stopwatch: Stopwatch, device: torch.device) -> tuple[float, .
     return steady_medians(run_round)
 
 
-def _whole(time_ns: float) -> int:
-    return max(0, round(time_ns))
-
-
-def _flat(result: Any) -> Iterator[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, (tuple, list)):
-        for item in result:
-            yield from _flat(item)
-
-
 def _stored(gradient: Tensor) -> tuple[Tensor, ...]:
-    """The tensors with memory of their own that hold a gradient: of a look-up's sparse one, indices and values."""
+    """The tensors that store a gradient: of an embedding's sparse one, indices and values."""
     return (gradient._indices(), gradient._values()) if gradient.is_sparse else (gradient,)
 
 
 def _backward(run: _Run, result: Any) -> Callable[[], tuple[Tensor | None, ...]] | None:
-    """Backward pass of one run with made-up gradients, ready to be started; None where no gradient flows."""
-    outputs = [tensor for tensor in _flat(result) if tensor.requires_grad]
-    if not outputs or not run.wanted:
+    """Backward pass of one run with constant gradients; None if no gradient flows."""
+    outputs = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
+    if not outputs or not run.leaves:
         return None
     gradients = [torch.full_like(tensor, 1e-3) for tensor in outputs]
-    return lambda: torch.autograd.grad(outputs, run.wanted, gradients, allow_unused=True)
+    return lambda: torch.autograd.grad(outputs, run.leaves, gradients, allow_unused=True)
 
 
 def time_cast(
@@ -278,13 +250,13 @@ def time_cast(
     stopwatch: Stopwatch,
     repeats: int,
 ) -> float:
-    """Nanoseconds of one cast as the runtime does it on an edge."""
+    """Nanoseconds of one cast of the runtime on an edge."""
     inputs = [torch.randn(spec.shape, device=device).to(DTYPES[source]) for _ in range(_ROTATED)]
     return _time(lambda x: ops.cast(x, target, options), inputs, spec, stopwatch, repeats)
 
 
 def time_gradient_sum(name: str, spec: TensorSpec, device: torch.device, stopwatch: Stopwatch, repeats: int) -> float:
-    """Nanoseconds to add up two gradients of a result that two operators read."""
+    """Nanoseconds to add two gradients of a result that two operators read."""
     inputs = [torch.randn(spec.shape, device=device).to(DTYPES[name]) for _ in range(_ROTATED)]
     other = torch.randn(spec.shape, device=device).to(DTYPES[name])
     return _time(lambda x: x + other, inputs, spec, stopwatch, repeats)
@@ -293,7 +265,7 @@ def time_gradient_sum(name: str, spec: TensorSpec, device: torch.device, stopwat
 def _time(
     work: Callable[[Tensor], Any], inputs: Sequence[Tensor], spec: TensorSpec, stopwatch: Stopwatch, repeats: int
 ) -> float:
-    """One time from rounds that keep their results alive; the first, which touches fresh memory, does not count."""
+    """Time of one run, from rounds that keep their results; the first, which touches fresh memory, does not count."""
     count = max(2, min(repeats, ROUND_BYTES // max(1, 4 * spec.elements)))
 
     def run_round() -> list[tuple[float]]:
@@ -312,7 +284,7 @@ def _time(
 
 
 def like(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
-    """Return an optimizer of the same kind and settings over parameters of the same shapes, with gradients."""
+    """An optimizer of the same kind and settings over zero parameters of the same shapes."""
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         parameters = [nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device)) for p in group["params"]]
@@ -323,13 +295,7 @@ def like(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.
 def measure_optimizer(
     optimizer: torch.optim.Optimizer, device: torch.device, stopwatch: Stopwatch, repeats: int
 ) -> OptimizerCost:
-    """Time of a step and of clearing the gradients, state kept, and memory used in passing.
-
-    Args:
-        optimizer: Any torch optimizer; a copy of it is measured, so that neither parameters nor state change.
-        device: Where.
-        stopwatch: For the device.
-        repeats: Steps per round.
+    """Time of a step and of clearing the gradients, state, and workspace of a copy of an optimizer.
 
     Raises:
         UnsupportedError: It cannot be copied, or its step needs an argument.
@@ -338,19 +304,23 @@ def measure_optimizer(
     copy = like(optimizer, device)
     parameters = [p for group in copy.param_groups for p in group["params"]]
 
+    def give_gradients() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+
     def run_round() -> list[tuple[float, float]]:
         rows = []
         for _ in range(repeats):
-            _give_gradients(parameters)
+            give_gradients()
             stopwatch.settle()
             _, step = stopwatch.time(copy.step)
             _, clear = stopwatch.time(copy.zero_grad)
             rows.append((max(step.device_ns, step.host_ns), max(clear.device_ns, clear.host_ns)))
         return rows
 
-    run_round()  # makes the state
+    run_round()  # creates the state
     step_ns, zero_grad_ns = steady_medians(run_round)
-    _give_gradients(parameters)
+    give_gradients()
     _, allocation = allocation_of(copy.step, device)
     return OptimizerCost(
         name=kind_of(optimizer),
@@ -359,8 +329,3 @@ def measure_optimizer(
         state_bytes=state_bytes(copy),
         workspace_bytes=allocation.peak_bytes,
     )
-
-
-def _give_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad = torch.full_like(parameter, 1e-3)

@@ -1,14 +1,15 @@
-"""Profile a captured model on a device: every operator in every precision, casts, optimizer, whole iterations."""
+"""Profiles of captured models on a device: every operator in every precision, casts, optimizer, whole iterations."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from qsync_opt.kernels import KernelOptions, backend, ops
 from qsync_opt.model import Operator, OpGraph, Role, TensorSpec
 from qsync_opt.numerics import PrecisionFormats, number_format
 from qsync_opt.runtimes.timing import cast_pairs, edge_sizes
-from qsync_opt.runtimes.torch.capture import RecordedCall
+from qsync_opt.runtimes.torch.capture import CapturedModel, RecordedCall
 from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, device_formats, undo
 from qsync_opt.runtimes.torch.profiling.operators import OperatorBench, measure_optimizer, time_cast, time_gradient_sum
 from qsync_opt.runtimes.torch.support import (
@@ -37,19 +38,16 @@ from qsync_opt.training import MeasuredPasses, calibrate, problem_role, uniform_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One measurement: an operator in a precision, a cast, or a sum of gradients in a format."""
+    """One measurement: its key in the cache, its label, and the work."""
 
     key: str
     label: str
-    operator: Operator | None = None
-    precision: str = ""
-    pair: tuple[str, str] | None = None
-    spec: TensorSpec | None = None
+    measure: Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRun:
-    """What a profile is measured with; `profiler.profile` describes the fields."""
+    """The measurements of one profile; `profile` describes the fields."""
 
     graph: OpGraph
     calls: Mapping[str, RecordedCall]
@@ -61,48 +59,49 @@ class ProfileRun:
     cache: MeasurementCache
 
     def tasks(self) -> list[Task]:
-        """All measurements that differ: operators in execution order, then casts and sums."""
+        """All distinct measurements: operators in execution order, then casts and sums."""
         tasks: dict[str, Task] = {}
+
+        def add(key: str, label: str, work: Callable[..., dict[str, Any]], *args: Any) -> None:
+            tasks.setdefault(key, Task(key=key, label=label, measure=functools.partial(work, *args)))
+
         for operator in self.graph:
             for precision in self._precisions(operator):
                 key = _operator_key(operator, precision)
-                label = f"{operator.name} {precision}"
-                tasks.setdefault(key, Task(key=key, label=label, operator=operator, precision=precision))
+                add(key, f"{operator.name} {precision}", self._measure_operator, operator, precision)
         for spec in edge_sizes(self.graph):
-            for pair in cast_pairs(self.formats):
-                key = f"cast {pair[0]}>{pair[1]} {list(spec.shape)}"
-                tasks[key] = Task(key=key, label=f"cast {pair[0]}>{pair[1]}", pair=pair, spec=spec)
+            shape = list(spec.shape)
+            for source, target in cast_pairs(self.formats):
+                label = f"cast {source}>{target}"
+                add(f"{label} {shape}", label, self._measure_cast, source, target, spec)
             for name in self._sum_formats():
-                key = f"gradient sum {name} {list(spec.shape)}"
-                tasks[key] = Task(key=key, label=f"gradient sum {name}", precision=name, spec=spec)
+                label = f"gradient sum {name}"
+                add(f"{label} {shape}", label, self._measure_gradient_sum, name, spec)
         return list(tasks.values())
 
     def do(self, task: Task) -> None:
-        """Measure unless the cache has it."""
+        """Measure what the cache lacks."""
         if self.cache.get(task.key) is None:
-            self.cache.put(task.key, self._measure(task))
+            self.cache.put(task.key, task.measure())
 
-    def _measure(self, task: Task) -> dict[str, Any]:
-        if task.operator is not None:
-            call = self.calls[task.operator.name]
-            bench = OperatorBench(task.operator, call, task.precision, self.device, self.options)
-            try:
-                return encode(bench.measure(self.stopwatch, self.repeats))
-            except (RuntimeError, NotImplementedError) as failure:
-                raise ModelError(
-                    f"operator {task.operator.name!r} cannot run by itself in {task.precision} on {self.device}: "
-                    f"{first_line(failure)}; give it the role fixed (RoleTable) to keep it in FP32"
-                ) from failure
-        assert task.spec is not None
-        if task.pair is not None:
-            source, target = task.pair
-            time_ns = time_cast(source, target, task.spec, self.device, self.options, self.stopwatch, self.repeats)
-        else:
-            time_ns = time_gradient_sum(task.precision, task.spec, self.device, self.stopwatch, self.repeats)
-        return {"ns": time_ns}
+    def _measure_operator(self, operator: Operator, precision: str) -> dict[str, Any]:
+        bench = OperatorBench(operator, self.calls[operator.name], precision, self.device, self.options)
+        try:
+            return encode(bench.measure(self.stopwatch, self.repeats))
+        except (RuntimeError, NotImplementedError) as failure:
+            raise ModelError(
+                f"operator {operator.name!r} cannot run by itself in {precision} on {self.device}: "
+                f"{first_line(failure)}; give it the role fixed (RoleTable) to keep it in FP32"
+            ) from failure
+
+    def _measure_cast(self, source: str, target: str, spec: TensorSpec) -> dict[str, Any]:
+        return {"ns": time_cast(source, target, spec, self.device, self.options, self.stopwatch, self.repeats)}
+
+    def _measure_gradient_sum(self, name: str, spec: TensorSpec) -> dict[str, Any]:
+        return {"ns": time_gradient_sum(name, spec, self.device, self.stopwatch, self.repeats)}
 
     def optimizer(self, optimizer: torch.optim.Optimizer | None) -> OptimizerCost:
-        """Cost of an optimizer's step; of AdamW over the graph's parameters if there is none."""
+        """Cost of an optimizer's step; None: of AdamW over the graph's parameters."""
         if optimizer is None:
             parameters = [nn.Parameter(torch.zeros(p.spec.shape)) for p in self.graph.parameters]
             optimizer = torch.optim.AdamW(parameters or [nn.Parameter(torch.zeros(1))])
@@ -118,7 +117,7 @@ class ProfileRun:
         return decode(OptimizerCost, known, "measured optimizer")
 
     def assemble(self, identity: DeviceIdentity, optimizer: OptimizerCost) -> DeviceProfile:
-        """Put the profile together from the cache; every task must be done."""
+        """The profile, from the cache; every task must be done."""
         casts = {f"{a}>{b}": self._fit(f"cast {a}>{b}") for a, b in cast_pairs(self.formats)}
         operators = {o.name: f"{o.signature} {problem_role(o)}" for o in self.graph}
         return DeviceProfile(
@@ -147,7 +146,7 @@ class ProfileRun:
         return fit_cost((size, Fields(self._known(key), f"measured {key}").number("ns")) for key, size in keys.items())
 
     def _cost(self, operator: Operator, precision: str, casts: Mapping[str, CostFit]) -> MeasuredCost:
-        """Measured cost; what the quantization of inputs takes inside an 8-bit operator is taken off: edges have it."""
+        """Measured cost, less the quantization of inputs inside an 8-bit operator, which is a cost of the edges."""
         key = _operator_key(operator, precision)
         cost = decode(MeasuredCost, self._known(key), f"measured {key}")
         if operator.role is not Role.ADJUSTABLE or number_format(precision).bits > 8:
@@ -169,12 +168,12 @@ class ProfileRun:
         return [name for name in self.formats if ops.supports(operator.op_type, name, self.device)]
 
     def _sum_formats(self) -> tuple[str, ...]:
-        """Formats that results, and gradients of results, can have."""
+        """Formats of results and of their gradients."""
         return tuple(dict.fromkeys(borders.output for borders in self.formats.values()))
 
 
 def option_values(options: KernelOptions) -> dict[str, str | int | float | bool]:
-    """Options that times depend on, as plain values."""
+    """Options that affect times, as plain values."""
     return {name: value for name, value in asdict(options).items() if name not in ("seed", "offset")}
 
 
@@ -187,15 +186,8 @@ def measure_uniform(
 ) -> dict[str, MeasuredPasses]:
     """Forward and backward time of whole iterations in each precision of a profile.
 
-    Each precision is applied as a plan, so that interception is in the times; on a device that has FP32 alone nothing
-    is applied, because nothing would be in training. No optimizer runs.
-
-    Args:
-        example: The model and a batch; parameters, gradients, buffers and random state are put back.
-        profile: Says which precisions there are.
-        graph: The captured model.
-        options: Of the 8-bit kernels.
-        repeats: Iterations per precision that count.
+    Each precision is applied as a plan, so that the times include the interception; on a device with FP32 alone no plan
+    is applied, as in training. No optimizer runs, and the model is left unchanged.
     """
     measured = {}
     with model_unchanged(example.model):
@@ -213,24 +205,12 @@ def measure_uniform(
     return measured
 
 
-class Captured(Protocol):
-    """What is profiled: a graph, and the call of each of its operators (a ``CapturedModel`` has both)."""
-
-    @property
-    def graph(self) -> OpGraph:
-        """The operators."""
-
-    @property
-    def calls(self) -> Mapping[str, RecordedCall]:
-        """Operator to recorded call."""
-
-
 METHOD = 1
-"""Version of the way of measuring; measurements made in another way are not taken from the cache."""
+"""Version of the measuring method; cached measurements of other versions are not used."""
 
 
 def profile(
-    captured: Captured,
+    captured: CapturedModel,
     device: torch.device | str = "cpu",
     *,
     precisions: Sequence[str] | None = None,
@@ -244,34 +224,34 @@ def profile(
 ) -> DeviceProfile:
     """Measure a captured model on a device.
 
-    Operators of equal signature are measured once. With a cache folder, what was measured before on an equal device,
-    by this or any other process, is not measured again; a run that was interrupted goes on where it stopped.
+    Operators of equal signature are measured once. With a cache folder, measurements of any process on an equal device
+    are reused; an interrupted run continues where it stopped.
 
     Args:
         captured: The model, by `capture`.
         device: ``cpu`` or a CUDA device. Set the number of threads before (`torch.set_num_threads`).
         precisions: Those that plans may use; None: all of the device. FP32 is always among them.
-        options: Of the 8-bit kernels; as they will be used in training.
-        optimizer: Whose step to time, over the model's parameters; a copy is stepped. None: AdamW.
-        example: The model with a batch. With it whole iterations are run in each precision, and what an iteration
-            costs beyond its operators is fitted to them (`qsync_opt.training.calibration`). Parameters and buffers are
-            not changed. Without it that overhead is left at zero.
+        options: Of the 8-bit kernels, as in training.
+        optimizer: Its step is timed, on a copy, over the model's parameters. None: AdamW.
+        example: The model with a batch, to run whole iterations in each precision and fit the overhead of an iteration
+            beyond its operators (`qsync_opt.training.calibration`). Parameters and buffers are not changed. Without it
+            the overhead is zero.
         cache_dir: Folder of measurements; None keeps none.
         progress: True shows a bar on standard error, None does so if that is a terminal, False shows nothing; or a
-            function that is called with (done, total, what comes next).
-        repeats: Runs per round; there are rounds until two agree (`qsync_opt.runtimes.timing`).
-        name: Of the device, where that of the hardware does not tell it from others (a partition of a card).
+            function that is called with (done, total, next task).
+        repeats: Runs per round; rounds continue until two agree (`qsync_opt.runtimes.timing`).
+        name: Of the device, instead of the hardware's, for a partition of a card.
 
     Returns:
         The profile; ``profile.save(path)`` writes it.
 
     Raises:
-        UnsupportedError: The device has no such precision, is neither cpu nor cuda, or is not there.
-        ModelError: What is given is no captured model, or an operator cannot run by itself.
+        UnsupportedError: The device lacks a precision, is neither cpu nor cuda, or is not there.
+        ModelError: ``captured`` is no captured model, or an operator cannot run by itself.
         ProblemError: The cache folder cannot be used.
 
-    Source: QSync profiles whole runs per precision and matches names (IPDPS 2024); measuring each operator by itself,
-        with casts apart and a fitted overhead, is ours.
+    Source: QSync profiles whole runs per precision and matches names (IPDPS 2024); measuring operators and casts
+        separately, with a fitted overhead, is ours.
     """
     if not hasattr(captured, "calls"):
         raise ModelError(
@@ -316,7 +296,7 @@ def profile(
 
 
 def wanted_formats(device: torch.device, precisions: Sequence[str] | None) -> dict[str, PrecisionFormats]:
-    """Formats to profile: those asked for (None: all of the device), FP32, and what 8-bit operators answer in.
+    """Formats to profile: the given precisions (None: all of the device), FP32, and output formats of 8-bit operators.
 
     Raises:
         UnsupportedError: The device lacks a precision.

@@ -1,4 +1,4 @@
-"""Run a plan for one iteration before it is trusted: does it fit into memory?"""
+"""Trial iterations of a plan, to measure whether it fits into memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from qsync_opt.runtimes.torch.support import TrainingExample, allocation_of, mod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What one forward and backward pass needed at its peak, in bytes, parameters included; or that it ran out."""
+    """Peak memory of one forward and backward pass, parameters included; or that memory ran out."""
 
     peak_bytes: int
     out_of_memory: bool
 
     def exceeds(self, limit_bytes: int) -> bool:
-        """True if the plan does not fit into a limit."""
+        """Whether the plan does not fit into a limit."""
         return self.out_of_memory or self.peak_bytes > limit_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -40,19 +40,10 @@ class Trial:
 def try_plan(
     model: nn.Module, example: TrainingExample, plan: DevicePlans, graph: OpGraph, kernels: KernelOptions
 ) -> Trial:
-    """Run one forward and backward pass under a plan; parameters, gradients, buffers and random state are put back.
+    """Run one forward and backward pass under a plan and leave the model unchanged.
 
-    What the optimizer and the all-reduce buckets will hold is not in the peak.
-
-    Args:
-        model: Without a plan.
-        example: A batch for it.
-        plan: This worker's.
-        graph: The captured graph.
-        kernels: Rounding and granularity.
-
-    Returns:
-        The peak. Running out of memory is a result and not an exception.
+    The peak excludes the optimizer's state and the all-reduce buckets. Running out of memory is a result, not an
+    exception.
 
     Raises:
         UnsupportedError: An operation of the model, or of the loss, refuses what the plan gives it.

@@ -1,4 +1,4 @@
-"""Profile a model by its own training steps: record some plans, fit what each operator costs in each case."""
+"""Profiles of a model from its own training steps: recordings under some plans, and costs fitted to them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import itertools
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from qsync_opt.costs import CostFit, DeviceIdentity, fit_cost
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError, first_line
@@ -19,11 +20,17 @@ from qsync_opt.io import Report, reporting
 from qsync_opt.kernels import KernelOptions, backend, ops
 from qsync_opt.model import OpGraph, Role
 from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, device_formats, undo
-from qsync_opt.runtimes.torch.interception import interception_of
+from qsync_opt.runtimes.torch.interception import Interception, interception_of
 from qsync_opt.runtimes.torch.profiling import DTYPES, wanted_formats
 from qsync_opt.runtimes.torch.steps.compiled import record_compiled_plan
-from qsync_opt.runtimes.torch.steps.recording import RecordingOptions, Stepper, record_step
-from qsync_opt.runtimes.torch.support import TrainingExample, bare_model, identify
+from qsync_opt.runtimes.torch.steps.recording import (
+    RecordingOptions,
+    Stepper,
+    step_labels,
+    traced_spans,
+    watch_tensors,
+)
+from qsync_opt.runtimes.torch.support import TrainingExample, bare_model, identify, intervals_ns, time_mark
 from qsync_opt.steps import (
     MIXED,
     StepCosts,
@@ -41,74 +48,48 @@ _ELEMENTS = (1 << 16, 1 << 20, 1 << 23)
 _RUNS = 10
 
 
-def time_casts(device: torch.device, formats: Sequence[str], kernels: KernelOptions) -> tuple[dict[str, CostFit], int]:
-    """Device time of the casts between formats, fitted over sizes, and the host's time of one."""
-    delivered = [name for name in ("BF16", "FP16", "FP32") if name in formats]
-    pairs = [(a, b) for a, b in itertools.product(delivered, [*delivered, "INT8", "FP8"]) if a != b and b in formats]
-    fits = {}
-    host: list[float] = []
-    for source, target in pairs:
-        samples = []
-        for elements in _ELEMENTS:
-            x = torch.randn(elements // 256, 256, device=device).to(DTYPES[source])
-            device_ns, host_ns = _run_often(lambda x=x, target=target: ops.cast(x, target, kernels), device)  # type: ignore[misc]
-            samples.append((elements, max(1.0, device_ns)))
-            if elements == _ELEMENTS[0]:
-                host.append(host_ns)
-        fits[f"{source}>{target}"] = fit_cost(samples)
-    return fits, round(statistics.median(host)) if host and device.type != "cpu" else 0
-
-
-def _run_often(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Time of one run on the device in a full queue, and on the host."""
-    work()
-    if device.type != "cuda":
-        start = time.perf_counter_ns()
-        for _ in range(_RUNS):
-            work()
-        return (time.perf_counter_ns() - start) / _RUNS, 0.0
-    torch.cuda.synchronize(device)
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start = time.perf_counter_ns()
-    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # a head start for the host
-    first.record()
-    for _ in range(_RUNS):
-        work()
-    last.record()
-    host_ns = (time.perf_counter_ns() - start) / _RUNS
-    torch.cuda.synchronize(device)
-    return float(first.elapsed_time(last)) * 1e6 / _RUNS, host_ns
-
-
 _FAR_ABOVE = 2.0
-"""A step that takes this many times the host's part of it is not paced by the host."""
+"""A step that takes this many times its host time is not bound by the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecords:
-    """What `profile_steps` fits costs to: recorded steps by plan, and casts timed by themselves."""
+    """Data that `profile_steps` fits costs to: recorded steps by plan, and separately timed casts."""
 
     device: DeviceIdentity
     half_format: str
     samples: tuple[StepSample, ...]
-    casts: Mapping[str, CostFit]
-    cast_host_ns: int
-    available: Mapping[str, Sequence[str]]
+    casts: Mapping[str, CostFit] = field(default_factory=dict)
+    cast_host_ns: int = 0
+    available: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def fit(self, graph: OpGraph) -> StepCosts:
-        """The costs of all cases that occur, with the residual of every recorded plan.
+        """The costs of all cases, with the residual of every recorded plan.
 
-        What no plan could be recorded with for lack of memory is scaled (`qsync_opt.steps.fitting`).
+        Cases that could not be recorded for lack of memory are scaled (`qsync_opt.steps.fitting`).
         """
-        costs = fit_samples(
+        costs, predicted = self._fit(graph, None)
+        paces = kernel_paces(self.samples, {name: time_ns for name, (time_ns, _) in predicted.items()})
+        if paces and self.device.kind != "cpu":
+            costs, predicted = self._fit(graph, paces)
+        return scaled_costs(graph, checked(costs, predicted, self.samples), self.available)
+
+    def _fit(self, graph: OpGraph, paces: Mapping[str, float] | None) -> tuple[StepCosts, dict[str, tuple[int, int]]]:
+        """Costs, and by plan the time and peak memory that they predict."""
+        costs = fit_step_costs(
             graph,
             self.samples,
             self.device,
             half_format=self.half_format,
             casts=self.casts,
             cast_host_ns=self.cast_host_ns,
+            paces=paces,
         )
-        return scaled_costs(graph, costs, self.available)
+        predictor, predicted = StepPredictor(graph, costs), {}
+        for sample in self.samples:
+            step = predictor.plan(sample.precisions)
+            predicted[sample.name] = (predictor.steady_ns(step), predictor.memory(step).peak_bytes)
+        return costs, predicted
 
 
 def profile_steps(
@@ -125,35 +106,35 @@ def profile_steps(
     budget_s: float | None = None,
     compiled: bool = False,
 ) -> StepCosts:
-    """Record a model's training steps under a few plans and fit the costs of all cases that occur.
+    """Record a model's training steps under a few plans and fit the costs of all cases.
 
     Args:
         example: The model (``DistributedDataParallel`` may be around it) with a batch. Steps are trained: parameters
             and the optimizer's state change. A batch in the host's memory is copied to the device in every step.
         graph: Of the model.
-        optimizer: Steps it.
+        optimizer: Of the steps.
         precisions: Those that plans may use; None: all of the device. FP32 is always among them.
-        mixed: Plans to record beside the uniform ones.
-        options: How many steps of each.
-        kernels: Of the 8-bit kernels; as they will be used in training.
+        mixed: Number of plans to record beside the uniform ones.
+        options: Number of steps of each.
+        kernels: Options of the 8-bit kernels, as in training.
         progress: As in `profile`.
-        name: Of the device, where that of the hardware does not tell it from others (a partition of a card).
+        name: Of the device, instead of the hardware's, for a partition of a card.
         budget_s: Seconds after which no further mixed plan is begun; None: all are recorded.
-        compiled: Compile the model under every plan, as one graph for the forward and one for the backward pass, below
-            ``DistributedDataParallel``: the costs are those of a model that is compiled so after `apply`. Whatever was
-            compiled before in this process is compiled again.
+        compiled: Compile the model under every plan, as one graph for the forward and one for the backward pass, inside
+            ``DistributedDataParallel``, for the costs of a model that is compiled so after `apply`. Earlier
+            compilations of this process are dropped.
 
     Returns:
         The costs, with the residual of every recorded plan in ``checks``.
 
     Raises:
-        UnsupportedError: The device has no such precision; or the model is compiled already, which leaves no operators
-            that anything could be charged to; or it cannot be compiled as one graph per pass.
-        ProblemError: No compiled step could be charged to operators. A plan of which that is so is left out with a
-            warning; what only it had is scaled and marked as below.
+        UnsupportedError: The device lacks a precision; or the model is compiled already, so that its steps cannot be
+            charged to operators; or it cannot be compiled as one graph per pass.
+        ProblemError: No compiled step could be charged to operators. A single such plan is left out with a warning, and
+            cases that only it has are scaled as below.
         NotReadyError: No plan fits into the device's memory. A uniform plan that does not is recorded in parts, a few
-            operators at a time and the others as coarse as they get; what even so does not fit is scaled from another
-            precision and marked (`CaseCost.scaled_from`). A warning names both.
+            operators at a time; cases that do not fit even so are scaled from another precision and marked
+            (`CaseCost.scaled_from`). A warning names both.
 
     Source: QSync and dPRO profile whole runs as well (IPDPS 2024, MLSys 2022) and match kernels by name and order;
         charging by autograd's numbers, cases, and the two queues are ours.
@@ -187,8 +168,8 @@ def record_steps(
     budget_s: float | None = None,
     compiled: bool = False,
 ) -> StepRecords:
-    """What `profile_steps` does before it fits; arguments and errors are the same."""
-    refuse_compiled(example.model)
+    """The recordings of `profile_steps`, with the same arguments and errors."""
+    _refuse_compiled(example.model)
     device = example.device
     formats = wanted_formats(device, precisions) if precisions is not None else device_formats(device)
     kernels = dataclasses.replace(kernels or KernelOptions(), half_format=backend.half_format(device))
@@ -198,7 +179,7 @@ def record_steps(
     }
     plans = covering_plans(graph, available, mixed=mixed, half_format=kernels.half_format)
     clip_norm = None if options is None else options.clip_norm
-    # Copies of the batch lie outside of compiled graphs, and of what is recorded of them.
+    # Copies of the batch are not part of compiled graphs.
     stepper = Stepper(example.moved() if compiled else example, optimizer, clip_norm)
     recorder = _Recorder(stepper, graph, options, kernels, compiled)
     start = time.perf_counter()
@@ -214,8 +195,8 @@ def record_steps(
                 budget_s and start + budget_s, lambda label: report(len(plans), len(plans) + 1, label)
             )
         report(len(plans), len(plans) + 1, "casts")
-        # A compiler fuses casts: one that was not met costs next to nothing.
-        casts, cast_host_ns = ({}, 0) if compiled else time_casts(device, tuple(formats), kernels)
+        # A compiler fuses casts: those that were not recorded cost next to nothing.
+        casts, cast_host_ns = ({}, 0) if compiled else _time_casts(device, tuple(formats), kernels)
         report(len(plans) + 1, len(plans) + 1, "done")
     return StepRecords(
         device=identify(device, name),
@@ -227,12 +208,8 @@ def record_steps(
     )
 
 
-def refuse_compiled(model: torch.nn.Module) -> None:
-    """Refuse a model of which a part is compiled.
-
-    Raises:
-        UnsupportedError: It is; the text names the part.
-    """
+def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse a model with a compiled module, naming the module."""
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             raise UnsupportedError(
@@ -243,7 +220,7 @@ def refuse_compiled(model: torch.nn.Module) -> None:
 
 
 class _Recorder:
-    """Records plans; those that run out of memory in parts."""
+    """Records plans; uniform ones that run out of memory in parts."""
 
     def __init__(
         self,
@@ -263,7 +240,7 @@ class _Recorder:
         self._lost: dict[str, Mapping[str, str]] = {}
 
     def record(self, label: str, plan: Mapping[str, str]) -> bool:
-        """Record a plan; False if memory does not suffice, or if a compiled step cannot be charged to operators."""
+        """Record a plan; False if memory runs out, or if a compiled step cannot be charged to operators."""
         sample = None
         try:
             with contextlib.suppress(torch.cuda.OutOfMemoryError):
@@ -274,7 +251,7 @@ class _Recorder:
             warnings.warn(f"plan {label!r} is left out: {first_line(error)}", stacklevel=2)
             self._stepper.optimizer.zero_grad()
             return False
-        if sample is None:  # outside of the handler: the exception's frames would keep the step's tensors
+        if sample is None:  # outside the handler: the exception's frames would keep the step's tensors
             self._stepper.optimizer.zero_grad()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -285,7 +262,7 @@ class _Recorder:
         return True
 
     def time_hosts_again(self, deadline: float | None, report: Callable[[str], None]) -> None:
-        """Time the host under every plan some more; the median of all rounds counts."""
+        """Time the host under every plan in further rounds; the median of all rounds counts."""
         options = self._options or RecordingOptions()
         rounds = {sample.name: [(sample.host_ns, sample.iteration_ns)] for sample in self.samples}
         for _ in range(options.rounds - 1):
@@ -294,21 +271,21 @@ class _Recorder:
                     break
                 if sample.iteration_ns < _FAR_ABOVE * sum(sample.host_ns.values()):
                     report(f"{sample.name}, host")
-                    rounds[sample.name].append(time_host(self._stepper, self._graph, sample, options, self._kernels))
+                    rounds[sample.name].append(_time_host(self._stepper, self._graph, sample, options, self._kernels))
         self.samples = [_over_rounds(sample, rounds[sample.name]) for sample in self.samples]
 
     def record_lost_in_parts(self, available: Mapping[str, Sequence[str]]) -> None:
-        """Record what the lost uniform plans have, some operators at a time on top of the plan that needs the least.
+        """Record the uniform plans that ran out of memory a few operators at a time, on top of the smallest plan.
 
         Raises:
             NotReadyError: Nothing was recorded at all.
         """
         if not self._lost:
             return
-        lost, device = dict(self._lost), self._stepper.device
-        what = f"not enough memory on {device} to record {', '.join(lost)}"
+        lost = dict(self._lost)
+        text = f"not enough memory on {self._stepper.device} to record {', '.join(lost)}"
         if not self.samples:
-            raise NotReadyError(f"{what}, so nothing was recorded; use a smaller batch")
+            raise NotReadyError(f"{text}, so nothing was recorded; use a smaller batch")
         base = min(self.samples, key=lambda sample: sample.memory.peak_bytes).precisions
         for label, plan in lost.items():
             if not label.startswith(MIXED):
@@ -320,15 +297,16 @@ class _Recorder:
             if (self._signature[name], precision) not in self._met
         }
         parts = sum(", part " in sample.name for sample in self.samples)
-        told = f"; {parts} parts of them were recorded instead" if parts else ""
+        if parts:
+            text += f"; {parts} parts of them were recorded instead"
         if missing:
             shown = sorted(missing)[:3] + ["..."] * (len(missing) > 3)
-            told += f"; {len(missing)} costs are scaled from other precisions ({', '.join(shown)})"
-        warnings.warn(f"{what}{told}", stacklevel=4)
+            text += f"; {len(missing)} costs are scaled from other precisions ({', '.join(shown)})"
+        warnings.warn(text, stacklevel=4)
 
     def _record_parts(self, label: str, plan: Mapping[str, str], base: Mapping[str, str]) -> None:
         names = list(plan)
-        # The whole was tried: begin with its halves.
+        # The whole does not fit: begin with its halves.
         waiting = [names[: len(names) // 2], names[len(names) // 2 :]] if len(names) > 1 else []
         number = 0
         while waiting:
@@ -349,80 +327,109 @@ def record_plan(
     options: RecordingOptions | None = None,
     kernels: KernelOptions | None = None,
 ) -> StepSample:
-    """Record steps under one plan; it is applied before and taken off afterwards."""
-    model = stepper.example.model
-    apply(model, dict(plan), graph=graph, options=ApplyOptions(kernels=kernels or KernelOptions()))
-    try:
-        interception = interception_of(bare_model(model))
-        assert interception is not None
-        # A plan of FP32 alone would stand aside; in other plans FP32 costs the host what carrying out a plan costs.
+    """Record steps under one plan, which is applied for that time; they train the model."""
+    model, options = stepper.example.model, options or RecordingOptions()
+    with _applied(model, graph, plan, kernels) as interception:
         may_rest, interception.may_rest = interception.may_rest, None
-        sample = record_step(stepper, graph, name=label, precisions=plan, options=options)
+        for _ in range(options.warm_up):
+            stepper.step()
+        measured = stepper.measure(options.repeats)
+        with step_labels(model, graph):
+            spans = traced_spans(stepper, options.traced, memory=False)
+            memory = traced_spans(stepper, 1, memory=True)
+        outputs, kept = watch_tensors(stepper, graph)
+        sample = StepSample(
+            name=label,
+            precisions=dict(plan),
+            outputs=outputs,
+            spans=spans,
+            memory=memory,
+            kept=kept,
+            **measured,
+        )
         if set(plan.values()) != {"FP32"}:
             return sample
         interception.may_rest = may_rest
         stepper.step()
         stepper.step()
-        repeats = (options or RecordingOptions()).repeats
-        phases, _ = stepper.host_ns(repeats)
-        iteration_ns = statistics.median(stepper.paced_ns(repeats))
+        phases, _ = stepper.host_ns(options.repeats)
+        iteration_ns = statistics.median(stepper.paced_ns(options.repeats))
         return dataclasses.replace(sample, resting_ns=sum(phases.values()), iteration_ns=iteration_ns)
-    finally:
-        undo(model)
 
 
-def time_host(
+def _time_host(
     stepper: Stepper, graph: OpGraph, sample: StepSample, options: RecordingOptions, kernels: KernelOptions
 ) -> tuple[dict[str, float], float]:
-    """Time on the host by phase under a plan that was recorded before, and of steps that do not wait; nanoseconds."""
-    model = stepper.example.model
-    apply(model, dict(sample.precisions), graph=graph, options=ApplyOptions(kernels=kernels))
-    try:
-        interception = interception_of(bare_model(model))
-        assert interception is not None
-        interception.may_rest = None  # as in `record_plan`
+    """Nanoseconds on the host by phase under a plan that was recorded before, and of consecutive steps."""
+    with _applied(stepper.example.model, graph, sample.precisions, kernels) as interception:
+        interception.may_rest = None
         for _ in range(options.warm_up):
             stepper.step()
         phases, _ = stepper.host_ns(options.repeats)
         return phases, statistics.median(stepper.paced_ns(options.repeats))
+
+
+@contextlib.contextmanager
+def _applied(
+    model: nn.Module, graph: OpGraph, plan: Mapping[str, str], kernels: KernelOptions | None
+) -> Iterator[Interception]:
+    """Apply a plan within the block.
+
+    A plan of FP32 alone may rest. For its costs within other plans, the block sets ``may_rest`` to None.
+    """
+    apply(model, dict(plan), graph=graph, options=ApplyOptions(kernels=kernels or KernelOptions()))
+    try:
+        interception = interception_of(bare_model(model))
+        assert interception is not None
+        yield interception
     finally:
         undo(model)
 
 
 def _over_rounds(sample: StepSample, rounds: Sequence[tuple[Mapping[str, float], float]]) -> StepSample:
-    """A sample whose times are the medians of all rounds."""
+    """A sample with the medians of all rounds as its times."""
     return dataclasses.replace(
         sample,
         host_ns={phase: statistics.median(host[phase] for host, _ in rounds) for phase in sample.host_ns},
         host_rounds_ns=tuple(sum(host.values()) for host, _ in rounds),
-        # A plan of FP32 alone stood aside when its steps were timed; now it does not.
+        # The steps of a plan of FP32 alone were timed at rest, unlike these rounds.
         iteration_ns=sample.iteration_ns if sample.resting_ns else statistics.median(pace for _, pace in rounds),
     )
 
 
-def fit_samples(
-    graph: OpGraph,
-    samples: Sequence[StepSample],
-    device: DeviceIdentity,
-    *,
-    half_format: str,
-    casts: Mapping[str, CostFit] | None = None,
-    cast_host_ns: int = 0,
-) -> StepCosts:
-    """Fit costs to samples and put the residual of each beside them."""
+def _time_casts(device: torch.device, formats: Sequence[str], kernels: KernelOptions) -> tuple[dict[str, CostFit], int]:
+    """Device time of the casts between formats, fitted over sizes, and the host's time of one."""
+    sources = [name for name in ("BF16", "FP16", "FP32") if name in formats]
+    pairs = [(a, b) for a, b in itertools.product(sources, [*sources, "INT8", "FP8"]) if a != b and b in formats]
+    fits = {}
+    host: list[float] = []
+    for source, target in pairs:
+        samples = []
+        for elements in _ELEMENTS:
+            x = torch.randn(elements // 256, 256, device=device).to(DTYPES[source])
+            device_ns, host_ns = _run_often(lambda x=x, target=target: ops.cast(x, target, kernels), device)  # type: ignore[misc]
+            samples.append((elements, max(1.0, device_ns)))
+            if elements == _ELEMENTS[0]:
+                host.append(host_ns)
+        fits[f"{source}>{target}"] = fit_cost(samples)
+    return fits, round(statistics.median(host)) if host and device.type != "cpu" else 0
 
-    def fit(paces: Mapping[str, float] | None) -> tuple[StepCosts, dict[str, tuple[int, int]]]:
-        costs = fit_step_costs(
-            graph, samples, device, half_format=half_format, casts=casts, cast_host_ns=cast_host_ns, paces=paces
-        )
-        predictor, predicted = StepPredictor(graph, costs), {}
-        for sample in samples:
-            step = predictor.plan(sample.precisions)
-            predicted[sample.name] = (predictor.steady_ns(step), predictor.memory(step).peak_bytes)
-        return costs, predicted
 
-    costs, predicted = fit(None)
-    paces = kernel_paces(samples, {name: time_ns for name, (time_ns, _) in predicted.items()})
-    if paces and device.kind != "cpu":
-        costs, predicted = fit(paces)
-    return checked(costs, predicted, samples)
+def _run_often(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Time of one run on the device with a full queue, and on the host."""
+    work()
+    if device.type != "cuda":
+        start = time.perf_counter_ns()
+        for _ in range(_RUNS):
+            work()
+        return (time.perf_counter_ns() - start) / _RUNS, 0.0
+    torch.cuda.synchronize(device)
+    start = time.perf_counter_ns()
+    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]  # a head start for the host
+    first = time_mark(device)
+    for _ in range(_RUNS):
+        work()
+    last = time_mark(device)
+    host_ns = (time.perf_counter_ns() - start) / _RUNS
+    torch.cuda.synchronize(device)
+    return intervals_ns((first, last))[0] / _RUNS, host_ns

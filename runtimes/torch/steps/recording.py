@@ -1,4 +1,4 @@
-"""Record training steps of a model under a plan: who spends time where, and who keeps which memory."""
+"""Recordings of training steps under a plan: the time of each operator, and the tensors that it keeps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,15 @@ from qsync_opt.io import check_integer, check_number
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.execution import applied_plan
 from qsync_opt.runtimes.torch.interception import Interception, OperatorCall, interception_of
-from qsync_opt.runtimes.torch.support import TrainingExample, bare_model, silent_profiler, storage_of
+from qsync_opt.runtimes.torch.support import (
+    TrainingExample,
+    bare_model,
+    intervals_ns,
+    silent_profiler,
+    storage_of,
+    tensors_in,
+    time_mark,
+)
 from qsync_opt.steps import (
     BACKWARD,
     CLIP,
@@ -41,7 +49,6 @@ from qsync_opt.steps import (
     Node,
     Range,
     StepEvents,
-    StepSample,
     StepSpans,
     charge,
     operator_label,
@@ -50,19 +57,16 @@ from qsync_opt.steps import (
 
 _MEMORY = "[memory]"
 FUSED = ("triton_", "cpp_fused_")
-"""Beginnings of the names of a compiler's kernels, and of the ranges around their launches."""
+"""Prefixes of the names of a compiler's kernels, and of the ranges around their launches."""
 
 
 @contextlib.contextmanager
 def observed_operators(
     model: nn.Module, graph: OpGraph, around: Callable[[OperatorCall, Callable[[], Any]], Any]
 ) -> Iterator[None]:
-    """Let ``around`` run every operator of the graph that the interception can name.
+    """Let ``around`` run every operator of the graph, with a plan applied or without.
 
-    Args:
-        model: With a plan applied or without, also inside ``DistributedDataParallel``.
-        graph: Of the model.
-        around: Called with the call and what carries it out under the plan; returns the result.
+    It is called with the call and a function that runs the call under the plan; it returns the result.
     """
     bare = bare_model(model)
     kinds = tuple(sorted({operator.op_type for operator in graph}))
@@ -85,12 +89,12 @@ def observed_operators(
 
 @contextlib.contextmanager
 def step_labels(model: nn.Module, graph: OpGraph) -> Iterator[None]:
-    """Label the operators of a model while a profiler records; the phases are labelled by `phase`.
+    """Label the operators of a model for a profiler; `phase` labels the phases.
 
-    Under a plan the labels name its precisions, so that ``qsync-opt audit`` sees whether it is given that plan.
+    Under a plan the labels name its precisions, so that ``qsync-opt audit`` can check that it gets the same plan.
 
     Example:
-        >>> from qsync_opt.runtimes.torch.capture.model import capture
+        >>> from qsync_opt.runtimes.torch.capture import capture
         >>> model, x = nn.Linear(4, 2), torch.zeros(3, 4)
         >>> graph = capture(model, (x,))
         >>> with step_labels(model, graph), torch.profiler.profile() as profiler:
@@ -118,8 +122,8 @@ def phase(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _addresses(recorded: Any) -> dict[tuple[int, int], int]:
-    """Addresses of blocks of memory by time and size; nothing where this version of torch does not tell."""
-    found: dict[tuple[int, int], int] = {}
+    """Addresses of blocks of memory by time and size; empty if this version of torch does not report them."""
+    addresses: dict[tuple[int, int], int] = {}
     try:
         waiting = list(recorded.experimental_event_tree())
         while waiting:
@@ -127,19 +131,14 @@ def _addresses(recorded: Any) -> dict[tuple[int, int], int]:
             waiting += event.children
             kind, extra = event.typed
             if kind == torch._C._profiler._EventType.Allocation:
-                found[event.start_time_ns, extra.alloc_size] = int(extra.ptr or 0)
+                addresses[event.start_time_ns, extra.alloc_size] = int(extra.ptr or 0)
     except (AttributeError, RuntimeError, TypeError):
         return {}
-    return found
+    return addresses
 
 
 def read_events(profiler: torch.profiler.profile, *, memory: bool = False) -> StepEvents:
-    """The events of a finished profiler, without a detour through a file.
-
-    Args:
-        profiler: That recorded.
-        memory: Read the addresses of blocks too; blocks are told apart by size otherwise.
-    """
+    """The events of a finished profiler; with ``memory``, blocks have addresses, else they are matched by size."""
     finished: Any = profiler.profiler
     recorded = finished.kineto_results.events()
     addresses = _addresses(finished.kineto_results) if memory else {}
@@ -168,7 +167,7 @@ def read_events(profiler: torch.profiler.profile, *, memory: bool = False) -> St
                 nodes.append(Node(start, end, event.sequence_nr()))
             else:
                 calls.append(start)
-    # Ranges of the host are shown on the device too; they are no kernels. A compiler's kernels are named as ranges are.
+    # Ranges of the host appear on the device too and are no kernels, but a compiler's kernels have names of ranges.
     for name, start, end, event in on_device:
         if name not in host_names or (name.startswith(FUSED) and not event.is_user_annotation()):
             kernels.append(Kernel(start, end, event.correlation_id(), event.device_resource_id(), name))
@@ -184,17 +183,16 @@ def read_events(profiler: torch.profiler.profile, *, memory: bool = False) -> St
 
 
 FORMAT_OF: dict[torch.dtype, str] = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
-_NS_PER_MS = 1e6
 _UNITS, _CALLS_PER_UNIT = 9, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingOptions:
-    """How much is recorded: steps to warm up, steps that count, and steps that are traced.
+    """Steps to warm up, to time (``repeats``) and to trace under each plan.
 
-    ``rounds`` says how often the host is timed under every plan: the first time when it is recorded, then again after
-    all are, because a host's speed may change within seconds. Plans under which the device takes far longer than the
-    host are not timed again. With ``clip_norm`` every step clips its gradients to that norm (``clip_grad_norm_``).
+    The host is timed in ``rounds``: first while a plan is recorded, then again after all others, because its speed may
+    change within seconds; not again if the device takes far longer than the host. With ``clip_norm`` every step clips
+    its gradients to that norm (``clip_grad_norm_``).
     """
 
     warm_up: int = 3
@@ -204,10 +202,8 @@ class RecordingOptions:
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        check_integer(self.warm_up, "warm_up", minimum=1)
-        check_integer(self.repeats, "repeats", minimum=1)
-        check_integer(self.traced, "traced", minimum=1)
-        check_integer(self.rounds, "rounds", minimum=1)
+        for name in ("warm_up", "repeats", "traced", "rounds"):
+            check_integer(getattr(self, name), name, minimum=1)
         if self.clip_norm is not None:
             check_number(self.clip_norm, "clip_norm")
 
@@ -215,12 +211,7 @@ class RecordingOptions:
 class Stepper:
     """Runs training steps of an example, phase by phase.
 
-    A batch in the host's memory is copied to the device in every step, as a data loader's would be.
-
-    Args:
-        example: The model with a batch.
-        optimizer: Steps it.
-        clip_norm: Norm to which every step clips its gradients; None: it does not.
+    A batch in the host's memory is copied to the device in every step, like a data loader's.
     """
 
     def __init__(
@@ -233,7 +224,7 @@ class Stepper:
         self._clip_norm = clip_norm
 
     def step(self, marks: list[int] | None = None) -> None:
-        """One training step; ``marks`` receives the host's clock at the borders of the phases."""
+        """Run one training step; ``marks`` receives the host's clock at the borders of the phases."""
         note: Callable[[], None] = (lambda: None) if marks is None else lambda: marks.append(time.perf_counter_ns())
         note()
         example = self.example
@@ -260,7 +251,7 @@ class Stepper:
         note()
 
     def host_unit_ns(self) -> float:
-        """Median time on the host of a small fixed piece of work: how fast is the host just now?"""
+        """Median time of a small fixed piece of work on the host, a measure of its present speed."""
         x = torch.zeros(16, device=self.device)
         times = []
         for _ in range(_UNITS):
@@ -277,7 +268,7 @@ class Stepper:
             torch.cuda.synchronize(self.device)
 
     def steady_ns(self, steps: int) -> float:
-        """Mean time of a step when the host never waits between steps."""
+        """Mean time of a step if the host does not wait between steps."""
         self.synchronize()
         start = time.perf_counter_ns()
         for _ in range(steps):
@@ -286,26 +277,17 @@ class Stepper:
         return (time.perf_counter_ns() - start) / steps
 
     def paced_ns(self, steps: int) -> list[float]:
-        """Time of each of some steps when the host never waits between them; the step before them is not counted.
-
-        On a GPU from events at the ends of the steps, so that a step counts what the device took for it.
-        """
+        """Device time of each step if the host does not wait between steps; one step before does not count."""
         self.synchronize()
-        ends: list[Any] = []
+        ends = []
         for _ in range(steps + 1):
             self.step()
-            if self.device.type == "cuda":
-                ends.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-                ends[-1].record()
-            else:
-                ends.append(time.perf_counter_ns())
+            ends.append(time_mark(self.device))
         self.synchronize()
-        if self.device.type != "cuda":
-            return [float(b - a) for a, b in itertools.pairwise(ends)]
-        return [a.elapsed_time(b) * _NS_PER_MS for a, b in itertools.pairwise(ends)]
+        return intervals_ns(ends)
 
     def host_ns(self, steps: int) -> tuple[dict[str, float], list[float]]:
-        """Median time on the host of each phase, starting on an idle device; and the times of whole steps."""
+        """Median time on the host of each phase, starting on an idle device; and the time of each whole step."""
         rows, wholes = [], []
         for _ in range(steps):
             self.synchronize()
@@ -319,7 +301,7 @@ class Stepper:
         }, wholes
 
     def peak_bytes(self) -> tuple[int, int]:
-        """Bytes in use between steps and at most within one; zeros where no allocator keeps count (cpu)."""
+        """Bytes in use between steps, and at the peak of one; zeros on a cpu, whose allocator does not count."""
         if self.device.type != "cuda":
             return 0, 0
         torch.cuda.synchronize(self.device)
@@ -329,60 +311,27 @@ class Stepper:
         torch.cuda.synchronize(self.device)
         return resident, torch.cuda.max_memory_allocated(self.device)
 
-
-def record_step(
-    stepper: Stepper,
-    graph: OpGraph,
-    *,
-    name: str,
-    precisions: Mapping[str, str],
-    options: RecordingOptions | None = None,
-) -> StepSample:
-    """Record steps of a model as it is (with a plan applied, DistributedDataParallel around).
-
-    Args:
-        stepper: The model with a batch and an optimizer; parameters change as in training.
-        graph: Of the model.
-        name: Of the plan.
-        precisions: Of the adjustable operators under it.
-        options: How much to record.
-    """
-    options = options or RecordingOptions()
-    model = stepper.example.model
-    for _ in range(options.warm_up):
-        stepper.step()
-    before_ns = stepper.host_unit_ns()
-    host_ns, wholes = stepper.host_ns(options.repeats)
-    iteration_ns = statistics.median(stepper.paced_ns(options.repeats))
-    after_ns = stepper.host_unit_ns()
-    resident, peak = stepper.peak_bytes()
-    with step_labels(model, graph):
-        spans = _traced(stepper, options.traced, memory=False)
-        memory = _traced(stepper, 1, memory=True)
-    outputs, kept = watch_tensors(stepper, graph)
-    return StepSample(
-        name=name,
-        precisions=dict(precisions),
-        outputs=outputs,
-        spans=spans,
-        memory=memory,
-        kept=kept,
-        host_ns=host_ns,
-        iteration_ns=iteration_ns,
-        resident_bytes=resident,
-        peak_bytes=peak,
-        latencies_ns=tuple(wholes),
-        host_unit_ns=(before_ns + after_ns) / 2,
-    )
+    def measure(self, repeats: int) -> dict[str, Any]:
+        """Times and memory of steps without a profiler, as fields of `StepSample`."""
+        before_ns = self.host_unit_ns()
+        host_ns, wholes = self.host_ns(repeats)
+        iteration_ns = statistics.median(self.paced_ns(repeats))
+        after_ns = self.host_unit_ns()
+        resident, peak = self.peak_bytes()
+        return {
+            "host_ns": host_ns,
+            "iteration_ns": iteration_ns,
+            "latencies_ns": tuple(wholes),
+            "host_unit_ns": (before_ns + after_ns) / 2,
+            "resident_bytes": resident,
+            "peak_bytes": peak,
+        }
 
 
 def trace_steps(stepper: Stepper, steps: int, *, memory: bool) -> torch.profiler.profile:
-    """The finished profiler around some steps: the first pays for what a profiler sets up, so the last is to be read.
+    """The finished profiler of some steps, to read the last of: the first pays for the profiler's setup.
 
-    Args:
-        stepper: Whose steps.
-        steps: How many.
-        memory: Trace the allocator's events instead of the device's kernels.
+    With ``memory`` the allocator's events are traced instead of the device's kernels.
     """
     activities = [ProfilerActivity.CPU]
     if stepper.device.type == "cuda" and not memory:
@@ -395,23 +344,16 @@ def trace_steps(stepper: Stepper, steps: int, *, memory: bool) -> torch.profiler
     return finished
 
 
-def _traced(stepper: Stepper, steps: int, *, memory: bool) -> StepSpans:
+def traced_spans(stepper: Stepper, steps: int, *, memory: bool) -> StepSpans:
+    """The last of some traced steps, charged to operators."""
     return charge(read_events(trace_steps(stepper, steps, memory=memory)))[-1]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-
-
 class _Watcher:
-    """Sees one step's tensors: formats, storages, what is kept by whom, and when the program lets go."""
+    """Observes one step's tensors: formats, storages, which operator keeps them, and when the program releases them.
+
+    The root of a tensor is the operator whose result first had its storage.
+    """
 
     def __init__(self, graph: OpGraph, resident: set[int]) -> None:
         self._graph = graph
@@ -420,31 +362,30 @@ class _Watcher:
         self._in_forward = True
         self._roots: dict[int, str] = {}
         self._arguments: dict[int, str] = {}
-        self._pending: list[int] = []
-        self._saved: list[str] = []
+        self._pending: set[int] = set()
+        self._saved: set[str] = set()
         self.outputs: dict[str, str] = {}
         self.root_of: dict[str, str] = {}
         self.result_bytes: dict[str, int] = {}
-        self.saved_roots: dict[str, list[str]] = {}
+        self.saved_roots: dict[str, set[str]] = {}
         self.saves_output: set[str] = set()
-        self.held: dict[str, str] = {}
+        self.held_until: dict[str, str] = {}
         self._order: dict[str, int] = {}
 
     def around(self, call: OperatorCall, run: Callable[[], Any]) -> Any:
-        """Run one operator and note what it does."""
+        """Run one operator and observe its tensors."""
         if call.name not in self._graph:
             return run()
         self._current = call.name
         self._order.setdefault(call.name, len(self._order))
-        arguments = [*_tensors(call.args), *_tensors(call.kwargs)]
-        self._arguments = {storage_of(t): self._roots[storage_of(t)] for t in arguments if storage_of(t) in self._roots}
-        self._pending, self._saved = [], []
+        arguments = {storage_of(tensor) for tensor in tensors_in((call.args, call.kwargs))}
+        self._arguments = {storage: self._roots[storage] for storage in arguments & self._roots.keys()}
+        self._pending, self._saved = set(), set()
         result = run()
-        results = {storage_of(tensor) for tensor in _tensors(result)}
-        if any(pointer in results for pointer in self._pending):
+        if not self._pending.isdisjoint(storage_of(tensor) for tensor in tensors_in(result)):
             self.saves_output.add(call.name)
         self.saved_roots[call.name] = self._saved
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self._note_result(call.name, tensor)
         return result
 
@@ -459,59 +400,59 @@ class _Watcher:
         self.root_of[name] = root
         if root == name:
             self.result_bytes[name] = self.result_bytes.get(name, 0) + tensor.untyped_storage().nbytes()
-        weakref.finalize(tensor, self._let_go, root)
+        weakref.finalize(tensor, self._release, root)
 
-    def _let_go(self, root: str) -> None:
+    def _release(self, root: str) -> None:
         now = self._current if self._in_forward else ""
-        before = self.held.get(root)
+        before = self.held_until.get(root)
         if before is None or now == "" or (before and self._order[now] > self._order[before]):
-            self.held[root] = now
+            self.held_until[root] = now
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Hook of autograd: the current operator keeps this tensor."""
         pointer = storage_of(tensor)
         if pointer in self._arguments:
-            self._saved.append(self._arguments[pointer])
+            self._saved.add(self._arguments[pointer])
         elif pointer not in self._resident:
-            self._pending.append(pointer)
-        # Not the tensor itself: that it is kept must not look as if the program held it.
+            self._pending.add(pointer)
+        # Not the tensor itself: autograd keeping it must not look as if the program did.
         return tensor.detach()
 
     def end_forward(self) -> None:
-        """From now on whatever is let go of was held beyond the forward pass."""
+        """Count later releases as after the forward pass."""
         self._in_forward = False
 
     def kept(self) -> dict[str, KeptTensors]:
-        """Per operator, when the step is over."""
-        found = {}
+        """The tensors that each operator keeps, after the step."""
+        kept = {}
         for name in self._order:
             inputs = self._graph[name].inputs
-            saved = set(self.saved_roots.get(name, ()))
+            saved = self.saved_roots.get(name, set())
             positions = tuple(i for i, source in enumerate(inputs) if self._root(source) in saved)
             root = self.root_of.get(name, name)
-            found[name] = KeptTensors(
+            kept[name] = KeptTensors(
                 inputs=positions,
                 output=name in self.saves_output,
                 result_bytes=self.result_bytes.get(name, 0),
                 root=root,
-                held_until=self.held.get(root, ""),
+                held_until=self.held_until.get(root, ""),
             )
-        return found
+        return kept
 
     def _root(self, name: str) -> str:
-        """Root of an operator's result; one that was not met hands on its input."""
+        """Root of an operator's result; one that did not run has the root of its input."""
         while name not in self.root_of and self._graph[name].inputs and name not in self._order:
             name = self._graph[name].inputs[0]
         return self.root_of.get(name, name)
 
 
 def watch_tensors(stepper: Stepper, graph: OpGraph) -> tuple[dict[str, str], dict[str, KeptTensors]]:
-    """Formats delivered and tensors kept, by operator, in one step."""
+    """Output formats and kept tensors of the operators in one step."""
     model = stepper.example.model
     bare = bare_model(model)
     example = stepper.example.moved()
     resident = {storage_of(tensor) for tensor in (*bare.parameters(), *bare.buffers())}
-    resident |= {storage_of(t) for t in (*_tensors(example.args), *_tensors(dict(example.kwargs)))}
+    resident |= {storage_of(tensor) for tensor in tensors_in((example.args, example.kwargs))}
     watcher = _Watcher(graph, resident)
     with observed_operators(model, graph, watcher.around):
         with saved_tensors_hooks(watcher.pack, lambda tensor: tensor):

@@ -1,4 +1,4 @@
-"""Helpers around PyTorch that know nothing of plans: timing, memory, CUDA graphs, optimizers, iterations.
+"""Helpers for PyTorch that know nothing of plans: timing, memory, CUDA graphs, optimizers, iterations.
 
 Every other folder of this runtime may use them.
 """
@@ -16,14 +16,11 @@ if TYPE_CHECKING:
         waits_noted,
         without_cudnn_attention,
     )
-    from qsync_opt.runtimes.torch.support.identity import identify
+    from qsync_opt.runtimes.torch.support.devices import identify
     from qsync_opt.runtimes.torch.support.iteration import (
         Loss,
         TrainingExample,
-        default_loss,
-        full_precision,
         measure_iteration,
-        own_loss,
         resident_bytes,
         time_passes,
     )
@@ -36,11 +33,20 @@ if TYPE_CHECKING:
     )
     from qsync_opt.runtimes.torch.support.models import bare_model, model_unchanged, plain_name
     from qsync_opt.runtimes.torch.support.optimizers import check_steps, kind_of, rebuilt, single, state_bytes
-    from qsync_opt.runtimes.torch.support.timing import Elapsed, Stopwatch, cpu_clock, make_stopwatch
+    from qsync_opt.runtimes.torch.support.outputs import HALF, default_loss, full_precision, own_loss, tensors_in
+    from qsync_opt.runtimes.torch.support.timing import (
+        Elapsed,
+        Stopwatch,
+        cpu_clock,
+        intervals_ns,
+        make_stopwatch,
+        time_mark,
+    )
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
+    "HALF",
     "Elapsed",
     "Loss",
     "Stopwatch",
@@ -55,6 +61,7 @@ __all__ = [
     "default_loss",
     "full_precision",
     "identify",
+    "intervals_ns",
     "is_capturing",
     "kind_of",
     "make_stopwatch",
@@ -69,6 +76,8 @@ __all__ = [
     "single",
     "state_bytes",
     "storage_of",
+    "tensors_in",
+    "time_mark",
     "time_passes",
     "unnoticed",
     "waits_noted",

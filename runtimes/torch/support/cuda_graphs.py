@@ -1,4 +1,4 @@
-"""Capture on a card what a stream does, in a way that other threads, parts of cards and failures bear."""
+"""Capture of CUDA graphs that works beside other threads and on parts of cards, and leaves torch intact if it fails."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Iterator
 import torch
 
 is_capturing = torch.cuda.is_current_stream_capturing
-"""Whether the present stream is being captured, also where the model is not to notice (`unnoticed`)."""
+"""Whether the present stream is being captured, also within `unnoticed`."""
 _OTHER_THREADS = "thread_local"
-"""They may go on: those of NCCL and of data loaders ask the device for events and memory at any time."""
+"""Capture mode that lets other threads continue: those of NCCL and data loaders use the device at any time."""
 
 
 def capture_stream() -> torch.cuda.Stream:
-    """The stream to capture on: the present one, unless that is the card's default, on which nothing can be captured.
+    """The stream to capture on: the present one, or a side stream if that is the default, which cannot be captured.
 
-    It may belong to a part of the card, which what is captured on another one would leave.
+    The present one may be bound to a part of the card, which a side stream would not be.
     """
     present = torch.cuda.current_stream()
     return _side_stream(torch.cuda.current_device()) if present == torch.cuda.default_stream() else present
@@ -26,23 +26,23 @@ def capture_stream() -> torch.cuda.Stream:
 
 @functools.cache
 def _side_stream(device: int) -> torch.cuda.Stream:
-    """Always the same: cuBLAS keeps a workspace for every stream that it has seen."""
+    """Always the same stream: cuBLAS keeps a workspace for every stream that it has seen."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Capture into a graph, in memory of its own; after a failure torch is as it was.
+    """Capture into a graph, in memory of its own; restore torch after a failure.
 
-    torch leaves the memory pool of a capture that failed open, and the random generator in the belief that it is being
-    captured, so that later passes with dropout would fail and memory would not come back.
+    After a failed capture, torch leaves the memory pool open and the random generator in capture mode, so that memory
+    would not be released and later passes with dropout would fail.
     """
     pool, device = torch.cuda.graph_pool_handle(), torch.cuda.current_device()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=_OTHER_THREADS):
             yield
     except RuntimeError:
-        with contextlib.suppress(RuntimeError):  # it was closed after all
+        with contextlib.suppress(RuntimeError):  # it is closed already
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)
         generator = torch.cuda.default_generators[device]
@@ -52,11 +52,11 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
 
 @contextlib.contextmanager
 def unnoticed() -> Iterator[None]:
-    """Tell the model's Python code that nothing is being captured, so that it takes the branches of an eager pass.
+    """Hide the capture from the model's Python code, so that it takes the branches of an eager pass.
 
-    Libraries ask, and take a slower branch where a value would decide: transformers up to 5.17 makes a mask that hides
-    nothing for a vision model that needs none, and attention with a mask of odd length takes several times as long. A
-    model that really looks at values cannot be captured like that: it waits for the device, which fails.
+    Libraries take a slower branch while capturing if a value would decide: transformers up to 5.17 builds a mask that
+    hides nothing, and attention with a mask of odd length takes several times as long. A model that does read values
+    fails inside, because it waits for the device.
     """
     torch.cuda.is_current_stream_capturing = lambda: False
     try:
@@ -67,7 +67,7 @@ def unnoticed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Attention takes another of torch's implementations within the block."""
+    """Let attention use torch's other implementations within the block."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -78,14 +78,14 @@ def without_cudnn_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def waits_noted() -> Iterator[list[str]]:
-    """Fill a list with what torch says of every operation in the block for which the host waits for the device."""
-    found: list[str] = []
+    """List torch's warning for every operation in the block for which the host waits for the device."""
+    waits: list[str] = []
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode(max(1, before))
         try:
-            yield found
+            yield waits
         finally:
             torch.cuda.set_sync_debug_mode(before)
-            found += [str(w.message) for w in told if "synchronizing CUDA operation" in str(w.message)]
+            waits += [str(w.message) for w in caught if "synchronizing CUDA operation" in str(w.message)]

@@ -1,19 +1,16 @@
-"""How much memory does a piece of work take, at its peak and when it is over, by the allocator's own account?
+"""Memory of pieces of work by the allocator's own account, and the memory that a plan may use.
 
-On cuda the caching allocator keeps the peak. On cpu there is no such counter: the allocations and releases that
-``torch.profiler`` reports are added up. It reports no release of what was allocated before it started, and buffers
-that a library allocates past torch's allocator are not seen at all.
+On cuda the caching allocator counts the peak. On cpu the allocations and releases that ``torch.profiler`` reports are
+added up; it reports no release of memory allocated before it started, and no buffer that a library allocates itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,16 +19,16 @@ from qsync_opt.errors import UnsupportedError
 from qsync_opt.io import SIZE_BYTES, parse_quantity
 
 _RESERVE = 0.05
-"""Share left to fragmentation and to libraries that allocate past torch."""
+"""Share left for fragmentation and for libraries that allocate without torch."""
 
 
 def memory_budget(device: torch.device, wanted: str | int | None = None) -> int:
-    """Bytes that a plan may count on.
+    """Bytes that a plan may use.
 
     Args:
         device: ``cpu`` or a CUDA device.
-        wanted: A limit such as ``"12 GiB"`` or bytes; None: what is free now or held by this process, less 5 %. A
-            limit set by ``torch.cuda.set_per_process_memory_fraction`` is kept in any case.
+        wanted: A limit such as ``"12 GiB"`` or bytes; None: the memory that is free or held by this process, less
+            5 %. A limit set by ``torch.cuda.set_per_process_memory_fraction`` applies in any case.
 
     Returns:
         Bytes, at least 1.
@@ -40,15 +37,15 @@ def memory_budget(device: torch.device, wanted: str | int | None = None) -> int:
         ProblemError: ``wanted`` is no quantity of memory.
         UnsupportedError: ``wanted`` is more than the device has.
     """
-    given = None
-    if wanted is not None:
-        given = wanted if isinstance(wanted, int) else round(parse_quantity(wanted, SIZE_BYTES, "memory"))
+    limit = wanted
+    if limit is not None and not isinstance(limit, int):
+        limit = round(parse_quantity(limit, SIZE_BYTES, "memory"))
     total, free = _cuda_memory(device) if device.type == "cuda" else _host_memory()
-    if given is None:
+    if limit is None:
         return max(1, int(free * (1 - _RESERVE)))
-    if not 0 < given <= total:
+    if not 0 < limit <= total:
         raise UnsupportedError(f"memory is {wanted!r}: above 0 and at most the {total} bytes of {device} are possible")
-    return given
+    return limit
 
 
 def _cuda_memory(device: torch.device) -> tuple[int, int]:
@@ -58,7 +55,7 @@ def _cuda_memory(device: torch.device) -> tuple[int, int]:
 
 
 def _host_memory() -> tuple[int, int]:
-    """Of the host, shared by the processes that the launcher started on it."""
+    """Total bytes of the host, and this process's share of the free ones among those that the launcher started."""
     page = os.sysconf("SC_PAGE_SIZE")
     total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
     processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -71,33 +68,28 @@ _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Address of the memory that a tensor lies in, which views share."""
+    """Address of a tensor's memory, which views share."""
     return tensor.untyped_storage().data_ptr()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """Bytes beyond those in use at the start: the most at any time, and what is left at the end."""
+    """Bytes beyond those in use at the start: at the peak, and at the end."""
 
     peak_bytes: int
     kept_bytes: int
 
 
 def allocation_of(work: Callable[[], T], device: torch.device) -> tuple[T, Allocation]:
-    """Run ``work`` once and account for its memory on ``device``."""
+    """Run ``work`` once; returns its result and its memory on ``device``."""
     result, (allocation,) = allocations_of([lambda _: work()], device)
     return result, allocation
 
 
 def allocations_of(phases: Sequence[Callable[[Any], Any]], device: torch.device) -> tuple[Any, list[Allocation]]:
-    """Run phases one after the other and account for the memory of each on ``device``.
+    """Run phases one after the other; returns the last result, and the memory of each phase on ``device``.
 
-    Args:
-        phases: Each is called with the result of the one before, the first with None.
-        device: ``cpu`` or a CUDA device.
-
-    Returns:
-        The last result, and one allocation per phase; what one phase allocates may be released by a later one.
+    Each is called with the result of the one before, the first with None. It may release memory of an earlier one.
     """
     if device.type == "cuda":
         return _cuda_allocations(phases, device)
@@ -130,42 +122,21 @@ def _cpu_allocations(phases: Sequence[Callable[[Any], Any]]) -> tuple[Any, list[
         for i, phase in enumerate(phases):
             with torch.profiler.record_function(f"{_PHASE} {i}"):
                 result = phase(result)
-    events = _trace_events(profiler)
-    changes = [
-        (float(event["ts"]), int(event["args"]["Bytes"]))
-        for event in events
-        # Device type 0 is the cpu.
-        if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0
-    ]
-    spans = {
-        event["name"]: (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
-        for event in events
-        if event.get("ph") == "X" and str(event.get("name")).startswith(_PHASE)
-    }
-    return result, [_within(changes, *spans[f"{_PHASE} {i}"]) for i in range(len(phases))]
-
-
-def _within(changes: Sequence[tuple[float, int]], start: float, end: float) -> Allocation:
-    now_bytes = peak_bytes = 0
-    for time, num_bytes in sorted(changes):
-        if start <= time <= end:
-            now_bytes += num_bytes
-            peak_bytes = max(peak_bytes, now_bytes)
-    return Allocation(peak_bytes=peak_bytes, kept_bytes=now_bytes)
-
-
-def _trace_events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory(prefix="qsync-opt-") as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text(encoding="utf-8"))
-    events: list[dict[str, Any]] = trace["traceEvents"]
-    return events
+    finished: Any = profiler.profiler
+    events, cpu = finished.kineto_results.events(), torch._C._autograd.DeviceType.CPU
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]" and e.device_type() == cpu)
+    spans = {e.name(): (e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name().startswith(_PHASE)}
+    allocations = []
+    for i in range(len(phases)):
+        start, end = spans[f"{_PHASE} {i}"]
+        steps = [0, *itertools.accumulate(num_bytes for time, num_bytes in changes if start <= time <= end)]
+        allocations.append(Allocation(peak_bytes=max(steps), kept_bytes=steps[-1]))
+    return result, allocations
 
 
 @contextlib.contextmanager
 def silent_profiler() -> Iterator[None]:
-    """Newer profilers write a line to standard error at each start; their log level is read from the environment."""
+    """Keep newer profilers from writing a line to standard error at each start."""
     before = os.environ.get(_LOG_LEVEL)
     os.environ.setdefault(_LOG_LEVEL, "99")
     try:

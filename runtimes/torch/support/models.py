@@ -1,4 +1,4 @@
-"""The model itself, below the wrappers that training puts around it."""
+"""Models inside the wrappers of training, and blocks that leave a model unchanged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -18,9 +18,10 @@ def model_unchanged(model: nn.Module) -> Iterator[None]:
     """
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
     buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
-    held = [buffer.detach() for *_, buffer in buffers if buffer is not None]
-    values = [torch.empty_like(buffer) for buffer in held]
-    _copy(values, held)
+    tensors = [buffer.detach() for *_, buffer in buffers if buffer is not None]
+    values = [torch.empty_like(tensor) for tensor in tensors]
+    if tensors:
+        torch._foreach_copy_(values, tensors)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     with torch.random.fork_rng(devices=sorted(devices, key=lambda d: d.index or 0)):
         try:
@@ -33,13 +34,8 @@ def model_unchanged(model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for module, name, buffer in buffers:
                     module._buffers[name] = buffer
-                _copy(held, values)
-
-
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Many small tensors in few kernels."""
-    if targets:
-        torch._foreach_copy_(targets, sources)
+                if tensors:
+                    torch._foreach_copy_(tensors, values)
 
 
 _COMPILED = "_orig_mod"
@@ -57,5 +53,5 @@ def bare_model(model: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """Name of a parameter or buffer as the plain model has it, without what compiling a submodule puts into it."""
+    """Name of a parameter or buffer in the plain model, without the part that compiling a submodule adds."""
     return name.replace(f"{_COMPILED}.", "")

@@ -1,4 +1,4 @@
-"""One optimizer that stands for several, and copies of optimizers that can be stepped without changing a job."""
+"""Several optimizers as one, and copies of optimizers that can be stepped without changing a job."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ _INSTEAD = "leave optimizer out: then the job is planned for AdamW"
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
-    """Steps some optimizers one after the other; its groups are theirs, in order.
-
-    A job may train parts of its model with optimizers of their own. What is asked of an optimizer while a job is
-    planned (groups, state, steps) is asked of all of them together.
-    """
+    """Several optimizers of one job behind the interface of one; its groups are theirs, in order."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:  # the base class would build groups of its own
         self.parts = tuple(parts)
@@ -29,7 +25,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
     @property
     def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
         """Of all of them."""
-        # States are defaultdicts: to ask one for a parameter of another would give it an empty entry.
+        # States are defaultdicts: looking up another's parameter would create an empty entry.
         return {key: entry for part in self.parts for key, entry in part.state.items()}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -49,7 +45,7 @@ def single(
     """One optimizer from what a user passes.
 
     Raises:
-        ModelError: It is none, nor a sequence of some.
+        ModelError: It is neither an optimizer nor a list or tuple of optimizers.
     """
     if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
@@ -61,18 +57,16 @@ def single(
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Name of its class, or of those of several."""
+    """Name of an optimizer's class, or of those of several."""
     if isinstance(optimizer, SeveralOptimizers):
         return " and ".join(kind_of(part) for part in optimizer.parts)
     return type(optimizer).__name__
 
 
 def rebuilt(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return an optimizer of the same kind and settings without state over other groups of parameters.
+    """An optimizer of the same kind and settings, without state, over other groups of parameters.
 
-    Args:
-        optimizer: To be copied.
-        groups: As many as it has; of several optimizers the first takes all groups if there are not.
+    If it stands for several optimizers and the number of groups differs, the first takes all groups.
 
     Raises:
         UnsupportedError: Its class cannot be built from groups and settings.
@@ -82,12 +76,12 @@ def rebuilt(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> t
             return rebuilt(optimizer.parts[0], groups)
         rest = iter(groups)
         return SeveralOptimizers([rebuilt(part, [next(rest) for _ in part.param_groups]) for part in optimizer.parts])
-    # Some optimizers note settings that their constructor does not take; those stand in the groups.
+    # Some optimizers have defaults that their constructor does not take; those are in the groups.
     accepted = inspect.signature(type(optimizer)).parameters
     settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     try:
         copy: torch.optim.Optimizer = type(optimizer)(groups, **settings)
-    except Exception as failure:  # whatever a user's class says to these arguments
+    except Exception as failure:  # of a user's class
         raise UnsupportedError(
             f"an optimizer of the class {type(optimizer).__name__} cannot be built anew from its groups and defaults, "
             f"to be timed ({first_line(failure)}): {_INSTEAD}"
@@ -96,7 +90,7 @@ def rebuilt(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> t
 
 
 def check_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step cannot be taken by itself.
+    """Refuse an optimizer whose step needs arguments.
 
     Raises:
         UnsupportedError: Its step needs a closure (LBFGS), or something else.

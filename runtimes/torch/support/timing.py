@@ -1,18 +1,19 @@
-"""How long does a piece of work take on a device, the host's part apart, with caches as a training step has them?
+"""Time of pieces of work on a device and on its host, with caches in the state of a training step.
 
-In a step, most of what an operator reads was made long before: weights, what forward saved, results larger than the
-caches. So the caches are flushed before each piece of work. The interpreter and the autograd engine, however, are in
-constant use in a step; they are warmed up again after the flush.
+In a step, an operator mostly reads tensors written long before: weights, tensors that the forward pass saved, results
+larger than the caches. The caches are therefore flushed before each piece of work. The interpreter and the autograd
+engine, in constant use in a step, are warmed up again after the flush.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,7 +21,7 @@ from qsync_opt.errors import UnsupportedError
 
 T = TypeVar("T")
 CPU_FLUSH_BYTES = 16 * 2**20
-"""More than second-level caches and address translation caches hold; the shared third level keeps what a step keeps."""
+"""More than second-level caches and address translation caches hold; the third level stays as in a step."""
 CUDA_FLUSH_BYTES = 256 * 2**20
 """More than the second-level cache of any card."""
 _READINGS = 100
@@ -31,40 +32,29 @@ _LONGEST_HEAD_START_NS = 20e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elapsed:
-    """Nanoseconds on the device, and on the host where that is another (0 on a cpu)."""
+    """Nanoseconds on the device, and on the host (0 if the device is the cpu)."""
 
     device_ns: float
     host_ns: float = 0.0
 
 
-class Stopwatch(Protocol):
-    """Times pieces of work one by one."""
+def time_mark(device: torch.device) -> Any:
+    """The present time of a device for `intervals_ns`: a recorded event on cuda, the wall clock elsewhere."""
+    if device.type != "cuda":
+        return time.perf_counter_ns()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
-    def settle(self, *, flush: bool = True) -> None:
-        """Bring caches into the state of a training step; without ``flush``, only the interpreter's."""
 
-    def time(self, work: Callable[[], T]) -> tuple[T, Elapsed]:
-        """Run ``work`` once."""
-
-
-def make_stopwatch(device: torch.device) -> Stopwatch:
-    """Return a stopwatch for a device.
-
-    Raises:
-        UnsupportedError: Neither cpu nor cuda.
-    """
-    if device.type == "cpu":
-        return CpuStopwatch()
-    if device.type == "cuda":
-        return CudaStopwatch(device)
-    raise UnsupportedError(f"cannot time work on {device}: allowed are cpu and cuda")
+def intervals_ns(marks: Sequence[Any]) -> list[float]:
+    """Nanoseconds between one mark and the next; events must have been waited for."""
+    pairs = itertools.pairwise(marks)
+    return [float(b - a) if isinstance(a, int) else float(a.elapsed_time(b)) * 1e6 for a, b in pairs]
 
 
 def cpu_clock() -> Callable[[], int]:
-    """Return the clock in nanoseconds that cpu work is timed with.
-
-    A single thread is timed by its own processor time, so that other processes do not count; several by the wall clock.
-    """
+    """The clock in nanoseconds for cpu work: of a single thread its processor time, of several the wall clock."""
     return time.thread_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
 
 
@@ -76,7 +66,7 @@ class CpuStopwatch:
         _keep_freed_memory()
         self._scratch = torch.zeros(CPU_FLUSH_BYTES // 4)
         self._warm_up = _WarmUp(torch.device("cpu"))
-        # Reading the clock takes time itself; the least of many readings is what it adds.
+        # Reading the clock takes time itself: the minimum of many readings.
         self._own_ns = 0.0
         self._own_ns = min(self.time(lambda: None)[1].device_ns for _ in range(_READINGS))
 
@@ -87,7 +77,7 @@ class CpuStopwatch:
         self._warm_up()
 
     def time(self, work: Callable[[], T]) -> tuple[T, Elapsed]:
-        """Run ``work`` once."""
+        """Run ``work`` once; returns its result and its time."""
         start_ns = self._clock()
         result = work()
         elapsed_ns = self._clock() - start_ns
@@ -95,18 +85,18 @@ class CpuStopwatch:
 
 
 def _keep_freed_memory() -> None:
-    """Make the C allocator keep what is freed, as it does in a training loop that has run for a while.
+    """Make the C allocator keep freed memory, as it does in a training loop that has run for a while.
 
-    A fresh process hands memory back to the system at once and then pays page faults, which a step does not pay. glibc
-    raises its thresholds to the largest mapped block that was freed, up to 32 MiB; several are asked for at once so
-    that at least one is not cut from the heap. They are never touched, so they occupy no memory.
+    A fresh process returns memory to the system at once and then pays page faults, which a step does not. glibc raises
+    its thresholds to the largest mapped block that was freed, up to 32 MiB; several are requested at once so that at
+    least one is not cut from the heap. They are never touched, so they occupy no memory.
     """
     blocks = [torch.empty(_LARGE_BYTES, dtype=torch.uint8) for _ in range(_LARGE_COUNT)]
     del blocks
 
 
 class CudaStopwatch:
-    """Device time by events, in a queue kept so long that launches do not count; host time by the wall clock."""
+    """Device time by events, in a queue long enough to hide launches; host time by the wall clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -117,24 +107,24 @@ class CudaStopwatch:
         for _ in range(3):
             self._warm_up()
             self._flush_ns = max(1.0, min(self._flush_ns, self.time(lambda: self._scratch.add_(1.0))[1].device_ns))
-        self._own_ns = min(self._time_nothing() for _ in range(_READINGS // 10))
-
-    def _time_nothing(self) -> float:
-        self.settle()
-        return self.time(lambda: None)[1].device_ns
+        idle_ns = []
+        for _ in range(_READINGS // 10):
+            self.settle()
+            idle_ns.append(self.time(lambda: None)[1].device_ns)
+        self._own_ns = min(idle_ns)
 
     def settle(self, *, flush: bool = True) -> None:
         """Bring caches into the state of a training step, and give the host a head start over the device."""
         torch.cuda.synchronize(self._device)
         self._warm_up()
-        # So many flushes that the host has launched all of the work before the device comes to it. Work that once took
-        # very long on the host (a library that loads itself) says nothing about the next.
+        # Enough flushes for the host to launch all of the work before the device reaches it. The maximum is of recent
+        # times: work that once took very long on the host (a library that loads itself) says nothing about the next.
         head_start_ns = min(2 * max(self._host_times_ns, default=0.0), _LONGEST_HEAD_START_NS)
         for _ in range(int(flush) + math.ceil(head_start_ns / self._flush_ns)):
             self._scratch.add_(1.0)
 
     def time(self, work: Callable[[], T]) -> tuple[T, Elapsed]:
-        """Run ``work`` once."""
+        """Run ``work`` once; returns its result and its time."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         start_ns = time.perf_counter_ns()
@@ -143,12 +133,12 @@ class CudaStopwatch:
         end.record()
         torch.cuda.synchronize(self._device)
         self._host_times_ns.append(host_ns)
-        device_ns = max(0.0, float(start.elapsed_time(end)) * 1e6 - self._own_ns)
+        device_ns = max(0.0, intervals_ns((start, end))[0] - self._own_ns)
         return result, Elapsed(device_ns=device_ns, host_ns=host_ns)
 
 
 class _WarmUp:
-    """The smallest forward and backward pass, which brings interpreter and engine back into the caches."""
+    """The smallest forward and backward pass, which brings interpreter and autograd engine into the caches."""
 
     def __init__(self, device: torch.device) -> None:
         self._x = torch.zeros(1, device=device, requires_grad=True)
@@ -156,3 +146,20 @@ class _WarmUp:
 
     def __call__(self) -> None:
         torch.autograd.grad([self._x.view(1) * 2.0], [self._x], [self._gradient])
+
+
+Stopwatch = CpuStopwatch | CudaStopwatch
+"""Times pieces of work one by one."""
+
+
+def make_stopwatch(device: torch.device) -> Stopwatch:
+    """The stopwatch of a device.
+
+    Raises:
+        UnsupportedError: Neither cpu nor cuda.
+    """
+    if device.type == "cpu":
+        return CpuStopwatch()
+    if device.type == "cuda":
+        return CudaStopwatch(device)
+    raise UnsupportedError(f"cannot time work on {device}: allowed are cpu and cuda")

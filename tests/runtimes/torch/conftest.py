@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from qsync_opt.runtimes.torch import example
+# The example models belong to the benchmarks; tests of this folder import them by the bare name.
+sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
+from example_models import example
+
 from qsync_opt.runtimes.torch.capture import capture_model
 from qsync_opt.runtimes.torch.ddp import free_port
 

@@ -7,16 +7,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import example_models
 import pytest
 import torch
 import torch.nn.functional as F
+from example_models import NAMES, Example
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from qsync_opt.model import OpGraph, Role, RoleTable
 from qsync_opt.model.onnx import read_onnx
-from qsync_opt.runtimes.torch import NAMES, Example
 from qsync_opt.runtimes.torch.capture import CapturedModel, capture
 
 TOKENS = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -104,7 +105,8 @@ def test_names_are_the_same_in_another_process(tmp_path: Path, known: Known) -> 
     script = tmp_path / "names.py"
     script.write_text(
         "from qsync_opt.runtimes.torch.capture.model import capture\n"
-        "from qsync_opt.runtimes.torch.example_models import example\n"
+        f"import sys; sys.path.append({str(Path(example_models.__file__).parent)!r})\n"
+        "from example_models import example\n"
         "chosen = example('resnet50', small=True)\n"
         "print(capture(chosen.model, (), chosen.kwargs, name='resnet50').fingerprint())\n"
     )

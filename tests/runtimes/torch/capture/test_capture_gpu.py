@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from example_models import example
 from torch import nn
 
-from qsync_opt.runtimes.torch import example
 from qsync_opt.runtimes.torch.capture import capture, capture_model
 
 pytestmark = pytest.mark.gpu

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from example_models import NAMES
 from torch import Tensor, nn
 
 from qsync_opt.model import ROLE_TABLE, OpGraph, Role
-from qsync_opt.runtimes.torch import NAMES
 from qsync_opt.runtimes.torch.execution import AppliedPlan, apply, undo
 from qsync_opt.runtimes.torch.interception import OperatorCall
 

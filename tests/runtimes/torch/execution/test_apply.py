@@ -218,14 +218,14 @@ def test_each_operator_runs_at_its_precision():
         outputs[call.name] = (result.dtype, {a.dtype for a in call.args if isinstance(a, torch.Tensor)})
         return result
 
-    interception._handler = note
+    interception.handler = note
     model(x)
     assert outputs["blocks.0/matmul"][0] is torch.bfloat16
     assert outputs["blocks.0/matmul_1"][0] is torch.float32
     assert outputs["blocks.0/softmax"] == (torch.float32, {torch.bfloat16})
     assert outputs["blocks.1.before/layer_norm"][0] is torch.float32
     assert outputs["embed/embedding"][0] is torch.bfloat16
-    interception._handler = handler
+    interception.handler = handler
     undo(model)
 
 

@@ -4,15 +4,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from qsync_opt.errors import NotReadyError
-from qsync_opt.runtimes.torch.interception import (
-    FIXED_KINDS,
-    Interception,
-    function_names,
-    functions_named,
-    intercepted,
-    interception_of,
-    operator_name,
-)
+from qsync_opt.runtimes.torch.interception import Interception, intercepted, interception_of, operator_name
+from qsync_opt.runtimes.torch.interception.functions import FIXED_KINDS, function_names, functions_named
 
 
 def _names(model, *args):

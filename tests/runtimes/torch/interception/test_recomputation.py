@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from qsync_opt.runtimes.torch.execution import apply
-from qsync_opt.runtimes.torch.interception import CallMemory
+from qsync_opt.runtimes.torch.interception.recomputation import CallMemory
 
 
 class Block(nn.Module):

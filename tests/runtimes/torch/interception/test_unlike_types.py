@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from qsync_opt.runtimes.torch.execution import apply
-from qsync_opt.runtimes.torch.interception import alike
+from qsync_opt.runtimes.torch.interception.functions import alike
 
 ROWS = torch.arange(4)
 

@@ -8,13 +8,8 @@ from torch import nn
 from qsync_opt.errors import UnsupportedError
 from qsync_opt.runtimes.torch.capture import capture
 from qsync_opt.runtimes.torch.execution import applied_plan
-from qsync_opt.runtimes.torch.steps import (
-    RecordingOptions,
-    Stepper,
-    compiled_peak,
-    compiled_plan_peak,
-    record_compiled_plan,
-)
+from qsync_opt.runtimes.torch.steps import RecordingOptions, Stepper
+from qsync_opt.runtimes.torch.steps.compiled import compiled_plan_peak, peak, record_compiled_plan
 from qsync_opt.runtimes.torch.support import TrainingExample
 
 pytestmark = [
@@ -69,7 +64,7 @@ def test_the_compiler_is_left_as_it_was():
     from torch._inductor.graph import GraphLowering
 
     before = GraphLowering.compile_to_module
-    with pytest.raises(KeyError), compiled_peak.generated_passes():
+    with pytest.raises(KeyError), peak.generated_passes():
         assert GraphLowering.compile_to_module is not before
         raise KeyError
     assert GraphLowering.compile_to_module is before

@@ -19,21 +19,15 @@ from qsync_opt.runtimes.torch.execution import ApplyOptions, applied_plan, apply
 from qsync_opt.runtimes.torch.job import PlanningOptions, Way, auto_plan
 from qsync_opt.runtimes.torch.job import steps as job_steps
 from qsync_opt.runtimes.torch.job import timing as job_timing
-from qsync_opt.runtimes.torch.steps import (
-    RecordingOptions,
-    Stepper,
+from qsync_opt.runtimes.torch.steps import RecordingOptions, Stepper, StepRecords, record_plan
+from qsync_opt.runtimes.torch.steps.compiled import (
     annotated_operators,
-    call_of,
     compiled_inside,
-    compiled_schedule,
-    fit_samples,
-    outermost,
     read_schedules,
     record_compiled_plan,
-    record_plan,
-    running_nodes,
+    recording,
+    schedule,
 )
-from qsync_opt.runtimes.torch.steps import compiled as compiled_recording
 from qsync_opt.runtimes.torch.support import TrainingExample
 from qsync_opt.steps import BACKWARD, FORWARD, Range, StepCosts, StepPredictor
 from qsync_opt.steps.compiled import HostCall
@@ -120,17 +114,17 @@ def test_bytes_say_which_share_of_a_kernel_an_operator_has(block):
     with annotated_operators(block.model, block.graph):
         compiled(block.x).backward()
     forward, backward = ({node.name: node for node in graph.nodes} for graph in graphs)
-    labels = {compiled_schedule._label(node) for node in (*forward.values(), *backward.values())} - {""}
+    labels = {schedule._label(node) for node in (*forward.values(), *backward.values())} - {""}
     assert {"a/linear", "gelu", "b/linear", "add", "norm/layer_norm"} <= labels
     gelu = next(node for node in forward.values() if node.name.startswith("gelu"))
     (cast,) = [user for user in gelu.users if "to_copy" in user.name]
     # GELU reads 16 x 64 values in BF16; what is written is for the reader, and in FP32.
-    shares = dict(compiled_schedule._shares([gelu, cast]))
+    shares = dict(schedule._shares([gelu, cast]))
     saved = any(user.op == "output" for user in gelu.users)
     assert shares["b/linear"] == pytest.approx(4 / (2 + 4 + 2 * saved))
     assert sum(shares.values()) == pytest.approx(1.0)
     product = next(node for node in backward.values() if node.name.startswith("mm"))
-    assert compiled_schedule._label(product) == "b/linear"
+    assert schedule._label(product) == "b/linear"
 
 
 def test_a_model_without_graphs_is_refused():
@@ -141,7 +135,7 @@ def test_a_model_without_graphs_is_refused():
 @pytest.mark.parametrize("order", ["f0 b0 f1 b1 f2 b2", "f0 f1 f2 b2 b1 b0"], ids=["together", "later"])
 def test_parts_of_a_graph_are_in_the_order_in_which_they_run(monkeypatch, order):
     """Backward passes are compiled with the forward pass of their part, or when they first run."""
-    monkeypatch.setattr(compiled_schedule, "_entries", lambda nodes: nodes)
+    monkeypatch.setattr(schedule, "_entries", lambda nodes: nodes)
     collected = [(name.startswith("b"), SimpleNamespace(nodes=[name])) for name in order.split()]
     assert read_schedules(collected) == ([["f0"], ["f1"], ["f2"]], [["b2"], ["b1"], ["b0"]])
 
@@ -155,17 +149,17 @@ def test_a_trace_that_lacks_kernels_is_made_again(monkeypatch, failures, traces)
             raise ProblemError("kernels are missing")
         return ["first", "last"]
 
-    monkeypatch.setattr(compiled_recording, "trace_steps", lambda *_, **__: made.append(1))
-    monkeypatch.setattr(compiled_recording, "read_compiled_events", lambda *_, **__: None)
-    monkeypatch.setattr(compiled_recording, "charge_compiled", charge)
+    monkeypatch.setattr(recording, "trace_steps", lambda *_, **__: made.append(1))
+    monkeypatch.setattr(recording, "read_compiled_events", lambda *_, **__: None)
+    monkeypatch.setattr(recording, "charge_compiled", charge)
     with pytest.raises(ProblemError) if failures == traces else contextlib.nullcontext():
-        assert compiled_recording._traced(None, 1, ((), ()), (), memory=False) == "last"
+        assert recording._traced(None, 1, ((), ()), (), memory=False) == "last"
     assert len(made) == traces
 
 
 def _node(graph, target, inputs, operator, shape=(4, 8)):
     node = graph.call_function(target, tuple(inputs))
-    node.meta = {"custom": {compiled_schedule._KEY: operator}, "val": torch.empty(shape)}
+    node.meta = {"custom": {schedule._KEY: operator}, "val": torch.empty(shape)}
     return node
 
 
@@ -180,10 +174,10 @@ def test_what_one_other_operator_reads_is_written_for_it():
     alone = _node(graph, aten.sum.default, (first,), "b", ())
     graph.output((alone, second))
     # Past the bias, which is its own operator's; a product is not passed, since what it makes is something else.
-    assert compiled_schedule._writes([product], [product]) == (("gelu", 4 * 8 * 4),)
-    assert compiled_schedule._writes([gelu], [biased, gelu]) == (("gelu", 4 * 8 * 4),)  # two read it
-    assert compiled_schedule._writes([second], [second]) == (("c", 4 * 8 * 4),)  # nobody in this graph
-    assert compiled_schedule._writes([biased], [biased, gelu]) == ()
+    assert schedule._writes([product], [product]) == (("gelu", 4 * 8 * 4),)
+    assert schedule._writes([gelu], [biased, gelu]) == (("gelu", 4 * 8 * 4),)  # two read it
+    assert schedule._writes([second], [second]) == (("c", 4 * 8 * 4),)  # nobody in this graph
+    assert schedule._writes([biased], [biased, gelu]) == ()
 
 
 def _part(name, kind, origin, origins, users=()):
@@ -209,11 +203,11 @@ def test_copies_for_a_librarys_call_are_written_for_it():
     copy = _part("op0", "SchedulerNode", None, [product, gelu], [call])
     saved = _part("op1", "SchedulerNode", gelu, [gelu])
     kernel = SimpleNamespace(get_nodes=lambda: [copy, saved])
-    entry = compiled_schedule._scheduled(kernel, {product})
+    entry = schedule._scheduled(kernel, {product})
     assert entry.writes == (("b", 4 * 8 * 4), ("b", 4 * 8 * 4))
     assert dict(entry.shares)["b"] == pytest.approx(0.5)  # it reads x for itself, and writes for b
     inside = _part("op3", "SchedulerNode", None, [gelu], [saved])
-    assert compiled_schedule._written(inside, {"op1", "op3"}, [gelu]) == ()
+    assert schedule._written(inside, {"op1", "op3"}, [gelu]) == ()
 
 
 class Tied(nn.Module):
@@ -230,7 +224,7 @@ def test_a_product_that_is_added_to_the_gradient_of_a_shared_weight_is_its_opera
     torch.compiler.reset()
     model, x = Tied(), torch.randint(0, 50, (4, 8))
     graph = capture(Tied(), (x,))
-    with annotated_operators(model, graph), compiled_schedule.collected_schedules() as found:
+    with annotated_operators(model, graph), schedule.collected_schedules() as found:
         torch.compile(model, fullgraph=True)(x).backward()
     _, (backward,) = read_schedules(found)
     torch.compiler.reset()
@@ -241,7 +235,7 @@ def test_a_product_that_is_added_to_the_gradient_of_a_shared_weight_is_its_opera
 
 def test_what_runs_nothing_is_no_part_of_a_schedule():
     nothing = type("NopKernelSchedulerNode", (), {})()
-    assert compiled_schedule._entries([nothing, nothing]) == []
+    assert schedule._entries([nothing, nothing]) == []
 
 
 def test_second_stages_that_went_into_another_kernel_are_no_part_of_a_schedule():
@@ -250,9 +244,9 @@ def test_second_stages_that_went_into_another_kernel_are_no_part_of_a_schedule()
         return SimpleNamespace(names=names, get_nodes=lambda: parts)
 
     nodes = [node("op1"), node("op2", "op3"), node("op4", "op5"), node("op6")]
-    left = running_nodes(SimpleNamespace(nodes=nodes, removed_ops={"op2", "op3", "op5", "op6"}))
+    left = schedule.running_nodes(SimpleNamespace(nodes=nodes, removed_ops={"op2", "op3", "op5", "op6"}))
     assert [found.names for found in left] == [("op1",), ("op4", "op5")]
-    assert running_nodes(SimpleNamespace(nodes=nodes)) == nodes
+    assert schedule.running_nodes(SimpleNamespace(nodes=nodes)) == nodes
 
 
 class Wide(nn.Module):
@@ -301,7 +295,7 @@ def test_a_model_that_breaks_into_graphs_is_refused(graph):
 
 def test_a_profilers_overhead_hides_no_kernels():
     names = ["Activity Buffer Request", "triton_poi_fused_add_0", "aten::mm", "Torch-Compiled Region: 0/0"]
-    calls = [call_of(10 + 2 * i, 11 + 2 * i if i else 100, name) for i, name in enumerate(names)]
+    calls = [recording.call_of(10 + 2 * i, 11 + 2 * i if i else 100, name) for i, name in enumerate(names)]
     assert [call and call.name for call in calls] == [None, "triton_poi_fused_add_0", "aten::mm", None]
     assert [call.fused for call in calls if call] == [True, False]
 
@@ -311,7 +305,7 @@ def test_what_is_called_inside_other_calls_or_outside_of_graphs_is_left_out():
     before, after = HostCall(1, 9, "aten::copy_", False), HostCall(18, 25, "Torch-Compiled Region", False)
     last = HostCall(31, 33, "triton_a", True)
     graphs = [Range(10, 20, "g"), Range(30, 40, "g")]
-    assert outermost([last, inner, outer, before, after], graphs) == [outer, last]
+    assert recording.outermost([last, inner, outer, before, after], graphs) == [outer, last]
 
 
 @pytest.mark.slow
@@ -328,7 +322,7 @@ def test_compiled_steps_are_recorded_kernel_by_kernel(block):
     for phase in (FORWARD, BACKWARD):
         for name in ("a/linear", "gelu", "b/linear"):
             assert sample.spans.spans[phase, name].host_ns > 0
-    costs = fit_samples(block.graph, [sample], CPU, half_format="BF16")
+    costs = StepRecords(device=CPU, half_format="BF16", samples=(sample,)).fit(block.graph)
     assert costs.graphs == 1
     assert StepCosts.from_json(costs.to_json(), "again") == costs
     predictor = StepPredictor(block.graph, costs)
@@ -345,11 +339,11 @@ def sample(block):
 
 def test_steps_of_both_kinds_are_not_fitted_together(block, sample):
     with pytest.raises(ProblemError, match="some of the recorded steps were compiled and some not"):
-        fit_samples(block.graph, [sample, replace(sample, graphs=1)], CPU, half_format="BF16")
+        StepRecords(device=CPU, half_format="BF16", samples=(sample, replace(sample, graphs=1))).fit(block.graph)
 
 
 def test_gradients_of_one_graph_are_ready_at_its_end(block, sample):
-    costs = fit_samples(block.graph, [sample], CPU, half_format="BF16")
+    costs = StepRecords(device=CPU, half_format="BF16", samples=(sample,)).fit(block.graph)
     times = []
     for graphs in (0, 1, 2):
         predictor = StepPredictor(block.graph, replace(costs, graphs=graphs), (block.graph.index("b/linear"),))

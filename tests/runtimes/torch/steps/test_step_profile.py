@@ -80,7 +80,7 @@ def test_fp32_is_recorded_as_in_a_plan_and_alone_as_it_stands_aside(setting):
 
 def test_the_host_is_timed_in_as_many_rounds_as_asked_for(setting, monkeypatch):
     times = iter((dict.fromkeys(PHASES, 1e12 * k), 5e12 * k) for k in range(1, 100))
-    monkeypatch.setattr(step_profile, "time_host", lambda *rest: next(times))
+    monkeypatch.setattr(step_profile, "_time_host", lambda *rest: next(times))
     monkeypatch.setattr(step_profile, "_FAR_ABOVE", math.inf)  # whatever the steps take on this machine
     thrice = replace(FEW, rounds=3)
     arguments = (setting.example, setting.graph, setting.optimizer)

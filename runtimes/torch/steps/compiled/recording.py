@@ -1,10 +1,9 @@
-"""Record training steps of a compiled model under a plan (`step_recording` is for models that run as they are)."""
+"""Recordings of training steps of compiled models under a plan."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from qsync_opt.kernels import KernelOptions
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, undo
 from qsync_opt.runtimes.torch.interception import OperatorCall
-from qsync_opt.runtimes.torch.steps.compiled_schedule import annotated_operators, collected_schedules, read_schedules
+from qsync_opt.runtimes.torch.steps.compiled.schedule import annotated_operators, collected_schedules, read_schedules
 from qsync_opt.runtimes.torch.steps.recording import (
     FORMAT_OF,
     FUSED,
@@ -33,14 +32,14 @@ from qsync_opt.steps.compiled import ChargedStep, CompiledEvents, HostCall, Sche
 
 _GRAPH = "## Call CompiledFxGraph"
 _ATTEMPTS = 3
-"""Traces of a plan at most."""
+"""Maximum number of traces of a plan."""
 
 
 @contextlib.contextmanager
 def compiled_inside(model: nn.Module, backend: str = "inductor") -> Iterator[None]:
-    """The model compiled in place, as one graph per pass, below ``DistributedDataParallel`` if that is around it.
+    """Compile a model in place within the block, as one graph per pass, inside ``DistributedDataParallel`` if any.
 
-    What was compiled before in this process is forgotten (`torch.compiler.reset`), before and after.
+    Earlier compilations of this process are dropped (`torch.compiler.reset`), before and after.
     """
     bare = bare_model(model)
     before: Any = bare._compiled_call_impl
@@ -51,7 +50,7 @@ def compiled_inside(model: nn.Module, backend: str = "inductor") -> Iterator[Non
     finally:
         bare._compiled_call_impl = before
         torch.compiler.reset()
-        gc.collect()  # graphs are cycles, and what they hold counts as memory in use
+        gc.collect()  # graphs are cycles and hold memory
 
 
 def record_compiled_plan(
@@ -62,11 +61,11 @@ def record_compiled_plan(
     options: RecordingOptions | None = None,
     kernels: KernelOptions | None = None,
 ) -> StepSample:
-    """Record compiled steps under one plan; it is applied and compiled before, and taken off afterwards.
+    """Record compiled steps under one plan, which is removed afterwards.
 
     Raises:
         UnsupportedError: The model cannot be compiled as one graph per pass.
-        ProblemError: What the graphs ran on the device is not what the compiler said.
+        ProblemError: The graphs did not run what the compiler scheduled.
     """
     model, options = stepper.example.model, options or RecordingOptions()
     apply(model, dict(plan), graph=graph, options=ApplyOptions(kernels=kernels or KernelOptions()))
@@ -81,14 +80,10 @@ def record_compiled_plan(
                 stepper.step()
             schedules = read_schedules(schedulers)
             schedulers.clear()
-            before_ns = stepper.host_unit_ns()
-            host_ns, wholes = stepper.host_ns(options.repeats)
-            iteration_ns = statistics.median(stepper.paced_ns(options.repeats))
-            # From a standstill the host takes longer than when steps follow one another; then it takes a step at most.
-            share = min(1.0, iteration_ns / sum(host_ns.values()))
-            host_ns = {phase: share * time for phase, time in host_ns.items()}
-            after_ns = stepper.host_unit_ns()
-            resident, peak = stepper.peak_bytes()
+            measured = stepper.measure(options.repeats)
+            # From an idle device the host takes longer than in consecutive steps, where it takes a step at most.
+            share = min(1.0, measured["iteration_ns"] / sum(measured["host_ns"].values()))
+            measured["host_ns"] = {phase: share * time for phase, time in measured["host_ns"].items()}
             order = tuple(operator.name for operator in graph)
             spans = _traced(stepper, options.traced, schedules, order, memory=False).spans
             memory = _traced(stepper, 1, schedules, order, memory=True)
@@ -106,14 +101,9 @@ def record_compiled_plan(
         spans=spans,
         memory=memory.spans,
         kept={},
-        host_ns=host_ns,
-        iteration_ns=iteration_ns,
-        resident_bytes=resident,
-        peak_bytes=peak,
-        latencies_ns=tuple(wholes),
-        host_unit_ns=(before_ns + after_ns) / 2,
         graphs=len(schedules[0]),
         blocks=memory.blocks,
+        **measured,
     )
 
 
@@ -125,13 +115,16 @@ def _traced(
     *,
     memory: bool,
 ) -> ChargedStep:
-    """The last of some traced steps; a trace that lacks kernels is made again, for the profiler loses some at times."""
-    for _ in range(_ATTEMPTS - 1):
+    """The last of some traced steps; a trace that lacks kernels is repeated, because the profiler may lose some."""
+
+    def trace() -> ChargedStep:
         events = read_compiled_events(trace_steps(stepper, steps, memory=memory), memory=memory)
+        return charge_compiled(events, *schedules, order)[-1]
+
+    for _ in range(_ATTEMPTS - 1):
         with contextlib.suppress(ProblemError):
-            return charge_compiled(events, *schedules, order)[-1]
-    events = read_compiled_events(trace_steps(stepper, steps, memory=memory), memory=memory)
-    return charge_compiled(events, *schedules, order)[-1]
+            return trace()
+    return trace()
 
 
 def read_compiled_events(profiler: torch.profiler.profile, *, memory: bool = False) -> CompiledEvents:
@@ -154,41 +147,41 @@ def read_compiled_events(profiler: torch.profiler.profile, *, memory: bool = Fal
 
 
 def call_of(start: int, end: int, name: str) -> HostCall | None:
-    """A range on the host as a call, if it is an operation or a compiler's kernel.
+    """A range on the host as a call, None if it is neither an operation nor a compiler's kernel.
 
-    A profiler shows its own overhead on the host too ("Activity Buffer Request"), over calls that go on beneath it.
+    A profiler shows its own overhead there too ("Activity Buffer Request"), around calls that continue.
     """
     fused = any(mark in name for mark in FUSED)
     return HostCall(start, end, name, fused) if fused or "::" in name else None
 
 
 def outermost(calls: Sequence[HostCall], graphs: Sequence[Range]) -> list[HostCall]:
-    """Calls that graphs make, without those that are made inside others."""
-    found: list[HostCall] = []
+    """Calls of graphs, without those inside other calls."""
+    result: list[HostCall] = []
     waiting = iter(sorted(calls, key=lambda call: (call.start, -call.end)))
     call = next(waiting, None)
     for graph in graphs:
         until = graph.start
         while call is not None and call.start < graph.end:
             if call.start >= until and call.end <= graph.end:
-                found.append(call)
+                result.append(call)
                 until = call.end
             call = next(waiting, None)
-    return found
+    return result
 
 
 def _delivered_formats(stepper: Stepper, graph: OpGraph) -> dict[str, str]:
-    """Formats that operators deliver, seen in a pass that is not compiled; a compiled one computes the same."""
-    found: dict[str, str] = {}
+    """Output formats of operators, observed in an eager pass, which computes the same as a compiled one."""
+    formats: dict[str, str] = {}
 
     def around(call: OperatorCall, run: Callable[[], Any]) -> Any:
         result = run()
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, Tensor) and value.dtype in FORMAT_OF:
-                found[call.name] = FORMAT_OF[value.dtype]
+                formats[call.name] = FORMAT_OF[value.dtype]
         return result
 
     bare = bare_model(stepper.example.model)
     with torch.no_grad(), observed_operators(bare, graph, around):
         bare(*stepper.example.args, **stepper.example.kwargs)
-    return {name: kind for name, kind in found.items() if name in graph}
+    return {name: kind for name, kind in formats.items() if name in graph}

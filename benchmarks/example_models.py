@@ -1,6 +1,6 @@
 """Models of known families, from a few layers to full size, with one batch of inputs each; nothing is downloaded.
 
-For tests, benchmarks and documentation. The language and vision transformers are built from configurations of the
+For tests and benchmarks. The language and vision transformers are built from configurations of the
 package ``transformers``, which must be installed; the convolutional networks are written here.
 """
 

@@ -1,4 +1,4 @@
-"""Which device and which software is a measurement for?"""
+"""Identity of a device: hardware and software versions that measurements depend on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from qsync_opt.runtimes.host import processor_name
 
 
 def identify(device: torch.device, name: str | None = None) -> DeviceIdentity:
-    """Return the identity of a device with the versions that its times depend on.
+    """The identity of a device, with the versions that its times depend on.
 
-    Args:
-        device: ``cpu`` or a CUDA device.
-        name: In place of the hardware's own, where that does not tell it from others (a partition of a card).
+    ``name`` replaces the hardware's own, for a partition of a card.
     """
     versions = {"torch": torch.__version__, "python": platform.python_version(), "qsync_opt": qsync_opt.__version__}
     if device.type == "cuda":

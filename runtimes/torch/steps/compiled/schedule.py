@@ -1,9 +1,8 @@
-"""What does a compiled graph do, in which order, and which operators of the model are in each of its kernels?
+"""Schedules of compiled graphs: their kernels in order, with the operators of the model that each contains.
 
-While a model is compiled, every operator that the interception names is annotated (`torch.fx.traceback.annotate`); the
-annotation goes with the nodes of the graph through autograd, decompositions and fusion. The compiler's scheduler is
-read when it has decided. Checked with Inductor of torch 2.11 and 2.13; what is read of it is no stable interface, so
-that `read_schedules` refuses what it does not know.
+While a model is compiled, its operators are annotated (`torch.fx.traceback.annotate`); the annotation follows the nodes
+of the graph through autograd, decompositions and fusion. The compiler's scheduler is read when it has finished. Checked
+with Inductor of torch 2.11 and 2.13; its internals are no stable interface, so `read_schedules` refuses unknown ones.
 """
 
 from __future__ import annotations
@@ -25,18 +24,16 @@ from qsync_opt.steps.compiled import Scheduled
 
 _KEY = "qsync_opt"
 _GATHERS = ("embedding", "index", "_unsafe_index", "gather", "index_select")
-"""Operations that read of their first operand only as much as they deliver."""
-
-
+"""Operations that read only the selected part of their first operand."""
 _WITH_SUM = ("addmm", "baddbmm")
-"""Products whose first operand is added to them."""
+"""Products to which their first operand is added."""
 _FINISHING = ("add", "convert_element_type", "_to_copy")
-"""What is done to a product within its operator."""
+"""Operations on a product within its operator."""
 
 
 @contextlib.contextmanager
 def annotated_operators(model: nn.Module, graph: OpGraph) -> Iterator[None]:
-    """Annotate the operators of a model while it is compiled; a graph compiled before is not used inside."""
+    """Annotate the operators of a model while it is compiled; graphs compiled earlier are not used inside."""
 
     def around(call: OperatorCall, run: Callable[[], Any]) -> Any:
         with torch.fx.traceback.annotate({_KEY: call.name}):
@@ -48,19 +45,19 @@ def annotated_operators(model: nn.Module, graph: OpGraph) -> Iterator[None]:
 
 @contextlib.contextmanager
 def collected_schedules() -> Iterator[list[tuple[bool, Any]]]:
-    """Collect the schedulers of all graphs that are compiled inside, and whether each is of a backward pass.
+    """Collect the schedulers of all graphs compiled inside, and whether each is of a backward pass.
 
-    Graphs are compiled anew, whatever a cache of them has; the kernels in them are taken from the cache.
+    Graphs are compiled anew; only their kernels come from the cache.
     """
     import torch._functorch.config
     import torch._inductor.config
     from torch._inductor.virtualized import V
 
-    found: list[tuple[bool, Any]] = []
+    schedulers: list[tuple[bool, Any]] = []
 
     def note(nodes: list[Any]) -> list[Any]:
         if nodes:
-            found.append((bool(V.graph.is_backward), nodes[0].scheduler))
+            schedulers.append((bool(V.graph.is_backward), nodes[0].scheduler))
         return nodes
 
     graphs: Any = torch._inductor.config
@@ -69,21 +66,20 @@ def collected_schedules() -> Iterator[list[tuple[bool, Any]]]:
         graphs.patch({"_post_fusion_custom_pass": note, "fx_graph_cache": False, "cpp.enable_kernel_profile": True}),
         autograd.patch(enable_autograd_cache=False),
     ):
-        yield found
+        yield schedulers
 
 
 def read_schedules(
     schedulers: Sequence[tuple[bool, Any]],
 ) -> tuple[list[list[Scheduled]], list[list[Scheduled]]]:
-    """What the graphs of the forward and of the backward pass do, in the order in which they run.
+    """The schedules of the forward and of the backward graphs, in the order in which they run.
 
-    ``DistributedDataParallel`` has the graph split at its buckets; the parts run backward in reverse order. Some
-    versions of torch compile both passes of a part together, others the backward pass when it first runs: then the
-    graphs of all forward passes come before, and those of the backward pass in the order in which they run.
+    ``DistributedDataParallel`` splits the graph at its buckets; the parts run backward in reverse order. Some versions
+    of torch compile both passes of a part together, others a backward pass when it first runs: then all forward graphs
+    come first, and the backward ones in running order.
 
     Raises:
-        UnsupportedError: There is none, or not one of each kind for every part; or this version of torch is another
-            one than this was written for.
+        UnsupportedError: There is none, or not one of each kind for every part; or this version of torch differs.
     """
     try:
         forward = [_entries(running_nodes(scheduler)) for is_backward, scheduler in schedulers if not is_backward]
@@ -103,10 +99,10 @@ def read_schedules(
 
 
 def running_nodes(scheduler: Any) -> list[Any]:
-    """Nodes of a scheduler that run something; it has written its kernels.
+    """Nodes of a finished scheduler that run something.
 
-    Where rows are many, a sum over rows (the gradient of a norm's weight) runs in one kernel with a sum along them. Its
-    second stage is in no kernel any more; the scheduler keeps the node, and notes that it is removed.
+    With many rows, a sum over rows (the gradient of a norm's weight) runs in one kernel with a sum along them. The
+    scheduler keeps the node of its second stage, marked as removed.
     """
     removed = getattr(scheduler, "removed_ops", ())
     if not removed:
@@ -115,25 +111,25 @@ def running_nodes(scheduler: Any) -> list[Any]:
 
 
 def _entries(nodes: Sequence[Any]) -> list[Scheduled]:
-    found: list[Scheduled] = []
+    entries: list[Scheduled] = []
     kernels = 0
-    # What runs nothing is no part of it: kernels around it become one all the same.
+    # Nodes that run nothing do not keep the kernels around them from becoming one.
     running = [node for node in nodes if type(node).__name__ != "NopKernelSchedulerNode"]
     calls = frozenset(_origin_node(part) for node in running for part in node.get_nodes() if _is_call(part))
     for node in running:
         entry = _scheduled(node, calls)
         if entry.fused and kernels and node.get_device().type == "cpu":
-            # One function of C++ has all that comes between two calls of libraries.
-            found[-1] = _together(found[-1], kernels, entry)
+            # One C++ function holds everything between two library calls.
+            entries[-1] = _together(entries[-1], kernels, entry)
             kernels += 1
             continue
         kernels = int(entry.fused)
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def _together(many: Scheduled, count: int, one: Scheduled) -> Scheduled:
-    """Fused kernels as one; each of the ``count`` and the last one count alike."""
+    """A fused kernel merged into ``count`` earlier ones, with equal weights."""
     shares = {name: share * count / (count + 1) for name, share in many.shares}
     for name, share in one.shares:
         shares[name] = shares.get(name, 0.0) + share / (count + 1)
@@ -143,14 +139,14 @@ def _together(many: Scheduled, count: int, one: Scheduled) -> Scheduled:
 
 
 def _is_call(part: Any) -> bool:
-    """Whether a part of a schedule is a call of a library."""
+    """Whether a part of a schedule is a library call."""
     return type(part).__name__ == "ExternKernelSchedulerNode"
 
 
 def _scheduled(node: Any, calls: Collection[Any] = ()) -> Scheduled:
-    """An entry of a compiler's schedule; ``calls`` has the nodes of the graph that calls of libraries compute.
+    """An entry of a compiler's schedule; ``calls`` are the nodes of the graph that library calls compute.
 
-    What a kernel writes for such a call alone is said to have the call's node among its origins.
+    A kernel that only writes for such a call has the call's node among its origins.
     """
     parts = node.get_nodes()
     kinds = {type(part).__name__ for part in parts}
@@ -176,10 +172,9 @@ def _scheduled(node: Any, calls: Collection[Any] = ()) -> Scheduled:
 
 
 def _of_factors(product: Any) -> str:
-    """Operator of a product to which a sum was added that belongs to none, by what it multiplies.
+    """Operator of a product by its factors, if the compiler fused it with a sum that belongs to no operator.
 
-    So gradients of a weight that two operators share are added up: the compiler makes one call of the product of one
-    and the sum, and what was noted of the product is lost.
+    This happens to gradients of a weight that two operators share: the annotation of the product is lost.
     """
     if product is None or _kind(product) not in _WITH_SUM:
         return ""
@@ -188,34 +183,34 @@ def _of_factors(product: Any) -> str:
 
 
 def _written(part: Any, own: Collection[str], nodes: Sequence[Any]) -> Sequence[tuple[str, int]]:
-    """What a part of a fused kernel writes for others than the parts of it, by their names in ``own``."""
+    """What a part of a fused kernel writes for consumers other than its parts, which are named in ``own``."""
     node = _origin_node(part)
     if node is not None:
         return _writes([node], nodes)
-    # A copy that a library's call wants, or what is computed on the way.
+    # A copy for a library call, or an intermediate value.
     users = [user.node for result in part.get_outputs() for user in result.users]
-    wanting = {_label(_origin_node(user)) for user in users if _is_call(user) and user.get_name() not in own}
-    if len(wanting) != 1 or "" in wanting:
+    readers = {_label(_origin_node(user)) for user in users if _is_call(user) and user.get_name() not in own}
+    if len(readers) != 1 or "" in readers:
         return ()
     value = part.node
-    return ((wanting.pop(), math.prod(map(int, value.get_size())) * value.get_dtype().itemsize),)
+    return ((readers.pop(), math.prod(map(int, value.get_size())) * value.get_dtype().itemsize),)
 
 
 def _names(call: Any) -> tuple[str, ...]:
-    """Names under which a library's call may be seen."""
-    found = []
+    """Names under which a library call may be recorded."""
+    names = []
     overload = getattr(call, "op_overload", None)
     if overload is not None and hasattr(overload, "_schema"):
-        found.append(overload._schema.name.rpartition("::")[2])
+        names.append(overload._schema.name.rpartition("::")[2])
     kernel = getattr(call, "python_kernel_name", None)
     if kernel:
         pieces = [piece for piece in kernel.split(".") if piece not in ("default", "out")]
-        found += [pieces[-1], pieces[-1].removeprefix("bias_")]
-    return tuple(dict.fromkeys(found))
+        names += [pieces[-1], pieces[-1].removeprefix("bias_")]
+    return tuple(dict.fromkeys(names))
 
 
 def _label(node: Any) -> str:
-    """Operator that a node of a graph belongs to, "" if to none."""
+    """Operator of a node of a graph, "" if it has none."""
     return "" if node is None else str((node.meta.get("custom") or {}).get(_KEY, ""))
 
 
@@ -229,7 +224,7 @@ def _is_view(node: Any) -> bool:
 
 
 def _sizes(node: Any) -> list[int]:
-    """Bytes of the tensors that a node makes."""
+    """Bytes of the tensors that a node returns."""
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else [value]
     return [v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor)]
@@ -245,7 +240,7 @@ def _kind(node: Any) -> str:
 
 
 def _source(node: Any) -> Any:
-    """The node whose data this one shows."""
+    """The node whose data this one views."""
     while node.op == "call_function" and _is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -261,36 +256,36 @@ def _readers(node: Any) -> Iterator[Any]:
 
 
 def _origin_node(part: Any) -> Any:
-    """The node of the graph whose result a part of a schedule is, None for what is computed on the way."""
+    """The node of the graph whose result a part of a schedule is, None for an intermediate value."""
     origin = getattr(part.node, "get_origin_node", None)
     return None if origin is None else origin()
 
 
 def _writes(results: Sequence[Any], nodes: Sequence[Any]) -> tuple[tuple[str, int], ...]:
-    """What a kernel writes for others: the one that wants it if it is one alone, else who makes it; and bytes."""
+    """Results that a kernel writes for others: the operator that reads it if only one does, else its own; and bytes."""
     inside = set(nodes)
-    found = []
+    writes = []
     for node in results:
-        wanting = {
-            _label(user) or _label(node) for user in _wanting(node) if user not in inside and user.op != "output"
+        readers = {
+            _label(user) or _label(node) for user in _consumers(node) if user not in inside and user.op != "output"
         }
-        if wanting or any(user.op == "output" for user in _readers(node)):
-            found.append((wanting.pop() if len(wanting) == 1 else _label(node), _num_bytes(node)))
-    return tuple(found)
+        if readers or any(user.op == "output" for user in _readers(node)):
+            writes.append((readers.pop() if len(readers) == 1 else _label(node), _num_bytes(node)))
+    return tuple(writes)
 
 
-def _wanting(node: Any) -> Iterator[Any]:
-    """Who reads a result, past what its own operator still does to it: adds a bias, casts."""
+def _consumers(node: Any) -> Iterator[Any]:
+    """Readers of a result after the last operation of its own operator, such as adding a bias or a cast."""
     own = _label(node)
     for user in _readers(node):
         if user.op == "call_function" and own and _label(user) == own and _kind(user) in _FINISHING:
-            yield from _wanting(user)
+            yield from _consumers(user)
         else:
             yield user
 
 
 def _shares(nodes: Sequence[Any]) -> tuple[tuple[str, float], ...]:
-    """Operators in a fused kernel by the bytes that they make it move."""
+    """Operators of a fused kernel, with their shares of the bytes that it moves."""
     inside = set(nodes)
     moved: dict[str, float] = {}
     known = {label for label in map(_label, nodes) if label}
@@ -305,9 +300,9 @@ def _shares(nodes: Sequence[Any]) -> tuple[tuple[str, float], ...]:
                 moved[own] = moved.get(own, 0.0) + min(_num_bytes(shown), _num_bytes(source), most)
         outside = [user for user in _readers(node) if user not in inside]
         if outside:
-            wanting = dict.fromkeys((_label(user) or own) if user.op != "output" else own for user in outside)
-            for label in wanting:
-                moved[label] = moved.get(label, 0.0) + _num_bytes(node) / len(wanting)
+            readers = dict.fromkeys((_label(user) or own) if user.op != "output" else own for user in outside)
+            for label in readers:
+                moved[label] = moved.get(label, 0.0) + _num_bytes(node) / len(readers)
     moved.pop("", None)
     total = sum(moved.values())
     if total <= 0.0:

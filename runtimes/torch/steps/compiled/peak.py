@@ -1,10 +1,9 @@
-"""The memory that a compiled step will need under a plan, from the compiler's own code, which is not run.
+"""Peak memory of a compiled step under a plan, from the compiler's code, which is not run.
 
-The compiler decides what is saved for the backward pass, what is computed again instead, and which results share their
-memory; the decisions differ from plan to plan, and only it knows them. Here it compiles a model under a plan as far as
-the code of both passes, which takes seconds: no kernel is built, and no step runs. Inductor may time a product with its
-operands padded and not (its ``shape_padding``), which takes their memory for that long; what is better depends on the
-device, and so does the peak: ask on the device, or the part of it, that is to train. Inductor remembers what it found.
+The compiler decides per plan what to save for the backward pass, what to recompute, and which results share memory.
+Here it generates the code of both passes, which takes seconds: no kernel is built, and no step runs. Inductor may time
+products with and without padded operands (its ``shape_padding``), which takes memory meanwhile; the choice depends on
+the device, so predict on the device, or the part of it, that is to train. Inductor caches the choice.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from qsync_opt.errors import UnsupportedError, first_line
 from qsync_opt.kernels import KernelOptions
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.execution import ApplyOptions, apply, undo
-from qsync_opt.runtimes.torch.steps.compiled import compiled_inside
+from qsync_opt.runtimes.torch.steps.compiled.recording import compiled_inside
 from qsync_opt.runtimes.torch.support import TrainingExample
 from qsync_opt.steps.compiled import GeneratedPass, Peak, step_peak
 
 
 class _NotRunError(Exception):
-    """Ends a pass whose code is there."""
+    """Ends a pass whose code has been generated."""
 
 
 def compiled_plan_peak(
@@ -35,20 +34,18 @@ def compiled_plan_peak(
     plan: Mapping[str, str],
     kernels: KernelOptions | None = None,
 ) -> Peak:
-    """Most memory that the passes of a compiled step need under a plan, beyond what is there between steps.
+    """Peak memory of the passes of a compiled step under a plan, beyond the memory in use between steps.
 
-    The model has the plan neither before nor after. What an optimizer needs, and what libraries allocate for the time
-    of a call, is not in it.
+    It excludes the optimizer and what libraries allocate during a call.
 
     Args:
-        example: The model, on the device that it is to be trained on, with a batch.
+        example: The model without a plan, on the device for training, with a batch.
         graph: Of the model.
         plan: Precision of every adjustable operator.
         kernels: As in training.
 
     Raises:
-        UnsupportedError: The model cannot be compiled as one graph per pass; or the compiler of this version of torch
-            works in another way.
+        UnsupportedError: The model cannot be compiled as one graph per pass; or this version of torch differs.
     """
     apply(example.model, dict(plan), graph=graph, options=ApplyOptions(kernels=kernels or KernelOptions()))
     try:
@@ -66,28 +63,25 @@ def compiled_plan_peak(
             f"{len(passes)} graphs were compiled, but one of the forward and one of the backward pass are needed; is "
             "the model in training mode?"
         )
-    # Gradients that come into the backward pass are its own to delete only where torch hands them over.
-    held = not hasattr(torch.autograd.Function, "boxed_grads_call")
-    return step_peak(passes[0][1], passes[1][1], tangents_held=held)
+    # The backward pass may delete its incoming gradients only if torch hands them over.
+    handed_over = hasattr(torch.autograd.Function, "boxed_grads_call")
+    return step_peak(passes[0][1], passes[1][1], tangents_held=not handed_over)
 
 
 @contextlib.contextmanager
 def generated_passes() -> Iterator[list[tuple[bool, GeneratedPass]]]:
-    """Collect the code of what is compiled inside, and whether it is of a backward pass; it does not run.
-
-    Whatever calls a graph that was compiled inside gets an exception.
-    """
+    """Collect the code compiled inside, and whether it is of a backward pass; calling it raises `_NotRunError`."""
     import torch._functorch.config
     import torch._inductor.config
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.graph import GraphLowering
 
-    found: list[tuple[bool, GeneratedPass]] = []
+    passes: list[tuple[bool, GeneratedPass]] = []
     lowering: Any = GraphLowering
 
-    def noted(graph: Any) -> Any:
+    def collect(graph: Any) -> Any:
         code, _ = graph.codegen()
-        found.append((bool(graph.is_backward), GeneratedPass(code.value, _sizes(graph))))
+        passes.append((bool(graph.is_backward), GeneratedPass(code.value, _sizes(graph))))
         graph.cache_key, graph.cache_path = PyCodeCache.write(code.value)
         graph.cache_linemap = []
         return _NotRun(graph.cache_path)
@@ -95,21 +89,21 @@ def generated_passes() -> Iterator[list[tuple[bool, GeneratedPass]]]:
     before = lowering.compile_to_module
     graphs: Any = torch._inductor.config
     autograd: Any = torch._functorch.config
-    lowering.compile_to_module = noted
-    # Where the backward pass is compiled when it first runs, it is asked for; elsewhere there is no such setting.
-    wanted = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+    lowering.compile_to_module = collect
+    # Versions that compile the backward pass when it first runs have a setting to compile it now.
+    settings = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
     try:
         with (
             graphs.patch({"fx_graph_cache": False, "graph_partition": False}),
-            autograd.patch({name: value for name, value in wanted.items() if hasattr(autograd, name)}),
+            autograd.patch({name: value for name, value in settings.items() if hasattr(autograd, name)}),
         ):
-            yield found
+            yield passes
     finally:
         lowering.compile_to_module = before
 
 
 class _NotRun:
-    """In place of a compiled module."""
+    """Replaces a compiled module."""
 
     def __init__(self, path: str) -> None:
         self.__file__ = path
@@ -121,9 +115,9 @@ class _NotRun:
 
 def _sizes(graph: Any) -> dict[str, int]:
     """Bytes of all results that are tensors, by name."""
-    found = {}
+    sizes_of = {}
     for name, buffer in graph.name_to_buffer.items():
-        if not buffer.has_tensor_output():  # several results, which have buffers of their own, or none
+        if not buffer.has_tensor_output():  # none, or several with buffers of their own
             continue
         try:
             sizes, strides = list(map(int, buffer.get_size())), list(map(int, buffer.get_stride()))
@@ -133,5 +127,5 @@ def _sizes(graph: Any) -> dict[str, int]:
                 "known where every size is a number before the model runs: take what depends on data out of the model"
             ) from failure
         reach = 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
-        found[name] = (reach if all(sizes) else 0) * buffer.get_dtype().itemsize
-    return found
+        sizes_of[name] = (reach if all(sizes) else 0) * buffer.get_dtype().itemsize
+    return sizes_of
