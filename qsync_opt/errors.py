@@ -1,19 +1,19 @@
-"""What can go wrong, by kind: every error this package raises on purpose derives from QSyncError."""
+"""The errors of this package; all that are raised on purpose derive from `QSyncError`."""
 
 LONGEST_TEXT = 2000
-"""Characters of an error's text; of a longer one the middle is left out: a file may hold values of any length."""
+"""Most characters of an error's text; the middle of longer ones, which quote long values of files, is left out."""
 _SHOWN_END = 500
 
 
 class QSyncError(Exception):
-    """Base of all errors raised on purpose; the text says what is wrong, what is allowed, what to do."""
+    """Base of all errors raised on purpose; its text says what is wrong, what is allowed and what to do."""
 
     def __str__(self) -> str:  # not __init__, which torch.compile could not trace
         return _shortened(super().__str__())
 
 
 def _shortened(text: str) -> str:
-    # Half of a surrogate pair, which JSON can hold, has no form that could be printed.
+    # JSON can hold half of a surrogate pair, which cannot be printed.
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     if len(text) <= LONGEST_TEXT:
         return text
@@ -21,7 +21,7 @@ def _shortened(text: str) -> str:
 
 
 class ModelError(QSyncError):
-    """The model or its ONNX graph cannot be read, captured, or does not match the plan."""
+    """A model or its ONNX graph cannot be read or captured, or does not match the plan."""
 
 
 class ProblemError(QSyncError):
@@ -29,26 +29,26 @@ class ProblemError(QSyncError):
 
 
 class UnsupportedError(QSyncError):
-    """This solver, runtime or device can never do what was asked."""
+    """The request is impossible for this solver, runtime or device."""
 
 
 class NotReadyError(QSyncError):
-    """It could be done, but not in the present state (for example, a plan is already applied)."""
+    """The request is impossible in the present state (for example, because a plan is already applied)."""
 
 
 class NotInstalledError(QSyncError):
-    """An optional package is missing; the text holds the install line."""
+    """An optional package is not installed; the text has the command that installs it."""
 
 
 class SolverError(QSyncError):
-    """A solver failed or returned a plan that the independent evaluation contradicts."""
+    """A solver failed, or its plan contradicts the independent evaluation."""
 
 
 def reason_of(failure: OSError | ValueError) -> str:
-    """Why the system did not take a path, for a message that names it; names that it cannot hold are a ValueError."""
+    """The reason of a failed file operation, for a message that names the path; a ValueError is an impossible path."""
     return getattr(failure, "strerror", None) or str(failure)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, of a library's too; its kind where it says nothing."""
+    """The first line of an error's text that is not empty, else the name of its class."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -3,7 +3,7 @@
 Built-ins stand in the tables below. Other packages add theirs through the entry-point groups ``qsync_opt.solvers``,
 ``qsync_opt.formulations``, ``qsync_opt.indicators``, ``qsync_opt.cost_models`` and ``qsync_opt.runtimes``; such an
 object declares what it can in a ``FEATURES`` attribute. Wherever a name is accepted, so is an instance. The contracts
-are protocols (`qsync_opt.runtime`, and ``base`` beside formulations); `qsync_opt.testing.problems` checks them.
+are protocols (`qsync_opt.runtime`, and ``base`` beside formulations); `qsync_opt.testing` checks them.
 """
 
 from __future__ import annotations

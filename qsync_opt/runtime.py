@@ -1,7 +1,4 @@
-"""What an indicator, a cost model and a runtime must be able to do, so that other packages can bring their own.
-
-Solvers and formulations have their contract in ``qsync_opt.formulations``.
-"""
+"""The interface of runtimes: frameworks that capture models, measure costs and execute plans."""
 
 from __future__ import annotations
 
@@ -16,25 +13,24 @@ from qsync_opt.numerics import PrecisionFormats
 
 @runtime_checkable
 class Runtime(Protocol):
-    """What a framework must offer so that plans can be made for it and carried out on it.
+    """A framework for which plans can be made and on which they can be executed.
 
-    A runtime turns its framework's model into an operator graph, says in which formats a device computes, measures what
-    that costs, and puts a plan on the model. Names of operators are the joint: a graph's names must be those that
-    ``apply`` understands, on every run and every worker. ``Any`` stands for the framework's own models and devices.
+    Operators are identified by name: those of a captured graph must be the ones that ``apply`` understands, in every
+    run and on every worker. ``Any`` stands for the framework's own models and devices.
     """
 
     @property
     def name(self) -> str:
-        """Name of the framework, as in the registry."""
+        """Name in the registry."""
         ...
 
     @property
     def trains(self) -> bool:
-        """Whether models run backward under a plan; if not, plans are for inference."""
+        """Whether models run backward under a plan; otherwise plans are for inference."""
         ...
 
     def capture(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> OpGraph:
-        """Operators of one forward pass (in training, where the runtime trains), without changing the model.
+        """The operators of one forward pass (of training, if the runtime trains); does not change the model.
 
         Raises:
             ModelError: The model cannot be captured; the text says where and why.
@@ -42,15 +38,15 @@ class Runtime(Protocol):
         ...
 
     def device_formats(self, device: Any) -> Mapping[str, PrecisionFormats]:
-        """Precisions in which a device can be planned, coarsest first, with the formats at their borders.
+        """The precisions of a device, coarsest first, with their border formats.
 
         Raises:
-            UnsupportedError: No plan can be made for such a device.
+            UnsupportedError: The device cannot be planned.
         """
         ...
 
     def operator_precisions(self, op_type: str, device: Any) -> tuple[str, ...]:
-        """Those of the device's precisions in which a kind of operator can run; FP32 alone for kinds not adjustable."""
+        """The device's precisions in which a kind of operator can run; only FP32 for kinds that are not adjustable."""
         ...
 
     def profile(
@@ -65,39 +61,39 @@ class Runtime(Protocol):
         repeats: int = 6,
         name: str | None = None,
     ) -> DeviceProfile:
-        """Measure every operator of a model in every precision that it can run in on a device, and the casts between.
+        """Measure every operator of a model in every precision of a device, and the casts between them.
 
         Args:
-            model: Without a plan, on ``device``.
-            args: Of one forward pass.
-            kwargs: The same by name.
-            device: Where.
-            precisions: Those that plans may use; None: all of the device. FP32 is always among them.
-            cache_dir: Folder of measurements that equal runs share; None keeps none.
+            model: On ``device``, without a plan.
+            args: Positional arguments of one forward pass.
+            kwargs: Keyword arguments of one forward pass.
+            device: The device.
+            precisions: Those that plans may use; None: all of the device. FP32 is always measured.
+            cache_dir: Folder of measurements that equal runs share; None: no cache.
             repeats: Runs per round of measuring.
-            name: Of the device, where that of the hardware does not tell it from others.
+            name: Of the device, where the name of the hardware is ambiguous.
 
         Returns:
-            A profile of the graph that `capture` gives. Without training its backward times are zero.
+            A profile of the graph that `capture` returns; without training its backward times are zero.
 
         Raises:
             UnsupportedError: The device lacks a precision.
-            ProblemError: The cache folder cannot be used.
+            ProblemError: The cache folder is unusable.
         """
         ...
 
     def apply(self, model: Any, plan: Any, device_type: str | None = None, *, graph: OpGraph | None = None) -> Any:
-        """Make the model run under the plan of a device type.
+        """Make a model run under the plan of a device type.
 
         Raises:
             ModelError: The plan is for another model.
-            UnsupportedError: The device or an operator cannot do what the plan wants.
-            NotReadyError: A plan is applied already.
+            UnsupportedError: The device or an operator lacks a precision of the plan.
+            NotReadyError: A plan is already applied.
         """
         ...
 
     def undo(self, model: Any) -> Any:
-        """Give the model back as it was before ``apply``.
+        """Restore the model as it was before ``apply``.
 
         Raises:
             NotReadyError: No plan is applied.

@@ -1,6 +1,6 @@
-"""The cluster that a plan is for: device types with their memory and precisions, and the links between them.
+"""Clusters: device types with their memory and precisions, the links between them, and data sheets of GPUs.
 
-Read a cluster file with `load_cluster`; data sheets of common cards stand beside it.
+`load_cluster` reads a cluster file.
 """
 
 from typing import TYPE_CHECKING
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.cluster.cluster import Cluster, DeviceRole, DeviceType, Network, load_cluster
+    from qsync_opt.cluster.cluster import Cluster, DeviceRole, DeviceType, load_cluster
     from qsync_opt.cluster.datasheets import DATA_SHEETS, DataSheet, data_sheet
+    from qsync_opt.cluster.network import Link, Network
 else:
     __getattr__, __dir__ = lazy(__name__)
 
@@ -19,6 +20,7 @@ __all__ = [
     "DataSheet",
     "DeviceRole",
     "DeviceType",
+    "Link",
     "Network",
     "data_sheet",
     "load_cluster",

@@ -1,6 +1,6 @@
-"""What the makers say that GPUs can do: peaks per precision and memory bandwidth, for estimates without a device.
+"""Data sheets of GPUs: peak throughput per precision and memory bandwidth, for estimates without a device.
 
-Peaks are dense (without structured sparsity) and in operations per second, a multiply-add counted as two.
+Peaks are in operations per second, without structured sparsity, a multiply-add counted as two.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _GB = 1e9
 class DataSheet:
     """One GPU model as its maker describes it.
 
-    ``peak_flops`` maps precision to operations per second, FP32 included; ``half_format`` is the 16-bit format in which
-    8-bit operators answer and run backward. ``source`` says where the figures are from.
+    ``peak_flops`` maps precisions, FP32 among them, to operations per second; ``half_format`` is the 16-bit format that
+    8-bit operators deliver and run backward in. ``source`` says where the figures are from.
     """
 
     name: str
@@ -120,14 +120,14 @@ DATA_SHEETS: Mapping[str, DataSheet] = MappingProxyType(
         )
     }
 )
-"""GPU model to its figures."""
+"""GPU model to its data sheet."""
 
 
 def data_sheet(name: str) -> DataSheet:
-    """Return the figures of a GPU model; capitals do not matter.
+    """The data sheet of a GPU model, whatever the case of its name.
 
     Raises:
-        UnsupportedError: There is no such model; the text lists those that exist.
+        UnsupportedError: There is none; the text lists those that exist.
     """
     known = {key.upper(): sheet for key, sheet in DATA_SHEETS.items()}
     try:

@@ -1,6 +1,6 @@
-"""What an operator costs on a device: measured profiles, roofline estimates, and where each figure came from.
+"""Costs of operators on devices: measured profiles and roofline estimates, with intervals and sources of figures.
 
-A `DeviceProfile` holds the times and sizes; a cost model makes one.
+A `DeviceProfile` holds the times and sizes; a `CostModel` is a source of profiles.
 """
 
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.costs.estimates import (
+    from qsync_opt.costs.labels import (
         ESTIMATE_OPTION,
         ESTIMATES_KEY,
         FP32_SHARE_OPTION,
@@ -32,6 +32,14 @@ if TYPE_CHECKING:
     )
     from qsync_opt.costs.roofline import Assumptions, roofline_profile
     from qsync_opt.costs.sources import CostModel, ProfileCosts, RooflineCosts
+    from qsync_opt.costs.uncertainty import (
+        CostSource,
+        Estimate,
+        cast_cost,
+        layer_cost,
+        operator_cost,
+        total_cost,
+    )
 else:
     __getattr__, __dir__ = lazy(__name__)
 
@@ -44,8 +52,10 @@ __all__ = [
     "Assumptions",
     "CostFit",
     "CostModel",
+    "CostSource",
     "DeviceIdentity",
     "DeviceProfile",
+    "Estimate",
     "IterationCheck",
     "IterationOverhead",
     "MeasuredCost",
@@ -53,10 +63,14 @@ __all__ = [
     "ProfileCosts",
     "RooflineCosts",
     "carried_estimates",
+    "cast_cost",
     "estimate_extras",
     "estimate_lines",
     "estimated_by",
     "fit_cost",
+    "layer_cost",
     "load_profile",
+    "operator_cost",
     "roofline_profile",
+    "total_cost",
 ]

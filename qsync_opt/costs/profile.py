@@ -1,7 +1,6 @@
-"""What was measured about one model on one device: the profile that plans are priced with.
+"""Device profiles: the measured costs of one model on one device, which plans are priced with.
 
-Times are integer nanoseconds, memory is in bytes. Operators that cost the same share one measurement: ``operators``
-maps each name to a measurement key, ``measurements`` maps the key to a cost per precision.
+Times are integer nanoseconds, memory is in bytes. Operators that cost the same share one measurement.
 """
 
 from __future__ import annotations
@@ -10,25 +9,35 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from types import MappingProxyType
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Self
 
 from qsync_opt.errors import ProblemError
-from qsync_opt.io import Fields, check_integer, check_name, check_number, read_json, write_json
+from qsync_opt.io import (
+    Json,
+    check_fields,
+    check_integer,
+    check_name,
+    check_number,
+    decode,
+    encode,
+    freeze,
+    read_json,
+    write_json,
+)
 from qsync_opt.model import OpGraph
 from qsync_opt.numerics import FORMATS, PrecisionFormats
 
 MI_ELEMENTS = 2**20
-"""Elements that ``ns_per_mi_elements`` of a fitted cost counts for."""
+"""Unit of ``ns_per_mi_elements``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostFit:
-    """A time that grows with the number of elements: ``base_ns + ns_per_mi_elements * elements // 2**20``.
+    """A time that is linear in the number of elements: ``base_ns + ns_per_mi_elements * elements // 2**20``.
 
-    ``worst_error`` is the largest relative distance between the fit and a measurement behind it, ``samples`` their
-    number. A hand-written cost has ``samples`` 0.
+    ``worst_error`` is the largest relative error of the fit at its measurements, ``samples`` their number (0 for costs
+    that were not fitted).
     """
 
     base_ns: int
@@ -37,21 +46,7 @@ class CostFit:
     samples: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("base_ns", "ns_per_mi_elements", "samples"):
-            check_integer(getattr(self, name), f"fitted cost: {name}")
-        check_number(self.worst_error, "fitted cost: worst_error")
-
-    @classmethod
-    def from_fields(cls, data: Fields) -> Self:
-        """Read a fit from its JSON object."""
-        fit = cls(
-            base_ns=data.integer("base_ns"),
-            ns_per_mi_elements=data.integer("ns_per_mi_elements"),
-            worst_error=data.number("worst_error"),
-            samples=data.integer("samples"),
-        )
-        data.finish()
-        return fit
+        check_fields(self, "fitted cost")
 
     def ns(self, elements: int) -> int:
         """Time for ``elements`` elements in nanoseconds, rounded as the problem file rounds it."""
@@ -59,16 +54,13 @@ class CostFit:
 
 
 def fit_cost(samples: Iterable[tuple[int, float]]) -> CostFit:
-    """Fit a base time and a time per element to measurements, least squares of the *relative* error.
+    """Fit a base time and a time per element to measurements by least squares of the *relative* error.
 
-    Relative, because the sizes span orders of magnitude and the small ones would else not count at all. Both
-    coefficients are kept at or above zero: where the free fit leaves that range, the better of the two borders is it.
+    Relative, because sizes span orders of magnitude and small ones would not count otherwise. Coefficients are not
+    negative: where the unconstrained fit has a negative one, the better of the two fits with one coefficient is taken.
 
     Args:
-        samples: Pairs (elements, nanoseconds); at least one, times above zero. One size gives a base of zero.
-
-    Returns:
-        The fit, with the largest relative residual.
+        samples: Pairs (elements, nanoseconds) above zero, at least one. A single size gives a base of zero.
 
     Raises:
         ProblemError: No sample, or one that is not positive.
@@ -107,16 +99,22 @@ def fit_cost(samples: Iterable[tuple[int, float]]) -> CostFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCost:
-    """What one operator costs in one precision.
+    """Cost of one operator in one precision.
 
-    ``forward_ns`` and ``backward_ns`` are device time; the ``host_`` pair is the time the host needs to launch the
-    same work where host and device run side by side, and zero where they are one (cpu). The casts of activations are
-    *not* in them (they are priced per edge), those of weights are.
+    Times include casts of weights but not those of activations, which are priced per edge.
 
-    What stays in memory until the backward pass: ``saved_bytes`` that belong to nobody else (masks, quantized copies,
-    statistics), the floating inputs whose own storage is kept (``saves_inputs``, positions in ``Operator.inputs``),
-    and the result itself (``saves_output``). ``alias_input`` is the position of the input whose storage the result
-    shares (a view), or None. The ``workspace`` pair is what is allocated in passing, beyond results and saved tensors.
+    Attributes:
+        forward_ns: Device time.
+        backward_ns: Device time.
+        host_forward_ns: Host time to launch the same work; 0 on a cpu, where host and device are one.
+        host_backward_ns: The same of the backward pass.
+        saved_bytes: Kept until the backward pass for this operator alone: masks, quantized copies, statistics.
+        saves_inputs: Floating-point inputs whose storage is kept (positions in ``Operator.inputs``).
+        saves_output: Whether the result is kept.
+        alias_input: Position of the input whose storage the result shares (a view), or None.
+        forward_workspace_bytes: Allocated temporarily, beyond results and saved tensors.
+        backward_workspace_bytes: The same of the backward pass.
+        scaled_from: Precision whose measurement the cost was scaled from; empty: it was measured itself.
     """
 
     forward_ns: int
@@ -129,46 +127,13 @@ class MeasuredCost:
     alias_input: int | None = None
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
+    scaled_from: Annotated[str, Json(key="x-scaled-from", empty=True, omitted=True)] = ""
 
     def __post_init__(self) -> None:
-        for name in _INTEGERS:
-            check_integer(getattr(self, name), f"operator cost: {name}")
+        check_fields(self, "operator cost")
         for position in self.saves_inputs:
             check_integer(position, "operator cost: position in saves_inputs")
-        if not isinstance(self.saves_output, bool):
-            raise ProblemError(f"operator cost: saves_output is {self.saves_output!r}, but it must be true or false")
-        if self.alias_input is not None:
-            check_integer(self.alias_input, "operator cost: alias_input")
 
-    @classmethod
-    def from_fields(cls, data: Fields) -> Self:
-        """Read one cost from its JSON object."""
-        saves_output = data.take("saves_output")
-        cost = cls(
-            **{name: data.integer(name) for name in _INTEGERS},
-            saves_inputs=data.integers("saves_inputs"),
-            saves_output=saves_output,
-            alias_input=data.take("alias_input"),
-        )
-        data.finish()
-        return cost
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this cost."""
-        data = {f.name: getattr(self, f.name) for f in fields(self)}
-        data["saves_inputs"] = list(self.saves_inputs)
-        return data
-
-
-_INTEGERS = (
-    "forward_ns",
-    "backward_ns",
-    "host_forward_ns",
-    "host_backward_ns",
-    "saved_bytes",
-    "forward_workspace_bytes",
-    "backward_workspace_bytes",
-)
 
 PROFILE_FORMAT = "qsync-profile/1"
 DEVICE_KINDS = ("cpu", "cuda")
@@ -176,12 +141,12 @@ DEVICE_KINDS = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceIdentity:
-    """Which device and which software a measurement holds for; equal identities may share measurements."""
+    """Device and software of a measurement; equal identities may share measurements."""
 
     name: str
     kind: str
-    threads: int
-    versions: Mapping[str, str]
+    threads: Annotated[int, Json(minimum=1)]
+    versions: Annotated[Mapping[str, str], Json(checked=False)]
 
     def __post_init__(self) -> None:
         check_name(self.name, "device name")
@@ -193,28 +158,12 @@ class DeviceIdentity:
         for library, version in self.versions.items():
             check_name(library, f"device {self.name!r}: library")
             check_name(version, f"device {self.name!r}: version of {library}")
-        object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this identity."""
-        return {"name": self.name, "kind": self.kind, "threads": self.threads, "versions": dict(self.versions)}
-
-    @classmethod
-    def from_fields(cls, data: Fields) -> Self:
-        """Read an identity from its JSON object."""
-        identity = cls(
-            name=data.text("name"),
-            kind=data.text("kind"),
-            threads=data.integer("threads", minimum=1),
-            versions=data.mapping("versions"),
-        )
-        data.finish()
-        return identity
+        freeze(self, "versions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerCost:
-    """One optimizer step over all parameters, the clearing of gradients, state kept and memory used in passing."""
+    """One optimizer step over all parameters, the clearing of gradients, optimizer state and temporary memory."""
 
     name: str
     step_ns: int
@@ -224,26 +173,12 @@ class OptimizerCost:
 
     def __post_init__(self) -> None:
         check_name(self.name, "optimizer name")
-        for name in ("step_ns", "zero_grad_ns", "state_bytes", "workspace_bytes"):
-            check_integer(getattr(self, name), f"optimizer {self.name!r}: {name}")
-
-    @classmethod
-    def from_fields(cls, data: Fields) -> Self:
-        """Read the cost from its JSON object."""
-        cost = cls(
-            name=data.text("name"),
-            step_ns=data.integer("step_ns"),
-            zero_grad_ns=data.integer("zero_grad_ns"),
-            state_bytes=data.integer("state_bytes"),
-            workspace_bytes=data.integer("workspace_bytes"),
-        )
-        data.finish()
-        return cost
+        check_fields(self, f"optimizer {self.name!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationCheck:
-    """One uniform plan: measured whole, added up from operators and casts, and predicted with the fitted overhead."""
+    """One uniform plan: measured as a whole, summed over operators and casts, and predicted with the overhead."""
 
     precision: str
     forward_ns: int
@@ -255,25 +190,14 @@ class IterationCheck:
 
     def __post_init__(self) -> None:
         check_name(self.precision, "whole iteration: precision")
-        for f in fields(self):
-            if f.name != "precision":
-                check_integer(getattr(self, f.name), f"whole iteration in {self.precision}: {f.name}")
-
-    @classmethod
-    def from_fields(cls, data: Fields) -> Self:
-        """Read the comparison from its JSON object."""
-        times = {f.name: data.integer(f.name) for f in fields(cls) if f.name != "precision"}
-        check = cls(precision=data.text("precision"), **times)
-        data.finish()
-        return check
+        check_fields(self, f"whole iteration in {self.precision}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationOverhead:
-    """What a whole iteration costs beyond its operators, per operator: interpreter, interception, autograd engine.
+    """Cost per operator of whole iterations beyond their operators: interpreter, interception, autograd engine.
 
-    Fitted to whole iterations (`qsync_opt.training.calibration`), which are kept beside it
-    so that the residual can be told.
+    Fitted to ``iterations`` by `qsync_opt.training.calibration`.
     """
 
     forward_ns_per_operator: int = 0
@@ -281,12 +205,11 @@ class IterationOverhead:
     iterations: tuple[IterationCheck, ...] = ()
 
     def __post_init__(self) -> None:
-        check_integer(self.forward_ns_per_operator, "overhead: forward_ns_per_operator")
-        check_integer(self.backward_ns_per_operator, "overhead: backward_ns_per_operator")
+        check_fields(self, "overhead")
 
     @property
     def residual(self) -> float:
-        """Largest relative error of a whole iteration's forward plus backward pass, the overhead included."""
+        """Largest relative error of the predicted forward plus backward pass of an iteration."""
         errors = (
             abs(i.predicted_forward_ns + i.predicted_backward_ns - i.forward_ns - i.backward_ns)
             / max(1, i.forward_ns + i.backward_ns)
@@ -294,27 +217,23 @@ class IterationOverhead:
         )
         return max(errors, default=0.0)
 
-    @classmethod
-    def from_fields(cls, data: Fields) -> Self:
-        """Read the overhead from its JSON object."""
-        overhead = cls(
-            forward_ns_per_operator=data.integer("forward_ns_per_operator"),
-            backward_ns_per_operator=data.integer("backward_ns_per_operator"),
-            iterations=tuple(
-                IterationCheck.from_fields(Fields(item, f"{data.where}: iterations[{position}]"))
-                for position, item in enumerate(data.sequence("iterations"))
-            ),
-        )
-        data.finish()
-        return overhead
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """Everything measured about one model on one device.
+    """Costs of one model on one device.
 
-    ``casts`` has a fit for each pair ``"A>B"`` of formats, ``gradient_sums`` one for each format in which the
-    gradients of a result with several users are added up. ``options`` are those of the kernels that were measured.
+    Attributes:
+        device: Where they were measured.
+        model: Name of the graph.
+        fingerprint: Of the graph.
+        options: Of the measured kernels, and notes on the measurement.
+        formats: Precision to its border formats.
+        optimizer: Cost of the optimizer step.
+        overhead: Of whole iterations.
+        casts: Pair of formats ``"A>B"`` to the cost of a cast.
+        gradient_sums: Format to the cost of adding gradients of a result with several users.
+        measurements: Measurement to cost by precision.
+        operators: Operator to measurement; operators that cost the same share one.
     """
 
     device: DeviceIdentity
@@ -322,12 +241,12 @@ class DeviceProfile:
     fingerprint: str
     options: Mapping[str, str | int | float | bool]
     formats: Mapping[str, PrecisionFormats]
-    measurements: Mapping[str, Mapping[str, MeasuredCost]]
-    operators: Mapping[str, str]
-    casts: Mapping[str, CostFit]
-    gradient_sums: Mapping[str, CostFit]
     optimizer: OptimizerCost
     overhead: IterationOverhead = field(default_factory=IterationOverhead)
+    casts: Mapping[str, CostFit]
+    gradient_sums: Mapping[str, CostFit]
+    measurements: Mapping[str, Mapping[str, MeasuredCost]]
+    operators: Annotated[Mapping[str, str], Json(checked=False)]
 
     def __post_init__(self) -> None:
         check_name(self.model, "profile: model")
@@ -364,13 +283,11 @@ class DeviceProfile:
                 _check_format(name, f"profile: cast {pair!r}")
         for name in self.gradient_sums:
             _check_format(name, "profile: gradient_sums")
-        for name in ("options", "formats", "operators", "casts", "gradient_sums"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
-        frozen = {key: MappingProxyType(dict(costs)) for key, costs in self.measurements.items()}
-        object.__setattr__(self, "measurements", MappingProxyType(frozen))
+        freeze(self, "options", "formats", "operators", "casts", "gradient_sums")
+        freeze(self, "measurements", depth=2)
 
     def cost(self, operator: str) -> Mapping[str, MeasuredCost]:
-        """Cost of ``operator`` per precision.
+        """Cost of an operator by precision.
 
         Raises:
             ProblemError: The profile has no such operator.
@@ -384,7 +301,7 @@ class DeviceProfile:
         return self.measurements[key]
 
     def describe(self) -> str:
-        """One line for people: device, what was measured, how well whole iterations are predicted."""
+        """One line of text: device, numbers of measurements, accuracy for whole iterations."""
         threads = (
             f", {self.device.threads} thread{'s' * (self.device.threads > 1)}" if self.device.kind == "cpu" else ""
         )
@@ -397,7 +314,7 @@ class DeviceProfile:
         return f"{text}; whole iterations predicted within {100 * self.overhead.residual:.1f} %"
 
     def check_graph(self, graph: OpGraph) -> None:
-        """Refuse a graph that this profile was not measured on.
+        """Refuse a graph other than that of this profile.
 
         Raises:
             ProblemError: Fingerprints differ; the text names the first operators that do.
@@ -416,67 +333,28 @@ class DeviceProfile:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this profile."""
-        overhead = _plain(self.overhead)
-        overhead["iterations"] = [_plain(i) for i in self.overhead.iterations]
-        return {
-            "format": PROFILE_FORMAT,
-            "device": self.device.to_json(),
-            "model": self.model,
-            "fingerprint": self.fingerprint,
-            "options": dict(self.options),
-            "formats": {name: _plain(borders) for name, borders in self.formats.items()},
-            "optimizer": _plain(self.optimizer),
-            "overhead": overhead,
-            "casts": {pair: _plain(fit) for pair, fit in self.casts.items()},
-            "gradient_sums": {name: _plain(fit) for name, fit in self.gradient_sums.items()},
-            "measurements": {
-                key: {precision: cost.to_json() for precision, cost in costs.items()}
-                for key, costs in self.measurements.items()
-            },
-            "operators": dict(self.operators),
-        }
+        """The profile as plain JSON data."""
+        return encode(self, version=PROFILE_FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile as JSON, whole or not at all."""
+        """Write a profile file, whole or not at all."""
         write_json(path, self.to_json(), digest=True)
 
     @classmethod
     def from_json(cls, data: Any, where: str = "profile") -> Self:
-        """Read a profile from its parsed JSON object; ``where`` names it in errors.
+        """Read a profile from its JSON data; ``where`` names it in errors.
 
         Raises:
             ProblemError: Unknown, missing or unusable entry.
         """
-        reader = Fields(data, where)
-        if reader.take("format") != PROFILE_FORMAT:
-            reader.fail(f"format is {reader.take('format')!r}, but allowed is {PROFILE_FORMAT!r}")
-        measurements = Fields(reader.take("measurements"), f"{where}: measurements")
-        profile = cls(
-            device=DeviceIdentity.from_fields(Fields(reader.take("device"), f"{where}: device")),
-            model=reader.text("model"),
-            fingerprint=reader.text("fingerprint"),
-            options=reader.mapping("options"),
-            formats={name: _read_formats(child) for name, child in reader.children("formats")},
-            optimizer=OptimizerCost.from_fields(Fields(reader.take("optimizer"), f"{where}: optimizer")),
-            overhead=IterationOverhead.from_fields(Fields(reader.take("overhead"), f"{where}: overhead")),
-            casts={pair: CostFit.from_fields(child) for pair, child in reader.children("casts")},
-            gradient_sums={name: CostFit.from_fields(child) for name, child in reader.children("gradient_sums")},
-            measurements={
-                key: {precision: MeasuredCost.from_fields(cost) for precision, cost in measurements.children(key)}
-                for key in reader.mapping("measurements")
-            },
-            operators=reader.mapping("operators"),
-        )
-        reader.finish()
-        return profile
+        return decode(cls, data, where, version=PROFILE_FORMAT)
 
 
 def load_profile(path: str | os.PathLike[str]) -> DeviceProfile:
     """Read a profile file.
 
     Raises:
-        ProblemError: Missing or truncated file, other format version, unknown key, NaN, negative or missing cost.
+        ProblemError: Missing or truncated file, another format version, unknown key, NaN, negative or missing cost.
     """
     return DeviceProfile.from_json(read_json(path, [PROFILE_FORMAT]), os.fspath(path))
 
@@ -484,17 +362,3 @@ def load_profile(path: str | os.PathLike[str]) -> DeviceProfile:
 def _check_format(name: str, what: str) -> None:
     if name not in FORMATS:
         raise ProblemError(f"{what}: unknown format {name!r}; allowed are {', '.join(FORMATS)}")
-
-
-def _read_formats(data: Fields) -> PrecisionFormats:
-    borders = PrecisionFormats(
-        output=data.text("output"),
-        gradient_input=data.text("gradient_input"),
-        gradient_output=data.text("gradient_output"),
-    )
-    data.finish()
-    return borders
-
-
-def _plain(item: Any) -> dict[str, Any]:
-    return {f.name: getattr(item, f.name) for f in fields(item)}

@@ -1,9 +1,9 @@
-"""What would a model cost on a GPU that nobody has profiled? A roofline estimate, labelled as one everywhere.
+"""Roofline estimates of profiles from the data sheets of GPUs.
 
-A kernel takes the longer of two times, its operations at the peak of its precision and its bytes at the memory
-bandwidth, each at an assumed share of the data sheet's figure, plus a constant. What operators keep for the backward
-pass follows from their kind. An estimate ranks precisions and finds what is memory bound; it knows neither the
-kernels' real efficiency at a shape nor the host, so a measured profile should replace it before its times are trusted.
+A kernel takes the larger of two times, its operations at the peak of its precision and its bytes at the memory
+bandwidth, each at an assumed share of the data sheet's figure, plus a constant. What is kept for the backward pass
+follows from the kind of operator. Estimates rank precisions and tell what is memory bound; measure a profile before
+you trust a time, because kernels reach other efficiencies at other shapes.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from qsync_opt.cluster import DataSheet
-from qsync_opt.costs.estimates import ESTIMATE_OPTION
+from qsync_opt.costs.labels import ESTIMATE_OPTION
 from qsync_opt.costs.profile import MI_ELEMENTS, CostFit, DeviceIdentity, DeviceProfile, MeasuredCost, OptimizerCost
 from qsync_opt.errors import ProblemError, UnsupportedError
-from qsync_opt.io import check_integer, check_number
+from qsync_opt.io import check_fields, encode
 from qsync_opt.model import (
     ATTENTION,
     BYTE_MASKS,
@@ -33,26 +33,36 @@ from qsync_opt.model import (
 from qsync_opt.numerics import PrecisionFormats, formats_for, number_format
 
 MODEL_VERSION = "1"
-"""Changes when the estimates do."""
+"""Changes with the estimates."""
 STORAGE_BYTES = 4
-"""Of a parameter and of its gradient (FP32)."""
+"""Bytes per element of parameters and their gradients (FP32)."""
 OPTIMIZERS: dict[str, tuple[int, int]] = {"adamw": (2, 7), "momentum": (1, 5), "sgd": (0, 3)}
-"""Optimizer to (state tensors per parameter, tensors that one step reads or writes per parameter)."""
+"""Optimizer to tensors of state per parameter, and tensors per parameter that a step reads or writes."""
+STEP_RATIOS: dict[bool, tuple[float, float]] = {False: (0.99, 1.26), True: (1.0, 5.06)}
+"""Whether a precision has 8 bits to the smallest and largest ratio of measured to estimated training steps.
+
+Measured under uniform plans of one GPT on one H200, with the default assumptions (benchmarks/results/roofline.json).
+All steps in 8 bits took longer than estimated: there the smallest ratio is that of the estimate itself.
+"""
 _ATTENTION_BACKWARD = 2.5
-"""Backward products of attention per forward product: five for two, since scores are computed again."""
+"""Backward products of attention per forward product: five for two, because scores are computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """What a roofline cannot know.
+    """Assumptions of a roofline estimate.
 
-    The ``efficiency`` values are shares of the data sheet's figures that a kernel reaches: of large matrix products on
-    one H200, 16- and 32-bit ones were measured at 0.65 to 0.85 and 8-bit ones at 0.4, its copies at 0.87. A kernel
-    occupies the device for ``kernel_ns`` beside its work. An operator occupies the host for ``launch_ns`` in each pass:
-    eager PyTorch took about 40 microseconds there (benchmarks/results/roofline.json), a captured graph takes next to
-    none. Quantization is taken to run at memory bandwidth, which fused kernels come near and eager PyTorch does not:
-    there uniform 8-bit plans were measured four to five times slower than estimated. ``optimizer`` is one of
-    `OPTIMIZERS`.
+    Quantization is assumed to run at memory bandwidth, as in fused kernels; in eager PyTorch uniform 8-bit plans were
+    measured four to five times slower than estimated (`STEP_RATIOS`).
+
+    Attributes:
+        efficiency: Share of the data sheet's peak that 16- and 32-bit kernels reach; measured for large matrix products
+            on one H200: 0.65 to 0.85.
+        efficiency_8bit: The same of 8-bit kernels; measured there: 0.4.
+        memory_efficiency: Share of the memory bandwidth; measured there for copies: 0.87.
+        kernel_ns: Device time of a kernel beside its work.
+        launch_ns: Host time per operator and pass; about 40 microseconds in eager PyTorch, about 0 in a captured graph.
+        optimizer: One of `OPTIMIZERS`.
     """
 
     efficiency: float = 0.7
@@ -63,14 +73,10 @@ class Assumptions:
     optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            if "efficiency" in f.name:
-                value = getattr(self, f.name)
-                check_number(value, f"roofline: {f.name}")
-                if not 0 < value <= 1:
-                    raise ProblemError(f"roofline: {f.name} is {value!r}, but it is a share: above 0 and at most 1")
-        check_integer(self.kernel_ns, "roofline: kernel_ns")
-        check_integer(self.launch_ns, "roofline: launch_ns")
+        check_fields(self, "roofline")
+        for name in ("efficiency", "efficiency_8bit", "memory_efficiency"):
+            if not 0 < (value := getattr(self, name)) <= 1:
+                raise ProblemError(f"roofline: {name} is {value!r}, but it is a share: above 0 and at most 1")
         if self.optimizer not in OPTIMIZERS:
             raise UnsupportedError(
                 f"roofline: optimizer is {self.optimizer!r}, but allowed are {', '.join(OPTIMIZERS)}; profile the "
@@ -80,7 +86,7 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One pass of an operator: operations, bytes moved, kernels."""
+    """Operations, moved bytes and kernels of one pass of an operator."""
 
     flops: float
     num_bytes: int
@@ -88,7 +94,7 @@ class _Work:
 
 
 def roofline_profile(graph: OpGraph, sheet: DataSheet, *, assumptions: Assumptions | None = None) -> DeviceProfile:
-    """Estimate what `profile` would measure.
+    """Estimate a profile.
 
     Args:
         graph: The model.
@@ -96,7 +102,7 @@ def roofline_profile(graph: OpGraph, sheet: DataSheet, *, assumptions: Assumptio
         assumptions: Efficiencies, launch costs and optimizer.
 
     Returns:
-        A profile whose ``estimated_by`` option says what it is; `build_problem` labels the problem with it.
+        A profile that is labelled as an estimate by its option ``estimated_by``.
 
     Source: Williams, Waterman and Patterson, "Roofline" (CACM 2009); what is kept for backward is ours.
     """
@@ -112,7 +118,7 @@ def roofline_profile(graph: OpGraph, sheet: DataSheet, *, assumptions: Assumptio
         fingerprint=graph.fingerprint(),
         options={
             ESTIMATE_OPTION: f"roofline from the {sheet.source}",
-            **{f.name: getattr(model.assumptions, f.name) for f in fields(model.assumptions)},
+            **encode(model.assumptions),
         },
         formats=formats,
         measurements=costs,
@@ -129,13 +135,20 @@ def roofline_profile(graph: OpGraph, sheet: DataSheet, *, assumptions: Assumptio
     )
 
 
+def used_assumptions(profile: DeviceProfile) -> Assumptions | None:
+    """The assumptions of a profile that `roofline_profile` made, None for any other."""
+    if "roofline" not in profile.device.versions:
+        return None
+    return Assumptions(**{f.name: profile.options.get(f.name) for f in fields(Assumptions)})  # type: ignore[arg-type]
+
+
 def _stored(name: str) -> bool:
-    """True for the formats that gradients are delivered in."""
+    """Whether gradients are delivered in this format."""
     return number_format(name).bits > 8 and name != "TF32"
 
 
 def _cast_bytes(source: str, target: str) -> int:
-    """Bytes that a cast moves per element; FP32 and TF32 are the same tensor, 8-bit targets need the largest first."""
+    """Bytes that a cast moves per element: none from FP32 to TF32; 8-bit casts read twice, first for the maximum."""
     if {source, target} == {"FP32", "TF32"}:
         return 0
     read = number_format(source).num_bytes
@@ -150,12 +163,12 @@ def _other_bytes(specs: tuple[TensorSpec, ...]) -> int:
     return sum(spec.elements * DTYPE_BYTES[spec.dtype] for spec in specs if not spec.is_floating)
 
 
+@dataclass(frozen=True, slots=True)
 class _Roofline:
     """One device under some assumptions."""
 
-    def __init__(self, sheet: DataSheet, assumptions: Assumptions) -> None:
-        self.sheet = sheet
-        self.assumptions = assumptions
+    sheet: DataSheet
+    assumptions: Assumptions
 
     def memory_ns(self, num_bytes: float) -> int:
         return round(1e9 * num_bytes / (self.sheet.bandwidth_bytes_per_s * self.assumptions.memory_efficiency))
@@ -210,7 +223,7 @@ class _Roofline:
 
 
 def _can_run(kind: str, precision: str) -> bool:
-    """Which precisions kinds of operators have kernels for; the 8-bit ones need a matrix product."""
+    """Whether a kind of operator has kernels for a precision; 8-bit ones need a matrix product."""
     if kind in LOOKUPS or kind in ATTENTION:
         return precision in ("BF16", "FP16", "FP32")
     if precision == "FP8":
@@ -228,7 +241,7 @@ def _parameter_elements(graph: OpGraph, operator: Operator) -> int:
 def _product_work(
     graph: OpGraph, operator: Operator, kind: str, precision: str, borders: PrecisionFormats
 ) -> tuple[_Work, _Work]:
-    """A matrix product or convolution: weights are read in FP32 and cast, then one gradient product per operand."""
+    """Forward and backward work of products: weights are cast from FP32; backward is one product per operand."""
     width = number_format(precision).num_bytes
     weights = _parameter_elements(graph, operator)
     activations = max(0, _elements(operator.input_specs) - weights)
@@ -236,7 +249,7 @@ def _product_work(
     lowered = width < STORAGE_BYTES
     weight_bytes = weights * (STORAGE_BYTES + 2 * width if lowered else STORAGE_BYTES)
     if width == 1:
-        weight_bytes += weights * STORAGE_BYTES  # the largest magnitude is looked for first
+        weight_bytes += weights * STORAGE_BYTES  # to find the largest magnitude
     forward = _Work(
         operator.flops, activations * width + weight_bytes + result, 1 + (lowered and weights > 0) + 2 * (width == 1)
     )
@@ -250,7 +263,7 @@ def _product_work(
 
 
 def _lookup_work(graph: OpGraph, operator: Operator, borders: PrecisionFormats) -> tuple[_Work, _Work]:
-    """Rows of a table: only those are read; the gradient is as large as the table."""
+    """Work of a look-up: it reads the selected rows; its gradient is as large as the table."""
     rows, width = operator.output_elements, number_format(borders.output).num_bytes
     table = _parameter_elements(graph, operator)
     forward = _Work(0, rows * (STORAGE_BYTES + width) + _other_bytes(operator.input_specs), 1 + (width < STORAGE_BYTES))
@@ -258,7 +271,7 @@ def _lookup_work(graph: OpGraph, operator: Operator, borders: PrecisionFormats) 
 
 
 def _streaming_work(operator: Operator, kind: str, width: int) -> tuple[_Work, _Work]:
-    """Everything else moves its tensors once forward; backward also reads the gradient of the result."""
+    """Work of other operators: forward moves all tensors once, backward also reads the gradient of the result."""
     if not operator.num_bytes:
         return _Work(0, 0, 0), _Work(0, 0, 0)
     tensors = _elements(operator.input_specs) + _elements(operator.output_specs)
@@ -272,7 +285,7 @@ def _streaming_work(operator: Operator, kind: str, width: int) -> tuple[_Work, _
 def _kept(
     graph: OpGraph, operator: Operator, kind: str, precision: str, product: bool
 ) -> tuple[int, tuple[int, ...], bool]:
-    """Own saved bytes, saved inputs and whether the result is saved, by kind of operator."""
+    """Saved bytes of its own, saved inputs, and whether the result is saved."""
     every = tuple(range(len(operator.inputs)))
     weights = _parameter_elements(graph, operator)
     width = number_format(precision).num_bytes

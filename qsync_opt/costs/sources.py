@@ -1,4 +1,4 @@
-"""Where costs come from: a measured profile, or a roofline estimate where there is none."""
+"""Cost models: sources of profiles, measured ones or roofline estimates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qsync_opt.model import OpGraph
 
 
 class CostModel(Protocol):
-    """Says what every operator costs on a device type."""
+    """A source of profiles."""
 
     def profile(self, graph: OpGraph, device: DeviceType) -> DeviceProfile:
         """Costs of a model on a device type.
@@ -22,18 +22,18 @@ class CostModel(Protocol):
             device: The type, as in the cluster file.
 
         Returns:
-            A profile of this graph with the precisions of ``device``. One that was not measured says so in its option
-            ``estimated_by``.
+            A profile of this graph with the precisions of ``device``. If it was not measured, its option
+            ``estimated_by`` says so.
 
         Raises:
             ProblemError: There is no profile of this device.
-            UnsupportedError: This model knows nothing of such a device.
+            UnsupportedError: The cost model does not know such a device.
         """
         ...
 
 
 class ProfileCosts:
-    """Measured: the profile that the cluster file names."""
+    """Measured profiles, from the files that the cluster file names."""
 
     def profile(self, graph: OpGraph, device: DeviceType) -> DeviceProfile:
         """Read the profile; see `CostModel.profile`."""
@@ -42,13 +42,13 @@ class ProfileCosts:
                 f"device type {device.name!r} has no profile; add profile: FILE in the cluster file, or estimate its "
                 "costs with the cost model 'roofline'"
             )
-        found = load_profile(device.profile)
-        found.check_graph(graph)
-        return found
+        profile = load_profile(device.profile)
+        profile.check_graph(graph)
+        return profile
 
 
 class RooflineCosts:
-    """Estimated from the data sheet of the device type's ``hardware``, or of the GPU that it is named after."""
+    """Estimates from the data sheet of a device type's ``hardware``, or of the GPU that it is named after."""
 
     def __init__(self, assumptions: Assumptions | None = None) -> None:
         self._assumptions = assumptions

@@ -1,6 +1,6 @@
-"""Files, JSON and text: atomic writes, checked reading, the cache of measurements, units and progress.
+"""Files, JSON, units, progress, and the cache of measurements.
 
-Every file format of the package is read and written through these functions.
+Every file of the package is read with checks and written atomically through these functions.
 """
 
 from typing import TYPE_CHECKING
@@ -11,22 +11,20 @@ if TYPE_CHECKING:
     from qsync_opt.io.cache import MeasurementCache, default_cache_folder
     from qsync_opt.io.codec import (
         LARGEST_INTEGER,
-        Extras,
         Fields,
+        Json,
         are_plain_names,
+        check_fields,
         check_integer,
         check_name,
         check_number,
-        check_writable,
-        merge_extras,
+        decode,
+        encode,
+        freeze,
         near_match,
-        parse_json,
-        read_json,
-        split_extras,
-        write_json,
-        write_text,
     )
-    from qsync_opt.io.files import read_bounded, read_text, write_bytes
+    from qsync_opt.io.files import check_writable, read_bounded, read_text, write_bytes, write_text
+    from qsync_opt.io.json_files import Extras, merge_extras, parse_json, read_json, split_extras, write_json
     from qsync_opt.io.progress import Report, held_interrupts, lasting_interrupts, reporting, waiting
     from qsync_opt.io.units import (
         RATE_BYTES_PER_S,
@@ -48,18 +46,23 @@ __all__ = [
     "TIME_S",
     "Extras",
     "Fields",
+    "Json",
     "MeasurementCache",
     "Report",
     "are_plain_names",
+    "check_fields",
     "check_integer",
     "check_name",
     "check_number",
     "check_writable",
+    "decode",
     "default_cache_folder",
+    "encode",
     "format_gap",
     "format_memory",
     "format_sensitivity",
     "format_time",
+    "freeze",
     "held_interrupts",
     "lasting_interrupts",
     "merge_extras",

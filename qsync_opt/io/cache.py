@@ -1,8 +1,8 @@
-"""Measurements that are kept on disk, so that equal work on an equal device is measured once.
+"""A cache of measurements on disk, so that equal work on equal devices is measured once.
 
-Each measurement is a file of its own, named by the digests of its environment (device, versions, threads, options)
-and of its key, written whole and then renamed. So any number of processes may read and write at the same time, an
-interrupted run keeps what it had finished, and two that measure the same at once merely agree on the later one.
+Each measurement is a file of its own, named by the digests of its environment (device, versions, threads, options) and
+of its key, and written atomically. So several processes may read and write at the same time, and an interrupted run
+keeps what it has measured.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qsync_opt.errors import ProblemError, reason_of
-from qsync_opt.io.codec import Fields, read_json, write_json
+from qsync_opt.io.codec import decode, encode
+from qsync_opt.io.json_files import read_json, write_json
 
 MEASUREMENT_FORMAT = "qsync-measurement/1"
 _LOGGER = logging.getLogger(__name__)
@@ -25,23 +27,32 @@ _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQ
 
 
 def default_cache_folder() -> Path:
-    """Where caches go if nothing else is said: ``$XDG_CACHE_HOME/qsync-opt``, else ``~/.cache/qsync-opt``."""
+    """The default folder of caches: ``$XDG_CACHE_HOME/qsync-opt``, else ``~/.cache/qsync-opt``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "qsync-opt"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """The content of one file."""
+
+    environment: Mapping[str, Any]
+    key: str
+    measurement: Mapping[str, Any]
+
+
 class MeasurementCache:
-    """A folder of measurements of one environment.
+    """Measurements of one environment, by key.
+
+    An existing folder that cannot be written (read-only, full) is still read; a warning says that nothing is kept.
+    Damaged files are recognized by their digest.
 
     Args:
-        folder: Where to keep them; made if missing. None keeps them for this process only.
+        folder: Folder of the files, created if missing; None keeps them for this process only.
         environment: All that a measurement depends on besides its key, as plain JSON data.
 
-    A folder that is there but takes no files (read-only, full) is read as far as it goes; a warning says that nothing
-    is kept. The digest of each file tells a damaged one from a good one, which is then measured again.
-
     Raises:
-        ProblemError: The folder cannot be made.
+        ProblemError: The folder cannot be created.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, environment: Mapping[str, Any]) -> None:
@@ -71,43 +82,31 @@ class MeasurementCache:
                 ) from failure
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """Return the measurement of ``key``, or None if there is none.
-
-        A file that cannot be used is named in a warning and measured again.
-        """
+        """Return the measurement of ``key``, or None if there is none; a warning names an unusable file."""
         if key in self._known:
             return self._known[key]
         if self._folder is None or not os.path.exists(path := self._path(key)):
             return None
         try:
-            reader = Fields(read_json(path, [MEASUREMENT_FORMAT]), str(path))
-            reader.take("format")
-            stored_environment, stored_key = reader.mapping("environment"), reader.text("key")
-            value = reader.mapping("measurement")
-            reader.finish()
+            entry = decode(_Entry, read_json(path, [MEASUREMENT_FORMAT]), str(path), version=MEASUREMENT_FORMAT)
         except ProblemError as failure:
             _LOGGER.warning("measuring again what the cache has no usable file for: %s", failure)
             return None
-        if stored_environment != self._environment or stored_key != key:
+        if entry.environment != self._environment or entry.key != key:
             _LOGGER.warning("measuring again: %s holds another measurement than its name says", path)
             return None
-        self._known[key] = value
-        return value
+        self._known[key] = dict(entry.measurement)
+        return self._known[key]
 
     def put(self, key: str, measurement: Mapping[str, Any]) -> None:
-        """Keep a measurement (plain JSON data)."""
+        """Store a measurement (plain JSON data)."""
         self._known[key] = dict(measurement)
         if self._folder is not None:
-            data = {
-                "format": MEASUREMENT_FORMAT,
-                "environment": self._environment,
-                "key": key,
-                "measurement": self._known[key],
-            }
+            entry = _Entry(environment=self._environment, key=key, measurement=self._known[key])
             try:
-                write_json(self._path(key), data, digest=True)
+                write_json(self._path(key), encode(entry, version=MEASUREMENT_FORMAT), digest=True)
             except ProblemError as failure:
-                # The measurement is good all the same; only the next job has to make it again.
+                # This run goes on; only others have to measure again.
                 if not self._warned:
                     _LOGGER.warning("measurements are not kept for other runs: %s", failure)
                 self._warned = True

@@ -1,4 +1,4 @@
-"""Files are read up to a bound and written whole: to a temporary name, then renamed, so nobody meets half a file."""
+"""Reading of files up to a bounded size, and atomic writing: to a temporary file that is then renamed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _READ_BYTES = 2**22
 
 
 def read_bounded(path: str | os.PathLike[str], largest_bytes: int) -> bytes | None:
-    """Return what a file holds, or None if that is more than ``largest_bytes``.
+    """Return the content of a file, or None if it has more than ``largest_bytes``.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
         ValueError: The path has a null character.
     """
     parts, left = [], largest_bytes
     with open(path, "rb") as stream:
-        while part := stream.read(min(_READ_BYTES, left + 1)):  # a read of a given size takes that much memory at once
+        while part := stream.read(min(_READ_BYTES, left + 1)):  # read allocates all that it is asked for
             left -= len(part)
             if left < 0:
                 return None
@@ -31,12 +31,12 @@ def read_bounded(path: str | os.PathLike[str], largest_bytes: int) -> bytes | No
 def read_text(
     path: str | os.PathLike[str], kind: str, largest_bytes: int, *, error: type[QSyncError] = ProblemError
 ) -> str:
-    """Read a UTF-8 file of bounded size, also where its end is nowhere to be seen (a device, a pipe).
+    """Read a UTF-8 file of bounded size; endless ones (devices, pipes) are refused too.
 
     Args:
         path: The file.
-        kind: Of file, for errors: ``"JSON"``.
-        largest_bytes: A larger file is refused.
+        kind: Kind of file for errors, such as ``"JSON"``.
+        largest_bytes: Largest size that is read.
         error: Kind of error to raise.
 
     Raises:
@@ -58,7 +58,7 @@ def read_text(
 
 
 def write_text(path: str | os.PathLike[str], text: str, *, error: type[QSyncError] = ProblemError) -> None:
-    """Write ``text`` to ``path`` whole or not at all; see `write_json`. A link stays one: its target is replaced."""
+    """Write ``text`` to ``path`` in UTF-8, whole or not at all; see `write_bytes`."""
     try:
         data = text.encode("utf-8")
     except UnicodeEncodeError as failure:
@@ -67,7 +67,11 @@ def write_text(path: str | os.PathLike[str], text: str, *, error: type[QSyncErro
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes, *, error: type[QSyncError] = ProblemError) -> None:
-    """Write ``data`` to ``path`` whole or not at all; see `write_text`."""
+    """Write ``data`` to ``path`` whole or not at all; of a symbolic link the target is replaced.
+
+    Raises:
+        QSyncError: Of kind ``error``: the path cannot be written.
+    """
     check_writable(path, error=error)
     target = Path(os.path.realpath(path))
     temporary: str | None = None
@@ -77,24 +81,23 @@ def write_bytes(path: str | os.PathLike[str], data: bytes, *, error: type[QSyncE
             stream.write(data)
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)  # mkstemp makes private files; ours are ordinary ones
+        os.chmod(temporary, 0o666 & ~mask)  # mkstemp makes private files
         os.replace(temporary, target)
     except OSError as failure:
         raise error(f"cannot write {os.fspath(path)!r}: {failure.strerror or failure}") from failure
     finally:
-        # Also after an interrupt: the rename either happened or the temporary file is still there.
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)
 
 
 def check_writable(path: str | os.PathLike[str], *, error: type[QSyncError] = ProblemError) -> None:
-    """Refuse a path that `write_json` could not write, so that long work is not done in vain.
+    """Refuse a path that `write_bytes` could not write, before long work whose result goes there.
 
-    Devices and pipes are refused too: renaming onto one would put an ordinary file in its place.
+    Devices and pipes are refused too: a rename would replace them by an ordinary file.
     """
     try:
         target = Path(os.path.realpath(path))
-        # A rename would replace a file that its owner has made read-only, too.
+        # A rename would replace even a read-only file.
         free = os.access(target, os.W_OK) if target.is_file() else not target.exists()
         writable = free and os.access(target.parent, os.W_OK | os.X_OK)
     except (OSError, ValueError) as failure:  # a name that is too long, or has a null character

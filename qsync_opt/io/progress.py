@@ -1,4 +1,4 @@
-"""Show how far a long run is: a bar with the remaining time on standard error, a caller's function, or nothing."""
+"""Progress of long runs (a bar on standard error, a caller's function, or nothing) and safe handling of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 Report = Callable[[int, int, str], None]
-"""Called with what is done, how much there is in all, and what comes next."""
+"""Called with the number of finished items, their total, and a label of the next one."""
 
 
 @contextlib.contextmanager
 def lasting_interrupts() -> Iterator[Callable[[], None]]:
-    """Keep Ctrl-C from getting lost: yield a function that raises KeyboardInterrupt again if one was swallowed.
+    """Yield a function that raises KeyboardInterrupt again if Ctrl-C was pressed but swallowed; so does leaving.
 
-    Native code (numpy's, at times) clears an exception that arrives while it asks an object for something, and long
-    work would go on as if nothing had been said. Work outside the main thread, or under a handler of the caller's, is
-    left alone.
+    Native code (numpy's, at times) clears an exception that arrives while it calls into Python. Other threads than the
+    main one and handlers of the caller's are left alone.
     """
-    came = False
+    interrupted = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
+        nonlocal interrupted
+        interrupted = True
         raise KeyboardInterrupt
 
     def check() -> None:
-        if came:
+        if interrupted:
             raise KeyboardInterrupt
 
     ours = threading.current_thread() is threading.main_thread()
@@ -46,32 +45,32 @@ def lasting_interrupts() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def held_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back until the block ends; it must be a short one.
+    """Delay Ctrl-C until the end of a short block.
 
-    For work in which native code calls Python functions: one that arrives there is printed as a traceback and lost, or
-    leaves a package half imported. Outside the main thread nothing arrives, and nothing is held back.
+    For work in which native code calls Python functions: there a KeyboardInterrupt is printed as a traceback and lost,
+    or leaves a package half imported. Does nothing outside the main thread, where no signal arrives.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
-    held: list[FrameType | None] = []
-    signal.signal(signal.SIGINT, lambda number, frame: held.append(frame))
+    delayed: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda number, frame: delayed.append(frame))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if held:
-            handler(signal.SIGINT, held[0])
+        if delayed:
+            handler(signal.SIGINT, delayed[0])
 
 
 @contextlib.contextmanager
 def reporting(progress: Report | bool | None, title: str) -> Iterator[Report]:
-    """Yield the function to report to; after Ctrl-C it raises KeyboardInterrupt, whatever became of the first one.
+    """Yield a function to report progress to; after Ctrl-C it raises KeyboardInterrupt (see `lasting_interrupts`).
 
     Args:
         progress: A function; True for a bar, False for nothing, None for a bar if standard error is a terminal.
-        title: Stands before the bar.
+        title: Text before the bar.
     """
     with lasting_interrupts() as check, _shown(progress, title) as show:
 
@@ -90,7 +89,7 @@ def _shown(progress: Report | bool | None, title: str) -> Iterator[Report]:
     if progress is False or (progress is None and not _is_terminal()):
         yield lambda done, total, label: None
         return
-    # Only a bar needs rich: a command that shows none starts without it.
+    # Imported only for a bar, so that other commands start faster.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -101,7 +100,6 @@ def _shown(progress: Report | bool | None, title: str) -> Iterator[Report]:
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
     )
-    # Once over, the bar goes: what follows is the result.
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total, label: bar.update(task, completed=done, total=total, description=label)
@@ -109,11 +107,11 @@ def _shown(progress: Report | bool | None, title: str) -> Iterator[Report]:
 
 @contextlib.contextmanager
 def waiting(show: bool | None, title: str, limit_s: float | None = None) -> Iterator[None]:
-    """Show that something of unknown length goes on, how long it did, and how long it may at most.
+    """Show a bar with the elapsed time of work of unknown length, and its time limit.
 
     Args:
         show: As in `reporting`: True, False, or None for a terminal only.
-        title: Stands before the bar.
+        title: Text before the bar.
         limit_s: Time limit in seconds, if there is one.
     """
     if show is False or (show is None and not _is_terminal()):
@@ -131,5 +129,4 @@ def waiting(show: bool | None, title: str, limit_s: float | None = None) -> Iter
 
 
 def _is_terminal() -> bool:
-    # Standard error may be closed.
-    return sys.stderr is not None and sys.stderr.isatty()
+    return sys.stderr is not None and sys.stderr.isatty()  # it may be closed

@@ -1,4 +1,4 @@
-"""Quantities with units, as people write them: ``"16 GiB"``, ``"20 us"``, ``"10 Gbit/s"``."""
+"""Quantities as text with units: parsed from ``"16 GiB"``, ``"20 us"``, ``"10 Gbit/s"``, and formatted for people."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from qsync_opt.errors import ProblemError
 _TIME_STEPS = ((1, "ns"), (10**3, "µs"), (10**6, "ms"), (10**9, "s"))
 _MEMORY_STEPS = ((1, "KiB"), (2**10, "MiB"), (2**20, "GiB"), (2**30, "TiB"))
 _PLAIN = (1e-4, 1e6)
-"""Sensitivities in this range are written without an exponent."""
+"""Range of sensitivities that are written without an exponent."""
 _ROUNDING = 1e-12
-"""Sums of the same thousands of numbers in another order, as bound and objective are, differ by less than this."""
-_LEAST_GAP = 1e-5
+"""Largest relative difference of bound and objective that comes from rounding alone: they sum in different orders."""
+_SMALLEST_GAP = 1e-5
 """Smaller gaps are written as smaller than this."""
 _DIGITS = 3
 """Significant digits at least; more only to the left of the point."""
@@ -49,7 +49,7 @@ def format_sensitivity(value: float) -> str:
 
 
 def format_gap(gap: float) -> str:
-    """A relative gap as text in percent: 0 only where bound and objective are equal up to the rounding of their sums.
+    """A relative gap as text in percent; "0 %" where bound and objective are equal up to rounding.
 
     Example:
         >>> format_gap(0.0123), format_gap(0.0), format_gap(1.5e-16), format_gap(3e-8)
@@ -57,13 +57,12 @@ def format_gap(gap: float) -> str:
     """
     if gap <= _ROUNDING:
         return "0 %"
-    return f"{100 * gap:.3g} %" if gap >= _LEAST_GAP else f"under {100 * _LEAST_GAP:g} %"
+    return f"{100 * gap:.3g} %" if gap >= _SMALLEST_GAP else f"under {100 * _SMALLEST_GAP:g} %"
 
 
 def _scaled(value: float, steps: tuple[tuple[int, str], ...]) -> str:
     size = abs(value)
-    # A value that rounding would carry to 1000 of a unit is written in the next one.
-    limit = 1000 - 0.5
+    limit = 1000 - 0.5  # what rounds to 1000 of a unit is written in the next one
     factor, unit = next(((f, u) for f, u in steps if size / f < limit), steps[-1])
     scaled = size / factor
     whole = len(str(int(scaled)))
@@ -93,8 +92,8 @@ def parse_quantity(value: object, units: Mapping[str, float], what: str) -> floa
     """Read a positive quantity with its unit.
 
     Args:
-        value: A text such as ``"16 GiB"``; a bare number is refused, because it would not say what it counts.
-        units: Allowed units and what one of each is worth.
+        value: A text such as ``"16 GiB"``; a bare number is refused, because it does not say what it counts.
+        units: Allowed units, each with its size in the base unit.
         what: Names the value in errors.
 
     Returns:

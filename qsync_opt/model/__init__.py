@@ -1,6 +1,6 @@
-"""A model as a graph of operators with roles, parameters and weights.
+"""Models as graphs of operators with roles, and statistics of their weights.
 
-Nothing here knows a framework; `qsync_opt.model.onnx` reads graphs from ONNX files.
+No framework is needed here; `qsync_opt.model.onnx` reads graphs from ONNX files.
 """
 
 from typing import TYPE_CHECKING

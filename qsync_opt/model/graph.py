@@ -1,7 +1,6 @@
-"""What a model is to this package: operators in execution order and the tensors that flow between them.
+"""Operator graphs: operators in execution order, the tensors between them, and their files (``qsync-graph/1``).
 
-Knows neither ONNX nor torch. Axis letters: none; sizes are in elements or bytes as the names say. Files of
-``"format": "qsync-graph/1"`` are written and read by ``graph_file``.
+Independent of ONNX and torch. Sizes are in elements or bytes, as the names say.
 """
 
 from __future__ import annotations
@@ -14,24 +13,23 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 from qsync_opt.errors import ModelError
-from qsync_opt.io import Fields, parse_json, read_json, write_json
+from qsync_opt.io import Fields, Json, decode, encode, parse_json, read_json, write_json
 
 
 class Role(enum.StrEnum):
-    """How an operator gets its precision."""
+    """How the precision of an operator is decided."""
 
     ADJUSTABLE = "adjustable"
-    """The plan picks one."""
+    """By the plan."""
     DEPENDENT = "dependent"
-    """It follows its inputs: the highest rank that they deliver."""
+    """By its inputs: the highest rank among their formats."""
     FIXED = "fixed"
-    """It always runs in one precision (FP32); lower inputs are cast up."""
+    """Always FP32; lower inputs are cast."""
 
 
-# Bytes per element of the element types that graphs carry (names as in numpy and torch).
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
     {
         "bool": 1,
@@ -55,6 +53,7 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
         "complex128": 16,
     }
 )
+"""Element type (as named by numpy and torch) to bytes per element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,47 +76,76 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes it occupies when stored densely."""
+        """Bytes of the dense tensor."""
         return self.elements * DTYPE_BYTES[self.dtype]
 
     @property
     def is_floating(self) -> bool:
-        """True for the element types that precision plans are about; complex ones are pairs of them."""
+        """True for floating-point and complex element types, which precision plans are about."""
         return "float" in self.dtype or self.dtype.startswith("complex")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """One trainable parameter, named as in ``Module.named_parameters`` (tied weights appear once)."""
+    """One trainable parameter, named as in ``Module.named_parameters``; tied weights appear once."""
 
     name: str
     spec: TensorSpec
 
 
+def _read_parameter(data: Any, where: str) -> ParameterSpec:
+    fields = Fields(data, where, error=ModelError)
+    spec = TensorSpec(shape=fields.integers("shape"), dtype=fields.text("dtype"))
+    parameter = ParameterSpec(name=fields.text("name"), spec=spec)
+    fields.finish()
+    return parameter
+
+
+def _write_parameter(parameter: ParameterSpec) -> dict[str, Any]:
+    return {"name": parameter.name, "shape": list(parameter.spec.shape), "dtype": parameter.spec.dtype}
+
+
+def _read_tensor(data: Any, where: str) -> TensorSpec:
+    match data:
+        case [str(dtype), list(sizes)] if all(isinstance(n, int) and not isinstance(n, bool) for n in sizes):
+            return TensorSpec(shape=tuple(sizes), dtype=dtype)
+    raise ModelError(f'{where} is {data!r}, but a tensor is written ["float32", [2, 3]]')
+
+
+_TensorInFile = Annotated[TensorSpec, Json(read=_read_tensor, write=lambda spec: [spec.dtype, list(spec.shape)])]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """One torch-level operation of the forward pass (or one ONNX node of a foreign file).
+    """One torch operation of the forward pass, or one ONNX node.
 
-    ``inputs`` names the operators whose *floating-point* output it reads, once per tensor argument, in argument order;
-    integer and boolean dataflow carries no precision and is not listed, and neither is the 0-dim or empty operand of a
-    dependent operator that has larger ones (it decides no format). ``input_specs`` and ``output_specs`` describe
-    all tensor arguments (parameters and integer tensors included) and results. ``flops`` counts the forward
-    multiply-adds of matrix products and convolutions as two each and is 0 for every other kind, whose cost is memory
-    traffic; ``num_bytes`` is what a forward pass reads and writes in the exported types (0 where no data moves).
-    ``signature`` is equal for two operators exactly when they cost the same: kind, shapes, types and attributes.
+    Attributes:
+        name: Unique in the graph.
+        op_type: Kind, as named by ATen or ONNX.
+        module: Path of the module that it belongs to; empty for the model itself.
+        role: How its precision is decided.
+        inputs: Operators whose floating-point results it reads, once per argument, in order. Results without precision
+            (integers, booleans) and 0-dim or empty operands of a dependent operator with larger ones are left out.
+        input_specs: All tensor arguments, parameters and integer tensors included.
+        output_specs: All results.
+        parameters: Names of the parameters that it reads.
+        onnx_nodes: Names of the ONNX nodes that it consists of.
+        flops: Of the forward pass, a multiply-add counted as two; 0 for all but matrix products and convolutions.
+        num_bytes: Read and written by the forward pass in the exported types; 0 where no data moves.
+        signature: Equal for two operators exactly when they cost the same: kind, shapes, types and attributes.
     """
 
     name: str
-    op_type: str
-    module: str
+    op_type: Annotated[str, Json(key="type")]
+    module: Annotated[str, Json(empty=True)]
     role: Role
     inputs: tuple[str, ...]
-    input_specs: tuple[TensorSpec, ...]
-    output_specs: tuple[TensorSpec, ...]
+    input_specs: Annotated[tuple[_TensorInFile, ...], Json(key="input_tensors")]
+    output_specs: Annotated[tuple[_TensorInFile, ...], Json(key="output_tensors")]
     parameters: tuple[str, ...]
     onnx_nodes: tuple[str, ...]
     flops: int
-    num_bytes: int
+    num_bytes: Annotated[int, Json(key="bytes")]
     signature: str
 
     def __post_init__(self) -> None:
@@ -141,14 +169,11 @@ class Operator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpGraph:
-    """Operators in forward execution order; every input stands before its user.
-
-    ``parameters`` are in registration order, which is what gradient buckets are built from.
-    """
+    """Operators in forward execution order, and parameters in registration order (that of gradient buckets)."""
 
     name: str
+    parameters: tuple[Annotated[ParameterSpec, Json(read=_read_parameter, write=_write_parameter)], ...] = ()
     operators: tuple[Operator, ...]
-    parameters: tuple[ParameterSpec, ...] = ()
     _index: Mapping[str, int] = field(init=False, repr=False, compare=False)
     _consumers: Mapping[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
 
@@ -211,21 +236,21 @@ class OpGraph:
     def lifted_kinds(self) -> tuple[str, ...]:
         """Kinds of fixed operators whose inputs a runtime must cast to FP32, sorted.
 
-        Not those of which only some are fixed: these read FP32 weights, so that torch delivers FP32 by itself, and the
-        others of the kind must be left alone. What yields integers (positions, masks, sizes) needs no cast at all.
+        Left out are kinds that also occur as dependent ones, whose fixed occurrences read FP32 weights and so deliver
+        FP32 by type promotion, and operators with integer results.
         """
         fixed = {operator.op_type for operator in self.by_role(Role.FIXED) if operator.is_floating}
         return tuple(sorted(fixed - {operator.op_type for operator in self.by_role(Role.DEPENDENT)}))
 
     def distances_to_input(self) -> Mapping[str, int]:
-        """How many adjustable operators lie before each operator on the longest path from the model's inputs.
+        """Number of adjustable operators before each operator on the longest path from the model's inputs.
 
         Returns:
-            Operator name to count, the operator itself excluded; operators that read no other stand at 0.
+            Operator name to count, the operator itself excluded.
 
         Source:
             Ours: the longest path, so that a residual shortcut does not make an operator look shallow, counted over
-            operators whose precision the plan picks, because only these add quantization noise.
+            adjustable operators, because only these add quantization noise.
         """
         distance: dict[str, int] = {}
         for operator in self.operators:
@@ -233,10 +258,10 @@ class OpGraph:
         return MappingProxyType(distance)
 
     def distances_to_loss(self) -> Mapping[str, int]:
-        """How many adjustable operators lie behind each operator on the longest path to the model's results.
+        """Number of adjustable operators behind each operator on the longest path to the model's results.
 
         Returns:
-            Operator name to count, the operator itself excluded; operators that no other reads stand at 0.
+            Operator name to count, the operator itself excluded.
 
         Source:
             Ours, as in ``distances_to_input``.
@@ -251,7 +276,7 @@ class OpGraph:
         return distance[name] + (self[name].role is Role.ADJUSTABLE)
 
     def fingerprint(self) -> str:
-        """Hex digest of names, kinds, edges and shapes: equal on every rank that captured the same model."""
+        """Hex digest of names, kinds, edges and shapes; equal on all ranks that captured the same model."""
         rows = [
             [
                 o.name,
@@ -289,37 +314,15 @@ FORMAT = "qsync-graph/1"
 
 
 def graph_to_json(graph: OpGraph) -> dict[str, Any]:
-    """Return ``graph`` as a JSON-ready mapping with its format version."""
-    return {
-        "format": FORMAT,
-        "name": graph.name,
-        "parameters": [{"name": p.name, "shape": list(p.spec.shape), "dtype": p.spec.dtype} for p in graph.parameters],
-        "operators": [_operator_to_json(operator) for operator in graph.operators],
-    }
-
-
-def _operator_to_json(operator: Operator) -> dict[str, Any]:
-    return {
-        "name": operator.name,
-        "type": operator.op_type,
-        "module": operator.module,
-        "role": operator.role.value,
-        "inputs": list(operator.inputs),
-        "input_tensors": [[spec.dtype, list(spec.shape)] for spec in operator.input_specs],
-        "output_tensors": [[spec.dtype, list(spec.shape)] for spec in operator.output_specs],
-        "parameters": list(operator.parameters),
-        "onnx_nodes": list(operator.onnx_nodes),
-        "flops": operator.flops,
-        "bytes": operator.num_bytes,
-        "signature": operator.signature,
-    }
+    """The graph as plain JSON data, with the format version."""
+    return encode(graph, version=FORMAT)
 
 
 def save_graph(graph: OpGraph, path: str | os.PathLike[str]) -> None:
-    """Write ``graph`` to ``path``; the file appears whole or not at all.
+    """Write a graph file, whole or not at all.
 
     Raises:
-        ModelError: The folder cannot be written to.
+        ModelError: The file cannot be written.
     """
     write_json(path, graph_to_json(graph), error=ModelError)
 
@@ -328,75 +331,17 @@ def load_graph(path: str | os.PathLike[str]) -> OpGraph:
     """Read a graph file.
 
     Raises:
-        ModelError: The file is missing, is not JSON, has another format version, an unknown key or an unusable value.
+        ModelError: Missing file, not JSON, another format version, an unknown key or an unusable value.
     """
-    return _graph(read_json(path, (FORMAT,), error=ModelError), os.fspath(path))
+    data = read_json(path, (FORMAT,), error=ModelError)
+    return decode(OpGraph, data, os.fspath(path), version=FORMAT, error=ModelError)
 
 
 def parse_graph(text: str, *, where: str) -> OpGraph:
-    """Build a graph from the JSON text of one; ``where`` names the text in errors.
+    """Build a graph from its JSON text; ``where`` names the text in errors.
 
     Raises:
         ModelError: As in ``load_graph``.
     """
-    return _graph(parse_json(text, (FORMAT,), where=where, error=ModelError), where)
-
-
-def _graph(data: Any, where: str) -> OpGraph:
-    fields = Fields(data, where, error=ModelError)
-    fields.take("format")
-    name = fields.text("name")
-    parameters = tuple(
-        _parameter(Fields(entry, f"{where}: parameters[{i}]", error=ModelError))
-        for i, entry in enumerate(fields.sequence("parameters"))
-    )
-    operators = tuple(
-        _operator(Fields(entry, f"{where}: operators[{i}]", error=ModelError))
-        for i, entry in enumerate(fields.sequence("operators"))
-    )
-    fields.finish()
-    return OpGraph(name=name, operators=operators, parameters=parameters)
-
-
-def _parameter(fields: Fields) -> ParameterSpec:
-    spec = TensorSpec(shape=fields.integers("shape"), dtype=fields.text("dtype"))
-    parameter = ParameterSpec(name=fields.text("name"), spec=spec)
-    fields.finish()
-    return parameter
-
-
-def _operator(fields: Fields) -> Operator:
-    name = fields.text("name")
-    fields.where = f"{fields.where} {name!r}"
-    role, module = fields.take("role"), fields.take("module")
-    if role not in tuple(Role):
-        fields.fail(f"role is {role!r}, but allowed are {', '.join(Role)}")
-    if not isinstance(module, str):
-        fields.fail(f"module is {module!r}, but it must be a text (empty for the model itself)")
-    operator = Operator(
-        name=name,
-        op_type=fields.text("type"),
-        module=module,
-        role=Role(role),
-        inputs=fields.texts("inputs"),
-        input_specs=_tensors(fields, "input_tensors"),
-        output_specs=_tensors(fields, "output_tensors"),
-        parameters=fields.texts("parameters"),
-        onnx_nodes=fields.texts("onnx_nodes"),
-        flops=fields.integer("flops"),
-        num_bytes=fields.integer("bytes"),
-        signature=fields.text("signature"),
-    )
-    fields.finish()
-    return operator
-
-
-def _tensors(fields: Fields, key: str) -> tuple[TensorSpec, ...]:
-    specs = []
-    for value in fields.sequence(key):
-        match value:
-            case [str(dtype), list(sizes)] if all(isinstance(n, int) and not isinstance(n, bool) for n in sizes):
-                specs.append(TensorSpec(shape=tuple(sizes), dtype=dtype))
-            case _:
-                fields.fail(f'{key} holds {value!r}, but a tensor is written ["float32", [2, 3]]')
-    return tuple(specs)
+    data = parse_json(text, (FORMAT,), where=where, error=ModelError)
+    return decode(OpGraph, data, where, version=FORMAT, error=ModelError)

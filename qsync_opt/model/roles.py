@@ -1,8 +1,7 @@
-"""Which operators may a plan lower, which follow their inputs, and which stay in FP32? One table, open to the user.
+"""The roles of kinds of operators: adjustable, dependent or fixed, in a table that users can change.
 
-Torch operations are listed by the name of their ATen operator (lower case; an in-place form ``relu_`` counts as
-``relu``), ONNX operators by their type (capitals). A kind in no list is unknown: it is kept fixed and named once in
-a warning. On top of the table, ``decide_role`` applies what torch's type promotion makes of a dependent operator.
+Torch operations are listed by their ATen name (lower case; in-place ``relu_`` counts as ``relu``), ONNX operators by
+their type (capitals). Unknown kinds are fixed and named in a warning. ``decide_role`` applies type promotion on top.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ PRODUCTS = _names("linear matmul mm bmm addmm baddbmm gemm conv conv1d conv2d co
 """Matrix products and convolutions that have 8-bit kernels."""
 ATTENTION = _names("scaled_dot_product_attention attention")
 LOOKUPS = _names("embedding gather")
-"""Rows of a table by index, where the table is a parameter."""
+"""Selection of rows of a parameter by index."""
 
 SAVES_OUTPUT = _names("""
     relu relu6 sigmoid tanh softmax log_softmax logsoftmax hardsigmoid exp sqrt rsqrt reciprocal leaky_relu leakyrelu
     elu selu softsign
 """)
-"""Their derivative is a function of their result."""
+"""Kinds whose derivative is a function of their result."""
 SAVES_NOTHING = _names("""
     input constant constantofshape add sub rsub neg cat concat split chunk getitem gather slice select narrow pad
     transpose permute t expand tile repeat contiguous clone cast to mean reducemean sum reducesum averagepool avg_pool2d
     globalaveragepool adaptive_avg_pool1d adaptive_avg_pool2d reshape view flatten unflatten squeeze unsqueeze identity
     stack roll flip upsample resize depthtospace spacetodepth
 """)
-"""Linear in their inputs with constant coefficients, or mere movement: backward needs shapes only."""
+"""Kinds whose backward pass needs shapes only: linear with constant coefficients, or data movement."""
 BYTE_MASKS = _names("dropout")
-"""They keep a mask of one byte per element of the result."""
+"""Kinds that keep a mask of one byte per element of the result."""
 INDEX_MASKS = _names("maxpool max_pool1d max_pool2d max_pool3d max_pool2d_with_indices globalmaxpool")
-"""They keep their input and an index per element of the result."""
+"""Kinds that keep their input and an index per element of the result."""
 
 # The plan picks their precision: the kinds that the kernels can execute in several.
 ADJUSTABLE = """
@@ -146,22 +145,22 @@ def _table() -> Mapping[str, Role]:
 
 
 ROLE_TABLE: Mapping[str, Role] = _table()
-"""Kind of operator to role, as the package ships it."""
+"""Kind of operator to role, without a user's changes."""
 
 
 def base_kind(op_type: str) -> str:
-    """Return the kind that the table lists for ``op_type``: in-place forms count as their pure forms."""
+    """The kind of ``op_type`` in the table: that of the pure form for in-place operations."""
     return op_type[:-1] if op_type.endswith("_") and not op_type.endswith("__") else op_type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleTable:
-    """The shipped table with a user's changes on top.
+    """The role table with a user's changes.
 
-    ``by_type`` maps a kind of operator to a role. ``by_name`` maps patterns of operator names (as in ``fnmatch``:
-    ``*`` also crosses dots and slashes) to roles; the first pattern in order that fits wins, and names win over kinds.
-    Only kinds that the shipped table calls adjustable can be made adjustable: nothing else can be executed in
-    several precisions. Make a dependent kind fixed as a whole (``by_type``): at run time FP32 is enforced by kind.
+    ``by_type`` maps kinds of operators to roles. ``by_name`` maps patterns of operator names (as in ``fnmatch``:
+    ``*`` also matches dots and slashes) to roles; the first pattern that matches wins, and names win over kinds.
+    Only kinds that are adjustable in `ROLE_TABLE` can be adjustable: no other can run in several precisions. Make
+    dependent kinds fixed by kind (``by_type``), because runtimes enforce FP32 by kind.
 
     Example:
         >>> table = RoleTable(by_type={"embedding": Role.FIXED}, by_name={"head/*": Role.FIXED})
@@ -182,13 +181,13 @@ class RoleTable:
     def overridden(
         self, *, by_type: Mapping[str, Role] | None = None, by_name: Mapping[str, Role] | None = None
     ) -> RoleTable:
-        """Return a table with further changes, which win over the present ones."""
+        """A table with further changes, which win over the present ones."""
         names = dict(by_name or {})
         names.update((pattern, role) for pattern, role in self.by_name.items() if pattern not in names)
         return replace(self, by_type={**self.by_type, **(by_type or {})}, by_name=names)
 
     def lookup(self, name: str, op_type: str) -> Role | None:
-        """Return the role listed for an operator, or None if its kind is unknown.
+        """The role of an operator by this table, or None if its kind is unknown.
 
         Raises:
             ModelError: A name pattern makes an operator adjustable whose kind cannot be.
@@ -202,10 +201,10 @@ class RoleTable:
         return self.by_type.get(op_type, self.by_type.get(kind, ROLE_TABLE.get(kind)))
 
     def check_patterns(self, names: tuple[str, ...]) -> None:
-        """Refuse a name pattern that fits no operator.
+        """Refuse name patterns that match none of the operators.
 
         Raises:
-            ModelError: It names the pattern.
+            ModelError: A pattern matches none.
         """
         for pattern in self.by_name:
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -231,19 +230,18 @@ def _check_adjustable(kind: str, what: str) -> None:
 def decide_role(
     listed: Role | None, *, delivers_floating: bool, reads_floating: bool, reads_state: bool, casts_to_full: bool
 ) -> Role:
-    """Return the role an operator really has, given the one its kind is listed with.
+    """The role of an operator, given the role of its kind.
 
     Args:
-        listed: From ``RoleTable.lookup``; None stands for an unknown kind.
+        listed: From ``RoleTable.lookup``; None for an unknown kind.
         delivers_floating: Whether any result is floating point.
         reads_floating: Whether it reads a floating-point result of another operator.
         reads_state: Whether it reads a floating-point parameter, buffer or constant of at least one dimension.
-        casts_to_full: Whether it converts to FP32 by name (``x.float()``).
+        casts_to_full: Whether it converts to FP32 explicitly (``x.float()``).
 
     Returns:
-        ``listed``, except: unknown kinds, integer operators and sources of floating-point data are fixed, and so is a
-        dependent operator that reads FP32 state or converts to FP32, because type promotion gives it an FP32 result
-        whatever its other inputs deliver.
+        ``listed``, except that unknown kinds, integer operators and sources of floating-point data are fixed, as are
+        dependent operators that read FP32 state or convert to FP32: type promotion makes their results FP32.
     """
     if listed is None or not (delivers_floating or reads_floating):
         return Role.FIXED

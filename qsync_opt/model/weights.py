@@ -1,41 +1,38 @@
-"""What rounding needs to know of a trained weight: mean square and largest magnitudes. Axes: none kept."""
+"""Statistics of trained weights that rounding errors depend on: mean squares and largest magnitudes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qsync_opt.errors import ModelError
-from qsync_opt.io import check_integer, check_number
+from qsync_opt.io import Json, check_fields, check_number, freeze
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightStatistics:
-    """One weight.
+    """Statistics of one weight.
 
     ``mean_square`` is over all elements; ``mean_square_amax`` maps an axis (``"first"``, ``"last"``) to the mean over
-    its slices of the squared largest magnitude: what INT8 with one scale per slice is rounded by. ``first_size`` and
+    its slices of the squared largest magnitude, which INT8 with one scale per slice depends on. ``first_size`` and
     ``last_size`` are the lengths of these axes.
     """
 
-    elements: int
+    elements: Annotated[int, Json(minimum=1)]
     mean_square: float
     mean_square_amax: Mapping[str, float]
-    first_size: int
-    last_size: int
+    first_size: Annotated[int, Json(minimum=1)]
+    last_size: Annotated[int, Json(minimum=1)]
 
     def __post_init__(self) -> None:
-        for name in ("elements", "first_size", "last_size"):
-            check_integer(getattr(self, name), f"weight: {name}", minimum=1)
-        check_number(self.mean_square, "weight: mean_square")
+        check_fields(self, "weight")
         for axis in ("first", "last"):
             check_number(self.mean_square_amax.get(axis), f"weight: mean_square_amax of the {axis} axis")
-        object.__setattr__(self, "mean_square_amax", MappingProxyType(dict(self.mean_square_amax)))
+        freeze(self, "mean_square_amax")
 
 
 def weight_statistics(name: str, values: NDArray[Any]) -> WeightStatistics:

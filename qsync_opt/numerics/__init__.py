@@ -1,6 +1,6 @@
-"""Number formats and what rounding to them does to a value.
+"""Number formats and the error of rounding to them.
 
-Precisions, their widths and ranges, and the variance and error of rounding.
+Formats have widths, ranges and an order of precision; rounding errors have closed-form variances.
 """
 
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.numerics.formats import FORMATS, PrecisionFormats, formats_for, number_format
+    from qsync_opt.numerics.formats import FORMATS, PrecisionFormats, closest_precision, formats_for, number_format
     from qsync_opt.numerics.rounding import (
         CAST_FORMATS,
         GRADIENT_KINDS,
@@ -44,6 +44,7 @@ __all__ = [
     "PrecisionFormats",
     "Rounding",
     "closed_form_variance",
+    "closest_precision",
     "fixed_point_variance",
     "floating_point_variance",
     "formats_for",

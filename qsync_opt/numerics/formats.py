@@ -1,4 +1,4 @@
-"""Which number formats exist, and what one element of each costs and resolves."""
+"""Number formats: width, mantissa and exponent bits, order of precision, and the formats at operators' borders."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from qsync_opt.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberFormat:
-    """A number format an operator can compute in.
+    """A number format that operators can compute in.
 
-    ``bits`` is the storage width of one element; ``mantissa_bits`` counts explicit mantissa bits (0 for integers),
-    so that ``2**-mantissa_bits`` is the relative step at a power of two. ``rank`` orders formats from the coarsest
-    to the finest: a join of two formats runs in the one of higher rank.
+    ``bits`` is the storage width of one element, ``mantissa_bits`` the number of explicit mantissa bits (0 for
+    integers), so that ``2**-mantissa_bits`` is the relative step at a power of two. ``rank`` orders formats from the
+    coarsest to the finest; operands of two formats are promoted to the higher rank.
     """
 
     name: str
@@ -25,16 +25,16 @@ class NumberFormat:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that one element occupies."""
+        """Bytes of one element."""
         return self.bits // 8
 
     @property
     def is_integer(self) -> bool:
-        """True for fixed-point formats, whose step is set by a scale."""
+        """True for fixed-point formats, whose step is a scale."""
         return self.exponent_bits == 0
 
 
-# Ranks follow relative precision, so TF32 (10 mantissa bits, stored in 32) stands just below FP32 and BF16 below FP16.
+# Ranks follow relative precision: TF32 (10 mantissa bits, stored in 32) is just below FP32, and BF16 below FP16.
 FORMATS: dict[str, NumberFormat] = {
     f.name: f
     for f in (
@@ -60,12 +60,18 @@ def number_format(name: str) -> NumberFormat:
         raise UnsupportedError(f"unknown precision {name!r}: allowed are {', '.join(FORMATS)} (upper case)") from None
 
 
+def closest_precision(available: Iterable[str], wanted: str) -> str:
+    """The coarsest available precision that is at least as fine as ``wanted``, else the finest."""
+    ladder = sorted(available, key=lambda name: number_format(name).rank)
+    return next((name for name in ladder if number_format(name).rank >= number_format(wanted).rank), ladder[-1])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionFormats:
-    """The three formats at the borders of an operator that computes in some precision on some device.
+    """The formats at the borders of an operator that computes in some precision on some device.
 
-    ``output``: of its result; ``gradient_input``: in which its backward wants the gradient of its result;
-    ``gradient_output``: in which its backward delivers the gradient of its input.
+    ``output`` is the format of its result, ``gradient_input`` the one in which its backward pass reads the gradient of
+    the result, and ``gradient_output`` the one in which it delivers the gradient of the input.
     """
 
     output: str
@@ -74,17 +80,13 @@ class PrecisionFormats:
 
 
 def formats_for(precisions: Iterable[str], half_format: str) -> dict[str, PrecisionFormats]:
-    """Border formats of some precisions, given the 16-bit format of 8-bit operators.
+    """Border formats by precision, given the 16-bit format that 8-bit operators deliver and run backward in.
 
-    An operator in 16 or 32 bits answers, wants and delivers its own format (TF32: FP32 tensors). An 8-bit operator
-    answers in the 16-bit format and runs backward in it.
+    The borders of 16- and 32-bit operators have their own format (of TF32: FP32).
     """
-    borders = {"INT8": half_format, "FP8": half_format, "TF32": "FP32"}
+    others = {"INT8": half_format, "FP8": half_format, "TF32": "FP32"}
     return {
-        name: PrecisionFormats(
-            output=borders.get(name, name),
-            gradient_input=borders.get(name, name),
-            gradient_output=borders.get(name, name),
-        )
+        name: PrecisionFormats(output=border, gradient_input=border, gradient_output=border)
         for name in precisions
+        for border in [others.get(name, name)]
     }

@@ -1,9 +1,8 @@
-"""How much error does rounding a number to a format make? Closed forms, per element.
+"""Mean squared error of rounding one element to a number format, in closed form.
 
-A number format has a grid. Near a number the grid has a *step*: the same everywhere for fixed point (the scale), and
-``2**(e - mantissa_bits)`` in the binade ``[2**e, 2**(e + 1))`` for floating point. With the position between two grid
-points uniform, stochastic rounding errs with variance ``step**2 / 6`` and no bias; rounding to nearest with a mean
-squared error of ``step**2 / 12``. Nearest rounding is deterministic: its mean squared error stands in for a variance.
+The step of a fixed-point grid is the scale; that of a floating-point grid is ``2**(e - mantissa_bits)`` in the binade
+``[2**e, 2**(e + 1))``. For uniform positions between grid points the error of stochastic rounding has variance
+``step**2 / 6`` and no bias, that of rounding to nearest a mean square of ``step**2 / 12``, used as its variance.
 """
 
 from __future__ import annotations
@@ -18,20 +17,19 @@ from qsync_opt.numerics.formats import number_format
 
 
 class Rounding(enum.StrEnum):
-    """How a number between two grid points picks one."""
+    """Choice between the two grid points around a number."""
 
     STOCHASTIC = "stochastic"
-    """Up or down at random, so that the expected result is the number itself."""
+    """At random, so that the expected result is the number itself."""
     NEAREST = "nearest"
-    """Always the nearer one."""
+    """The nearer one."""
 
 
 class Granularity(enum.StrEnum):
-    """Which elements of an operand share one scale.
+    """The elements of an operand that share one scale.
 
-    The first operand of a product has rows (one per row of the result; one per sample for a convolution) and channels
-    (one per summed feature). The second has channels (one per column of the result, that is per output channel) and
-    rows (one per summed feature).
+    Rows of the first operand of a product are those of the result (samples, for a convolution) and its channels the
+    summed features. Channels of the second are columns of the result (output channels), its rows the summed features.
     """
 
     TENSOR = "tensor"
@@ -39,14 +37,14 @@ class Granularity(enum.StrEnum):
     ROW = "row"
 
 
-# The largest number of a format. Scaled formats map the largest magnitude of a slice onto it, so it never overflows;
-# unscaled ones overflow beyond it. Formats with eight exponent bits reach as far as FP32 and are not listed.
+# The largest number of a format. Scaled formats map the largest magnitude of a slice onto it; others overflow beyond
+# it. Formats with eight exponent bits have the range of FP32 and are not listed.
 LARGEST: Mapping[str, float] = MappingProxyType({"INT8": 127.0, "FP8": 448.0, "FP16": 65504.0})
 
 SCALED_FORMATS: tuple[str, ...] = ("INT8", "FP8")
 CAST_FORMATS: tuple[str, ...] = ("BF16", "FP16", "TF32")
-# How the gradient of a result is rounded where an 8-bit operator also runs backward in 8 bits. No operator is planned
-# in E5M2, so it is no precision: two mantissa bits, five exponent bits.
+# E5M2 (five exponent and two mantissa bits) rounds gradients where 8-bit operators also run backward in 8 bits. No
+# operator is planned in it, so that it is not among the precisions.
 WIDE_FP8 = "E5M2"
 WIDE_FP8_MANTISSA_BITS, WIDE_FP8_SMALLEST_EXPONENT, WIDE_FP8_LARGEST = 2, -14, 57344.0
 GRADIENT_KINDS: Mapping[str, str] = MappingProxyType({"INT8": "INT8/tensor", "FP8": f"{WIDE_FP8}/tensor"})
@@ -59,18 +57,14 @@ def smallest_exponent(format_name: str) -> int:
 
 @functools.cache
 def noise_kinds(*, scaled: bool) -> tuple[str, ...]:
-    """Names of the ways an element can be rounded.
-
-    Args:
-        scaled: Also the formats that need a scale, once per granularity (``INT8/tensor``, ``FP8/row``, ...).
-    """
+    """Names of the kinds of rounding; ``scaled``: also ``INT8/tensor``, ``FP8/row``, ..., one per granularity."""
     if not scaled:
         return CAST_FORMATS
     return (*CAST_FORMATS, *(f"{name}/{granularity}" for name in SCALED_FORMATS for granularity in Granularity))
 
 
 def noise_kind(format_name: str, granularity: Granularity) -> str:
-    """Name of rounding to ``format_name``, with one scale per ``granularity`` if the format needs a scale."""
+    """Name of rounding to a format, with the granularity if it needs a scale."""
     return f"{format_name}/{granularity}" if format_name in SCALED_FORMATS else format_name
 
 
@@ -78,7 +72,7 @@ def fixed_point_variance(mean_square_step: float, rounding: Rounding) -> float:
     """Mean squared rounding error of one element on a uniform grid.
 
     Args:
-        mean_square_step: Mean over the slices of the squared step (for INT8 the squared scale), in squared units.
+        mean_square_step: Mean of the squared step (for INT8 the squared scale) over the slices, in squared units.
         rounding: Stochastic or nearest.
 
     Returns:
@@ -116,7 +110,7 @@ def closed_form_variance(
         kind: One of ``noise_kinds(scaled=True)``.
         rounding: Stochastic or nearest.
         mean_square: Mean square of the elements.
-        mean_square_amax: Per granularity, the mean over slices of the squared largest magnitude.
+        mean_square_amax: Granularity to the mean over slices of the squared largest magnitude.
 
     Returns:
         Squared units of the tensor, per element.
@@ -137,7 +131,7 @@ def closed_form_variance(
 
 @functools.cache
 def _closed_form(kind: str, rounding: Rounding) -> tuple[str | None, float, float, float]:
-    """What a kind's error grows with, None for the mean square, and by what that is multiplied and divided, twice."""
+    """Granularity that the error depends on (None: the mean square), and the factor and two divisors of that."""
     name, _, granularity = kind.partition("/")
     if kind != GRADIENT_KINDS["FP8"] and kind not in noise_kinds(scaled=True):
         raise UnsupportedError(f"unknown rounding {kind!r}: allowed are {', '.join(noise_kinds(scaled=True))}")

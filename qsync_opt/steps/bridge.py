@@ -189,6 +189,7 @@ def _measured(
         alias_input=0 if cost.result_bytes == 0 and cost.output and cost.samples and operator.inputs else None,
         forward_workspace_bytes=max(0, cost.forward_peak_bytes - max(0, cost.forward_net_bytes)),
         backward_workspace_bytes=max(0, cost.backward_peak_bytes - gradients),
+        scaled_from=cost.scaled_from,
     )
 
 

@@ -1,6 +1,6 @@
-"""Checks for plug-ins, small problems with known optima, and synthetic graphs for tests.
+"""Conformance checks for plug-ins, small problems with known optima, and synthetic models for tests.
 
-Other packages run these checks against their own solvers, formulations, indicators, cost models and runtimes.
+Other packages check their own solvers, formulations, indicators, cost models and runtimes with these.
 """
 
 from typing import TYPE_CHECKING
@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING
 from qsync_opt.doors import lazy
 
 if TYPE_CHECKING:
-    from qsync_opt.testing.conformance import expect, sample_graph, sample_knowledge
-    from qsync_opt.testing.problems import (
-        INSTANCES,
-        Instance,
-        buckets,
-        cast_coupling,
-        chain,
+    from qsync_opt.testing.conformance import (
         check_cost_model,
         check_formulation,
         check_indicator,
         check_runtime,
         check_solution,
         check_solver,
+        expect,
+    )
+    from qsync_opt.testing.problems import (
+        INSTANCES,
+        Instance,
+        buckets,
+        cast_coupling,
+        chain,
         cost,
         diamond,
         late_peers,
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
         random_graph,
         random_step_costs,
         residual_graph,
+        sample_graph,
+        sample_knowledge,
         stacked_graph,
         stacked_problem,
     )

@@ -1,57 +1,107 @@
-"""Checks for authors of indicators, cost models and runtimes; those of solvers and formulations are in `testing`.
+"""Conformance checks for plug-ins: solvers, formulations, indicators, cost models and runtimes.
 
-A check calls the plug-in on small made-up models and raises AssertionError with the first thing that is wrong.
+A check calls the plug-in, by name or instance, on small made-up models through the public interface, and raises
+AssertionError with the first thing that is wrong.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
 from typing import Any
 
 from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.costs import DeviceProfile
 from qsync_opt.errors import QSyncError
-from qsync_opt.model import OpGraph, ParameterSpec, Role, TensorSpec, WeightStatistics
+from qsync_opt.model import OpGraph, Role
 from qsync_opt.numerics import FORMATS, PrecisionFormats, formats_for
-from qsync_opt.registry import Kind, create
+from qsync_opt.registry import Feature, Kind, create, features
 from qsync_opt.runtime import Runtime
 from qsync_opt.sensitivity import FormatIndicator, ModelKnowledge
-from qsync_opt.testing.synthetic import make_operator
-from qsync_opt.training import build_problem, solve
+from qsync_opt.testing.problems import INSTANCES, Instance, random_problem
+from qsync_opt.testing.synthetic import sample_graph, sample_knowledge
+from qsync_opt.training import Plan, PointStatus, Solution, TerminationStatus, build_problem, solve
+
+_AGREEMENT = 1e-6
+"""Relative difference of objectives that counts as equal: for all checks."""
 
 
-def sample_graph() -> OpGraph:
-    """Two linear layers with an activation and a residual between, a normalization and a look-up."""
-    operators = (
-        make_operator("embed", op_type="embedding", parameters=("embed.weight",)),
-        make_operator("norm", Role.FIXED, ["embed"], parameters=("norm.weight",)),
-        make_operator("fc1", inputs=["norm"], parameters=("fc1.weight",)),
-        make_operator("act", Role.DEPENDENT, ["fc1"], op_type="gelu"),
-        make_operator("fc2", inputs=["act"], parameters=("fc2.weight",)),
-        make_operator("add", Role.DEPENDENT, ["fc2", "embed"]),
+def expect(holds: bool, text: str) -> None:
+    """Raise AssertionError with ``text`` unless ``holds``."""
+    if not holds:
+        raise AssertionError(text)
+
+
+def check_solution(instance: Instance, solution: Solution, *, proves: bool) -> None:
+    """Compare a solution with the known optimum of an instance.
+
+    Args:
+        instance: The instance.
+        solution: A solution of its problem.
+        proves: Whether the method proves optimality.
+
+    Raises:
+        AssertionError: Status, objective, bound or reason is wrong.
+    """
+    name = f"{instance.problem.name} by {solution.method}"
+    if instance.objective is None:
+        expect(solution.termination is TerminationStatus.INFEASIBLE, f"{name}: ended {solution.termination}")
+        missing = [text for text in instance.reason if text not in (solution.reason or "")]
+        expect(not missing, f"{name}: the reason {solution.reason!r} lacks {missing}")
+        return
+    expect(solution.point is PointStatus.FEASIBLE, f"{name}: no plan, {solution.termination}: {solution.reason}")
+    objective = solution.objective
+    slack = _AGREEMENT * max(1e-300, abs(instance.objective))
+    expect(
+        objective is not None and objective >= instance.objective - slack, f"{name}: {objective} is below the optimum"
     )
-    shapes = {"embed.weight": (64, 64), "norm.weight": (64,), "fc1.weight": (64, 64), "fc2.weight": (64, 64)}
-    parameters = tuple(
-        ParameterSpec(name=name, spec=TensorSpec(shape=shape, dtype="float32")) for name, shape in shapes.items()
+    expect(
+        solution.bound is None or solution.bound <= instance.objective + slack,
+        f"{name}: the bound {solution.bound} is above the optimum {instance.objective}",
     )
-    return OpGraph(name="sample", operators=operators, parameters=parameters)
+    if proves:
+        expect(solution.termination is TerminationStatus.OPTIMAL, f"{name}: ended {solution.termination}")
+        expect(
+            objective is not None and objective <= instance.objective + slack,
+            f"{name}: {objective} is above the optimum {instance.objective}",
+        )
 
 
-def sample_knowledge(graph: OpGraph) -> ModelKnowledge:
-    """Weights of a sample graph, normally distributed; no statistics."""
-    return ModelKnowledge(
-        weights={
-            parameter.name: WeightStatistics(
-                elements=parameter.spec.elements,
-                mean_square=1.0,
-                mean_square_amax={"first": 9.0, "last": 9.0},
-                first_size=64,
-                last_size=64,
-            )
-            for parameter in graph.parameters
-        }
-    )
+def check_formulation(method: Any, **options: Any) -> None:
+    """Solve all instances by a formulation (a name or an instance) and check the solutions.
+
+    Args:
+        method: The formulation.
+        options: Of `solve`, such as ``solver``.
+
+    Raises:
+        AssertionError: A solution is wrong; the planner's own checks raise `SolverError`.
+    """
+    proves = Feature.PROOF in features(Kind.FORMULATION, method)
+    for make in INSTANCES:
+        instance = make()
+        check_solution(instance, solve(instance.problem, method, **options), proves=proves)
+
+
+def check_solver(solver: Any, *, random_problems: int = 20, seed: int = 0) -> None:
+    """Solve all instances, and small random problems, with a solver (a name or an instance) and check the solutions.
+
+    Args:
+        solver: The solver.
+        random_problems: Number of random problems to compare with exhaustive search.
+        seed: Of the random problems.
+
+    Raises:
+        AssertionError: A solution is wrong; the planner's own checks raise `SolverError`.
+    """
+    check_formulation("exact", solver=solver)
+    source = random.Random(seed)
+    for _ in range(random_problems):
+        problem = random_problem(source, max_operators=6)
+        known = solve(problem, "exhaustive")
+        instance = Instance(problem=problem, objective=known.objective)
+        check_solution(instance, solve(problem, "exact", solver=solver), proves=True)
 
 
 def check_indicator(
@@ -62,13 +112,13 @@ def check_indicator(
     Args:
         indicator: The indicator.
         graph: The model; a made-up one by default.
-        knowledge: What is known of it; made-up weights by default, which an indicator of statistics cannot use.
+        knowledge: What is known of it; made-up weights by default, which suit no indicator that needs statistics.
 
     Returns:
         The sensitivities.
 
     Raises:
-        AssertionError: A value is missing, negative or not finite, FP32 is not 0, or an equal call gives other values.
+        AssertionError: A value is missing, negative or not finite, not 0 in FP32, or differs in a second call.
     """
     plugin = create(Kind.INDICATOR, indicator)
     graph = graph or sample_graph()
@@ -94,16 +144,15 @@ def check_indicator(
 
 
 def check_cost_model(model: Any, *, device: DeviceType, graph: OpGraph | None = None) -> None:
-    """Check a cost model (a name or an instance): its profile must price a whole problem.
+    """Check that the profile of a cost model (a name or an instance) makes a problem that can be solved.
 
     Args:
         model: The cost model.
-        device: A planned device type that it knows, with at least one precision below FP32 and FP32.
-        graph: The model whose operators are priced; a made-up one by default.
+        device: A planned device type that it knows, with FP32 and at least one lower precision.
+        graph: The model; a made-up one by default.
 
     Raises:
-        AssertionError: The profile is of another graph, lacks a precision or a cast, or does not make a problem that
-            can be solved.
+        AssertionError: The profile is of another graph, lacks a precision or a cast, or its problem has no plan.
     """
     plugin = create(Kind.COST_MODEL, model)
     graph = graph or sample_graph()
@@ -113,15 +162,7 @@ def check_cost_model(model: Any, *, device: DeviceType, graph: OpGraph | None = 
     expect(not lacking, f"the profile lacks {', '.join(lacking)} of device type {device.name!r}")
     for operator in graph.by_role(Role.ADJUSTABLE):
         expect(bool(set(profile.cost(operator.name)) & set(device.precisions)), f"no cost for {operator.name!r}")
-    table = FormatIndicator().sensitivities(graph, ModelKnowledge(), profile.formats)
-    try:
-        network = Network(latency_s=1e-5, bandwidth_bytes_per_s=1e9, source="made up")
-        cluster = Cluster(name="sample", devices=(device,), network=network)
-        problem = build_problem(graph, {device.name: profile}, table, cluster)
-        solution = solve(problem)
-    except QSyncError as failure:
-        raise AssertionError(f"the profile makes no usable problem: {failure}") from failure
-    expect(solution.plan is not None, f"the problem of the profile has no plan: {solution.reason}")
+    _plan_for(graph, profile, device)
     expect(plugin.profile(graph, device) == profile, "an equal call gives another profile")
 
 
@@ -135,13 +176,13 @@ def check_runtime(
         model: A model in FP32 on ``device`` whose results depend on its arguments alone.
         args: Arguments of one forward pass.
         device: The device, as the runtime names it.
-        outputs_equal: ``outputs_equal(a, b)`` says whether two results of the model are the same, bit for bit.
-        step: ``step(model, args)`` runs forward, and backward if the runtime trains, and returns the result of forward.
+        outputs_equal: ``outputs_equal(a, b)`` says whether two results of the model are equal bit for bit.
+        step: ``step(model, args)`` runs forward, and backward if the runtime trains, and returns the forward result.
 
     Raises:
-        AssertionError: A part of the contract is missing, formats are unknown or FP32 is missing, names change from one
-            capture to the next, a plan does not run, is not refused twice, ``undo`` does not give the model back as it
-            was, or the profile makes no problem whose plan can be applied.
+        AssertionError: A method is missing, formats are unknown, FP32 is missing, a second capture has other names, a
+            plan does not run, a second plan is not refused, ``undo`` does not restore the model, or the plan of the
+            profile's problem cannot be applied.
     """
     plugin = create(Kind.RUNTIME, runtime)
     lacking = [name for name in ("name", "trains", *_RUNTIME_METHODS) if not hasattr(plugin, name)]
@@ -170,7 +211,7 @@ def check_runtime(
 
     check_plan(plan)
     check_plan(dict.fromkeys(plan, "FP32"))
-    # Last, because measuring takes longest.
+    # Last, because profiling takes longest.
     check_plan(_plan_from(plugin.profile(model, args, device=device, repeats=2), graph, plugin.trains))
 
 
@@ -178,25 +219,29 @@ _RUNTIME_METHODS = ("capture", "device_formats", "operator_precisions", "profile
 
 
 def _plan_from(profile: DeviceProfile, graph: OpGraph, trains: bool) -> dict[str, str]:
-    """The adjustable part of a plan that is solved from a measured profile."""
+    """Precisions of the adjustable operators in a plan for a measured profile."""
     expect(profile.fingerprint == graph.fingerprint(), "the profile is of another graph")
     expect(DeviceProfile.from_json(profile.to_json()) == profile, "the profile is not the same after a file")
     backward = {cost.backward_ns for table in profile.measurements.values() for cost in table.values()}
     expect(trains or backward == {0}, "a runtime that does not train has backward times in its profile")
     device = DeviceType(name="here", count=1, memory_limit_bytes=2**50, precisions=tuple(profile.formats))
+    plan = _plan_for(graph, profile, device, slack=0.1)
+    names = {operator.name for operator in graph.by_role(Role.ADJUSTABLE)}
+    return {name: precision for name, precision in plan.devices["here"].items() if name in names}
+
+
+def _plan_for(graph: OpGraph, profile: DeviceProfile, device: DeviceType, *, slack: float = 0.0) -> Plan:
+    """The plan of the problem that a profile makes for a device type alone."""
     network = Network(latency_s=1e-5, bandwidth_bytes_per_s=1e9, source="made up")
     table = FormatIndicator().sensitivities(graph, ModelKnowledge(), profile.formats)
     try:
-        problem = build_problem(
-            graph, {"here": profile}, table, Cluster(name="sample", devices=(device,), network=network), slack=0.1
-        )
-        solution = solve(problem)
+        cluster = Cluster(name="sample", devices=(device,), network=network)
+        solution = solve(build_problem(graph, {device.name: profile}, table, cluster, slack=slack))
     except QSyncError as failure:
         raise AssertionError(f"the profile makes no usable problem: {failure}") from failure
     expect(solution.plan is not None, f"the problem of the profile has no plan: {solution.reason}")
     assert solution.plan is not None
-    names = {operator.name for operator in graph.by_role(Role.ADJUSTABLE)}
-    return {name: precision for name, precision in solution.plan.devices["here"].items() if name in names}
+    return solution.plan
 
 
 def _refuses(plugin: Any, model: Any, plan: Mapping[str, str], graph: OpGraph) -> bool:
@@ -218,9 +263,3 @@ def _check_formats(formats: Mapping[str, PrecisionFormats]) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def expect(holds: bool, text: str) -> None:
-    """Raise AssertionError with a text unless something holds."""
-    if not holds:
-        raise AssertionError(text)

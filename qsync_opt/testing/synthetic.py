@@ -1,7 +1,4 @@
-"""For tests, ours and those of plug-ins: made-up graphs, profiles and clusters that no device has to be measured for.
-
-Costs follow simple rules (time by operations and bytes per precision), so that a test can work them out by hand.
-"""
+"""Made-up graphs, profiles, step costs and clusters for tests without a device, with costs that follow simple rules."""
 
 from __future__ import annotations
 
@@ -12,14 +9,15 @@ from dataclasses import replace
 
 from qsync_opt.cluster import Cluster, DeviceRole, DeviceType, Network
 from qsync_opt.costs import CostFit, DeviceIdentity, DeviceProfile, IterationOverhead, MeasuredCost, OptimizerCost
-from qsync_opt.model import Operator, OpGraph, ParameterSpec, Role, TensorSpec
+from qsync_opt.model import Operator, OpGraph, ParameterSpec, Role, TensorSpec, WeightStatistics
 from qsync_opt.numerics import FORMATS, formats_for
+from qsync_opt.sensitivity import ModelKnowledge
 from qsync_opt.steps import PHASE_LABELS, Case, CaseCost, StepCosts, StepFlow, Work, delivered
 from qsync_opt.training import Problem, build_problem, evaluate, problem_role, uniform_plan
 
 _FORMATS = ("BF16", "FP16", "FP32")
 _MOST_INPUTS = 3
-"""Operators with more inputs get only cases in which all arrive alike."""
+"""Operators with more inputs have only cases in which all arrive in the same format."""
 
 
 def random_step_costs(graph: OpGraph, precisions: Sequence[str], *, seed: int = 0) -> StepCosts:
@@ -83,9 +81,9 @@ def random_step_costs(graph: OpGraph, precisions: Sequence[str], *, seed: int = 
 
 
 SPEED: Mapping[str, int] = {"INT8": 4, "FP8": 4, "BF16": 2, "FP16": 2, "TF32": 2, "FP32": 1}
-"""How many times faster than FP32 a made-up device computes."""
+"""Speed of a made-up device relative to FP32."""
 FORWARD_NS = 4000
-"""Time of a made-up operator in FP32."""
+"""Forward time of a made-up operator in FP32."""
 _STACKED = ("INT8", "BF16", "FP32")
 
 
@@ -99,7 +97,7 @@ def make_operator(
     parameters: Sequence[str] = (),
     op_type: str | None = None,
 ) -> Operator:
-    """An operator whose kind follows from its role, unless given."""
+    """An operator, by default of a kind that is typical for its role."""
     kinds = {Role.ADJUSTABLE: "linear", Role.DEPENDENT: "add", Role.FIXED: "layer_norm"}
     spec = TensorSpec(shape=shape, dtype=dtype)
     kind = op_type or kinds[role]
@@ -146,7 +144,7 @@ def residual_graph() -> OpGraph:
 
 
 def stacked_graph(blocks: int) -> OpGraph:
-    """Transformer blocks of ten operators, named by modules as captured models are; 10 * ``blocks`` + 3 operators."""
+    """Transformer blocks of ten operators, named like those of captured models; 10 * ``blocks`` + 3 operators."""
     wide = (64, 256)
     operators = [make_operator("embed/embedding", parameters=("embed.weight",), op_type="embedding")]
     parameters = {"embed.weight": 65536}
@@ -182,9 +180,9 @@ def stacked_problem(blocks: int, *, devices: Sequence[str] = ("slow",), seed: in
     """The problem of `stacked_graph` on made-up device types, with limits that force a mix of precisions.
 
     Args:
-        blocks: Blocks of ten operators.
-        devices: Names of device types; each is slower than the one before.
-        seed: Of the sensitivities, which differ by operator over two decades.
+        blocks: Number of blocks of ten operators.
+        devices: Names of device types, each slower than the one before.
+        seed: Of the sensitivities, which span two decades.
     """
     graph = stacked_graph(blocks)
     source = random.Random(seed)
@@ -241,9 +239,9 @@ def make_profile(
     host_ns: int = 0,
     overhead: IterationOverhead | None = None,
 ) -> DeviceProfile:
-    """A made-up profile: FP32 forward takes `FORWARD_NS` times ``scale``, backward twice that, less by `SPEED`.
+    """A made-up profile: forward takes `FORWARD_NS` times ``scale`` over `SPEED`, backward twice that.
 
-    Adjustable operators keep their first input, fixed ones too, dependent ones nothing; ``gelu`` keeps its input.
+    Adjustable and fixed operators keep their first input, and so does ``gelu``; other dependent ones keep nothing.
     """
     formats = formats_for(precisions, "BF16")
     half = {borders.output for borders in formats.values()}
@@ -300,6 +298,39 @@ def make_cluster(
 
 
 def make_sensitivities(graph: OpGraph) -> dict[str, dict[str, float]]:
-    """For each adjustable operator 4 in INT8 and FP8, 1 in 16 bits, 0.5 in TF32, nothing in FP32."""
+    """Sensitivities of all adjustable operators: 4 in INT8 and FP8, 1 in 16 bits, 0.5 in TF32, 0 in FP32."""
     by_precision = {"INT8": 4.0, "FP8": 4.0, "BF16": 1.0, "FP16": 1.0, "TF32": 0.5, "FP32": 0.0}
     return {operator.name: dict(by_precision) for operator in graph.by_role(Role.ADJUSTABLE)}
+
+
+def sample_graph() -> OpGraph:
+    """A graph with a look-up, a normalization, two linear layers, an activation and a residual addition."""
+    operators = (
+        make_operator("embed", op_type="embedding", parameters=("embed.weight",)),
+        make_operator("norm", Role.FIXED, ["embed"], parameters=("norm.weight",)),
+        make_operator("fc1", inputs=["norm"], parameters=("fc1.weight",)),
+        make_operator("act", Role.DEPENDENT, ["fc1"], op_type="gelu"),
+        make_operator("fc2", inputs=["act"], parameters=("fc2.weight",)),
+        make_operator("add", Role.DEPENDENT, ["fc2", "embed"]),
+    )
+    shapes = {"embed.weight": (64, 64), "norm.weight": (64,), "fc1.weight": (64, 64), "fc2.weight": (64, 64)}
+    parameters = tuple(
+        ParameterSpec(name=name, spec=TensorSpec(shape=shape, dtype="float32")) for name, shape in shapes.items()
+    )
+    return OpGraph(name="sample", operators=operators, parameters=parameters)
+
+
+def sample_knowledge(graph: OpGraph) -> ModelKnowledge:
+    """Knowledge of a sample graph: normally distributed weights, and no statistics."""
+    return ModelKnowledge(
+        weights={
+            parameter.name: WeightStatistics(
+                elements=parameter.spec.elements,
+                mean_square=1.0,
+                mean_square_amax={"first": 9.0, "last": 9.0},
+                first_size=64,
+                last_size=64,
+            )
+            for parameter in graph.parameters
+        }
+    )

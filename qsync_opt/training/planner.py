@@ -61,7 +61,7 @@ def solve(
     Source: QSync (IPDPS 2024) for the problem and the default method.
 
     Example:
-        >>> from qsync_opt.testing.problems import chain
+        >>> from qsync_opt.testing import chain
         >>> solve(chain().problem).objective
         0.25
     """

@@ -1,6 +1,6 @@
-"""Operator graphs and weights from ONNX files; the only folder that imports ``onnx``.
+"""Operator graphs and weight statistics from ONNX files, by `read_onnx` and `read_weights`.
 
-`read_onnx` gives the graph, `read_weights` the statistics of the weights.
+The core imports ``onnx`` only here.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""How do the nodes of an ONNX model become operators? Groups them, finds edges and sizes; knows records, not onnx."""
+"""Operator graphs from the nodes of ONNX models, given as plain records without the ``onnx`` package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AttributeValue = int | float | str | tuple[int, ...] | tuple[float, ...] | tuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnnxNode:
-    """One node. ``kind`` is its type, with the domain in front unless it is ONNX's own; an absent input is ""."""
+    """One node. ``kind`` is its type, after the domain if that is not ONNX's own; a missing optional input is ""."""
 
     name: str
     kind: str
@@ -31,11 +31,11 @@ class OnnxNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnnxModel:
-    """A model without its weights' data.
+    """A model without the values of its weights.
 
-    ``specs`` describes values by name: graph inputs, initializers and results of nodes; None stands for what is no
-    single tensor (a sequence). ``unfixed`` has those whose shape is not fixed: what is known of it, as text.
-    ``states`` are the initializers, ``parameters`` those of them that training changes.
+    ``specs`` describes values by name: graph inputs, initializers and results of nodes (None for a sequence).
+    ``unfixed`` describes, as text, the shape of those whose shape is not fixed. ``states`` are the initializers,
+    ``parameters`` those of them that training changes.
     """
 
     name: str
@@ -49,10 +49,10 @@ class OnnxModel:
     metadata: Mapping[str, str]
 
     def spec(self, value: str, node: OnnxNode) -> TensorSpec | None:
-        """Describe a value that ``node`` reads or writes; None for a sequence.
+        """The spec of a value that ``node`` reads or writes; None for a sequence.
 
         Raises:
-            ModelError: Its shape is not known.
+            ModelError: The shape is not known.
         """
         try:
             return self.specs[value]
@@ -65,12 +65,10 @@ class OnnxModel:
 
 
 def node_flops(node: OnnxNode, model: OnnxModel) -> int:
-    """Return the forward floating-point operations of a node that multiplies or convolves, 0 for all others.
-
-    A multiply-add is two operations.
+    """Forward floating-point operations of a product or convolution, a multiply-add counted as two; else 0.
 
     Raises:
-        ModelError: A shape that is needed is not known, or operands do not fit together.
+        ModelError: A needed shape is not known, or operands do not match.
 
     Source:
         Ours, by the operators' definitions in the ONNX specification; same convention as torch.utils.flop_counter.
@@ -87,7 +85,7 @@ def node_flops(node: OnnxNode, model: OnnxModel) -> int:
 
 
 def _product_flops(node: OnnxNode, model: OnnxModel) -> int:
-    # Bias, state and length, which come last, cost no products.
+    # The last inputs (bias, state, length) are not multiplied.
     operands = node.inputs if node.kind == "Einsum" else node.inputs[:3] if node.kind in _THREE else node.inputs[:2]
     shapes = [spec.shape if (spec := model.spec(value, node)) else () for value in operands]
     first = model.spec(node.outputs[0], node)
@@ -116,7 +114,7 @@ _FLOP_KINDS = _TWO | _THREE | {"Einsum"}
 
 
 def _einsum_flops(equation: str, shapes: list[tuple[int, ...]]) -> int:
-    """FLOPs of contracting the operands from left to right; a step that sums over nothing is no product."""
+    """FLOPs of contracting the operands from left to right; steps that sum over nothing count 0."""
     terms, _, result = equation.replace(" ", "").partition("->")
     operands = terms.split(",")
     if "..." in equation:
@@ -130,7 +128,7 @@ def _einsum_flops(equation: str, shapes: list[tuple[int, ...]]) -> int:
     for position, term in enumerate(operands[1:], start=1):
         later = set(result).union(*operands[position + 1 :])
         right = set(term)
-        # A label that only one side has and nobody needs later is summed up before the product.
+        # Labels of one side that are not needed later are summed before the product.
         left, right = left & (right | later), right & (left | later)
         if (left & right) - later:
             total += 2 * math.prod(sizes[label] for label in left | right)
@@ -150,25 +148,25 @@ def _attention_flops(node: OnnxNode, shapes: list[tuple[int, ...]]) -> int:
 
 
 GRAPH_KEY = "qsync_opt.model.graph"
-"""Key of the model's metadata under which ``capture`` keeps the graph (JSON, without the nodes)."""
+"""Key of a model's metadata where ``capture`` stores the graph (JSON, without the nodes)."""
 OPERATOR_KEY = "qsync_opt.operator"
-"""Key of a node's metadata under which ``capture`` keeps the name of its operator."""
+"""Key of a node's metadata where ``capture`` stores the name of its operator."""
 
 _CALL_KEY = "pkg.torch.onnx.fx_node"
 _SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 _TARGET = re.compile(r"call_function\[target=(?:torch\.ops\.)?([\w.]+)\]")
-# Kinds that move no data, or none worth counting.
+# Kinds that move no data, or little.
 _VIEWS = frozenset(
     ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Constant", "Shape", "Size", "SequenceAt")
 )
 
 
 def match_graph(model: OnnxModel, where: str) -> OpGraph:
-    """Return the graph in the model's metadata, with the nodes of each operator, checked against these nodes.
+    """The graph in the model's metadata, with the nodes of each operator, checked against the nodes.
 
     Raises:
-        ModelError: The metadata is unusable, a node belongs to no operator, the products among the nodes are not
-            those of the operators, or data flows between nodes in a way that it does not between operators.
+        ModelError: Unusable metadata, a node without an operator, other products than the operators', or an edge
+            between nodes without a path between their operators.
     """
     graph = parse_graph(model.metadata[GRAPH_KEY], where=f"metadata {GRAPH_KEY} of {where}")
     nodes: dict[str, list[OnnxNode]] = {operator.name: [] for operator in graph}
@@ -187,10 +185,10 @@ def match_graph(model: OnnxModel, where: str) -> OpGraph:
 
 def _check_products(graph: OpGraph, nodes: dict[str, list[OnnxNode]], model: OnnxModel, where: str) -> None:
     for operator in graph:
-        # The kinds that plans are about; what else multiplies is decomposed in different ways.
+        # Products of other kinds are decomposed in different ways.
         if ROLE_TABLE.get(operator.op_type) is not Role.ADJUSTABLE:
             continue
-        # In which order three tensors or more are contracted, and with how many operations, is the library's choice.
+        # The library chooses the order of contracting three tensors or more, and so the operations.
         if operator.op_type == "einsum" and sum(spec.is_floating for spec in operator.input_specs) > 2:
             continue
         flops = sum(node_flops(node, model) for node in nodes[operator.name])
@@ -201,8 +199,8 @@ def _check_products(graph: OpGraph, nodes: dict[str, list[OnnxNode]], model: Onn
 
 
 def _check_dataflow(graph: OpGraph, model: OnnxModel, where: str) -> None:
-    """Every floating-point edge between nodes of two operators must be a path between these operators."""
-    ancestors: dict[str, int] = {}  # a set of operators as the bits of an integer
+    """Refuse a floating-point edge between nodes of two operators without a path between the operators."""
+    ancestors: dict[str, int] = {}  # sets of operators as the bits of integers
     for position, operator in enumerate(graph):
         bits = 1 << position
         for source in operator.inputs:
@@ -218,7 +216,7 @@ def _check_dataflow(graph: OpGraph, model: OnnxModel, where: str) -> None:
                     f"ONNX node {node.name!r} in {where} reads {value!r} of operator {source!r}, "
                     f"but operator {owner!r} does not depend on that one"
                 )
-        # Constants may be shared between operators, and 0-dim values decide no precision.
+        # Operators may share constants, and 0-dim values decide no precision.
         if any(value for value in node.inputs):
             producers.update((value, owner) for value in node.outputs if _carries_precision(model, value))
 
@@ -229,10 +227,10 @@ def _carries_precision(model: OnnxModel, value: str) -> bool:
 
 
 def build_graph(model: OnnxModel, roles: RoleTable) -> tuple[OpGraph, set[str]]:
-    """Return the graph of a model without operators in its metadata, and the kinds that the role table lacks.
+    """The graph of a model without operators in its metadata, and the kinds that the role table lacks.
 
     Raises:
-        ModelError: A shape is not known, no operators, or a role pattern that fits none.
+        ModelError: Unknown shape, no operators, or a role pattern that matches none.
     """
     builder = _Builder(model, roles)
     parameters = []
@@ -252,7 +250,7 @@ class _Builder:
         self._roles = roles
         self._groups = _grouped(model.nodes)
         self._producers: dict[str, str] = {}
-        # Values that do not depend on the inputs: what is computed from them is in FP32 whatever the plan says.
+        # Values that do not depend on the inputs; results computed from them are FP32 under every plan.
         self._constants = set(model.states)
         self._users: dict[str, set[str]] = {}
         for name, nodes in self._groups.items():
@@ -316,7 +314,7 @@ class _Builder:
         )
 
     def _specs(self, nodes: Sequence[OnnxNode], values: Iterable[str]) -> tuple[TensorSpec, ...]:
-        # Sizes of integer tensors (shapes, indices) may depend on the data; no precision hangs on them.
+        # Integer tensors (shapes, indices) carry no precision, and their sizes may depend on the data.
         needed = [v for v in values if not self._model.unfixed.get(v, "float").startswith(("int", "uint", "bool"))]
         specs = [self._model.spec(value, nodes[0]) for value in needed]
         return tuple(spec for spec in specs if spec is not None)
@@ -329,7 +327,7 @@ class _Builder:
         sequences = any(self._model.specs.get(value, True) is None for value in reads)
         activations = [value for value in floating if value not in self._constants]
         if kind == "Gather" and listed is Role.DEPENDENT and name not in self._roles.by_name and not activations:
-            listed = Role.ADJUSTABLE  # rows of a weight: what torch calls an embedding
+            listed = Role.ADJUSTABLE  # rows of a weight: an embedding
         delivers_floating = any(spec.is_floating for spec in outputs)
         if listed is None and (delivers_floating or activations):
             self.unknown.add(kind)
@@ -348,7 +346,7 @@ class _Builder:
             spec = self._model.specs.get(value)
             if value in self._constants or value not in self._producers or (spec is not None and not spec.is_floating):
                 continue
-            # Type promotion lets 0-dim operands follow the others.
+            # In type promotion 0-dim operands follow the others.
             if role is Role.DEPENDENT and large and spec is not None and not spec.shape:
                 continue
             sources.append(self._producers[value])
@@ -356,14 +354,14 @@ class _Builder:
 
 
 def _grouped(nodes: Sequence[OnnxNode]) -> dict[str, list[OnnxNode]]:
-    """Put together the nodes of one torch call; a node without torch's metadata stands alone."""
+    """Operator name to nodes: those of one torch call together, each without torch's metadata alone."""
     by_call: dict[str, list[OnnxNode]] = {}
     for node in nodes:
         by_call.setdefault(node.metadata.get(_CALL_KEY, f"\0{node.outputs}"), []).append(node)
     order = {id(node): position for position, node in enumerate(nodes)}
     groups: dict[str, list[OnnxNode]] = {}
     occurrences: dict[str, int] = {}
-    # A group stands where its last node stands: constants that it shares with a later one come early.
+    # Ordered by last nodes, because constants shared with a later group come early.
     for members in sorted(by_call.values(), key=lambda members: order[id(members[-1])]):
         base = _base_name(members)
         occurrence = occurrences.get(base, 0)
@@ -380,7 +378,7 @@ def _base_name(nodes: Sequence[OnnxNode]) -> str:
 
 
 def _kind_and_module(nodes: Sequence[OnnxNode]) -> tuple[str, str]:
-    """Kind of operator and module path: as torch has them where its metadata is there, else the node's type."""
+    """Kind of operator and module path, from torch's metadata if present, else from the node's type."""
     first = nodes[0]
     target = _TARGET.search(first.metadata.get(_CALL_KEY, ""))
     if target is None:
@@ -388,7 +386,7 @@ def _kind_and_module(nodes: Sequence[OnnxNode]) -> tuple[str, str]:
     parts = target[1].split(".")
     kind = parts[1] if parts[0] == "aten" else parts[-1] if parts[0] == "operator" else ".".join(parts[:-1])
     if ROLE_TABLE.get(kind) is not Role.ADJUSTABLE:
-        # An optimizer may have fused a product into a call of another kind, as a convolution into its normalization.
+        # Graph optimizers fuse products into calls of other kinds, such as a normalization and its convolution.
         kind = next((node.kind for node in nodes if ROLE_TABLE.get(node.kind) is Role.ADJUSTABLE), kind)
     try:
         scopes = ast.literal_eval(first.metadata.get(_SCOPES_KEY, "[]"))

@@ -1,10 +1,7 @@
-"""Which operators does an ONNX model have? Reads a file or a ModelProto into an OpGraph.
+"""Operator graphs and weight statistics from ONNX files and ModelProtos; the only module that imports ``onnx``.
 
-Only this file and ``onnx_functions`` load onnx.
-
-Three kinds of models are told apart by their metadata: those that ``capture`` wrote (operators and nodes are matched),
-those of torch's dynamo exporter (the nodes of one torch operation become one operator), and all others (one operator
-per node).
+The metadata of a model decides how nodes become operators: those written by ``capture`` have operators of their own,
+in those of torch's dynamo exporter the nodes of one torch operation are one operator, in others every node is one.
 """
 
 from __future__ import annotations
@@ -33,10 +30,10 @@ _LARGEST_EXPANSION = 1_000_000
 
 
 def inline_functions(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
-    """Return a model in which the bodies of its own functions stand in place of their calls.
+    """A model whose calls of its own functions are replaced by their bodies.
 
     Raises:
-        ModelError: A function calls itself, or written out there are too many nodes.
+        ModelError: A function calls itself, or there would be too many nodes.
     """
     if not len(proto.functions):
         return proto
@@ -53,7 +50,7 @@ def inline_functions(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
         )
     try:
         return inliner.inline_local_functions(proto)
-    except Exception as error:  # whatever a malformed function makes happen inside of the library
+    except Exception as error:  # malformed functions raise anything
         raise ModelError(f"the functions of {where} cannot be written out: {first_line(error)}") from error
 
 
@@ -63,7 +60,7 @@ def _expanded_nodes(
     sizes: dict[tuple[str, str], int],
     callers: tuple[tuple[str, str], ...],
 ) -> int:
-    """How many nodes there are once every call is replaced by what it calls."""
+    """Number of nodes after all calls are replaced by function bodies."""
     total = 0
     for node in nodes:
         call = (node.domain, node.op_type)
@@ -78,10 +75,10 @@ def _expanded_nodes(
     return total
 
 
-# Larger constants than this are weights: shape inference needs their sizes, not their values.
+# Larger constants are weights, of which shape inference needs no values.
 _SMALL_ELEMENTS = 1024
 _LARGEST_BYTES = 2**31 - 1  # of a protocol buffer
-# Kinds that exporters compute shapes with.
+# Kinds with which exporters compute shapes.
 _SHAPE_TEXT = """
     Constant ConstantOfShape Identity Cast CastLike Gather Concat Slice Squeeze Unsqueeze Reshape
     Expand Where Equal Greater Less Not Add Sub Mul Div Mod Neg Abs Floor Ceil Min Max ReduceProd ReduceSum
@@ -92,23 +89,22 @@ _STATE_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _DOUBLE = onnx.TensorProto.DOUBLE
 _CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 EXTERNAL_FAILURES = (OSError, ValueError, TypeError, MemoryError, RuntimeError, onnx.checker.ValidationError)
-"""What onnx ends in where an external file cannot be had: also names that are no text (TypeError) or too long for the
-file system (RuntimeError), and files as large as they say they are, most of them holes (MemoryError)."""
+"""Errors of onnx for unusable external files: also for names that are not text (TypeError) or too long (RuntimeError),
+and for sparse files that are larger than the memory (MemoryError)."""
 
 
 def read_onnx(
     source: str | os.PathLike[str] | onnx.ModelProto, *, roles: RoleTable | None = None, name: str | None = None
 ) -> OpGraph:
-    """Read the operators of an ONNX model; weights kept in external files are not loaded.
+    """Read the operators of an ONNX model; external weights are not loaded.
 
     Args:
-        source: Path of the file, or the model itself, which is left as it is.
-        roles: The role table with changes; None is the shipped one. A file that ``capture`` wrote has its roles
-            inside and takes none here.
-        name: Of the graph; None takes the one in the model.
+        source: Path of the file, or the model itself, which is not changed.
+        roles: The role table; None: the default one. Files written by ``capture`` contain their roles and take none.
+        name: Of the graph; None: the one in the model.
 
     Returns:
-        One operator per torch operation where the model's metadata tells them, else one per node.
+        One operator per torch operation where the metadata has them, else one per node.
 
     Raises:
         ModelError: No such file, not ONNX or truncated, a shape that is not fixed or not known, control flow, or
@@ -141,7 +137,7 @@ def read_onnx(
 
 
 def _check_texts(proto: onnx.ModelProto, where: str) -> None:
-    """Refuse names that are not UTF-8, which a damaged file can hold and the library hands on as bytes."""
+    """Refuse names that are not UTF-8, which the library returns as bytes."""
     graph = proto.graph
     infos = (*graph.input, *graph.value_info, *graph.output)
     entries = [*proto.metadata_props, *(entry for info in infos for entry in info.metadata_props)]
@@ -158,10 +154,10 @@ def _check_texts(proto: onnx.ModelProto, where: str) -> None:
 
 
 def read_weights(source: str | os.PathLike[str] | onnx.ModelProto) -> dict[str, WeightStatistics]:
-    """Read what rounding needs to know of the weights of an ONNX model; external files are read one by one.
+    """Statistics of the weights of an ONNX model; external files are read one by one.
 
     Args:
-        source: Path of the file, or the model itself (whose external weights are looked for in the working directory).
+        source: Path of the file, or the model itself (with external weights relative to the working directory).
 
     Returns:
         Initializer to statistics, for floating-point initializers of at least two dimensions.
@@ -215,7 +211,7 @@ def load_proto(path: Path) -> onnx.ModelProto:
 
 
 def _drop_weights(proto: onnx.ModelProto) -> None:
-    """Empty the large initializers: their shape and type stay, and the model becomes small enough to be analysed."""
+    """Remove the values of large initializers, but not their shapes and types."""
     for tensor in proto.graph.initializer:
         if math.prod(tensor.dims) > _SMALL_ELEMENTS:
             for key, _ in tensor.ListFields():
@@ -224,7 +220,7 @@ def _drop_weights(proto: onnx.ModelProto) -> None:
 
 
 def _with_shapes(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
-    """Return the model with the shapes that it does not state inferred, where they can be."""
+    """The model with inferred shapes where it states none."""
     stated = _shapes(proto)
     if all(value in stated for node in proto.graph.node for value in node.output if value):
         return proto
@@ -233,15 +229,14 @@ def _with_shapes(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
     try:
         while True:
             inferred = shape_inference.infer_shapes(scratch, data_prop=True)
-            # ONNX itself follows values through few operations; those that shapes are computed with are run here.
+            # Shape inference propagates values through few kinds of nodes; others that compute shapes run here.
             if not _fold_constants(scratch, _shapes(inferred)):
                 break
         known = _shapes(inferred)
         if any(value not in known for node in proto.graph.node for value in node.output if value):
-            # Only strict inference tells why; it takes no values along, because there it refuses sound models.
+            # Only strict inference says why; with data propagation it would refuse valid models.
             shape_inference.infer_shapes(scratch, strict_mode=True)
-    # Inference and the reference implementation raise whatever a malformed node makes happen inside of them.
-    except Exception as error:
+    except Exception as error:  # malformed nodes raise anything
         raise ModelError(f"shape inference fails on {where}: {first_line(error)}") from error
     for field in ("value_info", "output"):
         proto.graph.ClearField(field)
@@ -250,7 +245,7 @@ def _with_shapes(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
 
 
 def _shapes(proto: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that a model states and that are fixed, by value."""
+    """Value to its shape, for shapes that the model states and that are fixed."""
     shapes = {tensor.name: tuple(tensor.dims) for tensor in proto.graph.initializer}
     for info in (*proto.graph.input, *proto.graph.value_info, *proto.graph.output):
         tensor = info.type.tensor_type
@@ -260,7 +255,7 @@ def _shapes(proto: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
 
 
 def _fold_constants(proto: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Replace small computations on constants and on known shapes by their results; False if there were none."""
+    """Replace small computations on constants and known shapes by their results; False if there were none."""
     versions = {entry.domain: entry.version for entry in proto.opset_import}
     values = {
         tensor.name: onnx.numpy_helper.to_array(tensor)
@@ -282,14 +277,14 @@ def _fold_constants(proto: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]
 
 
 def _is_small(sizes: Sequence[int]) -> bool:
-    """True for scalars and short lists, which is what shapes are computed with."""
+    """True for scalars and short vectors, as shape computations have them."""
     return len(sizes) <= 1 and math.prod(sizes) <= _SMALL_ELEMENTS
 
 
 def _evaluate(
     node: onnx.NodeProto, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], versions: Mapping[str, int]
 ) -> list[Any]:
-    """Return the result of a node that has one, small and independent of the model's inputs; else nothing."""
+    """Results of a node that are small and independent of the model's inputs; else none."""
     if node.op_type == "Shape" and node.input[0] in shapes:
         bounds = {attribute.name: attribute.i for attribute in node.attribute}
         sizes = shapes[node.input[0]]
@@ -342,7 +337,7 @@ def _records(proto: onnx.ModelProto, where: str, name: str | None) -> OnnxModel:
 def _note_spec(
     specs: dict[str, TensorSpec | None], unfixed: dict[str, str], info: onnx.ValueInfoProto, where: str
 ) -> None:
-    """Take in what the model or shape inference says about one value; later statements win."""
+    """Record the spec of one value, or why it has none; later statements win."""
     kind = info.type.WhichOneof("value")
     if kind is None:
         return
@@ -413,7 +408,7 @@ def _parameters(
     kinds: Mapping[str, str],
     nodes: Iterable[OnnxNode],
 ) -> tuple[str, ...]:
-    """Initializers that training changes: floating point, and not what the metadata or their use calls a buffer."""
+    """Floating-point initializers that neither the metadata nor their use marks as buffers."""
     buffers = {name for name, kind in kinds.items() if kind and kind != "PARAMETER"}
     for node in nodes:
         if node.kind == "BatchNormalization":

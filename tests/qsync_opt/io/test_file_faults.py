@@ -18,7 +18,7 @@ import qsync_opt
 from qsync_opt.cluster import data_sheet
 from qsync_opt.costs import load_profile, roofline_profile
 from qsync_opt.errors import ProblemError, QSyncError
-from qsync_opt.io import MeasurementCache
+from qsync_opt.io import MeasurementCache, encode
 from qsync_opt.testing import chain, diamond, sample_graph
 from qsync_opt.training import FrontCache, Plan, load_plan, load_problem, solve
 
@@ -44,15 +44,15 @@ def python(code, *arguments, **options):
 WRITERS = """
 import json, sys
 import qsync_opt
-from qsync_opt.cli.app import main
-from qsync_opt.testing.conformance import sample_graph
-from qsync_opt.cluster.datasheets import data_sheet
+from qsync_opt.cli import main
+from qsync_opt.testing import sample_graph
+from qsync_opt.cluster import data_sheet
 from qsync_opt.errors import QSyncError
-from qsync_opt.io.cache import MeasurementCache
-from qsync_opt.training.plan import Plan
-from qsync_opt.training.timeline import replay
-from qsync_opt.costs.roofline import roofline_profile
-from qsync_opt.testing.synthetic import stacked_problem
+from qsync_opt.io import MeasurementCache
+from qsync_opt.training import Plan
+from qsync_opt.training import replay
+from qsync_opt.costs import roofline_profile
+from qsync_opt.testing import stacked_problem
 
 what, path, limit, source = sys.argv[1:]
 problem = stacked_problem(20)
@@ -167,7 +167,7 @@ def test_a_full_cache_costs_the_measurement_and_not_the_job(tmp_path, caplog):
 WRITE_FOREVER = """
 import itertools, sys
 from pathlib import Path
-from qsync_opt.training.plan import Plan
+from qsync_opt.training import Plan
 plans = [
     Plan(problem="large", devices={"T4": {f"operator {i}": p for i in range(3000)}}) for p in ("FP16", "INT8")
 ]
@@ -263,7 +263,7 @@ def test_a_changed_number_is_told_from_a_meant_change(tmp_path):
 HAMMER = """
 import logging, random, sys
 logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-from qsync_opt.io.cache import MeasurementCache
+from qsync_opt.io import MeasurementCache
 folder, seed = sys.argv[1], int(sys.argv[2])
 source = random.Random(seed)
 print("ready", flush=True)
@@ -299,7 +299,7 @@ def test_jobs_that_share_a_cache_read_whole_measurements_only(tmp_path):
 READ_ONLY = """
 import logging, os, sys
 logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-from qsync_opt.io.cache import MeasurementCache
+from qsync_opt.io import MeasurementCache
 if os.getuid() == 0:
     os.setgid(65534)
     os.setuid(65534)  # to root, no folder is read-only
@@ -343,7 +343,7 @@ def test_a_cache_that_cannot_be_written_is_read(open_folder):
 
 CLOSED = """
 import os, sys
-from qsync_opt.io.cache import MeasurementCache
+from qsync_opt.io import MeasurementCache
 if os.getuid() == 0:
     os.setgid(65534)
     os.setuid(65534)  # root looks into every folder
@@ -370,7 +370,7 @@ def test_a_cache_of_another_user_is_measured_again(open_folder):
 OVER_READ_ONLY = """
 import os, sys
 from qsync_opt.errors import ProblemError
-from qsync_opt.io.files import write_text
+from qsync_opt.io import write_text
 if os.getuid() == 0:
     os.setgid(65534)
     os.setuid(65534)  # root may write to every file
@@ -410,10 +410,10 @@ def test_versions_do_not_read_each_others_measurements(tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
     from qsync_opt.runtimes.torch.support import identify
 
-    here = {"device": identify(torch.device("cpu")).to_json()}
+    here = {"device": encode(identify(torch.device("cpu")))}
     MeasurementCache(tmp_path, here).put("fc", {"ns": 1})
     monkeypatch.setattr(qsync_opt, "__version__", "99.0")
-    there = {"device": identify(torch.device("cpu")).to_json()}
+    there = {"device": encode(identify(torch.device("cpu")))}
     assert MeasurementCache(tmp_path, there).get("fc") is None
     MeasurementCache(tmp_path, there).put("fc", {"ns": 2})
     assert MeasurementCache(tmp_path, here).get("fc") == {"ns": 1}

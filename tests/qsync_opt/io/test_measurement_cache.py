@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-from qsync_opt.io.cache import MeasurementCache
+from qsync_opt.io import MeasurementCache
 
 environment = {"device": "test", "threads": 1}
 cache = MeasurementCache(sys.argv[1], environment)

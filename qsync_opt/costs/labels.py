@@ -1,7 +1,6 @@
-"""How figures that nobody measured are told apart: labels that travel in problem and plan files.
+"""Labels of estimated figures: the extension key ``x-estimates`` of problem and plan files.
 
-A problem whose costs or sensitivities are estimates says so under the extension key ``x-estimates``; plans made for it
-carry the same note, and everything that shows them shows it.
+Problems with estimated costs or sensitivities have it, their plans have the same, and every display shows it.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from qsync_opt.io import Extras
 ESTIMATES_KEY = "x-estimates"
 """Top-level extension key of problem and plan files: ``{"costs": {device: text}, "sensitivity": text}``."""
 ESTIMATE_OPTION = "estimated_by"
-"""Option of a profile that was not measured: what its figures are from."""
+"""Option of a profile that was not (all) measured: where its figures are from."""
 FP32_SHARE_OPTION = "fp32_share"
-"""Option of a profile: time of a step under a plan of FP32 alone, as a share of what its operators' costs say."""
+"""Option of a profile: time of a step in FP32 alone, as a share of the sum over its operators."""
 MEASURED_OPTION = "measured"
 """Option of a profile: how its costs were measured, in words."""
 
 
 def estimated_by(profile: DeviceProfile) -> str | None:
-    """What the figures of a profile were estimated by, or None if they were measured."""
+    """Where the figures of a profile are from if they were not measured, else None."""
     source = profile.options.get(ESTIMATE_OPTION)
     return None if source is None else str(source)
 
@@ -31,11 +30,11 @@ def estimated_by(profile: DeviceProfile) -> str | None:
 def estimate_extras(
     profiles: Mapping[str, DeviceProfile], sensitivity: str | None = None
 ) -> dict[tuple[str, ...], Any]:
-    """The extension key of a problem that some estimates went into; empty if all was measured.
+    """The extension key of a problem with estimates; empty if all was measured.
 
     Args:
-        profiles: Profile per device type.
-        sensitivity: What the sensitivities were estimated by; None: they were computed from collected statistics.
+        profiles: Device type to profile.
+        sensitivity: Where the sensitivities are from; None: they were computed from collected statistics.
     """
     sources = {name: source for name, profile in profiles.items() if (source := estimated_by(profile)) is not None}
     note: dict[str, Any] = {"costs": sources} if sources else {}
@@ -45,12 +44,12 @@ def estimate_extras(
 
 
 def carried_estimates(extras: Extras) -> dict[tuple[str, ...], Any]:
-    """The part of a problem's extension keys that its plans carry too."""
+    """The extension keys of a problem that its plans have too."""
     return {(ESTIMATES_KEY,): extras[ESTIMATES_KEY,]} if (ESTIMATES_KEY,) in extras else {}
 
 
 def estimate_lines(extras: Extras) -> tuple[str, ...]:
-    """What a problem or plan was estimated from, one line each; empty if it names no estimates."""
+    """The estimates of a problem or plan, one line of text each."""
     note = extras.get((ESTIMATES_KEY,))
     if not isinstance(note, Mapping):
         return ()

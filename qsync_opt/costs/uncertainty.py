@@ -1,0 +1,183 @@
+"""Times of operators, layers and casts with an interval and the source of each figure.
+
+Intervals hold only what was observed: where nothing is known about the error of a figure they reach from zero to
+infinity, and `Estimate.basis` says so.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from qsync_opt.costs.profile import CostFit, DeviceProfile
+from qsync_opt.costs.roofline import STEP_RATIOS, Assumptions, used_assumptions
+from qsync_opt.errors import ProblemError
+from qsync_opt.io import near_match
+from qsync_opt.model import OpGraph
+from qsync_opt.numerics import closest_precision, number_format
+
+Direction = Literal["forward", "backward"]
+
+
+class CostSource(enum.StrEnum):
+    """Where a time comes from, the most trustworthy source first."""
+
+    MEASURED = "measured"
+    """The operator itself was timed in this precision."""
+    SCALED = "scaled"
+    """It was timed in another precision, and scaled as operators that were timed in both."""
+    ROOFLINE = "roofline"
+    """It was computed from operations, bytes and a data sheet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A time in seconds with the interval that it is known to lie in.
+
+    Attributes:
+        time_s: The figure that plans are priced with.
+        low_s: Lower end of the interval; 0 if nothing is known.
+        high_s: Upper end of the interval; infinity if nothing is known.
+        source: Where the figure comes from; of a sum the least trustworthy source.
+        basis: Where the interval comes from, in words.
+    """
+
+    time_s: float
+    low_s: float
+    high_s: float
+    source: CostSource
+    basis: str
+
+
+def operator_cost(profile: DeviceProfile, operator: str, precision: str, direction: Direction) -> Estimate:
+    """Time of one pass of an operator on the profile's device, alone: without casts of its inputs and host time.
+
+    A measured figure gets its interval from the whole iterations that the profile was checked against, a roofline
+    estimate from measured training steps (`STEP_RATIOS`); both are errors of sums, single operators may exceed them.
+
+    Args:
+        profile: Measured, observed or estimated.
+        operator: Its name in the graph.
+        precision: In which it runs.
+        direction: ``"forward"`` or ``"backward"``.
+
+    Raises:
+        ProblemError: The profile has no such operator, or not in this precision; unknown direction.
+    """
+    if direction not in ("forward", "backward"):
+        raise ProblemError(f"direction is {direction!r}, but allowed are forward and backward")
+    costs = profile.cost(operator)
+    if precision not in costs:
+        raise ProblemError(
+            f"profile of {profile.device.name!r}: operator {operator!r} was not profiled in {precision!r}"
+            f"{near_match(precision, costs)}; it has {', '.join(costs)}"
+        )
+    cost = costs[precision]
+    time_s = 1e-9 * (cost.forward_ns if direction == "forward" else cost.backward_ns)
+    if (assumptions := used_assumptions(profile)) is not None:
+        return _roofline(time_s, precision, assumptions)
+    if cost.scaled_from:
+        basis = f"scaled from {cost.scaled_from}; the error of the scaling is not recorded"
+        return Estimate(time_s=time_s, low_s=0.0, high_s=math.inf, source=CostSource.SCALED, basis=basis)
+    if not profile.overhead.iterations:
+        basis = "the profile records no spread of its measurements"
+        return Estimate(time_s=time_s, low_s=0.0, high_s=math.inf, source=CostSource.MEASURED, basis=basis)
+    count = len(profile.overhead.iterations)
+    basis = f"largest error of {count} whole iteration{'s' * (count > 1)} predicted from this profile"
+    return _within(time_s, profile.overhead.residual, basis)
+
+
+def layer_cost(profile: DeviceProfile, graph: OpGraph, layer: str, precision: str, direction: Direction) -> Estimate:
+    """Time of one pass of all operators of a layer, without casts and host time; see `operator_cost`.
+
+    Args:
+        profile: Of the graph.
+        graph: The model.
+        layer: Path of a module; operators of its sub-modules count too. Empty: the whole model.
+        precision: In which operators run; those that lack it take the next finer one, else their finest.
+        direction: ``"forward"`` or ``"backward"``.
+
+    Raises:
+        ProblemError: The graph has no such layer, or the profile not all of its operators; unknown direction.
+    """
+    names = [o.name for o in graph if not layer or o.module == layer or o.module.startswith(f"{layer}.")]
+    if not names:
+        near = near_match(layer, {operator.module for operator in graph})
+        raise ProblemError(f"graph {graph.name!r} has no operators in a layer {layer!r}{near}")
+    return total_cost(
+        operator_cost(profile, name, closest_precision(profile.cost(name), precision), direction) for name in names
+    )
+
+
+def cast_cost(profile: DeviceProfile, source: str, target: str, elements: int) -> Estimate:
+    """Time of casting a tensor from one format to another.
+
+    The interval of a fitted cost is the largest error of the fit at the sizes that were measured.
+
+    Args:
+        profile: Measured, observed or estimated.
+        source: Format of the tensor.
+        target: Format of the copy.
+        elements: Of the tensor.
+
+    Raises:
+        ProblemError: The profile has no such cast.
+    """
+    fit = profile.casts.get(f"{source}>{target}")
+    if fit is None:
+        raise ProblemError(
+            f"profile of {profile.device.name!r} has no cast from {source!r} to {target!r}; it has "
+            f"{', '.join(profile.casts)}"
+        )
+    time_s = 1e-9 * fit.ns(elements)
+    if (assumptions := used_assumptions(profile)) is not None:
+        return _roofline(time_s, target, assumptions)
+    return _fitted(time_s, fit)
+
+
+def total_cost(parts: Iterable[Estimate]) -> Estimate:
+    """The sum of some times, at least one; its interval makes no use of errors that cancel out."""
+    parts = list(parts)
+    ranks = list(CostSource)
+    return Estimate(
+        time_s=math.fsum(part.time_s for part in parts),
+        low_s=math.fsum(part.low_s for part in parts),
+        high_s=math.fsum(part.high_s for part in parts),
+        source=max((part.source for part in parts), key=ranks.index),
+        basis="; ".join(dict.fromkeys(part.basis for part in parts)),
+    )
+
+
+def _fitted(time_s: float, fit: CostFit) -> Estimate:
+    if fit.samples:
+        return _within(time_s, fit.worst_error, f"largest error of the fit to {fit.samples} measurements")
+    basis = "the fit records no measurements"
+    return Estimate(time_s=time_s, low_s=0.0, high_s=math.inf, source=CostSource.MEASURED, basis=basis)
+
+
+def _within(time_s: float, error: float, basis: str) -> Estimate:
+    """A prediction whose distance from the truth is at most ``error`` times the truth."""
+    return Estimate(
+        time_s=time_s,
+        low_s=time_s / (1 + error),
+        high_s=time_s / (1 - error) if error < 1 else math.inf,
+        source=CostSource.MEASURED,
+        basis=basis,
+    )
+
+
+def _roofline(time_s: float, precision: str, assumptions: Assumptions) -> Estimate:
+    if assumptions != Assumptions():
+        basis = "nothing was measured under these assumptions of the roofline"
+        return Estimate(time_s=time_s, low_s=0.0, high_s=math.inf, source=CostSource.ROOFLINE, basis=basis)
+    low, high = STEP_RATIOS[number_format(precision).bits == 8]
+    return Estimate(
+        time_s=time_s,
+        low_s=low * time_s,
+        high_s=high * time_s,
+        source=CostSource.ROOFLINE,
+        basis="measured over estimated training steps of one GPT on one H200 (benchmarks/results/roofline.json)",
+    )
