@@ -1,7 +1,4 @@
-"""Hybrid data parallelism on one host: process groups, gradient buckets, and what an all-reduce costs.
-
-Workers of one group may run under different plans: gradients are FP32 on all of them, so that their buckets agree.
-"""
+"""Workers on one host that train together: their process group, and what an all-reduce costs in it."""
 
 from __future__ import annotations
 
@@ -20,69 +17,16 @@ from torch import Tensor
 from qsync_opt.errors import NotReadyError, ProblemError, UnsupportedError
 from qsync_opt.runtimes.host import free_port as free_port
 
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_CAP_BYTES = 25 << 20
 _RELEASE_S = 0.2
-"""Seconds that threads of a process group get to finish before it is left."""
+"""Seconds for threads of a process group to finish before it is left."""
 _MEASURING_ROUNDS = 4
-
-
-def bucket_assignment(
-    parameters: Sequence[Tensor], first_bucket_bytes: int = FIRST_BUCKET_BYTES, cap_bytes: int = BUCKET_CAP_BYTES
-) -> list[int]:
-    """Index of the all-reduce bucket of each parameter, as ``DistributedDataParallel`` builds them.
-
-    Gradients become ready in about the reverse of the registration order, so buckets are filled from the last
-    parameter to the first: bucket 0 closes when it holds at least ``first_bucket_bytes``, every later one when it
-    holds at least ``cap_bytes``. Parameters of different element types or devices fill separate buckets. This is the
-    layout that DDP settles on after its first backward pass, if gradients became ready in reverse registration order;
-    for the first pass it fills buckets from the other end.
-
-    Args:
-        parameters: In registration order, without duplicates; those that need no gradient are in no bucket.
-        first_bucket_bytes: Size at which bucket 0 closes; ``cap_bytes`` where DDP was given a ``bucket_cap_mb``.
-        cap_bytes: Size at which later buckets close (``bucket_cap_mb`` of DDP times 2**20).
-
-    Returns:
-        One index per parameter, in order of reduction; -1 for a parameter without gradient.
-
-    Raises:
-        UnsupportedError: A limit that is not positive.
-
-    Source: The algorithm of ``torch.distributed._compute_bucket_assignment_by_size``, written anew so that it also
-        serves where torch's distributed package is not built.
-    """
-    if first_bucket_bytes <= 0 or cap_bytes <= 0:
-        raise UnsupportedError(f"bucket limits {first_bucket_bytes} and {cap_bytes} bytes: both must be above 0")
-    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    closed: dict[tuple[torch.dtype, torch.device], int] = {}
-    buckets: list[list[int]] = []
-    positions = [i for i in range(len(parameters) - 1, -1, -1) if parameters[i].requires_grad]
-    rank_in_order = {position: rank for rank, position in enumerate(positions)}
-    for position in positions:
-        parameter = parameters[position]
-        key = (parameter.dtype, parameter.device)
-        members, size = open_buckets.get(key, ([], 0))
-        members, size = [*members, position], size + parameter.numel() * parameter.element_size()
-        open_buckets[key] = (members, size)
-        if size >= (cap_bytes if closed.get(key) else first_bucket_bytes):
-            buckets.append(members)
-            closed[key] = closed.get(key, 0) + 1
-            del open_buckets[key]
-    buckets.extend(members for members, _ in open_buckets.values())
-    buckets.sort(key=lambda members: min(rank_in_order[position] for position in members))
-    result = [-1] * len(parameters)
-    for index, members in enumerate(buckets):
-        for position in members:
-            result[position] = index
-    return result
 
 
 @contextlib.contextmanager
 def process_group(
     rank: int, world_size: int, port: int, *, backend: str = "gloo", timeout_s: float = 120.0
 ) -> Iterator[None]:
-    """Join a process group on this host for the time of the block, and leave it also after an error.
+    """Join a process group on this host within the block, and leave it also after an error.
 
     Args:
         rank: Number of this worker.
@@ -97,8 +41,8 @@ def process_group(
     """
     available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     if backend not in available or not available[backend]():
-        there = ", ".join(name for name, check in available.items() if check()) or "none"
-        raise UnsupportedError(f"process group backend {backend!r} is not there: this torch has {there}")
+        present = ", ".join(name for name, check in available.items() if check()) or "none"
+        raise UnsupportedError(f"process group backend {backend!r} is not there: this torch has {present}")
     if dist.is_initialized():
         raise NotReadyError("a default process group exists already: leave it before joining another")
     dist.init_process_group(
@@ -111,9 +55,9 @@ def process_group(
     try:
         yield
     finally:
-        # A thread of gloo frees the tensors of the last collective after everybody has its result, for which it wants
-        # the interpreter. Whoever lets go of the group's last reference meanwhile (DistributedDataParallel holds one)
-        # waits for that thread without giving the interpreter up: both wait for ever. So it is given up here first.
+        # A thread of gloo frees the tensors of the last collective after all have its result, and needs the GIL for it.
+        # Whoever drops the group's last reference meanwhile (DistributedDataParallel holds one) waits for that thread
+        # without releasing the GIL: a deadlock. So it is released here first.
         time.sleep(_RELEASE_S)
         dist.destroy_process_group()
 

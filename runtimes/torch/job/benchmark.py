@@ -56,10 +56,11 @@ _RESIZED = 0.03
 def measure_steps(job: Job, measured: JobModel | None, plan: JobPlan, types: DeviceTypes) -> JobModel | None:
     """The job with times of whole steps; every rank must call it.
 
-    Every shortlisted candidate trains for a few steps on all ranks, in ``DistributedDataParallel`` if there are several,
-    with an optimizer like the job's at learning rate 0, and with loss scaling where gradients pass through FP16.
-    Parameters, buffers, gradients and random state are put back. For local batches by speed every candidate has its own
-    batches, for which all workers take as long by themselves, optimizer included.
+    Every shortlisted candidate trains for a few steps on all ranks, in
+    ``DistributedDataParallel`` if there are several, with an optimizer like the job's at learning rate 0, and with
+    loss scaling where gradients pass through FP16. Parameters, buffers, gradients and random state are put back.
+    For local batches by speed every candidate has batches
+    of its own, for which all workers take as long by themselves, optimizer included.
 
     Args:
         job: Whose model, batch and optimizer are used.

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
-from qsync_opt.errors import SolverError
-from qsync_opt.io import Fields
+from qsync_opt.errors import ProblemError, SolverError
+from qsync_opt.io import Json, decode, encode, freeze
 from qsync_opt.model import Role
 from qsync_opt.numerics import number_format
 from qsync_opt.runtimes.torch.execution import AUTOCAST_TYPES
@@ -57,10 +56,10 @@ class ExecutionMode:
     sensitivity: float = 0.0
     pass_ns: int = 0
     needed_bytes: int | None = 0
-    captured: bool = False
+    captured: Annotated[bool, Json(omitted=True)] = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "precisions", MappingProxyType(dict(self.precisions)))
+        freeze(self, "precisions")
 
     @property
     def label(self) -> str:
@@ -92,15 +91,7 @@ class ExecutionMode:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON data."""
-        return {
-            "name": self.name,
-            "precisions": dict(self.precisions),
-            "autocast": self.autocast,
-            "sensitivity": self.sensitivity,
-            "pass_ns": self.pass_ns,
-            "needed_bytes": self.needed_bytes,
-            **({"captured": True} if self.captured else {}),
-        }
+        return encode(self)
 
     @classmethod
     def from_json(cls, data: object, where: str) -> ExecutionMode:
@@ -110,24 +101,11 @@ class ExecutionMode:
             ProblemError: It is something else.
             UnsupportedError: No such precision.
         """
-        fields = Fields(data, where)
-        precisions, autocast = fields.mapping("precisions"), fields.take("autocast")
-        for precision in precisions.values():
-            if not isinstance(precision, str):
-                fields.fail(f"precisions holds {precision!r}, but it must map operators to names of precisions")
+        mode = decode(cls, data, where)
+        for precision in mode.precisions.values():
             number_format(precision)
-        if autocast is not None and autocast not in ("BF16", "FP16"):
-            fields.fail(f"autocast is {autocast!r}, but allowed are BF16, FP16 and null")
-        mode = cls(
-            name=fields.text("name"),
-            precisions=precisions,
-            autocast=autocast,
-            sensitivity=fields.number("sensitivity"),
-            pass_ns=fields.integer("pass_ns"),
-            needed_bytes=None if fields.take("needed_bytes") is None else fields.integer("needed_bytes"),
-            captured=fields.flag("captured"),
-        )
-        fields.finish()
+        if mode.autocast not in (None, "BF16", "FP16"):
+            raise ProblemError(f"{where}: autocast is {mode.autocast!r}, but allowed are BF16, FP16 and null")
         return mode
 
 
@@ -149,19 +127,16 @@ class StepTime:
     """
 
     taken: Mapping[str, str]
-    step_ns: int
-    batches: Mapping[str, int] = field(default_factory=dict)
-    rounds_ns: tuple[int, ...] = ()
+    step_ns: Annotated[int, Json(minimum=1)]
+    batches: Annotated[Mapping[str, Annotated[int, Json(minimum=1)]], Json(omitted=True)] = field(default_factory=dict)
+    rounds_ns: Annotated[tuple[int, ...], Json(omitted=True)] = ()
 
     def __post_init__(self) -> None:
-        for name in ("taken", "batches"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+        freeze(self, "taken", "batches")
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON data."""
-        sized = {"batches": dict(self.batches)} if self.batches else {}
-        rounds = {"rounds_ns": list(self.rounds_ns)} if self.rounds_ns else {}
-        return {"taken": dict(self.taken), "step_ns": self.step_ns, **sized, **rounds}
+        return encode(self)
 
     @classmethod
     def from_json(cls, data: object, where: str) -> StepTime:
@@ -170,18 +145,9 @@ class StepTime:
         Raises:
             ProblemError: It is something else.
         """
-        fields = Fields(data, where)
-        labels = Fields(fields.mapping("taken"), f"{where}: taken")
-        sizes = Fields(fields.mapping("batches") if "batches" in fields else {}, f"{where}: batches")
-        step = cls(
-            taken={name: labels.text(name) for name in [*labels]},
-            step_ns=fields.integer("step_ns", minimum=1),
-            batches={name: sizes.integer(name, minimum=1) for name in [*sizes]},
-            rounds_ns=fields.integers("rounds_ns") if "rounds_ns" in fields else (),
-        )
+        step = decode(cls, data, where)
         if step.batches and step.batches.keys() != step.taken.keys():
-            fields.fail("batches and taken are of different device types")
-        fields.finish()
+            raise ProblemError(f"{where}: batches and taken are of different device types")
         return step
 
 

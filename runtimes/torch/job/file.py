@@ -6,8 +6,8 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -16,7 +16,7 @@ import qsync_opt
 from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.costs import CostFit, DeviceProfile, MeasuredCost
 from qsync_opt.errors import ProblemError, QSyncError
-from qsync_opt.io import Fields, check_number, read_json, write_json
+from qsync_opt.io import Fields, Json, check_number, decode, encode, read_json, write_json
 from qsync_opt.model import Role, graph_to_json, parse_graph
 from qsync_opt.runtimes.torch.ddp import together
 from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, Modes, StepTime
@@ -29,6 +29,35 @@ JOB_FORMAT = "qsync-job/1"
 _ANEW = "remove the file, and the next start of auto_plan measures the job and writes it anew"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NetworkEntry:
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DeviceEntry:
+    name: str
+    count: Annotated[int, Json(minimum=1)]
+    memory_bytes: Annotated[int, Json(minimum=1)]
+    precisions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JobFile:
+    """The keys of a job file; what its entries have in their own files stands here as JSON data."""
+
+    facts: Mapping[str, Any]
+    graph: Any
+    profiles: Mapping[str, Any]
+    sensitivities: Mapping[str, Any]
+    ways: Annotated[Mapping[str, tuple[Any, ...]], Json(optional=True)] = field(default_factory=dict)
+    steps: Annotated[tuple[Any, ...], Json(optional=True)] = ()
+    network: _NetworkEntry
+    devices: tuple[_DeviceEntry, ...]
+
+
 def save_job(job: JobModel, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
     """Write a measured job, whole or not at all.
 
@@ -38,27 +67,25 @@ def save_job(job: JobModel, path: str | os.PathLike[str], facts: Mapping[str, An
         facts: What a later start must have in common with this one to use it, as plain JSON data; and
             ``memory_bytes``, what the devices had before any trial.
     """
-    write_json(
-        path,
-        {
-            "format": JOB_FORMAT,
-            "facts": dict(facts),
-            "graph": graph_to_json(job.graph),
-            "profiles": {name: profile.to_json() for name, profile in job.profiles.items()},
-            "sensitivities": {name: values.to_json() for name, values in job.sensitivities.items()},
-            "ways": {name: [mode.to_json() for mode in own] for name, own in job.modes.items()},
-            "steps": [step.to_json() for step in job.steps],
-            "network": {
-                "latency_s": job.cluster.network.latency_s,
-                "bandwidth_bytes_per_s": job.cluster.network.bandwidth_bytes_per_s,
-                "source": job.cluster.network.source,
-            },
-            "devices": [
-                {"name": d.name, "count": d.count, "memory_bytes": d.memory_limit_bytes, "precisions": [*d.precisions]}
-                for d in job.cluster.devices
-            ],
-        },
+    network = job.cluster.network
+    content = _JobFile(
+        facts=facts,
+        graph=graph_to_json(job.graph),
+        profiles={name: profile.to_json() for name, profile in job.profiles.items()},
+        sensitivities={name: values.to_json() for name, values in job.sensitivities.items()},
+        ways={name: tuple(mode.to_json() for mode in own) for name, own in job.modes.items()},
+        steps=tuple(step.to_json() for step in job.steps),
+        network=_NetworkEntry(
+            latency_s=network.latency_s,
+            bandwidth_bytes_per_s=network.bandwidth_bytes_per_s,
+            source=network.source,
+        ),
+        devices=tuple(
+            _DeviceEntry(name=d.name, count=d.count, memory_bytes=d.memory_limit_bytes, precisions=d.precisions)
+            for d in job.cluster.devices
+        ),
     )
+    write_json(path, encode(content, version=JOB_FORMAT))
 
 
 def load_job(path: str | os.PathLike[str]) -> tuple[JobModel, dict[str, Any]]:
@@ -68,81 +95,60 @@ def load_job(path: str | os.PathLike[str]) -> tuple[JobModel, dict[str, Any]]:
         QSyncError: Missing or truncated file, another format version, an unknown, missing or unusable entry.
     """
     data = read_json(path, (JOB_FORMAT,), again=_ANEW)
+    where = os.fspath(path)
     try:
-        return _job_of(data, os.fspath(path))
+        content = decode(_JobFile, data, where, version=JOB_FORMAT)
+        job = _job_of(content, where)
+        memory = Fields(content.facts.get("memory_bytes"), f"{where}: facts: memory_bytes")
+        for name in job.workers:
+            memory.integer(name, minimum=1)
     except QSyncError as failure:
         raise type(failure)(f"{failure}; {_ANEW}") from failure
+    return job, dict(content.facts)
 
 
-def _job_of(data: Any, where: str) -> tuple[JobModel, dict[str, Any]]:
-    fields = Fields(data, where)
-    fields.version(JOB_FORMAT)
-    facts = fields.mapping("facts")
-    memory = Fields(facts.get("memory_bytes"), f"{where}: facts: memory_bytes")
-    entry = Fields(fields.take("network"), f"{where}: network")
-    network = Network(
-        latency_s=entry.number("latency_s"),
-        bandwidth_bytes_per_s=entry.number("bandwidth_bytes_per_s"),
-        source=entry.text("source"),
+def _job_of(content: _JobFile, where: str) -> JobModel:
+    job = JobModel(
+        graph=parse_graph(json.dumps(content.graph), where=where),
+        profiles={n: DeviceProfile.from_json(x, f"{where}: profile of {n!r}") for n, x in content.profiles.items()},
+        sensitivities={
+            n: SensitivityValues.from_json(x, f"{where}: sensitivities of {n!r}")
+            for n, x in content.sensitivities.items()
+        },
+        cluster=Cluster(
+            name="job",
+            devices=tuple(
+                DeviceType(name=d.name, count=d.count, memory_limit_bytes=d.memory_bytes, precisions=d.precisions)
+                for d in content.devices
+            ),
+            network=Network(
+                latency_s=content.network.latency_s,
+                bandwidth_bytes_per_s=content.network.bandwidth_bytes_per_s,
+                source=content.network.source,
+            ),
+        ),
+        modes={
+            n: tuple(ExecutionMode.from_json(x, f"{where}: ways of {n!r}") for x in own)
+            for n, own in content.ways.items()
+        },
+        steps=tuple(StepTime.from_json(x, f"{where}: steps[{i}]") for i, x in enumerate(content.steps)),
     )
-    entry.finish()
-    devices = []
-    for position, data in enumerate(fields.sequence("devices")):
-        device = Fields(data, f"{where}: devices[{position}]")
-        devices.append(
-            DeviceType(
-                name=device.text("name"),
-                count=device.integer("count", minimum=1),
-                memory_limit_bytes=device.integer("memory_bytes", minimum=1),
-                precisions=device.texts("precisions"),
-            )
-        )
-        device.finish()
-    profiles = {
-        name: DeviceProfile.from_json(data, f"{where}: profile of {name!r}")
-        for name, data in fields.mapping("profiles").items()
-    }
-    sensitivities = {
-        name: SensitivityValues.from_json(data, f"{where}: sensitivities of {name!r}")
-        for name, data in fields.mapping("sensitivities").items()
-    }
-    by_type = Fields(fields.take("ways") if "ways" in fields else {}, f"{where}: ways")
-    modes = {
-        name: tuple(ExecutionMode.from_json(data, f"{where}: ways of {name!r}") for data in by_type.sequence(name))
-        for name in by_type
-    }
-    steps = tuple(
-        StepTime.from_json(data, f"{where}: steps[{position}]")
-        for position, data in enumerate(fields.sequence("steps") if "steps" in fields else ())
-    )
-    graph = parse_graph(json.dumps(fields.take("graph")), where=where)
-    fields.finish()
-    names = {device.name for device in devices}
-    for name in names:
-        memory.integer(name, minimum=1)
-    if not names == profiles.keys() == sensitivities.keys():
+    names = job.workers.keys()
+    if not names == job.profiles.keys() == job.sensitivities.keys():
         raise ProblemError(f"{where}: devices, profiles and sensitivities are of different types")
-    if modes and modes.keys() != names:
+    if job.modes and job.modes.keys() != names:
         raise ProblemError(f"{where}: devices and ways are of different types")
-    operators = {operator.name for operator in graph.by_role(Role.ADJUSTABLE)}
-    for name, own in modes.items():
+    operators = {operator.name for operator in job.graph.by_role(Role.ADJUSTABLE)}
+    for name, own in job.modes.items():
         if not own or any(mode.precisions.keys() != operators for mode in own):
             raise ProblemError(f"{where}: ways of {name!r} are none, or for other operators than the graph's")
-    known = {name: {mode.label for mode in own} for name, own in modes.items()}
-    for step in steps:
+    known = {name: {mode.label for mode in own} for name, own in job.modes.items()}
+    for step in job.steps:
         if any(label not in known.get(name, ()) for name, label in step.taken.items()):
             raise ProblemError(f"{where}: a step was timed in a way that was not: {dict(step.taken)}")
-    for profile in profiles.values():
-        profile.check_graph(graph)
-    job = JobModel(
-        graph=graph,
-        profiles=profiles,
-        sensitivities=sensitivities,
-        cluster=Cluster(name="job", devices=tuple(devices), network=network),
-        modes=modes,
-        steps=steps,
-    )
-    return job, facts
+    for profile in job.profiles.values():
+        profile.check_graph(job.graph)
+    return job
 
 
 def with_workers(job: JobModel, counts: Mapping[str, int]) -> JobModel:

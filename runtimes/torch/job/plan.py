@@ -11,6 +11,7 @@ from typing import Any
 from qsync_opt.cluster import Cluster
 from qsync_opt.costs import MEASURED_OPTION, DeviceProfile, estimated_by
 from qsync_opt.errors import ProblemError
+from qsync_opt.io import freeze
 from qsync_opt.model import OpGraph
 from qsync_opt.runtimes.torch.execution import ApplySettings
 from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, StepTime
@@ -34,8 +35,7 @@ class JobModel:
     steps: tuple[StepTime, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("profiles", "sensitivities", "modes"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+        freeze(self, "profiles", "sensitivities", "modes")
 
     @property
     def limits_bytes(self) -> dict[str, int]:
@@ -164,8 +164,7 @@ class JobPlan:
             )
         object.__setattr__(self, "captured", tuple(self.captured))
         object.__setattr__(self, "lifted_kinds", tuple(self.lifted_kinds))
-        for name in ("memory_bytes", "taken", "autocast", "shares", "measured", "host_shares", "stages_s"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+        freeze(self, "memory_bytes", "taken", "autocast", "shares", "measured", "host_shares", "stages_s")
 
     def shared(self) -> dict[str, Any]:
         """What all ranks have in common, as plain JSON data: every field but this rank's own."""
