@@ -304,7 +304,7 @@ def test_times_of_steps_are_kept_with_the_job(planned, job, tmp_path):
         load_job(tmp_path / "job.json")
 
 
-def test_a_precision_that_the_device_refuses_is_left_out(job, monkeypatch, caplog):
+def test_a_precision_that_the_device_refuses_is_left_out(job, monkeypatch, caplog, tmp_path):
     real = TrainingExample.forward
 
     def forward(self):
@@ -317,7 +317,8 @@ def test_a_precision_that_the_device_refuses_is_left_out(job, monkeypatch, caplo
     from qsync_opt.runtimes.torch.capture import capture_model
 
     graph = capture_model(job.model, job.example.args, {}).graph
-    found = profile_job_steps(job.example, graph, None, precisions=("BF16", "INT8"))
+    options = PlanningOptions(precisions=("BF16", "INT8"), cache_dir=tmp_path)
+    found = profile_job_steps(job.example, graph, None, options)
     assert set(found.formats) == {"BF16", "FP32"}
     assert "INT8 does not run on this device and is left out: CUBLAS" in caplog.text
     assert applied_plan(job.model) is None
@@ -327,4 +328,4 @@ def test_a_precision_that_the_device_refuses_is_left_out(job, monkeypatch, caplo
 
     monkeypatch.setattr(TrainingExample, "forward", broken)
     with pytest.raises((RuntimeError, UnsupportedError), match="no kernel at all"):
-        profile_job_steps(job.example, graph, None, precisions=("BF16",))
+        profile_job_steps(job.example, graph, None, replace(options, precisions=("BF16",)))
