@@ -17,7 +17,7 @@ from qsync_opt.cluster import Cluster, DeviceType, Network
 from qsync_opt.costs import CostFit, DeviceProfile, MeasuredCost
 from qsync_opt.errors import ProblemError, QSyncError
 from qsync_opt.io import Fields, Json, check_number, decode, encode, read_json, write_json
-from qsync_opt.model import Role, graph_to_json, parse_graph
+from qsync_opt.model import OpGraph, Role, graph_to_json, parse_graph
 from qsync_opt.runtimes.torch.ddp import together
 from qsync_opt.runtimes.torch.job.candidates import ExecutionMode, Modes, StepTime
 from qsync_opt.runtimes.torch.job.measuring import DeviceTypes, Job, job_indicator
@@ -30,13 +30,6 @@ _ANEW = "remove the file, and the next start of auto_plan measures the job and w
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _NetworkEntry:
-    latency_s: float
-    bandwidth_bytes_per_s: float
-    source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _DeviceEntry:
     name: str
     count: Annotated[int, Json(minimum=1)]
@@ -44,18 +37,40 @@ class _DeviceEntry:
     precisions: tuple[str, ...]
 
 
+def _read_device(data: Any, where: str) -> DeviceType:
+    entry = decode(_DeviceEntry, data, where)
+    memory_bytes, precisions = entry.memory_bytes, entry.precisions
+    return DeviceType(name=entry.name, count=entry.count, memory_limit_bytes=memory_bytes, precisions=precisions)
+
+
+def _write_device(device: DeviceType) -> dict[str, Any]:
+    memory_bytes, precisions = device.memory_limit_bytes, device.precisions
+    return encode(_DeviceEntry(name=device.name, count=device.count, memory_bytes=memory_bytes, precisions=precisions))
+
+
+def _read_graph(data: Any, where: str) -> OpGraph:
+    return parse_graph(json.dumps(data), where=where)
+
+
+_Profile = Annotated[DeviceProfile, Json(read=DeviceProfile.from_json, write=DeviceProfile.to_json)]
+_Values = Annotated[SensitivityValues, Json(read=SensitivityValues.from_json, write=SensitivityValues.to_json)]
+_Mode = Annotated[ExecutionMode, Json(read=ExecutionMode.from_json, write=ExecutionMode.to_json)]
+_Step = Annotated[StepTime, Json(read=StepTime.from_json, write=StepTime.to_json)]
+_Device = Annotated[DeviceType, Json(read=_read_device, write=_write_device)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _JobFile:
-    """The keys of a job file; what its entries have in their own files stands here as JSON data."""
+    """The keys of a job file."""
 
     facts: Mapping[str, Any]
-    graph: Any
-    profiles: Mapping[str, Any]
-    sensitivities: Mapping[str, Any]
-    ways: Annotated[Mapping[str, tuple[Any, ...]], Json(optional=True)] = field(default_factory=dict)
-    steps: Annotated[tuple[Any, ...], Json(optional=True)] = ()
-    network: _NetworkEntry
-    devices: tuple[_DeviceEntry, ...]
+    graph: Annotated[OpGraph, Json(read=_read_graph, write=graph_to_json)]
+    profiles: Mapping[str, _Profile]
+    sensitivities: Mapping[str, _Values]
+    ways: Annotated[Mapping[str, tuple[_Mode, ...]], Json(optional=True)] = field(default_factory=dict)
+    steps: Annotated[tuple[_Step, ...], Json(optional=True)] = ()
+    network: Network
+    devices: tuple[_Device, ...]
 
 
 def save_job(job: JobModel, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
@@ -67,23 +82,15 @@ def save_job(job: JobModel, path: str | os.PathLike[str], facts: Mapping[str, An
         facts: What a later start must have in common with this one to use it, as plain JSON data; and
             ``memory_bytes``, what the devices had before any trial.
     """
-    network = job.cluster.network
     content = _JobFile(
         facts=facts,
-        graph=graph_to_json(job.graph),
-        profiles={name: profile.to_json() for name, profile in job.profiles.items()},
-        sensitivities={name: values.to_json() for name, values in job.sensitivities.items()},
-        ways={name: tuple(mode.to_json() for mode in own) for name, own in job.modes.items()},
-        steps=tuple(step.to_json() for step in job.steps),
-        network=_NetworkEntry(
-            latency_s=network.latency_s,
-            bandwidth_bytes_per_s=network.bandwidth_bytes_per_s,
-            source=network.source,
-        ),
-        devices=tuple(
-            _DeviceEntry(name=d.name, count=d.count, memory_bytes=d.memory_limit_bytes, precisions=d.precisions)
-            for d in job.cluster.devices
-        ),
+        graph=job.graph,
+        profiles=job.profiles,
+        sensitivities=job.sensitivities,
+        ways=job.modes,
+        steps=job.steps,
+        network=job.cluster.network,
+        devices=job.cluster.devices,
     )
     write_json(path, encode(content, version=JOB_FORMAT))
 
@@ -109,29 +116,12 @@ def load_job(path: str | os.PathLike[str]) -> tuple[JobModel, dict[str, Any]]:
 
 def _job_of(content: _JobFile, where: str) -> JobModel:
     job = JobModel(
-        graph=parse_graph(json.dumps(content.graph), where=where),
-        profiles={n: DeviceProfile.from_json(x, f"{where}: profile of {n!r}") for n, x in content.profiles.items()},
-        sensitivities={
-            n: SensitivityValues.from_json(x, f"{where}: sensitivities of {n!r}")
-            for n, x in content.sensitivities.items()
-        },
-        cluster=Cluster(
-            name="job",
-            devices=tuple(
-                DeviceType(name=d.name, count=d.count, memory_limit_bytes=d.memory_bytes, precisions=d.precisions)
-                for d in content.devices
-            ),
-            network=Network(
-                latency_s=content.network.latency_s,
-                bandwidth_bytes_per_s=content.network.bandwidth_bytes_per_s,
-                source=content.network.source,
-            ),
-        ),
-        modes={
-            n: tuple(ExecutionMode.from_json(x, f"{where}: ways of {n!r}") for x in own)
-            for n, own in content.ways.items()
-        },
-        steps=tuple(StepTime.from_json(x, f"{where}: steps[{i}]") for i, x in enumerate(content.steps)),
+        graph=content.graph,
+        profiles=content.profiles,
+        sensitivities=content.sensitivities,
+        cluster=Cluster(name="job", devices=content.devices, network=content.network),
+        modes=content.ways,
+        steps=content.steps,
     )
     names = job.workers.keys()
     if not names == job.profiles.keys() == job.sensitivities.keys():

@@ -129,7 +129,7 @@ class DeviceTypes:
 
 
 def example_of(model: nn.Module, batch: Any, loss: Loss | None) -> TrainingExample:
-    """An example of a batch as users pass it: keyword arguments, a tuple or list of positional ones, or the only one."""
+    """An example from a batch as users pass it: a mapping, a tuple or list of arguments, or a single argument."""
     if isinstance(batch, Mapping):
         return TrainingExample(model=model, kwargs=batch, loss=loss)
     args = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
