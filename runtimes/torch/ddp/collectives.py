@@ -119,14 +119,8 @@ def measure_collectives(
         dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
         measured.append(float(own))
         del payload
-    fit = fit_all_reduce(list(sizes_bytes), [t / 1e9 for t in measured], dist.get_world_size(group))
-    return CollectiveCost(
-        sizes_bytes=tuple(sizes_bytes),
-        measured_ns=tuple(measured),
-        latency_s=fit.latency_s,
-        bandwidth_bytes_per_s=fit.bandwidth_bytes_per_s,
-        relative_residual=fit.relative_residual,
-    )
+    fit = fit_all_reduce(sizes_bytes, [t / 1e9 for t in measured])
+    return CollectiveCost(sizes_bytes=tuple(sizes_bytes), measured_ns=tuple(measured), **fit._asdict())
 
 
 def measure_slowdown(

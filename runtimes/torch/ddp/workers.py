@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,29 +62,21 @@ def process_group(
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduceModel:
-    """Time of an all-reduce as ``latency_s + bytes / bandwidth_bytes_per_s``, with how well that fits.
+class AllReduceFit(NamedTuple):
+    """Time of an all-reduce as ``latency_s + bytes / bandwidth_bytes_per_s``.
 
-    ``relative_residual`` is the root mean square of (measured - fitted) / measured over the sizes tried.
+    ``relative_residual`` is the root mean square of (measured - fitted) / measured.
     """
 
     latency_s: float
     bandwidth_bytes_per_s: float
     relative_residual: float
-    world_size: int
-    sizes_bytes: tuple[int, ...]
-    measured_s: tuple[float, ...]
-
-    def predict_s(self, num_bytes: int) -> float:
-        """Predicted time of an all-reduce of ``num_bytes`` per worker, in seconds."""
-        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
 
-def fit_all_reduce(sizes_bytes: Sequence[int], measured_s: Sequence[float], world_size: int) -> AllReduceModel:
+def fit_all_reduce(sizes_bytes: Sequence[int], measured_s: Sequence[float]) -> AllReduceFit:
     """Fit latency and bandwidth to measured times by least squares of the relative error.
 
-    Relative, because sizes span decades and a plain fit would see the largest alone.
+    Relative, because sizes span decades and the largest would decide a plain fit.
 
     Raises:
         ProblemError: Fewer than two different sizes, a size below zero, or a time that is not positive or not finite.
@@ -99,19 +91,12 @@ def fit_all_reduce(sizes_bytes: Sequence[int], measured_s: Sequence[float], worl
     times = torch.tensor(measured_s, dtype=torch.float64)
     columns = torch.tensor([[1.0, float(size)] for size in sizes_bytes], dtype=torch.float64) / times[:, None]
     latency, inverse = torch.linalg.lstsq(columns, torch.ones_like(times)[:, None]).solution.flatten().tolist()
-    if latency < 0:  # noise at the small sizes: the best line through the origin is the honest model
+    if latency < 0:  # noise at the small sizes: fit a line through the origin
         latency, inverse = 0.0, float(columns[:, 1].sum() / columns[:, 1].square().sum())
     if inverse <= 0:
         raise ProblemError("all-reduce times do not grow with size: measure larger sizes or more repetitions")
     residual = (columns @ torch.tensor([latency, inverse], dtype=torch.float64) - 1).square().mean().sqrt()
-    return AllReduceModel(
-        latency_s=latency,
-        bandwidth_bytes_per_s=1 / inverse,
-        relative_residual=float(residual),
-        world_size=world_size,
-        sizes_bytes=tuple(sizes_bytes),
-        measured_s=tuple(measured_s),
-    )
+    return AllReduceFit(latency, 1 / inverse, float(residual))
 
 
 def measure_all_reduce(
@@ -119,8 +104,8 @@ def measure_all_reduce(
     *,
     repetitions: int = 5,
     device: torch.device | str = "cpu",
-) -> AllReduceModel:
-    """Time FP32 all-reduces of some sizes in the default process group and fit the model; every worker must call it.
+) -> AllReduceFit:
+    """Time FP32 all-reduces of some sizes in the default process group and fit them; every worker must call it.
 
     A repetition counts with the slowest worker's time, a size with the median of its repetitions. On a busy host the
     times may not grow with size; then repetitions are added, up to four times as many.
@@ -142,7 +127,7 @@ def measure_all_reduce(
         medians = [statistics.median(repeated) for repeated in times]
         if medians[-1] > medians[0] or not rounds_left:
             break
-    return fit_all_reduce(sizes_bytes, medians, dist.get_world_size())
+    return fit_all_reduce(sizes_bytes, medians)
 
 
 def _timed_all_reduce(payload: Tensor) -> float:

@@ -111,10 +111,13 @@ class PlanRefresher:
         self._graph = graph
         self._improvement = improvement
         self._method = method
-        self._loss_step = loss_step
-        self._probes = probes
-        self._adaptive_probes = adaptive_probes
-        self._curvature_probes = curvature_probes
+        self._statistics: dict[str, Any] = {
+            "step": loss_step,
+            "graph": graph,
+            "probes": probes,
+            "adaptive_probes": adaptive_probes,
+            "curvature_probes": curvature_probes,
+        }
         self._recent: deque[Any] = deque(maxlen=batches)
 
     def step(self, batch: Any) -> bool:
@@ -145,15 +148,7 @@ class PlanRefresher:
 
     def _decide(self) -> Replanning:
         with self._bare() as model:
-            statistics = collect_statistics(
-                model,
-                list(self._recent),
-                step=self._loss_step,
-                graph=self._graph,
-                probes=self._probes,
-                adaptive_probes=self._adaptive_probes,
-                curvature_probes=self._curvature_probes,
-            )
+            statistics = collect_statistics(model, list(self._recent), **self._statistics)
         decision = replan(self._make_problem(statistics), self.plan, improvement=self._improvement, method=self._method)
         self.decisions.append(decision)
         return decision

@@ -70,8 +70,8 @@ def auto_plan(
             single argument. All ranks pass the same shapes.
         loss: Function of the model's output that returns the loss; None: the model returns it (as its output, as
             ``loss`` in it, or as the first of a tuple). If it does not, the sum of its outputs stands in for the loss.
-        optimizer: The one that will be used, or a list of several, whose steps are timed on copies, and which decide on
-            the indicator. None: AdamW.
+        optimizer: The one or several that will be used; their steps are timed on copies, and they decide on the
+            indicator. None: AdamW.
         batches: For the statistics; None: ``batch`` alone. Two or more also tell how noisy the gradient is anyway.
         options: Everything else.
 
@@ -80,10 +80,10 @@ def auto_plan(
 
     Raises:
         ModelError: The model cannot be captured, cannot be trained, differs between ranks, or is not in FP32.
-        UnsupportedError: Ranks run different versions; the device lacks a precision; the memory limit cannot be; the
-            optimizer cannot be copied, or its step needs an argument.
+        UnsupportedError: The device lacks a precision or has less memory than the limit; the optimizer cannot be
+            copied, or its step needs an argument.
         ProblemError: No plan fits into the memory of some device type.
-        NotReadyError: A plan is applied already; or another rank failed, with what it said.
+        NotReadyError: A plan is applied already; or another rank failed, and the text repeats its error.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
