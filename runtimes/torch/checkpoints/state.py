@@ -374,7 +374,7 @@ def blank_optimizer_tensors(
 ) -> dict[str, Tensor]:
     """Tensors to load optimizer states into: like the parameters that they belong to, others on the CPU."""
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    blanks = {}
+    blanks: dict[str, Tensor] = {}
     for number, entry in enumerate(saved if isinstance(saved, list) else []):
         owner = {
             key: name
